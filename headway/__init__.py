@@ -1,0 +1,29 @@
+"""Headway: an LLM inference server built around latency."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from headway.llm import LLM, AsyncLLM, CompletionOutput, RequestOutput
+    from headway.policy.sampling_params import SamplingParams
+
+_HOMES = {
+    "LLM": "headway.llm",
+    "AsyncLLM": "headway.llm",
+    "CompletionOutput": "headway.llm",
+    "RequestOutput": "headway.llm",
+    "SamplingParams": "headway.policy.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the library's classes when they are first used: `headway --version` needs none of them."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'headway' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

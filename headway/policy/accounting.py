@@ -1,0 +1,186 @@
+"""Who spent which nanosecond of a step on what.
+
+The rule of division. A mixed step takes longer for everybody than it would have without the prefill
+tokens of the others. For each sequence in it, compute is the share of the step's forward time that the
+step would have taken without other sequences' prefill tokens, by the coefficients of `step_time`, which
+are learnt from measured steps; the rest is stall. Compute is rounded down to whole nanoseconds and
+stall takes the remainder, so that the parts sum to the step exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headway.policy.ledger import Phase, PhaseClock
+from headway.policy.request import Sequence, Status
+from headway.policy.step_time import StepTimeModel, StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Readings of the monotonic clock around a step, in nanoseconds."""
+
+    launched_ns: int  # the forward pass began
+    computed_ns: int  # its logits were there
+    sampled_ns: int  # its tokens were known
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """A sequence's part of a step: the `num_tokens` tokens after those it had computed at `start`."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    decoding: bool
+
+    @property
+    def samples(self) -> bool:
+        """The last known token is computed, so the step yields a new one."""
+        return self.start + self.num_tokens == len(self.sequence.tokens)
+
+
+def work_of(scheduled: list[ScheduledSequence]) -> StepWork:
+    """What a step with these parts does."""
+    prefill_tokens = decode_tokens = prefill_pairs = decode_context = 0
+    for item in scheduled:
+        if item.decoding:
+            decode_tokens += 1
+            decode_context += item.start + 1
+        else:
+            n = item.num_tokens
+            prefill_tokens += n
+            prefill_pairs += n * item.start + n * (n + 1) // 2
+    return StepWork(prefill_tokens, decode_tokens, prefill_pairs, decode_context)
+
+
+class Accounting:
+    """Keeps the ledgers of all sequences in the engine.
+
+    Waiting sequences live on the queue clock, decoding ones on the decode clock; the few that prefill
+    are marked one by one. `stall_ns` counts the stalls of all sequences by cause since it was last taken.
+    """
+
+    def __init__(self) -> None:
+        self.step_time = StepTimeModel()
+        self.queue_reason = Phase.QUEUE_CAPACITY
+        self.stall_ns: dict[Phase, int] = {}
+        self._queue = PhaseClock()
+        self._decode = PhaseClock()
+        self._on_decode_clock = 0
+
+    def take_stalls(self) -> dict[Phase, int]:
+        taken, self.stall_ns = self.stall_ns, {}
+        return taken
+
+    # --- joining and leaving the clocks -------------------------------------------------------------
+
+    def begin_waiting(self, sequence: Sequence, now: int) -> None:
+        """A new sequence waits; what passed since its hand-over was transport."""
+        sequence.ledger.mark(Phase.TRANSPORT, now)
+        self._join_queue(sequence, now)
+
+    def begin_running(self, sequence: Sequence, now: int) -> None:
+        """A waiting sequence was admitted."""
+        self._leave(sequence, now)
+
+    def begin_preempted(self, sequence: Sequence, now: int) -> None:
+        self._leave(sequence, now)
+        if sequence.output_len == 0:
+            self._join_queue(sequence, now)
+
+    def finish(self, sequence: Sequence, now: int) -> None:
+        """Close the engine's part of the ledger at `now`."""
+        self._leave(sequence, now)
+
+    def _join_queue(self, sequence: Sequence, now: int) -> None:
+        self._queue.run(self.queue_reason, now)
+        sequence.clock_marks = self._queue.read()
+
+    def _leave(self, sequence: Sequence, now: int) -> None:
+        """Bring the ledger to `now`, whichever clock or mode the sequence lived on."""
+        marks, sequence.clock_marks = sequence.clock_marks, None
+        if sequence.status is Status.WAITING:
+            if marks is not None:
+                self._queue.run(self.queue_reason, now)
+                self._queue.settle(sequence.ledger, marks)
+            elif sequence.preemptions:
+                self._stall(sequence, Phase.DECODE_STALL_PREEMPTED, now)
+        elif marks is not None:
+            self._on_decode_clock -= 1
+            self._decode.run(Phase.SCHEDULE, now)
+            self._decode.settle(sequence.ledger, marks)
+        sequence.ledger.mark(Phase.SCHEDULE, now)
+
+    def _stall(self, sequence: Sequence, phase: Phase, until: int) -> None:
+        length = until - sequence.ledger.last_ns
+        if length > 0:
+            sequence.ledger.mark(phase, until)
+            self.stall_ns[phase] = self.stall_ns.get(phase, 0) + length
+
+    # --- a step -------------------------------------------------------------------------------------
+
+    def queue_stands_at(self, reason: Phase, now: int) -> None:
+        """The scheduler stopped admitting for `reason`; the time before was spent on the reason before."""
+        self._queue.run(self.queue_reason, now)
+        self.queue_reason = reason
+
+    def record_step(self, scheduled: list[ScheduledSequence], idle: list[Sequence], times: StepTimes) -> None:
+        """Divide a finished step among the sequences that ran in it and the running ones that did not.
+
+        Called before the results are applied, so that a sequence is still what it was in the step.
+        """
+        work = work_of(scheduled)
+        forward = times.computed_ns - times.launched_ns
+        self._advance_decode_clock(work, forward, times)
+        nobody_samples = not any(item.samples for item in scheduled)
+        for item in scheduled:
+            item.sequence.steps += 1
+            if item.sequence.clock_marks is None:
+                self._mark_prefill(item, work, forward, times)
+                if nobody_samples:
+                    item.sequence.ledger.mark(Phase.SCHEDULE, times.sampled_ns)
+                self._stall(item.sequence, _stall_of(item.sequence), times.sampled_ns)
+        for sequence in idle:
+            self._stall(sequence, _stall_of(sequence), times.sampled_ns)
+        if forward > 0:
+            self.step_time.observe(work, forward)
+
+    def join_decode_clock(self, sequence: Sequence) -> None:
+        """From the end of this step on the sequence decodes in every step."""
+        if sequence.clock_marks is None:
+            sequence.clock_marks = self._decode.read()
+            self._on_decode_clock += 1
+
+    def _advance_decode_clock(self, work: StepWork, forward: int, times: StepTimes) -> None:
+        clock = self._decode
+        clock.run(Phase.SCHEDULE, times.launched_ns)
+        compute = forward
+        if work.prefill_tokens and work.decode_tokens:
+            alone = StepWork(decode_tokens=work.decode_tokens, decode_context=work.decode_context)
+            compute = int(forward * self.step_time.share_without(work, alone))
+            cause = Phase.DECODE_STALL_PREFILL
+            self.stall_ns[cause] = self.stall_ns.get(cause, 0) + (forward - compute) * self._on_decode_clock
+        clock.run(Phase.DECODE_COMPUTE, times.launched_ns + compute)
+        clock.run(Phase.DECODE_STALL_PREFILL, times.computed_ns)
+        clock.run(Phase.SAMPLING, times.sampled_ns)
+
+    def _mark_prefill(self, item: ScheduledSequence, work: StepWork, forward: int, times: StepTimes) -> None:
+        sequence, own = item.sequence, work_of([item])
+        alone = StepWork(own.prefill_tokens, work.decode_tokens, own.prefill_pairs, work.decode_context)
+        computed = times.launched_ns + int(forward * self.step_time.share_without(work, alone))
+        sequence.ledger.mark(Phase.SCHEDULE, times.launched_ns)
+        if item.decoding:
+            sequence.ledger.mark(Phase.DECODE_COMPUTE, computed)
+        elif sequence.output_len > 0:
+            self._stall(sequence, Phase.DECODE_STALL_RECOMPUTE, computed)
+        else:
+            sequence.ledger.mark(Phase.PREFILL_COMPUTE, computed)
+        self._stall(sequence, _stall_of(sequence), times.computed_ns)
+        if item.samples:
+            sequence.ledger.mark(Phase.SAMPLING, times.sampled_ns)
+
+
+def _stall_of(sequence: Sequence) -> Phase:
+    """A stall is the decode's once a sequence has produced a token, even while it computes its past again."""
+    return Phase.DECODE_STALL_PREFILL if sequence.output_len > 0 else Phase.PREFILL_STALL

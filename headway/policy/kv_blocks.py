@@ -1,0 +1,173 @@
+"""The paged KV pool: who holds which block, and which blocks hold a known prefix.
+
+Every block is in exactly one of three states: free; referenced by one or more sequences; or cached,
+that is unreferenced but still holding a registered prefix, to be evicted least recently used first.
+
+The prefix index is a tree of exact keys (parent, tokens of one block): a lookup compares the token ids
+themselves, so equal hashes can never hand one prompt's keys and values to another. The first block's
+parent is the request's salt, which keeps tenants apart.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+BlockKey = tuple[int | str, tuple[int, ...]]
+
+
+class OutOfBlocks(RuntimeError):
+    """The pool has fewer free blocks than were asked for."""
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """Tokens looked up in the prefix index and found there, since the start."""
+
+    queries: int = 0
+    hits: int = 0
+
+
+class KVBlocks:
+    """A pool of `num_blocks` blocks of `block_size` tokens; every operation on a block is O(1).
+
+    Raises:
+        ValueError: when a size is below one.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens is empty; both must be at least 1")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.references = [0] * num_blocks
+        self.prefix_stats = PrefixStats()
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._index: dict[BlockKey, tuple[int, int]] = {}  # key -> (node, block)
+        self._key_of: dict[int, BlockKey] = {}  # registered block -> its key
+        self._next_node = 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now, cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that sequences reference, 0 to 1."""
+        return 1.0 - self.num_free / self.num_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # --- blocks -------------------------------------------------------------------------------------
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks, evicting cached ones least recently used first.
+
+        Raises:
+            OutOfBlocks: when fewer are free; nothing is taken then.
+        """
+        if count > self.num_free:
+            raise OutOfBlocks(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} free")
+        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for block in blocks:
+            self.references[block] = 1
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each block; a cached one leaves the eviction queue."""
+        for block in blocks:
+            if self.references[block] == 0:
+                del self._cached[block]
+            self.references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop a reference to each block of a sequence, given in order of position.
+
+        The last blocks go to the eviction queue first: a prefix is worth more than what followed it.
+        """
+        for block in reversed(blocks):
+            self.references[block] -= 1
+            if self.references[block] < 0:
+                raise RuntimeError(f"block {block} was released more often than it was taken")
+            if self.references[block] == 0:
+                if block in self._key_of:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        del self._index[self._key_of.pop(block)]
+        return block
+
+    # --- prefixes -----------------------------------------------------------------------------------
+
+    def match(self, tokens: Sequence[int], salt: str) -> list[int]:
+        """Blocks that hold the longest known prefix of `tokens`, the last token excluded.
+
+        One token is always left to compute, because its logits are wanted. Takes no references.
+        """
+        blocks: list[int] = []
+        if not self.enable_prefix_caching:
+            return blocks
+        parent: int | str = salt
+        size = self.block_size
+        for start in range(0, (len(tokens) - 1) // size * size, size):
+            found = self._index.get((parent, tuple(tokens[start : start + size])))
+            if found is None:
+                break
+            parent, block = found
+            blocks.append(block)
+        return blocks
+
+    def register(self, block: int, parent: int | str, tokens: tuple[int, ...]) -> int:
+        """Enter a full block under its parent node and return the node that later blocks hang from.
+
+        Where another block already holds the same prefix, that one stays in the index.
+        """
+        key = (parent, tokens)
+        found = self._index.get(key)
+        if found is not None:
+            return found[0]
+        node = self._next_node
+        self._next_node += 1
+        self._index[key] = (node, block)
+        self._key_of[block] = key
+        return node
+
+    def node_of(self, block: int) -> int:
+        """The node of a registered block."""
+        return self._index[self._key_of[block]][0]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every registered prefix; blocks in use stay with their sequences."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._index.clear()
+        self._key_of.clear()
+
+    # --- integrity ----------------------------------------------------------------------------------
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Verify that the pool agrees with the block tables of all live sequences.
+
+        Raises:
+            RuntimeError: naming the block that leaked or is held twice.
+        """
+        expected = [0] * self.num_blocks
+        for table in tables:
+            for block in table:
+                expected[block] += 1
+        for block, (held, known) in enumerate(zip(expected, self.references, strict=True)):
+            if held != known:
+                raise RuntimeError(f"block {block} has {known} references, but {held} sequences hold it")
+        idle = [*self._free, *self._cached]
+        if len(idle) != len(set(idle)) or set(idle) != {b for b, held in enumerate(expected) if held == 0}:
+            raise RuntimeError("the free and cached lists are not exactly the unreferenced blocks")
+        if any(block not in self._key_of for block in self._cached) or len(self._key_of) != len(self._index):
+            raise RuntimeError("the prefix index and the registered blocks disagree")

@@ -1,0 +1,90 @@
+"""A request's life as a chain of contiguous phases in integer nanoseconds.
+
+The chain closes by construction: every entry runs from the end of the one before it, so the phases sum
+to the time between the first and the last mark exactly.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """Where a nanosecond of a request went."""
+
+    # API process, before the engine
+    RECEIVE = "receive"  # reading, parsing and checking the request
+    TOKENIZE = "tokenize"  # chat template and tokenizer
+    # engine process
+    TRANSPORT = "transport"  # between the processes, in either direction
+    QUEUE_POLICY = "queue_policy"  # waiting: others come first
+    QUEUE_CAPACITY = "queue_capacity"  # waiting: max_num_seqs or the step's token budget is used up
+    QUEUE_BLOCKS = "queue_blocks"  # waiting: not enough free KV blocks
+    SCHEDULE = "schedule"  # bookkeeping between steps
+    PREFILL_COMPUTE = "prefill_compute"
+    PREFILL_STALL = "prefill_stall"  # in the batch, waiting on others' work or for its next chunk
+    DECODE_COMPUTE = "decode_compute"
+    DECODE_STALL_PREFILL = "decode_stall_prefill"  # waited for someone else's prefill
+    DECODE_STALL_PREEMPTED = "decode_stall_preempted"  # out of the batch after a preemption
+    DECODE_STALL_RECOMPUTE = "decode_stall_recompute"  # computing again what a preemption threw away
+    SAMPLING = "sampling"
+    # API process, after the engine
+    DETOKENIZE = "detokenize"
+    SEND = "send"
+    SEND_BLOCKED = "send_blocked"  # the client did not read
+
+
+class Ledger:
+    """Contiguous phases from `began_ns` to `last_ns`."""
+
+    __slots__ = ("began_ns", "last_ns", "phases_ns")
+
+    def __init__(self, began_ns: int = 0) -> None:
+        self.began_ns = began_ns
+        self.last_ns = began_ns
+        self.phases_ns: dict[Phase, int] = {}
+
+    def mark(self, phase: Phase, now_ns: int) -> None:
+        """The time from the last mark to now was spent in `phase`. A clock that stands still adds nothing."""
+        if now_ns > self.last_ns:
+            self.phases_ns[phase] = self.phases_ns.get(phase, 0) + now_ns - self.last_ns
+            self.last_ns = now_ns
+
+    def mark_parts(self, parts: dict[Phase, int]) -> None:
+        """Append phases of known length, in order."""
+        for phase, length_ns in parts.items():
+            if length_ns > 0:
+                self.phases_ns[phase] = self.phases_ns.get(phase, 0) + length_ns
+                self.last_ns += length_ns
+
+    @property
+    def total_ns(self) -> int:
+        return self.last_ns - self.began_ns
+
+
+class PhaseClock:
+    """Time divided into phases once for all the sequences that live through it alike.
+
+    Sequences that wait in the queue, or decode in every step, spend the same nanoseconds on the same
+    phases. The clock adds them up once a step; a sequence notes its reading when it joins and is given
+    the difference when it leaves, which costs nothing for the steps between.
+    """
+
+    __slots__ = ("now_ns", "phases_ns")
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.phases_ns: dict[Phase, int] = {}
+
+    def run(self, phase: Phase, until_ns: int) -> None:
+        """Everything from the clock's time to `until_ns` was `phase`."""
+        if until_ns > self.now_ns:
+            self.phases_ns[phase] = self.phases_ns.get(phase, 0) + until_ns - self.now_ns
+            self.now_ns = until_ns
+
+    def read(self) -> dict[Phase, int]:
+        return dict(self.phases_ns)
+
+    def settle(self, ledger: Ledger, since: dict[Phase, int]) -> None:
+        """Append to the ledger what passed since the reading `since`."""
+        ledger.mark_parts({phase: ns - since.get(phase, 0) for phase, ns in self.phases_ns.items()})

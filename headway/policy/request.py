@@ -1,0 +1,72 @@
+"""A sequence: one choice of one request, from arrival to its last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from headway.policy.ledger import Ledger, Phase
+from headway.policy.sampling_params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Status(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request. `tokens` is the prompt followed by what was generated so far.
+
+    `num_computed` tokens have their keys and values in the cache. There is no prefill or decode
+    phase: a sequence has tokens computed and tokens to compute, and is given a number of tokens a step.
+    """
+
+    request_id: str
+    index: int
+    params: SamplingParams
+    tokens: list[int]
+    prompt_len: int
+    max_len: int  # prompt plus output, never exceeded
+    stop_ids: frozenset[int]  # ids that end it: the model's eos unless ignored, and stop_token_ids
+    seed: int  # of this choice; draws depend on it and on the position alone
+    priority: int = 0
+    arrival_ns: int = 0
+    cache_salt: str = ""
+    parent: Sequence | None = None  # first choice of the same request, whose prompt blocks this one shares
+    ledger: Ledger = field(default_factory=Ledger)
+
+    status: Status = Status.WAITING
+    num_computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    cache_node: int = 0  # where the registered part of block_table ends in the prefix index
+    num_registered: int = 0  # blocks of block_table that are in the prefix index
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
+    preemptions: int = 0
+    steps: int = 0
+    times_bypassed: int = 0
+    ordinal: int = 0  # order of arrival at the scheduler, unique
+    clock_marks: dict[Phase, int] | None = None  # reading of the shared clock that this sequence lives on
+    finish_reason: FinishReason | None = None
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens known but not yet in the cache."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only its newest token is left to compute, and it has produced one."""
+        return self.num_to_compute == 1 and self.output_len > 0

@@ -1,0 +1,130 @@
+"""The rule that divides a step, the model that it stands on, and the ledger's closing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.policy.accounting import Accounting, ScheduledSequence, StepTimes
+from headway.policy.ledger import Ledger, Phase, PhaseClock
+from headway.policy.request import Status
+from headway.policy.step_time import StepTimeModel, StepWork
+from tests.policy.simulation import check_ledger, make_sequence
+
+
+def test_a_ledger_closes_whatever_the_clock_does() -> None:
+    ledger = Ledger(100)
+    ledger.mark(Phase.RECEIVE, 130)
+    ledger.mark(Phase.TOKENIZE, 130)
+    ledger.mark(Phase.TRANSPORT, 120)  # a clock that seems to run backwards adds nothing
+    ledger.mark(Phase.SEND, 200)
+    assert ledger.phases_ns == {Phase.RECEIVE: 30, Phase.SEND: 70}
+    assert ledger.total_ns == 100
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(Phase)), st.integers(0, 10**12)), max_size=30))
+def test_phases_sum_to_the_last_mark(marks: list[tuple[Phase, int]]) -> None:
+    ledger = Ledger(5)
+    for phase, now in marks:
+        ledger.mark(phase, now)
+    assert sum(ledger.phases_ns.values()) == ledger.last_ns - 5
+
+
+def test_a_clock_gives_each_ledger_what_passed_since_it_joined() -> None:
+    clock, ledger = PhaseClock(), Ledger(40)
+    clock.run(Phase.QUEUE_BLOCKS, 40)
+    since = clock.read()
+    clock.run(Phase.QUEUE_BLOCKS, 55)
+    clock.run(Phase.QUEUE_CAPACITY, 60)
+    clock.settle(ledger, since)
+    assert ledger.phases_ns == {Phase.QUEUE_BLOCKS: 15, Phase.QUEUE_CAPACITY: 5}
+    assert ledger.last_ns == 60
+
+
+def linear_time(work: StepWork) -> int:
+    """A machine that obeys the model exactly, in nanoseconds."""
+    return (
+        4_000_000
+        + 50_000 * work.prefill_tokens
+        + 100_000 * work.decode_tokens
+        + 20 * work.prefill_pairs
+        + 300 * work.decode_context
+    )
+
+
+def random_work(rng: random.Random) -> StepWork:
+    prefill = rng.choice([0, rng.randrange(1, 512)])
+    decode = rng.choice([0, rng.randrange(1, 32)])
+    if not prefill and not decode:
+        decode = 1
+    return StepWork(prefill, decode, prefill * rng.randrange(1, 2000), decode * rng.randrange(1, 2000))
+
+
+def test_the_step_time_model_learns_a_linear_machine() -> None:
+    rng, model = random.Random(1), StepTimeModel()
+    for _ in range(400):
+        work = random_work(rng)
+        model.observe(work, int(linear_time(work) * rng.uniform(0.95, 1.05)))
+    for _ in range(50):
+        work = random_work(rng)
+        assert model.predict_ns(work) == pytest.approx(linear_time(work), rel=0.1)
+
+
+def test_the_step_time_model_follows_a_machine_that_slows_down() -> None:
+    rng, model = random.Random(2), StepTimeModel()
+    for factor in (1, 2):
+        for _ in range(2500):
+            work = random_work(rng)
+            model.observe(work, factor * linear_time(work))
+    work = StepWork(256, 8, 65536, 8192)
+    assert model.predict_ns(work) == pytest.approx(2 * linear_time(work), rel=0.1)
+
+
+def test_the_step_time_model_survives_steps_that_are_all_alike() -> None:
+    model = StepTimeModel()
+    for _ in range(20_000):
+        model.observe(StepWork(decode_tokens=1, decode_context=100), 5_000_000)
+    assert model.predict_ns(StepWork(decode_tokens=1, decode_context=100)) == pytest.approx(5e6, rel=0.01)
+
+
+def test_until_it_has_seen_enough_steps_tokens_divide() -> None:
+    work = StepWork(prefill_tokens=30, decode_tokens=10)
+    assert StepTimeModel().share_without(work, StepWork(decode_tokens=10)) == 0.25
+
+
+def test_a_mixed_step_is_divided_by_what_it_would_have_taken_without_others_prefill() -> None:
+    accounting = Accounting()
+    rng = random.Random(3)
+    for _ in range(600):
+        work = random_work(rng)
+        accounting.step_time.observe(work, linear_time(work))
+    decoder = make_sequence("d", [1] * 100, 50)
+    decoder.tokens.append(7)
+    decoder.num_computed, decoder.status = 100, Status.RUNNING
+    prompts = [make_sequence(name, [1] * 400, 5) for name in "pq"]
+    for prompt in prompts:
+        prompt.status = Status.RUNNING
+    accounting.record_step([], [], StepTimes(0, 0, 0))
+    accounting.join_decode_clock(decoder)
+    scheduled = [ScheduledSequence(decoder, 100, 1, True)]
+    scheduled += [ScheduledSequence(prompts[0], 0, 200, False), ScheduledSequence(prompts[1], 0, 100, False)]
+    pairs = [200 * 201 // 2, 100 * 101 // 2]
+    whole = linear_time(StepWork(300, 1, sum(pairs), 101))
+    accounting.record_step(scheduled, [], StepTimes(10, 10 + whole, 10 + whole + 5))
+    accounting.finish(decoder, 10 + whole + 5)
+    compute = linear_time(StepWork(0, 1, 0, 101))
+    assert decoder.ledger.phases_ns[Phase.DECODE_COMPUTE] == pytest.approx(compute, rel=0.05)
+    assert decoder.ledger.phases_ns[Phase.DECODE_STALL_PREFILL] == pytest.approx(whole - compute, rel=0.05)
+    for prompt, tokens, own in zip(prompts, (200, 100), pairs, strict=True):
+        compute = linear_time(StepWork(tokens, 1, own, 101))
+        assert prompt.ledger.phases_ns[Phase.PREFILL_COMPUTE] == pytest.approx(compute, rel=0.05)
+        assert prompt.ledger.last_ns == 10 + whole + 5
+    for sequence in (decoder, *prompts):
+        check_ledger(sequence)
+    stalls = accounting.take_stalls()
+    assert stalls[Phase.DECODE_STALL_PREFILL] == decoder.ledger.phases_ns[Phase.DECODE_STALL_PREFILL]
+    assert stalls[Phase.PREFILL_STALL] == sum(p.ledger.phases_ns[Phase.PREFILL_STALL] for p in prompts)
+    assert accounting.take_stalls() == {}

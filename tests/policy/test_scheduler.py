@@ -1,0 +1,258 @@
+"""The scheduler keeps its promises: order, budget, no leak, nobody starves, preempted sequences return."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.policy.kv_blocks import KVBlocks
+from headway.policy.ledger import Phase
+from headway.policy.request import FinishReason, Status
+from headway.policy.scheduler import Scheduler, SchedulerConfig
+from tests.policy.simulation import Simulation, check_ledger
+
+
+def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks() -> None:
+    sim = Simulation(num_blocks=64, max_num_batched_tokens=8, max_model_len=128)
+    chatting = sim.submit([1, 2, 3], 40)
+    sim.step()
+    long = sim.submit(list(range(50)), 5)
+    while long.output_len == 0:
+        items = sim.step()
+        assert [item.num_tokens for item in items if item.sequence is chatting] == [1]
+        assert sum(item.num_tokens for item in items if item.sequence is long) == min(7, 50 - items[-1].start)
+    sim.run_until_done()
+    sim.check_all_closed()
+    assert long.ledger.phases_ns[Phase.PREFILL_COMPUTE] > 0
+    assert chatting.ledger.phases_ns[Phase.DECODE_STALL_PREFILL] > 0
+
+
+def test_a_sequence_alone_never_stalls() -> None:
+    sim = Simulation()
+    alone = sim.submit(list(range(30)), 20)
+    sim.run_until_done()
+    stalls = {phase for phase in alone.ledger.phases_ns if "stall" in phase}
+    assert not stalls
+
+
+def test_without_chunked_prefill_a_prompt_is_computed_whole() -> None:
+    sim = Simulation(chunked=False, max_num_batched_tokens=64, caching=False)
+    for length in (40, 30, 20):
+        sim.submit(list(range(length)), 3)
+    seen = [item.num_tokens for _ in range(4) for item in sim.step() if item.num_tokens > 1]
+    assert sorted(seen) == [20, 30, 40]
+    sim.run_until_done()
+    sim.check_all_closed()
+
+
+def test_prefix_is_found_again_and_counted() -> None:
+    sim = Simulation(num_blocks=64)
+    prompt = list(range(22))
+    sim.submit(prompt, 2)
+    sim.run_until_done()
+    again = sim.submit(prompt, 2)
+    items = sim.step()
+    assert again.cached_tokens == 20 and items[0].num_tokens == 2
+    assert sim.scheduler.blocks.prefix_stats.hits == 20
+    assert sim.scheduler.blocks.prefix_stats.queries == 44
+    other_tenant = sim.submit(prompt, 2, salt="other")
+    sim.run_until_done()
+    assert other_tenant.cached_tokens == 0
+
+
+def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:
+    sim = Simulation(num_blocks=64)
+    for _ in range(2):
+        last = sim.submit(list(range(16)), 2)
+        sim.run_until_done()
+    assert last.cached_tokens == 12
+
+
+def test_prompt_logprobs_compute_every_prompt_token() -> None:
+    sim = Simulation(num_blocks=64)
+    sim.submit(list(range(16)), 2)
+    sim.run_until_done()
+    wanted = sim.submit(list(range(16)), 2, prompt_logprobs=0)
+    assert sim.step()[0].num_tokens == 16
+    assert wanted.cached_tokens == 0
+
+
+def test_choices_share_the_prompt_and_copy_the_block_they_write() -> None:
+    sim = Simulation(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=32)
+    first = sim.submit(list(range(18)), 6)
+    others = [sim.submit(list(range(18)), 6, parent=first, index=i) for i in (1, 2)]
+    assert [item.sequence for item in sim.step()] == [first]
+    items = sim.step()
+    assert sorted(item.num_tokens for item in items) == [1, 1, 1]
+    tables = [s.block_table for s in (first, *others)]
+    assert tables[0][:4] == tables[1][:4] == tables[2][:4]
+    assert len({table[4] for table in tables}) == 3
+    assert all(s.cached_tokens == 17 for s in others)
+    sim.run_until_done()
+    sim.check_all_closed()
+
+
+def test_choices_go_on_when_the_first_is_aborted() -> None:
+    sim = Simulation()
+    first = sim.submit(list(range(10)), 4)
+    other = sim.submit(list(range(10)), 4, parent=first, index=1)
+    sim.scheduler.abort(first, sim.now)
+    sim.run_until_done()
+    assert other.finish_reason is FinishReason.LENGTH
+    sim.check_all_closed()
+
+
+def test_the_last_in_order_is_preempted_and_comes_back() -> None:
+    sim = Simulation(num_blocks=10, block_size=4, max_model_len=32, caching=False)
+    early = sim.submit(list(range(12)), 16)
+    late = sim.submit(list(range(12)), 16)
+    sim.run_until_done()
+    assert early.preemptions == 0 and late.preemptions >= 1
+    assert early.output_len == late.output_len == 16
+    assert late.ledger.phases_ns[Phase.DECODE_STALL_PREEMPTED] > 0
+    assert late.ledger.phases_ns[Phase.DECODE_STALL_RECOMPUTE] > 0
+    sim.check_all_closed()
+
+
+def test_one_that_does_not_fit_lets_smaller_ones_pass_but_not_for_ever() -> None:
+    sim = Simulation(num_blocks=16, block_size=4, max_num_seqs=8, max_model_len=64, caching=False, max_bypasses=3)
+    holder = sim.submit(list(range(20)), 30)
+    sim.step()
+    big = sim.submit(list(range(48)), 2)
+    passed = [sim.submit([1, 2], 2) for _ in range(2)]
+    sim.step()
+    assert big.status is Status.WAITING and all(s.status is Status.RUNNING for s in passed)
+    while big.status is Status.WAITING:
+        sim.submit([1, 2], 40)  # an endless supply of small ones
+        sim.step()
+        assert big.times_bypassed <= 3
+    assert holder.status is Status.FINISHED
+    sim.run_until_done()
+    sim.check_all_closed()
+
+
+def test_priority_is_served_first() -> None:
+    sim = Simulation(max_num_seqs=1, policy="priority")
+    sim.submit([1], 2)
+    sim.step()
+    low = sim.submit([1], 1, priority=5)
+    high = sim.submit([1], 1, priority=-5)
+    while high.status is not Status.FINISHED:
+        sim.step()
+        assert low.status is Status.WAITING
+    sim.run_until_done()
+
+
+def test_queue_reasons_are_told_apart() -> None:
+    full = Simulation(max_num_seqs=1)
+    full.submit([1], 5)
+    full.step()
+    waits = full.submit([1], 1)
+    full.run_until_done()
+    assert waits.ledger.phases_ns[Phase.QUEUE_CAPACITY] > 0
+    assert Phase.QUEUE_BLOCKS not in waits.ledger.phases_ns
+    tight = Simulation(num_blocks=8, max_model_len=32, caching=False)
+    tight.submit(list(range(20)), 8)
+    tight.step()
+    blocked = tight.submit(list(range(20)), 1)
+    tight.run_until_done()
+    assert blocked.ledger.phases_ns[Phase.QUEUE_BLOCKS] > 0
+
+
+def test_a_stop_token_ends_a_sequence_only_after_min_tokens() -> None:
+    sim = Simulation()
+    stops = sim.submit([1, 2], 50, stop_ids=frozenset(range(200)))
+    sim.run_until_done()
+    assert stops.finish_reason is FinishReason.STOP and stops.output_len == 1
+    later = sim.submit([1, 2], 50, stop_ids=frozenset(range(200)))
+    later.params.min_tokens = 7
+    sim.run_until_done()
+    assert later.output_len == 8
+
+
+def test_logits_that_are_not_numbers_end_only_their_own_sequence() -> None:
+    sim = Simulation()
+    bad, good = sim.submit([1, 2], 3), sim.submit([1, 2, 3], 3)
+    sim.draw = lambda item: None if item.sequence is bad else 7  # type: ignore[method-assign]
+    sim.step()
+    assert bad.finish_reason is FinishReason.ERROR and good.status is Status.RUNNING
+    sim.run_until_done()
+    sim.check_all_closed()
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_batched_tokens": 3}, "less than max_num_seqs"),
+        ({"policy": "random"}, "'random' is unknown; choose one of fcfs, priority"),
+        ({"chunked": False}, "without chunked prefill"),
+        ({"num_blocks": 15}, "needs 16 KV blocks, the pool has 15"),
+    ],
+)
+def test_contradicting_limits_are_refused(settings_: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Simulation(**settings_)  # type: ignore[arg-type]
+
+
+def test_a_prompt_as_long_as_the_context_is_refused() -> None:
+    sim = Simulation()
+    with pytest.raises(ValueError, match="the prompt has 64 tokens; with a context of 64 at most 63"):
+        sim.submit(list(range(64)), 1)
+
+
+def test_a_pool_must_hold_the_longest_sequence() -> None:
+    with pytest.raises(ValueError, match="lower --max-model-len"):
+        Scheduler(SchedulerConfig(4, 16, 64), KVBlocks(4, 4))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(16, 40),
+    max_num_seqs=st.integers(1, 8),
+    extra_budget=st.integers(0, 24),
+    caching=st.booleans(),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    max_bypasses=st.integers(0, 4),
+)
+def test_random_traffic_leaks_nothing_starves_nobody_and_every_ledger_closes(
+    seed: int,
+    num_blocks: int,
+    max_num_seqs: int,
+    extra_budget: int,
+    caching: bool,
+    policy: str,
+    max_bypasses: int,
+) -> None:
+    rng = random.Random(seed)
+    sim = Simulation(
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + extra_budget,
+        caching=caching,
+        policy=policy,
+        max_bypasses=max_bypasses,
+        rng=rng,
+    )
+    shared_prefix = [rng.randrange(4) for _ in range(20)]
+    for _ in range(rng.randrange(5, 25)):
+        if rng.random() < 0.7:
+            prompt = shared_prefix[: rng.randrange(20)] + [rng.randrange(4) for _ in range(rng.randrange(1, 24))]
+            options = {"priority": rng.randrange(-2, 3), "salt": rng.choice(["", "a"])}
+            first = sim.submit(prompt, rng.randrange(1, 20), **options)
+            for index in range(1, rng.choice([1, 1, 1, 2, 4])):
+                sim.submit(prompt, rng.randrange(1, 20), parent=first, index=index, **options)
+        for _ in range(rng.randrange(3)):
+            sim.step()
+        if rng.random() < 0.2:
+            victim = rng.choice(sim.sequences) if sim.sequences else None
+            if victim is not None:
+                sim.scheduler.abort(victim, sim.now + rng.randrange(10))
+        for sequence in sim.sequences:
+            check_ledger(sequence)
+    sim.run_until_done()
+    sim.check_all_closed()
