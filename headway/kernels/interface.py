@@ -1,0 +1,99 @@
+"""What the model needs of a device, and the geometry of one step.
+
+Shapes: T tokens in the step (all sequences laid end to end), S sequences, H query heads, G key/value
+heads, D head dimension, N blocks in the pool, B tokens in a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class StepGeometry:
+    """Where each token of a step stands; tensors are on the model's device, int32 unless said otherwise.
+
+    Sequence i owns tokens query_start[i] .. query_start[i + 1] of the step. Its context, this step's
+    tokens included, is context_lens[i] long, and token j of that context lives in block
+    block_tables[i, j // B] at offset j % B. A query attends to every earlier position of its own
+    sequence and to itself.
+    """
+
+    query_start: Tensor  # [S + 1]
+    context_lens: Tensor  # [S]
+    block_tables: Tensor  # [S, most blocks of any sequence], padded with 0
+    slots: Tensor  # [T] int64: block * B + offset at which this step's keys and values are stored
+    positions: Tensor  # [T] int64
+    num_sequences: int
+    max_query_len: int
+    max_context_len: int
+    query_lens_host: list[int]  # [S], the same lengths on the host, so that dispatch needs no sync
+    context_lens_host: list[int]  # [S]
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """Keys and values of one layer; each is [N, G, B, D] in the cache's dtype."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class Linear(Protocol):
+    """A weight in the layout that the device multiplies fastest."""
+
+    out_features: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out]."""
+        ...
+
+
+class Kernels(Protocol):
+    """The operations of a decoder layer on one device."""
+
+    name: str
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Lay out weight [out, in] for repeated use; the caller drops its own reference afterwards."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last dimension, computed in float32, returned in x's dtype."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual); may reuse the memory of both arguments."""
+        ...
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+        """Apply RoPE in place to query [T, H, D] and key [T, G, D], half-split layout.
+
+        cos and sin are float32 tables [context, R // 2], R <= D the rotated part of the head.
+        """
+        ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 * F] -> [T, F]: silu of the first half times the second."""
+        ...
+
+    def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        """Write key and value [T, G, D] to their slots [T]."""
+        ...
+
+    def attention(
+        self, query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, sliding_window: int | None
+    ) -> Tensor:
+        """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D].
+
+        This step's keys and values are already stored. With a sliding window of w, position p attends
+        to positions p - w + 1 .. p.
+        """
+        ...
+
+    def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
+        """Copy whole blocks inside every layer's cache, for copy-on-write."""
+        ...

@@ -1,0 +1,110 @@
+"""The Kernels protocol in plain torch: any device, any dtype, no cleverness. The oracle of the other two."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headway.kernels.interface import LayerCache, Linear, StepGeometry
+
+
+class ReferenceLinear:
+    """A weight [out, in] kept as it came."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.out_features = weight.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class ReferenceKernels:
+    """Every operation in float32 arithmetic, rounded to the input's dtype at its end."""
+
+    name = "reference"
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Wrap weight [out, in] without copying it."""
+        return ReferenceLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019)."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
+        return (wide * scale * weight.float()).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual), both in x's dtype."""
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+        """RoPE in place on query [T, H, D] and key [T, G, D]: dimension i is paired with i + R // 2."""
+        cos = cos[positions].unsqueeze(1)
+        sin = sin[positions].unsqueeze(1)
+        half = cos.shape[-1]
+        for x in (query, key):
+            first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+            turned = first * cos - second * sin, second * cos + first * sin  # both before either is overwritten
+            x[..., :half], x[..., half : 2 * half] = turned
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 * F] -> [T, F]: silu(gate) * up."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(gate_up.dtype)
+
+    def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        """Write key and value [T, G, D] to slots [T] of the cache."""
+        block_size = cache.keys.shape[2]
+        block, offset = slots // block_size, slots % block_size
+        cache.keys[block, :, offset] = key.to(cache.keys.dtype)
+        cache.values[block, :, offset] = value.to(cache.values.dtype)
+
+    def attention(
+        self, query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, sliding_window: int | None
+    ) -> Tensor:
+        """Attention of query [T, H, D], sequence by sequence over its gathered context -> [T, H, D]."""
+        out = torch.empty_like(query)
+        start = 0
+        for i in range(step.num_sequences):
+            end = start + step.query_lens_host[i]
+            context_len = step.context_lens_host[i]
+            keys = _gather(cache.keys, step.block_tables[i], context_len)
+            values = _gather(cache.values, step.block_tables[i], context_len)
+            out[start:end] = _attend(query[start:end], keys, values, scale, sliding_window)
+            start = end
+        return out
+
+    def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
+        """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes."""
+        for cache in caches:
+            cache.keys[targets] = cache.keys[sources]
+            cache.values[targets] = cache.values[sources]
+
+
+def _gather(blocks: Tensor, table: Tensor, context_len: int) -> Tensor:
+    """The first context_len tokens that table names in blocks [N, G, B, D], as float32 [G, context_len, D]."""
+    block_size = blocks.shape[2]
+    used = table[: -(-context_len // block_size)].long()
+    return blocks[used].transpose(0, 1).flatten(1, 2)[:, :context_len].float()
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+    """softmax(q k^T scale) v of the last tokens of one context: query [Q, H, D], keys and values [G, C, D]."""
+    num_queries, num_heads, _ = query.shape
+    num_kv_heads, context_len, _ = keys.shape
+    repeats = num_heads // num_kv_heads
+    keys = keys.repeat_interleave(repeats, dim=0)
+    values = values.repeat_interleave(repeats, dim=0)
+    own = torch.arange(context_len - num_queries, context_len, device=query.device).unsqueeze(1)
+    other = torch.arange(context_len, device=query.device).unsqueeze(0)
+    hidden = other > own
+    if sliding_window is not None:
+        hidden |= other <= own - sliding_window
+    scores = (query.float().transpose(0, 1) @ keys.transpose(1, 2)) * scale
+    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+    return (weights @ values).transpose(0, 1).to(query.dtype)

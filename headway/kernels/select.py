@@ -1,0 +1,28 @@
+"""Which implementation serves a device, imported only when asked for."""
+
+from __future__ import annotations
+
+import torch
+
+from headway.kernels.interface import Kernels
+
+CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def kernels_for(device: str, dtype: torch.dtype) -> Kernels:
+    """The kernels for device ("cpu", "cuda", "cuda:1") and the dtype of weights, activations and cache.
+
+    Raises ValueError for a device or dtype that no implementation covers.
+    """
+    if dtype not in CACHE_DTYPES:
+        raise ValueError(f"dtype {dtype} is not supported: use float32, bfloat16 or float16")
+    kind = torch.device(device).type
+    if kind == "cpu":
+        from headway.kernels.cpu import CpuKernels
+
+        return CpuKernels()
+    if kind == "cuda":
+        from headway.kernels.cuda import CudaKernels
+
+        return CudaKernels()
+    raise ValueError(f"device {device!r} is not supported: use cpu or cuda")

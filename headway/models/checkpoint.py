@@ -1,0 +1,243 @@
+"""Where weights come from: safetensors files, or random numbers of the right shapes."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headway.models.config import ModelConfig, ModelError, read_json
+
+Shapes = dict[str, tuple[int, ...]]
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PAGE_BYTES = 4096
+LOADABLE = ("F64", "F32", "F16", "BF16")  # safetensors' names
+DUMMY_STD = 0.02
+DUMMY_POOL = 1_048_573  # a prime, so that rows of a matrix do not repeat
+
+
+class StageClock:
+    """Nanoseconds spent in each stage of loading, added up over tensors.
+
+    Stages: storage_read (bringing mapped pages into memory; next to nothing when the file is in the page
+    cache), convert (copying into the fused layout of the model with the cast to its dtype, or making random
+    weights), layout (packing by the kernels, and the transfer to a device other than the CPU).
+    """
+
+    def __init__(self) -> None:
+        self.ns = {"storage_read": 0, "convert": 0, "layout": 0}
+
+    @contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        """Add the duration of the block to a stage."""
+        start = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.ns[stage] += time.monotonic_ns() - start
+
+
+class WeightSource(Protocol):
+    """Gives tensors by their Hugging Face names."""
+
+    def copy_into(self, name: str, out: Tensor) -> None:
+        """Fill `out`, of the tensor's shape, any dtype and device."""
+        ...
+
+
+def expected_tensors(config: ModelConfig) -> Shapes:
+    """Name and shape of every tensor that a checkpoint of this config holds, in the order of use."""
+    c = config
+    query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    shapes: Shapes = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+
+    def linear(name: str, rows: int, columns: int, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{name}.bias"] = (rows,)
+
+    for i in range(c.num_layers):
+        layer = f"model.layers.{i}"
+        shapes[f"{layer}.input_layernorm.weight"] = (c.hidden_size,)
+        for part, rows in (("q_proj", query), ("k_proj", kv), ("v_proj", kv)):
+            linear(f"{layer}.self_attn.{part}", rows, c.hidden_size, c.qkv_bias)
+        if c.qk_norm:
+            shapes[f"{layer}.self_attn.q_norm.weight"] = (c.head_dim,)
+            shapes[f"{layer}.self_attn.k_norm.weight"] = (c.head_dim,)
+        linear(f"{layer}.self_attn.o_proj", c.hidden_size, query, c.o_bias)
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (c.hidden_size,)
+        linear(f"{layer}.mlp.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias)
+        linear(f"{layer}.mlp.up_proj", c.intermediate_size, c.hidden_size, c.mlp_bias)
+        linear(f"{layer}.mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias)
+    shapes["model.norm.weight"] = (c.hidden_size,)
+    if not c.tie_word_embeddings:
+        shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
+    return shapes
+
+
+class Checkpoint:
+    """The safetensors files of a model folder, memory-mapped.
+
+    Everything is checked on opening, before any weight is read: files, names, shapes and dtypes. Use as a
+    context manager; tensors stay mapped until it is left.
+
+    Raises:
+        ModelError: naming the file, and the tensor where there is one.
+    """
+
+    def __init__(self, folder: Path, expected: Shapes, clock: StageClock) -> None:
+        self._clock = clock
+        self._stack = ExitStack()
+        self._read_ahead: set[Path] = set()
+        try:
+            self._file_of = self._locate(folder, expected)
+            self._handles = {path: self._open(path) for path in sorted(set(self._file_of.values()))}
+            self._check(folder, expected)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def copy_into(self, name: str, out: Tensor) -> None:
+        """Fill `out` from the mapped tensor, one pass over the file's pages and one over `out`."""
+        path = self._file_of[name]
+        with self._clock.measure("storage_read"):
+            if path not in self._read_ahead:
+                self._read_ahead.add(path)
+                _start_read_ahead(path)
+            mapped = self._handles[path].get_tensor(name)
+            mapped.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()
+        if out.device.type != "cpu":
+            with self._clock.measure("convert"):
+                mapped = mapped.to(out.dtype)
+            with self._clock.measure("layout"):
+                out.copy_(mapped)
+        else:
+            with self._clock.measure("convert"):
+                out.copy_(mapped)
+
+    def _locate(self, folder: Path, expected: Shapes) -> dict[str, Path]:
+        if (folder / INDEX_FILE).is_file():
+            return _files_of_index(folder, expected)
+        path = folder / SINGLE_FILE
+        if not path.is_file():
+            raise ModelError(_no_weights(folder))
+        return dict.fromkeys(expected, path)
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return self._stack.enter_context(safe_open(str(path), framework="pt"))
+        except SafetensorError as error:
+            raise ModelError(
+                f"{path}: not a whole safetensors file ({error}); it is truncated or damaged, download it again"
+            ) from error
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be opened ({error}); download it again") from error
+
+    def _check(self, folder: Path, expected: Shapes) -> None:
+        names_in = {path: set(handle.keys()) for path, handle in self._handles.items()}
+        for name, shape in expected.items():
+            path = self._file_of[name]
+            if name not in names_in[path]:
+                raise ModelError(f"{path}: tensor {name} is missing; the checkpoint does not fit config.json")
+            found = self._handles[path].get_slice(name)
+            if tuple(found.get_shape()) != shape:
+                raise ModelError(
+                    f"{path}: tensor {name} has shape {list(found.get_shape())}, but config.json asks for {list(shape)}"
+                )
+            if found.get_dtype() not in LOADABLE:
+                raise ModelError(
+                    f"{path}: tensor {name} is stored as {found.get_dtype()}, which is not supported; "
+                    f"use a checkpoint in one of {', '.join(LOADABLE)}"
+                )
+        for path, names in names_in.items():
+            for name in sorted(names - expected.keys()):
+                if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+                    raise ModelError(f"{path}: tensor {name} has no place in the model that config.json describes")
+
+
+def _files_of_index(folder: Path, expected: Shapes) -> dict[str, Path]:
+    index = folder / INDEX_FILE
+    weight_map = read_json(index, "").get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelError(f"{index}: weight_map is missing; download the file again")
+    files: dict[str, Path] = {}
+    for name in expected:
+        file_name = weight_map.get(name)
+        if not isinstance(file_name, str):
+            raise ModelError(f"{index}: tensor {name} is missing; the checkpoint does not fit config.json")
+        if file_name != Path(file_name).name:
+            raise ModelError(f"{index}: tensor {name} is said to be in {file_name!r}, which is not a file name")
+        files[name] = folder / file_name
+    for path in sorted(set(files.values())):
+        if not path.is_file():
+            raise ModelError(f"{path}: not found, but {INDEX_FILE} names it; download the missing shard")
+    return files
+
+
+def _no_weights(folder: Path) -> str:
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        return f"{folder}: holds PyTorch pickles but no {SINGLE_FILE}; convert the checkpoint to safetensors"
+    return (
+        f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; download the weights, "
+        "or use --load-format dummy for random ones"
+    )
+
+
+def _start_read_ahead(path: Path) -> None:
+    """Ask the kernel for the whole file, in large reads, ahead of the page faults."""
+    if hasattr(os, "posix_fadvise"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+
+
+class RandomWeights:
+    """Small normal weights (standard deviation 0.02) and norms of 1, the same for the same seed.
+
+    One pool of numbers is drawn, and every tensor is filled from it at an offset that its name decides, at
+    the speed of memory: drawing billions of numbers would take minutes.
+    """
+
+    def __init__(self, seed: int, clock: StageClock) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._drawn = torch.randn(DUMMY_POOL, generator=generator) * DUMMY_STD
+        self._pools: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._clock = clock
+
+    def copy_into(self, name: str, out: Tensor) -> None:
+        """Fill `out`, which must be contiguous."""
+        with self._clock.measure("convert"):
+            if name.endswith("norm.weight"):
+                out.fill_(1.0)
+            else:
+                self._tile(zlib.crc32(name.encode()) % DUMMY_POOL, out.view(-1))
+
+    def _tile(self, offset: int, out: Tensor) -> None:
+        key = (out.dtype, out.device)
+        if key not in self._pools:
+            self._pools[key] = self._drawn.to(dtype=out.dtype, device=out.device)
+        pool = self._pools[key]
+        done = 0
+        while done < out.numel():
+            piece = pool[offset : offset + out.numel() - done]
+            out[done : done + piece.numel()].copy_(piece)
+            done += piece.numel()
+            offset = 0

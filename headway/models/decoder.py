@@ -1,0 +1,110 @@
+"""One decoder for every supported family.
+
+Each layer: RMS norm, attention with rotary positions over the paged cache, RMS norm, gated MLP, each pair
+added to a residual stream. What differs between families (biases, QK norm, windows, RoPE) is data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway.kernels.interface import Kernels, LayerCache, Linear, StepGeometry
+from headway.models.config import ModelConfig
+from headway.models.rope import rope_tables
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer, laid out by the device's kernels: qkv stacks query, key and value rows, gate_up gate and up."""
+
+    attention_norm: Tensor  # [hidden]
+    qkv: Linear
+    query_norm: Tensor | None  # [head_dim]
+    key_norm: Tensor | None  # [head_dim]
+    o: Linear
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Linear
+    down: Linear
+    sliding_window: int | None
+
+
+@dataclass(slots=True)
+class DecoderWeights:
+    """All weights of a decoder; with tied embeddings lm_head is laid out from the embedding."""
+
+    embedding: Tensor  # [vocab, hidden]
+    layers: list[LayerWeights]
+    final_norm: Tensor  # [hidden]
+    lm_head: Linear
+
+
+class Decoder:
+    """A model on a device: token ids in, hidden states out, and logits for the rows that need them.
+
+    It holds no sequence state: keys and values live in the caches that the caller passes. Shapes and
+    addresses depend only on the sizes of a step, and nothing waits for the device, so a step can be captured
+    in a graph where the kernels allow it. Call under torch.inference_mode() for the least dispatch time.
+
+    Args:
+        max_model_len: positions to prepare tables for; None takes the config's max_model_len. It also fixes the
+            base of dynamic RoPE scaling (see rope.py).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        weights: DecoderWeights,
+        max_model_len: int | None = None,
+    ) -> None:
+        self.config = config
+        self.kernels = kernels
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.weights = weights
+        self.max_model_len = max_model_len or config.max_model_len
+        self._scale = config.head_dim**-0.5
+        self._head_split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self._cos, self._sin = rope_tables(config.rope, self.max_model_len, self.device)
+        # Each layer with the norm that follows it: a layer's closing residual addition is fused with the next norm.
+        next_norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
+        self._layers = list(zip(weights.layers, next_norms, strict=True))
+
+    def forward(self, token_ids: Tensor, step: StepGeometry, caches: list[LayerCache]) -> Tensor:
+        """Run token_ids [T] int64 through all layers, storing their keys and values -> [T, hidden], final norm applied.
+
+        Args:
+            step: where each token stands; positions are below max_model_len.
+            caches: one for each layer, as shaped by ModelConfig.kv_cache_shape.
+        """
+        kernels = self.kernels
+        rms_norm, add_rms_norm, attention = kernels.rms_norm, kernels.add_rms_norm, kernels.attention
+        rotate, store, silu_and_mul = kernels.rotate, kernels.store, kernels.silu_and_mul
+        config, cos, sin, scale, head_split = self.config, self._cos, self._sin, self._scale, self._head_split
+        eps, heads, head_dim = config.rms_norm_eps, sum(head_split), config.head_dim
+        positions, slots = step.positions, step.slots
+
+        residual = torch.embedding(self.weights.embedding, token_ids)
+        num_tokens = residual.shape[0]
+        hidden = rms_norm(residual, self._layers[0][0].attention_norm, eps)
+        for (layer, next_norm), cache in zip(self._layers, caches, strict=True):
+            query, key, value = layer.qkv(hidden).view(num_tokens, heads, head_dim).split(head_split, 1)
+            if layer.query_norm is not None and layer.key_norm is not None:
+                query = rms_norm(query, layer.query_norm, eps)
+                key = rms_norm(key, layer.key_norm, eps)
+            rotate(query, key, cos, sin, positions)
+            store(key, value, cache, slots)
+            attended = attention(query, cache, step, scale, layer.sliding_window)
+            hidden, residual = add_rms_norm(layer.o(attended.flatten(1)), residual, layer.mlp_norm, eps)
+            mlp = layer.down(silu_and_mul(layer.gate_up(hidden)))
+            hidden, residual = add_rms_norm(mlp, residual, next_norm, eps)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the chosen rows of forward's result: [R, hidden] -> [R, vocab], in the model's dtype."""
+        return self.weights.lm_head(hidden)

@@ -1,0 +1,170 @@
+"""From a model's name to a decoder on a device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headway.kernels.interface import Kernels, Linear
+from headway.models.checkpoint import Checkpoint, RandomWeights, Shapes, StageClock, WeightSource, expected_tensors
+from headway.models.config import ModelConfig, ModelError
+from headway.models.decoder import Decoder, DecoderWeights, LayerWeights
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+HUB_DUPLICATES = ["original/*", "consolidated*", "onnx/*"]
+
+
+def resolve_model(name_or_path: str) -> Path:
+    """The folder of a checkpoint: a local one, or a hub id's snapshot, downloaded where it is not cached.
+
+    Raises:
+        ModelError: no such folder, or the hub cannot give it.
+    """
+    path = Path(name_or_path).expanduser()
+    if name_or_path and path.is_dir():
+        return path
+    if name_or_path and path.exists():
+        raise ModelError(f"{name_or_path}: is a file; give the folder that holds config.json")
+    if not HUB_ID.fullmatch(name_or_path):
+        raise ModelError(f"{name_or_path!r}: no such folder; give a model folder or a Hugging Face id like owner/name")
+    return _download(name_or_path)
+
+
+def _download(model_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_DUPLICATES))
+    except GatedRepoError:
+        problem = "is gated on the Hugging Face hub; accept its licence there and set HF_TOKEN"
+    except LocalEntryNotFoundError:
+        problem = "no such folder, and the Hugging Face hub cannot be reached for it; give a local model folder"
+    except RepositoryNotFoundError:
+        problem = "no such folder, and no such model on the Hugging Face hub; check the name, or set HF_TOKEN"
+    except Exception as error:  # the hub client raises whatever its HTTP library does
+        problem = f"cannot be downloaded ({type(error).__name__}: {_first_line(error)}); give a local model folder"
+    raise ModelError(f"{model_id}: {problem}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no details"])[0]
+
+
+def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
+    """The dtype that --dtype names; auto is the checkpoint's own, float32 where config.json names none.
+
+    Raises:
+        ModelError: an unknown name.
+    """
+    if name != "auto" and name not in TORCH_DTYPES:
+        raise ModelError(f"dtype is {name!r}; it must be one of auto, {', '.join(TORCH_DTYPES)}")
+    return TORCH_DTYPES[(config.dtype or "float32") if name == "auto" else name]
+
+
+def load_model(
+    folder: str | Path,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    device: torch.device | str = "cpu",
+    load_format: str = "auto",
+    seed: int = 0,
+    on_stage: Callable[[str, int], None] | None = None,
+    max_model_len: int | None = None,
+) -> Decoder:
+    """Build the decoder of a model folder.
+
+    Weights go one at a time from the mapped file to their place in the fused matrix, so that besides the model
+    itself only the matrix being filled is in memory (mapped pages belong to the file and can be dropped).
+
+    Args:
+        load_format: auto or safetensors read the folder's safetensors; dummy needs only config.json.
+        seed: of the dummy weights.
+        on_stage: called at the end with each stage of StageClock and its nanoseconds.
+        max_model_len: see Decoder.
+
+    Raises:
+        ModelError: the folder's files are missing, damaged, contradict each other or ask for what is not supported.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ModelError(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
+    folder = Path(folder)
+    config = ModelConfig.from_folder(folder)
+    expected = expected_tensors(config)
+    clock = StageClock()
+    source = nullcontext(RandomWeights(seed, clock)) if load_format == "dummy" else Checkpoint(folder, expected, clock)
+    with source as opened:
+        weights = _Assembler(opened, expected, kernels, dtype, torch.device(device), clock).decoder_weights(config)
+    if on_stage is not None:
+        for stage, elapsed_ns in clock.ns.items():
+            on_stage(stage, elapsed_ns)
+    return Decoder(config, kernels, dtype, device, weights, max_model_len)
+
+
+class _Assembler:
+    """Lays out tensors of a source for the kernels of a device."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        shapes: Shapes,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        clock: StageClock,
+    ) -> None:
+        self._source = source
+        self._shapes = shapes
+        self._kernels = kernels
+        self._dtype = dtype
+        self._device = device
+        self._clock = clock
+
+    def decoder_weights(self, config: ModelConfig) -> DecoderWeights:
+        embedding = self._stack("model.embed_tokens.weight")
+        layers = [self._layer(config, i) for i in range(config.num_layers)]
+        final_norm = self._stack("model.norm.weight")
+        lm_head = self._pack(embedding, None) if config.tie_word_embeddings else self._linear("lm_head")
+        return DecoderWeights(embedding, layers, final_norm, lm_head)
+
+    def _layer(self, config: ModelConfig, index: int) -> LayerWeights:
+        layer = f"model.layers.{index}"
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        return LayerWeights(
+            attention_norm=self._stack(f"{layer}.input_layernorm.weight"),
+            qkv=self._linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+            query_norm=self._stack(f"{attention}.q_norm.weight") if config.qk_norm else None,
+            key_norm=self._stack(f"{attention}.k_norm.weight") if config.qk_norm else None,
+            o=self._linear(f"{attention}.o_proj"),
+            mlp_norm=self._stack(f"{layer}.post_attention_layernorm.weight"),
+            gate_up=self._linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+            down=self._linear(f"{mlp}.down_proj"),
+            sliding_window=config.sliding_windows[index],
+        )
+
+    def _linear(self, *names: str) -> Linear:
+        weight = self._stack(*(f"{name}.weight" for name in names))
+        has_bias = f"{names[0]}.bias" in self._shapes
+        bias = self._stack(*(f"{name}.bias" for name in names)) if has_bias else None
+        return self._pack(weight, bias)
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        with self._clock.measure("layout"):
+            return self._kernels.linear(weight, bias)
+
+    def _stack(self, *names: str) -> Tensor:
+        """The named tensors one under the other, in the model's dtype on its device."""
+        shapes = [self._shapes[name] for name in names]
+        rows = [shape[0] for shape in shapes]
+        stacked = torch.empty((sum(rows), *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        for name, part in zip(names, stacked.split(rows), strict=True):
+            self._source.copy_into(name, part)
+        return stacked

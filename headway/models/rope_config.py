@@ -1,0 +1,165 @@
+"""How a model's rotary embeddings are scaled, read from the old and the new keys of config.json.
+
+Old: rope_theta beside rope_scaling {"type" or "rope_type", ...}. New (transformers 5): rope_parameters
+{"rope_type", "rope_theta", ...}. Where both stand, rope_scaling wins, as it does in transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headway.models.values import ConfigValues, ModelError
+
+DEFAULT_THETA = 10_000.0
+
+_COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_KEYS: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "finetuned",  # says how the checkpoint was made; changes nothing
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding of one model.
+
+    Args:
+        kind: default, linear, dynamic, llama3 or yarn.
+        dim: dimensions of a head that are rotated, even, at most head_dim.
+        factor: how much longer the context is than in training; 1 for default.
+        original_max_position: tokens of context in training (llama3, yarn), or up to which nothing is
+            scaled (dynamic).
+        attention_factor: multiplies both tables (yarn).
+    """
+
+    kind: str
+    theta: float
+    dim: int
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+def read_rope(values: ConfigValues, head_dim: int, max_positions: int) -> RopeConfig:
+    """The RoPE settings of a config. Raises ModelError for a kind or key that cannot be served."""
+    scaling = _section(values)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in _KEYS:
+        raise ModelError(
+            f"{values.source}: {scaling.prefix}rope_type is {kind!r}, which is not supported; "
+            f"it must be one of {', '.join(_KEYS)}"
+        )
+    _refuse_unknown(scaling, kind)
+    theta = scaling.positive_number("rope_theta", default=values.positive_number("rope_theta", DEFAULT_THETA))
+    dim = _rotated(values, scaling, head_dim, kind)
+    if kind == "default":
+        return RopeConfig(kind, theta, dim)
+    original = _original_length(values, scaling, max_positions)
+    if kind == "yarn" and scaling.get("factor") is None:
+        factor = max_positions / original
+    else:
+        factor = scaling.positive_number("factor")
+    if factor < 1:
+        raise ModelError(f"{values.source}: {scaling.prefix}factor is {factor:g}; it must be at least 1")
+    if kind == "llama3":
+        return _llama3(scaling, theta, dim, factor, original)
+    if kind == "yarn":
+        return _yarn(scaling, theta, dim, factor, original)
+    return RopeConfig(kind, theta, dim, factor, max_positions)
+
+
+def _section(values: ConfigValues) -> ConfigValues:
+    for key in ("rope_scaling", "rope_parameters"):
+        section = values.get(key)
+        if section is not None and not isinstance(section, Mapping):
+            raise values.error(key, "is not a JSON object; correct it")
+        if section:
+            nested = [name for name, value in section.items() if isinstance(value, Mapping)]
+            if nested:
+                raise ModelError(
+                    f"{values.source}: {key} differs by layer ({', '.join(nested)}), which is not supported; "
+                    "choose a model with one RoPE for all layers"
+                )
+            return ConfigValues(section, values.source, prefix=f"{key}.")
+    return ConfigValues({}, values.source, prefix="rope_parameters.")
+
+
+def _refuse_unknown(scaling: ConfigValues, kind: str) -> None:
+    for key, value in scaling.raw.items():
+        if value is not None and key not in _COMMON_KEYS | _KEYS[kind]:
+            raise ModelError(
+                f"{scaling.source}: {scaling.prefix}{key} is not supported for rope_type {kind}; "
+                "remove it if the model does not depend on it"
+            )
+
+
+def _rotated(values: ConfigValues, scaling: ConfigValues, head_dim: int, kind: str) -> int:
+    share = scaling.positive_number("partial_rotary_factor", values.positive_number("partial_rotary_factor", 1.0))
+    dim = int(head_dim * share)
+    smallest = 4 if kind == "dynamic" else 2
+    if share > 1 or dim % 2 or dim < smallest:
+        raise ModelError(
+            f"{values.source}: partial_rotary_factor is {share:g}, which rotates {dim} of {head_dim} dimensions; "
+            f"it must give an even number of {smallest} to {head_dim}"
+        )
+    return dim
+
+
+def _original_length(values: ConfigValues, scaling: ConfigValues, max_positions: int) -> int:
+    key = "original_max_position_embeddings"
+    if values.get(key) is not None:
+        return values.positive_int(key)
+    return scaling.positive_int(key) if scaling.get(key) is not None else max_positions
+
+
+def _llama3(scaling: ConfigValues, theta: float, dim: int, factor: float, original: int) -> RopeConfig:
+    low = scaling.positive_number("low_freq_factor")
+    high = scaling.positive_number("high_freq_factor")
+    if high <= low:
+        raise scaling.error("high_freq_factor", f"is not above low_freq_factor, {low:g}; correct either")
+    return RopeConfig("llama3", theta, dim, factor, original, low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn(scaling: ConfigValues, theta: float, dim: int, factor: float, original: int) -> RopeConfig:
+    attention_factor = scaling.positive_number("attention_factor", _yarn_attention_factor(scaling, factor))
+    return RopeConfig(
+        "yarn",
+        theta,
+        dim,
+        factor,
+        original,
+        attention_factor=attention_factor,
+        beta_fast=scaling.positive_number("beta_fast", 32.0),
+        beta_slow=scaling.positive_number("beta_slow", 1.0),
+        truncate=scaling.boolean("truncate", True),
+    )
+
+
+def _yarn_attention_factor(scaling: ConfigValues, factor: float) -> float:
+    """0.1 * ln(factor) + 1 (YaRN, arXiv:2309.00071, section 3.4); mscale and mscale_all_dim weigh its logarithm."""
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        weights = (scaling.positive_number("mscale"), scaling.positive_number("mscale_all_dim"))
+    else:
+        return 0.1 * math.log(factor) + 1.0
+    over, under = (0.1 * weight * math.log(factor) + 1.0 for weight in weights)
+    return over / under

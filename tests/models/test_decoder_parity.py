@@ -1,0 +1,159 @@
+"""Logits equal Hugging Face's, whatever the family, the branch of its config and the way the work is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from paging import EXECUTIONS, PagedModel, geometry, whole
+from transformers import PreTrainedModel
+
+from headway.kernels import kernels_for
+from headway.kernels.reference import ReferenceKernels
+from headway.models.config import ModelConfig
+from headway.models.decoder import Decoder
+from headway.models.loading import load_model
+from headway.models.rope import rope_tables
+
+TOLERANCE = 1e-4
+PROMPTS = tiny.prompts([29, 1, 17, 23])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Case name -> (Hugging Face model, its folder on disk), made once."""
+
+    @functools.cache
+    def make(case: str) -> tuple[PreTrainedModel, Path]:
+        folder = tmp_path_factory.mktemp(case)
+        return tiny.save(case, folder), folder
+
+    return make
+
+
+def decoder(folder: Path, dtype: torch.dtype = torch.float32, max_model_len: int | None = None) -> Decoder:
+    """On the reference kernels."""
+    return load_model(folder, dtype, ReferenceKernels(), max_model_len=max_model_len)
+
+
+def decoder_on(device: str, folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    """On the kernels that serve a device."""
+    return load_model(folder, dtype, kernels_for(device, dtype), device)
+
+
+def with_config(original: Decoder, **changes) -> Decoder:
+    """The same weights under a changed config."""
+    config = dataclasses.replace(original.config, **changes)
+    return Decoder(config, original.kernels, original.dtype, original.device, original.weights, original.max_model_len)
+
+
+def worst(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    assert [a.shape for a in ours] == [b.shape for b in theirs]
+    return (torch.cat(ours) - torch.cat(theirs)).abs().max().item()  # NaN, if there is any
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("case", tiny.CASES)
+def test_logits_equal_hugging_face(models, case, execution):
+    model, folder = models(case)
+    expected = [tiny.logits(model, prompt) for prompt in PROMPTS]
+    assert expected[0].std() > 0.5  # else the tolerance would say nothing
+    assert worst(EXECUTIONS[execution](decoder(folder), PROMPTS), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("case", tiny.CASES)
+def test_logits_of_the_kernels_that_serve_equal_hugging_face(models, case, device):
+    model, folder = models(case)
+    expected = [tiny.logits(model, prompt) for prompt in PROMPTS]
+    ours = decoder_on(device, folder)
+    assert worst(EXECUTIONS["mixed"](ours, PROMPTS), expected) <= TOLERANCE
+    assert worst(EXECUTIONS["whole"](ours, PROMPTS), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_dynamic_rope_beyond_training_equals_a_whole_forward_of_the_served_length(models, execution):
+    _, folder = models("llama_dynamic")
+    prompts = tiny.prompts([50, 50])
+    fresh = tiny.build("llama_dynamic")
+    expected = [tiny.logits(fresh, prompt) for prompt in prompts]
+    ours = EXECUTIONS[execution](decoder(folder, max_model_len=50), prompts)
+    assert worst(ours, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["llama_llama3", "llama_linear", "llama_yarn", "llama_yarn_tuned", "llama_yarn_mscale", "qwen2_yarn"],
+)
+def test_rope_scaling_changes_the_logits(models, case):
+    """The parity of a scaled case would prove nothing if its scaling did nothing."""
+    scaled = decoder(models(case)[1])
+    plain = with_config(scaled, rope=dataclasses.replace(scaled.config.rope, kind="default", attention_factor=1.0))
+    assert worst(whole(scaled, PROMPTS), whole(plain, PROMPTS)) > 0.05
+
+
+@pytest.mark.parametrize(
+    "case", ["mistral_window", "qwen2_window_from_layer_1", "qwen2_window_by_layer_types", "qwen3_tied_window"]
+)
+def test_sliding_windows_change_the_logits(models, case):
+    windowed = decoder(models(case)[1])
+    assert any(windowed.config.sliding_windows)
+    for layer in windowed.weights.layers:
+        layer.sliding_window = None
+    unlimited = whole(windowed, PROMPTS)
+    assert worst(whole(decoder(models(case)[1]), PROMPTS), unlimited) > 0.05
+
+
+def test_partial_rotation_equals_a_model_whose_other_frequencies_are_zero(tmp_path):
+    """Hugging Face's Llama turns whole heads, so the oracle is one with permuted head dimensions."""
+    model, head_dim, rotated = tiny.save("llama_wide_head", tmp_path), 20, 12
+    config = ModelConfig.from_folder(tmp_path)
+    partial = dataclasses.replace(config.rope, dim=rotated)
+    ours = whole(with_config(decoder(tmp_path), rope=partial), PROMPTS)
+
+    half, still = rotated // 2, head_dim - rotated
+    order = [*range(half), *range(rotated, rotated + still // 2)]
+    order += [*range(half, rotated), *range(rotated + still // 2, head_dim)]
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            heads = projection.weight.data.view(-1, head_dim, tiny.BASE["hidden_size"])
+            projection.weight.data = heads[:, order].reshape_as(projection.weight)
+    frequencies = 1.0 / config.rope.theta ** (torch.arange(0, rotated, 2) / rotated)
+    model.model.rotary_emb.inv_freq = torch.cat([frequencies, torch.zeros(still // 2)])
+    assert worst(ours, [tiny.logits(model, prompt) for prompt in PROMPTS]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("on", ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["llama_tied", "mistral_window", "qwen2", "qwen3"])
+def test_half_precision_is_as_close_to_float32_as_hugging_face(models, case, dtype, on):
+    model, folder = models(case)
+    exact = torch.cat([tiny.logits(model, prompt) for prompt in PROMPTS])
+    theirs = torch.cat([tiny.logits(tiny.build(case).to(dtype), prompt) for prompt in PROMPTS])
+    served = decoder(folder, dtype) if on == "reference" else decoder_on(on, folder, dtype)
+    ours = torch.cat(EXECUTIONS["mixed"](served, PROMPTS))
+    error, allowed = (ours - exact).square().mean().sqrt(), (theirs - exact).square().mean().sqrt()
+    assert error <= 1.25 * allowed
+    assert error <= 0.05 * exact.std()
+
+
+def test_logits_are_computed_for_chosen_rows_only(models):
+    ours = decoder(models("qwen2")[1])
+    model = PagedModel(ours, [PROMPTS[0]])
+    length, table = len(PROMPTS[0]), model.sequences[0].block_table
+    step = geometry([(0, length, table)], model.block_size, ours.device)
+    hidden = ours.forward(torch.tensor(PROMPTS[0]), step, model.caches)
+    assert hidden.shape == (length, tiny.BASE["hidden_size"])
+    torch.testing.assert_close(ours.logits(hidden[[3, -1]]), ours.logits(hidden)[[3, -1]])
+
+
+def test_a_shorter_served_context_leaves_positions_as_they_are(models):
+    ours = decoder(models("llama_yarn")[1])
+    long, short = rope_tables(ours.config.rope, 64), rope_tables(ours.config.rope, 10)
+    for table, head in zip(long, short, strict=True):
+        assert table.dtype == torch.float32
+        torch.testing.assert_close(table[:10], head, rtol=0, atol=0)

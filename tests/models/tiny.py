@@ -1,0 +1,135 @@
+"""Tiny random Hugging Face models, one for each branch of each family's config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+BASE = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"head_dim": 16, "rope_parameters": {"rope_type": kind, "rope_theta": 1000.0, **parameters}}
+
+
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
+DYNAMIC = rope("dynamic", factor=2.0) | {"max_position_embeddings": 32}
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 6}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama_all_heads": ("llama", {"num_key_value_heads": 4}),
+    "llama_one_kv_head": ("llama", {"num_key_value_heads": 1}),
+    "llama_tied": ("llama", {"tie_word_embeddings": True}),
+    "llama_attention_bias": ("llama", {"attention_bias": True}),
+    "llama_mlp_bias": ("llama", {"mlp_bias": True}),
+    "llama_wide_head": ("llama", {"head_dim": 20}),
+    "llama_theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "llama_llama3": ("llama", LLAMA3),
+    "llama_linear": ("llama", rope("linear", factor=3.0)),
+    "llama_dynamic": ("llama", DYNAMIC),
+    "llama_yarn": ("llama", YARN),
+    "llama_yarn_tuned": (
+        "llama",
+        rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            beta_fast=3.0,
+            beta_slow=0.5,
+            attention_factor=0.8,
+            truncate=False,
+        ),
+    ),
+    "llama_yarn_mscale": (
+        "llama",
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.5, mscale_all_dim=0.5),
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral_window": ("mistral", {"sliding_window": 6, "head_dim": 8}),
+    "mistral_tied": ("mistral", {"sliding_window": 9, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2": ("qwen2", {}),
+    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2_window_from_layer_1": ("qwen2", QWEN_WINDOW | {"max_window_layers": 1}),
+    "qwen2_window_by_layer_types": (
+        "qwen2",
+        QWEN_WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "qwen2_window_unused": ("qwen2", {"use_sliding_window": False, "sliding_window": 6, "max_window_layers": 0}),
+    "qwen2_yarn": ("qwen2", rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+    "qwen3": ("qwen3", {"head_dim": 20}),
+    "qwen3_attention_bias": ("qwen3", {"head_dim": 12, "attention_bias": True}),
+    "qwen3_tied_window": (
+        "qwen3",
+        QWEN_WINDOW | {"head_dim": 16, "tie_word_embeddings": True, "max_window_layers": 2, "num_key_value_heads": 1},
+    ),
+}
+
+
+def build(case: str, **changes: Any) -> PreTrainedModel:
+    """A float32 model in eval mode whose weights are large enough for each part of it to matter."""
+    family, settings = CASES[case]
+    config_class, model_class = FAMILIES[family]
+    config = config_class(**{**BASE, **settings, **changes})
+    config._attn_implementation = "eager"
+    model = model_class(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.3 * noise)
+            elif name.endswith(".bias") or "embed_tokens" in name or "lm_head" in name:
+                parameter.copy_(0.4 * noise)
+            else:
+                parameter.copy_(noise * 1.2 / parameter.shape[1] ** 0.5)
+    return model
+
+
+def save(case: str, folder: Path, **save_options: Any) -> PreTrainedModel:
+    model = build(case)
+    model.save_pretrained(folder, **save_options)
+    return model
+
+
+def logits(model: PreTrainedModel, prompt: list[int]) -> Tensor:
+    """Hugging Face's own logits [len(prompt), vocab] of a prompt in one forward pass."""
+    with torch.inference_mode():
+        return model(torch.tensor([prompt])).logits[0].float()
+
+
+def prompts(lengths: list[int], vocab_size: int = BASE["vocab_size"]) -> list[list[int]]:  # type: ignore[assignment]
+    generator = torch.Generator().manual_seed(len(lengths))
+    return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
