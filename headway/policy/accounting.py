@@ -33,11 +33,7 @@ class ScheduledSequence:
     start: int
     num_tokens: int
     decoding: bool
-
-    @property
-    def samples(self) -> bool:
-        """The last known token is computed, so the step yields a new one."""
-        return self.start + self.num_tokens == len(self.sequence.tokens)
+    samples: bool  # the last known token is computed, so the step yields a new one
 
 
 def work_of(scheduled: list[ScheduledSequence]) -> StepWork:
@@ -133,14 +129,15 @@ class Accounting:
         work = work_of(scheduled)
         forward = times.computed_ns - times.launched_ns
         self._advance_decode_clock(work, forward, times)
-        nobody_samples = not any(item.samples for item in scheduled)
         for item in scheduled:
             item.sequence.steps += 1
-            if item.sequence.clock_marks is None:
-                self._mark_prefill(item, work, forward, times)
-                if nobody_samples:
-                    item.sequence.ledger.mark(Phase.SCHEDULE, times.sampled_ns)
-                self._stall(item.sequence, _stall_of(item.sequence), times.sampled_ns)
+        singly = [item for item in scheduled if item.sequence.clock_marks is None]
+        nobody_samples = bool(singly) and not any(item.samples for item in scheduled)
+        for item in singly:
+            self._mark_prefill(item, work, forward, times)
+            if nobody_samples:
+                item.sequence.ledger.mark(Phase.SCHEDULE, times.sampled_ns)
+            self._stall(item.sequence, _stall_of(item.sequence), times.sampled_ns)
         for sequence in idle:
             self._stall(sequence, _stall_of(sequence), times.sampled_ns)
         if forward > 0:
@@ -148,9 +145,8 @@ class Accounting:
 
     def join_decode_clock(self, sequence: Sequence) -> None:
         """From the end of this step on the sequence decodes in every step."""
-        if sequence.clock_marks is None:
-            sequence.clock_marks = self._decode.read()
-            self._on_decode_clock += 1
+        sequence.clock_marks = self._decode.read()
+        self._on_decode_clock += 1
 
     def _advance_decode_clock(self, work: StepWork, forward: int, times: StepTimes) -> None:
         clock = self._decode

@@ -69,4 +69,5 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Only its newest token is left to compute, and it has produced one."""
-        return self.num_to_compute == 1 and self.output_len > 0
+        known = len(self.tokens)
+        return self.num_computed + 1 == known and known > self.prompt_len

@@ -143,8 +143,12 @@ class Scheduler:
     def schedule(self, now: int) -> StepPlan:
         """Decide the next step. An empty plan means there is nothing to run."""
         plan = StepPlan()
-        budget = self.config.max_num_batched_tokens - self._schedule_decodes(plan, now)
-        budget -= self._schedule_prefills(plan, budget)
+        decoding = [sequence for sequence in self.running if sequence.is_decoding]
+        others = len(self.running) > len(decoding)
+        self._schedule_decodes(decoding, plan, now)
+        budget = self.config.max_num_batched_tokens - len(plan.scheduled)
+        if others:
+            budget -= self._schedule_prefills(plan, budget)
         if not len(self.waiting):
             reason = Phase.QUEUE_CAPACITY
         elif plan.preempted:
@@ -154,14 +158,13 @@ class Scheduler:
         self.accounting.queue_stands_at(reason, now)
         return plan
 
-    def _schedule_decodes(self, plan: StepPlan, now: int) -> int:
+    def _schedule_decodes(self, decoding: list[Sequence], plan: StepPlan, now: int) -> None:
         """Give every decoding sequence its token, in order, preempting from the end where blocks run out."""
-        for sequence in [s for s in self.running if s.is_decoding]:
+        for sequence in decoding:
             while sequence.status is Status.RUNNING and not self._make_room(sequence, 1, plan):
                 self._preempt(self.running.last(), plan, now)
             if sequence.status is Status.RUNNING:
-                plan.scheduled.append(ScheduledSequence(sequence, sequence.num_computed, 1, True))
-        return len(plan.scheduled)
+                plan.scheduled.append(ScheduledSequence(sequence, sequence.num_computed, 1, True, True))
 
     def _schedule_prefills(self, plan: StepPlan, budget: int) -> int:
         """Continue prompts under way; their blocks are already theirs."""
@@ -179,15 +182,19 @@ class Scheduler:
             return 0
         if not self._make_room(sequence, count, plan):
             return 0
-        plan.scheduled.append(ScheduledSequence(sequence, sequence.num_computed, count, sequence.is_decoding))
+        samples = count == sequence.num_to_compute
+        plan.scheduled.append(
+            ScheduledSequence(sequence, sequence.num_computed, count, sequence.is_decoding, samples)
+        )
         return count
 
     def _make_room(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
         """Give the sequence blocks of its own for its next `count` tokens; False when none are free."""
         blocks, table = self.blocks, sequence.block_table
-        first = sequence.num_computed // blocks.block_size
+        size, start = blocks.block_size, sequence.num_computed
+        first = start // size
         shared = first < len(table) and blocks.references[table[first]] > 1
-        missing = blocks.blocks_for(sequence.num_computed + count) - len(table)
+        missing = (start + count + size - 1) // size - len(table)
         if missing <= 0 and not shared:
             return True
         if max(0, missing) + shared > blocks.num_free:
@@ -316,26 +323,27 @@ class Scheduler:
         idle = [s for s in self.running if id(s) not in ran] if len(ran) < len(self.running) else []
         self.accounting.record_step(plan.scheduled, idle, times)
         changed = []
+        size = self.blocks.block_size if self.blocks.enable_prefix_caching else 0
         for item in plan.scheduled:
             sequence = item.sequence
-            samples = item.samples
             sequence.num_computed += item.num_tokens
-            if self.blocks.enable_prefix_caching:
+            if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
                 self._register_full_blocks(sequence)
-            if not samples:
-                continue
-            changed.append(item)
-            token = sampled(item)
-            if token is None:
-                self.finish(sequence, FinishReason.ERROR, times.sampled_ns)
-                continue
-            sequence.tokens.append(token)
-            reason = finish_reason(sequence, token)
-            if reason is None:
-                self.accounting.join_decode_clock(sequence)
-            else:
-                self.finish(sequence, reason, times.sampled_ns)
+            if item.samples:
+                changed.append(item)
+                self._append(sequence, sampled(item), times.sampled_ns)
         return changed
+
+    def _append(self, sequence: Sequence, token: int | None, now: int) -> None:
+        if token is None:
+            self.finish(sequence, FinishReason.ERROR, now)
+            return
+        sequence.tokens.append(token)
+        reason = finish_reason(sequence, token)
+        if reason is not None:
+            self.finish(sequence, reason, now)
+        elif sequence.clock_marks is None:
+            self.accounting.join_decode_clock(sequence)
 
     def _register_full_blocks(self, sequence: Sequence) -> None:
         size = self.blocks.block_size
@@ -361,7 +369,4 @@ def finish_reason(sequence: Sequence, token: int) -> FinishReason | None:
     """Why a sequence ends with `token` as its newest, or None when it goes on."""
     if token in sequence.stop_ids and sequence.output_len > sequence.params.min_tokens:
         return FinishReason.STOP
-    limit = sequence.params.max_tokens
-    if len(sequence.tokens) >= sequence.max_len or (limit is not None and sequence.output_len >= limit):
-        return FinishReason.LENGTH
-    return None
+    return FinishReason.LENGTH if len(sequence.tokens) >= sequence.max_len else None

@@ -109,8 +109,9 @@ def test_a_mixed_step_is_divided_by_what_it_would_have_taken_without_others_pref
         prompt.status = Status.RUNNING
     accounting.record_step([], [], StepTimes(0, 0, 0))
     accounting.join_decode_clock(decoder)
-    scheduled = [ScheduledSequence(decoder, 100, 1, True)]
-    scheduled += [ScheduledSequence(prompts[0], 0, 200, False), ScheduledSequence(prompts[1], 0, 100, False)]
+    scheduled = [ScheduledSequence(decoder, 100, 1, True, True)]
+    scheduled += [ScheduledSequence(prompts[0], 0, 200, False, False)]
+    scheduled += [ScheduledSequence(prompts[1], 0, 100, False, False)]
     pairs = [200 * 201 // 2, 100 * 101 // 2]
     whole = linear_time(StepWork(300, 1, sum(pairs), 101))
     accounting.record_step(scheduled, [], StepTimes(10, 10 + whole, 10 + whole + 5))
