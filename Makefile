@@ -1,0 +1,72 @@
+# Everything here needs Python 3.11 or newer, git and make; the rest is installed into .venv from constraints.txt.
+#
+#   make serve  ARGS="MODEL --port 8000"   serve a model; without arguments, the bundled one
+#   make test   ARGS="-k scheduler"        the tests; `make test-slow` runs those that take minutes
+#   make lint                              ruff and mypy; `make format` mends what ruff can mend
+#   make bench-offline ARGS="--rounds 3"   speed without a server, beside other engines (see benchmarks/README.md)
+#
+# Where there is no GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu keeps CUDA from being downloaded.
+
+SHELL := /bin/bash
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test test-slow lint format constraints clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(BIN)/python:
+	@[ -n "$(PYTHON)" ] || { echo "make: Headway needs Python 3.11 or newer; no python3 on the PATH is new enough." \
+		"Install one, or name it with PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("make: Headway needs Python 3.11 or newer;" \
+		" $(PYTHON) is %d.%d. Name another with PYTHON=/path/to/python3" % v[:2])'
+	@$(PYTHON) -m venv $(VENV)
+
+# setuptools comes first and the build uses it, so that it too is the pinned one.
+$(VENV)/.installed-serve: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing Headway into $(VENV) ..."
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing Headway and its development tools into $(VENV) ..."
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation --editable '.[test,dev]'
+	@touch $@ $(VENV)/.installed-serve
+
+serve: $(VENV)/.installed-serve
+	@exec $(BIN)/headway serve $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	@failed=0; for check in "ruff check ." "ruff format --check ." mypy; do \
+		echo "$$check"; $(BIN)/$$check || failed=1; done; exit $$failed
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Pins what is installed now; run it after changing a dependency. PyPI's torch stands for its CPU and CUDA builds alike.
+constraints: $(VENV)/.installed-dev
+	@{ echo "# Every package that make installs, by \`make constraints\`. The CUDA build of torch pins its own libraries."; \
+	  $(BIN)/python -m pip freeze --all --exclude-editable | grep -vE '^(pip|headway)[= ]' | sed 's/+cpu$$//'; } > constraints.new
+	@mv constraints.new constraints.txt
+
+bench-%: $(VENV)/.installed-serve
+	$(BIN)/python -m benchmarks.$* $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,264 @@
+"""The rules of the house: who may import whom, and how files are named and sized."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import itertools
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import headway
+
+REPOSITORY = Path(__file__).parent.parent
+PACKAGE = REPOSITORY / "headway"
+MOST_LINES = 500
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
+
+# Modules that read a clock, wait, or talk to the outside: whoever decides is given the time instead.
+CLOCKS_AND_IO = {
+    "asyncio",
+    "datetime",
+    "multiprocessing",
+    "select",
+    "signal",
+    "socket",
+    "subprocess",
+    "threading",
+    "time",
+}
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a folder of the package may import.
+
+    `ours` lists modules of this package (a folder stands for all that is in it; None allows all but the
+    command line), `packages` the third-party packages (None allows all but `forbidden`).
+    """
+
+    ours: set[str] | None
+    packages: set[str] | None = None
+    forbidden: frozenset[str] = frozenset()
+
+
+NO_DEVICE = frozenset({"torch", "numba", "triton"})
+NO_SERVER = frozenset({"fastapi", "starlette", "uvicorn", "zmq"})
+TEST_ONLY = frozenset({"transformers", "openai", "pytest", "hypothesis"})
+
+ROOMS = {
+    "policy": Room(ours={"policy", "cost"}, packages={"msgspec"}, forbidden=frozenset(CLOCKS_AND_IO)),
+    "cost": Room(ours={"cost", "policy"}, packages={"msgspec"}, forbidden=frozenset(CLOCKS_AND_IO)),
+    "kernels": Room(ours={"kernels", "models"}, forbidden=NO_SERVER),
+    "models": Room(ours={"models", "kernels"}, forbidden=NO_SERVER),
+    "text": Room(ours={"text"}, forbidden=NO_DEVICE | NO_SERVER),
+    "engine": Room(ours={"engine", "policy", "cost", "models", "kernels"}, forbidden=frozenset({"fastapi", "uvicorn"})),
+    "server": Room(
+        ours={"server", "text", "policy", "engine.client", "engine.messages", "engine.config"}, forbidden=NO_DEVICE
+    ),
+    "gateway": Room(ours=None, forbidden=NO_DEVICE),
+    "bench": Room(ours=None, forbidden=NO_DEVICE),
+    "simulator": Room(ours={"simulator", "policy", "cost", "bench"}, forbidden=NO_DEVICE | NO_SERVER),
+    "advisor": Room(ours=None, forbidden=NO_DEVICE),
+}
+
+
+def modules() -> list[Path]:
+    return sorted(p for p in PACKAGE.rglob("*.py") if "bundled" not in p.relative_to(PACKAGE).parts)
+
+
+def imported_names(source: str, module: str) -> Iterator[str]:
+    """Every name imported anywhere in the source, absolute; `from a import b` counts as a.b."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".")[: -node.level]
+                base = ".".join(package + ([base] if base else []))
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def violations(room: Room, source: str, module: str) -> list[str]:
+    """Imports of the source that its room forbids."""
+    found = []
+    for name in imported_names(source, module):
+        top, _, rest = name.partition(".")
+        if top == "headway":
+            allowed = (
+                rest.partition(".")[0] != "cli"
+                if room.ours is None
+                else rest == "__version__" or any(rest == own or rest.startswith(own + ".") for own in room.ours)
+            )
+        else:
+            standard = top in sys.stdlib_module_names
+            allowed = top not in room.forbidden | TEST_ONLY and (
+                standard or room.packages is None or top in room.packages
+            )
+        if not allowed:
+            found.append(f"{module} imports {name}")
+    return found
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts)
+
+
+def test_each_room_imports_only_what_it_may() -> None:
+    found = []
+    for path in modules():
+        room = path.relative_to(PACKAGE).parts[0]
+        if room in ROOMS:
+            found += violations(ROOMS[room], path.read_text(), dotted(path))
+    assert not found, "\n".join(found)
+
+
+def test_every_folder_is_a_room_with_rules() -> None:
+    folders = {p.relative_to(PACKAGE).parts[0] for p in modules() if p.parent != PACKAGE}
+    assert folders <= ROOMS.keys(), f"say in ROOMS what {sorted(folders - ROOMS.keys())} may import"
+
+
+@pytest.mark.parametrize(
+    ("room", "line"),
+    [
+        ("policy", "import time"),
+        ("policy", "from time import monotonic_ns"),
+        ("policy", "import torch"),
+        ("policy", "from headway.engine.messages import AddRequest"),
+        ("policy", "from headway import engine"),
+        ("policy", "from ..engine import messages"),
+        ("policy", "def late():\n    import zmq"),
+        ("cost", "import torch.nn"),
+        ("models", "from headway.policy.request import Sequence"),
+        ("kernels", "import headway.server"),
+        ("text", "import torch"),
+        ("text", "from headway.policy.request import Sequence"),
+        ("engine", "from headway.text.tokenizer import Tokenizer"),
+        ("server", "from headway.engine.runner import Runner"),
+        ("server", "import torch"),
+        ("bench", "from headway.cli import main"),
+        ("models", "import transformers"),
+    ],
+)
+def test_forbidden_import_is_found(room: str, line: str) -> None:
+    assert violations(ROOMS[room], line, f"headway.{room}.example")
+
+
+@pytest.mark.parametrize(
+    ("room", "line"),
+    [
+        ("policy", "import math, msgspec\nfrom headway.policy.request import Sequence\nfrom . import ledger"),
+        ("models", "from headway.kernels.interface import Kernels\nimport torch"),
+        ("server", "from headway.engine import messages\nfrom headway.engine.client import EngineClient"),
+        ("bench", "from headway.policy.ledger import Ledger"),
+    ],
+)
+def test_permitted_import_is_let_through(room: str, line: str) -> None:
+    assert violations(ROOMS[room], line, f"headway.{room}.example") == []
+
+
+def light_modules() -> list[str]:
+    """Modules that must start fast, and so without torch, whatever they import on the way."""
+    light = [p for p in modules() if p.relative_to(PACKAGE).parts[0] in {"policy", "cost", "text", "server", "bench"}]
+    light += [PACKAGE / name for name in ("__init__.py", "cli.py", "engine/messages.py", "engine/client.py")]
+    return [dotted(p).removesuffix(".__init__") for p in light if p.exists()]
+
+
+def test_light_modules_start_without_torch() -> None:
+    program = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    for heavy in ('torch', 'numba', 'transformers'):\n"
+        "        if heavy in sys.modules:\n"
+        "            sys.exit(f'{name} imports {heavy}, directly or by way of another module')\n"
+    )
+    names = light_modules()
+    assert {"headway.policy.request", "headway.server.app"} <= set(names)
+    ran = subprocess.run([sys.executable, "-c", program, *names], capture_output=True, text=True, cwd=REPOSITORY)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    """An empty __init__.py has nothing to explain."""
+    sources = {dotted(p): p.read_text() for p in modules()}
+    silent = [name for name, source in sources.items() if source.strip() and not ast.get_docstring(ast.parse(source))]
+    assert not silent, f"without a docstring: {silent}"
+
+
+def test_no_file_is_too_long_to_read_in_one_sitting() -> None:
+    files = [*modules(), *REPOSITORY.glob("tests/**/*.py"), *REPOSITORY.glob("benchmarks/**/*.py")]
+    lengths = {str(p.relative_to(REPOSITORY)): len(p.read_text().splitlines()) for p in files}
+    assert {name: n for name, n in lengths.items() if n > MOST_LINES} == {}
+
+
+def test_nothing_has_a_vague_name() -> None:
+    tracked = [p.relative_to(REPOSITORY) for p in modules() + list(REPOSITORY.glob("tests/**/*.py"))]
+    vague = [str(p) for p in tracked if VAGUE_NAMES & {*p.parts[:-1], p.stem, p.stem.removeprefix("test_")}]
+    assert not vague
+
+
+def project() -> dict[str, Any]:
+    """The [project] table of pyproject.toml."""
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+
+def test_version_is_said_once() -> None:
+    declared = project()["version"]
+    assert headway.__version__ == declared
+    assert f"## {declared}" in (REPOSITORY / "CHANGELOG.md").read_text()
+
+
+# Other halves of declared dependencies, which pin them: of torch's CUDA build, numba and pydantic.
+BROUGHT_ALONG = {"triton", "llvmlite", "pydantic_core"}
+
+
+def test_every_imported_package_is_a_declared_dependency() -> None:
+    declared = {canonicalize_name(Requirement(text).name) for text in project()["dependencies"]}
+    providers = importlib.metadata.packages_distributions()
+    tops = {name.partition(".")[0] for p in modules() for name in imported_names(p.read_text(), dotted(p))}
+    outside = tops - {"headway", "__future__"} - sys.stdlib_module_names - BROUGHT_ALONG
+    missing = {t for t in outside if not declared & {canonicalize_name(p) for p in providers.get(t, [])}}
+    assert not missing, f"imported, but not among the dependencies in pyproject.toml: {sorted(missing)}"
+
+
+def test_constraints_pin_every_installed_dependency() -> None:
+    """Each package that pyproject.toml asks for, and what those ask for in turn, has its version in constraints.txt."""
+    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    pinned = {canonicalize_name(Requirement(line).name) for line in lines if line and not line.startswith("#")}
+    extras = project()["optional-dependencies"]
+    wanted = [*project()["dependencies"], *itertools.chain.from_iterable(extras.values())]
+    missing = closure([Requirement(text) for text in wanted]) - pinned
+    assert not missing, f"not in constraints.txt: {sorted(missing)}"
+
+
+def closure(wanted: list[Requirement]) -> set[str]:
+    """Names of the installed packages that the requirements need, directly or by way of another."""
+    names: set[str] = set()
+    visited: set[tuple[str, str]] = set()
+    queue = [(canonicalize_name(w.name), extra) for w in wanted for extra in ("", *w.extras)]
+    while queue:
+        name, extra = queue.pop()
+        if (name, extra) in visited:
+            continue
+        visited.add((name, extra))
+        try:
+            needs = [Requirement(text) for text in importlib.metadata.requires(name) or []]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        names.add(name)
+        for need in needs:
+            if need.marker is None or need.marker.evaluate({"extra": extra}):
+                queue += [(canonicalize_name(need.name), e) for e in ("", *need.extras)]
+    return names
