@@ -3,11 +3,51 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIAS = 100.0
+MAX_COUNT = 2**31 - 1
+
+_INTEGERS = {
+    "n": (1, MAX_CHOICES),
+    "top_k": (0, MAX_COUNT),
+    "max_tokens": (1, MAX_COUNT),
+    "min_tokens": (0, MAX_COUNT),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "seed": (-(2**63), 2**63 - 1),
+}
+_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
+_REALS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (math.ulp(0.0), 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    """The value for a message, whatever its size; Python refuses to print integers of many thousand digits."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class InvalidParameter(ValueError):
@@ -16,6 +56,12 @@ class InvalidParameter(ValueError):
     def __init__(self, parameter: str, message: str) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+def _items(name: str, value: Iterable[Any] | None) -> list[Any]:
+    if isinstance(value, list | tuple | set | frozenset | None):
+        return list(value or ())
+    raise InvalidParameter(name, f"{name} is {_shown(value)}; it must be a list")
 
 
 @dataclass(slots=True)
@@ -32,7 +78,8 @@ class SamplingParams:
         min_tokens: no stop of any kind before this many tokens.
         logprobs: return the log-probability of the chosen token and of this many alternatives; None for none.
         prompt_logprobs: the same for every prompt token but the first.
-        stop: strings that end the output; the text before the first of them is kept.
+        stop: strings that end the output; the text before the first of them is kept. A single string stands for a
+            list of one; None, here and for the other lists, for an empty one.
         logit_bias: token id to a value in [-100, 100] added to its logit.
 
     Raises:
@@ -60,55 +107,78 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
+        self.stop = [self.stop] if isinstance(self.stop, str) else _items("stop", self.stop)
+        self.stop_token_ids = _items("stop_token_ids", self.stop_token_ids)
+        if not isinstance(self.logit_bias, dict | None):
+            raise InvalidParameter("logit_bias", f"logit_bias is {_shown(self.logit_bias)}; it must be a dict")
+        self.logit_bias = dict(self.logit_bias or {})
         if self.top_k == -1:
             self.top_k = 0
         self._check_integers()
         self._check_reals()
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidParameter("stop", f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
-        if any(not s for s in self.stop):
-            raise InvalidParameter("stop", "stop contains an empty string; leave it out")
+        self._check_flags()
+        self._check_stops()
+        self._check_logit_bias()
 
     def _check_integers(self) -> None:
-        ranges: dict[str, tuple[int, float]] = {
-            "n": (1, MAX_CHOICES),
-            "top_k": (0, math.inf),
-            "max_tokens": (1, math.inf),
-            "min_tokens": (0, math.inf),
-            "logprobs": (0, MAX_LOGPROBS),
-            "prompt_logprobs": (0, MAX_LOGPROBS),
-            "seed": (-(2**63), 2**63 - 1),
-        }
-        for name, (low, high) in ranges.items():
+        for name, (low, high) in _INTEGERS.items():
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                bound = f"between {low} and {high}" if high != math.inf else f"at least {low}"
-                raise InvalidParameter(name, f"{name} is {value}; it must be {bound}")
+            if value is None and name in _OPTIONAL:
+                continue
+            if not _is_integer(value):
+                raise InvalidParameter(name, f"{name} is {_shown(value)}; it must be an integer")
+            if not low <= value <= high:
+                raise InvalidParameter(name, f"{name} is {_shown(value)}; it must be between {low} and {high}")
+            setattr(self, name, int(value))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
                 "min_tokens", f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"
             )
 
     def _check_reals(self) -> None:
-        ranges = {
-            "temperature": (0.0, 100.0),
-            "top_p": (0.0, 1.0),
-            "min_p": (0.0, 1.0),
-            "repetition_penalty": (0.01, 100.0),
-            "presence_penalty": (-2.0, 2.0),
-            "frequency_penalty": (-2.0, 2.0),
-        }
-        for name, (low, high) in ranges.items():
+        for name, (low, high) in _REALS.items():
             value = getattr(self, name)
+            if not _is_real(value):
+                raise InvalidParameter(name, f"{name} is {_shown(value)}; it must be a number")
             if not low <= value <= high:  # also refuses NaN
-                raise InvalidParameter(name, f"{name} is {value}; it must be between {low:g} and {high:g}")
-        if self.top_p == 0.0:
-            raise InvalidParameter("top_p", "top_p is 0; it must be above 0 and at most 1")
+                bound = "above 0 and at most 1" if name == "top_p" else f"between {low:g} and {high:g}"
+                raise InvalidParameter(name, f"{name} is {_shown(value)}; it must be {bound}")
+            setattr(self, name, float(value))
+
+    def _check_flags(self) -> None:
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise InvalidParameter(name, f"{name} is {_shown(value)}; it must be true or false")
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidParameter("stop", f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
+        for text in self.stop:
+            if not isinstance(text, str):
+                raise InvalidParameter("stop", f"stop contains {_shown(text)}; it must contain strings only")
+            if not text:
+                raise InvalidParameter("stop", "stop contains an empty string; leave it out")
+        for token in self.stop_token_ids:
+            if not _is_integer(token) or token < 0:
+                raise InvalidParameter(
+                    "stop_token_ids", f"stop_token_ids contains {_shown(token)}; token ids are integers from 0"
+                )
+        self.stop_token_ids = [int(token) for token in self.stop_token_ids]
+
+    def _check_logit_bias(self) -> None:
         for token, bias in self.logit_bias.items():
-            if not -100.0 <= bias <= 100.0:
-                raise InvalidParameter("logit_bias", f"logit_bias of token {token} is {bias}; it must be in [-100, 100]")
+            if not _is_integer(token) or token < 0:
+                raise InvalidParameter(
+                    "logit_bias", f"logit_bias has the key {_shown(token)}; its keys are token ids, integers from 0"
+                )
+            if not _is_real(bias) or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+                raise InvalidParameter(
+                    "logit_bias",
+                    f"logit_bias of token {token} is {_shown(bias)}; "
+                    f"it must be between {-MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}",
+                )
+        self.logit_bias = {int(token): float(bias) for token, bias in self.logit_bias.items()}
 
     @property
     def greedy(self) -> bool:

@@ -183,9 +183,7 @@ class Scheduler:
         if not self._make_room(sequence, count, plan):
             return 0
         samples = count == sequence.num_to_compute
-        plan.scheduled.append(
-            ScheduledSequence(sequence, sequence.num_computed, count, sequence.is_decoding, samples)
-        )
+        plan.scheduled.append(ScheduledSequence(sequence, sequence.num_computed, count, sequence.is_decoding, samples))
         return count
 
     def _make_room(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:

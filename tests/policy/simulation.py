@@ -138,7 +138,9 @@ class Simulation:
             sequence = item.sequence
             for position in range(item.start + item.num_tokens):
                 place = (sequence.block_table[position // size], position % size)
-                assert self.written[place] == tuple(sequence.tokens[: position + 1]), "attention would read another's KV"
+                assert self.written[place] == tuple(sequence.tokens[: position + 1]), (
+                    "attention would read another's KV"
+                )
 
     def run_until_done(self, limit: int = 5_000) -> int:
         """Step until nothing is left; returns the number of steps."""

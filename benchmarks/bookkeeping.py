@@ -1,0 +1,107 @@
+"""Microseconds a step spends outside the model: scheduler, tensors, sampler, outputs, encoding.
+
+    python benchmarks/bookkeeping.py --sequences 64
+
+The model is replaced by one that returns fixed logits at once, so that what is left is ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+
+from headway.engine.core import EngineCore
+from headway.engine.messages import AddRequest
+from headway.engine.runner import Runner
+from headway.kernels.reference import ReferenceKernels
+from headway.policy.kv_blocks import KVBlocks
+from headway.policy.sampling_params import SamplingParams
+from headway.policy.scheduler import Scheduler, SchedulerConfig
+
+PARAMS = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "top_k + top_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.1, "frequency_penalty": 0.5},
+}
+
+
+class InstantModel:
+    """Stands in for a decoder: the right shapes and no work."""
+
+    def __init__(self, vocab_size: int, most_rows: int) -> None:
+        self.config = SimpleNamespace(
+            num_layers=1, vocab_size=vocab_size, kv_cache_shape=lambda blocks, size: (blocks, 1, size, 8)
+        )
+        self._logits = torch.randn(most_rows, vocab_size).to(torch.bfloat16)
+
+    def forward(self, token_ids: torch.Tensor, step: Any, caches: Any) -> torch.Tensor:
+        return torch.empty(len(token_ids), 1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._logits[: len(hidden)]
+
+
+def build(sequences: int, vocab_size: int, context: int) -> EngineCore:
+    blocks = sequences * (context // 16 + 2)
+    scheduler = Scheduler(SchedulerConfig(sequences, 8192, context), KVBlocks(blocks, 16))
+    model: Any = InstantModel(vocab_size, sequences)
+    device = torch.device("cpu")
+    return EngineCore(
+        scheduler, Runner(model, ReferenceKernels(), device, torch.bfloat16, blocks, 16, sequences, context)
+    )
+
+
+def measure(core: EngineCore, sequences: int, steps: int, prompt_len: int, params: dict[str, Any]) -> list[float]:
+    """Microseconds of each steady decoding step, its encoded message included."""
+    encoder = msgspec.msgpack.Encoder()
+    for i in range(sequences):
+        wanted = SamplingParams(max_tokens=steps + 20, ignore_eos=True, **params)
+        core.add(AddRequest(str(i), [(i + j) % 500 for j in range(prompt_len)], wanted, [0], arrival_ns=i))
+    while len(core.scheduler.running) < sequences or not all(s.is_decoding for s in core.scheduler.running):
+        core.step()
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter_ns()
+        encoder.encode(core.step())
+        times.append((time.perf_counter_ns() - began) / 1e3)
+    for i in range(sequences):
+        core.abort(str(i))
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--profile", action="store_true", help="print where the time of greedy steps goes")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    core = build(args.sequences, args.vocab, 1024)
+    if args.profile:
+        import cProfile
+
+        cProfile.runctx(
+            "measure(core, args.sequences, args.steps, args.prompt_len, PARAMS['greedy'])",
+            globals(),
+            locals(),
+            sort="tottime",
+        )
+        return
+    print(f"{args.sequences} sequences, vocabulary {args.vocab}, one thread: microseconds a step")
+    for name, params in PARAMS.items():
+        times = measure(core, args.sequences, args.steps, args.prompt_len, params)
+        low, high = statistics.quantiles(times, n=20)[0], statistics.quantiles(times, n=20)[-1]
+        print(f"  {name:14s} median {statistics.median(times):7.0f}   5..95 % {low:.0f}..{high:.0f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Checkpoint folders without weights: the config of a known shape and a tokenizer that spans its vocabulary.
+
+Engines fill them with random weights (`load_format="dummy"`), which cost the same to compute as trained ones.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+_QWEN2_05B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+_LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "max_position_embeddings": 131072,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+_TINY = {
+    **_QWEN2_05B,
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+SHAPES: dict[str, dict[str, object]] = {"qwen2.5-0.5b": _QWEN2_05B, "llama-3.1-8b": _LLAMA_8B, "tiny": _TINY}
+
+
+def write_checkpoint(shape: str, folder: Path) -> Path:
+    """Write config.json, generation_config.json and the tokenizer of `shape` to folder / shape; return that path.
+
+    Raises:
+        KeyError: `shape` is not one of SHAPES.
+    """
+    config = SHAPES[shape]
+    target = folder / shape
+    target.mkdir(parents=True, exist_ok=True)
+    vocabulary = int(str(config["vocab_size"]))
+    for name, content in (
+        ("config", config),
+        ("generation_config", {"bos_token_id": 0, "eos_token_id": 0}),
+        (
+            "tokenizer_config",
+            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "model_max_length": 32768},
+        ),
+    ):
+        (target / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    _byte_tokenizer(vocabulary).save(str(target / "tokenizer.json"))
+    return target
+
+
+def _byte_tokenizer(vocabulary: int) -> Tokenizer:
+    """Byte-level, one token for each byte; the other ids decode to words of their own, so that all ids are valid."""
+    entries = {"<|end|>": 0}
+    for symbol in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        entries[symbol] = len(entries)
+    while len(entries) < vocabulary:
+        entries[f"Ġw{len(entries)}"] = len(entries)
+    tokenizer = Tokenizer(models.BPE(vocab=entries, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer

@@ -1,0 +1,144 @@
+"""From an EngineConfig to a running engine: load, size the KV pool, warm up, and time each stage."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from headway.engine.config import EngineConfig
+from headway.engine.core import EngineCore
+from headway.engine.memory import kv_pool_bytes
+from headway.engine.runner import Runner
+from headway.kernels.select import kernels_for
+from headway.models.config import ModelConfig
+from headway.models.loading import load_model, resolve_dtype, resolve_model
+from headway.policy.kv_blocks import KVBlocks
+from headway.policy.request import Sequence
+from headway.policy.sampling_params import SamplingParams
+from headway.policy.scheduler import Scheduler, SchedulerConfig
+
+DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+
+StageListener = Callable[[str, int], None]
+
+
+class EngineError(ValueError):
+    """The engine cannot be built as configured; the message is one line that says what to change."""
+
+
+@dataclass(slots=True)
+class Engine:
+    """A warmed-up engine and the facts about it that others want to know."""
+
+    core: EngineCore
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    device: str
+    startup_ns: dict[str, int] = field(default_factory=dict)
+
+
+def build_engine(config: EngineConfig, on_stage: StageListener | None = None) -> Engine:
+    """Load the model and make everything that a step needs.
+
+    The stages are storage_read, convert, layout (as far as a memory-mapped file tells them apart),
+    kv_allocation and warm_up; `on_stage` hears of each when it is done.
+
+    Raises:
+        EngineError, ModelError, ValueError: one line naming the value, the limit and what to do.
+    """
+    startup: dict[str, int] = {}
+
+    def done(stage: str, elapsed_ns: int) -> None:
+        startup[stage] = elapsed_ns
+        if on_stage is not None:
+            on_stage(stage, elapsed_ns)
+
+    began = time.monotonic_ns()
+    device = _device(config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    folder = resolve_model(config.model)
+    model_config = ModelConfig.from_folder(folder)
+    dtype = resolve_dtype(config.dtype, model_config)
+    kernels = kernels_for(str(device), dtype)
+    done("prepare", time.monotonic_ns() - began)
+    asked_len = _asked_model_len(config, model_config)
+    model = load_model(folder, dtype, kernels, device, config.load_format, config.seed, done, asked_len)
+
+    began = time.monotonic_ns()
+    batched = config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[device.type], config.max_num_seqs)
+    bytes_per_block = model_config.kv_bytes_per_block(config.block_size, dtype.itemsize)
+    useful = config.max_num_seqs * -(-asked_len // config.block_size) + 1
+    num_blocks = min(useful, kv_pool_bytes(config, device, model_config, batched) // bytes_per_block)
+    max_model_len = _fitting_model_len(config, asked_len, num_blocks, bytes_per_block)
+    scheduler_config = SchedulerConfig(
+        config.max_num_seqs,
+        batched,
+        max_model_len,
+        config.enable_chunked_prefill,
+        config.scheduling_policy,
+    )
+    blocks = KVBlocks(num_blocks, config.block_size, config.enable_prefix_caching)
+    scheduler = Scheduler(scheduler_config, blocks)
+    runner = Runner(model, kernels, device, dtype, num_blocks, config.block_size, config.max_num_seqs, max_model_len)
+    done("kv_allocation", time.monotonic_ns() - began)
+
+    began = time.monotonic_ns()
+    warm_up(scheduler_config, runner, config.block_size, num_blocks)
+    done("warm_up", time.monotonic_ns() - began)
+    return Engine(EngineCore(scheduler, runner), max_model_len, num_blocks, config.block_size, str(device), startup)
+
+
+def warm_up(config: SchedulerConfig, runner: Runner, block_size: int, num_blocks: int) -> None:
+    """Run a prompt of a whole step and then decode, so that kernels are compiled before the first request."""
+    blocks = KVBlocks(num_blocks, block_size, enable_prefix_caching=False)
+    scheduler = Scheduler(config, blocks)
+    longest = max(1, min(config.max_model_len - 4, config.max_num_batched_tokens))
+    for index, length in enumerate((longest, min(2, longest))):
+        params = SamplingParams(temperature=float(index), max_tokens=3, ignore_eos=True)
+        prompt = [1] * length
+        scheduler.add(Sequence("warm-up", index, params, prompt, length, length + 3, frozenset(), 0), 0)
+    while scheduler.has_work:
+        plan = scheduler.schedule(0)
+        result = runner.run(plan)
+        for item in scheduler.complete(plan, result.token_of, result.times):
+            if item.sequence.finish_reason is not None:
+                runner.forget(item.sequence)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in DEFAULT_BATCHED_TOKENS:
+        raise EngineError(f"device is {name!r}; it must be auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise EngineError("device is cuda, but torch finds no CUDA device; use --device cpu")
+    return torch.device(name)
+
+
+def _asked_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    longest = model.longest_model_len
+    if config.max_model_len is None:
+        return model.max_model_len
+    if not 2 <= config.max_model_len <= longest:
+        raise EngineError(f"max_model_len is {config.max_model_len}; for this model it must be between 2 and {longest}")
+    return config.max_model_len
+
+
+def _fitting_model_len(config: EngineConfig, asked: int, num_blocks: int, bytes_per_block: int) -> int:
+    """The context that the pool can hold: what was asked for, or as much as fits when nothing was."""
+    fits = num_blocks * config.block_size
+    if asked <= fits:
+        return asked
+    if config.max_model_len is not None or fits < 2:
+        needed = -(-asked // config.block_size) * bytes_per_block
+        raise EngineError(
+            f"one sequence of {asked} tokens needs {needed / 2**20:.0f} MiB of KV cache, the pool has "
+            f"{num_blocks * bytes_per_block / 2**20:.0f} MiB; raise --kv-cache-memory or lower --max-model-len"
+        )
+    return fits

@@ -1,0 +1,39 @@
+"""Everything the engine process needs to know, as one plain value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class EngineConfig:
+    """Engine settings; names and meanings follow vLLM's flags.
+
+    Args:
+        model: folder of a Hugging Face checkpoint.
+        dtype: auto (the checkpoint's), float32, bfloat16 or float16.
+        load_format: auto, safetensors, or dummy for random weights.
+        device: auto, cpu or cuda.
+        max_model_len: longest prompt plus output in tokens; None takes the model's, lowered to what the KV pool holds.
+        kv_cache_memory: bytes of the KV pool; None measures free memory.
+        gpu_memory_utilization: share of device memory that may be used when kv_cache_memory is None.
+        max_num_batched_tokens: token budget of a step; None picks one for the device.
+        scheduling_policy: fcfs or priority.
+        num_threads: CPU threads of the engine; None takes one for each core.
+    """
+
+    model: str
+    dtype: str = "auto"
+    load_format: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"
+    num_threads: int | None = None

@@ -1,0 +1,226 @@
+"""The engine without its process: add and abort requests, run steps. Single-threaded."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+
+from headway.engine.messages import (
+    AddRequest,
+    SequenceOutput,
+    SequenceTimings,
+    StepOutputs,
+    StepStats,
+    TokenLogprobs,
+)
+from headway.engine.runner import Runner, StepResult
+from headway.policy.accounting import ScheduledSequence
+from headway.policy.request import Sequence
+from headway.policy.scheduler import Scheduler
+
+NOT_NUMBERS = "the model's logits were not numbers (NaN) for this sequence; its weights or its dtype are at fault"
+
+
+class EngineCore:
+    """Joins the scheduler and the runner; the step loop calls `step()` while `has_work`."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self._clock = clock
+        self._live: dict[str, dict[int, Sequence]] = {}
+        self._with_timings: set[str] = set()
+        self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
+        self._pending: list[SequenceOutput] = []
+        self._counted = StepStats(0, 0, 0.0)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._pending) or self.scheduler.has_work
+
+    # --- requests -----------------------------------------------------------------------------------
+
+    def add(self, request: AddRequest) -> None:
+        """Queue every choice of a request; one that can't be served is answered with an error output."""
+        problem = self._problem_of(request)
+        if problem:
+            self._reject(request, problem)
+            return
+        sequences = self._sequences_of(request)
+        self._live[request.request_id] = {s.index: s for s in sequences}
+        if request.include_timings:
+            self._with_timings.add(request.request_id)
+        try:
+            for sequence in sequences:
+                self.scheduler.add(sequence, self._clock())
+        except ValueError as error:
+            self._forget_request(request.request_id)
+            self._reject(request, str(error))
+
+    def _problem_of(self, request: AddRequest) -> str:
+        """What would break a step that others share, or an empty string."""
+        if request.request_id in self._live:
+            return f"a request with id {request.request_id!r} is running already"
+        if not request.prompt_token_ids:
+            return "the prompt is empty; give at least one token"
+        limit = self.runner.vocab_size
+        for name, ids in (
+            ("prompt", request.prompt_token_ids),
+            ("logit_bias", request.params.logit_bias),
+            ("stop_token_ids", request.params.stop_token_ids),
+        ):
+            outside = [token for token in ids if not 0 <= token < limit]
+            if outside:
+                return f"{name} has token id {outside[0]}; the model's vocabulary has ids 0 to {limit - 1}"
+        return ""
+
+    def _reject(self, request: AddRequest, message: str) -> None:
+        self._pending += [
+            SequenceOutput(request.request_id, index, [], finish_reason="error", error=message)
+            for index in range(request.params.n)
+        ]
+
+    def _sequences_of(self, request: AddRequest) -> list[Sequence]:
+        params, prompt = request.params, request.prompt_token_ids
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        stops = params.stop_token_ids if params.ignore_eos else [*request.eos_token_ids, *params.stop_token_ids]
+        limit = self.scheduler.config.max_model_len
+        sequences: list[Sequence] = []
+        for index in range(params.n):
+            sequence = Sequence(
+                request_id=request.request_id,
+                index=index,
+                params=params,
+                tokens=list(prompt),
+                prompt_len=len(prompt),
+                max_len=limit if params.max_tokens is None else min(limit, len(prompt) + params.max_tokens),
+                stop_ids=frozenset(stops),
+                seed=seed + index,
+                priority=request.priority,
+                arrival_ns=request.arrival_ns,
+                cache_salt=request.cache_salt,
+                parent=sequences[0] if sequences else None,
+            )
+            sequence.ledger.began_ns = sequence.ledger.last_ns = request.sent_ns
+            sequences.append(sequence)
+        return sequences
+
+    def abort(self, request_id: str, index: int = -1) -> None:
+        """Drop one choice, or all with index -1. Unknown ids are fine: the request may just have finished.
+
+        A single choice is answered with a last output (a stop string was found in it, and its ledger is
+        wanted); when all are dropped nobody listens any more.
+        """
+        for sequence in list(self._live.get(request_id, {}).values()):
+            if index not in (-1, sequence.index):
+                continue
+            self.scheduler.abort(sequence, self._clock())
+            last = SequenceOutput(request_id, sequence.index, [], cached_tokens=sequence.cached_tokens)
+            self._finish_output(last, sequence)
+            if index != -1:
+                self._pending.append(last)
+
+    def _forget(self, sequence: Sequence) -> None:
+        self.runner.forget(sequence)
+        self._prompt_logprobs.pop(id(sequence), None)
+        choices = self._live[sequence.request_id]
+        choices.pop(sequence.index, None)
+        if not choices:
+            self._forget_request(sequence.request_id)
+
+    def _forget_request(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+        self._with_timings.discard(request_id)
+
+    # --- steps --------------------------------------------------------------------------------------
+
+    def step(self) -> StepOutputs:
+        """Run one step; its outputs may be empty where nothing could run."""
+        outputs, self._pending = self._pending, []
+        plan = self.scheduler.schedule(self._clock())
+        for sequence in plan.preempted:
+            self.runner.forget(sequence)
+            self._prompt_logprobs.pop(id(sequence), None)  # it will compute its prompt again
+        if not plan.scheduled:
+            return StepOutputs(outputs, self._stats(0, 0, 0), self._clock())
+        result = self.runner.run(plan)
+        work = sum(item.num_tokens for item in plan.scheduled if item.start < item.sequence.prompt_len)
+        if result.prompt_logprobs:
+            self._collect_prompt_logprobs(plan.scheduled, result)
+        changed = self.scheduler.complete(plan, result.token_of, result.times)
+        outputs += [self._output(item, result) for item in changed]
+        elapsed = result.times.sampled_ns - result.times.launched_ns
+        stats = self._stats(elapsed, plan.num_tokens, work)
+        stats.generation_tokens = len(changed)
+        return StepOutputs(outputs, stats, self._clock())
+
+    def idle(self) -> StepOutputs:
+        """The state of an engine that has nothing to do, for metrics."""
+        return StepOutputs([], self._stats(0, 0, 0), self._clock())
+
+    def _collect_prompt_logprobs(self, scheduled: list[ScheduledSequence], result: StepResult) -> None:
+        for item in scheduled:
+            chunk = result.prompt_logprobs.get(id(item.sequence))
+            if chunk is not None and item.sequence.index == 0:
+                self._prompt_logprobs.setdefault(id(item.sequence), [None]).extend(chunk)
+
+    def _output(self, item: ScheduledSequence, result: StepResult) -> SequenceOutput:
+        sequence = item.sequence
+        key = id(sequence)
+        logprobs = result.logprobs.get(key)
+        output = SequenceOutput(
+            sequence.request_id,
+            sequence.index,
+            [sequence.tokens[-1]] if result.tokens[key] is not None else [],
+            cached_tokens=sequence.cached_tokens,
+            logprobs=[logprobs] if logprobs is not None else None,
+            prompt_logprobs=self._prompt_logprobs.pop(key, None),
+        )
+        if sequence.finish_reason is not None:
+            self._finish_output(output, sequence)
+        return output
+
+    def _finish_output(self, output: SequenceOutput, sequence: Sequence) -> None:
+        output.finish_reason = sequence.finish_reason
+        if sequence.finish_reason == "stop":
+            output.stop_token_id = sequence.tokens[-1]
+        if sequence.finish_reason == "error":
+            output.error = NOT_NUMBERS
+        if sequence.request_id in self._with_timings:
+            ledger = sequence.ledger
+            output.timings = SequenceTimings(
+                {str(phase): ns for phase, ns in ledger.phases_ns.items() if ns},
+                ledger.last_ns,
+                sequence.steps,
+                sequence.preemptions,
+            )
+        self._forget(sequence)
+
+    def _stats(self, step_ns: int, scheduled_tokens: int, prompt_tokens: int) -> StepStats:
+        """Gauges now, and counters since the last call."""
+        scheduler, counted = self.scheduler, self._counted
+        prefix = scheduler.blocks.prefix_stats
+        stats = StepStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_cache_usage=scheduler.blocks.usage,
+            step_ns=step_ns,
+            prompt_tokens=prompt_tokens,
+            prefix_cache_queries=prefix.queries - counted.prefix_cache_queries,
+            prefix_cache_hits=prefix.hits - counted.prefix_cache_hits,
+            preemptions=scheduler.num_preemptions - counted.preemptions,
+            scheduled_tokens=scheduled_tokens,
+            stall_ns={str(phase): ns for phase, ns in scheduler.accounting.take_stalls().items()},
+        )
+        counted.prefix_cache_queries, counted.prefix_cache_hits = prefix.queries, prefix.hits
+        counted.preemptions = scheduler.num_preemptions
+        return stats
+
+    def check(self) -> None:
+        """Verify the integrity of the KV pool; called whenever the engine falls idle.
+
+        Raises:
+            RuntimeError: naming the block that leaked.
+        """
+        self.scheduler.check()

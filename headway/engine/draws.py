@@ -1,0 +1,239 @@
+"""Choosing one token from each row of logits: the arithmetic of the sampler.
+
+Every function treats its rows independently, with operations whose result for a row does not depend on
+how many rows there are, so that a sequence gets the same token alone and in any batch.
+
+Tokens are ranked by logit, equal logits by token id. A row is drawn from by inverting its cumulative
+distribution at one uniform number. Rows come padded with -inf to a multiple of BLOCK tokens: the padding
+has no weight, and sums, maxima and searches then go in two short levels instead of one of V elements.
+
+Shapes: R rows, V tokens (padded), K candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+BLOCK = 128
+ALMOST_ONE = 1.0 - 2.0**-52
+Index = Tensor | slice  # of rows; a slice costs no copy
+NONE = torch.empty(0)  # stands for numbers that no row of a batch needs
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(slots=True)
+class Cut:
+    """How to cut and scale the distributions of R rows; every tensor is [R, 1]."""
+
+    inverse_temperature: Tensor  # float32
+    log_min_p: Tensor | None  # float32, natural logarithm, -inf keeps all; None when no row uses it
+    top_k: Tensor  # int64, V or more keeps all
+    top_p: Tensor  # float64
+
+    def take(self, index: Index) -> Cut:
+        """The same for some of the rows."""
+        return Cut(
+            self.inverse_temperature[index],
+            None if self.log_min_p is None else self.log_min_p[index],
+            self.top_k[index],
+            self.top_p[index],
+        )
+
+
+@dataclass(slots=True)
+class Rows:
+    """Logits to draw from, and what is known of them."""
+
+    x: Tensor  # [R, V] float32, as made by `padded`
+    peaks: Tensor  # [R, V / BLOCK], as made by `block_peaks`
+    best: Tensor  # [R, 1] the greatest logit
+    uniform: Tensor  # [R] float64, in [0, 1)
+
+    def take(self, index: Index) -> Rows:
+        """The same for some of the rows."""
+        return Rows(self.x[index], self.peaks[index], self.best[index], self.uniform[index])
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * _MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    return state ^ (state >> np.uint64(31))
+
+
+def streams(seeds: list[int]) -> NDArray[np.uint64]:
+    """Starting states of the random streams of these seeds; any Python integer is a seed."""
+    return _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64) + _GOLDEN)
+
+
+def uniforms(starts: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One number in [0, 1) for each (stream, position), whatever was drawn before.
+
+    SplitMix64 used as a counter-based generator (Steele, Lea and Flood, OOPSLA 2014): its state after p
+    steps is the start plus p times the golden gamma. Multiples of 2**-52, so that u * total < total holds
+    in float64.
+    """
+    counters = (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    return (_mix(starts + counters) >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def padded_size(vocab_size: int) -> int:
+    """The least multiple of BLOCK that holds vocab_size."""
+    return -(-vocab_size // BLOCK) * BLOCK
+
+
+def padded(logits: Tensor, result: Tensor | None = None) -> Tensor:
+    """logits in float32, padded with -inf to a multiple of BLOCK tokens; the same tensor where it is so already.
+
+    result: float32 [R, padded_size(V)] to fill, in place of a new tensor.
+    """
+    rows, size = logits.shape
+    whole = padded_size(size)
+    if whole == size and logits.dtype == torch.float32 and logits.is_contiguous():
+        return logits
+    if result is None:
+        result = torch.empty(rows, whole, dtype=torch.float32, device=logits.device)
+    result[:, :size] = logits
+    result[:, size:] = -torch.inf
+    return result
+
+
+def block_peaks(x: Tensor) -> Tensor:
+    """The greatest logit of each block [R, V / BLOCK]; NaN where a block contains one."""
+    return x.unflatten(1, (-1, BLOCK)).amax(-1)
+
+
+def _members(blocks: Tensor) -> Tensor:
+    """Token ids [R, n * BLOCK] of the blocks [R, n]."""
+    ids = blocks.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=blocks.device)
+    return ids.flatten(1)
+
+
+def as_float(comparison: Callable[..., Tensor], x: Tensor, limit: Tensor) -> Tensor:
+    """1.0 where the comparison of x with limit holds, else 0.0; on a CPU several times as fast as a boolean mask."""
+    return comparison(x, limit, out=torch.empty_like(x))
+
+
+def block_sums(x: Tensor) -> Tensor:
+    """The sum of each block [R, V / BLOCK], as float64."""
+    return x.unflatten(1, (-1, BLOCK)).sum(-1).double()
+
+
+def most_likely(x: Tensor, peaks: Tensor) -> Tensor:
+    """The id [R] of the greatest logit, the lowest id among equals."""
+    block = peaks.argmax(-1, keepdim=True)
+    return block.squeeze(1) * BLOCK + x.gather(1, _members(block)).argmax(-1)
+
+
+def likeliest(x: Tensor, peaks: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The greatest logits in falling order and their ids, each [R, count].
+
+    Among logits equal to the last one, which ids are returned is not defined. For few of many it only
+    looks into the `count` blocks with the greatest peaks, which between them hold the greatest logits.
+    """
+    if count * BLOCK * 4 > x.shape[1]:
+        values, ids = x.topk(count, -1)
+        return values, ids
+    pool = _members(peaks.topk(count, -1, sorted=False).indices)
+    values, places = x.gather(1, pool).topk(count, -1)
+    return values, pool.gather(1, places)
+
+
+def _scale(x: Tensor, rows: Rows, cut: Cut) -> Tensor:
+    """(x - greatest) / temperature: the likeliest has 0, and nothing overflows upwards."""
+    return (x - rows.best).mul_(cut.inverse_temperature)
+
+
+def _likelihoods(x: Tensor, rows: Rows, cut: Cut) -> Tensor:
+    """Probabilities of the logits x relative to the likeliest token's, 0 where min_p cuts."""
+    scaled = _scale(x, rows, cut)
+    if cut.log_min_p is None:
+        return scaled.exp_()
+    kept = as_float(torch.ge, scaled, cut.log_min_p)
+    return scaled.exp_().mul_(kept)
+
+
+def locate(weights: Tensor, share: Tensor) -> Tensor:
+    """The first index [R] at which the cumulative weights exceed share [R], in [0, 1), of their total."""
+    sums = block_sums(weights)
+    ends = sums.cumsum(-1)
+    target = share.unsqueeze(1) * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp_(max=sums.shape[1] - 1)
+    size = sums.gather(1, block)
+    # Relative to the block, so that rounding in its sum cannot carry the search past its end.
+    rest = ((target - ends.gather(1, block) + size) / size).clamp_(0.0, ALMOST_ONE)
+    within = weights.gather(1, _members(block)).double().cumsum(-1)
+    index = torch.searchsorted(within, rest * within[:, -1:], right=True).clamp_(max=BLOCK - 1)
+    return (block * BLOCK + index).squeeze(1)
+
+
+def draw_from_all(rows: Rows, cut: Cut) -> Tensor:
+    """A token id [R] from the rows' whole distributions, less what min_p cuts; top_k and top_p are not looked at."""
+    return locate(_likelihoods(rows.x, rows, cut), rows.uniform)
+
+
+def draw_from_top(rows: Rows, cut: Cut, width: int, bounded: bool) -> tuple[Tensor, Tensor]:
+    """A token id [R] from what min_p, then top_k, then top_p keep, looking at the `width` likeliest only.
+
+    top_p is a share of the mass that min_p and top_k left, as in vLLM. bounded: every row's top_k is at
+    most width, so that this mass lies within the candidates; otherwise no row has a top_k and the mass is
+    that of the whole row.
+
+    Returns the ids and a flag [R], set where the candidates were too few to tell and the id is not valid.
+    """
+    values, ids = likeliest(rows.x, rows.peaks, width)
+    weights = _candidate_weights(values, rows, cut)
+    mass = (
+        weights.sum(-1, keepdim=True, dtype=torch.float64)
+        if bounded
+        else block_sums(_likelihoods(rows.x, rows, cut)).sum(-1, keepdim=True)
+    )
+    place = _place(weights, mass, rows, cut)
+    drawn = values.gather(1, place)
+    nth = (place - (values > drawn).sum(-1, keepdim=True)).clamp_(min=0)  # among the tokens with this very logit
+    tied = torch.where(values == drawn, ids, rows.x.shape[1] - 1).sort(-1).values
+    unsure = drawn == values[:, -1:]  # tokens with the same logit may be left outside
+    if not bounded:
+        unsure |= weights[:, -1:] > 0.0  # the kept tokens may go on outside
+    return tied.gather(1, nth).squeeze(1), unsure.squeeze(1)
+
+
+def draw_from_sorted(rows: Rows, cut: Cut) -> Tensor:
+    """As draw_from_top with all tokens for candidates: slower, and never unsure."""
+    values = _falling(rows.x)
+    weights = _candidate_weights(values, rows, cut)
+    place = _place(weights, weights.sum(-1, keepdim=True, dtype=torch.float64), rows, cut)
+    drawn = values.gather(1, place)
+    nth = place - (values > drawn).sum(-1, keepdim=True)
+    count = (values == drawn).sum(-1, keepdim=True)
+    return locate(as_float(torch.eq, rows.x, drawn), ((nth + 0.5) / count).squeeze(1))
+
+
+def _candidate_weights(values: Tensor, rows: Rows, cut: Cut) -> Tensor:
+    """Unnormalised probabilities [R, K] of the likeliest tokens, 0 where min_p or top_k cuts."""
+    ranks = torch.arange(values.shape[1], device=values.device)
+    return _likelihoods(values, rows, cut).mul_(ranks < cut.top_k)
+
+
+def _place(weights: Tensor, mass: Tensor, rows: Rows, cut: Cut) -> Tensor:
+    """Cut the weights [R, K] by top_p of mass [R, 1], in place, and draw a column [R, 1] of what is left."""
+    before = weights.cumsum(-1, dtype=torch.float64) - weights
+    weights *= before < cut.top_p * mass
+    ends = weights.cumsum(-1, dtype=torch.float64)
+    target = rows.uniform.unsqueeze(1) * ends[:, -1:]
+    return torch.searchsorted(ends, target, right=True).clamp_(max=weights.shape[1] - 1)
+
+
+def _falling(x: Tensor) -> Tensor:
+    """x with each row sorted in falling order."""
+    if x.device.type == "cpu":  # numpy sorts values several times as fast as torch, which carries indices along
+        return torch.from_numpy(np.sort(x.numpy(), axis=-1)[:, ::-1].copy())
+    return x.sort(-1, descending=True).values

@@ -1,0 +1,70 @@
+"""Log-probabilities of chosen tokens and of their likeliest alternatives.
+
+They are those of the model's own distribution, before bias, penalties, temperature and cuts, which is
+vLLM's default (`logprobs_mode="raw_logprobs"`), and computed in float32 whatever the logits are in.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headway.engine.draws import as_float, block_peaks, block_sums, likeliest, padded
+from headway.engine.messages import TokenLogprobs
+from headway.policy.sampling_params import MAX_LOGPROBS
+
+# More than is ever returned, so that tokens tied with the last one returned are put in order of their ids too.
+CANDIDATES = 3 * MAX_LOGPROBS
+ROWS_AT_A_TIME = 16  # bounds the memory that large vocabularies take, in float32
+RANK, LOGPROB, ALTERNATIVES = 0, 1, 2
+
+
+def logprob_table(x: Tensor, token_ids: Tensor, top: int) -> Tensor:
+    """What TokenLogprobs holds, as one float64 tensor [L, 2 + 2 * top], so that it is read in one go.
+
+    x [L, V] float32 logits padded as by `draws.padded`, token_ids [L]. Columns: rank, logprob, then the
+    ids and the logprobs of the likeliest. A rank is one more than the number of strictly likelier tokens.
+    """
+    pieces = zip(x.split(ROWS_AT_A_TIME), token_ids.split(ROWS_AT_A_TIME), strict=True)
+    return torch.cat([_logprob_table(logits, ids, top) for logits, ids in pieces])
+
+
+def _logprob_table(x: Tensor, token_ids: Tensor, top: int) -> Tensor:
+    logprobs = x.log_softmax(-1)
+    chosen = x.gather(1, token_ids.unsqueeze(1))
+    likelier = block_sums(as_float(torch.gt, x, chosen)).sum(-1, keepdim=True)
+    parts = [likelier + 1, logprobs.gather(1, token_ids.unsqueeze(1))]
+    if top:
+        values, ids = likeliest(x, block_peaks(x), min(CANDIDATES, x.shape[1]))
+        ids, by_id = ids.sort(-1)
+        order = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True).indices[:, :top]
+        ids = ids.gather(1, order)
+        parts += [ids, logprobs.gather(1, ids)]
+    return torch.cat([part.double() for part in parts], -1)
+
+
+def token_logprobs(row: list[float], top: int) -> TokenLogprobs:
+    """One row of `logprob_table`, cut to the `top` likeliest."""
+    width = (len(row) - ALTERNATIVES) // 2
+    top = min(top, width)
+    return TokenLogprobs(
+        logprob=row[LOGPROB],
+        rank=int(row[RANK]),
+        top_ids=[int(token) for token in row[ALTERNATIVES : ALTERNATIVES + top]],
+        top_logprobs=row[ALTERNATIVES + width : ALTERNATIVES + width + top],
+    )
+
+
+@torch.inference_mode()
+def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, top: int) -> list[TokenLogprobs]:
+    """Log-probability of each prompt token given those before it, with the `top` likeliest instead.
+
+    logits [T, V] of consecutive prompt positions, in any float dtype; next_token_ids [T] int64 the tokens
+    that follow them. A row of logits with NaN or +inf has NaN log-probabilities.
+    """
+    top = min(top, logits.shape[1])
+    parts = [
+        logprob_table(padded(rows), ids, top)
+        for rows, ids in zip(logits.split(ROWS_AT_A_TIME), next_token_ids.split(ROWS_AT_A_TIME), strict=True)
+    ]
+    return [token_logprobs(row, top) for row in torch.cat(parts).tolist()] if parts else []

@@ -1,0 +1,46 @@
+"""How much memory the KV pool may take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from headway.engine.config import EngineConfig
+from headway.models.config import ModelConfig
+
+CPU_SHARE = 0.5  # of the memory that is free once the weights are loaded
+ACTIVATION_COPIES = 8  # tensors of the widest activation that live at once in a step
+
+
+def kv_pool_bytes(config: EngineConfig, device: torch.device, model: ModelConfig, batched_tokens: int) -> int:
+    """Bytes for keys and values: as configured, or measured now, after the weights were loaded.
+
+    On a GPU: the share --gpu-memory-utilization of its memory, less what is in use and the activations
+    of a full step. On a CPU: half of the memory that is available, so that the page cache, the API
+    process and the neighbours keep the rest.
+    """
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
+    if device.type == "cpu":
+        return int(available_memory() * CPU_SHARE)
+    free, total = torch.cuda.mem_get_info(device)
+    widest = max(2 * model.intermediate_size, model.hidden_size, model.num_heads * model.head_dim)
+    logits = config.max_num_seqs * model.vocab_size * 4 * 3
+    activations = batched_tokens * widest * 2 * ACTIVATION_COPIES + logits
+    return max(0, int(total * config.gpu_memory_utilization) - (total - free) - activations)
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated without swapping, within the limits of the machine and of its cgroup."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return max(0, available)

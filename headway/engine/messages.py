@@ -1,0 +1,132 @@
+"""The protocol between the API process and the engine process.
+
+Messages are msgspec structs in MessagePack, one to a ZeroMQ frame. Times are time.monotonic_ns(), which
+on Linux is one clock for all processes. The engine answers Configure with Progress messages, then Ready
+or Failed; afterwards each step yields at most one StepOutputs.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headway.engine.config import EngineConfig
+from headway.policy.sampling_params import SamplingParams
+
+PROTOCOL_VERSION = 1
+
+
+class _Message(msgspec.Struct, tag=True, array_like=True, gc=False):
+    pass
+
+
+# --- API process to engine --------------------------------------------------------------------------
+
+
+class Configure(_Message):
+    """The first message; the engine refuses another protocol version."""
+
+    config: EngineConfig
+    protocol: int = PROTOCOL_VERSION
+
+
+class AddRequest(_Message):
+    """A request with its prompt already tokenized. Choice i of it is named (request_id, i) in outputs."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: list[int]
+    priority: int = 0
+    cache_salt: str = ""
+    arrival_ns: int = 0  # when the server received it; decides order among equals
+    sent_ns: int = 0  # when the API process handed it over; the engine's part of the ledger starts here
+    include_timings: bool = False
+
+
+class AbortRequest(_Message):
+    request_id: str
+    index: int = -1  # one choice, or -1 for all of them
+
+
+class Shutdown(_Message):
+    pass
+
+
+# --- engine to API process --------------------------------------------------------------------------
+
+
+class Progress(_Message):
+    stage: str
+    elapsed_ns: int
+
+
+class Ready(_Message):
+    protocol: int
+    startup_ns: dict[str, int]  # stage of start-up -> nanoseconds
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    device: str
+
+
+class Failed(_Message):
+    """The engine could not start; `message` is one line for the user."""
+
+    message: str
+
+
+class TokenLogprobs(_Message):
+    """Log-probability of the chosen token and of the likeliest alternatives, likeliest first."""
+
+    logprob: float
+    rank: int  # 1 is the likeliest
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class SequenceTimings(_Message):
+    """The engine's part of a choice's ledger: nanoseconds from AddRequest.sent_ns to ended_ns, summing exactly."""
+
+    phases_ns: dict[str, int]
+    ended_ns: int
+    steps: int
+    preemptions: int
+
+
+class SequenceOutput(_Message):
+    request_id: str
+    index: int
+    token_ids: list[int]  # new tokens since the last output
+    finish_reason: str | None = None  # stop | length | abort | error
+    stop_token_id: int | None = None  # the stop or eos token that ended it, which is also the last of token_ids
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    logprobs: list[TokenLogprobs] | None = None  # one for each of token_ids
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output only
+    timings: SequenceTimings | None = None  # with the last output, for finished choices
+    error: str | None = None  # with finish_reason "error": what happened, for the user
+
+
+class StepStats(_Message):
+    """State after a step, for metrics. Counters are increments since the last message."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float  # share of blocks referenced by sequences, 0..1
+    step_ns: int = 0
+    prompt_tokens: int = 0  # prompt tokens computed
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0  # tokens looked up
+    prefix_cache_hits: int = 0  # tokens found
+    preemptions: int = 0
+    scheduled_tokens: int = 0
+    stall_ns: dict[str, int] = {}  # cause -> nanoseconds of all sequences of this step
+
+
+class StepOutputs(_Message):
+    outputs: list[SequenceOutput]
+    stats: StepStats
+    made_ns: int  # when the engine sent it
+
+
+ToEngine = Configure | AddRequest | AbortRequest | Shutdown
+FromEngine = Progress | Ready | Failed | StepOutputs

@@ -1,0 +1,138 @@
+"""The engine process: the step loop between a socket and a device.
+
+Run as `python -m headway.engine.process ADDRESS`; it connects to the API process there, is configured by
+the first message, and ends when told to, when the parent dies, or when a step fails.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from headway.engine.messages import (
+    PROTOCOL_VERSION,
+    AbortRequest,
+    AddRequest,
+    Configure,
+    Failed,
+    FromEngine,
+    Progress,
+    Ready,
+    Shutdown,
+    ToEngine,
+)
+
+if TYPE_CHECKING:
+    from headway.engine.core import EngineCore
+
+IDLE_POLL_MS = 500
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(ToEngine)
+
+
+class Channel:
+    """One end of the pair of sockets, in the engine process."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.connect(address)
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.send(_encoder.encode(message), copy=True)
+
+    def receive(self, timeout_ms: int) -> list[ToEngine]:
+        """All messages that are there, after waiting up to timeout_ms for the first."""
+        messages: list[ToEngine] = []
+        if timeout_ms and not self._socket.poll(timeout_ms):
+            return messages
+        while True:
+            try:
+                messages.append(_decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def main(address: str) -> int:
+    """Serve one API process until it says Shutdown or goes away; returns the exit code."""
+    parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API process decides
+    channel = Channel(address)
+    try:
+        configure = _wait_for_configure(channel, parent)
+        if configure is None:
+            return 0
+        return _serve(channel, configure, parent)
+    finally:
+        channel.close()
+
+
+def _wait_for_configure(channel: Channel, parent: int) -> Configure | None:
+    while os.getppid() == parent:
+        for message in channel.receive(IDLE_POLL_MS):
+            if isinstance(message, Configure):
+                return message
+    return None
+
+
+def _serve(channel: Channel, configure: Configure, parent: int) -> int:
+    if configure.protocol != PROTOCOL_VERSION:
+        channel.send(Failed(f"engine protocol {PROTOCOL_VERSION} does not match the server's {configure.protocol}"))
+        return 1
+    try:
+        began = time.monotonic_ns()
+        from headway.engine.build import build_engine
+
+        imported = time.monotonic_ns() - began
+        channel.send(Progress("import", imported))
+        engine = build_engine(configure.config, lambda stage, ns: channel.send(Progress(stage, ns)))
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, ValueError):
+            traceback.print_exc()
+        channel.send(Failed(" ".join(str(error).split()) or type(error).__name__))
+        return 1
+    startup = {"import": imported, **engine.startup_ns}
+    channel.send(
+        Ready(PROTOCOL_VERSION, startup, engine.num_blocks, engine.block_size, engine.max_model_len, engine.device)
+    )
+    return _step_loop(channel, engine.core, parent)
+
+
+def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
+    checked = True
+    while True:
+        busy = core.has_work
+        if not busy and not checked:
+            core.check()
+            checked = True
+        for message in channel.receive(0 if busy else IDLE_POLL_MS):
+            if isinstance(message, AddRequest):
+                core.add(message)
+            elif isinstance(message, AbortRequest):
+                core.abort(message.request_id, message.index)
+            elif isinstance(message, Shutdown):
+                return 0
+        if core.has_work:
+            checked = False
+            channel.send(core.step())
+        elif busy:  # everything was aborted between two steps
+            channel.send(core.idle())
+        if not busy and os.getppid() != parent:
+            return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,173 @@
+"""What a list of sequences asks of the sampler, as tensors; made once for as long as the list stays the same."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.engine import draws
+from headway.engine.penalties import PenaltyRows, PenaltyTable, uses_penalties
+from headway.policy.request import Sequence
+
+GREEDY_BELOW = 1e-5  # temperature; vLLM's limit
+
+# How many of the likeliest tokens to look at before looking at all. Looking at more costs time on a CPU;
+# finding them too few costs a second wait for the device on a GPU.
+WIDTHS = (64, 128, 2048)
+SPARE = 14  # candidates beyond top_k, so that ties at the cut seldom matter; with it top_k = 50 fits 64
+FIRST_WIDTH = {"cpu": 128}
+FIRST_WIDTH_ELSEWHERE = 2048
+
+PART_BYTES = 8 << 20
+
+
+@dataclass(slots=True)
+class Group:
+    """Rows of a batch that are drawn in the same way."""
+
+    members: list[int]
+    rows: draws.Index  # the same
+    cut: draws.Cut
+    width: int  # candidates to look at; 0 when nothing is cut by rank
+    bounded: bool  # every member has a top_k of at most width
+
+
+@dataclass(slots=True)
+class TokenValues:
+    """A value for some (row, token) pairs of the batch; tensors are [N]."""
+
+    rows: Tensor
+    token_ids: Tensor
+    values: Tensor
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    sequences: list[Sequence]
+    streams: NDArray[np.uint64]
+    greedy: draws.Index | None = None  # rows; None for none
+    groups: list[Group] = field(default_factory=list)  # the other rows
+    bias: TokenValues | None = None
+    stops: TokenValues | None = None  # value: first position at which the token is allowed, float64
+    penalties: PenaltyRows | None = None
+    asking: list[int] = field(default_factory=list)  # rows that want log-probabilities
+    asking_rows: draws.Index = field(default_factory=lambda: slice(0))  # the same
+    top_logprobs: int = 0  # most alternatives that any row wants
+
+    @property
+    def edits_logits(self) -> bool:
+        return self.bias is not None or self.stops is not None or self.penalties is not None
+
+
+def wider(width: int, size: int) -> int:
+    """The number of candidates to look at after `width` were too few, of a vocabulary padded to size."""
+    return next((w for w in WIDTHS if width < w < size), size)
+
+
+def describe(sequences: list[Sequence], vocab_size: int, table: PenaltyTable, device: torch.device) -> SamplingBatch:
+    """Read the parameters of sequences, and enter those with penalties into the table."""
+    batch = SamplingBatch(list(sequences), draws.streams([s.seed for s in sequences]))
+    greedy: list[int] = []
+    members: dict[tuple[int, bool], list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        if sequence.params.temperature < GREEDY_BELOW:
+            greedy.append(row)
+        else:
+            members.setdefault(_way(sequence, vocab_size, device), []).append(row)
+    if greedy:
+        batch.greedy = _index(greedy, device)
+    batch.groups = [
+        _group(sequences, part, *way, vocab_size, device)
+        for way, rows in members.items()
+        for part in _parts(rows, vocab_size, device)
+    ]
+    _describe_edits(batch, vocab_size, table, device)
+    batch.asking = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
+    batch.asking_rows = _index(batch.asking, device)
+    most = max((sequences[row].params.logprobs or 0 for row in batch.asking), default=0)
+    batch.top_logprobs = min(most, vocab_size)
+    return batch
+
+
+def _index(rows: list[int], device: torch.device) -> draws.Index:
+    """rows, which rise, as an index."""
+    if not rows:
+        return slice(0)
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, device=device)
+
+
+def _parts(rows: list[int], vocab_size: int, device: torch.device) -> list[list[int]]:
+    """rows in groups whose intermediate results fit a CPU's cache and come from memory it has already mapped."""
+    size = len(rows) if device.type != "cpu" else max(1, PART_BYTES // (4 * vocab_size))
+    return [rows[at : at + size] for at in range(0, len(rows), size)]
+
+
+def _way(sequence: Sequence, vocab_size: int, device: torch.device) -> tuple[int, bool]:
+    """(width, bounded) of the row's group: from its own parameters alone, or the batch would matter."""
+    params = sequence.params
+    size = draws.padded_size(vocab_size)
+    if 0 < params.top_k < vocab_size:
+        needed = params.top_k + SPARE
+        return next((w for w in WIDTHS if needed <= w < size), size), True
+    if params.top_p < 1.0:
+        return min(FIRST_WIDTH.get(device.type, FIRST_WIDTH_ELSEWHERE), size), False
+    return 0, False
+
+
+def _group(
+    sequences: list[Sequence], rows: list[int], width: int, bounded: bool, vocab_size: int, device: torch.device
+) -> Group:
+    params = [sequences[row].params for row in rows]
+
+    def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+
+    logs = [math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params]
+    cut = draws.Cut(
+        inverse_temperature=column([1.0 / p.temperature for p in params], torch.float32),
+        log_min_p=column(logs, torch.float32) if any(p.min_p > 0.0 for p in params) else None,
+        top_k=column(
+            [p.top_k if 0 < p.top_k < vocab_size else draws.padded_size(vocab_size) for p in params], torch.int64
+        ),
+        top_p=column([p.top_p for p in params], torch.float64),
+    )
+    return Group(rows, _index(rows, device), cut, width, bounded)
+
+
+def _describe_edits(batch: SamplingBatch, vocab_size: int, table: PenaltyTable, device: torch.device) -> None:
+    bias: list[tuple[int, int, float]] = []
+    stops: list[tuple[int, int, float]] = []
+    penalised: list[int] = []
+    for row, sequence in enumerate(batch.sequences):
+        params = sequence.params
+        bias.extend((row, token, value) for token, value in params.logit_bias.items())
+        allowed_from = sequence.prompt_len + params.min_tokens
+        if len(sequence.tokens) < allowed_from:
+            stops.extend((row, token, allowed_from) for token in sequence.stop_ids if token < vocab_size)
+        if uses_penalties(sequence):
+            penalised.append(row)
+    batch.bias = _token_values(bias, torch.float32, device)
+    batch.stops = _token_values(stops, torch.float64, device)
+    if penalised:
+        chosen = [batch.sequences[row] for row in penalised]
+        batch.penalties = table.rows(chosen, penalised, draws.padded_size(vocab_size))
+
+
+def _token_values(
+    entries: list[tuple[int, int, float]], dtype: torch.dtype, device: torch.device
+) -> TokenValues | None:
+    if not entries:
+        return None
+    rows, ids, values = zip(*entries, strict=True)
+    return TokenValues(
+        torch.tensor(rows, device=device),
+        torch.tensor(ids, device=device),
+        torch.tensor(values, dtype=dtype, device=device),
+    )

@@ -1,0 +1,104 @@
+"""The sampler's definition, slowly: one row at a time, float64, plain sorting."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from headway.engine import draws
+from headway.policy.request import Sequence
+from headway.policy.sampling_params import SamplingParams
+
+
+def make_sequence(
+    prompt: list[int] | None = None,
+    output: list[int] | None = None,
+    seed: int = 0,
+    stop_ids: tuple[int, ...] = (),
+    **params: object,
+) -> Sequence:
+    prompt = prompt or [0]
+    return Sequence(
+        request_id="r",
+        index=0,
+        params=SamplingParams(**params),  # type: ignore[arg-type]
+        tokens=prompt + (output or []),
+        prompt_len=len(prompt),
+        max_len=10**6,
+        stop_ids=frozenset(stop_ids),
+        seed=seed,
+    )
+
+
+def edited(logits: np.ndarray, sequence: Sequence) -> np.ndarray:
+    """Logits [V] after logit_bias, min_tokens and the penalties, in float32 so that ties are the same ties."""
+    params = sequence.params
+    x = logits.astype(np.float32)
+    for token, bias in params.logit_bias.items():
+        x[token] += np.float32(bias)
+    if sequence.output_len < params.min_tokens:
+        for token in (token for token in sequence.stop_ids if token < len(x)):
+            x[token] = -math.inf
+    output = sequence.tokens[sequence.prompt_len :]
+    repetition = np.float32(params.repetition_penalty)
+    for token in set(sequence.tokens):
+        x[token] = x[token] / repetition if x[token] > 0 else x[token] * repetition
+        x[token] -= np.float32(params.frequency_penalty) * np.float32(output.count(token))
+        x[token] -= np.float32(params.presence_penalty) * np.float32(token in output)
+    return x
+
+
+def kept(logits: np.ndarray, sequence: Sequence, nudge: float = 0.0) -> tuple[list[int], np.ndarray]:
+    """Ids kept, likeliest first, and their probabilities relative to the likeliest token's.
+
+    nudge moves top_p and min_p by this share, to find out what rounding may decide.
+    """
+    params = sequence.params
+    x = edited(logits, sequence)
+    order = sorted(range(len(x)), key=lambda token: (-x[token], token))
+    if params.temperature < 1e-5:
+        return order[:1], np.ones(1)
+    weights = [math.exp((float(x[token]) - float(x[order[0]])) / params.temperature) for token in order]
+    count = sum(1 for weight in weights if weight > 0.0 and weight >= min(1.0, params.min_p * (1 + nudge)))
+    if params.top_k > 0:
+        count = min(count, params.top_k)
+    total, mass = sum(weights[:count]), 0.0
+    for place in range(count):
+        mass += weights[place]
+        if params.top_p < 1.0 and mass >= params.top_p * (1 + nudge) * total:
+            count = place + 1
+            break
+    return order[:count], np.array(weights[:count])
+
+
+def uniform_of(sequence: Sequence) -> float:
+    return float(draws.uniforms(draws.streams([sequence.seed]), np.array([len(sequence.tokens)]))[0])
+
+
+def distribution(logits: np.ndarray, sequence: Sequence) -> np.ndarray:
+    """Probability [V] of each token."""
+    ids, weights = kept(logits, sequence)
+    result = np.zeros(len(logits))
+    result[ids] = weights / weights.sum()
+    return result
+
+
+def acceptable(logits: np.ndarray, sequence: Sequence, slack: float = 1e-5) -> set[int]:
+    """The token that inverting the cumulative distribution gives, and those that rounding may give instead.
+
+    The kept tokens stand in order of rank when top_k or top_p cuts, and in order of their ids when neither does.
+    """
+    params = sequence.params
+    by_rank = 0 < params.top_k < len(logits) or params.top_p < 1.0
+    u = uniform_of(sequence)
+    found: set[int] = set()
+    for nudge in (-slack, 0.0, slack):
+        ids, weights = kept(logits, sequence, nudge)
+        if not by_rank:
+            order = np.argsort(ids)
+            ids, weights = [ids[i] for i in order], weights[order]
+        ends = np.cumsum(weights) / weights.sum()
+        first, last = np.searchsorted(ends, [u - slack, u + slack], side="right")
+        found.update(ids[first : last + 1])
+    return found

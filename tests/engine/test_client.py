@@ -1,0 +1,153 @@
+"""The engine process behind its client: results, aborts, crashes, failures to start, and stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from headway.engine.client import EngineClient, EngineDead
+from headway.engine.config import EngineConfig
+from headway.engine.messages import AddRequest, SequenceOutput, StepStats
+from headway.policy.sampling_params import SamplingParams
+from tests.engine.models import write_config
+
+
+def config(tmp_path: Path, **changes: object) -> EngineConfig:
+    folder = write_config(tmp_path / "model", max_position_embeddings=4096)
+    settings = {"dtype": "float32", "load_format": "dummy", "num_threads": 1, "kv_cache_memory": 8 << 20}
+    return EngineConfig(folder, **(settings | changes))  # type: ignore[arg-type]
+
+
+def request(name: str, max_tokens: int = 8, n: int = 1, prompt: list[int] | None = None) -> AddRequest:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, n=n)
+    return AddRequest(name, prompt or [5, 6, 7], params, [0], include_timings=True)
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[EngineClient]:
+    client = EngineClient(config(tmp_path))
+    await client.start()
+    await client.wait_ready()
+    yield client
+    await client.stop()
+
+
+async def collect(outputs: AsyncIterator[SequenceOutput]) -> list[SequenceOutput]:
+    return [output async for output in outputs]
+
+
+async def until_idle(client: EngineClient, seconds: float = 10.0) -> StepStats:
+    async with asyncio.timeout(seconds):
+        while client.stats is None or client.stats.kv_cache_usage > 0 or client.stats.num_running:
+            await asyncio.sleep(0.01)
+    return client.stats
+
+
+async def test_results_and_timings_come_back(client: EngineClient) -> None:
+    steps: list[StepStats] = []
+    client.subscribe(steps.append)
+    outputs = await collect(client.generate(request("a", max_tokens=8, n=2)))
+    for index in (0, 1):
+        mine = [o for o in outputs if o.index == index]
+        assert sum(len(o.token_ids) for o in mine) == 8
+        assert mine[-1].finish_reason == "length"
+        timings = mine[-1].timings
+        assert timings is not None and timings.steps == 8 and timings.phases_ns["decode_compute"] > 0
+    assert sum(s.generation_tokens for s in steps) == 16
+    assert all(s.step_ns > 0 for s in steps if s.scheduled_tokens)
+    assert client.ready is not None and set(client.ready.startup_ns) >= {"import", "kv_allocation", "warm_up", "layout"}
+
+
+async def test_leaving_a_stream_frees_its_blocks(client: EngineClient) -> None:
+    stream = client.generate(request("long", max_tokens=4000))
+    await anext(stream)
+    assert client.stats is not None and client.stats.kv_cache_usage > 0
+    await stream.aclose()  # type: ignore[attr-defined]
+    await until_idle(client)
+    assert [o.finish_reason for o in await collect(client.generate(request("next")))][-1] == "length"
+
+
+async def test_one_choice_can_be_stopped(client: EngineClient) -> None:
+    finished: dict[int, SequenceOutput] = {}
+    tokens = {0: 0, 1: 0}
+    async for output in client.generate(request("two", max_tokens=60, n=2)):
+        tokens[output.index] += len(output.token_ids)
+        if output.finish_reason:
+            finished[output.index] = output
+        elif output.index == 1 and tokens[1] == 5:
+            client.abort("two", 1)
+    assert finished[0].finish_reason == "length" and tokens[0] == 60
+    assert finished[1].finish_reason == "abort" and tokens[1] < 60
+    assert finished[1].timings is not None
+
+
+async def test_a_duplicate_id_is_refused_without_harm_to_the_first(client: EngineClient) -> None:
+    first = client.generate(request("same", max_tokens=2000))
+    await anext(first)
+    with pytest.raises(ValueError, match="'same' is in use"):
+        await collect(client.generate(request("same")))
+    assert (await anext(first)).token_ids
+    await first.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_prompt_beyond_the_context_ends_with_an_error(client: EngineClient) -> None:
+    outputs = await collect(client.generate(request("big", prompt=[5] * 5000)))
+    assert [o.finish_reason for o in outputs] == ["error"]
+    assert outputs[0].error is not None and "the prompt has 5000 tokens" in outputs[0].error
+
+
+async def test_a_killed_engine_ends_its_requests_and_is_started_again(client: EngineClient) -> None:
+    streams = [client.generate(request(str(i), max_tokens=4000)) for i in range(3)]
+    for stream in streams:
+        await anext(stream)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    for stream in streams:
+        with pytest.raises(EngineDead, match="died"):
+            async with asyncio.timeout(10):
+                await collect(stream)
+    assert client.state == "loading"
+    with pytest.raises(EngineDead):
+        await collect(client.generate(request("too early")))
+    await client.wait_ready()
+    assert client.restarts == 1
+    outputs = await collect(client.generate(request("after")))
+    assert sum(len(o.token_ids) for o in outputs) == 8
+
+
+async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    client = EngineClient(config(tmp_path, kv_cache_memory=1024, max_model_len=2048))
+    await client.start()
+    with pytest.raises(EngineDead, match="raise --kv-cache-memory or lower --max-model-len"):
+        await client.wait_ready()
+    assert client.state == "dead"
+    await client.stop()
+
+
+async def test_stopping_ends_the_process_and_what_it_was_doing(tmp_path: Path) -> None:
+    client = EngineClient(config(tmp_path))
+    await client.start()
+    await client.wait_ready()
+    pid = client.pid
+    stream = client.generate(request("long", max_tokens=4000))
+    await anext(stream)
+    await client.stop()
+    with pytest.raises(EngineDead, match="shutting down"):
+        await collect(stream)
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_stopping_while_loading_is_clean(tmp_path: Path) -> None:
+    client = EngineClient(config(tmp_path))
+    await client.start()
+    await asyncio.sleep(0.3)
+    async with asyncio.timeout(10):
+        await client.stop()
+    assert client.pid is None

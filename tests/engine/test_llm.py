@@ -1,0 +1,143 @@
+"""The library: LLM in this process, AsyncLLM with the engine in another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway import LLM, AsyncLLM, SamplingParams
+from tests.engine.models import TINY_LLAMA, write_config
+from tests.text.tiny_tokenizers import save_chat_model
+
+ENGINE: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "num_threads": 1, "kv_cache_memory": 4 << 20}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_chat_model(tmp_path_factory.mktemp("model"), temperature=0.5, top_k=7)
+    write_config(folder, vocab_size=TINY_LLAMA["vocab_size"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(str(folder), **ENGINE)
+
+
+def test_text_is_the_tokens_decoded(llm: LLM) -> None:
+    prompts = ["Once upon a time", "The quick brown", {"prompt": "日本語"}, [5, 6, 7]]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [o.prompt for o in outputs] == ["Once upon a time", "The quick brown", "日本語", None]
+    assert llm.tokenizer is not None
+    for output in outputs:
+        (choice,) = output.outputs
+        assert len(choice.token_ids) == 20 and choice.finish_reason == "length" and output.finished
+        assert choice.text == llm.tokenizer.decode(choice.token_ids)
+
+
+def test_a_single_prompt_needs_no_list(llm: LLM) -> None:
+    assert len(llm.generate("Once", GREEDY)) == len(llm.generate([5, 6, 7], GREEDY)) == 1
+
+
+def test_stop_strings_end_a_choice_and_free_its_blocks(llm: LLM) -> None:
+    text = llm.generate("Once upon", GREEDY)[0].outputs[0].text
+    middle = text[4:7]
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, stop=[middle])
+    choice = llm.generate("Once upon", params)[0].outputs[0]
+    assert choice.text == text[: text.index(middle)]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", middle)
+    llm.engine.core.check()
+    assert llm.engine.core.scheduler.blocks.usage == 0.0
+
+
+def test_stop_token_ids_end_a_choice_and_are_not_part_of_its_text(llm: LLM) -> None:
+    tokens = llm.generate("Once upon", GREEDY)[0].outputs[0].token_ids
+    params = SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=[tokens[3]], ignore_eos=True)
+    choice = llm.generate("Once upon", params)[0].outputs[0]
+    at = tokens.index(tokens[3])
+    assert choice.token_ids == tokens[: at + 1]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", tokens[3])
+    assert llm.tokenizer is not None and choice.text == llm.tokenizer.decode(tokens[:at])
+
+
+def test_logprobs_sum_up(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+    output = llm.generate("Once upon a time", params)[0]
+    choice = output.outputs[0]
+    assert choice.logprobs is not None and choice.cumulative_logprob is not None
+    assert choice.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in choice.logprobs))
+    assert all(len(entry.top_ids) == 3 and entry.rank == 1 for entry in choice.logprobs)
+    assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+def test_parameters_go_with_their_prompts(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (2, 5)]
+    assert [len(o.outputs[0].token_ids) for o in llm.generate(["a", "b"], params)] == [2, 5]
+    with pytest.raises(ValueError, match="1 prompts, but 2 sampling_params"):
+        llm.generate(["a"], params)
+
+
+def test_the_checkpoints_sampling_defaults_are_used(llm: LLM) -> None:
+    params = llm._front.default_params()
+    assert (params.temperature, params.top_k) == (0.5, 7)
+    assert len(llm.generate("Once upon")) == 1
+
+
+def test_chat_renders_the_template(llm: LLM) -> None:
+    output = llm.chat([{"role": "user", "content": "Hello"}], GREEDY)[0]
+    assert llm.tokenizer is not None
+    shown = llm.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+    assert shown == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert len(llm.chat([[{"role": "user", "content": w}] for w in ("a", "b")], GREEDY)) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("", "the prompt is empty"), ([5] * 300, "the prompt has 300 tokens"), ([5, 9999], "9999")],
+)
+def test_bad_prompts_are_refused_and_the_engine_goes_on(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate([prompt, "good"], GREEDY)
+    assert not llm.engine.core.has_work
+    assert llm.generate("good", GREEDY)[0].finished
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "tpu"}, "device is 'tpu'; it must be auto, cpu or cuda"),
+        ({"dtype": "int3"}, "dtype is 'int3'"),
+        ({"max_model_len": 100_000}, "max_model_len is 100000; for this model it must be between 2 and 256"),
+        ({"kv_cache_memory": 4096, "max_model_len": 128}, "raise --kv-cache-memory or lower --max-model-len"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, "less than max_num_seqs"),
+        ({"load_format": "gguf"}, "load_format is 'gguf'"),
+    ],
+)
+def test_bad_settings_are_one_line(folder: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        LLM(str(folder), **(ENGINE | settings))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_context_shrinks_to_the_pool_when_none_was_asked_for(folder: Path) -> None:
+    llm = LLM(str(folder), **(ENGINE | {"kv_cache_memory": 512 * 64}))
+    assert llm.engine.max_model_len == 64
+
+
+async def test_async_llm_streams_and_stops(folder: Path, llm: LLM) -> None:
+    expected = llm.generate("Once upon a time", GREEDY)[0].outputs[0]
+    async with AsyncLLM(str(folder), **ENGINE) as served:
+        lengths = []
+        async for output in served.generate("Once upon a time", GREEDY):
+            lengths.append(len(output.outputs[0].token_ids))
+        assert lengths == sorted(lengths) and lengths[-1] == 20 and len(lengths) > 5
+        assert output.finished and output.outputs[0].text == expected.text
+        assert sum(output.timings_ns.values()) > 0
+        stop = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, stop=[expected.text[4:7]])
+        *_, output = [grown async for grown in served.generate("Once upon a time", stop)]
+        assert output.outputs[0].finish_reason == "stop"
+        assert output.outputs[0].text == expected.text[: expected.text.index(expected.text[4:7])]
