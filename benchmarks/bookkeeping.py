@@ -18,6 +18,7 @@ import torch
 
 from headway.engine.core import EngineCore
 from headway.engine.messages import AddRequest
+from headway.engine.process import quiet_garbage_collector
 from headway.engine.runner import Runner
 from headway.kernels.reference import ReferenceKernels
 from headway.policy.kv_blocks import KVBlocks
@@ -86,6 +87,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     core = build(args.sequences, args.vocab, 1024)
+    quiet_garbage_collector()
     if args.profile:
         import cProfile
 

@@ -246,13 +246,24 @@ def train(args: argparse.Namespace) -> None:
         smooth = loss_sum if smooth is None else 0.95 * smooth + 0.05 * loss_sum
         now = time.monotonic()
         if step % 10 == 0 or step == total:
-            print(f"step {step}/{total} loss {smooth:.3f} {step * args.batch_tokens:,} tokens {now - began:.0f} s", flush=True)
+            print(
+                f"step {step}/{total} loss {smooth:.3f} {step * args.batch_tokens:,} tokens {now - began:.0f} s",
+                flush=True,
+            )
         if step == total or now - saved_at > 240:
             saved_at = now
             measured = held_out_loss(model, held_out, model.shape.context)
             print(f"  held-out loss {measured:.4f} nats a token", flush=True)
-            save_atomically({"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
-                             "step": step, "tokens": step * args.batch_tokens, "held_out_loss": measured}, checkpoint)
+            save_atomically(
+                {
+                    "model": model.state_dict(),
+                    "optimizers": [o.state_dict() for o in optimizers],
+                    "step": step,
+                    "tokens": step * args.batch_tokens,
+                    "held_out_loss": measured,
+                },
+                checkpoint,
+            )
 
 
 # --- export -----------------------------------------------------------------------------------------
@@ -261,8 +272,15 @@ def train(args: argparse.Namespace) -> None:
 def export(args: argparse.Namespace) -> None:
     s = SHAPES[args.size]
     state = torch.load(args.work / f"{args.size}.pt")
-    names = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn",
-             "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"}
+    names = {
+        "q_proj": "self_attn",
+        "k_proj": "self_attn",
+        "v_proj": "self_attn",
+        "o_proj": "self_attn",
+        "gate_proj": "mlp",
+        "up_proj": "mlp",
+        "down_proj": "mlp",
+    }
     tensors = {}
     for name, value in state["model"].items():
         parts = name.split(".")
@@ -272,21 +290,47 @@ def export(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
-        "vocab_size": VOCAB_SIZE, "hidden_size": s.hidden, "intermediate_size": s.ffn,
-        "num_hidden_layers": s.layers, "num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads,
-        "head_dim": s.head_dim, "max_position_embeddings": s.context, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
-        "bos_token_id": 0, "eos_token_id": 0,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": s.hidden,
+        "intermediate_size": s.ffn,
+        "num_hidden_layers": s.layers,
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": s.kv_heads,
+        "head_dim": s.head_dim,
+        "max_position_embeddings": s.context,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
     }
     generation = {"bos_token_id": 0, "eos_token_id": [0, 2], "do_sample": True, "temperature": 0.8, "top_p": 0.95}
-    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT, "eos_token": TURN_END,
-                        "chat_template": CHAT_TEMPLATE, "clean_up_tokenization_spaces": False,
-                        "model_max_length": s.context}
-    report = {"shape": asdict(s), "parameters": sum(t.numel() for t in tensors.values()),
-              "training_tokens": state["tokens"], "held_out_loss_nats_per_token": round(state["held_out_loss"], 4)}
-    for name, content in (("config", config), ("generation_config", generation),
-                          ("tokenizer_config", tokenizer_config), ("training_report", report)):
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": TURN_END,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": s.context,
+    }
+    report = {
+        "shape": asdict(s),
+        "parameters": sum(t.numel() for t in tensors.values()),
+        "training_tokens": state["tokens"],
+        "held_out_loss_nats_per_token": round(state["held_out_loss"], 4),
+    }
+    for name, content in (
+        ("config", config),
+        ("generation_config", generation),
+        ("tokenizer_config", tokenizer_config),
+        ("training_report", report),
+    ):
         (args.out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
     (args.out / "tokenizer.json").write_bytes((args.work / "tokenizer.json").read_bytes())
     print(json.dumps(report))
@@ -300,7 +344,9 @@ def main() -> None:
         command.set_defaults(run=run)
         command.add_argument("--work", type=Path, required=True, help="folder of tokens and checkpoints")
         if name == "prepare":
-            command.add_argument("--text", type=Path, required=True, help="gzipped prose, books separated by <|endoftext|>")
+            command.add_argument(
+                "--text", type=Path, required=True, help="gzipped prose, books separated by <|endoftext|>"
+            )
             continue
         command.add_argument("--size", choices=SHAPES, required=True)
         if name == "export":
@@ -310,7 +356,9 @@ def main() -> None:
         command.add_argument("--batch-tokens", type=int, default=8192)
         command.add_argument("--micro-tokens", type=int, default=8192, help="tokens of one forward pass")
         command.add_argument("--length", type=int, default=256, help="window of the first part of the run")
-        command.add_argument("--long-from", type=float, default=0.85, help="progress at which windows grow to the context")
+        command.add_argument(
+            "--long-from", type=float, default=0.85, help="progress at which windows grow to the context"
+        )
         command.add_argument("--muon-rate", type=float, default=2e-3)
         command.add_argument("--adam-rate", type=float, default=2e-3)
         command.add_argument("--decay", type=float, default=0.5, help="share of the run over which the rate falls to 0")
