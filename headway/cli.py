@@ -1,0 +1,226 @@
+"""The `headway` command: parses, calls, prints."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+
+from headway import __version__
+from headway.bundled import STORY
+
+if TYPE_CHECKING:
+    from headway.engine.config import EngineConfig
+    from headway.server.settings import ServerSettings
+
+_BEGAN_NS = time.monotonic_ns()
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+app = typer.Typer(
+    name="headway",
+    help="An LLM inference server built around latency.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _size(text: str) -> int:
+    """Bytes, from 4096, 512M, 1.5GiB and the like; units are powers of 1024."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a size; write bytes, or a number with K, M, G or T")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"headway {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+_SIZE_OPTION: dict[str, Any] = {"parser": _size, "metavar": "SIZE"}
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder of a checkpoint, or a Hugging Face id; default: the bundled model.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name that requests give; may be repeated. Default: MODEL.")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="HEADWAY_API_KEY", help="Key that requests must carry; may be repeated."),
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type of weights and activations.")
+    ] = "auto",
+    load_format: Annotated[
+        Literal["auto", "safetensors", "dummy"], typer.Option(help="dummy makes random weights from config.json.")
+    ] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of dummy weights.")] = 0,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Longest prompt plus output, in tokens. Default: the model's.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a KV block.")] = 16,
+    kv_cache_memory: Annotated[
+        Any, typer.Option(**_SIZE_OPTION, help="Memory of the KV cache, as 4G. Default: measured.")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Share of device memory to use when --kv-cache-memory is not set.")
+    ] = 0.9,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in a step.")] = 256,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Token budget of a step. Default: chosen for the device.")
+    ] = None,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Share KV blocks of equal prompt beginnings.")] = True,
+    enable_chunked_prefill: Annotated[bool, typer.Option(help="Split long prompts over steps.")] = True,
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], typer.Option(help="Order of requests; priority: lower goes first.")
+    ] = "fcfs",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine. Default: one a core.")] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="File with a chat template, or the template itself. Default: the model's.")
+    ] = None,
+    generation_config: Annotated[
+        Literal["auto", "none"], typer.Option(help="Take default sampling parameters from generation_config.json?")
+    ] = "auto",
+    max_num_queued_reqs: Annotated[
+        int | None, typer.Option(min=1, help="Answer 503 while this many wait. Default: never.")
+    ] = None,
+    max_body_size: Annotated[Any, typer.Option(**_SIZE_OPTION, help="Largest request body.")] = "8M",
+    max_stream_buffer: Annotated[
+        Any, typer.Option(**_SIZE_OPTION, help="Most bytes of a stream that wait for a slow client.")
+    ] = "1M",
+    send_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a stream waits for a client that does not read.")
+    ] = 30.0,
+    shutdown_timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that requests have to finish after SIGTERM.")
+    ] = 30.0,
+    metrics_prefix: Annotated[str, typer.Option(help="Prefix of metric names; vllm: for its dashboards.")] = "headway:",
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="What the server logs; info logs each request.")
+    ] = "info",
+) -> None:
+    """Serve a model over the OpenAI API."""
+    from headway.engine.config import EngineConfig
+    from headway.server.settings import ServerSettings
+
+    if re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*:?", metrics_prefix) is None:
+        raise typer.BadParameter(f"--metrics-prefix {metrics_prefix!r} is not a Prometheus name, as headway: is")
+    folder = _model_folder(model)
+    config = EngineConfig(
+        model=str(folder),
+        dtype=dtype,
+        load_format=load_format,
+        device=device,
+        seed=seed,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        kv_cache_memory=kv_cache_memory,
+        gpu_memory_utilization=gpu_memory_utilization,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=enable_prefix_caching,
+        enable_chunked_prefill=enable_chunked_prefill,
+        scheduling_policy=scheduling_policy,
+        num_threads=threads,
+    )
+    settings = ServerSettings(
+        served_model_names=served_model_name or [model or f"headway/{STORY.name}"],
+        host=host,
+        port=port,
+        api_keys=api_key or [],
+        max_num_queued_reqs=max_num_queued_reqs,
+        max_body_size=max_body_size,
+        max_stream_buffer=max_stream_buffer,
+        send_timeout=send_timeout,
+        shutdown_timeout=shutdown_timeout,
+        generation_config=generation_config,
+        priority_allowed=scheduling_policy == "priority",
+        metrics_prefix=metrics_prefix,
+        log_level=log_level,
+    )
+    _run(config, settings, chat_template)
+
+
+def _model_folder(model: str | None) -> Path:
+    if model is None:
+        folder = STORY
+        if not folder.is_dir():
+            _fail(f"the bundled model is missing from this installation ({folder}); name a model to serve")
+        return folder
+    if Path(model).expanduser().is_dir():
+        return Path(model).expanduser()
+    from headway.models.folder import resolve_model
+
+    try:
+        return resolve_model(model)
+    except ValueError as error:
+        _fail(str(error))
+
+
+def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | None) -> None:
+    from headway.engine.client import EngineClient
+    from headway.server.lifecycle import StartupError, run_server
+    from headway.server.startup_display import StartupDisplay
+    from headway.text.chat_template import ChatTemplate
+    from headway.text.tokenizer import TextError, Tokenizer
+
+    display = StartupDisplay(settings.served_model_names[0], _BEGAN_NS)
+    display.on_server_stage("imports", time.monotonic_ns() - _BEGAN_NS)
+    try:
+        began = time.monotonic_ns()
+        tokenizer = Tokenizer.load(config.model)
+        template = ChatTemplate.load(tokenizer, chat_template)
+        display.on_server_stage("tokenizer", time.monotonic_ns() - began)
+        engine = EngineClient(config, display.on_progress)
+        display.start()
+        run_server(engine, tokenizer, settings, template, display.on_ready)
+    except (TextError, StartupError) as error:
+        display.stop()
+        _fail(str(error))
+    finally:
+        display.stop()
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"headway: {' '.join(message.split())}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def main() -> NoReturn:
+    """Entry point: bad input is one line on stderr and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except Exception as error:
+        # Typer's usage errors, whose class is its own affair, know how to say themselves in one line.
+        say = getattr(error, "format_message", None)
+        if say is None:
+            raise
+        if message := " ".join(say().split()):
+            print(f"headway: {message}", file=sys.stderr)
+        code = 2
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,49 @@
+"""From a model's name to its folder. No torch: the server needs the folder before the engine does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from headway.models.values import ModelError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+HUB_DUPLICATES = ["original/*", "consolidated*", "onnx/*"]
+
+
+def resolve_model(name_or_path: str) -> Path:
+    """The folder of a checkpoint: a local one, or a hub id's snapshot, downloaded where it is not cached.
+
+    Raises:
+        ModelError: no such folder, or the hub cannot give it.
+    """
+    path = Path(name_or_path).expanduser()
+    if name_or_path and path.is_dir():
+        return path
+    if name_or_path and path.exists():
+        raise ModelError(f"{name_or_path}: is a file; give the folder that holds config.json")
+    if not HUB_ID.fullmatch(name_or_path):
+        raise ModelError(f"{name_or_path!r}: no such folder; give a model folder or a Hugging Face id like owner/name")
+    return _download(name_or_path)
+
+
+def _download(model_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_DUPLICATES))
+    except GatedRepoError:
+        problem = "is gated on the Hugging Face hub; accept its licence there and set HF_TOKEN"
+    except LocalEntryNotFoundError:
+        problem = "no such folder, and the Hugging Face hub cannot be reached for it; give a local model folder"
+    except RepositoryNotFoundError:
+        problem = "no such folder, and no such model on the Hugging Face hub; check the name, or set HF_TOKEN"
+    except Exception as error:  # the hub client raises whatever its HTTP library does
+        problem = f"cannot be downloaded ({type(error).__name__}: {_first_line(error)}); give a local model folder"
+    raise ModelError(f"{model_id}: {problem}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no details"])[0]

@@ -1,0 +1,166 @@
+"""What completions and chat completions have in common: from a generation to a body or to a stream of chunks."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from headway.engine.messages import TokenLogprobs
+from headway.policy.ledger import Phase
+from headway.server.choices import LOWEST_LOGPROB, Choice, Piece
+from headway.server.generation import Generation, clock
+from headway.server.schemas import GenerationBody
+from headway.server.streaming import DONE, EventWriter, event
+from headway.server.timings import with_timings
+from headway.text.tokenizer import Tokenizer
+
+encode = msgspec.json.encode
+
+
+class Answer(ABC):
+    """Gives a generation the shape of one route's answers.
+
+    Attributes:
+        id_prefix, whole_object, chunk_object: what OpenAI calls the answer and its chunks.
+    """
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, generation: Generation, body: GenerationBody, model: str, tokenizer: Tokenizer) -> None:
+        self.generation = generation
+        self.tokenizer = tokenizer
+        self.with_token_ids = bool(body.return_token_ids)
+        self._timed = body.include_timings
+        options = body.stream_options
+        self._usage_at_end = options is not None and options.include_usage
+        self._usage_always = options is not None and options.continuous_usage_stats
+        self._head = {
+            "id": f"{self.id_prefix}-{generation.id}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    # --- the shapes ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+        """Entries of `choices` before the first piece of a choice, each a chunk of its own."""
+
+    @abstractmethod
+    def growth(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """The entry of `choices` for one piece."""
+
+    @abstractmethod
+    def entire(self, choice: Choice) -> dict[str, Any]:
+        """The entry of `choices` of an answer in one piece."""
+
+    def opening_extras(self) -> dict[str, Any]:
+        """Further keys of the chunks that opening() makes."""
+        return {}
+
+    def extras(self) -> dict[str, Any]:
+        """Further keys of an answer in one piece."""
+        return {}
+
+    # --- in one piece -------------------------------------------------------------------------------
+
+    async def whole(self) -> Response:
+        """The answer when all choices are finished. Raises what Generation.run() raises."""
+        async with aclosing(self.generation.run()) as pieces:
+            async for _ in pieces:
+                pass
+        body = {
+            **self._head,
+            "object": self.whole_object,
+            "choices": [self.entire(choice) for choice in self.generation.choices],
+            "usage": self.generation.usage(),
+            **self.extras(),
+        }
+        encoded, headers = encode(body), {}
+        timings = self.generation.timings() if self._timed else None
+        if timings is not None:
+            encoded = with_timings(encoded, timings, clock)
+            headers["server-timing"] = timings.as_header()
+        return Response(encoded, headers=headers, media_type="application/json")
+
+    # --- in chunks ----------------------------------------------------------------------------------
+
+    async def events(self, writer: EventWriter) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, to the [DONE] at the end. Raises what Generation.run() raises."""
+        opened: set[int] = set()
+        left = len(self.generation.choices)
+        async with aclosing(self.generation.run()) as pieces:
+            async for choice, piece in pieces:
+                if choice.index not in opened:
+                    opened.add(choice.index)
+                    for entry in self.opening(choice):
+                        yield event(encode({**self._chunk(entry), **self.opening_extras()}))
+                left -= piece.finish_reason is not None
+                if self._is_worth_sending(piece):
+                    encoded = encode(self._chunk(self.growth(choice, piece)))
+                    yield event(await self._timed_after_sending(encoded, writer) if not left else encoded)
+        if self._usage_at_end:
+            yield event(encode({**self._chunk(None), "usage": self.generation.usage()}))
+        yield DONE
+
+    def _is_worth_sending(self, piece: Piece) -> bool:
+        """A token may add no text yet: part of a character, or what may become a stop string."""
+        return bool(piece.text or piece.finish_reason or piece.logprobs or (self.with_token_ids and piece.token_ids))
+
+    def _chunk(self, entry: dict[str, Any] | None) -> dict[str, Any]:
+        chunk = {**self._head, "object": self.chunk_object, "choices": [] if entry is None else [entry]}
+        if self._usage_always:
+            chunk["usage"] = self.generation.usage()
+        elif self._usage_at_end:
+            chunk["usage"] = None
+        return chunk
+
+    async def _timed_after_sending(self, encoded: bytes, writer: EventWriter) -> bytes:
+        """The last chunk with timings, when the client has taken all chunks before it."""
+        timings = self.generation.timings() if self._timed else None
+        if timings is None:
+            return encoded
+        timings.mark(Phase.SEND, clock())
+        if not writer.is_drained:
+            await writer.drained()
+            timings.mark(Phase.SEND_BLOCKED, clock())
+        return with_timings(encoded, timings, clock)
+
+    # --- log-probabilities --------------------------------------------------------------------------
+
+    def prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None]:
+        """vLLM's `prompt_logprobs`: for each prompt token but the first, token id to its log-probability."""
+        found = self.found_prompt_logprobs(choice)
+        return [
+            None if one is None else self._by_token_id(token_id, one)
+            for token_id, one in zip(choice.prompt.token_ids, found, strict=True)
+        ]
+
+    def found_prompt_logprobs(self, choice: Choice) -> list[TokenLogprobs | None]:
+        """One for each token of the prompt; the engine reports them with the first of its choices."""
+        sharing = (other for other in self.generation.choices if other.prompt is choice.prompt)
+        found = next((other.prompt_logprobs for other in sharing if other.prompt_logprobs is not None), None)
+        return [None] * len(choice.prompt.token_ids) if found is None else found
+
+    def _by_token_id(self, token_id: int, found: TokenLogprobs) -> dict[str, Any]:
+        entries = {
+            other: (logprob, rank)
+            for rank, (other, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), 1)
+        }
+        entries[token_id] = (found.logprob, found.rank)
+        return {
+            str(one): {
+                "logprob": max(logprob, LOWEST_LOGPROB),
+                "rank": rank,
+                "decoded_token": self.tokenizer.token_text(one),
+            }
+            for one, (logprob, rank) in entries.items()
+        }

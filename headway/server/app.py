@@ -1,0 +1,59 @@
+"""The ASGI application: routes, error handlers and the OpenAPI document around one engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+
+from headway import __version__
+from headway.server import responses
+from headway.server.edge import Edge
+from headway.server.errors import install_handlers
+from headway.server.routes import BODIES, Routes
+from headway.server.service import Engine, Service
+from headway.server.settings import ServerSettings
+from headway.text.chat_template import ChatTemplate
+from headway.text.tokenizer import Tokenizer
+
+
+def create_app(
+    engine: Engine, tokenizer: Tokenizer, settings: ServerSettings, template: ChatTemplate | None = None
+) -> FastAPI:
+    """The API over an engine. Its lifespan starts and stops the engine; `app.state.service` holds the rest.
+
+    Args:
+        template: for chat; by default the checkpoint's own.
+
+    Raises:
+        TextError: the checkpoint's template or generation_config.json is broken.
+    """
+    service = Service(engine, tokenizer, template or ChatTemplate.load(tokenizer), settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await engine.start()
+        try:
+            yield
+        finally:
+            await service.close()
+
+    app = FastAPI(title="Headway", version=__version__, lifespan=lifespan)
+    app.state.service = service
+    Routes(service).add_to(app)
+    app.add_middleware(Edge, api_keys=settings.api_keys)
+    install_handlers(app)
+    make_document = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = make_document()
+        document["components"].setdefault("schemas", {}).update(responses.definitions(*BODIES))
+        if settings.api_keys:
+            document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"key": []}]
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app

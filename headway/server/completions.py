@@ -1,0 +1,108 @@
+"""POST /v1/completions: text goes on from a prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headway.server.answers import Answer
+from headway.server.choices import Choice, Piece, ScoredToken, scored
+from headway.server.generation import Generation
+from headway.server.schemas import CompletionBody
+from headway.text.detokenizer import Detokenizer
+from headway.text.tokenizer import Tokenizer
+
+
+class CompletionAnswer(Answer):
+    """OpenAI's `text_completion`, with vLLM's token ids and prompt log-probabilities."""
+
+    id_prefix = "cmpl"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, generation: Generation, body: CompletionBody, model: str, tokenizer: Tokenizer) -> None:
+        super().__init__(generation, body, model, tokenizer)
+        self._echo = bool(body.echo)
+        self._with_logprobs = body.logprobs is not None
+        self._with_prompt_logprobs = body.prompt_logprobs is not None
+        self._skip_special_tokens = body.skip_special_tokens
+
+    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+        if not (self._echo or self.with_token_ids):
+            return []
+        entry = self._entry(choice, self._prompt_text(choice) if self._echo else "", None, None, None)
+        if self.with_token_ids:
+            entry |= {"prompt_token_ids": choice.prompt.token_ids, "token_ids": []}
+        return [entry]
+
+    def growth(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        logprobs = self._logprobs(piece.logprobs) if piece.logprobs is not None else None
+        entry = self._entry(choice, piece.text, logprobs, piece.finish_reason, piece.stop_reason)
+        if self.with_token_ids:
+            entry["token_ids"] = piece.token_ids
+        return entry
+
+    def entire(self, choice: Choice) -> dict[str, Any]:
+        prompt_text = self._prompt_text(choice) if self._echo else ""
+        logprobs = self._logprobs(choice.logprobs, len(prompt_text)) if self._with_logprobs else None
+        if logprobs is not None and self._echo:
+            before = self._logprobs_of_prompt(choice)
+            logprobs = {name: before[name] + values for name, values in logprobs.items()}
+        entry = self._entry(choice, prompt_text + choice.text, logprobs, choice.finish_reason, choice.stop_reason)
+        if self._with_prompt_logprobs:
+            entry["prompt_logprobs"] = self.prompt_logprobs(choice)
+        if self.with_token_ids:
+            entry |= {"prompt_token_ids": choice.prompt.token_ids, "token_ids": choice.token_ids}
+        return entry
+
+    def _entry(
+        self,
+        choice: Choice,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        finish_reason: str | None,
+        stop_reason: str | int | None,
+    ) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+        }
+
+    def _prompt_text(self, choice: Choice) -> str:
+        if choice.prompt.text is None:
+            choice.prompt.text = self.tokenizer.decode(choice.prompt.token_ids, self._skip_special_tokens)
+        return choice.prompt.text
+
+    # --- OpenAI's older form of log-probabilities: four parallel lists --------------------------------
+
+    def _logprobs(self, tokens: list[ScoredToken], shift: int = 0) -> dict[str, Any]:
+        return {
+            "tokens": [self.tokenizer.token_text(token.token_id) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": [token.offset + shift for token in tokens],
+        }
+
+    def _top(self, token: ScoredToken) -> dict[str, float]:
+        top = {self.tokenizer.token_text(token_id): logprob for token_id, logprob in token.top}
+        top.setdefault(self.tokenizer.token_text(token.token_id), token.logprob)
+        return top
+
+    def _logprobs_of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """The same for an echoed prompt, whose first token has no probability."""
+        found = self.found_prompt_logprobs(choice)
+        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=self._skip_special_tokens)
+        tokens = []
+        offsets = []
+        for token_id, one in zip(choice.prompt.token_ids, found, strict=True):
+            offsets.append(detokenizer.num_chars)
+            detokenizer.push([token_id])
+            tokens.append(None if one is None else scored(token_id, one, offsets[-1]))
+        return {
+            "tokens": [self.tokenizer.token_text(token_id) for token_id in choice.prompt.token_ids],
+            "token_logprobs": [None if token is None else token.logprob for token in tokens],
+            "top_logprobs": [None if token is None else self._top(token) for token in tokens],
+            "text_offset": offsets,
+        }

@@ -1,0 +1,103 @@
+"""Every error leaves the server as an OpenAI error object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """What OpenAI clients expect of an answer that is not 2xx."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An answer other than 200; the message is for the user.
+
+    Args:
+        param: the request field at fault, as messages[0].content.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.kind = kind
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return Response(
+            msgspec.json.encode(self.body()), self.status, headers=self.headers, media_type="application/json"
+        )
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param)
+
+
+def unavailable(message: str, code: str, retry_after_s: int) -> ApiError:
+    """503: nothing is wrong with the request, and it may be sent again later."""
+    headers = {"retry-after": str(retry_after_s)}
+    return ApiError(503, message, code=code, kind="service_unavailable_error", headers=headers)
+
+
+def internal(message: str) -> ApiError:
+    return ApiError(500, message, kind="server_error", code="internal_error")
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+def _of_http_exception(request: Request, error: HTTPException) -> Response:
+    path = f"{request.method} {request.url.path}"
+    message = {404: f"there is no {path}", 405: f"{path} is not allowed"}.get(error.status_code, str(error.detail))
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Answer what routes raise on purpose with an error object; the edge answers for the rest."""
+
+    async def of_api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def of_http_exception(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _of_http_exception(request, error)
+
+    async def of_client_gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)
+
+    app.add_exception_handler(ApiError, of_api_error)
+    app.add_exception_handler(HTTPException, of_http_exception)
+    app.add_exception_handler(ClientGone, of_client_gone)

@@ -1,0 +1,262 @@
+"""One request in the engine: its prompts handed over, its choices grown, its ledger and metrics kept."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from headway.engine.client import EngineDead
+from headway.engine.messages import AddRequest, SequenceOutput
+from headway.policy.sampling_params import SamplingParams
+from headway.server.choices import Choice, Piece, Prompt
+from headway.server.errors import ApiError, internal, unavailable
+from headway.server.service import Service
+from headway.server.timings import ChoiceTimings, Stamps
+
+clock = time.monotonic_ns
+SETTLE_TIMEOUT_S = 30.0
+
+
+class Generation:
+    """Every choice of one request, from its prompts to its finish reasons.
+
+    Choice i of prompt p has the index p * n + i. run() must be exhausted or closed: either frees everything
+    in the engine.
+
+    Args:
+        params: of each prompt, all with the same n.
+        arrived_ns, checked_ns: when the request's first byte came, and when its body was found good.
+        keep: choices keep their whole text, for an answer in one piece.
+        include_timings: hold back the end of a choice until the engine's part of its ledger is there.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        *,
+        arrived_ns: int,
+        checked_ns: int,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        keep: bool = True,
+        include_timings: bool = False,
+    ) -> None:
+        self.id = uuid.uuid4().hex
+        self.prompts = prompts
+        self._service = service
+        self._engine = service.engine
+        self._include_timings = include_timings
+        self._aborted: ApiError | None = None
+        self._requests: list[AddRequest] = []
+        self._choice_of: dict[tuple[str, int], Choice] = {}
+        self._claimed = sum(one.n for one in params)
+        self.last: Choice | None = None  # the one that finished last
+        for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            request = AddRequest(
+                request_id=f"{self.id}-{number}",
+                prompt_token_ids=prompt.token_ids,
+                params=one,
+                eos_token_ids=service.tokenizer.eos_token_ids,
+                priority=priority,
+                cache_salt=cache_salt or "",
+                arrival_ns=arrived_ns,
+                include_timings=True,  # metrics need it too, and it is one small message for each choice
+            )
+            self._requests.append(request)
+            for index in range(one.n):
+                stamps = Stamps(arrived_ns=arrived_ns, checked_ns=checked_ns)
+                choice = Choice(number * one.n + index, prompt, one, service.tokenizer, stamps, keep)
+                self._choice_of[request.request_id, index] = choice
+        self.choices = list(self._choice_of.values())
+        service.enlist(self)
+        service.handing_over += self._claimed
+
+    # --- usage --------------------------------------------------------------------------------------
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts so far, as OpenAI's `usage`."""
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        completion_tokens = sum(choice.num_tokens for choice in self.choices)
+        firsts = {id(choice.prompt): choice for choice in reversed(self.choices)}
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in firsts.values())},
+        }
+
+    def timings(self) -> ChoiceTimings | None:
+        """The chain of the choice that finished last; None when the engine's part is not known."""
+        choice = self.last
+        if choice is None or choice.timings is None:
+            return None
+        return ChoiceTimings(choice.stamps, choice.timings, choice.num_tokens)
+
+    # --- running ------------------------------------------------------------------------------------
+
+    def abort(self, error: ApiError) -> None:
+        """End the request from outside: run() raises `error` as soon as the engine has let go."""
+        self._aborted = error
+        for (request_id, index), choice in self._choice_of.items():
+            if not choice.engine_done:
+                self._engine.abort(request_id, index)
+
+    def release(self) -> None:
+        """Give up what the constructor took; for a generation that run() was never called of, too."""
+        self._hand_over()
+        self._service.generations.discard(self)
+
+    async def run(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
+        """Each choice's growth as it comes.
+
+        Raises:
+            ApiError: the engine failed, died, or the server is shutting down.
+        """
+        outputs = self._outputs()
+        ended_well = False
+        try:
+            async with aclosing(self._pieces(outputs)) as pieces:
+                async for choice, piece in pieces:
+                    yield choice, piece
+            ended_well = True
+        except EngineDead as error:
+            for choice in self.choices:
+                choice.finish_reason = choice.finish_reason or "error"
+            raise self._aborted or unavailable(str(error), "engine_dead", 5) from None
+        finally:
+            self.release()
+            if ended_well and not all(choice.engine_done for choice in self.choices):
+                self._service.background(self._settle(outputs))
+            else:
+                await outputs.aclose()
+                self._record()
+
+    async def _pieces(self, outputs: AsyncIterator[SequenceOutput]) -> AsyncGenerator[tuple[Choice, Piece], None]:
+        unfinished = len(self.choices)
+        held: dict[int, Piece] = {}
+        async for output in outputs:
+            choice = self._choice_of[output.request_id, output.index]
+            received_ns = clock()
+            if choice.finish_reason is None:
+                piece = self._accept(choice, output, received_ns)
+            elif output.finish_reason is not None:
+                self._settle_one(choice, output, received_ns)
+                if choice.index not in held:
+                    continue
+                piece = held.pop(choice.index)
+            else:
+                continue  # what the engine did before it heard of the stop string
+            if piece.finish_reason is not None and self._include_timings and not choice.engine_done:
+                held[choice.index] = piece
+                continue
+            if piece.finish_reason is not None:
+                self.last = choice
+                unfinished -= 1
+            yield choice, piece
+            if not unfinished:
+                return
+
+    def _accept(self, choice: Choice, output: SequenceOutput, received_ns: int) -> Piece:
+        if output.finish_reason == "error":
+            self._settle_one(choice, output, received_ns)
+            choice.finish_reason = "error"
+            raise internal(output.error or "the engine failed on this request")
+        if output.finish_reason == "abort":
+            self._settle_one(choice, output, received_ns)
+            choice.finish_reason = "abort"
+            raise self._aborted or unavailable("the engine dropped this request", "aborted", 1)
+        stamps = choice.stamps
+        if output.token_ids:
+            self._service.metrics.on_output(stamps.last_token_ns, received_ns, stamps.arrived_ns)
+            stamps.first_token_ns = stamps.first_token_ns or received_ns
+            stamps.last_token_ns = received_ns
+        piece = choice.accept(output)
+        if output.finish_reason is not None:
+            self._settle_one(choice, output, received_ns)
+        elif piece.finish_reason is not None:
+            self._engine.abort(output.request_id, output.index)
+        return piece
+
+    def _settle_one(self, choice: Choice, output: SequenceOutput, received_ns: int) -> None:
+        choice.settle(output)
+        choice.stamps.received_ns = received_ns
+        choice.stamps.detokenized_ns = clock()
+
+    async def _settle(self, outputs: AsyncGenerator[SequenceOutput, None]) -> None:
+        """After the answer: hear the engine's last word on choices that a stop string ended, for the metrics."""
+        try:
+            async with asyncio.timeout(SETTLE_TIMEOUT_S), aclosing(outputs):
+                async for output in outputs:
+                    if output.finish_reason is not None:
+                        self._settle_one(self._choice_of[output.request_id, output.index], output, clock())
+        except (EngineDead, TimeoutError):
+            pass
+        finally:
+            self._record()
+
+    def _record(self) -> None:
+        for choice in self.choices:
+            self._service.metrics.on_finish(
+                choice.finish_reason or "abort",
+                choice.stamps,
+                len(choice.prompt.token_ids),
+                choice.num_tokens,
+                choice.timings,
+            )
+
+    # --- the engine's side --------------------------------------------------------------------------
+
+    def _hand_over(self) -> None:
+        self._service.handing_over -= self._claimed
+        self._claimed = 0
+
+    async def _outputs(self) -> AsyncGenerator[SequenceOutput, None]:
+        """Outputs of all prompts in the order they come."""
+        if len(self._requests) == 1:
+            async with aclosing(self._send(self._requests[0])) as outputs:
+                async for output in outputs:
+                    yield output
+            return
+        merged: asyncio.Queue[SequenceOutput | BaseException | None] = asyncio.Queue()
+        pumps = [asyncio.create_task(self._pump(request, merged)) for request in self._requests]
+        running = len(pumps)
+        try:
+            while running:
+                item = await merged.get()
+                if isinstance(item, SequenceOutput):
+                    yield item
+                elif item is None:
+                    running -= 1
+                else:
+                    raise item
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _pump(self, request: AddRequest, merged: asyncio.Queue[SequenceOutput | BaseException | None]) -> None:
+        try:
+            async with aclosing(self._send(request)) as outputs:
+                async for output in outputs:
+                    merged.put_nowait(output)
+            merged.put_nowait(None)
+        except Exception as error:
+            merged.put_nowait(error)
+
+    async def _send(self, request: AddRequest) -> AsyncGenerator[SequenceOutput, None]:
+        request.sent_ns = clock()
+        for index in range(request.params.n):
+            self._choice_of[request.request_id, index].stamps.sent_ns = request.sent_ns
+        self._hand_over()
+        outputs = self._engine.generate(request)
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()  # type: ignore[attr-defined]

@@ -1,0 +1,166 @@
+"""From an open port to the last answer: load, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import errno
+import logging
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.config import LOGGING_CONFIG
+
+from headway.engine.client import EngineDead
+from headway.engine.messages import Ready
+from headway.server.app import create_app
+from headway.server.edge import Connection
+from headway.server.service import Engine, Service
+from headway.server.settings import ServerSettings
+from headway.text.chat_template import ChatTemplate
+from headway.text.tokenizer import Tokenizer
+
+BACKLOG = 2048
+# Bytes that the kernel may hold unsent for one client; beyond it the stream's own buffer fills and is bounded.
+UNSENT_BYTES = 128 * 1024
+logger = logging.getLogger("headway.server")
+
+
+class StartupError(Exception):
+    """The server can't serve; the message is one line for the user."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address.
+
+    Raises:
+        StartupError: the port is in use, or the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartupError(f"cannot listen on {host}:{port}: {error}") from None
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        bound.bind(address)
+        # Two listeners may bind the same port with SO_REUSEADDR, but only one may listen.
+        bound.listen(BACKLOG)
+        return bound
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise StartupError(f"port {port} on {host} is in use; choose another with --port") from None
+        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"
+
+
+def _log_config(level: str) -> dict[str, Any]:
+    """Uvicorn's logging with ours beside it; its own start and stop messages say nothing that ours do not."""
+    config = copy.deepcopy(LOGGING_CONFIG)
+    quiet = "WARNING" if level == "info" else level.upper()
+    config["loggers"]["uvicorn.error"]["level"] = quiet
+    config["loggers"]["uvicorn.access"]["level"] = level.upper()
+    config["loggers"]["headway"] = {"handlers": ["default"], "level": level.upper(), "propagate": False}
+    return config
+
+
+class Server(uvicorn.Server):
+    """Uvicorn, with an end that first lets requests finish, and an exit code of 0 after it."""
+
+    def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Connection,
+                ws="none",
+                lifespan="on",
+                log_config=_log_config(settings.log_level),
+                server_header=False,
+                timeout_graceful_shutdown=5,
+            )
+        )
+        self._service: Service = app.state.service
+        self._drain_timeout_s = settings.shutdown_timeout
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self.failure: str | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains; another one ends at once."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self.drain)
+
+    def drain(self) -> None:
+        """Finish what is in flight, within the shutdown timeout, and stop; called again, stop now."""
+        if self._draining is not None:
+            self._service.hurry()
+            return
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        logger.info(
+            "shutting down; %d requests have at most %g s to finish, and another signal ends them at once",
+            self._service.in_flight,
+            self._drain_timeout_s,
+        )
+        await self._service.drain(self._drain_timeout_s)
+        self.should_exit = True
+
+    async def watch_startup(self, on_ready: Callable[[Ready, str], None], url: str) -> None:
+        """Report the engine's first start; when it fails, end the server."""
+        try:
+            ready = await self._service.engine.wait_ready()
+        except EngineDead as error:
+            if self._draining is None:
+                self.failure = str(error)
+                self.should_exit = True
+            return
+        self._service.metrics.on_ready(ready)
+        on_ready(ready, url)
+
+
+def run_server(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    settings: ServerSettings,
+    template: ChatTemplate | None = None,
+    on_ready: Callable[[Ready, str], None] = lambda ready, url: None,
+) -> None:
+    """Serve until a signal says stop. The port answers, with 503, while the engine loads.
+
+    Raises:
+        StartupError: the port can't be had, or the engine could not start.
+        TextError: as create_app().
+    """
+    listener = bind(settings.host, settings.port)
+    server = Server(create_app(engine, tokenizer, settings, template), settings)
+
+    async def serve() -> None:
+        watching = asyncio.create_task(server.watch_startup(on_ready, _url(listener)))
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            watching.cancel()
+
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(serve())
+    if server.failure is not None:
+        raise StartupError(server.failure)

@@ -1,0 +1,163 @@
+"""Prometheus metrics, with the names, labels and meanings of vLLM's and buckets that resolve 1 ms to 100 s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+
+from headway.engine.messages import Ready, SequenceTimings, StepStats
+from headway.policy.ledger import Phase
+from headway.server.timings import Stamps
+
+CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
+SECONDS = tuple(round(m * 10.0**e, 6) for e in range(-3, 2) for m in (1, 1.5, 2, 3, 5, 7.5)) + (100.0,)
+STEP_SECONDS = tuple(m * 1e-4 for m in (1, 2, 5)) + SECONDS
+TOKENS = tuple(2.0**e for e in range(18))
+LABELS = ("model_name", "engine")
+NS = 1e-9
+
+_PREFILL = (Phase.PREFILL_COMPUTE, Phase.PREFILL_STALL)
+_QUEUE = (Phase.QUEUE_POLICY, Phase.QUEUE_CAPACITY, Phase.QUEUE_BLOCKS)
+_DECODE = (
+    Phase.DECODE_COMPUTE,
+    Phase.DECODE_STALL_PREFILL,
+    Phase.DECODE_STALL_PREEMPTED,
+    Phase.DECODE_STALL_RECOMPUTE,
+    Phase.SAMPLING,
+    Phase.SCHEDULE,
+)
+
+prometheus_client.disable_created_metrics()
+
+
+class Metrics:
+    """All metrics of one server, in a registry of their own.
+
+    Args:
+        prefix: `headway:`, or `vllm:` for dashboards made for vLLM.
+        model_name: value of the label of that name.
+        engine: gives `stats` (StepStats or None) and `num_waiting` when scraped.
+    """
+
+    def __init__(self, prefix: str, model_name: str, engine: Any) -> None:
+        self.registry = CollectorRegistry()
+        self._prefix = prefix
+        self._labels = (model_name, "0")
+        self._gauges(engine)
+        self._step_metrics()
+        self._request_metrics()
+        ProcessCollector(registry=self.registry)
+
+    def _gauges(self, engine: Any) -> None:
+        def of_stats(name: str) -> Callable[[], float]:
+            return lambda: float(getattr(engine.stats, name)) if engine.stats is not None else 0.0
+
+        self._gauge("num_requests_running", "Choices in the batch.", of_stats("num_running"))
+        self._gauge("num_requests_waiting", "Choices waiting for the batch.", lambda: float(engine.num_waiting))
+        self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", of_stats("kv_cache_usage"))
+        self._gauge("engine_restarts", "Times the engine process died and was started again.", lambda: engine.restarts)
+        self._startup = Gauge(
+            f"{self._prefix}startup_seconds",
+            "Start-up time by stage.",
+            (*LABELS, "stage"),
+            registry=self.registry,
+        )
+
+    def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        gauge = Gauge(self._prefix + name, text, LABELS, registry=self.registry)
+        gauge.labels(*self._labels).set_function(value)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(self._prefix + name, text, LABELS, registry=self.registry).labels(*self._labels)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        histogram = Histogram(self._prefix + name, text, LABELS, buckets=buckets, registry=self.registry)
+        return histogram.labels(*self._labels)
+
+    def _step_metrics(self) -> None:
+        self._counters = {
+            "prompt_tokens": self._counter("prompt_tokens", "Prompt tokens computed."),
+            "generation_tokens": self._counter("generation_tokens", "Tokens generated."),
+            "prefix_cache_queries": self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache."),
+            "prefix_cache_hits": self._counter("prefix_cache_hits", "Prompt tokens found in the cache."),
+            "preemptions": self._counter("num_preemptions", "Sequences put out of the batch for want of blocks."),
+        }
+        self._iteration_tokens = self._histogram("iteration_tokens_total", "Tokens computed by a step.", TOKENS)
+        self._step_seconds = self._histogram("step_duration_seconds", "Duration of an engine step.", STEP_SECONDS)
+        self._stall = Counter(
+            f"{self._prefix}stall_seconds",
+            "Time that sequences waited on others' work, by cause.",
+            (*LABELS, "cause"),
+            registry=self.registry,
+        )
+
+    def _request_metrics(self) -> None:
+        self._success = Counter(
+            f"{self._prefix}request_success",
+            "Choices finished, by reason.",
+            (*LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.")
+        self._itl = self._histogram("inter_token_latency_seconds", "Time between a choice's outputs.")
+        self._tpot = self._histogram("request_time_per_output_token_seconds", "Mean time per token after the first.")
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.")
+        self._queue = self._histogram("request_queue_time_seconds", "Time waiting for the batch.")
+        self._prefill = self._histogram("request_prefill_time_seconds", "Time in the batch before the first token.")
+        self._decode = self._histogram("request_decode_time_seconds", "Time in the batch after the first token.")
+        self._inference = self._histogram("request_inference_time_seconds", "Time in the batch.")
+        self._prompt_len = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self._output_len = self._histogram("request_generation_tokens", "Tokens of an output.", TOKENS)
+
+    # --- what happens -------------------------------------------------------------------------------
+
+    def on_ready(self, ready: Ready) -> None:
+        for stage, length in ready.startup_ns.items():
+            self._startup.labels(*self._labels, stage).set(length * NS)
+
+    def on_step(self, stats: StepStats) -> None:
+        for name, counter in self._counters.items():
+            if increment := getattr(stats, name):
+                counter.inc(increment)
+        if stats.scheduled_tokens:
+            self._iteration_tokens.observe(stats.scheduled_tokens)
+            self._step_seconds.observe(stats.step_ns * NS)
+        for cause, length in stats.stall_ns.items():
+            self._stall.labels(*self._labels, cause).inc(length * NS)
+
+    def on_output(self, previous_ns: int, now_ns: int, arrived_ns: int) -> None:
+        """A choice got tokens; `previous_ns` is when it last did, 0 for its first."""
+        if previous_ns:
+            self._itl.observe((now_ns - previous_ns) * NS)
+        else:
+            self._ttft.observe((now_ns - arrived_ns) * NS)
+
+    def on_finish(
+        self, reason: str, stamps: Stamps, prompt_len: int, num_tokens: int, timings: SequenceTimings | None
+    ) -> None:
+        self._success.labels(*self._labels, reason).inc()
+        if reason not in ("stop", "length"):
+            return
+        self._prompt_len.observe(prompt_len)
+        self._output_len.observe(num_tokens)
+        self._e2e.observe((stamps.last_token_ns - stamps.arrived_ns) * NS)
+        if num_tokens > 1:
+            self._tpot.observe((stamps.last_token_ns - stamps.first_token_ns) * NS / (num_tokens - 1))
+        if timings is not None:
+            self._observe_phases(timings.phases_ns)
+
+    def _observe_phases(self, phases_ns: Mapping[str, int]) -> None:
+        def total(phases: tuple[Phase, ...]) -> float:
+            return sum(phases_ns.get(phase, 0) for phase in phases) * NS
+
+        prefill, decode = total(_PREFILL), total(_DECODE)
+        self._queue.observe(total(_QUEUE))
+        self._prefill.observe(prefill)
+        self._decode.observe(decode)
+        self._inference.observe(prefill + decode)
+
+    def exposition(self) -> bytes:
+        return prometheus_client.generate_latest(self.registry)

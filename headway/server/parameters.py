@@ -1,0 +1,163 @@
+"""A checked body's sampling parameters, for the engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from headway.policy.sampling_params import InvalidParameter, SamplingParams
+from headway.server.errors import bad_request
+from headway.server.schemas import ChatBody, CompletionBody
+from headway.text.tokenizer import TextError
+
+# Of these, generation_config.json may give the default.
+DEFAULTABLE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+COMPLETION_MAX_TOKENS = 16
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "n",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "ignore_eos",
+    "min_tokens",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
+
+
+def server_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
+    """Default sampling parameters from generation_config.json, with max_new_tokens as max_tokens.
+
+    Raises:
+        TextError: one of them is out of its range.
+    """
+    defaults = {name: generation_config[name] for name in DEFAULTABLE if generation_config.get(name) is not None}
+    if generation_config.get("max_new_tokens") is not None:
+        defaults["max_tokens"] = generation_config["max_new_tokens"]
+    try:
+        SamplingParams(**defaults)
+    except (InvalidParameter, TypeError) as error:
+        raise TextError(f"generation_config.json: {error}; --generation-config none ignores the file") from None
+    return defaults
+
+
+def sampling_params(body: CompletionBody | ChatBody, defaults: dict[str, Any], vocab_size: int) -> SamplingParams:
+    """The parameters that `body` asks for, over the server's defaults; max_tokens may still be None.
+
+    Raises:
+        ApiError: 400 naming the parameter that is out of its range.
+    """
+    given: dict[str, Any] = dict(defaults)
+    given |= {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    if body.stop is not None:
+        given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
+    given["logit_bias"] = _logit_bias(body.logit_bias or {}, vocab_size)
+    check_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids")
+    given |= _of_chat(body, defaults) if isinstance(body, ChatBody) else _of_completion(body, defaults)
+    if given.get("top_k", 0) > vocab_size:
+        given["top_k"] = 0  # more than there are: all of them
+    try:
+        return SamplingParams(**given)
+    except InvalidParameter as error:
+        raise bad_request(str(error), _field_name(body, error.parameter)) from None
+
+
+def _of_completion(body: CompletionBody, defaults: dict[str, Any]) -> dict[str, Any]:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise bad_request(f"best_of is {body.best_of}; only best_of equal to n is supported", "best_of")
+    given: dict[str, Any] = {"logprobs": body.logprobs}
+    given["max_tokens"] = defaults.get("max_tokens", COMPLETION_MAX_TOKENS)
+    if body.max_tokens is not None:
+        given["max_tokens"] = body.max_tokens
+    elif body.min_tokens is not None:
+        given["max_tokens"] = max(given["max_tokens"], body.min_tokens)
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+        given["prompt_logprobs"] = body.logprobs
+    if body.stream and "prompt_logprobs" in given:
+        raise bad_request("echo with logprobs needs stream to be false", "stream")
+    if body.stream and body.prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs needs stream to be false", "prompt_logprobs")
+    return given
+
+
+def _of_chat(body: ChatBody, defaults: dict[str, Any]) -> dict[str, Any]:
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise bad_request(
+            f"max_tokens is {body.max_tokens} and max_completion_tokens is {body.max_completion_tokens}; give one",
+            "max_completion_tokens",
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    if body.stream and body.prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs needs stream to be false", "prompt_logprobs")
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return {
+        "max_tokens": defaults.get("max_tokens") if asked is None else asked,
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+    }
+
+
+def _field_name(body: CompletionBody | ChatBody, parameter: str) -> str:
+    if isinstance(body, ChatBody):
+        if parameter == "logprobs":
+            return "top_logprobs"
+        if parameter == "max_tokens" and body.max_tokens is None:
+            return "max_completion_tokens"
+    return parameter
+
+
+def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
+    bias = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise bad_request(f"logit_bias has the key {key[:60]!r}; keys are token ids", "logit_bias")
+        bias[int(key)] = float(value)
+    check_ids(list(bias), vocab_size, "logit_bias")
+    return bias
+
+
+def check_ids(token_ids: list[int], vocab_size: int, field: str) -> None:
+    """Raises ApiError 400 naming the first id that is not in the vocabulary."""
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
+    position, wrong = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
+    shown = str(wrong) if abs(wrong) < 2**63 else "a huge number"
+    raise bad_request(
+        f"{field} has {shown} at position {position}; the vocabulary has the ids 0 to {vocab_size - 1}", field
+    )
+
+
+def fit_to_context(
+    params: SamplingParams, prompt_len: int, max_model_len: int, *, prompt_field: str, max_tokens_field: str | None
+) -> SamplingParams:
+    """The parameters with max_tokens settled for a prompt of `prompt_len` tokens.
+
+    Args:
+        max_tokens_field: where the request gave max_tokens itself, so that it is not lowered in silence.
+
+    Raises:
+        ApiError: 400 when the prompt, or prompt and output together, do not fit the context.
+    """
+    room = max_model_len - prompt_len
+    if room < 1:
+        raise bad_request(
+            f"the prompt has {prompt_len} tokens; the model's context is {max_model_len} tokens, "
+            f"so a prompt may have at most {max_model_len - 1}",
+            prompt_field,
+        )
+    wishes = {max_tokens_field: params.max_tokens, "min_tokens": params.min_tokens}
+    for name, wished in wishes.items():
+        if name is not None and wished is not None and wished > room:
+            raise bad_request(
+                f"{name} is {wished} and the prompt has {prompt_len} tokens, together more than the model's "
+                f"context of {max_model_len} tokens; ask for at most {room}",
+                name,
+            )
+    return replace(params, max_tokens=room if params.max_tokens is None else min(params.max_tokens, room))

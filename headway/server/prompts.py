@@ -1,0 +1,98 @@
+"""Prompts as requests give them, to token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headway.server.choices import Prompt
+from headway.server.errors import bad_request
+from headway.server.parameters import check_ids
+from headway.server.schemas import ChatFields, Message
+from headway.server.service import Service
+from headway.text.tokenizer import TextError
+
+MAX_PROMPTS = 1024
+
+
+async def completion_prompts(service: Service, given: Any, add_special_tokens: bool) -> list[Prompt]:
+    """Each prompt of a completion request, encoded.
+
+    Raises:
+        ApiError: 400 when there is none, one is empty, or an id is not in the vocabulary.
+    """
+    prompts: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    if not prompts:
+        raise bad_request("prompt is an empty list; give at least one prompt", "prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise bad_request(f"prompt has {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed", "prompt")
+    texts = [text for text in prompts if isinstance(text, str)]
+    if texts:
+        tokenizer = service.tokenizer
+
+        def encode() -> list[Prompt]:
+            return [Prompt(tokenizer.encode(text, add_special_tokens), text) for text in texts]
+
+        encoded = await service.compute(sum(map(len, texts)), encode)
+    else:
+        encoded = [Prompt(token_ids) for token_ids in prompts]
+        for prompt in encoded:
+            check_ids(prompt.token_ids, service.tokenizer.vocab_size, "prompt")
+    for position, prompt in enumerate(encoded):
+        if not prompt.token_ids:
+            which = "prompt" if len(encoded) == 1 else f"prompt {position}"
+            raise bad_request(f"{which} is empty; the model needs at least one token to go on from", "prompt")
+    return encoded
+
+
+async def chat_prompt(service: Service, body: ChatFields) -> Prompt:
+    """The messages through the chat template, encoded.
+
+    Raises:
+        ApiError: 400 when there is no template, or it does not accept the messages.
+    """
+    template = service.template
+    if template is None:
+        raise bad_request("the model has no chat template; use /v1/completions, or start with --chat-template")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise bad_request("continue_final_message needs add_generation_prompt to be false", "continue_final_message")
+    knows_developer = "developer" in template.source
+    messages = [_as_template_message(message, i, knows_developer) for i, message in enumerate(body.messages)]
+
+    def encode() -> Prompt:
+        text = template.render(
+            messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            variables=body.chat_template_kwargs,
+        )
+        return Prompt(service.tokenizer.encode(text, body.add_special_tokens), text)
+
+    try:
+        prompt = await service.compute(sum(len(message["content"]) for message in messages), encode)
+    except TextError as error:
+        raise bad_request(str(error), "messages") from None
+    if not prompt.token_ids:
+        raise bad_request("the chat template made an empty prompt of these messages", "messages")
+    return prompt
+
+
+def _as_template_message(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:
+    content = message.content
+    if not isinstance(content, str):
+        content = "\n".join(_part_text(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content))
+    # OpenAI's newer name for the system role; most templates know the older one only.
+    role = "system" if message.role == "developer" and not knows_developer else message.role
+    return {"role": role, "content": content, **({} if message.name is None else {"name": message.name})}
+
+
+def _part_text(part: dict[str, Any], path: str) -> str:
+    kind = part.get("type")
+    if kind != "text":
+        raise bad_request(f"{path} is of type {str(kind)[:60]!r}; only text is supported", f"{path}.type")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise bad_request(f"{path}.text is missing or not a string", f"{path}.text")
+    unknown = next((name for name in part if name not in ("type", "text")), None)
+    if unknown is not None:
+        raise bad_request(f"unknown field {path}.{unknown}", f"{path}.{unknown}")
+    return text

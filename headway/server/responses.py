@@ -1,0 +1,152 @@
+"""The bodies of answers, as the OpenAPI document describes them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from headway.server.errors import ErrorBody
+
+FinishReason = Literal["stop", "length"]
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Timings(BaseModel):
+    """Where the time of the choice that finished last went; phases_ns sums to e2e_ns."""
+
+    e2e_ns: int
+    ttft_ns: int
+    phases_ns: dict[str, int]
+    tokens: int
+    steps: int
+    preemptions: int
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[Any] | None = None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    timings: Timings | None = None
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    timings: Timings | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[Any] | None = None
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+class Health(BaseModel):
+    status: Literal["ready"]
+
+
+class Version(BaseModel):
+    version: str
+
+
+class Load(BaseModel):
+    server_load: int
+
+
+_ERRORS = {
+    400: "Bad or unsupported input; `param` names the field",
+    401: "No valid API key",
+    404: "No such model",
+    413: "The body is too large",
+    500: "The server failed",
+    503: "Loading, shutting down, too many requests waiting, or the engine is dead; Retry-After says when to come back",
+}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The error answers of a route, for its `responses`."""
+    return {status: {"model": ErrorBody, "description": _ERRORS[status]} for status in statuses}
+
+
+def json_body(*schemas: type[BaseModel]) -> dict[str, Any]:
+    """The request body of a route that parses it itself, for its `openapi_extra`."""
+    documents = [schema.model_json_schema(ref_template="#/components/schemas/{model}") for schema in schemas]
+    for document in documents:
+        document.pop("$defs", None)
+    content = documents[0] if len(documents) == 1 else {"anyOf": documents}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": content}}}}
+
+
+def definitions(*schemas: type[BaseModel]) -> dict[str, Any]:
+    """What json_body()'s schemas refer to."""
+    found: dict[str, Any] = {}
+    for schema in schemas:
+        found |= schema.model_json_schema(ref_template="#/components/schemas/{model}").get("$defs", {})
+    return found
+
+
+EVENT_STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}

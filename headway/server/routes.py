@@ -1,0 +1,278 @@
+"""The routes, and each one's way through: read, check, tokenize, generate, answer."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from headway import __version__
+from headway.server import responses
+from headway.server.answers import Answer
+from headway.server.chat import ChatAnswer
+from headway.server.choices import Prompt
+from headway.server.completions import CompletionAnswer
+from headway.server.edge import ARRIVED
+from headway.server.errors import bad_request
+from headway.server.generation import Generation, clock
+from headway.server.metrics import CONTENT_TYPE
+from headway.server.parameters import check_ids, fit_to_context, sampling_params
+from headway.server.prompts import chat_prompt, completion_prompts
+from headway.server.request_body import check_body, parse_object, read_body
+from headway.server.schemas import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeChat,
+    TokenizeText,
+)
+from headway.server.service import Service
+from headway.server.streaming import EventStream, unless_gone
+
+B = TypeVar("B", bound=Body)
+BODIES = (CompletionBody, ChatBody, TokenizeText, TokenizeChat, DetokenizeBody)
+MAX_CHOICES_OF_ALL_PROMPTS = 4096
+_GENERATING = responses.errors(400, 401, 404, 413, 500, 503)
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+class Routes:
+    """The handlers, over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def add_to(self, app: FastAPI) -> None:
+        """Register every route. On the app itself: a router's routes are built with their first request."""
+        add = app.add_api_route
+        add(
+            "/v1/completions",
+            self.completions,
+            methods=["POST"],
+            responses={200: {"model": responses.Completion, **responses.EVENT_STREAM}, **_GENERATING},
+            openapi_extra=responses.json_body(CompletionBody),
+        )
+        add(
+            "/v1/chat/completions",
+            self.chat_completions,
+            methods=["POST"],
+            responses={200: {"model": responses.ChatCompletion, **responses.EVENT_STREAM}, **_GENERATING},
+            openapi_extra=responses.json_body(ChatBody),
+        )
+        add(
+            "/tokenize",
+            self.tokenize,
+            methods=["POST"],
+            responses={200: {"model": responses.Tokens}, **_GENERATING},
+            openapi_extra=responses.json_body(TokenizeText, TokenizeChat),
+        )
+        add(
+            "/detokenize",
+            self.detokenize,
+            methods=["POST"],
+            responses={200: {"model": responses.Text}, **_GENERATING},
+            openapi_extra=responses.json_body(DetokenizeBody),
+        )
+        self._add_status(app)
+
+    def _add_status(self, app: FastAPI) -> None:
+        add = app.add_api_route
+        add(
+            "/v1/models",
+            self.models,
+            methods=["GET"],
+            responses={200: {"model": responses.ModelList}, **responses.errors(401)},
+        )
+        name = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        add(
+            "/v1/models/{model_id:path}",
+            self.model,
+            methods=["GET"],
+            responses={200: {"model": responses.ModelCard}, **responses.errors(401, 404)},
+            openapi_extra={"parameters": [name]},
+        )
+        add(
+            "/health",
+            self.health,
+            methods=["GET"],
+            responses={200: {"model": responses.Health}, **responses.errors(503)},
+        )
+        add("/version", self.version, methods=["GET"], responses={200: {"model": responses.Version}})
+        add(
+            "/load",
+            self.load,
+            methods=["GET"],
+            responses={200: {"model": responses.Load}, **responses.errors(401)},
+        )
+        metrics = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+        add("/metrics", self.metrics, methods=["GET"], response_class=Response, responses={200: metrics})
+
+    # --- text generation ----------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        body = await self._read(request, CompletionBody)
+        return await self._generate(request, body)
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = await self._read(request, ChatBody)
+        return await self._generate(request, body)
+
+    async def _read(self, request: Request, model: type[B]) -> B:
+        return check_body(model, parse_object(await read_body(request, self._service.settings.max_body_size)))
+
+    async def _generate(self, request: Request, body: CompletionBody | ChatBody) -> Response:
+        service = self._service
+        service.check_model(body.model)
+        service.check_ready()
+        service.check_queue()
+        if body.priority and not service.settings.priority_allowed:
+            raise bad_request(
+                f"priority is {body.priority}; the server's scheduling policy has none "
+                "(--scheduling-policy priority has)",
+                "priority",
+            )
+        if body.stream_options is not None and not body.stream:
+            raise bad_request("stream_options needs stream to be true", "stream_options")
+        service.begin()
+        streams = False
+        try:
+            answer = await unless_gone(request.receive, self._answer(request, body))
+            if isinstance(answer, Response):
+                return answer
+            streams = True
+            return EventStream(answer.events, service.settings, lambda: self._end(answer))
+        finally:
+            if not streams:
+                service.end()
+
+    def _end(self, answer: Answer) -> None:
+        answer.generation.release()
+        self._service.end()
+
+    async def _answer(self, request: Request, body: CompletionBody | ChatBody) -> Answer | Response:
+        """The whole response; for a stream, what will make it."""
+        service = self._service
+        params = sampling_params(body, service.defaults, service.tokenizer.vocab_size)
+        checked_ns = clock()
+        prompts = await self._prompts(body)
+        self._check_number(len(prompts), params.n)
+        limit = service.check_ready().max_model_len
+        max_tokens_field = next(
+            (name for name in ("max_completion_tokens", "max_tokens") if getattr(body, name, None) is not None), None
+        )
+        prompt_field = "messages" if isinstance(body, ChatBody) else "prompt"
+        fitted = [
+            fit_to_context(
+                params,
+                len(prompt.token_ids),
+                limit,
+                prompt_field=prompt_field,
+                max_tokens_field=max_tokens_field,
+            )
+            for prompt in prompts
+        ]
+        service.check_queue()
+        generation = Generation(
+            service,
+            prompts,
+            fitted,
+            arrived_ns=request.scope[ARRIVED],
+            checked_ns=checked_ns,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            keep=not body.stream,
+            include_timings=body.include_timings,
+        )
+        model = body.model or service.settings.served_model_names[0]
+        answer: Answer
+        if isinstance(body, ChatBody):
+            answer = ChatAnswer(generation, body, model, service.tokenizer)
+        else:
+            answer = CompletionAnswer(generation, body, model, service.tokenizer)
+        return answer if body.stream else await answer.whole()
+
+    async def _prompts(self, body: CompletionBody | ChatBody) -> list[Prompt]:
+        if isinstance(body, ChatBody):
+            return [await chat_prompt(self._service, body)]
+        return await completion_prompts(self._service, body.prompt, body.add_special_tokens)
+
+    def _check_number(self, prompts: int, n: int) -> None:
+        if prompts * n > MAX_CHOICES_OF_ALL_PROMPTS:
+            raise bad_request(
+                f"{prompts} prompts with n = {n} make {prompts * n} choices; "
+                f"at most {MAX_CHOICES_OF_ALL_PROMPTS} are allowed in one request",
+                "n",
+            )
+
+    # --- tokens -------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        service = self._service
+        content = parse_object(await read_body(request, service.settings.max_body_size))
+        body = check_body(TokenizeChat, content) if "messages" in content else check_body(TokenizeText, content)
+        service.check_model(body.model)
+        ready = service.check_ready()
+        if isinstance(body, TokenizeChat):
+            token_ids = (await chat_prompt(service, body)).token_ids
+        else:
+            text, special = body.prompt, body.add_special_tokens
+            token_ids = await service.compute(len(text), lambda: service.tokenizer.encode(text, special))
+        strings = [service.tokenizer.token_text(i) for i in token_ids] if body.return_token_strs else None
+        return _json(
+            {
+                "count": len(token_ids),
+                "max_model_len": ready.max_model_len,
+                "tokens": token_ids,
+                "token_strs": strings,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        service = self._service
+        body = await self._read(request, DetokenizeBody)
+        service.check_model(body.model)
+        service.check_ready()
+        check_ids(body.tokens, service.tokenizer.vocab_size, "tokens")
+        text = await service.compute(len(body.tokens), lambda: service.tokenizer.decode(body.tokens, False))
+        return _json({"prompt": text})
+
+    # --- status -------------------------------------------------------------------------------------
+
+    def _card(self, name: str) -> dict[str, Any]:
+        ready = self._service.engine.ready
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._service.created,
+            "owned_by": "headway",
+            "max_model_len": None if ready is None else ready.max_model_len,
+        }
+
+    async def models(self) -> Response:
+        names = self._service.settings.served_model_names
+        return _json({"object": "list", "data": [self._card(name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model_id"]
+        self._service.check_model(name)
+        return _json(self._card(name))
+
+    async def health(self) -> Response:
+        self._service.check_ready()
+        return _json({"status": "ready"})
+
+    async def version(self) -> Response:
+        return _json({"version": __version__})
+
+    async def load(self) -> Response:
+        """Requests in flight."""
+        return _json({"server_load": self._service.in_flight})
+
+    async def metrics(self) -> Response:
+        return Response(self._service.metrics.exposition(), media_type=CONTENT_TYPE)

@@ -1,0 +1,194 @@
+"""The bodies of requests: which fields there are and of which type. Ranges are SamplingParams' business."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+
+def _must_be(form: str, check: Callable[[Any], bool]) -> BeforeValidator:
+    """One function checks the whole value: pydantic's unions try, and report, every branch for every item."""
+
+    def validate(value: Any) -> Any:
+        if not check(value):
+            raise ValueError(f"must be {form}")
+        return value
+
+    return BeforeValidator(validate)
+
+
+def _all_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in value)
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, str) or _all_of(str, value) or _all_of(int, value):
+        return True
+    return isinstance(value, list) and all(_all_of(int, item) for item in value)
+
+
+def _is_stop(value: Any) -> bool:
+    return value is None or isinstance(value, str) or _all_of(str, value)
+
+
+def _is_content(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, dict) for part in value))
+
+
+_TEXT: dict[str, Any] = {"type": "string"}
+_TEXTS = {"type": "array", "items": _TEXT, "minItems": 1}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": _TEXT},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+
+PromptField = Annotated[
+    Any,
+    _must_be("a string, a list of strings, a list of token ids, or a list of lists of token ids", _is_prompt),
+    WithJsonSchema({"anyOf": [_TEXT, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]}),
+]
+StopField = Annotated[
+    Any,
+    _must_be("a string or a list of strings", _is_stop),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 16}, {"type": "null"}]}),
+]
+ContentField = Annotated[
+    Any,
+    _must_be("a string or a list of parts of type text", _is_content),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _PART}]}),
+]
+
+
+# More than the engine's messages can carry is out of every range.
+Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+class Body(BaseModel):
+    """Unknown fields, values of another JSON type, and numbers that JSON does not have are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationBody(Body):
+    """Fields that completions and chat completions share; null is the same as leaving a field out."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Int | None = None
+    stop: StopField = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool = False
+    min_tokens: Int | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: Int | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
+    include_timings: bool = False
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: PromptField
+    max_tokens: Int | None = None
+    echo: bool | None = None
+    logprobs: Int | None = None
+    best_of: Int | None = None
+    add_special_tokens: bool = True
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: ContentField
+    name: str | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text"]
+
+
+class ChatFields(Body):
+    """How messages become a prompt."""
+
+    messages: list[Message] = Field(min_length=1)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = False
+
+
+class ChatBody(GenerationBody, ChatFields):
+    """POST /v1/chat/completions."""
+
+    max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = Field(default=None, min_length=1, max_length=1)
+
+
+class TokenizeText(Body):
+    """POST /tokenize, of a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(ChatFields):
+    """POST /tokenize, of messages."""
+
+    model: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+_NO_TOOLS = "tool calls are not supported yet"
+# OpenAI fields that clients know and this server does not: null is harmless, anything else is refused.
+UNSUPPORTED = {
+    "suffix": "inserting before a suffix is not supported",
+    "tools": _NO_TOOLS,
+    "tool_choice": _NO_TOOLS,
+    "parallel_tool_calls": _NO_TOOLS,
+    "functions": _NO_TOOLS,
+    "function_call": _NO_TOOLS,
+    "audio": "only text is produced",
+    "prediction": "predicted outputs are not supported",
+    "reasoning_effort": "pass what the chat template knows in chat_template_kwargs",
+    "web_search_options": "there is no web search",
+    "store": "nothing is stored",
+    "metadata": "nothing is stored",
+    "service_tier": "there is one tier; use priority",
+}

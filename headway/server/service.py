@@ -1,0 +1,182 @@
+"""What all requests share: engine, tokenizer, settings, metrics, and who is in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from headway.engine.messages import AddRequest, Ready, SequenceOutput, StepStats
+from headway.server.errors import ApiError, unavailable
+from headway.server.metrics import Metrics
+from headway.server.parameters import server_defaults
+from headway.server.settings import ServerSettings
+from headway.text.chat_template import ChatTemplate
+from headway.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+TOKENIZER_THREADS = 2
+# A hop to another thread costs more than encoding a text this short.
+INLINE_CHARS = 2000
+
+
+class Engine(Protocol):
+    """What the server needs of headway.engine.client.EngineClient."""
+
+    state: str
+    ready: Ready | None
+    stats: StepStats | None
+    restarts: int
+    last_error: str
+
+    async def start(self) -> None: ...
+
+    async def wait_ready(self) -> Ready: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    def subscribe(self, callback: Callable[[StepStats], None]) -> None: ...
+
+    def generate(self, request: AddRequest) -> AsyncIterator[SequenceOutput]: ...
+
+    def abort(self, request_id: str, index: int = -1) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class Abortable(Protocol):
+    def abort(self, error: ApiError) -> None: ...
+
+
+class Service:
+    """The state behind every route.
+
+    Raises:
+        TextError: the checkpoint's generation_config.json has values out of range.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate | None, settings: ServerSettings
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.template = template
+        self.settings = settings
+        self.defaults = {} if settings.generation_config == "none" else server_defaults(tokenizer.generation_config)
+        self.metrics = Metrics(settings.metrics_prefix, settings.served_model_names[0], engine)
+        self.created = int(time.time())
+        self.draining = False
+        self.in_flight = 0
+        self.generations: set[Abortable] = set()
+        self.handing_over = 0  # choices admitted and not yet sent to the engine
+        self._refusal: ApiError | None = None
+        self._idle = asyncio.Event()
+        self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._background: set[asyncio.Task[Any]] = set()
+        engine.subscribe(self.metrics.on_step)
+
+    # --- what may come in ---------------------------------------------------------------------------
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 when `name` is not a model that is served."""
+        if name is not None and name not in self.settings.served_model_names:
+            served = ", ".join(self.settings.served_model_names)
+            raise ApiError(
+                404, f"model {name[:200]!r} is not served here; {served} is", param="model", code="model_not_found"
+            )
+
+    def check_ready(self) -> Ready:
+        """The engine's limits.
+
+        Raises:
+            ApiError: 503 while it loads, when it is dead, and when the server shuts down.
+        """
+        if self.draining:
+            raise unavailable("the server is shutting down", "shutting_down", 5)
+        if self.engine.state == "ready" and self.engine.ready is not None:
+            return self.engine.ready
+        if self.engine.state == "loading":
+            reason = f" ({self.engine.last_error})" if self.engine.restarts else ""
+            raise unavailable(f"the model is loading{reason}", "engine_loading", 5)
+        raise unavailable(f"the engine is not running: {self.engine.last_error}", "engine_dead", 30)
+
+    def check_queue(self) -> None:
+        """Raises ApiError 503 when as many choices wait as --max-num-queued-reqs allows."""
+        limit = self.settings.max_num_queued_reqs
+        waiting = self.engine.num_waiting + self.handing_over
+        if limit is not None and waiting >= limit:
+            raise unavailable(
+                f"{waiting} requests are waiting; at most {limit} may (--max-num-queued-reqs)", "queue_full", 1
+            )
+
+    def begin(self) -> None:
+        """A request is in flight, until end()."""
+        self.in_flight += 1
+        self._idle.clear()
+
+    def end(self) -> None:
+        self.in_flight -= 1
+        if not self.in_flight:
+            self._idle.set()
+
+    def enlist(self, generation: Abortable) -> None:
+        """A request is about to use the engine.
+
+        Raises:
+            ApiError: 503, its time was up before it began.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        self.generations.add(generation)
+
+    # --- work beside the event loop -----------------------------------------------------------------
+
+    async def compute(self, size: int, function: Callable[[], T]) -> T:
+        """Run text work on `size` characters: at once when it is short, else in a thread."""
+        if size <= INLINE_CHARS:
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
+    def background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let `work` go on after the answer that began it."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests; give those in flight `timeout_s` to finish, then end them with an error."""
+        self.draining = True
+        if await self._is_idle_within(timeout_s):
+            return
+        self._refusal = unavailable(
+            f"the server shut down before this request was finished (--shutdown-timeout {timeout_s:g})",
+            "shutting_down",
+            5,
+        )
+        for generation in list(self.generations):
+            generation.abort(self._refusal)
+        await self._is_idle_within(2.0)
+
+    def hurry(self) -> None:
+        """Wait no longer in drain()."""
+        self._idle.set()
+
+    async def _is_idle_within(self, seconds: float) -> bool:
+        if not self.in_flight:
+            return True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        return not self.in_flight
+
+    async def close(self) -> None:
+        """Stop the engine and the threads."""
+        for task in list(self._background):
+            task.cancel()
+        await self.engine.stop()
+        self._pool.shutdown(wait=False, cancel_futures=True)

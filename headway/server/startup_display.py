@@ -1,0 +1,73 @@
+"""What the terminal shows while a model loads: each stage as it ends, then where the time went."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from headway.engine.messages import Ready
+
+MS = 1e-6
+
+
+class StartupDisplay:
+    """Hears of the stages of a start and prints them; a spinner turns where there is a terminal.
+
+    Args:
+        began_ns: when the process began to work, on time.monotonic_ns().
+    """
+
+    def __init__(self, title: str, began_ns: int, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self._began_ns = began_ns
+        self._title = title
+        self._server_ns: dict[str, int] = {}
+        self._live: Live | None = None
+
+    def start(self) -> None:
+        if self._console.is_terminal:
+            self._live = Live(Spinner("dots", Text(f"Loading {self._title}")), console=self._console, transient=True)
+            self._live.start()
+        else:
+            self._console.print(f"Loading {self._title}")
+
+    def stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def on_server_stage(self, stage: str, elapsed_ns: int) -> None:
+        """A stage of the API process itself."""
+        self._server_ns[stage] = elapsed_ns
+
+    def on_progress(self, stage: str, elapsed_ns: int) -> None:
+        """A stage of the engine has ended."""
+        line = f"{stage.replace('_', ' ')}: {elapsed_ns * MS:,.0f} ms"
+        if self._live is not None:
+            self._live.update(Spinner("dots", Text(f"Loading {self._title} ({line})")))
+        else:
+            self._console.print(f"  {line}")
+
+    def on_ready(self, ready: Ready, url: str) -> None:
+        """Print the start-up ledger and where the server is."""
+        self.stop()
+        total_ns = time.monotonic_ns() - self._began_ns
+        table = Table("stage", "ms", box=None, show_header=False, pad_edge=False)
+        stages = {**{f"server: {name}": ns for name, ns in self._server_ns.items()}, **ready.startup_ns}
+        for name, length in stages.items():
+            table.add_row(name.replace("_", " "), f"{length * MS:,.1f} ms")
+        # The two processes start side by side, so the stages do not sum to the whole.
+        other_ns = total_ns - sum(stages.values())
+        if other_ns > 0:
+            table.add_row("process starts and waiting", f"{other_ns * MS:,.1f} ms")
+        self._console.print(table)
+        self._console.print(
+            f"Ready after {total_ns / 1e9:.2f} s on {ready.device}: context {ready.max_model_len:,} tokens, "
+            f"KV cache {ready.num_blocks:,} blocks of {ready.block_size} tokens"
+        )
+        self._console.print(f"Serving {self._title} at {url}/v1")

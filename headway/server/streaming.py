@@ -1,0 +1,197 @@
+"""Server-sent events to one client: a bounded buffer, and an end when the client stops reading or goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headway.server.errors import ApiError, ClientGone, internal
+from headway.server.settings import ServerSettings
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+# Where the connection's own abort function is found in a request's scope.
+ABORT_CONNECTION = "headway.abort_connection"
+logger = logging.getLogger("headway.server")
+
+
+def event(encoded: bytes) -> bytes:
+    return b"data: " + encoded + b"\n\n"
+
+
+async def wait_until_gone(receive: Receive) -> None:
+    """Return when the client has closed its connection. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away.
+
+    Raises:
+        ClientGone: it did.
+    """
+    working = asyncio.create_task(work)
+    gone = asyncio.create_task(wait_until_gone(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        await _end(working, gone)
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class SlowReader(Exception):
+    """The client reads more slowly than the bounds allow."""
+
+
+class EventWriter:
+    """Sends what push() is given, as fast as the client reads it; what gathers meanwhile goes out together.
+
+    Args:
+        max_buffer: bytes that may wait here, beside what the operating system holds.
+        timeout_s: seconds that one write may wait.
+    """
+
+    def __init__(self, send: Send, max_buffer: int, timeout_s: float) -> None:
+        self._send = send
+        self._max_buffer = max_buffer
+        self._timeout_s = timeout_s
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._closed = False
+        self._wake = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self.overflow: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def push(self, data: bytes) -> None:
+        """Queue bytes for sending.
+
+        Raises:
+            SlowReader: more than max_buffer bytes wait; what waits is dropped.
+        """
+        self._pending.append(data)
+        self._pending_bytes += len(data)
+        self._drained.clear()
+        self._wake.set()
+        if self._pending_bytes > self._max_buffer:
+            self._pending.clear()
+            if not self.overflow.done():
+                self.overflow.set_result(None)
+            raise SlowReader(f"{self._pending_bytes} bytes wait for the client, more than {self._max_buffer}")
+
+    def close(self) -> None:
+        """No more will be pushed; run() returns when all is sent."""
+        self._closed = True
+        self._wake.set()
+
+    @property
+    def is_drained(self) -> bool:
+        return self._drained.is_set()
+
+    async def drained(self) -> None:
+        """Wait until all that was pushed has been handed to the connection."""
+        await self._drained.wait()
+
+    async def run(self) -> None:
+        """Send until closed.
+
+        Raises:
+            SlowReader: a write waited longer than the timeout.
+        """
+        while True:
+            while self._pending:
+                data = b"".join(self._pending)
+                self._pending.clear()
+                self._pending_bytes = 0
+                await self._write(data, more=True)
+            self._drained.set()
+            if self._closed:
+                return await self._write(b"", more=False)
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def _write(self, data: bytes, more: bool) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except TimeoutError:
+            raise SlowReader(f"the client read nothing for {self._timeout_s:g} s") from None
+
+
+Events = Callable[[EventWriter], AsyncGenerator[bytes, None]]
+
+
+class EventStream(Response):
+    """An answer in server-sent events.
+
+    Args:
+        events: makes the events; closing it frees what it uses. An ApiError it raises becomes the last event.
+        done: called once, when the answer has ended in whatever way.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: Events, settings: ServerSettings, done: Callable[[], None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._settings = settings
+        self._done = done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._stream(scope, receive, send)
+        finally:
+            self._done()
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = EventWriter(send, self._settings.max_stream_buffer, self._settings.send_timeout)
+        producing = asyncio.create_task(self._produce(writer))
+        writing = asyncio.create_task(writer.run())
+        gone = asyncio.create_task(wait_until_gone(receive))
+        try:
+            await asyncio.wait({writing, gone, writer.overflow}, return_when=asyncio.FIRST_COMPLETED)
+            stuck = writer.overflow.done() or (writing.done() and writing.exception() is not None)
+        finally:
+            await _end(producing, writing, gone)
+        if stuck:
+            self._drop(scope, writing)
+
+    def _drop(self, scope: Scope, writing: asyncio.Task[None]) -> None:
+        """Cut the connection: a client that does not read would not read an error either."""
+        reason = "its buffer is full" if writing.cancelled() else str(writing.exception())
+        logger.warning("dropped a stream to %s that is not read: %s", scope.get("client"), reason)
+        abort: Callable[[], Awaitable[None] | None] | None = scope.get(ABORT_CONNECTION)
+        if abort is not None:
+            abort()
+
+    async def _produce(self, writer: EventWriter) -> None:
+        try:
+            async with aclosing(self._events(writer)) as events:
+                async for data in events:
+                    writer.push(data)
+        except SlowReader:
+            return
+        except ApiError as error:
+            writer.push(event(msgspec.json.encode(error.body())))
+        except Exception:
+            logger.exception("a stream failed")
+            writer.push(event(msgspec.json.encode(internal("the server failed on this request").body())))
+        writer.close()

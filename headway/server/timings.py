@@ -1,0 +1,70 @@
+"""The API process's part of a request's ledger, joined with the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from headway.engine.messages import SequenceTimings
+from headway.policy.ledger import Ledger, Phase
+
+Clock = Callable[[], int]
+
+
+@dataclass(slots=True)
+class Stamps:
+    """When, in time.monotonic_ns(), the API process did what with one choice; 0 is not yet."""
+
+    arrived_ns: int = 0  # the request's first byte
+    checked_ns: int = 0  # the body is read and valid
+    sent_ns: int = 0  # handed to the engine
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    received_ns: int = 0  # the engine's last output came
+    detokenized_ns: int = 0
+
+
+@dataclass(slots=True)
+class ChoiceTimings:
+    """One choice's chain, from the request's first byte to the making of the answer that holds this object."""
+
+    stamps: Stamps
+    engine: SequenceTimings
+    tokens: int
+    ledger: Ledger = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.stamps.arrived_ns)
+        self.ledger.mark(Phase.RECEIVE, self.stamps.checked_ns)
+        self.ledger.mark(Phase.TOKENIZE, self.stamps.sent_ns)
+        self.ledger.mark_parts({Phase(name): length for name, length in self.engine.phases_ns.items()})
+        self.ledger.mark(Phase.TRANSPORT, self.stamps.received_ns)
+        self.ledger.mark(Phase.DETOKENIZE, self.stamps.detokenized_ns)
+
+    def mark(self, phase: Phase, now_ns: int) -> None:
+        self.ledger.mark(phase, now_ns)
+
+    def as_object(self) -> dict[str, Any]:
+        """`timings` of an answer; phases_ns sums to e2e_ns exactly."""
+        return {
+            "e2e_ns": self.ledger.total_ns,
+            "ttft_ns": self.stamps.first_token_ns - self.stamps.arrived_ns,
+            "phases_ns": {str(phase): length for phase, length in self.ledger.phases_ns.items()},
+            "tokens": self.tokens,
+            "steps": self.engine.steps,
+            "preemptions": self.engine.preemptions,
+        }
+
+    def as_header(self) -> str:
+        """The chain as a Server-Timing header, in milliseconds."""
+        lengths = [*self.ledger.phases_ns.items(), ("total", self.ledger.total_ns)]
+        return ", ".join(f"{name};dur={length / 1e6:.3f}" for name, length in lengths)
+
+
+def with_timings(encoded: bytes, timings: ChoiceTimings, clock: Clock) -> bytes:
+    """Add `timings` to an encoded JSON object; the chain ends here, with everything else already encoded."""
+    timings.mark(Phase.SEND, clock())
+    return encoded[:-1] + b',"timings":' + msgspec.json.encode(timings.as_object()) + b"}"

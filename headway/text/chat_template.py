@@ -1,0 +1,156 @@
+"""Chat messages to prompt text through a checkpoint's Jinja template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from headway.text.tokenizer import TextError, Tokenizer, read_json
+
+# Goes after the last message when it is to be continued; the text is cut where it comes out again.
+_CONTINUE_HERE = "\u2063continue\u2063here\u2063"
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's words for training; in a prompt its content stands as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+        source: Jinja text, with the variables and functions that Hugging Face templates expect.
+        special_tokens: variables such as bos_token.
+
+    Raises:
+        TextError: when the template is not valid Jinja.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TextError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
+
+    @classmethod
+    def load(cls, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate | None:
+        """The template of a checkpoint, or None when it has none.
+
+        `override` is a path to a template file, or the template itself. Without it chat_template.jinja is
+        taken before the `chat_template` of tokenizer_config.json; of several named ones, "default".
+
+        Raises:
+            TextError: when the template or its file is broken.
+        """
+        source = _read_override(override) if override else _find_source(tokenizer)
+        return None if source is None else cls(source, tokenizer.special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for `messages`.
+
+        Args:
+            continue_final_message: end the prompt inside the last message, for the model to go on with it.
+            variables: further variables for the template, such as enable_thinking.
+
+        Raises:
+            TextError: when the template refuses the messages or fails on them.
+        """
+        conversation = [dict(message) for message in messages]
+        if continue_final_message:
+            conversation[-1]["content"] = f"{conversation[-1]['content']}{_CONTINUE_HERE} "
+        given = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
+        try:
+            text = self._template.render(
+                **{**given, "messages": conversation, "add_generation_prompt": add_generation_prompt}
+            )
+        except jinja2.TemplateError as error:
+            raise TextError(f"the chat template does not accept these messages: {error.message}") from None
+        except Exception as error:  # a template may fail in any way that Python can
+            raise TextError(f"the chat template failed: {type(error).__name__}: {error}") from None
+        return _cut(text) if continue_final_message else text
+
+
+def _cut(text: str) -> str:
+    position = text.rfind(_CONTINUE_HERE)
+    if position < 0:
+        raise TextError("continue_final_message: the chat template leaves out the content of the last message")
+    kept = text[:position]
+    keeps_spaces = text.startswith(f"{_CONTINUE_HERE} ", position)
+    return kept if keeps_spaces else kept.rstrip()
+
+
+def _read_override(override: str) -> str:
+    if "{" in override or "\n" in override:
+        return override
+    try:
+        return Path(override).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TextError(
+            f"chat template {override!r} is neither a template nor a file that can be read: {error}"
+        ) from None
+
+
+def _find_source(tokenizer: Tokenizer) -> str | None:
+    path = tokenizer.folder / "chat_template.jinja"
+    if path.is_file():
+        return _read_override(str(path))
+    found = tokenizer.config.get("chat_template")
+    if found is None:
+        found = read_json(tokenizer.folder / "chat_template.json", required=False).get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+        if found is None:
+            raise TextError(
+                f"{tokenizer.folder}: chat_template has the names {sorted(map(str, named))} and none is 'default'; "
+                "pass one with --chat-template"
+            )
+    if found is not None and not isinstance(found, str):
+        raise TextError(f"{tokenizer.folder}: chat_template is a {type(found).__name__}; a string is needed")
+    return found

@@ -1,0 +1,183 @@
+"""A checkpoint's tokenizer: text to token ids and back, from the files of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TextError(ValueError):
+    """A tokenizer or template is missing, broken, or cannot do what was asked; one line for the user."""
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Printable character -> byte, as byte-level BPE writes bytes.
+
+    Bytes that are printable in Latin-1 stand for themselves; the rest take the code points from 256 on, in order.
+    """
+    themselves = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(themselves)]
+    return {chr(byte): byte for byte in themselves} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_level_alphabet()
+
+
+def read_json(path: Path, required: bool = True) -> dict[str, Any]:
+    """The object in a JSON file, or {} for an optional file that is absent.
+
+    Raises:
+        TextError: naming the file, when it is missing, unreadable, or not a JSON object.
+    """
+    if not required and not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TextError(f"{path} is missing; a checkpoint folder needs it") from None
+    except (OSError, ValueError) as error:
+        raise TextError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise TextError(f"{path} holds a {type(content).__name__}; a JSON object is needed")
+    return content
+
+
+@dataclass(eq=False)
+class Tokenizer:
+    """Encodes and decodes with one checkpoint's vocabulary.
+
+    Attributes:
+        vocab_size: ids below this are known to the model (its embedding may be larger than the tokenizer's list).
+        eos_token_ids: every id that ends a text, from generation_config.json, config.json and the tokenizer's own.
+        special_tokens: name, as bos_token, to its text.
+        config: tokenizer_config.json; generation_config: generation_config.json, or {}.
+        is_byte_level: tokens are byte strings, so text can be decoded byte by byte.
+    """
+
+    backend: tokenizers.Tokenizer
+    folder: Path
+    vocab_size: int
+    eos_token_ids: list[int]
+    special_tokens: dict[str, str]
+    special_ids: frozenset[int]
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    is_byte_level: bool
+    _bytes: dict[int, bytes] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Read tokenizer.json and its companions from `folder`.
+
+        Raises:
+            TextError: when a file is missing or broken; it names the file.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        described = read_json(path)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise TextError(f"{path} is not a tokenizer that can be loaded: {error}") from None
+        # Lengths are checked against the model's context; the file's own limits would cut in silence.
+        backend.no_truncation()
+        backend.no_padding()
+        config = read_json(folder / "tokenizer_config.json", required=False)
+        model_config = read_json(folder / "config.json", required=False)
+        generation_config = read_json(folder / "generation_config.json", required=False)
+        special_tokens = _special_tokens(folder, config)
+        added = backend.get_added_tokens_decoder()
+        vocab_size = model_config.get("vocab_size")
+        return cls(
+            backend=backend,
+            folder=folder,
+            vocab_size=vocab_size if isinstance(vocab_size, int) else backend.get_vocab_size(),
+            eos_token_ids=_eos_token_ids(backend, generation_config, model_config, special_tokens.get("eos_token")),
+            special_tokens=special_tokens,
+            special_ids=frozenset(token_id for token_id, token in added.items() if token.special),
+            config=config,
+            generation_config=generation_config,
+            is_byte_level=(described.get("decoder") or {}).get("type") == "ByteLevel",
+        )
+
+    @property
+    def bos_token_id(self) -> int | None:
+        token = self.special_tokens.get("bos_token")
+        return None if token is None else self.backend.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. The interpreter lock is free while a long text is encoded."""
+        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._with_stated_bos(text, ids) if add_special_tokens else ids
+
+    def _with_stated_bos(self, text: str, ids: list[int]) -> list[int]:
+        """tokenizer_config.json's add_bos_token, where it is stated, wins over tokenizer.json's post-processor."""
+        bos, wants_bos = self.bos_token_id, self.config.get("add_bos_token")
+        if bos is None or not isinstance(wants_bos, bool):
+            return ids
+        has_bos = ids[:1] == [bos] and not text.startswith(self.special_tokens["bos_token"])
+        if wants_bos == has_bos:
+            return ids
+        return [bos, *ids] if wants_bos else ids[1:]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD, ids without a token become nothing."""
+        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; empty for an id that the tokenizer has no token for."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._bytes_of(token_id)
+        return known
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.is_byte_level:
+            values = [BYTE_OF.get(character) for character in token]
+            return token.encode() if None in values else bytes(value for value in values if value is not None)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                pass
+        return token.replace("\u2581", " ").encode()
+
+    def token_text(self, token_id: int) -> str:
+        """A token as a string of its own; `bytes:\\xe2\\x82` when it is only part of a character."""
+        raw = self.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    found = read_json(folder / "special_tokens_map.json", required=False) | config
+    texts: dict[str, str] = {}
+    for name in SPECIAL_TOKEN_NAMES:
+        token = found.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            texts[name] = token
+    return texts
+
+
+def _eos_token_ids(
+    backend: tokenizers.Tokenizer, generation: dict[str, Any], model: dict[str, Any], eos_token: str | None
+) -> list[int]:
+    stated = generation.get("eos_token_id", model.get("eos_token_id"))
+    ids = set(stated if isinstance(stated, list) else [stated])
+    if eos_token is not None:
+        ids.add(backend.token_to_id(eos_token))
+    return sorted(token_id for token_id in ids if isinstance(token_id, int))

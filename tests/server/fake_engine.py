@@ -1,0 +1,191 @@
+"""An engine that says what a test tells it to, with the interface and the manners of EngineClient."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+
+from headway.engine.client import EngineDead
+from headway.engine.messages import (
+    AddRequest,
+    Ready,
+    SequenceOutput,
+    SequenceTimings,
+    StepStats,
+    TokenLogprobs,
+)
+from headway.text.tokenizer import Tokenizer
+
+Reply = Callable[[AddRequest, int], list[int]]
+
+
+class FakeEngine:
+    """Answers each choice with `reply`'s tokens and then an eos, one token a step.
+
+    Attributes:
+        step_s: seconds a step takes.
+        open: while False, steps stand still: requests are parked.
+        tokens_per_step: tokens in each output.
+        requests, aborted: what was asked, and the ids of what was closed before its end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, text: str = "Once upon a time there was a fox.") -> None:
+        self.tokenizer = tokenizer
+        self.reply: Reply = lambda request, index: tokenizer.encode(text)
+        self.step_s = 0.0
+        self.open = True
+        self.tokens_per_step = 1
+        self.loads = True
+        self.fails_with: str | None = None
+        self.state = "loading"
+        self.last_error = "the engine is not started"
+        self.restarts = 0
+        self.stats: StepStats | None = None
+        self.ready: Ready | None = None
+        self.max_model_len = 256
+        self.num_waiting = 0
+        self.requests: list[AddRequest] = []
+        self.aborted: list[str] = []
+        self.running: set[tuple[str, int]] = set()
+        self.phases_total_ns: dict[tuple[str, int], int] = {}
+        self._drop: set[tuple[str, int]] = set()
+        self._subscribers: list[Callable[[StepStats], None]] = []
+
+    def reset(self) -> None:
+        """As new, for the next test; the server stays."""
+        subscribers = self._subscribers
+        self.__init__(self.tokenizer)  # type: ignore[misc]
+        self._subscribers = subscribers
+        self.finish_loading()
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        if self.loads and self.fails_with is None:
+            self.finish_loading()
+
+    def finish_loading(self) -> None:
+        self.ready = Ready(1, {"storage_read": 5_000_000, "warm_up": 7_000_000}, 64, 16, self.max_model_len, "cpu")
+        self.state = "ready"
+
+    async def wait_ready(self) -> Ready:
+        while self.state == "loading" and self.fails_with is None:
+            await asyncio.sleep(0.005)
+        if self.fails_with is not None:
+            self.state, self.last_error = "dead", self.fails_with
+        if self.state != "ready" or self.ready is None:
+            raise EngineDead(self.last_error)
+        return self.ready
+
+    def die(self) -> None:
+        self.restarts += 1
+        self.state, self.last_error = "loading", "the engine process died; the server is starting it again"
+
+    async def stop(self) -> None:
+        self.state, self.last_error = "stopped", "the server is shutting down"
+
+    def subscribe(self, callback: Callable[[StepStats], None]) -> None:
+        self._subscribers.append(callback)
+
+    # --- requests -----------------------------------------------------------------------------------
+
+    def abort(self, request_id: str, index: int = -1) -> None:
+        self._drop |= {key for key in self.running if key[0] == request_id and index in (-1, key[1])}
+
+    async def generate(self, request: AddRequest) -> AsyncIterator[SequenceOutput]:
+        if self.state != "ready":
+            raise EngineDead(self.last_error)
+        self.requests.append(request)
+        mine = {(request.request_id, index): _Saying(self, request, index) for index in range(request.params.n)}
+        self.running |= mine.keys()
+        try:
+            while mine:
+                await self._step(set(mine))
+                for key, saying in list(mine.items()):
+                    if key not in self._drop and not self.open:
+                        continue
+                    output = saying.dropped() if key in self._drop else saying.next()
+                    if output.finish_reason is not None:
+                        del mine[key]
+                        self.running.discard(key)
+                    yield output
+        finally:
+            self.running -= mine.keys()
+            if mine:
+                self.aborted.append(request.request_id)
+
+    async def _step(self, keys: set[tuple[str, int]]) -> None:
+        await asyncio.sleep(self.step_s)
+        while not self.open and self.state == "ready" and not keys & self._drop:
+            await asyncio.sleep(0.002)
+        if self.state != "ready":
+            raise EngineDead(self.last_error)
+        self.stats = StepStats(
+            len(self.running),
+            self.num_waiting,
+            0.25,
+            step_ns=2_000_000,
+            generation_tokens=len(keys),
+            scheduled_tokens=len(keys),
+            stall_ns={"decode_stall_prefill": 1_000},
+        )
+        for callback in self._subscribers:
+            callback(self.stats)
+
+
+class _Saying:
+    """One choice on its way."""
+
+    def __init__(self, engine: FakeEngine, request: AddRequest, index: int) -> None:
+        self.engine, self.request, self.index = engine, request, index
+        self.params = request.params
+        words = engine.reply(request, index)
+        eos = request.eos_token_ids[-1:] if not self.params.ignore_eos else []
+        self.words = iter(words + eos) if eos else itertools.cycle(words)
+        self.stops = set(self.params.stop_token_ids) | set(eos)
+        self.said = 0
+
+    def next(self) -> SequenceOutput:
+        output = SequenceOutput(self.request.request_id, self.index, [], cached_tokens=self._cached())
+        if self.said == 0 and self.params.prompt_logprobs is not None and self.index == 0:
+            prompt = self.request.prompt_token_ids
+            output.prompt_logprobs = [None, *(self._logprob(t, self.params.prompt_logprobs) for t in prompt[1:])]
+        for _ in range(self.engine.tokens_per_step):
+            token = next(self.words)
+            output.token_ids.append(token)
+            self.said += 1
+            if token in self.stops and self.said >= self.params.min_tokens:
+                output.finish_reason, output.stop_token_id = "stop", token
+                break
+            if self.said == self.params.max_tokens:
+                output.finish_reason = "length"
+                break
+        if self.params.logprobs is not None:
+            output.logprobs = [self._logprob(t, self.params.logprobs) for t in output.token_ids]
+        if output.finish_reason is not None:
+            output.timings = self._timings()
+        return output
+
+    def dropped(self) -> SequenceOutput:
+        return SequenceOutput(self.request.request_id, self.index, [], finish_reason="abort", timings=self._timings())
+
+    def _cached(self) -> int:
+        return len(self.request.prompt_token_ids) // 16 * 16
+
+    def _logprob(self, token: int, number: int) -> TokenLogprobs:
+        others = [token, *(i for i in range(3, 3 + number) if i != token)][:number]
+        values = [-0.5, *(-1.5 - i for i in range(number - 2)), -math.inf][: len(others)]
+        return TokenLogprobs(-0.5, 1, others, values)
+
+    def _timings(self) -> SequenceTimings | None:
+        if not self.request.include_timings:
+            return None
+        ended = time.monotonic_ns()
+        total = ended - self.request.sent_ns
+        self.engine.phases_total_ns[self.request.request_id, self.index] = total
+        parts = {"queue_capacity": total // 5, "prefill_compute": total // 3}
+        parts["decode_compute"] = total - sum(parts.values())
+        return SequenceTimings(parts, ended, self.said, 0)

@@ -1,0 +1,268 @@
+"""The whole server with the real engine process, on a small random model."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from live_server import eventually
+from test_lifecycle import _free_port
+from tiny_tokenizers import save_chat_model
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+OPTIONS = ["--load-format", "dummy", "--kv-cache-memory", "4M", "--threads", "1", "--log-level", "error"]
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+
+
+class Live:
+    """`headway serve` on the random model."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.url = f"http://127.0.0.1:{(port := _free_port())}"
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "headway", "serve", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+            + ["--served-model-name", "random", *OPTIONS, *options],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def is_ready(self) -> bool:
+        assert self.popen.poll() is None, "the server ended"
+        try:
+            return self.http.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        answer = self.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def stream(self, **body: Any) -> Iterator[dict[str, Any]]:
+        with self.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line[6:])
+
+    def metric(self, name: str) -> float:
+        found = re.search(rf"^headway:{name}{{[^}}]*}} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
+
+    def is_idle(self) -> bool:
+        busy = self.metric("num_requests_running") + self.metric("num_requests_waiting")
+        return busy == 0 and self.metric("kv_cache_usage_perc") == 0
+
+    def engine_process(self) -> psutil.Process:
+        children = psutil.Process(self.popen.pid).children()
+        return next(child for child in children if "headway.engine.process" in child.cmdline())
+
+    def close(self) -> None:
+        self.http.close()
+        self.openai.close()
+        if self.popen.poll() is None:
+            self.popen.terminate()
+        try:
+            self.popen.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.communicate()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_chat_model(tmp_path_factory.mktemp("random"))
+    config = json.loads((folder / "config.json").read_text()) | CONFIG
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def live(folder: Path) -> Iterator[Live]:
+    server = Live(folder)
+    eventually(server.is_ready, 90)
+    yield server
+    server.close()
+
+
+def test_same_greedy_tokens_in_every_form(live: Live) -> None:
+    asked = {"prompt": "Once upon a time", "max_tokens": 24, "return_token_ids": True, **GREEDY}
+    whole = live.complete(**asked)["choices"][0]
+    assert len(whole["token_ids"]) == 24
+    chunks = [c["choices"][0] for c in live.stream(**asked)]
+    assert [i for c in chunks for i in c["token_ids"]] == whole["token_ids"]
+    assert "".join(c["text"] for c in chunks) == whole["text"]
+    several = live.complete(**{**asked, "n": 3})["choices"]
+    assert [c["token_ids"] for c in several] == [whole["token_ids"]] * 3
+    by_ids = live.complete(**{**asked, "prompt": [whole["prompt_token_ids"], [50, 51]]})["choices"]
+    assert by_ids[0]["token_ids"] == whole["token_ids"]
+
+
+def test_chat_with_the_openai_client(live: Live) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Hello"}]
+    asked: dict[str, Any] = {"model": "random", "messages": messages, "max_tokens": 12, "seed": 3}
+    extra = {"extra_body": {"ignore_eos": True}}
+    first = live.openai.chat.completions.create(**asked, **extra, logprobs=True, top_logprobs=4)
+    again = live.openai.chat.completions.create(**asked, **extra)
+    assert first.choices[0].message.content == again.choices[0].message.content
+    assert first.usage is not None
+    assert first.usage.completion_tokens == 12
+    logprobs = first.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == 12
+    for token in logprobs.content:
+        tops = [top.logprob for top in token.top_logprobs]
+        assert tops == sorted(tops, reverse=True)
+        assert len(tops) == 4
+        assert token.logprob <= 0
+    text = ""
+    for chunk in live.openai.chat.completions.create(**asked, **extra, stream=True):
+        text += chunk.choices[0].delta.content or ""
+    assert text == first.choices[0].message.content
+
+
+def test_stop_string_found_on_the_way(live: Live) -> None:
+    asked = {"prompt": "Once upon a time", "max_tokens": 40, **GREEDY}
+    text = live.complete(**asked)["choices"][0]["text"]
+    stop = text[len(text) // 2 :][:3]
+    stopped = live.complete(**asked, stop=stop, include_timings=True)
+    assert stopped["choices"][0]["text"] == text[: text.index(stop)]
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    assert sum(stopped["timings"]["phases_ns"].values()) == stopped["timings"]["e2e_ns"]
+    eventually(live.is_idle)
+
+
+def test_echoed_prompt_has_log_probabilities(live: Live) -> None:
+    choice = live.complete(prompt=[50, 60, 70], max_tokens=2, echo=True, logprobs=2, **GREEDY)["choices"][0]
+    logprobs = choice["logprobs"]["token_logprobs"]
+    assert logprobs[0] is None
+    assert all(value < 0 for value in logprobs[1:])
+    assert len(logprobs) == 5
+    found = live.complete(prompt=[50, 60, 70], max_tokens=1, prompt_logprobs=0, **GREEDY)["choices"][0]
+    again = [next(iter(one.values()))["logprob"] for one in found["prompt_logprobs"][1:]]
+    assert again == pytest.approx(logprobs[1:3], abs=1e-4)
+
+
+def test_second_request_finds_the_prefix_of_the_first(live: Live) -> None:
+    prompt = list(range(100, 180))
+    live.complete(prompt=prompt, max_tokens=1)
+    assert live.complete(prompt=prompt, max_tokens=1)["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
+    other = live.complete(prompt=prompt, max_tokens=1, cache_salt="another tenant")
+    assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("body", [{"n": 2}, {"stream": True}, {"stream": True, "stop": ["\u0000never"]}])
+def test_ledger_closes_over_both_processes(live: Live, body: dict[str, Any]) -> None:
+    asked = {"prompt": "Once upon a time " * 10, "max_tokens": 10, "include_timings": True, **GREEDY, **body}
+    began = time.monotonic_ns()
+    timings = list(live.stream(**asked))[-1]["timings"] if body.get("stream") else live.complete(**asked)["timings"]
+    elapsed = time.monotonic_ns() - began
+    phases = timings["phases_ns"]
+    assert sum(phases.values()) == timings["e2e_ns"] < elapsed
+    assert {"receive", "tokenize", "transport", "prefill_compute", "decode_compute", "sampling"} <= phases.keys()
+    assert (timings["tokens"], timings["steps"]) == (10, 10)
+
+
+def test_crowd_of_which_a_third_leaves(live: Live) -> None:
+    """64 streams; afterwards every block is free, every ledger closed, and the engine has not died of it."""
+    draw = random.Random(2)
+    leavers = set(draw.sample(range(64), 21))
+    lasts: dict[int, dict[str, Any]] = {}
+
+    def talk(number: int, stay_for: int) -> None:
+        body = {"prompt": [40 + number] * (1 + number), "max_tokens": 40, "include_timings": True, **GREEDY}
+        with httpx.stream("POST", f"{live.url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+            for count, line in enumerate(line for line in answer.iter_lines() if line.startswith("data: {")):
+                if number in leavers and count >= stay_for:
+                    return
+                lasts[number] = json.loads(line[6:])
+
+    talkers = [threading.Thread(target=talk, args=(i, draw.randrange(20))) for i in range(64)]
+    for talker in talkers:
+        talker.start()
+    for talker in talkers:
+        talker.join()
+    for number in set(range(64)) - leavers:
+        timings = lasts[number]["timings"]
+        assert sum(timings["phases_ns"].values()) == timings["e2e_ns"]
+        assert timings["tokens"] == 40
+    eventually(live.is_idle)
+    time.sleep(0.6)  # the engine checks its pool when it falls idle, and dies of what it finds
+    assert live.is_ready()
+    assert live.metric("engine_restarts") == 0
+
+
+def test_killed_engine_is_started_again(live: Live) -> None:
+    restarts = live.metric("engine_restarts")
+    stream = live.stream(prompt="x", max_tokens=500, **GREEDY)
+    next(stream)
+    os.kill(live.engine_process().pid, signal.SIGKILL)
+    last = list(stream)[-1]
+    assert "engine process died" in last["error"]["message"]
+    assert live.http.get("/health").status_code == 503
+    eventually(live.is_ready, 90)
+    assert live.metric("engine_restarts") == restarts + 1
+    assert live.complete(prompt="x", max_tokens=3, **GREEDY)["usage"]["completion_tokens"] == 3
+
+
+def test_terminated_server_finishes_its_stream_and_its_engine(folder: Path) -> None:
+    live = Live(folder)
+    try:
+        eventually(live.is_ready, 90)
+        engine = live.engine_process()
+        stream = live.stream(prompt="x", max_tokens=300, **GREEDY)
+        next(stream)
+        live.popen.terminate()
+        assert list(stream)[-1]["choices"][0]["finish_reason"] == "length"
+        assert live.popen.wait(20) == 0
+        assert not engine.is_running()
+    finally:
+        live.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--max-model-len", "100000"], "100000"),
+        (["--kv-cache-memory", "1K"], "kv"),
+    ],
+)
+def test_engine_that_cannot_start_ends_the_server(folder: Path, options: list[str], says: str) -> None:
+    live = Live(folder, *options)
+    _, errors = live.popen.communicate(timeout=90)
+    assert live.popen.returncode == 2, errors
+    assert errors.splitlines()[-1].startswith("headway: ")
+    assert says in errors.splitlines()[-1].lower()
+    assert "Traceback" not in errors

@@ -1,0 +1,90 @@
+"""The command line: bad input is one line and exit code 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import headway
+from headway.cli import _size, app, main
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["headway", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"headway {headway.__version__}\n"
+
+
+def test_module_is_the_same_command() -> None:
+    ran = subprocess.run([sys.executable, "-m", "headway", "--version"], capture_output=True, text=True)
+    assert ran.stdout == f"headway {headway.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--bogus"], "--bogus"),
+        (["serve", "--bogus"], "--bogus"),
+        (["nothing"], "nothing"),
+        (["serve", "--port", "http"], "--port"),
+        (["serve", "--port", "70000"], "--port"),
+        (["serve", "--dtype", "int3"], "bfloat16"),
+        (["serve", "--max-model-len", "0"], "--max-model-len"),
+        (["serve", "--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization"),
+        (["serve", "--kv-cache-memory", "lots"], "'lots' is not a size"),
+        (["serve", "--metrics-prefix", "a b"], "not a Prometheus name"),
+        (["serve", "--scheduling-policy", "lifo"], "fcfs"),
+        (["serve", "/no/such/folder"], "/no/such/folder"),
+        (["serve", "one", "two"], "two"),
+    ],
+)
+def test_bad_input_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert run(monkeypatch, *arguments) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("headway: ")
+    assert says in errors
+    assert errors.count("\n") == 1
+
+
+def test_folder_without_a_tokenizer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(monkeypatch, "serve", str(tmp_path)) == 2
+    assert "tokenizer.json is missing" in capsys.readouterr().err
+
+
+def test_broken_template_and_generation_config(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from tiny_tokenizers import save_chat_model
+
+    folder = save_chat_model(tmp_path, temperature=-5)
+    assert run(monkeypatch, "serve", str(folder), "--port", "0") == 2
+    assert "temperature is -5" in capsys.readouterr().err
+    assert run(monkeypatch, "serve", str(folder), "--chat-template", "{% if %}") == 2
+    assert "not valid Jinja" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("8M", 8 * 2**20), ("1.5G", 3 * 2**29), ("2GiB", 2**31), ("1 KB", 1024), ("1t", 2**40)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert _size(text) == size
+
+
+def test_commands_have_help() -> None:
+    assert app.info.help
+    assert all(command.callback is not None and command.callback.__doc__ for command in app.registered_commands)

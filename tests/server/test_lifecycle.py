@@ -1,0 +1,213 @@
+"""Start, drain and end of the whole process: ports, signals, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live_server import eventually
+
+import headway
+
+HERE = Path(__file__).parent
+
+
+class Process:
+    """A `headway serve` with a scripted engine."""
+
+    def __init__(self, model: Path, *arguments: str, engine: dict[str, Any] | None = None, port: int = 0) -> None:
+        self.port = port or _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        paths = [str(Path(headway.__file__).parent.parent), str(HERE)]
+        environment = {**os.environ, "FAKE_ENGINE": json.dumps(engine or {}), "PYTHONPATH": os.pathsep.join(paths)}
+        self.popen = subprocess.Popen(
+            [sys.executable, str(HERE / "serve_scripted.py"), "serve", str(model), "--host", "127.0.0.1"]
+            + ["--port", str(self.port), *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def answers(self, path: str = "/health") -> int:
+        try:
+            return httpx.get(self.url + path).status_code
+        except httpx.TransportError:
+            return 0
+
+    def until_ready(self) -> Process:
+        eventually(lambda: self.answers() == 200, 20)
+        return self
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the process; its exit code and what it wrote to stderr."""
+        _, errors = self.popen.communicate(timeout=20)
+        return self.popen.returncode, errors
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+StartProcess = Callable[..., Process]
+
+
+@pytest.fixture
+def start(model_folder: Path) -> Iterator[StartProcess]:
+    running: list[Process] = []
+
+    def start(*arguments: str, **options: Any) -> Process:
+        running.append(Process(model_folder, *arguments, **options))
+        return running[-1]
+
+    yield start
+    for process in running:
+        if process.popen.poll() is None:
+            process.popen.kill()
+        process.popen.communicate()
+
+
+class Asker(threading.Thread):
+    """Sends one completion and keeps the answer."""
+
+    def __init__(self, url: str, **body: Any) -> None:
+        super().__init__()
+        self.url, self.body = url, {"prompt": "x", "max_tokens": 200, **body}
+        self.answer: httpx.Response | None = None
+        self.start()
+
+    def run(self) -> None:
+        self.answer = httpx.post(f"{self.url}/v1/completions", json=self.body, timeout=30)
+
+    def result(self) -> httpx.Response:
+        self.join(30)
+        assert self.answer is not None
+        return self.answer
+
+
+def until_busy(process: Process, requests: int) -> None:
+    eventually(lambda: httpx.get(f"{process.url}/load").json()["server_load"] == requests)
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+def test_signal_lets_requests_finish(start: StartProcess, which: signal.Signals) -> None:
+    process = start(engine={"step_s": 0.06}).until_ready()
+    whole, stream = Asker(process.url), Asker(process.url, stream=True)
+    until_busy(process, 2)
+    process.popen.send_signal(which)
+    eventually(lambda: process.answers() == 503)
+    refused = httpx.post(f"{process.url}/v1/completions", json={"prompt": "x"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+    assert refused.headers["retry-after"]
+    assert whole.result().json()["choices"][0]["text"] == "Once upon a time there was a fox."
+    assert stream.result().text.endswith("data: [DONE]\n\n")
+    code, errors = process.end()
+    assert code == 0, errors
+    assert "Traceback" not in errors
+
+
+def test_requests_that_take_too_long_end_with_a_clean_error(start: StartProcess) -> None:
+    process = start("--shutdown-timeout", "0.3", engine={"step_s": 0.05}).until_ready()
+    whole, stream = Asker(process.url, ignore_eos=True), Asker(process.url, ignore_eos=True, stream=True)
+    until_busy(process, 2)
+    began = time.monotonic()
+    process.popen.terminate()
+    assert whole.result().status_code == 503
+    assert whole.result().json()["error"]["code"] == "shutting_down"
+    last = json.loads(stream.result().text.split("data: ")[-1])
+    assert "--shutdown-timeout 0.3" in last["error"]["message"]
+    code, errors = process.end()
+    assert code == 0, errors
+    assert "Traceback" not in errors
+    assert 0.3 < time.monotonic() - began < 5
+
+
+def test_second_signal_does_not_wait(start: StartProcess) -> None:
+    process = start("--shutdown-timeout", "60", engine={"step_s": 0.05}).until_ready()
+    stream = Asker(process.url, ignore_eos=True, stream=True)
+    until_busy(process, 1)
+    process.popen.terminate()
+    eventually(lambda: process.answers() == 503)
+    process.popen.terminate()
+    assert "shutting_down" in stream.result().text
+    assert process.end()[0] == 0
+
+
+def test_port_answers_while_the_engine_loads(start: StartProcess) -> None:
+    process = start(engine={"loads": False})
+    eventually(lambda: process.answers() == 503, 20)
+    assert httpx.get(f"{process.url}/health").json()["error"]["code"] == "engine_loading"
+    assert process.answers("/version") == 200
+    process.popen.terminate()
+    assert process.end()[0] == 0
+
+
+def test_engine_that_cannot_start_is_one_line_and_exit_code_2(start: StartProcess) -> None:
+    code, errors = start("--log-level", "error", engine={"fails_with": "config.json: no key hidden_size"}).end()
+    assert code == 2
+    assert errors.splitlines()[-1] == "headway: config.json: no key hidden_size"
+    assert "Traceback" not in errors
+
+
+def test_port_in_use_is_one_line_and_exit_code_2(start: StartProcess) -> None:
+    first = start().until_ready()
+    code, errors = start(port=first.port).end()
+    assert code == 2
+    assert errors.splitlines()[-1] == f"headway: port {first.port} on 127.0.0.1 is in use; choose another with --port"
+    assert "Traceback" not in errors
+    assert first.answers() == 200
+
+
+def test_startup_is_told_and_exported(start: StartProcess) -> None:
+    process = start("--log-level", "error").until_ready()
+    metrics = httpx.get(f"{process.url}/metrics").text
+    assert re.search(r'headway:startup_seconds{.*stage="storage_read"} 0.005', metrics)
+    assert re.search(r'headway:startup_seconds{.*stage="warm_up"} 0.007', metrics)
+    process.popen.terminate()
+    _, errors = process.end()
+    for expected in ("storage read: 5 ms", "warm up", "server: tokenizer", "Ready after", f"{process.url}/v1"):
+        assert expected in errors
+
+
+def test_settings_reach_the_server(start: StartProcess) -> None:
+    process = start(
+        *("--served-model-name", "a", "--served-model-name", "b", "--api-key", "sk-1", "--max-body-size", "1K"),
+        *("--metrics-prefix", "vllm:", "--scheduling-policy", "priority", "--chat-template", "{{ bos_token }}"),
+        *("--max-num-queued-reqs", "5"),
+        engine={"num_waiting": 4},
+    ).until_ready()
+    key = {"authorization": "Bearer sk-1"}
+    assert process.answers("/v1/models") == 401
+    assert [m["id"] for m in httpx.get(f"{process.url}/v1/models", headers=key).json()["data"]] == ["a", "b"]
+    assert "vllm:num_requests_waiting" in httpx.get(f"{process.url}/metrics").text
+    long = {"prompt": "x" * 2000}
+    assert httpx.post(f"{process.url}/v1/completions", headers=key, json=long).status_code == 413
+    chat = {"messages": [{"role": "user", "content": "x"}], "priority": 3, "return_token_ids": True}
+    answer = httpx.post(f"{process.url}/v1/chat/completions", headers=key, json=chat)
+    assert answer.json()["prompt_token_ids"] == [0]
+
+
+def test_server_starts_without_torch(model_folder: Path) -> None:
+    """Importing it takes seconds that a start-up does not have."""
+    program = (
+        "import sys, headway.cli, headway.server.lifecycle, headway.engine.client\n"
+        "heavy = {'torch', 'transformers', 'numba', 'triton', 'openai'} & sys.modules.keys()\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr

@@ -1,0 +1,112 @@
+"""What /metrics says: names, labels, buckets, and values that follow from what was asked."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from fake_engine import FakeEngine
+from live_server import LiveServer, eventually
+from prometheus_client.parser import text_string_to_metric_families
+from test_faults import RawClient
+
+StartServer = Callable[..., LiveServer]
+LABELS = {"model_name": "tiny", "engine": "0"}
+NAMES = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "num_preemptions_total",
+    "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket",
+    "request_time_per_output_token_seconds_bucket",
+    "e2e_request_latency_seconds_bucket",
+    "request_queue_time_seconds_bucket",
+    "request_prefill_time_seconds_bucket",
+    "request_decode_time_seconds_bucket",
+    "request_inference_time_seconds_bucket",
+    "iteration_tokens_total_bucket",
+    "step_duration_seconds_bucket",
+]
+
+
+def samples(server: LiveServer) -> dict[str, float]:
+    """Sample name, with label values other than the usual two, to its value."""
+    answer = server.client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            further = [value for name, value in sample.labels.items() if name not in LABELS]
+            found[" ".join([sample.name, *further])] = sample.value
+            if not sample.name.startswith(("process_", "python_")):
+                assert sample.labels.items() >= LABELS.items()
+    return found
+
+
+@pytest.mark.parametrize("prefix", ["headway:", "vllm:"])
+def test_names_and_labels(start_server: StartServer, prefix: str) -> None:
+    server = start_server(metrics_prefix=prefix)
+    server.post("/v1/completions", prompt="x")
+    found = {name.split(" ")[0] for name in samples(server)}
+    assert {prefix + name for name in NAMES} <= found
+    assert "process_resident_memory_bytes" in found
+    assert not any(name.endswith("_created") for name in found)
+
+
+def test_values_follow_from_requests(start_server: StartServer, engine: FakeEngine) -> None:
+    server = start_server()
+    engine.step_s = 0.002
+    server.post("/v1/completions", prompt=[5] * 10, max_tokens=6, ignore_eos=True)
+    server.post("/v1/completions", prompt=[5] * 20, max_tokens=200, n=2)
+    server.post("/v1/completions", prompt=[5], max_tokens=200, stop="time")
+    eventually(lambda: not server.service._background)
+    found = samples(server)
+    assert found["headway:request_success_total length"] == 1
+    assert found["headway:request_success_total stop"] == 3
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_decode_time"):
+        assert found[f"headway:{name}_seconds_count"] == 4
+    tokens = found["headway:request_generation_tokens_sum"]
+    assert tokens > 6
+    # Each choice has one gap fewer than tokens.
+    assert found["headway:inter_token_latency_seconds_count"] == tokens - 4
+    assert found["headway:request_time_per_output_token_seconds_count"] == 4
+    assert found["headway:request_prompt_tokens_sum"] == 10 + 20 + 20 + 1
+    assert found["headway:iteration_tokens_total_count"] > 6
+    assert found["headway:stall_seconds_total decode_stall_prefill"] > 0
+    assert found["headway:kv_cache_usage_perc"] == 0.25
+    assert 0 < found["headway:time_to_first_token_seconds_sum"] <= found["headway:e2e_request_latency_seconds_sum"]
+
+
+def test_buckets_resolve_milliseconds_to_minutes(start_server: StartServer) -> None:
+    found = samples(start_server())
+    bounds = sorted(
+        float(name.split(" ")[1]) for name in found if name.startswith("headway:time_to_first_token_seconds_bucket")
+    )
+    assert bounds[0] == 0.001
+    assert bounds[-2] == 100
+    assert all(high / low <= 1.7 for low, high in itertools.pairwise(bounds[:-1]))
+
+
+def test_request_of_a_client_that_left_is_an_abort(start_server: StartServer, engine: FakeEngine) -> None:
+    server = start_server()
+    engine.open = False
+    client = RawClient(server)
+    client.ask(prompt="x", n=2)
+    eventually(lambda: len(engine.running) == 2)
+    client.socket.close()
+    eventually(lambda: samples(server).get("headway:request_success_total abort") == 2)
+    assert samples(server)["headway:e2e_request_latency_seconds_count"] == 0
+
+
+def test_gauges_follow_the_engine(start_server: StartServer, engine: FakeEngine) -> None:
+    server = start_server()
+    assert samples(server)["headway:num_requests_running"] == 0
+    engine.num_waiting, engine.restarts = 7, 2
+    found = samples(server)
+    assert (found["headway:num_requests_waiting"], found["headway:engine_restarts"]) == (7, 2)

@@ -1,0 +1,74 @@
+"""The OpenAPI document is right: schemathesis finds no 5xx, and no answer that it does not describe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from live_server import LiveServer
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+EXAMPLES = 40
+
+
+@pytest.fixture
+def document(server: LiveServer) -> dict[str, Any]:
+    found: dict[str, Any] = server.client.get("/openapi.json").json()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_schemathesis_finds_nothing(server: LiveServer, document: dict[str, Any]) -> None:
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.update(base_url=server.url)
+    statuses: dict[str, set[int]] = {}
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        seen = statuses.setdefault(f"{operation.method.upper()} {operation.path}", set())
+        _try(operation, seen)
+    assert len(statuses) == 10
+    assert {name for name, seen in statuses.items() if 200 not in seen} <= {"GET /v1/models/{model_id}"}
+    assert all(400 in seen for name, seen in statuses.items() if name.startswith("POST"))
+
+
+def _try(operation: Any, seen: set[int]) -> None:
+    modes = [schemathesis.GenerationMode.POSITIVE]
+    if operation.body:
+        modes.append(schemathesis.GenerationMode.NEGATIVE)
+    for mode in modes:
+
+        @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+        @hypothesis.settings(
+            max_examples=EXAMPLES, deadline=None, suppress_health_check=list(hypothesis.HealthCheck), derandomize=True
+        )
+        def run(case: Any) -> None:
+            seen.add(case.call_and_validate(checks=CHECKS).status_code)
+
+        run()
+
+
+def test_every_field_of_a_body_is_described(document: dict[str, Any]) -> None:
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body["required"] == ["prompt"]
+    assert body["additionalProperties"] is False
+    assert {"max_tokens", "stream_options", "include_timings", "cache_salt"} <= body["properties"].keys()
+    assert "StreamOptions" in document["components"]["schemas"]
+
+
+def test_no_answer_is_fastapis_own_422(document: dict[str, Any]) -> None:
+    assert not any("422" in op["responses"] for path in document["paths"].values() for op in path.values())

@@ -1,0 +1,80 @@
+"""The writer of server-sent events, without a network."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from headway.server.streaming import EventWriter, SlowReader
+
+
+class Pipe:
+    """A connection whose far end takes bytes only while `reads` is set."""
+
+    def __init__(self) -> None:
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.bodies: list[bytes] = []
+        self.ended = False
+
+    async def send(self, message: Any) -> None:
+        await self.reads.wait()
+        self.bodies.append(message["body"])
+        self.ended = not message["more_body"]
+
+
+async def test_everything_arrives_in_order() -> None:
+    pipe = Pipe()
+    writer = EventWriter(pipe.send, 1000, 5)
+    running = asyncio.create_task(writer.run())
+    for number in range(5):
+        writer.push(b"%d" % number)
+        await asyncio.sleep(0)
+    await writer.drained()
+    assert b"".join(pipe.bodies) == b"01234"
+    assert not running.done()
+    writer.push(b"5")
+    writer.close()
+    await running
+    assert b"".join(pipe.bodies) == b"012345"
+    assert pipe.ended
+
+
+async def test_what_waits_goes_out_together() -> None:
+    pipe = Pipe()
+    writer = EventWriter(pipe.send, 1000, 5)
+    running = asyncio.create_task(writer.run())
+    pipe.reads.clear()
+    for _ in range(10):
+        writer.push(b"x")
+        await asyncio.sleep(0)
+    assert not writer.is_drained
+    pipe.reads.set()
+    writer.close()
+    await running
+    assert pipe.bodies == [b"x", b"x" * 9, b""]
+
+
+async def test_buffer_is_bounded() -> None:
+    pipe = Pipe()
+    pipe.reads.clear()
+    writer = EventWriter(pipe.send, 100, 5)
+    running = asyncio.create_task(writer.run())
+    for _ in range(11):
+        writer.push(b"0123456789")
+        await asyncio.sleep(0)
+    with pytest.raises(SlowReader, match="more than 100"):
+        writer.push(b"0123456789" * 10)
+    assert writer.overflow.done()
+    running.cancel()
+
+
+async def test_write_does_not_wait_for_ever() -> None:
+    pipe = Pipe()
+    pipe.reads.clear()
+    writer = EventWriter(pipe.send, 100, 0.02)
+    writer.push(b"x")
+    with pytest.raises(SlowReader, match=r"0\.02 s"):
+        await writer.run()
