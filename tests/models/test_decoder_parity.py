@@ -7,9 +7,7 @@ import functools
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from paging import EXECUTIONS, PagedModel, geometry, whole
 from transformers import PreTrainedModel
 
 from headway.kernels import kernels_for
@@ -18,6 +16,8 @@ from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.loading import load_model
 from headway.models.rope import rope_tables
+from tests.models import tiny
+from tests.models.paging import EXECUTIONS, PagedModel, geometry, whole
 
 TOLERANCE = 1e-4
 PROMPTS = tiny.prompts([29, 1, 17, 23])

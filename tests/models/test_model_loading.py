@@ -8,9 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from paging import whole
 from safetensors.torch import load_file, save_file
 
 from headway.kernels.reference import ReferenceKernels
@@ -18,6 +16,8 @@ from headway.models import ModelConfig, ModelError
 from headway.models.checkpoint import DUMMY_POOL, INDEX_FILE, SINGLE_FILE, RandomWeights, StageClock, expected_tensors
 from headway.models.decoder import Decoder
 from headway.models.loading import load_model, resolve_dtype, resolve_model
+from tests.models import tiny
+from tests.models.paging import whole
 
 PROMPT = tiny.prompts([11])
 

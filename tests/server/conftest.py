@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,10 @@ from typing import Any
 import openai
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "text"))
-
-from fake_engine import FakeEngine
-from live_server import LiveServer, eventually
-from tiny_tokenizers import save_chat_model
-
 from headway.text.tokenizer import Tokenizer
+from tests.server.fake_engine import FakeEngine
+from tests.server.live_server import LiveServer, eventually
+from tests.text.tiny_tokenizers import save_chat_model
 
 StartServer = Callable[..., LiveServer]
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-from fake_engine import FakeEngine
 
 from headway.server.app import create_app
 from headway.server.lifecycle import Server, bind
 from headway.server.settings import ServerSettings
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
+from tests.server.fake_engine import FakeEngine
 
 MODEL = "tiny"
 

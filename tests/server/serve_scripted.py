@@ -9,12 +9,11 @@ import json
 import os
 from collections.abc import Callable
 
-from fake_engine import FakeEngine
-
 import headway.engine.client
 from headway.cli import main
 from headway.engine.config import EngineConfig
 from headway.text.tokenizer import Tokenizer
+from tests.server.fake_engine import FakeEngine
 
 
 def scripted(config: EngineConfig, on_progress: Callable[[str, int], None]) -> FakeEngine:

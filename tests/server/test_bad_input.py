@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
-from live_server import LiveServer
 
 from headway.policy.sampling_params import SamplingParams
 from headway.text.tokenizer import Tokenizer
+from tests.server.fake_engine import FakeEngine
+from tests.server.live_server import LiveServer
 
 JSON = {"content-type": "application/json"}
 ROUTES = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]

@@ -6,11 +6,11 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import FakeEngine
-from live_server import MODEL, LiveServer, eventually
-from test_completions import TEXT, events
 
 from headway.text.tokenizer import Tokenizer
+from tests.server.fake_engine import FakeEngine
+from tests.server.live_server import MODEL, LiveServer, eventually
+from tests.server.test_completions import TEXT, events
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 

@@ -68,7 +68,7 @@ def test_folder_without_a_tokenizer(
 def test_broken_template_and_generation_config(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from tiny_tokenizers import save_chat_model
+    from tests.text.tiny_tokenizers import save_chat_model
 
     folder = save_chat_model(tmp_path, temperature=-5)
     assert run(monkeypatch, "serve", str(folder), "--port", "0") == 2

@@ -7,11 +7,11 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import FakeEngine
-from live_server import MODEL, LiveServer, eventually
 
 from headway.engine.messages import AddRequest
 from headway.text.tokenizer import Tokenizer
+from tests.server.fake_engine import FakeEngine
+from tests.server.live_server import MODEL, LiveServer, eventually
 
 TEXT = "Once upon a time there was a fox."
 

@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_engine import FakeEngine
-from live_server import MODEL, LiveServer, eventually
 
 from headway.engine.messages import AddRequest, SequenceOutput
 from headway.text.tokenizer import Tokenizer
+from tests.server.fake_engine import FakeEngine
+from tests.server.live_server import MODEL, LiveServer, eventually
 
 StartServer = Callable[..., LiveServer]
 LONG = {"prompt": "x", "max_tokens": 900_000, "ignore_eos": True, "stream": True}

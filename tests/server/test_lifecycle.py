@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import eventually
 
 import headway
+from tests.server.live_server import eventually
 
 HERE = Path(__file__).parent
 
@@ -30,7 +30,7 @@ class Process:
     def __init__(self, model: Path, *arguments: str, engine: dict[str, Any] | None = None, port: int = 0) -> None:
         self.port = port or _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        paths = [str(Path(headway.__file__).parent.parent), str(HERE)]
+        paths = [str(Path(headway.__file__).parent.parent), str(HERE.parent.parent)]
         environment = {**os.environ, "FAKE_ENGINE": json.dumps(engine or {}), "PYTHONPATH": os.pathsep.join(paths)}
         self.popen = subprocess.Popen(
             [sys.executable, str(HERE / "serve_scripted.py"), "serve", str(model), "--host", "127.0.0.1"]

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from fake_engine import FakeEngine
-from live_server import LiveServer, eventually
+
+from tests.server.fake_engine import FakeEngine
+from tests.server.live_server import LiveServer, eventually
 
 StartServer = Callable[..., LiveServer]
 

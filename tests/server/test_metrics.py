@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from fake_engine import FakeEngine
-from live_server import LiveServer, eventually
 from prometheus_client.parser import text_string_to_metric_families
-from test_faults import RawClient
+
+from tests.server.fake_engine import FakeEngine
+from tests.server.live_server import LiveServer, eventually
+from tests.server.test_faults import RawClient
 
 StartServer = Callable[..., LiveServer]
 LABELS = {"model_name": "tiny", "engine": "0"}

@@ -7,7 +7,6 @@ from typing import Any
 import hypothesis
 import pytest
 import schemathesis
-from live_server import LiveServer
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -15,6 +14,8 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+
+from tests.server.live_server import LiveServer
 
 CHECKS = [
     not_a_server_error,

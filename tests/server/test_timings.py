@@ -8,14 +8,14 @@ import time
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
-from live_server import LiveServer
 
 from headway.engine.messages import SequenceTimings
 from headway.policy.ledger import Phase
 from headway.server.timings import ChoiceTimings, Stamps, with_timings
+from tests.server.fake_engine import FakeEngine
+from tests.server.live_server import LiveServer
 
 ENGINE_PHASES = [str(phase) for phase in Phase if phase.name.startswith(("QUEUE", "PREFILL", "DECODE", "SAMPLING"))]
 gaps = st.integers(0, 10**12)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_tokenizers import save, save_chat_model, sentencepiece_style
 
 from headway.text.tokenizer import Tokenizer
+from tests.text.tiny_tokenizers import save, save_chat_model, sentencepiece_style
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_tokenizers import SPECIAL, TEMPLATE, byte_level, save
 from transformers import AutoTokenizer
 
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import TextError, Tokenizer
+from tests.text.tiny_tokenizers import SPECIAL, TEMPLATE, byte_level, save
 
 TEMPLATES = {
     "chatml": TEMPLATE,

@@ -7,10 +7,10 @@ import time
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tiny_tokenizers import CORPUS
 
 from headway.text.detokenizer import Detokenizer
 from headway.text.tokenizer import Tokenizer
+from tests.text.tiny_tokenizers import CORPUS
 
 WORDS = [
     "the",

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_tokenizers import CORPUS, SPECIAL, byte_level, save
 from transformers import AutoTokenizer
 
 from headway.text.tokenizer import TextError, Tokenizer
+from tests.text.tiny_tokenizers import CORPUS, SPECIAL, byte_level, save
 
 TEXTS = [*CORPUS, " leading", "trailing ", "two  spaces", "", "\n\n", "ẞæ𒀀 \u200d \u00a0", "<|im_start|>user"]
 

@@ -19,9 +19,10 @@ import httpx
 import openai
 import psutil
 import pytest
-from live_server import eventually
-from test_lifecycle import _free_port
-from tiny_tokenizers import save_chat_model
+
+from tests.server.live_server import eventually
+from tests.server.test_lifecycle import _free_port
+from tests.text.tiny_tokenizers import save_chat_model
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

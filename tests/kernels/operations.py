@@ -1,0 +1,93 @@
+"""Every operation but attention and linear, on kernels under test, against the reference."""
+
+from __future__ import annotations
+
+import torch
+
+from headway.kernels.interface import Kernels, LayerCache
+from headway.kernels.reference import ReferenceKernels
+from tests.kernels.steps import assert_close, cache_of, on, random, step_of
+
+REFERENCE = ReferenceKernels()
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def check_norms(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, width: int) -> None:
+    x, residual, weight = (random(seed, dtype, *shape) for seed, shape in enumerate([(tokens, width)] * 2 + [(width,)]))
+    expected = REFERENCE.rms_norm(x, weight, 1e-6)
+    assert_close(kernels.rms_norm(x.to(device), weight.to(device), 1e-6), expected, dtype)
+    expected, expected_sum = REFERENCE.add_rms_norm(x, residual, weight, 1e-6)
+    got, got_sum = kernels.add_rms_norm(x.clone().to(device), residual.clone().to(device), weight.to(device), 1e-6)
+    assert_close(got_sum, expected_sum, dtype)
+    assert_close(got, expected, dtype)
+
+
+def check_norm_of_heads(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
+    """As for Qwen3's query and key norm: heads that are a slice of a wider projection."""
+    fused = random(0, dtype, 5, 6 * 24)
+    heads = fused[:, 24 : 5 * 24].view(5, 4, 24)
+    weight = random(1, dtype, 24)
+    got = kernels.rms_norm(fused.to(device)[:, 24 : 5 * 24].view(5, 4, 24), weight.to(device), 1e-5)
+    assert_close(got, REFERENCE.rms_norm(heads, weight, 1e-5), dtype)
+
+
+def check_gate(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, width: int) -> None:
+    gate_up = random(0, dtype, tokens, 2 * width) * 8
+    gate_up[0, :4] = torch.tensor([-300.0, -88.0, 300.0, 0.0]).to(dtype)
+    assert_close(kernels.silu_and_mul(gate_up.to(device)), REFERENCE.silu_and_mul(gate_up), dtype)
+
+
+def check_rotate(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, width: int, half: int) -> None:
+    angles = random(0, torch.float32, 64, half)
+    positions = torch.randint(0, 64, (tokens,), generator=torch.Generator().manual_seed(1))
+    fused = random(2, dtype, tokens, 7 * width)
+    ours = fused.clone().to(device)
+    for kernel, x, to in ((REFERENCE, fused, "cpu"), (kernels, ours, device)):
+        query, key = x[:, : 4 * width].view(tokens, 4, width), x[:, 4 * width : 6 * width].view(tokens, 2, width)
+        kernel.rotate(query, key, angles.cos().to(to), angles.sin().to(to), positions.to(to))
+    assert_close(ours, fused, dtype)
+
+
+def check_store(kernels: Kernels, device: str, dtype: torch.dtype, block_size: int, width: int) -> None:
+    step, num_blocks = step_of([3, 1, 20], [3, 40, 25], block_size)
+    cache, ours = (cache_of(num_blocks, 3, block_size, width, dtype, 0) for _ in range(2))
+    ours.keys, ours.values = ours.keys.to(device), ours.values.to(device)
+    fused = random(9, dtype, 24, 9 * width)
+    for kernel, target, x, slots in (
+        (REFERENCE, cache, fused, step.slots),
+        (kernels, ours, fused.to(device), step.slots.to(device)),
+    ):
+        key, value = (x[:, at * width : (at + 3) * width].view(24, 3, width) for at in (3, 6))
+        kernel.store(key, value, target, slots)
+    assert torch.equal(ours.keys.cpu(), cache.keys)
+    assert torch.equal(ours.values.cpu(), cache.values)
+
+
+def check_copy_blocks(kernels: Kernels, device: str) -> None:
+    caches = [cache_of(6, 2, 8, 16, torch.float32, seed) for seed in (0, 10)]
+    before = [cache.keys.clone() for cache in caches], [cache.values.clone() for cache in caches]
+    for cache in caches:
+        cache.keys, cache.values = cache.keys.to(device), cache.values.to(device)
+    kernels.copy_blocks(caches, [0, 3, 1], [3, 5, 4])
+    for cache, keys, values in zip(caches, *before, strict=True):
+        for target, source in enumerate([0, 1, 2, 0, 1, 3]):
+            assert torch.equal(cache.keys[target].cpu(), keys[source])
+            assert torch.equal(cache.values[target].cpu(), values[source])
+
+
+def check_attention(
+    kernels: Kernels, device: str, dtype: torch.dtype, queries: list[int], contexts: list[int], heads: int,
+    kv_heads: int, width: int, block_size: int, window: int | None, seed: int = 0,
+) -> None:  # fmt: skip
+    """Attention of queries that are a slice of a wider projection, over a cache in shuffled blocks."""
+    step, num_blocks = step_of(queries, contexts, block_size, seed)
+    cache = cache_of(num_blocks, kv_heads, block_size, width, dtype, seed + 1)
+    fused = random(seed + 3, dtype, sum(queries), (heads + 2) * width)
+    expected = REFERENCE.attention(
+        fused[:, : heads * width].view(-1, heads, width), cache, step, width**-0.5, window
+    )  # fmt: skip
+    ours = LayerCache(cache.keys.to(device), cache.values.to(device))
+    query = fused.to(device)[:, : heads * width].view(-1, heads, width)
+    got = kernels.attention(query, ours, on(device, step), width**-0.5, window)
+    assert got.shape == (sum(queries), heads, width)
+    assert_close(got, expected, dtype)

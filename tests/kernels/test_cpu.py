@@ -1,0 +1,176 @@
+"""The CPU kernels against the reference."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.kernels.cpu import CpuKernels
+from tests.kernels import operations
+from tests.kernels.operations import DTYPES, check_attention
+from tests.kernels.steps import cache_of, random, step_of
+
+# Compiling for a first run on a machine takes tens of seconds where cores are slow or shared.
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CpuKernels:
+    return CpuKernels()
+
+
+def with_threads(threads: int) -> CpuKernels:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return CpuKernels()
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 896), (3, 40), (70, 512)])
+def test_norms(kernels: CpuKernels, dtype: torch.dtype, tokens: int, width: int) -> None:
+    operations.check_norms(kernels, "cpu", dtype, tokens, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_heads(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    operations.check_norm_of_heads(kernels, "cpu", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 4864), (7, 40), (40, 512)])
+def test_gate(kernels: CpuKernels, dtype: torch.dtype, tokens: int, width: int) -> None:
+    operations.check_gate(kernels, "cpu", dtype, tokens, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width", "half"), [(1, 64, 32), (5, 24, 12), (90, 80, 20)])
+def test_rotate(kernels: CpuKernels, dtype: torch.dtype, tokens: int, width: int, half: int) -> None:
+    operations.check_rotate(kernels, "cpu", dtype, tokens, width, half)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("block_size", "width"), [(8, 8), (16, 64), (32, 80), (64, 128)])
+def test_store(kernels: CpuKernels, dtype: torch.dtype, block_size: int, width: int) -> None:
+    operations.check_store(kernels, "cpu", dtype, block_size, width)
+
+
+def test_copy_blocks(kernels: CpuKernels) -> None:
+    operations.check_copy_blocks(kernels, "cpu")
+
+
+MIXED = ([1, 7, 1, 40, 130, 1, 1], [1, 7, 300, 100, 130, 1500, 513])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 37, 600])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "block_size"),
+    [(14, 2, 64, 16), (4, 4, 80, 8), (8, 1, 24, 64), (4, 2, 128, 32), (2, 2, 8, 16), (6, 2, 96, 16), (3, 1, 32, 32)],
+)
+def test_attention_of_a_mixed_step(
+    kernels: CpuKernels, dtype: torch.dtype, window: int | None, heads: int, kv_heads: int, width: int, block_size: int
+) -> None:
+    check_attention(kernels, "cpu", dtype, *MIXED, heads, kv_heads, width, block_size, window)
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 150), st.integers(0, 700)), min_size=1, max_size=5),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 9),
+    width=st.sampled_from([8, 16, 40, 64, 72]),
+    block_size=st.sampled_from([8, 16, 32, 64]),
+    window=st.one_of(st.none(), st.integers(1, 800)),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 1000),
+)
+def test_attention_of_any_step(
+    lengths: list[tuple[int, int]], kv_heads: int, group: int, width: int, block_size: int, window: int | None,
+    dtype: torch.dtype, seed: int,
+) -> None:  # fmt: skip
+    queries, contexts = [q for q, _ in lengths], [q + earlier for q, earlier in lengths]
+    check_attention(
+        CpuKernels(), "cpu", dtype, queries, contexts, kv_heads * group, kv_heads, width, block_size, window, seed
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_attention_without_bfloat16_instructions(dtype: torch.dtype) -> None:
+    """Where the processor lacks them, bfloat16 is widened to float32 as it is packed."""
+    kernels = CpuKernels()
+    kernels._has_bfloat16_dot = False
+    check_attention(kernels, "cpu", dtype, *MIXED, 14, 2, 64, 16, 200)
+    check_attention(kernels, "cpu", dtype, *MIXED, 3, 1, 24, 8, None)
+
+
+def test_attention_does_not_depend_on_its_company_or_on_threads() -> None:
+    """Bit for bit, so that a greedy request gives the same tokens alone and in a crowd."""
+    width, heads, kv_heads, block_size = 64, 4, 2, 16
+    queries, contexts = [1, 1, 30, 1], [1100, 77, 90, 640]
+    step, num_blocks = step_of(queries, contexts, block_size)
+    cache = cache_of(num_blocks, kv_heads, block_size, width, torch.float32, 5)
+    query = random(6, torch.float32, sum(queries), heads, width)
+    together = with_threads(3).attention(query, cache, step, 0.125, None)
+    start = 0
+    for row, (count, context) in enumerate(zip(queries, contexts, strict=True)):
+        alone, _ = step_of([count], [context], block_size)
+        alone.block_tables = step.block_tables[row : row + 1]
+        got = with_threads(1).attention(query[start : start + count], cache, alone, 0.125, None)
+        assert torch.equal(got, together[start : start + count])
+        start += count
+
+
+def test_large_scores_do_not_overflow(kernels: CpuKernels) -> None:
+    step, num_blocks = step_of([1], [200], 16)
+    cache = cache_of(num_blocks, 1, 16, 32, torch.float32, 0)
+    query = random(3, torch.float32, 1, 2, 32) * 1e4
+    got = kernels.attention(query, cache, step, 1.0, None)
+    torch.testing.assert_close(got, operations.REFERENCE.attention(query, cache, step, 1.0, None), atol=1e-3, rtol=1e-3)
+
+
+def test_one_plan_serves_all_layers_and_a_new_step_makes_a_new_one(kernels: CpuKernels) -> None:
+    first, blocks = step_of([2], [9], 8)
+    cache = cache_of(blocks, 1, 8, 16, torch.float32, 0)
+    query = random(1, torch.float32, 2, 2, 16)
+    kernels.attention(query, cache, first, 0.25, None)
+    plan = kernels._plan
+    kernels.attention(query, cache, first, 0.25, 4)
+    assert kernels._plan is plan
+    kernels.attention(query, cache, step_of([2], [9], 8)[0], 0.25, None)
+    assert kernels._plan is not plan
+
+
+def test_no_tokens(kernels: CpuKernels) -> None:
+    empty = torch.empty(0, 32)
+    assert kernels.rms_norm(empty, torch.ones(32), 1e-6).shape == (0, 32)
+    assert kernels.silu_and_mul(empty).shape == (0, 16)
+
+
+def test_heads_must_be_dense(kernels: CpuKernels) -> None:
+    crooked = torch.zeros(4, 16, 2).transpose(1, 2)
+    with pytest.raises(ValueError, match=r"key of shape \(4, 2, 16\) has strides \(32, 1, 2\)"):
+        kernels.rotate(torch.zeros(4, 2, 16), crooked, torch.ones(4, 8), torch.ones(4, 8), torch.arange(4))
+
+
+def test_threads_of_torch_are_respected_and_left_alone() -> None:
+    before = torch.get_num_threads()
+    kernels = with_threads(1)
+    seen = []
+
+    def work() -> None:
+        kernels.rms_norm(torch.ones(64, 1024), torch.ones(1024), 1e-6)
+        seen.append(kernels._team.enter()[0])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    work()
+    assert seen == [1, 1]
+    assert torch.get_num_threads() == before

@@ -1,0 +1,96 @@
+"""The CUDA kernels against the reference: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels import operations
+from tests.kernels.operations import DTYPES, check_attention
+from tests.kernels.steps import random, step_of
+
+pytest.importorskip("triton")
+from headway.kernels.cuda import CudaKernels
+from headway.kernels.cuda_attention import count_splits
+
+# Without a GPU, tests/conftest.py has set TRITON_INTERPRET before anything could import Triton.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CudaKernels:
+    return CudaKernels()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 96), (3, 40)])
+def test_norms(kernels: CudaKernels, dtype: torch.dtype, tokens: int, width: int) -> None:
+    operations.check_norms(kernels, DEVICE, dtype, tokens, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_heads(kernels: CudaKernels, dtype: torch.dtype) -> None:
+    operations.check_norm_of_heads(kernels, DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(2, 1100), (3, 40)])
+def test_gate(kernels: CudaKernels, dtype: torch.dtype, tokens: int, width: int) -> None:
+    operations.check_gate(kernels, DEVICE, dtype, tokens, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width", "half"), [(3, 64, 32), (2, 24, 12), (2, 80, 20)])
+def test_rotate(kernels: CudaKernels, dtype: torch.dtype, tokens: int, width: int, half: int) -> None:
+    operations.check_rotate(kernels, DEVICE, dtype, tokens, width, half)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("block_size", "width"), [(8, 8), (16, 80)])
+def test_store(kernels: CudaKernels, dtype: torch.dtype, block_size: int, width: int) -> None:
+    operations.check_store(kernels, DEVICE, dtype, block_size, width)
+
+
+def test_copy_blocks(kernels: CudaKernels) -> None:
+    operations.check_copy_blocks(kernels, DEVICE)
+    kernels.copy_blocks([], [], [])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 37])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "block_size"), [(14, 2, 64, 16), (3, 3, 80, 8), (8, 1, 24, 64), (2, 1, 128, 32)]
+)
+def test_attention_of_a_mixed_step(
+    kernels: CudaKernels, dtype: torch.dtype, window: int | None, heads: int, kv_heads: int, width: int, block_size: int
+) -> None:
+    check_attention(kernels, DEVICE, dtype, [1, 7, 1, 20], [1, 7, 70, 33], heads, kv_heads, width, block_size, window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 300])
+def test_attention_of_long_contexts_is_split(kernels: CudaKernels, dtype: torch.dtype, window: int | None) -> None:
+    step, _ = step_of([1, 1], [1300, 90], 16)
+    assert count_splits(step, 1, 1, kernels._multiprocessors) > 1
+    check_attention(kernels, DEVICE, dtype, [1, 1], [1300, 90], 7, 1, 64, 16, window)
+
+
+def test_splits_fill_the_device_but_stay_long(kernels: CudaKernels) -> None:
+    long, _ = step_of([1], [20_000], 16)
+    short, _ = step_of([1], [400], 16)
+    many, _ = step_of([1] * 64, [2_000] * 64, 16)
+    assert count_splits(long, 8, 1, 132) == 32
+    assert count_splits(short, 8, 1, 132) == 1
+    assert count_splits(many, 8, 1, 132) == 1
+
+
+def test_linear(kernels: CudaKernels) -> None:
+    weight, bias, x = random(0, torch.float32, 24, 40), random(1, torch.float32, 24), random(2, torch.float32, 3, 40)
+    got = kernels.linear(weight.to(DEVICE), bias.to(DEVICE))(x.to(DEVICE))
+    torch.testing.assert_close(got.cpu(), x @ weight.T + bias, atol=1e-4, rtol=1e-4)
+
+
+def test_no_tokens(kernels: CudaKernels) -> None:
+    empty = torch.empty(0, 32, device=DEVICE)
+    assert kernels.rms_norm(empty, torch.ones(32, device=DEVICE), 1e-6).shape == (0, 32)
+    assert kernels.silu_and_mul(empty).shape == (0, 16)

@@ -1,0 +1,84 @@
+"""The reference against formulas worked out by hand or by torch, and the choice of kernels."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headway.kernels import kernels_for
+from headway.kernels.interface import LayerCache
+from headway.kernels.reference import ReferenceKernels
+from tests.kernels.steps import cache_of, random, step_of
+
+REFERENCE = ReferenceKernels()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_is_torchs_over_the_stored_context(window: int | None) -> None:
+    """A whole prompt of two sequences, stored through the cache, against scaled_dot_product_attention."""
+    queries, heads, kv_heads, width = [6, 11], 4, 2, 16
+    step, num_blocks = step_of(queries, queries, 4)
+    cache = LayerCache(*(torch.zeros(num_blocks, kv_heads, 4, width) for _ in range(2)))
+    query, key, value = (random(s, torch.float32, 17, h, width) for s, h in enumerate((heads, kv_heads, kv_heads)))
+    REFERENCE.store(key, value, cache, step.slots)
+    got = REFERENCE.attention(query, cache, step, 0.2, window)
+    for start, end in ((0, 6), (6, 17)):
+        q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None, :]
+        seen = (distance >= 0) & (distance < (window or 100))
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.2, enable_gqa=True)
+        torch.testing.assert_close(got[start:end], expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_attention_of_one_key_is_its_value() -> None:
+    step, num_blocks = step_of([1], [1], 8)
+    cache = cache_of(num_blocks, 1, 8, 8, torch.float32, 0)
+    got = REFERENCE.attention(random(1, torch.float32, 1, 3, 8), cache, step, 1.0, None)
+    assert torch.equal(got, cache.values.flatten(1, 2)[step.slots // 8, step.slots % 8].expand(1, 3, 8))
+
+
+def test_rms_norm_of_three_and_four() -> None:
+    got = REFERENCE.rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0]), 0.0)
+    torch.testing.assert_close(got, torch.tensor([[3.0, 8.0]]) / math.sqrt(12.5))
+
+
+def test_rotation_by_a_quarter_turn_pairs_halves() -> None:
+    query, key = torch.tensor([[[1.0, 2.0, 3.0, 4.0, 5.0]]]), torch.zeros(1, 1, 5)
+    REFERENCE.rotate(query, key, torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([0]))
+    assert query.tolist() == [[[-3.0, -4.0, 1.0, 2.0, 5.0]]]
+
+
+def test_silu_and_mul() -> None:
+    gate_up = random(0, torch.float32, 3, 10)
+    torch.testing.assert_close(REFERENCE.silu_and_mul(gate_up), F.silu(gate_up[:, :5]) * gate_up[:, 5:])
+
+
+def test_copy_blocks_reads_before_it_writes() -> None:
+    cache = cache_of(4, 1, 4, 8, torch.float32, 0)
+    keys = cache.keys.clone()
+    REFERENCE.copy_blocks([cache], [0, 1], [1, 2])
+    assert torch.equal(cache.keys, keys[[0, 0, 1, 3]])
+
+
+def test_kernels_for_cpu() -> None:
+    assert kernels_for("cpu", torch.bfloat16).name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "message"),
+    [("cpu", torch.int8, "dtype torch.int8 is not supported"), ("mps", torch.float16, "device 'mps' is not supported")],
+)
+def test_what_no_kernels_cover_is_refused(device: str, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kernels_for(device, dtype)
+
+
+def test_importing_the_package_loads_no_compiler() -> None:
+    code = "import headway.kernels, sys; print([name for name in ('numba', 'triton') if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
