@@ -1,0 +1,168 @@
+"""The operations on CPU that go over rows once: norms, RoPE, the gate of the feed-forward, the cache's writes.
+
+At a few tokens these take less than a microsecond of work each, so they run on the calling thread; from
+some thousands of elements on, the team shares the rows.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import numpy as np
+from numba import prange
+
+from headway.kernels.cpu_compile import compiled
+from headway.kernels.cpu_simd import FLOAT32, exponential_of_two, load, read_int64, store
+
+# Sums may be reordered into vectors; NaN and infinity keep their meaning.
+REORDER = {"reassoc", "contract", "nsz", "arcp"}
+
+_LOG2_E = np.float32(1.4426950408889634)
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
+_ONE, _HALF = np.float32(1.0), np.float32(0.5)
+_LOWEST = np.float32(-87.0)
+# Minimax coefficients of (exp(r) - 1 - r) / r^2 on |r| <= ln(2) / 2, from Moshier's Cephes library (expf).
+_C0, _C1, _C2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_C3, _C4, _C5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+
+
+@compiled(fastmath=REORDER, inline="always")
+def exp_of_negative(x):
+    """exp(x) for x <= 0 in float32, within 2 units in the last place; below -87 it is exp(-87), about 1e-38."""
+    x = max(x, _LOWEST)
+    power = np.int32(x * _LOG2_E - _HALF)
+    whole = np.float32(power)
+    r = x - whole * _LN2_HIGH - whole * _LN2_LOW
+    tail = ((((_C0 * r + _C1) * r + _C2) * r + _C3) * r + _C4) * r + _C5
+    return (tail * r * r + r + _ONE) * exponential_of_two(power)
+
+
+@compiled(inline="always")
+def share(part, parts, rows):
+    """The first row of a part; the next part's first row is its end."""
+    return part * rows // parts
+
+
+@compiled(fastmath=REORDER)
+def rms_norm_rows(kind, first, last, x, outer_stride, inner, inner_stride, width, weight, eps, out):
+    """Row i of x starts at (i // inner) * outer_stride + (i % inner) * inner_stride elements; out is dense."""
+    for i in range(first, last):
+        at = (i // inner) * outer_stride + (i % inner) * inner_stride
+        total = np.float32(0)
+        for d in range(width):
+            value = load(x, at + d, kind)
+            total += value * value
+        scale = _ONE / np.sqrt(total / np.float32(width) + eps)
+        for d in range(width):
+            store(out, i * width + d, load(x, at + d, kind) * scale * load(weight, d, kind), kind)
+
+
+@compiled(parallel=True)
+def rms_norm_team(kind, parts, rows, x, outer_stride, inner, inner_stride, width, weight, eps, out):
+    for part in prange(parts):
+        rms_norm_rows(
+            kind, share(part, parts, rows), share(part + 1, parts, rows), x, outer_stride, inner, inner_stride,
+            width, weight, eps, out,
+        )  # fmt: skip
+
+
+@compiled(fastmath=REORDER)
+def add_rms_norm_rows(kind, first, last, x, residual, width, weight, eps):
+    """residual += x, x = rms_norm(residual), both dense."""
+    for i in range(first, last):
+        at = i * width
+        total = np.float32(0)
+        for d in range(width):
+            store(residual, at + d, load(x, at + d, kind) + load(residual, at + d, kind), kind)
+        for d in range(width):
+            value = load(residual, at + d, kind)
+            total += value * value
+        scale = _ONE / np.sqrt(total / np.float32(width) + eps)
+        for d in range(width):
+            store(x, at + d, load(residual, at + d, kind) * scale * load(weight, d, kind), kind)
+
+
+@compiled(parallel=True)
+def add_rms_norm_team(kind, parts, rows, x, residual, width, weight, eps):
+    for part in prange(parts):
+        add_rms_norm_rows(
+            kind, share(part, parts, rows), share(part + 1, parts, rows), x, residual, width, weight, eps
+        )  # fmt: skip
+
+
+@compiled(fastmath=REORDER)
+def silu_and_mul_rows(kind, first, last, x, width, out):
+    """out[i, d] = silu(x[i, d]) * x[i, width + d], dense."""
+    for i in range(first, last):
+        gate = i * 2 * width
+        for d in range(width):
+            value = load(x, gate + d, kind)
+            decay = exp_of_negative(-abs(value))
+            numerator = _ONE if value >= 0 else decay
+            store(out, i * width + d, value * numerator / (_ONE + decay) * load(x, gate + width + d, kind), kind)
+
+
+@compiled(parallel=True)
+def silu_and_mul_team(kind, parts, rows, x, width, out):
+    for part in prange(parts):
+        silu_and_mul_rows(kind, share(part, parts, rows), share(part + 1, parts, rows), x, width, out)
+
+
+@compiled(fastmath=REORDER)
+def rotate_rows(kind, first, last, x, stride, heads, width, half, cos, sin, positions):
+    """RoPE in place on tokens first .. last - 1 of x, `stride` elements between tokens."""
+    for token in range(first, last):
+        table = read_int64(positions, token) * half
+        for head in range(heads):
+            at = token * stride + head * width
+            for d in range(half):
+                low, high = load(x, at + d, kind), load(x, at + half + d, kind)
+                c, s = load(cos, table + d, FLOAT32), load(sin, table + d, FLOAT32)
+                store(x, at + d, low * c - high * s, kind)
+                store(x, at + half + d, high * c + low * s, kind)
+
+
+@compiled()
+def rotate_both_rows(
+    kind, first, last, query, query_stride, heads, key, key_stride, kv_heads, width, half, cos, sin, positions
+):
+    rotate_rows(kind, first, last, query, query_stride, heads, width, half, cos, sin, positions)
+    rotate_rows(kind, first, last, key, key_stride, kv_heads, width, half, cos, sin, positions)
+
+
+@compiled(parallel=True)
+def rotate_both_team(
+    kind, parts, tokens, query, query_stride, heads, key, key_stride, kv_heads, width, half, cos, sin, positions
+):
+    for part in prange(parts):
+        rotate_both_rows(
+            kind, share(part, parts, tokens), share(part + 1, parts, tokens), query, query_stride, heads, key,
+            key_stride, kv_heads, width, half, cos, sin, positions,
+        )  # fmt: skip
+
+
+@compiled()
+def store_rows(
+    kind, first, last, key, key_stride, value, value_stride, keys, values, slots, kv_heads, block_size, width
+):
+    """Tokens first .. last - 1 of key and value to their slots of keys and values [N, G, B, D]."""
+    for token in range(first, last):
+        slot = read_int64(slots, token)
+        block, offset = slot // block_size, slot % block_size
+        for head in range(kv_heads):
+            at = ((block * kv_heads + head) * block_size + offset) * width
+            for d in range(width):
+                store(keys, at + d, load(key, token * key_stride + head * width + d, kind), kind)
+            for d in range(width):
+                store(values, at + d, load(value, token * value_stride + head * width + d, kind), kind)
+
+
+@compiled(parallel=True)
+def store_team(
+    kind, parts, tokens, key, key_stride, value, value_stride, keys, values, slots, kv_heads, block_size, width
+):
+    for part in prange(parts):
+        store_rows(
+            kind, share(part, parts, tokens), share(part + 1, parts, tokens), key, key_stride, value,
+            value_stride, keys, values, slots, kv_heads, block_size, width,
+        )  # fmt: skip

@@ -1,0 +1,170 @@
+"""Scalar operations for Numba, written as LLVM IR, over memory addressed by plain integers.
+
+An integer (`tensor.data_ptr()`) costs a tenth of what handing an array to Numba does, and these operations
+still become vector instructions in a loop.
+
+A kind is a numpy scalar whose type says what memory holds, so that Numba compiles one function per kind:
+float32 for itself, uint16 for bfloat16, int16 for float16 (Numba has no 16-bit floats of its own on CPU).
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import binding, ir
+from numba import types
+from numba.extending import intrinsic
+
+from headway.kernels.cpu_ir import BF16, F16, F32, I16, I32, I64, declare, index
+
+FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+_STORED = {types.float32: F32, types.uint16: I16, types.int16: F16}
+
+
+def cpu_features() -> set[str]:
+    """The instruction set extensions of this processor, by LLVM's names."""
+    return {name for name, present in binding.get_host_cpu_features().items() if present}
+
+
+def has_bfloat16_dot() -> bool:
+    """Whether this processor multiplies bfloat16 pairs in vectors of 512 bits."""
+    return platform.machine() in ("x86_64", "AMD64") and "avx512bf16" in cpu_features()
+
+
+def has_wide_vectors() -> bool:
+    """Whether this processor has the 32 vector registers of 512 bits that the larger tiles fill."""
+    return platform.machine() in ("x86_64", "AMD64") and "avx512f" in cpu_features()
+
+
+def has_matrix_tiles() -> bool:
+    """Whether this processor has AMX, where oneDNN's matrix product is far ahead of any vector code."""
+    return "amx-bf16" in cpu_features()
+
+
+_HAS_BFLOAT16_DOT = has_bfloat16_dot()
+
+
+@intrinsic
+def load(typing: Any, address: Any, index: Any, kind: Any) -> Any:
+    """Element index of the memory at address, widened to float32."""
+    stored = _STORED[kind]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.gep(builder.inttoptr(arguments[0], stored.as_pointer()), [arguments[1]])
+        value = builder.load(pointer)
+        if stored is F16:
+            return builder.fpext(value, F32)
+        if stored is I16:
+            return builder.bitcast(builder.shl(builder.zext(value, I32), ir.Constant(I32, 16)), F32)
+        return value
+
+    return types.float32(types.int64, types.int64, kind), generate
+
+
+@intrinsic
+def store(typing: Any, address: Any, index: Any, value: Any, kind: Any) -> Any:
+    """Write a float32 as element index of the memory at address, rounded to nearest even."""
+    stored = _STORED[kind]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.gep(builder.inttoptr(arguments[0], stored.as_pointer()), [arguments[1]])
+        value = arguments[2]
+        if stored is F16:
+            value = builder.fptrunc(value, F16)
+        elif stored is I16:
+            value = _round_to_bfloat16(builder, value)
+        builder.store(value, pointer)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, kind), generate
+
+
+def _round_to_bfloat16(builder: Any, value: Any) -> Any:
+    """The upper half of a float32 after rounding to nearest even; NaN stays NaN."""
+    if _HAS_BFLOAT16_DOT:
+        return builder.bitcast(builder.fptrunc(value, BF16), I16)
+    bits = builder.bitcast(value, I32)
+    odd = builder.and_(builder.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
+    rounded = builder.add(bits, builder.add(odd, ir.Constant(I32, 0x7FFF)))
+    magnitude = builder.and_(bits, ir.Constant(I32, 0x7FFFFFFF))
+    is_nan = builder.icmp_unsigned(">", magnitude, ir.Constant(I32, 0x7F800000))
+    chosen = builder.select(is_nan, builder.or_(bits, ir.Constant(I32, 0x400000)), rounded)
+    return builder.trunc(builder.lshr(chosen, ir.Constant(I32, 16)), I16)
+
+
+@intrinsic
+def read_int32(typing: Any, address: Any, index: Any) -> Any:
+    """Element index of the int32 memory at address, as int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.gep(builder.inttoptr(arguments[0], I32.as_pointer()), [arguments[1]])
+        return builder.sext(builder.load(pointer), I64)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def read_int64(typing: Any, address: Any, index: Any) -> Any:
+    """Element index of the int64 memory at address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(builder.gep(builder.inttoptr(arguments[0], I64.as_pointer()), [arguments[1]]))
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def take_ticket(typing: Any, address: Any) -> Any:
+    """Add one to the int64 at address, atomically, and return what it was: work is shared out as it is done."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(arguments[0], I64.as_pointer()), index(1), "acq_rel")
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def tickets_taken(typing: Any, address: Any) -> Any:
+    """The int64 at address, with all that was written before the last ticket was taken in sight."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(arguments[0], I64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def reset_tickets(typing: Any, address: Any) -> Any:
+    """Start the count at address again from zero."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store(index(0), builder.inttoptr(arguments[0], I64.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def exponential_of_two(typing: Any, power: Any) -> Any:
+    """2 ** power of an int32 in -126 .. 127, as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        biased = builder.add(arguments[0], ir.Constant(I32, 127))
+        return builder.bitcast(builder.shl(biased, ir.Constant(I32, 23)), F32)
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def larger(typing: Any, first: Any, second: Any) -> Any:
+    """The larger of two float32, neither of them NaN; unlike max(), a loop of it becomes vectors."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        function = declare(builder, "llvm.maxnum.f32", F32, [F32, F32])
+        return builder.call(function, arguments, fastmath=("nnan", "nsz"))
+
+    return types.float32(types.float32, types.float32), generate

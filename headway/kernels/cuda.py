@@ -1,0 +1,117 @@
+"""The Kernels protocol on CUDA: Triton for everything but the matrix products, which are cuBLAS's."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from headway.kernels import cuda_attention, cuda_rows
+from headway.kernels.heads import check_heads
+from headway.kernels.interface import LayerCache, Linear, StepGeometry
+from headway.kernels.reference import ReferenceLinear
+
+_GATE_BLOCK = 1024
+# What Triton's interpreter, which has no device to ask, is taken to be: few, so that splits occur in tests.
+_INTERPRETED_MULTIPROCESSORS = 8
+
+
+class CudaKernels:
+    """Kernels for float32, bfloat16 and float16 on a CUDA device.
+
+    No operation waits for the device or reads back from it; every grid follows from tensor shapes and the
+    host-side sizes of StepGeometry, so a step of fixed sizes can be captured in a CUDA graph.
+    """
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self._multiprocessors = _INTERPRETED_MULTIPROCESSORS
+        if torch.cuda.is_available():
+            self._multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """cuBLAS takes weight [out, in] as it is."""
+        return ReferenceLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last dimension of x [T, D] or [T, H, D], strided along T and H or not."""
+        if x.dim() != 3 or x.stride(2) != 1:
+            x = x.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if x.numel() == 0:
+            return out
+        width = x.shape[-1]
+        inner, outer_stride, inner_stride = 1, width, 0
+        if x.dim() == 3:
+            inner, outer_stride, inner_stride = x.shape[1], x.stride(0), x.stride(1)
+        cuda_rows.rms_norm_kernel[(x.numel() // width,)](
+            x, outer_stride, inner, inner_stride, weight, out, eps, WIDTH=width, PADDED=triton.next_power_of_2(width)
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual), in the memory of x and residual."""
+        x, residual = x.contiguous(), residual.contiguous()
+        if x.numel() == 0:
+            return x, residual
+        width = x.shape[-1]
+        cuda_rows.add_rms_norm_kernel[(x.numel() // width,)](
+            x, residual, weight, eps, WIDTH=width, PADDED=triton.next_power_of_2(width)
+        )
+        return x, residual
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+        """RoPE in place on query [T, H, D] and key [T, G, D], strided along T or not."""
+        check_heads("query", query)
+        check_heads("key", key)
+        tokens, heads, width = query.shape
+        if tokens == 0:
+            return
+        half = cos.shape[1]
+        cuda_rows.rotate_kernel[(tokens, heads + key.shape[1])](
+            query, query.stride(0), key, key.stride(0), cos.contiguous(), sin.contiguous(), positions,
+            HEADS=heads, WIDTH=width, HALF=half, PADDED=triton.next_power_of_2(half), num_warps=1,
+        )  # fmt: skip
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 * F] -> [T, F]: silu of the first half times the second."""
+        gate_up = gate_up.contiguous()
+        tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+        if tokens:
+            grid = (tokens, triton.cdiv(width, _GATE_BLOCK))
+            cuda_rows.silu_and_mul_kernel[grid](gate_up, out, width, BLOCK=_GATE_BLOCK)
+        return out
+
+    def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        """Write key and value [T, G, D], strided along T or not, to their slots [T]."""
+        check_heads("key", key)
+        check_heads("value", value)
+        tokens, kv_heads, width = key.shape
+        if tokens == 0:
+            return
+        cuda_rows.store_kernel[(tokens, kv_heads)](
+            key, key.stride(0), value, value.stride(0), cache.keys, cache.values, slots, KV_HEADS=kv_heads,
+            BLOCK_SIZE=cache.keys.shape[2], WIDTH=width, PADDED=triton.next_power_of_2(width), num_warps=1,
+        )  # fmt: skip
+
+    def attention(
+        self, query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, sliding_window: int | None
+    ) -> Tensor:
+        """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D]."""
+        check_heads("query", query)
+        return cuda_attention.attention(query, cache, step, scale, sliding_window, self._multiprocessors)
+
+    def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
+        """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes."""
+        if not sources or not caches:
+            return
+        pair = torch.tensor([sources, targets], dtype=torch.int64)
+        device = caches[0].keys.device
+        if device.type == "cuda":
+            pair = pair.pin_memory()
+        read, write = pair.to(device, non_blocking=True)
+        for cache in caches:
+            cache.keys.index_copy_(0, write, cache.keys.index_select(0, read))
+            cache.values.index_copy_(0, write, cache.values.index_select(0, read))

@@ -1,0 +1,166 @@
+"""Paged attention on CUDA in Triton: one kernel for prefill, decode and mixtures of both.
+
+A program takes one tile of query tokens of one sequence with all the query heads of one key/value head, so
+that the rows of its matrix products are tokens times heads and tensor cores have work even in decode. It
+goes over the keys with a running maximum and sum. Where there are too few programs for the device, the
+context is split and a second kernel merges the parts.
+
+Grids follow from sizes the host already knows; nothing here waits for the device.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.kernels.interface import LayerCache, StepGeometry
+
+_MOST_SPLITS = 32
+_LEAST_SPLIT_KEYS = 256
+
+
+@triton.jit
+def _attention_kernel(
+    query, keys, values, tables, query_start, context_lens, out, partial_out, partial_max, partial_sum,
+    scale, query_stride, table_stride, window, split_keys,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0)
+    tile = tl.program_id(1)
+    kv_head = tl.program_id(2) % KV_HEADS
+    split = tl.program_id(2) // KV_HEADS
+    start = tl.load(query_start + sequence)
+    queries = tl.load(query_start + sequence + 1) - start
+    context = tl.load(context_lens + sequence)
+    if tile * TOKENS >= queries:
+        return
+    row = tl.arange(0, ROWS)
+    token = tile * TOKENS + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    live = (row // GROUP < TOKENS) & (token < queries)
+    position = context - queries + token
+    dim = tl.arange(0, WIDTH_PADDED)
+    has_dim = dim < WIDTH
+    token_index = (start + token).to(tl.int64)
+    q = tl.load(
+        query + token_index[:, None] * query_stride + head[:, None] * WIDTH + dim[None, :],
+        mask=live[:, None] & has_dim[None, :], other=0.0,
+    )  # fmt: skip
+
+    if WIDEN:
+        q = q.to(tl.float32)
+
+    first_position = context - queries + tile * TOKENS
+    end = tl.minimum(first_position + TOKENS, context)
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
+    if SPLITS > 1:
+        begin = tl.maximum(begin, split * split_keys)
+        end = tl.minimum(end, (split + 1) * split_keys)
+    best = tl.full([ROWS], -1.0e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    result = tl.zeros([ROWS, WIDTH_PADDED], tl.float32)
+    lane = tl.arange(0, KEYS)
+    for key in range(begin, end, KEYS):
+        at = key + lane
+        there = at < end
+        block = tl.load(tables + sequence.to(tl.int64) * table_stride + at // BLOCK_SIZE, mask=there, other=0)
+        place = ((block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + at % BLOCK_SIZE) * WIDTH
+        k = tl.load(keys + place[None, :] + dim[:, None], mask=there[None, :] & has_dim[:, None], other=0.0)
+        v = tl.load(values + place[:, None] + dim[None, :], mask=there[:, None] & has_dim[None, :], other=0.0)
+        if WIDEN:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        seen = there[None, :] & (at[None, :] <= position[:, None])
+        if WINDOWED:
+            seen = seen & (at[None, :] > position[:, None] - window)
+        scores = tl.where(seen, tl.dot(q, k, input_precision="ieee") * scale, -1.0e30)
+        better = tl.maximum(best, tl.max(scores, axis=1))
+        weights = tl.where(seen, tl.exp(scores - better[:, None]), 0.0)
+        decay = tl.exp(best - better)
+        result = result * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * decay + tl.sum(weights, axis=1)
+        best = better
+    if SPLITS > 1:
+        part = (token_index * HEADS + head) * SPLITS + split
+        tl.store(partial_max + part, best, mask=live)
+        tl.store(partial_sum + part, total, mask=live)
+        tl.store(
+            partial_out + part[:, None] * WIDTH + dim[None, :], result, mask=live[:, None] & has_dim[None, :]
+        )  # fmt: skip
+    else:
+        result = result / tl.where(live, total, 1.0)[:, None]
+        target = out + (token_index * HEADS + head)[:, None] * WIDTH + dim[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & has_dim[None, :])
+
+
+@triton.jit
+def _merge_kernel(
+    out, partial_out, partial_max, partial_sum,
+    WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS_PADDED)
+    dim = tl.arange(0, WIDTH_PADDED)
+    maxima = tl.load(partial_max + row * SPLITS + split, mask=split < SPLITS, other=-1.0e30)
+    weights = tl.exp(maxima - tl.max(maxima, axis=0))
+    sums = tl.load(partial_sum + row * SPLITS + split, mask=split < SPLITS, other=0.0)
+    parts = tl.load(
+        partial_out + (row * SPLITS + split)[:, None] * WIDTH + dim[None, :],
+        mask=(split < SPLITS)[:, None] & (dim < WIDTH)[None, :], other=0.0,
+    )  # fmt: skip
+    result = tl.sum(parts * weights[:, None], axis=0) / tl.sum(sums * weights, axis=0)
+    tl.store(out + row * WIDTH + dim, result.to(out.dtype.element_ty), mask=dim < WIDTH)
+
+
+def count_splits(step: StepGeometry, kv_heads: int, tiles: int, multiprocessors: int) -> int:
+    """Into how many parts to cut every context, so that each multiprocessor has about two programs."""
+    programs = step.num_sequences * tiles * kv_heads
+    wanted = triton.cdiv(2 * multiprocessors, programs)
+    return max(1, min(wanted, step.max_context_len // _LEAST_SPLIT_KEYS, _MOST_SPLITS))
+
+
+def attention(
+    query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, sliding_window: int | None,
+    multiprocessors: int,
+) -> Tensor:  # fmt: skip
+    """Causal paged attention of query [T, H, D], strided along T or not -> dense [T, H, D]."""
+    tokens, heads, width = query.shape
+    kv_heads, block_size = cache.keys.shape[1:3]
+    group = heads // kv_heads
+    out = torch.empty((tokens, heads, width), dtype=query.dtype, device=query.device)
+    if tokens == 0:
+        return out
+    # tl.dot wants at least 16 rows; more than 64 pay only where queries are many.
+    rows = max(16, triton.next_power_of_2(group), min(64, triton.next_power_of_2(group * step.max_query_len)))
+    tile_tokens = rows // group
+    tiles = triton.cdiv(step.max_query_len, tile_tokens)
+    splits = count_splits(step, kv_heads, tiles, multiprocessors)
+    keys = 64 if width <= 128 and query.element_size() == 2 else 32
+    split_keys = triton.cdiv(triton.cdiv(step.max_context_len, splits), keys) * keys
+    parts = splits if splits > 1 else 0
+    float32 = {"dtype": torch.float32, "device": query.device}
+    partial_out = torch.empty((tokens, heads, parts, width), **float32)  # type: ignore[call-overload]
+    partial_max = torch.empty((tokens, heads, parts), **float32)  # type: ignore[call-overload]
+    partial_sum = torch.empty((tokens, heads, parts), **float32)  # type: ignore[call-overload]
+    # Only Triton's interpreter takes tensors on CPU, and it cannot multiply bfloat16: there, widen first.
+    width_padded = max(16, triton.next_power_of_2(width))
+    _attention_kernel[(step.num_sequences, tiles, kv_heads * splits)](
+        query, cache.keys, cache.values, step.block_tables, step.query_start, step.context_lens, out, partial_out,
+        partial_max, partial_sum, scale, query.stride(0), step.block_tables.stride(0), sliding_window or 0, split_keys,
+        HEADS=heads, KV_HEADS=kv_heads, GROUP=group, WIDTH=width, WIDTH_PADDED=width_padded,
+        BLOCK_SIZE=block_size, ROWS=rows, TOKENS=tile_tokens, KEYS=keys, SPLITS=splits,
+        WINDOWED=sliding_window is not None, WIDEN=query.device.type == "cpu", num_warps=4 if width <= 128 else 8,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(tokens * heads,)](
+            out, partial_out, partial_max, partial_sum, WIDTH=width, WIDTH_PADDED=width_padded, SPLITS=splits,
+            SPLITS_PADDED=triton.next_power_of_2(splits),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,87 @@
+"""The row operations on CUDA in Triton: norms, RoPE, the gate of the feed-forward, the cache's writes."""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm_kernel(x, outer_stride, inner, inner_stride, weight, out, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Row i of x starts at (i // inner) * outer_stride + (i % inner) * inner_stride; out is dense."""
+    row = tl.program_id(0).to(tl.int64)
+    at = (row // inner) * outer_stride + (row % inner) * inner_stride
+    dim = tl.arange(0, PADDED)
+    mask = dim < WIDTH
+    value = tl.load(x + at + dim, mask=mask, other=0.0).to(tl.float32)
+    value = value / tl.sqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+    value = value * tl.load(weight + dim, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + dim, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_rms_norm_kernel(x, residual, weight, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """residual += x, x = rms_norm(residual), both dense."""
+    at = tl.program_id(0).to(tl.int64) * WIDTH
+    dim = tl.arange(0, PADDED)
+    mask = dim < WIDTH
+    total = tl.load(x + at + dim, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(residual + at + dim, mask=mask, other=0.0).to(tl.float32)
+    rounded = total.to(x.dtype.element_ty)
+    tl.store(residual + at + dim, rounded, mask=mask)
+    value = rounded.to(tl.float32)
+    value = value / tl.sqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+    value = value * tl.load(weight + dim, mask=mask, other=0.0).to(tl.float32)
+    tl.store(x + at + dim, value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def silu_and_mul_kernel(x, out, width, BLOCK: tl.constexpr):
+    """out[i, d] = silu(x[i, d]) * x[i, width + d], dense."""
+    row = tl.program_id(0).to(tl.int64)
+    dim = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = dim < width
+    gate = tl.load(x + row * 2 * width + dim, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * width + width + dim, mask=mask, other=0.0).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * width + dim, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rotate_kernel(
+    query, query_stride, key, key_stride, cos, sin, positions,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """RoPE in place: program (token, head), the heads of key following those of query."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dim = tl.arange(0, PADDED)
+    mask = dim < HALF
+    table = tl.load(positions + token) * HALF + dim
+    c = tl.load(cos + table, mask=mask, other=0.0)
+    s = tl.load(sin + table, mask=mask, other=0.0)
+    if head < HEADS:
+        row = query + token * query_stride + head * WIDTH
+    else:
+        row = key + token * key_stride + (head - HEADS) * WIDTH
+    low = tl.load(row + dim, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(row + HALF + dim, mask=mask, other=0.0).to(tl.float32)
+    tl.store(row + dim, (low * c - high * s).to(query.dtype.element_ty), mask=mask)
+    tl.store(row + HALF + dim, (high * c + low * s).to(query.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_kernel(
+    key, key_stride, value, value_stride, keys, values, slots,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """One token's key and value of one head to its slot of keys and values [N, G, B, D]."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dim = tl.arange(0, PADDED)
+    mask = dim < WIDTH
+    slot = tl.load(slots + token)
+    at = ((slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * WIDTH + dim
+    tl.store(keys + at, tl.load(key + token * key_stride + head * WIDTH + dim, mask=mask), mask=mask)
+    tl.store(values + at, tl.load(value + token * value_stride + head * WIDTH + dim, mask=mask), mask=mask)
