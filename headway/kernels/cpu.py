@@ -1,7 +1,8 @@
-"""The Kernels protocol on CPU: Numba over torch's memory, sharing torch's OpenMP threads."""
+"""The Kernels protocol on CPU: Numba over torch's memory, shared out to a team of threads."""
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import torch
@@ -48,9 +49,9 @@ class CpuKernels:
         weight = _match(weight, x)
         out = torch.empty(x.shape, dtype=x.dtype)
         arguments = (
-            x.data_ptr(), outer_stride, inner, inner_stride, width, weight.data_ptr(), eps, out.data_ptr(),
+            x.data_ptr(), outer_stride, inner, inner_stride, width, weight.data_ptr(), out.data_ptr(), eps,
         )  # fmt: skip
-        self._share(cpu_rows.rms_norm_rows, cpu_rows.rms_norm_team, x.dtype, rows, x.numel(), arguments)
+        self._share(cpu_rows.rms_norm_job(KINDS[x.dtype]), cpu_rows.RMS_NORM, rows, x.numel(), arguments)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -59,7 +60,7 @@ class CpuKernels:
         width = x.shape[-1]
         arguments = (x.data_ptr(), residual.data_ptr(), width, weight.data_ptr(), eps)
         rows = x.numel() // width
-        self._share(cpu_rows.add_rms_norm_rows, cpu_rows.add_rms_norm_team, x.dtype, rows, x.numel(), arguments)
+        self._share(cpu_rows.add_rms_norm_job(KINDS[x.dtype]), cpu_rows.ADD_RMS_NORM, rows, x.numel(), arguments)
         return x, residual
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
@@ -73,7 +74,7 @@ class CpuKernels:
             cos.shape[1], cos.data_ptr(), sin.data_ptr(), positions.data_ptr(),
         )  # fmt: skip
         size = query.numel() + key.numel()
-        self._share(cpu_rows.rotate_both_rows, cpu_rows.rotate_both_team, query.dtype, tokens, size, arguments)
+        self._share(cpu_rows.rotate_both_job(KINDS[query.dtype]), cpu_rows.ROTATE, tokens, size, arguments)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 * F] -> [T, F]: silu of the first half times the second."""
@@ -81,9 +82,8 @@ class CpuKernels:
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((tokens, width), dtype=gate_up.dtype)
         arguments = (gate_up.data_ptr(), width, out.data_ptr())
-        self._share(
-            cpu_rows.silu_and_mul_rows, cpu_rows.silu_and_mul_team, out.dtype, tokens, gate_up.numel(), arguments
-        )  # fmt: skip
+        code = cpu_rows.silu_and_mul_job(KINDS[out.dtype])
+        self._share(code, cpu_rows.SILU_AND_MUL, tokens, gate_up.numel(), arguments)
         return out
 
     def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
@@ -95,7 +95,7 @@ class CpuKernels:
             key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), cache.keys.data_ptr(),
             cache.values.data_ptr(), slots.data_ptr(), kv_heads, cache.keys.shape[2], width,
         )  # fmt: skip
-        self._share(cpu_rows.store_rows, cpu_rows.store_team, key.dtype, tokens, 2 * key.numel(), arguments)
+        self._share(cpu_rows.store_job(KINDS[key.dtype]), cpu_rows.STORE, tokens, 2 * key.numel(), arguments)
 
     def attention(
         self, query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, sliding_window: int | None
@@ -116,12 +116,12 @@ class CpuKernels:
             heads, kv_heads, width, block_size, query.element_size(), query.stride(0), step.block_tables.stride(0),
             sliding_window or 0, compute.itemsize, int(kind is compute),
         )  # fmt: skip
-        parts, tickets = self._team.enter()
-        cpu_attention.attend_team(
-            kind, compute, parts, tickets, geometry, plan.most_rows, plan.items, len(plan.items), query.data_ptr(),
-            cache.keys.data_ptr(), cache.values.data_ptr(), step.block_tables.data_ptr(), scale, out.data_ptr(),
-            partial_out.data_ptr(), partial_sums.data_ptr(),
+        arguments = (
+            *geometry, plan.most_rows, plan.items.ctypes.data, len(plan.items), query.data_ptr(), cache.keys.data_ptr(),
+            cache.values.data_ptr(), step.block_tables.data_ptr(), out.data_ptr(), partial_out.data_ptr(),
+            partial_sums.data_ptr(), scale,
         )  # fmt: skip
+        self._team.run(cpu_attention.attend_job(kind, compute), cpu_attention.ATTEND, arguments)
         if plan.partial_rows:
             cpu_attention.merge_parts(
                 kind, plan.merges, heads, width, out.data_ptr(), partial_out.data_ptr(), partial_sums.data_ptr()
@@ -134,14 +134,13 @@ class CpuKernels:
             cache.keys[targets] = cache.keys[sources]
             cache.values[targets] = cache.values[sources]
 
-    def _share(
-        self, alone: Any, team: Any, dtype: torch.dtype, rows: int, size: int, arguments: tuple[Any, ...]
-    ) -> None:
+    def _share(self, code: int, layout: struct.Struct, rows: int, size: int, arguments: tuple[Any, ...]) -> None:
         """Run a row operation on this thread or, from _ALONE elements on, by the team."""
         if size < _ALONE:
-            alone(KINDS[dtype], 0, rows, *arguments)
+            self._team.run_alone(code, layout, (rows, rows, *arguments))
         else:
-            team(KINDS[dtype], self._team.enter()[0], rows, *arguments)
+            step = max(1, rows // (4 * self._team.threads))
+            self._team.run(code, layout, (step, rows, *arguments))
 
 
 def _match(weight: Tensor, x: Tensor) -> Tensor:

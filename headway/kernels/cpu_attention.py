@@ -13,15 +13,25 @@ else is in the step.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numba import prange
 
 from headway.kernels.cpu_compile import compiled
 from headway.kernels.cpu_ir import LANES
 from headway.kernels.cpu_rows import REORDER, exp_of_negative
-from headway.kernels.cpu_simd import FLOAT32, larger, load, read_int32, reset_tickets, store, take_ticket
+from headway.kernels.cpu_simd import (
+    FLOAT32,
+    larger,
+    load,
+    read_int32,
+    read_int64,
+    store,
+    take_ticket,
+)
+from headway.kernels.cpu_team import arg, job, once_per_kind, real_arg, tickets
 from headway.kernels.cpu_tiles import pair_rows, product_tile, transpose_words
 from headway.kernels.interface import StepGeometry
 
@@ -30,6 +40,7 @@ SPLIT = 512
 _TILE_QUERIES = 112
 _MASKED = np.float32(-1e30)
 _ZERO, _ONE = np.float32(0), np.float32(1)
+_ITEM_BYTES = 7 * 8
 
 
 @dataclass(slots=True)
@@ -307,28 +318,40 @@ def _attend_tiles(
         ticket = take_ticket(tickets)
         if ticket >= count * kv_heads:
             break
-        row, head = items[ticket // kv_heads], ticket % kv_heads
-        item = (row[0], row[1], row[2], row[3], row[4], row[5])
+        row, head = items + ticket // kv_heads * _ITEM_BYTES, ticket % kv_heads
+        item = (
+            read_int64(row, 0), read_int64(row, 1), read_int64(row, 2), read_int64(row, 3), read_int64(row, 4),
+            read_int64(row, 5),
+        )  # fmt: skip
         _attend(
             kind, compute, geometry, item, head, query, keys, values, tables, scale, scratch, maxima, sums, addresses
         )  # fmt: skip
         _finish(
-            kind, geometry, head, row[1], row[2], row[6], scratch[5], maxima, sums, out, partial_out, partial_sums
+            kind, geometry, head, item[1], item[2], read_int64(row, 6), scratch[5], maxima, sums, out, partial_out,
+            partial_sums,
         )  # fmt: skip
 
 
-@compiled(parallel=True)
-def attend_team(
-    kind, compute, parts, tickets, geometry, most_rows, items, count, query, keys, values, tables, scale, out,
-    partial_out, partial_sums,
-):  # fmt: skip
-    """Every tile of items [count, 7] by `parts` threads; addresses as in AttentionPlan and its caller."""
-    reset_tickets(tickets)
-    for _ in prange(parts):
+# The ten numbers of the geometry, the rows of the largest tile, the items and how many, eight addresses, the scale.
+ATTEND = struct.Struct("20qd")
+
+
+@once_per_kind
+def attend_job(kind: Any, compute: Any) -> int:
+    """Every tile of items [count, 7]; a kind for memory and one to compute in."""
+
+    def attend(a: int) -> None:
+        geometry = (
+            arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5),
+            arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9),
+        )  # fmt: skip
         _attend_tiles(
-            kind, compute, tickets, geometry, most_rows, items, count, query, keys, values, tables, scale, out,
-            partial_out, partial_sums,
+            kind, compute, tickets(a, 0), geometry, arg(a, 10), arg(a, 11), arg(a, 12),
+            arg(a, 13), arg(a, 14), arg(a, 15), arg(a, 16), real_arg(a, 20),
+            arg(a, 17), arg(a, 18), arg(a, 19),
         )  # fmt: skip
+
+    return job(attend)
 
 
 @compiled(fastmath=REORDER)

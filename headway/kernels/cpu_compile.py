@@ -8,6 +8,14 @@ from typing import Any
 from numba import njit
 
 
+def cached(compile_it: Callable[[bool], Any]) -> Any:
+    """compile_it(True), which keeps the code on disk; compile_it(False) where Numba can write to no folder."""
+    try:
+        return compile_it(True)
+    except RuntimeError:
+        return compile_it(False)
+
+
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile with Numba: without the interpreter lock, dividing as C does, and kept on disk between starts.
 
@@ -17,10 +25,6 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     options = {"nogil": True, "error_model": "numpy", **options}
 
     def decorate(function: Callable[..., Any]) -> Any:
-        try:
-            return njit(cache=True, **options)(function)
-        except RuntimeError:
-            # Numba refuses where neither the package's folder nor the user's cache can be written.
-            return njit(**options)(function)
+        return cached(lambda cache: njit(cache=cache, **options)(function))
 
     return decorate

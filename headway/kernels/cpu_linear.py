@@ -8,10 +8,12 @@ embedding can share it.
 
 from __future__ import annotations
 
+import struct
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import prange
 from torch import Tensor
 
 from headway.kernels.cpu_compile import compiled
@@ -21,11 +23,11 @@ from headway.kernels.cpu_simd import (
     has_bfloat16_dot,
     has_matrix_tiles,
     has_wide_vectors,
-    reset_tickets,
+    pause,
+    read_shared,
     take_ticket,
-    tickets_taken,
 )
-from headway.kernels.cpu_team import COUNTER_BYTES, COUNTERS, Team
+from headway.kernels.cpu_team import Team, arg, job, once_per_kind, tickets
 from headway.kernels.cpu_tiles import dot_rows, product_tile_transposed, transpose_words
 from headway.kernels.interface import Linear
 
@@ -78,11 +80,18 @@ def _dot_shares(kind, size, tile, share, tickets, weight, bias, x, out, tokens, 
                 )  # fmt: skip
 
 
-@compiled(parallel=True)
-def _linear_few(kind, parts, size, tile, share, tickets, weight, bias, x, out, tokens, in_words, features):  # type: ignore[no-untyped-def]
-    reset_tickets(tickets)
-    for _ in prange(parts):
-        _dot_shares(kind, size, tile, share, tickets, weight, bias, x, out, tokens, in_words, features)
+_FEW = struct.Struct("10q")
+
+
+@once_per_kind
+def _few_job(kind: Any) -> int:
+    def few(a: int) -> None:
+        _dot_shares(
+            kind, arg(a, 0), arg(a, 1), arg(a, 2), tickets(a, 0), arg(a, 3),
+            arg(a, 4), arg(a, 5), arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9),
+        )  # fmt: skip
+
+    return job(few)
 
 
 @compiled()
@@ -105,8 +114,8 @@ def _pack_panels(tickets, packed_panels, x, packed, tokens, words):  # type: ign
             break
         _pack_panel(panel, x, packed, tokens, words, rows)
         take_ticket(packed_panels)
-    while tickets_taken(packed_panels) < panels:
-        pass
+    while read_shared(packed_panels) < panels:
+        pause()
 
 
 @compiled()
@@ -152,16 +161,20 @@ def _product_shares(kind, size, share, chunk, tickets, weight, bias, packed, out
                 )  # fmt: skip
 
 
-# One parallel loop for both phases: on a busy machine, threads meeting once more costs more than packing does.
-@compiled(parallel=True)
-def _linear_many(kind, parts, size, share, chunk, counters, weight, bias, x, packed, out, tokens, words, features):  # type: ignore[no-untyped-def]
-    for counter in range(COUNTERS):
-        reset_tickets(counters + counter * COUNTER_BYTES)
-    for _ in prange(parts):
-        _pack_panels(counters, counters + COUNTER_BYTES, x, packed, tokens, words)
+_MANY = struct.Struct("11q")
+
+
+@once_per_kind
+def _many_job(kind: Any) -> int:
+    def many(a: int) -> None:
+        x, packed, tokens, words = arg(a, 5), arg(a, 6), arg(a, 8), arg(a, 9)
+        _pack_panels(tickets(a, 0), tickets(a, 1), x, packed, tokens, words)
         _product_shares(
-            kind, size, share, chunk, counters + 2 * COUNTER_BYTES, weight, bias, packed, out, tokens, words, features
+            kind, arg(a, 0), arg(a, 1), arg(a, 2), tickets(a, 2), arg(a, 3),
+            arg(a, 4), packed, arg(a, 7), tokens, words, arg(a, 10),
         )  # fmt: skip
+
+    return job(many)
 
 
 class TiledLinear:
@@ -203,20 +216,20 @@ class TiledLinear:
         out = torch.empty((tokens, self.out_features), dtype=x.dtype)
         if tokens == 0:
             return out
-        parts, tickets = self._team.enter()
+        weight, bias, size, words = self._weight_address, self._bias_address, self._size, self._words
         if tokens <= MOST_DOTTED:
-            _linear_few(
-                self._kind, parts, self._size, 8 if tokens <= 2 else 4, self._share, tickets,
-                self._weight_address, self._bias_address, x.data_ptr(), out.data_ptr(), tokens, self._words,
-                self.out_features,
-            )  # fmt: skip
+            tile = 8 if tokens <= 2 else 4
+            arguments = (size, tile, self._share, weight, bias, x.data_ptr(), out.data_ptr(), tokens, words)
+            self._team.run(_few_job(self._kind), _FEW, (*arguments, self.out_features))
             return out
-        panels = -(-tokens // LANES)
-        packed = torch.empty(panels * self._words * LANES, dtype=torch.int32)
-        _linear_many(
-            self._kind, parts, self._size, self._share, self._chunk, tickets, self._weight_address,
-            self._bias_address, x.data_ptr(), packed.data_ptr(), out.data_ptr(), tokens, self._words,
-            self.out_features,
+        packed = torch.empty(-(-tokens // LANES) * words * LANES, dtype=torch.int32)
+        self._team.run(
+            _many_job(self._kind),
+            _MANY,
+            (
+                size, self._share, self._chunk, weight, bias, x.data_ptr(), packed.data_ptr(), out.data_ptr(), tokens,
+                words, self.out_features,
+            ),
         )  # fmt: skip
         return out
 

@@ -1,17 +1,21 @@
 """The operations on CPU that go over rows once: norms, RoPE, the gate of the feed-forward, the cache's writes.
 
 At a few tokens these take less than a microsecond of work each, so they run on the calling thread; from
-some thousands of elements on, the team shares the rows.
+some thousands of elements on, the team shares the rows. Each job's arguments begin with the rows that are
+taken at a time and the number of rows.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import struct
+from typing import Any
+
 import numpy as np
-from numba import prange
 
 from headway.kernels.cpu_compile import compiled
 from headway.kernels.cpu_simd import FLOAT32, exponential_of_two, load, read_int64, store
+from headway.kernels.cpu_team import arg, job, once_per_kind, real_arg, take_rows
 
 # Sums may be reordered into vectors; NaN and infinity keep their meaning.
 REORDER = {"reassoc", "contract", "nsz", "arcp"}
@@ -37,12 +41,6 @@ def exp_of_negative(x):
     return (tail * r * r + r + _ONE) * exponential_of_two(power)
 
 
-@compiled(inline="always")
-def share(part, parts, rows):
-    """The first row of a part; the next part's first row is its end."""
-    return part * rows // parts
-
-
 @compiled(fastmath=REORDER)
 def rms_norm_rows(kind, first, last, x, outer_stride, inner, inner_stride, width, weight, eps, out):
     """Row i of x starts at (i // inner) * outer_stride + (i % inner) * inner_stride elements; out is dense."""
@@ -57,13 +55,22 @@ def rms_norm_rows(kind, first, last, x, outer_stride, inner, inner_stride, width
             store(out, i * width + d, load(x, at + d, kind) * scale * load(weight, d, kind), kind)
 
 
-@compiled(parallel=True)
-def rms_norm_team(kind, parts, rows, x, outer_stride, inner, inner_stride, width, weight, eps, out):
-    for part in prange(parts):
-        rms_norm_rows(
-            kind, share(part, parts, rows), share(part + 1, parts, rows), x, outer_stride, inner, inner_stride,
-            width, weight, eps, out,
-        )  # fmt: skip
+RMS_NORM = struct.Struct("9qd")
+
+
+@once_per_kind
+def rms_norm_job(kind: Any) -> int:
+    def rows(a: int) -> None:
+        step, count = arg(a, 0), arg(a, 1)
+        first = take_rows(a, step)
+        while first < count:
+            rms_norm_rows(
+                kind, first, min(first + step, count), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5), arg(a, 6),
+                arg(a, 7), real_arg(a, 9), arg(a, 8),
+            )  # fmt: skip
+            first = take_rows(a, step)
+
+    return job(rows)
 
 
 @compiled(fastmath=REORDER)
@@ -82,12 +89,21 @@ def add_rms_norm_rows(kind, first, last, x, residual, width, weight, eps):
             store(x, at + d, load(residual, at + d, kind) * scale * load(weight, d, kind), kind)
 
 
-@compiled(parallel=True)
-def add_rms_norm_team(kind, parts, rows, x, residual, width, weight, eps):
-    for part in prange(parts):
-        add_rms_norm_rows(
-            kind, share(part, parts, rows), share(part + 1, parts, rows), x, residual, width, weight, eps
-        )  # fmt: skip
+ADD_RMS_NORM = struct.Struct("6qd")
+
+
+@once_per_kind
+def add_rms_norm_job(kind: Any) -> int:
+    def rows(a: int) -> None:
+        step, count = arg(a, 0), arg(a, 1)
+        first = take_rows(a, step)
+        while first < count:
+            add_rms_norm_rows(
+                kind, first, min(first + step, count), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5), real_arg(a, 6),
+            )  # fmt: skip
+            first = take_rows(a, step)
+
+    return job(rows)
 
 
 @compiled(fastmath=REORDER)
@@ -102,10 +118,21 @@ def silu_and_mul_rows(kind, first, last, x, width, out):
             store(out, i * width + d, value * numerator / (_ONE + decay) * load(x, gate + width + d, kind), kind)
 
 
-@compiled(parallel=True)
-def silu_and_mul_team(kind, parts, rows, x, width, out):
-    for part in prange(parts):
-        silu_and_mul_rows(kind, share(part, parts, rows), share(part + 1, parts, rows), x, width, out)
+SILU_AND_MUL = struct.Struct("5q")
+
+
+@once_per_kind
+def silu_and_mul_job(kind: Any) -> int:
+    def rows(a: int) -> None:
+        step, count = arg(a, 0), arg(a, 1)
+        first = take_rows(a, step)
+        while first < count:
+            silu_and_mul_rows(
+                kind, first, min(first + step, count), arg(a, 2), arg(a, 3), arg(a, 4),
+            )  # fmt: skip
+            first = take_rows(a, step)
+
+    return job(rows)
 
 
 @compiled(fastmath=REORDER)
@@ -130,15 +157,22 @@ def rotate_both_rows(
     rotate_rows(kind, first, last, key, key_stride, kv_heads, width, half, cos, sin, positions)
 
 
-@compiled(parallel=True)
-def rotate_both_team(
-    kind, parts, tokens, query, query_stride, heads, key, key_stride, kv_heads, width, half, cos, sin, positions
-):
-    for part in prange(parts):
-        rotate_both_rows(
-            kind, share(part, parts, tokens), share(part + 1, parts, tokens), query, query_stride, heads, key,
-            key_stride, kv_heads, width, half, cos, sin, positions,
-        )  # fmt: skip
+ROTATE = struct.Struct("13q")
+
+
+@once_per_kind
+def rotate_both_job(kind: Any) -> int:
+    def rows(a: int) -> None:
+        step, count = arg(a, 0), arg(a, 1)
+        first = take_rows(a, step)
+        while first < count:
+            rotate_both_rows(
+                kind, first, min(first + step, count), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5), arg(a, 6),
+                arg(a, 7), arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11), arg(a, 12),
+            )  # fmt: skip
+            first = take_rows(a, step)
+
+    return job(rows)
 
 
 @compiled()
@@ -157,12 +191,19 @@ def store_rows(
                 store(values, at + d, load(value, token * value_stride + head * width + d, kind), kind)
 
 
-@compiled(parallel=True)
-def store_team(
-    kind, parts, tokens, key, key_stride, value, value_stride, keys, values, slots, kv_heads, block_size, width
-):
-    for part in prange(parts):
-        store_rows(
-            kind, share(part, parts, tokens), share(part + 1, parts, tokens), key, key_stride, value,
-            value_stride, keys, values, slots, kv_heads, block_size, width,
-        )  # fmt: skip
+STORE = struct.Struct("12q")
+
+
+@once_per_kind
+def store_job(kind: Any) -> int:
+    def rows(a: int) -> None:
+        step, count = arg(a, 0), arg(a, 1)
+        first = take_rows(a, step)
+        while first < count:
+            store_rows(
+                kind, first, min(first + step, count), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5), arg(a, 6),
+                arg(a, 7), arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11),
+            )  # fmt: skip
+            first = take_rows(a, step)
+
+    return job(rows)

@@ -118,6 +118,17 @@ def read_int64(typing: Any, address: Any, index: Any) -> Any:
 
 
 @intrinsic
+def read_float64(typing: Any, address: Any, index: Any) -> Any:
+    """Element index of the float64 memory at address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        double = ir.DoubleType().as_pointer()
+        return builder.load(builder.gep(builder.inttoptr(arguments[0], double), [arguments[1]]))
+
+    return types.float64(types.int64, types.int64), generate
+
+
+@intrinsic
 def take_ticket(typing: Any, address: Any) -> Any:
     """Add one to the int64 at address, atomically, and return what it was: work is shared out as it is done."""
 
@@ -128,13 +139,72 @@ def take_ticket(typing: Any, address: Any) -> Any:
 
 
 @intrinsic
-def tickets_taken(typing: Any, address: Any) -> Any:
-    """The int64 at address, with all that was written before the last ticket was taken in sight."""
+def read_shared(typing: Any, address: Any) -> Any:
+    """The int64 at address, with all that was written before it in sight."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(arguments[0], I64.as_pointer()), "acquire", 8)
 
     return types.int64(types.int64), generate
+
+
+@intrinsic
+def write_shared(typing: Any, address: Any, value: Any) -> Any:
+    """Write the int64 at address, after all that was written before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store_atomic(arguments[1], builder.inttoptr(arguments[0], I64.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def add_to(typing: Any, address: Any, value: Any) -> Any:
+    """Add to the int64 at address, atomically, and return what it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], I64.as_pointer())
+        return builder.atomic_rmw("add", pointer, arguments[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def swap_if(typing: Any, address: Any, old: Any, new: Any) -> Any:
+    """Replace old by new at address, atomically; False when something else stands there."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], I64.as_pointer())
+        return builder.extract_value(builder.cmpxchg(pointer, arguments[1], arguments[2], "acq_rel", "acquire"), 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def call_address(typing: Any, code: Any, argument: Any) -> Any:
+    """Call the code at an address with one int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        function = ir.FunctionType(ir.VoidType(), [I64]).as_pointer()
+        builder.call(builder.inttoptr(arguments[0], function), [arguments[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def pause(typing: Any) -> Any:
+    """Tell the processor that this is a loop that waits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if platform.machine() in ("x86_64", "AMD64"):
+            builder.call(declare(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
+        elif platform.machine() in ("aarch64", "arm64"):
+            builder.call(declare(builder, "llvm.aarch64.hint", ir.VoidType(), [I32]), [ir.Constant(I32, 1)])
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 @intrinsic

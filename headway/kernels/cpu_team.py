@@ -1,50 +1,178 @@
-"""The threads that share a kernel's work: OpenMP's, so that torch and Numba use one pool."""
+"""The threads that share a kernel's work, without ever waiting for one that is not running.
 
+A job is compiled code that takes parts of its work by ticket until none is left. The calling thread
+publishes it, takes parts like everybody else, and then waits only for parts that others are in the middle
+of. A barrier, as OpenMP ends each loop with, waits for every thread to be given a core: beside another
+busy process, and a server has its clients, that costs a scheduler's time slice for each of the hundred
+loops of a step.
+
+The board is one int64: job number * 256 + OPEN + the number of helpers inside the job.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import struct
 import threading
-from importlib import import_module
+import weakref
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
-import numba
 import numpy as np
 import torch
+from numba import cfunc, types
 
-# Counters stand a cache line apart.
+from headway.kernels.cpu_compile import cached, compiled
+from headway.kernels.cpu_simd import (
+    add_to,
+    call_address,
+    pause,
+    read_float64,
+    read_int64,
+    read_shared,
+    reset_tickets,
+    swap_if,
+    take_ticket,
+    write_shared,
+)
+
+LINE = 64  # bytes of a cache line; what different threads write stands on lines of its own
 COUNTERS = 3
-COUNTER_BYTES = 64
+_COUNTERS_AT, _JOB_AT, _ARGUMENTS_AT = LINE, LINE * (1 + COUNTERS), LINE * (2 + COUNTERS)
+_MOST_ARGUMENTS = 32
+_OPEN, _INSIDE = 128, 127
+# A helper looks for the next job for some microseconds, then lets others have the core while it looks on
+# for a few milliseconds, which is longer than the pause between two steps; then it sleeps.
+_LOOKS = 1000
+_YIELDING_LOOKS = 6000
+
+# A job's arguments, by their number.
+arg, real_arg = read_int64, read_float64
+
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+def job(function: Callable[[int], None]) -> int:
+    """Compile a function of the arguments' address and return the address of its code."""
+    code = cached(lambda cache: cfunc("void(int64)", nopython=True, cache=cache, error_model="numpy")(function))
+    _compiled_jobs.append(code)
+    return int(code.address)
+
+
+# Kinds differ by their type and are all equal to zero.
+once_per_kind = lru_cache(maxsize=None, typed=True)
+
+_compiled_jobs: list[Any] = []  # the code lives as long as its wrapper
+
+
+@compiled()
+def _help(board):
+    """Take part in jobs until there has been none for a while."""
+    seen = read_shared(board) >> 8
+    looks = 0
+    while looks < _LOOKS + _YIELDING_LOOKS:
+        word = read_shared(board)
+        if word >> 8 == seen or word & _OPEN == 0:
+            looks += 1
+            if looks < _LOOKS:
+                pause()
+            else:
+                _sched_yield()
+        elif swap_if(board, word, word + 1):
+            seen, looks = word >> 8, 0
+            call_address(read_int64(board + _JOB_AT, 0), board + _ARGUMENTS_AT)
+            add_to(board, -1)
+
+
+@compiled()
+def _run(board, code):
+    """Publish a job, do it, and wait for helpers that are in the middle of a part."""
+    for counter in range(COUNTERS):
+        reset_tickets(board + _COUNTERS_AT + counter * LINE)
+    write_shared(board + _JOB_AT, code)
+    write_shared(board, (((read_shared(board) >> 8) + 1) << 8) | _OPEN)
+    call_address(code, board + _ARGUMENTS_AT)
+    add_to(board, -_OPEN)
+    while read_shared(board) & _INSIDE:
+        pause()
+
+
+@compiled()
+def _run_alone(board, code):
+    for counter in range(COUNTERS):
+        reset_tickets(board + _COUNTERS_AT + counter * LINE)
+    call_address(code, board + _ARGUMENTS_AT)
+
+
+@compiled(inline="always")
+def tickets(arguments, counter):
+    """The address of one of the job's counters, which stand before its arguments."""
+    return arguments - _ARGUMENTS_AT + _COUNTERS_AT + counter * LINE
+
+
+@compiled(inline="always")
+def take_rows(arguments, step):
+    """The first of the next `step` rows that nobody has taken."""
+    return take_ticket(tickets(arguments, 0)) * step
 
 
 class Team:
-    """As many threads as torch uses when the team is made, and the counters by which they share out work.
+    """A calling thread and its helpers, together as many as torch uses when the team is made.
 
-    One thread at a time may call kernels of one team, as with the step loop of an engine.
+    One thread at a time may run jobs of one team, as the step loop of an engine does.
     """
 
     def __init__(self) -> None:
-        if "omp" in _threading_layers():
-            numba.config.THREADING_LAYER = "omp"
-        self.threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-        self._tickets = np.zeros(8 * (COUNTERS + 1), np.int64)
-        self._ticket_address = self._tickets.ctypes.data + -self._tickets.ctypes.data % 64
-        self._entered: set[int] = set()
+        self.threads = torch.get_num_threads()
+        memory = np.zeros(_ARGUMENTS_AT + 8 * _MOST_ARGUMENTS + LINE, np.uint8)
+        offset = -memory.ctypes.data % LINE
+        self._memory: Any = memory
+        self._board = memory.ctypes.data + offset
+        self._arguments_at = offset + _ARGUMENTS_AT
+        self._doors = [_Door() for _ in range(self.threads - 1)]
+        for number, door in enumerate(self._doors):
+            threading.Thread(
+                target=_helper, args=(memory, self._board, door), daemon=True, name=f"headway-helper-{number}"
+            ).start()
+        weakref.finalize(self, _dismiss, self._doors)
 
-    def enter(self) -> tuple[int, int]:
-        """(number of threads, address of the counters) for a call from the current Python thread."""
-        if threading.get_ident() not in self._entered:
-            self._limit()
-        return self.threads, self._ticket_address
+    def run(self, code: int, layout: struct.Struct, arguments: tuple[Any, ...]) -> None:
+        """Run a job by all threads; `layout` packs its arguments in words of eight bytes."""
+        layout.pack_into(self._memory, self._arguments_at, *arguments)
+        for door in self._doors:
+            if door.asleep:
+                door.wanted.set()
+        _run(self._board, code)
 
-    def _limit(self) -> None:
-        """Numba keeps its thread count per calling thread and resets OpenMP's when it starts its pool."""
-        before = torch.get_num_threads()
-        numba.set_num_threads(self.threads)
-        torch.set_num_threads(before)
-        self._entered.add(threading.get_ident())
+    def run_alone(self, code: int, layout: struct.Struct, arguments: tuple[Any, ...]) -> None:
+        """Run a job by the calling thread, where waking others costs more than it saves."""
+        layout.pack_into(self._memory, self._arguments_at, *arguments)
+        _run_alone(self._board, code)
 
 
-def _threading_layers() -> set[str]:
-    try:
-        import_module("numba.np.ufunc.omppool")
-    except ImportError:
-        return set()
-    return {"omp"}
+class _Door:
+    """Behind it a helper sleeps."""
+
+    def __init__(self) -> None:
+        self.wanted = threading.Event()
+        self.asleep = True
+        self.dismissed = False
+
+
+def _helper(memory: np.ndarray, board: int, door: _Door) -> None:
+    """A helper's life; holding `memory` keeps the board's address good."""
+    while True:
+        door.asleep = True
+        door.wanted.wait()
+        door.wanted.clear()
+        door.asleep = False
+        if door.dismissed:
+            return
+        _help(board)
+
+
+def _dismiss(doors: list[_Door]) -> None:
+    for door in doors:
+        door.dismissed = True
+        door.wanted.set()

@@ -1,0 +1,87 @@
+"""The team: every part done once, by more threads than cores, awake or asleep, and gone with its owner."""
+
+from __future__ import annotations
+
+import gc
+import struct
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from headway.kernels.cpu_simd import add_to, read_int64, take_ticket
+from headway.kernels.cpu_team import Team, job, tickets
+
+LAYOUT = struct.Struct("2q")
+
+
+def count_parts(a: int) -> None:
+    """Add one to each of the int64 at the first argument, as many as the second says."""
+    part = take_ticket(tickets(a, 0))
+    while part < read_int64(a, 1):
+        add_to(read_int64(a, 0) + 8 * part, 1)
+        part = take_ticket(tickets(a, 0))
+
+
+@pytest.fixture(scope="module")
+def code() -> int:
+    return job(count_parts)
+
+
+def team_of(threads: int) -> Team:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return Team()
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_every_part_is_done_once_in_every_job(code: int, threads: int) -> None:
+    team = team_of(threads)
+    done = np.zeros(300, np.int64)
+    for _ in range(2000):
+        team.run(code, LAYOUT, (done.ctypes.data, len(done)))
+    assert (done == 2000).all()
+
+
+def test_jobs_after_a_pause_find_sleeping_helpers(code: int) -> None:
+    team = team_of(3)
+    done = np.zeros(64, np.int64)
+    for _ in range(20):
+        time.sleep(0.01)
+        team.run(code, LAYOUT, (done.ctypes.data, len(done)))
+        team.run_alone(code, LAYOUT, (done.ctypes.data, len(done)))
+    assert (done == 40).all()
+
+
+def test_helpers_sleep_when_there_is_nothing_to_do(code: int) -> None:
+    team = team_of(2)
+    done = np.zeros(8, np.int64)
+    for _ in range(50):
+        team.run(code, LAYOUT, (done.ctypes.data, len(done)))
+    deadline = time.monotonic() + 10
+    while not all(door.asleep for door in team._doors):
+        assert time.monotonic() < deadline, "a helper goes on looking for work"
+        time.sleep(0.01)
+
+
+def test_a_team_that_is_dropped_ends_its_threads(code: int) -> None:
+    def helpers() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith("headway-helper")}
+
+    before = helpers()
+    team = team_of(4)
+    done = np.zeros(8, np.int64)
+    team.run(code, LAYOUT, (done.ctypes.data, len(done)))
+    mine = helpers() - before
+    assert len(mine) == 3
+    del team
+    gc.collect()
+    for thread in mine:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
