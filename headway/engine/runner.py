@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +21,7 @@ from headway.policy.request import Sequence
 from headway.policy.scheduler import StepPlan
 
 _PROMPT_LOGPROB_ROWS = 256
+_ALONE_BELOW = 2**21
 
 
 @dataclass(slots=True)
@@ -180,7 +183,8 @@ class Runner:
         return host.pin_memory().to(self.device, non_blocking=True)
 
     def _sample(self, logits: Tensor, items: list[ScheduledSequence], result: StepResult) -> None:
-        sampled = self.sampler.sample(logits, [item.sequence for item in items])
+        with threads_for(logits):
+            sampled = self.sampler.sample(logits, [item.sequence for item in items])
         bad = set(sampled.bad_rows)
         for row, item in enumerate(items):
             key = id(item.sequence)
@@ -205,6 +209,20 @@ class Runner:
                 targets = torch.tensor(sequence.tokens[at + 1 : stop + 1], device=self.device)
                 entries.extend(prompt_logprobs(self.model.logits(rows), targets, top))
             result.prompt_logprobs[id(sequence)] = entries
+
+
+@contextmanager
+def threads_for(logits: Tensor) -> Iterator[None]:
+    """Small tensor operations on this thread alone: OpenMP would wait for all its threads to be given a core."""
+    before = torch.get_num_threads()
+    if logits.device.type != "cpu" or logits.numel() > _ALONE_BELOW or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

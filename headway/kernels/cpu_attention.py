@@ -23,6 +23,7 @@ from headway.kernels.cpu_compile import compiled
 from headway.kernels.cpu_ir import LANES
 from headway.kernels.cpu_rows import REORDER, exp_of_negative
 from headway.kernels.cpu_simd import (
+    BFLOAT16,
     FLOAT32,
     larger,
     load,
@@ -163,8 +164,13 @@ def _pack_values(kind, paired, addresses, distance, width, words, packed):
                 second = addresses[2 * word + 1] + distance + offset * 2
                 if width - offset >= LANES:
                     pair_rows(16, first, second, target)
-                else:
+                elif width - offset == LANES // 2:
                     pair_rows(8, first, second, target)
+                else:
+                    for lane in range(LANES):
+                        inside = offset + lane < width
+                        store(target, 2 * lane, load(first, lane, kind) if inside else _ZERO, BFLOAT16)
+                        store(target, 2 * lane + 1, load(second, lane, kind) if inside else _ZERO, BFLOAT16)
             else:
                 address = addresses[word] + distance
                 for lane in range(LANES):
