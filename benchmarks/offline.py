@@ -229,7 +229,11 @@ def main(argv: list[str] | None = None) -> None:
     rows = results.summary(engines[0][0])
     report = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform()},
+        "machine": {
+            "processor": processor(),
+            "cores": os.cpu_count(),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
         "settings": {k: v for k, v in vars(arguments).items() if k not in ("peers", "output", "no_headway")},
         "engines": about,
         "summary": rows,

@@ -23,6 +23,7 @@ import re
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,10 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 VOCAB_SIZE = 8192
 HELD_OUT_BOOKS = 3
 CHAT_SHARE = 0.15
+ROLES = {
+    "story": "The small language model that comes with Headway.",
+    "story-draft": "A draft model for speculative decoding with headway/story: the same tokenizer, a tenth of the size.",
+}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -333,7 +338,21 @@ def export(args: argparse.Namespace) -> None:
     ):
         (args.out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
     (args.out / "tokenizer.json").write_bytes((args.work / "tokenizer.json").read_bytes())
+    (args.out / "README.md").write_text(model_card(args.out.name, s, report, args.out / "model.safetensors"))
     print(json.dumps(report))
+
+
+def model_card(name: str, s: Shape, report: dict[str, Any], weights: Path) -> str:
+    template = Path(__file__).with_name("model_card.md").read_text()
+    return template.format(
+        name=name,
+        role=ROLES[name] if name in ROLES else f"A model named {name}.",
+        megabytes=weights.stat().st_size / 1e6,
+        parameters=report["parameters"],
+        training_tokens=report["training_tokens"],
+        held_out_loss=report["held_out_loss_nats_per_token"],
+        **asdict(s),
+    )
 
 
 def main() -> None:

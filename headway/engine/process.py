@@ -114,7 +114,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
 
 
 def quiet_garbage_collector() -> None:
-    """Keep what was loaded out of garbage collections: one over all of torch's objects stalls a step by milliseconds."""
+    """Keep what was loaded out of garbage collections, of which one stalls a step by milliseconds."""
     gc.collect()
     gc.freeze()
 

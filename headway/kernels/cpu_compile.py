@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from numba import njit
+
+
+def drop_stale_code(folder: Path) -> None:
+    """Delete what Numba keeps of the kernels in `folder` if any of their sources has changed.
+
+    Numba itself notices a change of the file that a function stands in, not of the files it takes functions
+    from. A folder that cannot be written is left as it is: Numba keeps nothing there.
+    """
+    sources = b"".join(path.read_bytes() for path in sorted(folder.glob("cpu*.py")))
+    stamp, digest = folder / "__pycache__" / "cpu.sources", hashlib.sha256(sources).hexdigest()
+    with contextlib.suppress(OSError):
+        if stamp.exists() and stamp.read_text() == digest:
+            return
+        for code in stamp.parent.glob("cpu*.nb[ic]"):
+            code.unlink(missing_ok=True)
+        stamp.parent.mkdir(exist_ok=True)
+        stamp.write_text(digest)
+
+
+drop_stale_code(Path(__file__).parent)
 
 
 def cached(compile_it: Callable[[bool], Any]) -> Any:
@@ -17,11 +40,7 @@ def cached(compile_it: Callable[[bool], Any]) -> Any:
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile with Numba: without the interpreter lock, dividing as C does, and kept on disk between starts.
-
-    Numba notices a change of the file that a function stands in, not of the files it takes functions from:
-    after editing cpu_ir, cpu_simd or cpu_tiles, delete the .nbi and .nbc files in __pycache__.
-    """
+    """Compile with Numba: without the interpreter lock, dividing as C does, and kept on disk between starts."""
     options = {"nogil": True, "error_model": "numpy", **options}
 
     def decorate(function: Callable[..., Any]) -> Any:

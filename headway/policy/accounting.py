@@ -64,6 +64,7 @@ class Accounting:
         self._queue = PhaseClock()
         self._decode = PhaseClock()
         self._on_decode_clock = 0
+        self._steps = 0
 
     def take_stalls(self) -> dict[Phase, int]:
         taken, self.stall_ns = self.stall_ns, {}
@@ -140,8 +141,13 @@ class Accounting:
             self._stall(item.sequence, _stall_of(item.sequence), times.sampled_ns)
         for sequence in idle:
             self._stall(sequence, _stall_of(sequence), times.sampled_ns)
-        if forward > 0:
+        if forward > 0 and self._is_worth_learning(work):
             self.step_time.observe(work, forward)
+
+    def _is_worth_learning(self, work: StepWork) -> bool:
+        """Every step with a prompt in it, and of the many that only decode, one in eight."""
+        self._steps += 1
+        return work.prefill_tokens > 0 or self._steps % 8 == 0
 
     def join_decode_clock(self, sequence: Sequence) -> None:
         """From the end of this step on the sequence decodes in every step."""

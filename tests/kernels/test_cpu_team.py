@@ -84,4 +84,3 @@ def test_a_team_that_is_dropped_ends_its_threads(code: int) -> None:
     for thread in mine:
         thread.join(timeout=10)
         assert not thread.is_alive()
-

@@ -1,6 +1,6 @@
 """How fast the CPU kernels are, beside what torch offers for the same work.
 
-    python -m benchmarks.kernels [--threads 2] [--rounds 9] [--tokens 1 4 16 64 512]
+    python -m benchmarks.cpu_kernels [--threads 2] [--rounds 9] [--tokens 1 4 16 64 512]
 
 The shapes are those of one layer of Qwen2.5-0.5B in bfloat16. Ours and theirs run in turn, each over enough
 copies of its operands that none is in a cache when it is used, and the ratio is that of the medians.
