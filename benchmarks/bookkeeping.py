@@ -87,7 +87,7 @@ def time_ledger(core: EngineCore) -> list[float]:
         record_step(*args)
         times.append((time.perf_counter_ns() - began) / 1e3)
 
-    accounting.record_step = timed  # type: ignore[method-assign]
+    accounting.record_step = timed  # type: ignore[method-assign, assignment]
     return times
 
 

@@ -38,7 +38,7 @@ HELD_OUT_BOOKS = 3
 CHAT_SHARE = 0.15
 ROLES = {
     "story": "The small language model that comes with Headway.",
-    "story-draft": "A draft model for speculative decoding with headway/story: the same tokenizer, a tenth of the size.",
+    "story-draft": "A draft for speculative decoding with headway/story: the same tokenizer, a tenth of the size.",
 }
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -346,7 +346,7 @@ def model_card(name: str, s: Shape, report: dict[str, Any], weights: Path) -> st
     template = Path(__file__).with_name("model_card.md").read_text()
     return template.format(
         name=name,
-        role=ROLES[name] if name in ROLES else f"A model named {name}.",
+        role=ROLES.get(name, f"A model named {name}."),
         megabytes=weights.stat().st_size / 1e6,
         parameters=report["parameters"],
         training_tokens=report["training_tokens"],
