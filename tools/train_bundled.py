@@ -294,6 +294,7 @@ def export(args: argparse.Namespace) -> None:
         tensors["model." + ".".join(parts)] = value.to(torch.bfloat16).contiguous()
     args.out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
+    (args.out / "model.safetensors").chmod(0o644)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -129,10 +129,15 @@ class CpuKernels:
         return out
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
-        """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes."""
+        """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes.
+
+        A block at a time, which torch copies on this thread: its indexing would wait for OpenMP's others.
+        """
         for cache in caches:
-            cache.keys[targets] = cache.keys[sources]
-            cache.values[targets] = cache.values[sources]
+            for blocks in (cache.keys, cache.values):
+                copies = [blocks[source].clone() for source in sources]
+                for target, copy in zip(targets, copies, strict=True):
+                    blocks[target].copy_(copy)
 
     def _share(self, code: int, layout: struct.Struct, rows: int, size: int, arguments: tuple[Any, ...]) -> None:
         """Run a row operation on this thread or, from _ALONE elements on, by the team."""
