@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -13,19 +13,25 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[(7 * i + 3 * j) % 500 + 5 for j in range(9 + 5 * i)] for i in range(32)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_config(tmp_path_factory.mktemp("tiny"))
+class Model(NamedTuple):
+    folder: str
+    device: str
 
 
-def build(folder: str, **settings: Any) -> LLM:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(write_config(tmp_path_factory.mktemp("tiny")), request.param)
+
+
+def build(model: Model, **settings: Any) -> LLM:
     defaults: dict[str, Any] = {
+        "device": model.device,
         "dtype": "float32",
         "load_format": "dummy",
         "num_threads": 1,
         "kv_cache_memory": 4 << 20,
     }
-    return LLM(folder, skip_tokenizer_init=True, **(defaults | settings))
+    return LLM(model.folder, skip_tokenizer_init=True, **(defaults | settings))
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -36,40 +42,40 @@ def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREED
 
 
 @pytest.fixture(scope="module")
-def alone(folder: str) -> list[list[int]]:
+def alone(model: Model) -> list[list[int]]:
     """Each prompt on its own, in one step, without a prefix cache."""
-    llm = build(folder, enable_prefix_caching=False)
+    llm = build(model, enable_prefix_caching=False)
     return [tokens_of(llm, [prompt])[0] for prompt in PROMPTS]
 
 
-def test_in_a_batch(folder: str, alone: list[list[int]]) -> None:
-    assert tokens_of(build(folder, max_num_batched_tokens=4096), PROMPTS) == alone
+def test_in_a_batch(model: Model, alone: list[list[int]]) -> None:
+    assert tokens_of(build(model, max_num_batched_tokens=4096), PROMPTS) == alone
     assert len({tuple(tokens) for tokens in alone}) > 16, (
         "the model says the same to everything: the test shows nothing"
     )
 
 
 @pytest.mark.parametrize("budget", [1, 3, 7, 64])
-def test_chunked_at_any_size(folder: str, alone: list[list[int]], budget: int) -> None:
-    llm = build(folder, max_num_batched_tokens=budget, max_num_seqs=min(budget, 4))
+def test_chunked_at_any_size(model: Model, alone: list[list[int]], budget: int) -> None:
+    llm = build(model, max_num_batched_tokens=budget, max_num_seqs=min(budget, 4))
     assert tokens_of(llm, PROMPTS[:12] if budget < 7 else PROMPTS) == alone[: 12 if budget < 7 else 32]
 
 
 @pytest.mark.parametrize("block_size", [8, 32])
-def test_with_other_block_sizes(folder: str, alone: list[list[int]], block_size: int) -> None:
-    assert tokens_of(build(folder, block_size=block_size), PROMPTS) == alone
+def test_with_other_block_sizes(model: Model, alone: list[list[int]], block_size: int) -> None:
+    assert tokens_of(build(model, block_size=block_size), PROMPTS) == alone
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_preempted_and_recomputed(folder: str, alone: list[list[int]], caching: bool) -> None:
+def test_preempted_and_recomputed(model: Model, alone: list[list[int]], caching: bool) -> None:
     # 512 bytes a token: room for 480 tokens where the batch wants 3,600.
-    llm = build(folder, kv_cache_memory=480 * 512, max_num_seqs=32, enable_prefix_caching=caching)
+    llm = build(model, kv_cache_memory=480 * 512, max_num_seqs=32, enable_prefix_caching=caching)
     assert tokens_of(llm, PROMPTS) == alone
     assert llm.engine.core.scheduler.num_preemptions > 0
 
 
-def test_prefix_cached(folder: str, alone: list[list[int]]) -> None:
-    llm = build(folder)
+def test_prefix_cached(model: Model, alone: list[list[int]]) -> None:
+    llm = build(model)
     assert tokens_of(llm, PROMPTS) == alone
     again = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], GREEDY)
     assert [o.outputs[0].token_ids for o in again] == alone
@@ -77,32 +83,32 @@ def test_prefix_cached(folder: str, alone: list[list[int]]) -> None:
     assert sum(o.num_cached_tokens for o in again) > 0
 
 
-def test_all_choices_of_a_greedy_request_are_the_same(folder: str, alone: list[list[int]]) -> None:
+def test_all_choices_of_a_greedy_request_are_the_same(model: Model, alone: list[list[int]]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, n=3)
-    outputs = build(folder).generate([{"prompt_token_ids": p} for p in PROMPTS[:8]], params)
+    outputs = build(model).generate([{"prompt_token_ids": p} for p in PROMPTS[:8]], params)
     assert [[choice.token_ids for choice in o.outputs] for o in outputs] == [[tokens] * 3 for tokens in alone[:8]]
 
 
-def test_a_seed_draws_the_same_whatever_else_is_in_the_batch(folder: str) -> None:
+def test_a_seed_draws_the_same_whatever_else_is_in_the_batch(model: Model) -> None:
     params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=24, ignore_eos=True, seed=42, n=2)
     prompt = {"prompt_token_ids": PROMPTS[3]}
-    first = build(folder).generate([prompt], params)[0]
+    first = build(model).generate([prompt], params)[0]
     crowd = [{"prompt_token_ids": p} for p in PROMPTS]
     noise = SamplingParams(temperature=1.3, max_tokens=30, ignore_eos=True)
-    llm = build(folder, max_num_batched_tokens=16, max_num_seqs=16, kv_cache_memory=600 * 512)
+    llm = build(model, max_num_batched_tokens=16, max_num_seqs=16, kv_cache_memory=600 * 512)
     mixed = llm.generate([*crowd, prompt], [*[noise] * len(crowd), params])[-1]
     assert [c.token_ids for c in mixed.outputs] == [c.token_ids for c in first.outputs]
     assert first.outputs[0].token_ids != first.outputs[1].token_ids
 
 
-def test_unseeded_requests_differ(folder: str) -> None:
+def test_unseeded_requests_differ(model: Model) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True)
-    one, two = tokens_of(build(folder), [PROMPTS[0], PROMPTS[0]], params)
+    one, two = tokens_of(build(model), [PROMPTS[0], PROMPTS[0]], params)
     assert one != two
 
 
-def test_ledgers_close_and_name_the_phases(folder: str) -> None:
-    llm = build(folder, max_num_batched_tokens=16, max_num_seqs=8)
+def test_ledgers_close_and_name_the_phases(model: Model) -> None:
+    llm = build(model, max_num_batched_tokens=16, max_num_seqs=8)
     for output in llm.generate([{"prompt_token_ids": p} for p in PROMPTS], GREEDY):
         assert output.timings_ns["decode_compute"] > 0
         assert output.timings_ns["prefill_compute"] > 0

@@ -76,6 +76,14 @@ def test_stop_and_seed_and_limits(client: openai.OpenAI, engine: FakeEngine) -> 
     eventually(lambda: not engine.running)
 
 
+def test_an_answer_can_be_sent_back(client: openai.OpenAI, engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    message = client.chat.completions.create(model=MODEL, messages=HELLO).choices[0].message
+    for sent_back in (message, message.model_dump()):
+        conversation: Any = [*HELLO, sent_back, {"role": "user", "content": "Go on"}]
+        client.chat.completions.create(model=MODEL, messages=conversation)
+        assert f"<|im_start|>assistant\n{TEXT}<|im_end|>\n" in prompt_of(engine, tokenizer)
+
+
 def test_parts_of_text_are_joined(client: openai.OpenAI, engine: FakeEngine, tokenizer: Tokenizer) -> None:
     parts: Any = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": parts}])
