@@ -30,6 +30,7 @@ from headway.kernels.cpu_simd import (
 from headway.kernels.cpu_team import Team, arg, job, once_per_kind, tickets
 from headway.kernels.cpu_tiles import dot_rows, product_tile_transposed, transpose_words
 from headway.kernels.interface import Linear
+from headway.kernels.reference import ReferenceLinear
 
 # Up to so many tokens are dotted, at most _DOTTED_AT_ONCE of them in one pass over a tile of weight rows,
 # which then lies in the first-level cache for the next pass.
@@ -234,24 +235,11 @@ class TiledLinear:
         return out
 
 
-class PlainLinear:
-    """A row-major weight multiplied by torch."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias
-        self.out_features = weight.shape[0]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out]."""
-        return F.linear(x, self.weight, self.bias)
-
-
 def linear_for(weight: Tensor, bias: Tensor | None, team: Team) -> Linear:
     """The fastest way to multiply weight [out, in] on this processor, sharing the weight's memory."""
     has_tiles = has_bfloat16_dot() if weight.dtype == torch.bfloat16 else has_wide_vectors()
     if not (has_tiles and TiledLinear.takes(weight)):
-        return PlainLinear(weight, bias)
+        return ReferenceLinear(weight, bias)
     # AMX multiplies many tokens several times faster than vectors do, and oneDNN, under torch, has it.
     leave_to_torch = weight.dtype == torch.bfloat16 and has_matrix_tiles()
     return TiledLinear(weight, bias, team, most_tokens=MOST_DOTTED if leave_to_torch else None)

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from headway.kernels import cpu_linear
 from headway.kernels.cpu import CpuKernels
-from headway.kernels.cpu_linear import MOST_DOTTED, PlainLinear, TiledLinear
+from headway.kernels.cpu_linear import MOST_DOTTED, TiledLinear
 from headway.kernels.cpu_simd import has_bfloat16_dot, has_wide_vectors
+from headway.kernels.reference import ReferenceLinear
 from tests.kernels.steps import random
 from tests.kernels.test_cpu import with_threads
 
@@ -89,7 +90,7 @@ def test_processors_without_the_instructions_use_torch(monkeypatch: pytest.Monke
     monkeypatch.setattr(cpu_linear, "has_wide_vectors", lambda: False)
     weight, bias = random(0, dtype, 48, 64), random(1, dtype, 48)
     linear = CpuKernels().linear(weight, bias)
-    assert isinstance(linear, PlainLinear)
+    assert isinstance(linear, ReferenceLinear)
     x = random(2, dtype, 9, 64)
     assert torch.equal(linear(x), F.linear(x, weight, bias))
 
