@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from headway.engine.client import EngineClient
 from headway.engine.config import EngineConfig
 from headway.engine.messages import AddRequest, SequenceOutput, TokenLogprobs
+from headway.models.config import ModelConfig
+from headway.models.folder import resolve_model
 from headway.policy.sampling_params import SamplingParams
 from headway.text.chat_template import ChatTemplate
 from headway.text.detokenizer import Detokenizer
@@ -19,6 +23,7 @@ from headway.text.tokenizer import TextError, Tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
 Message = dict[str, Any]
+MAX_TOKEN_ID = 2**31
 
 
 @dataclass(slots=True)
@@ -120,33 +125,36 @@ class _Front:
     """What both forms share: tokenizer, chat template, and the making of requests."""
 
     def __init__(self, model: str, skip_tokenizer_init: bool) -> None:
-        from headway.models.loading import resolve_model
-
         self.folder = resolve_model(model)
         self.tokenizer = None if skip_tokenizer_init else Tokenizer.load(self.folder)
         self.chat_template = ChatTemplate.load(self.tokenizer) if self.tokenizer is not None else None
-        self._count = 0
+        known = self.tokenizer or ModelConfig.from_folder(self.folder)
+        self._eos_token_ids = list(known.eos_token_ids)
+        self._ids = itertools.count(1)  # collectors are made in several threads
 
     def default_params(self) -> SamplingParams:
         """The checkpoint's own sampling defaults, from generation_config.json."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         found = self.tokenizer.generation_config if self.tokenizer is not None else {}
         values = {name: found[name] for name in names if found.get(name) is not None}
-        return SamplingParams(**values) if found.get("do_sample", True) else SamplingParams(temperature=0.0)
+        return SamplingParams(**values)
 
     def collector(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> _Collector:
-        text, token_ids = self._tokenize(prompt)
-        if not token_ids:
+        text, given = self._tokenize(prompt)
+        if not given:
             raise ValueError("the prompt is empty; give at least one token")
+        for token in given:
+            if not isinstance(token, Integral) or not 0 <= token < MAX_TOKEN_ID:
+                raise ValueError(f"the prompt has {token!r:.60} for a token id; token ids are integers from 0")
+        token_ids = [int(token) for token in given]
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one")
-        self._count += 1
         now = time.monotonic_ns()
         request = AddRequest(
-            request_id=request_id or str(self._count),
+            request_id=request_id or str(next(self._ids)),
             prompt_token_ids=token_ids,
             params=params,
-            eos_token_ids=self.tokenizer.eos_token_ids if self.tokenizer is not None else [],
+            eos_token_ids=self._eos_token_ids,
             arrival_ns=now,
             sent_ns=now,
             include_timings=True,
@@ -284,7 +292,7 @@ class AsyncLLM:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | dict):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
+    if prompts and isinstance(prompts[0], Integral):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

@@ -66,7 +66,8 @@ class EngineClient:
         self._on_progress = on_progress
         self._subscribers: list[Callable[[StepStats], None]] = []
         self._streams: dict[str, asyncio.Queue[_StreamItem]] = {}
-        self._unreported: set[str] = set()
+        self._sent = 0  # requests, to the engine process that runs now
+        self._unreported: dict[str, int] = {}  # request -> its number among those sent
         self._changed = asyncio.Event()
         self._context = zmq.asyncio.Context()
         self._folder = tempfile.TemporaryDirectory(prefix="headway-")
@@ -95,9 +96,12 @@ class EngineClient:
 
     async def stop(self) -> None:
         """End the engine process; in-flight requests end with EngineDead."""
+        was_loading = self.state == "loading"
         self._enter("stopped", "the server is shutting down")
         process = self._process
         if process is not None and process.returncode is None:
+            if was_loading:  # it listens only when it has loaded
+                process.kill()
             self._send(Shutdown())
             try:
                 await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
@@ -118,6 +122,8 @@ class EngineClient:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     def _enter(self, state: str, error: str = "") -> None:
+        if self.state == "stopped":
+            return
         self.state = state
         if error:
             self.last_error = error
@@ -125,6 +131,7 @@ class EngineClient:
                 stream.put_nowait(EngineDead(error))
             self._streams.clear()
             self._unreported.clear()
+            self._sent = 0
             self.stats = None
         self._changed.set()
 
@@ -138,6 +145,9 @@ class EngineClient:
                 failed = await self._run_once(attempts)
             except OSError as error:
                 failed = f"the engine process cannot be started: {error}"
+            except Exception as error:  # whatever it is, nobody may go on waiting for outputs that do not come
+                logger.exception("the connection to the engine failed")
+                failed = f"the connection to the engine failed: {type(error).__name__}: {error}"
             if self.state == "stopped":
                 return
             if failed:
@@ -208,7 +218,7 @@ class EngineClient:
 
     @property
     def num_waiting(self) -> int:
-        """Choices waiting in the engine, with those sent since its last report."""
+        """Choices waiting in the engine, with the requests that it had not seen at its last report."""
         return (self.stats.num_waiting if self.stats is not None else 0) + len(self._unreported)
 
     def subscribe(self, callback: Callable[[StepStats], None]) -> None:
@@ -230,10 +240,11 @@ class EngineClient:
             raise EngineDead(self.last_error if self.state != "loading" else "the engine is still loading")
         stream: asyncio.Queue[_StreamItem] = asyncio.Queue()
         self._streams[request.request_id] = stream
-        self._unreported.add(request.request_id)
         unfinished = request.params.n
-        self._send(request)
         try:
+            self._send(request)
+            self._sent += 1
+            self._unreported[request.request_id] = self._sent
             while unfinished:
                 item = await stream.get()
                 if isinstance(item, EngineDead):
@@ -244,7 +255,7 @@ class EngineClient:
         finally:
             if self._streams.get(request.request_id) is stream:
                 del self._streams[request.request_id]
-                self._unreported.discard(request.request_id)
+                self._unreported.pop(request.request_id, None)
                 if unfinished:
                     self.abort(request.request_id)
 
@@ -255,7 +266,8 @@ class EngineClient:
 
     def _deliver(self, message: StepOutputs) -> None:
         self.stats = message.stats
-        self._unreported.clear()
+        seen = message.stats.received
+        self._unreported = {name: number for name, number in self._unreported.items() if number > seen}
         for output in message.outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:

@@ -34,6 +34,7 @@ class EngineCore:
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
         self._pending: list[SequenceOutput] = []
         self._counted = StepStats(0, 0, 0.0)
+        self._received = 0
 
     @property
     def has_work(self) -> bool:
@@ -43,6 +44,7 @@ class EngineCore:
 
     def add(self, request: AddRequest) -> None:
         """Queue every choice of a request; one that can't be served is answered with an error output."""
+        self._received += 1
         problem = self._problem_of(request)
         if problem:
             self._reject(request, problem)
@@ -211,6 +213,7 @@ class EngineCore:
             prefix_cache_hits=prefix.hits - counted.prefix_cache_hits,
             preemptions=scheduler.num_preemptions - counted.preemptions,
             scheduled_tokens=scheduled_tokens,
+            received=self._received,
             stall_ns={str(phase): ns for phase, ns in scheduler.accounting.take_stalls().items()},
         )
         counted.prefix_cache_queries, counted.prefix_cache_hits = prefix.queries, prefix.hits

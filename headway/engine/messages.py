@@ -119,6 +119,7 @@ class StepStats(_Message):
     prefix_cache_hits: int = 0  # tokens found
     preemptions: int = 0
     scheduled_tokens: int = 0
+    received: int = 0  # requests that have reached the engine since its start
     stall_ns: dict[str, int] = {}  # cause -> nanoseconds of all sequences of this step
 
 

@@ -70,7 +70,9 @@ class Channel:
 def main(address: str) -> int:
     """Serve one API process until it says Shutdown or goes away; returns the exit code."""
     parent = os.getppid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API process decides
+    # Ctrl-C, and a service manager's SIGTERM, reach the whole group; the API process decides when this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = Channel(address)
     try:
         configure = _wait_for_configure(channel, parent)
@@ -138,7 +140,7 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
             channel.send(core.step())
         elif busy:  # everything was aborted between two steps
             channel.send(core.idle())
-        if not busy and os.getppid() != parent:
+        if os.getppid() != parent:
             return 0
 
 

@@ -118,13 +118,13 @@ def take_rows(arguments, step):
 
 
 class Team:
-    """A calling thread and its helpers, together as many as torch uses when the team is made.
+    """A calling thread and its helpers, together as many as torch uses when the team is made, 128 at most.
 
     One thread at a time may run jobs of one team, as the step loop of an engine does.
     """
 
     def __init__(self) -> None:
-        self.threads = torch.get_num_threads()
+        self.threads = min(torch.get_num_threads(), _INSIDE + 1)  # more helpers than the board can count
         memory = np.zeros(_ARGUMENTS_AT + 8 * _MOST_ARGUMENTS + LINE, np.uint8)
         offset = -memory.ctypes.data % LINE
         self._memory: Any = memory

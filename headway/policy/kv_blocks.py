@@ -134,8 +134,12 @@ class KVBlocks:
         found = self._index.get(key)
         if found is not None:
             return found[0]
-        node = self._next_node
-        self._next_node += 1
+        held = self._key_of.get(block)
+        if held is None:
+            node = self._next_node
+            self._next_node += 1
+        else:  # shared, and known under a parent that was evicted since: it moves, with what hangs from it
+            node, _ = self._index.pop(held)
         self._index[key] = (node, block)
         self._key_of[block] = key
         return node

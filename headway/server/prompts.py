@@ -44,6 +44,9 @@ async def completion_prompts(service: Service, given: Any, add_special_tokens: b
     return encoded
 
 
+CHARS_OF_A_TURN = 50  # what a template adds around a message: many empty ones are a long text too
+
+
 async def chat_prompt(service: Service, body: ChatFields) -> Prompt:
     """The messages through the chat template, encoded.
 
@@ -68,7 +71,8 @@ async def chat_prompt(service: Service, body: ChatFields) -> Prompt:
         return Prompt(service.tokenizer.encode(text, body.add_special_tokens), text)
 
     try:
-        prompt = await service.compute(sum(len(message["content"]) for message in messages), encode)
+        size = sum(len(message["content"]) + CHARS_OF_A_TURN for message in messages)
+        prompt = await service.compute(size, encode)
     except TextError as error:
         raise bad_request(str(error), "messages") from None
     if not prompt.token_ids:

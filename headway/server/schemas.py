@@ -63,6 +63,8 @@ ContentField = Annotated[
     WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _PART}]}),
 ]
 
+NullField = Annotated[None, _must_be("null, because it is not supported", lambda value: value is None)]
+
 
 # More than the engine's messages can carry is out of every range.
 Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -122,9 +124,16 @@ class CompletionBody(GenerationBody):
 
 
 class Message(Body):
+    """A message, as clients write it or as an answer gave it to them: answers come back with all their fields."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: ContentField
     name: str | None = None
+    refusal: NullField = None
+    annotations: NullField = None
+    audio: NullField = None
+    function_call: NullField = None
+    tool_calls: NullField = None
 
 
 class ResponseFormat(Body):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 
 from headway.engine.client import EngineClient, EngineDead
 from headway.engine.config import EngineConfig
-from headway.engine.messages import AddRequest, SequenceOutput, StepStats
+from headway.engine.messages import AddRequest, SequenceOutput, StepOutputs, StepStats
 from headway.policy.sampling_params import SamplingParams
 from tests.engine.models import write_config
 
@@ -144,10 +146,89 @@ async def test_stopping_ends_the_process_and_what_it_was_doing(tmp_path: Path) -
         os.kill(pid, 0)
 
 
-async def test_stopping_while_loading_is_clean(tmp_path: Path) -> None:
+async def test_stopping_while_loading_is_clean_and_prompt(tmp_path: Path) -> None:
     client = EngineClient(config(tmp_path))
     await client.start()
     await asyncio.sleep(0.3)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(3):
         await client.stop()
     assert client.pid is None
+    assert (client.state, client.restarts) == ("stopped", 0)
+
+
+async def test_a_signal_to_the_whole_group_leaves_the_end_to_the_server(client: EngineClient) -> None:
+    stream = client.generate(request("long", max_tokens=100))
+    await anext(stream)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGTERM)
+    assert (await collect(stream))[-1].finish_reason == "length"
+    assert client.restarts == 0
+
+
+async def test_a_request_that_cannot_be_sent_leaves_nothing_behind(client: EngineClient) -> None:
+    for _ in range(2):  # the same id twice: the first is forgotten
+        with pytest.raises(OverflowError):
+            await collect(client.generate(request("huge", prompt=[2**70])))
+    assert client.num_waiting == 0
+    assert (await collect(client.generate(request("huge"))))[-1].finish_reason == "length"
+    stream = client.generate(request("next", max_tokens=4000))
+    await anext(stream)
+    assert client.num_waiting == 0
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_report_does_not_hide_requests_still_on_their_way(client: EngineClient) -> None:
+    assert (await collect(client.generate(request("before"))))[-1].finish_reason == "length"
+    report = client.stats
+    assert report is not None and report.received == 1 and client.num_waiting == 0
+    streams = [client.generate(request(str(i), max_tokens=4000)) for i in range(3)]
+    waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
+    await asyncio.sleep(0)
+    client._deliver(StepOutputs([], report, 0))  # as from a step that began before they came
+    assert client.num_waiting == 3
+    await asyncio.gather(*waiting)
+    assert client.num_waiting == 0
+    for stream in streams:
+        await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_failing_subscriber_ends_requests_instead_of_leaving_them_to_wait(client: EngineClient) -> None:
+    def fail(stats: StepStats) -> None:
+        raise ValueError("no more paper")
+
+    client.subscribe(fail)
+    with pytest.raises(EngineDead, match="no more paper"):
+        async with asyncio.timeout(10):
+            await collect(client.generate(request("a", max_tokens=2000)))
+    assert (client.state, client.pid) == ("dead", None)
+
+
+async def test_a_busy_engine_ends_with_its_parent(tmp_path: Path) -> None:
+    code = """
+import asyncio, sys
+from pathlib import Path
+from headway.engine.client import EngineClient
+from tests.engine.test_client import config, request
+
+async def main():
+    client = EngineClient(config(Path(sys.argv[1])))
+    await client.start()
+    await client.wait_ready()
+    streams = [client.generate(request(str(i), max_tokens=4000)) for i in range(8)]
+    await asyncio.gather(*(anext(stream) for stream in streams))
+    print(client.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    async with asyncio.timeout(5):
+        while os.path.exists(f"/proc/{pid}"):
+            await asyncio.sleep(0.05)

@@ -87,6 +87,15 @@ def test_the_checkpoints_sampling_defaults_are_used(llm: LLM) -> None:
     assert len(llm.generate("Once upon")) == 1
 
 
+def test_without_a_tokenizer_the_checkpoints_eos_still_ends_a_choice(tmp_path: Path) -> None:
+    free = LLM(write_config(tmp_path / "free"), skip_tokenizer_init=True, **ENGINE).generate([5, 6, 7], GREEDY)
+    third = free[0].outputs[0].token_ids[2]
+    llm = LLM(write_config(tmp_path / "ends", eos_token_id=third), skip_tokenizer_init=True, **ENGINE)
+    choice = llm.generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=20))[0].outputs[0]
+    assert choice.finish_reason == "stop"
+    assert choice.token_ids[-1] == third and len(choice.token_ids) <= 3
+
+
 def test_chat_renders_the_template(llm: LLM) -> None:
     output = llm.chat([{"role": "user", "content": "Hello"}], GREEDY)[0]
     assert llm.tokenizer is not None
@@ -97,7 +106,14 @@ def test_chat_renders_the_template(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [("", "the prompt is empty"), ([5] * 300, "the prompt has 300 tokens"), ([5, 9999], "9999")],
+    [
+        ("", "the prompt is empty"),
+        ([5] * 300, "the prompt has 300 tokens"),
+        ([5, 9999], "9999"),
+        ([5, "six"], "the prompt has 'six' for a token id; token ids are integers from 0"),
+        ([5, 6.5], "the prompt has 6.5 for a token id"),
+        ([5, 2**70], "the prompt has 1180591620717411303424 for a token id"),
+    ],
 )
 def test_bad_prompts_are_refused_and_the_engine_goes_on(llm: LLM, prompt: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -138,6 +154,13 @@ async def test_async_llm_streams_and_stops(folder: Path, llm: LLM) -> None:
         assert output.finished and output.outputs[0].text == expected.text
         assert sum(output.timings_ns.values()) > 0
         stop = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, stop=[expected.text[4:7]])
+        going_on = served.generate([5, 6, 7], SamplingParams(max_tokens=200, ignore_eos=True))
+        await anext(going_on)
+        for wrong in (["five"], [5.5], [2**70], [-1]):
+            with pytest.raises(ValueError, match="token id"):
+                await anext(served.generate({"prompt_token_ids": wrong}, GREEDY))
+        assert not (await anext(going_on)).finished  # the engine that they share has not noticed
+        await going_on.aclose()  # type: ignore[attr-defined]
         *_, output = [grown async for grown in served.generate("Once upon a time", stop)]
         assert output.outputs[0].finish_reason == "stop"
         assert output.outputs[0].text == expected.text[: expected.text.index(expected.text[4:7])]

@@ -48,6 +48,15 @@ def test_every_part_is_done_once_in_every_job(code: int, threads: int) -> None:
     assert (done == 2000).all()
 
 
+def test_a_team_has_no_more_helpers_than_its_board_can_count(code: int) -> None:
+    team = team_of(300)
+    assert len(team._doors) == team.threads - 1 == 127
+    done = np.zeros(300, np.int64)
+    for _ in range(5):
+        team.run(code, LAYOUT, (done.ctypes.data, len(done)))
+    assert (done == 5).all()
+
+
 def test_jobs_after_a_pause_find_sleeping_helpers(code: int) -> None:
     team = team_of(3)
     done = np.zeros(64, np.int64)

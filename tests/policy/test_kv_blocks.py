@@ -70,6 +70,18 @@ def test_salts_keep_tenants_apart() -> None:
     assert pool.match([1, 2, 3, 4, 5], "") == []
 
 
+def test_a_shared_block_whose_known_beginning_was_evicted_is_found_again() -> None:
+    pool = KVBlocks(4, 2)
+    short, table = fill(pool, [1, 2]), fill(pool, [1, 2, 3, 4])  # the second block of table hangs from short's
+    pool.release(short)
+    pool.allocate(2)  # evicts it
+    pool.share(table)  # by another choice of the same request, which registers the prompt as its own
+    node = pool.register(table[0], "", (1, 2))
+    pool.register(table[1], node, (3, 4))
+    assert pool.match([1, 2, 3, 4, 5], "") == table
+    pool.check([table, table, [b for b in range(4) if b not in table]])
+
+
 def test_the_check_finds_leaks_and_double_use() -> None:
     pool = KVBlocks(4, 2)
     table = pool.allocate(2)
@@ -112,6 +124,16 @@ class PoolMachine(RuleBasedStateMachine):
         for at in range(len(prefix), len(tokens) // 2):
             node = self.pool.register(table[at], node, tuple(tokens[at * 2 : at * 2 + 2]))
         self.live.append((tokens, table))
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 100))
+    def fork(self, which: int) -> None:
+        tokens, table = self.live[which % len(self.live)]
+        self.pool.share(table)
+        node: int | str = ""
+        for at in range(len(tokens) // 2):
+            node = self.pool.register(table[at], node, tuple(tokens[at * 2 : at * 2 + 2]))
+        self.live.append((tokens, list(table)))
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 100))
