@@ -114,7 +114,7 @@ def prepare(args: argparse.Namespace) -> None:
     )
     tokenizer.train_from_iterator(texts[HELD_OUT_BOOKS:], trainer)
     args.work.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(args.work / "tokenizer.json"))
+    tokenizer.save(str(args.work / "tokenizer.json"), pretty=False)
     for name, part in (("held_out", texts[:HELD_OUT_BOOKS]), ("train", texts[HELD_OUT_BOOKS:])):
         ids = np.concatenate([np.array(e.ids, dtype=np.uint16) for e in tokenizer.encode_batch(part)])
         np.save(args.work / f"{name}.npy", ids)
