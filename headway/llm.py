@@ -157,7 +157,6 @@ class _Front:
             eos_token_ids=self._eos_token_ids,
             arrival_ns=now,
             sent_ns=now,
-            include_timings=True,
         )
         outputs = [CompletionOutput(index) for index in range(params.n)]
         return _Collector(self.tokenizer, RequestOutput(request.request_id, text, token_ids, outputs), request)

@@ -274,9 +274,8 @@ def train(args: argparse.Namespace) -> None:
 # --- export -----------------------------------------------------------------------------------------
 
 
-def export(args: argparse.Namespace) -> None:
-    s = SHAPES[args.size]
-    state = torch.load(args.work / f"{args.size}.pt")
+def hugging_face_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights in bfloat16 under the names of Hugging Face's Llama."""
     names = {
         "q_proj": "self_attn",
         "k_proj": "self_attn",
@@ -287,11 +286,18 @@ def export(args: argparse.Namespace) -> None:
         "down_proj": "mlp",
     }
     tensors = {}
-    for name, value in state["model"].items():
+    for name, value in weights.items():
         parts = name.split(".")
         if parts[0] == "layers" and parts[2] in names:
             parts.insert(2, names[parts[2]])
         tensors["model." + ".".join(parts)] = value.to(torch.bfloat16).contiguous()
+    return tensors
+
+
+def export(args: argparse.Namespace) -> None:
+    s = SHAPES[args.size]
+    state = torch.load(args.work / f"{args.size}.pt")
+    tensors = hugging_face_tensors(state["model"])
     args.out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
     (args.out / "model.safetensors").chmod(0o644)

@@ -30,7 +30,6 @@ class EngineCore:
         self.runner = runner
         self._clock = clock
         self._live: dict[str, dict[int, Sequence]] = {}
-        self._with_timings: set[str] = set()
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
         self._pending: list[SequenceOutput] = []
         self._counted = StepStats(0, 0, 0.0)
@@ -51,8 +50,6 @@ class EngineCore:
             return
         sequences = self._sequences_of(request)
         self._live[request.request_id] = {s.index: s for s in sequences}
-        if request.include_timings:
-            self._with_timings.add(request.request_id)
         try:
             for sequence in sequences:
                 self.scheduler.add(sequence, self._clock())
@@ -133,7 +130,6 @@ class EngineCore:
 
     def _forget_request(self, request_id: str) -> None:
         self._live.pop(request_id, None)
-        self._with_timings.discard(request_id)
 
     # --- steps --------------------------------------------------------------------------------------
 
@@ -189,14 +185,13 @@ class EngineCore:
             output.stop_token_id = sequence.tokens[-1]
         if sequence.finish_reason == "error":
             output.error = NOT_NUMBERS
-        if sequence.request_id in self._with_timings:
-            ledger = sequence.ledger
-            output.timings = SequenceTimings(
-                {str(phase): ns for phase, ns in ledger.phases_ns.items() if ns},
-                ledger.last_ns,
-                sequence.steps,
-                sequence.preemptions,
-            )
+        ledger = sequence.ledger
+        output.timings = SequenceTimings(
+            {str(phase): ns for phase, ns in ledger.phases_ns.items() if ns},
+            ledger.last_ns,
+            sequence.steps,
+            sequence.preemptions,
+        )
         self._forget(sequence)
 
     def _stats(self, step_ns: int, scheduled_tokens: int, prompt_tokens: int) -> StepStats:

@@ -40,7 +40,6 @@ class AddRequest(_Message):
     cache_salt: str = ""
     arrival_ns: int = 0  # when the server received it; decides order among equals
     sent_ns: int = 0  # when the API process handed it over; the engine's part of the ledger starts here
-    include_timings: bool = False
 
 
 class AbortRequest(_Message):

@@ -66,7 +66,6 @@ class Generation:
                 priority=priority,
                 cache_salt=cache_salt or "",
                 arrival_ns=arrived_ns,
-                include_timings=True,  # metrics need it too, and it is one small message for each choice
             )
             self._requests.append(request)
             for index in range(one.n):

@@ -27,7 +27,7 @@ def config(tmp_path: Path, **changes: object) -> EngineConfig:
 
 def request(name: str, max_tokens: int = 8, n: int = 1, prompt: list[int] | None = None) -> AddRequest:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, n=n)
-    return AddRequest(name, prompt or [5, 6, 7], params, [0], include_timings=True)
+    return AddRequest(name, prompt or [5, 6, 7], params, [0])
 
 
 @pytest.fixture

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -54,3 +57,14 @@ def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """Equal within the dtype's tolerance, absolute below one and relative above."""
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got.float().cpu(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """As many threads for torch, and for teams that are made meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

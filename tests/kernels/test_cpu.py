@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headway.kernels.cpu import CpuKernels
 from tests.kernels import operations
 from tests.kernels.operations import DTYPES, check_attention
-from tests.kernels.steps import cache_of, random, step_of
+from tests.kernels.steps import cache_of, random, step_of, torch_threads
 
 # Compiling for a first run on a machine takes tens of seconds where cores are slow or shared.
 pytestmark = pytest.mark.timeout(600)
@@ -24,12 +24,8 @@ def kernels() -> CpuKernels:
 
 
 def with_threads(threads: int) -> CpuKernels:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with torch_threads(threads):
         return CpuKernels()
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,10 +9,10 @@ import time
 
 import numpy as np
 import pytest
-import torch
 
 from headway.kernels.cpu_simd import add_to, read_int64, take_ticket
 from headway.kernels.cpu_team import Team, job, tickets
+from tests.kernels.steps import torch_threads
 
 LAYOUT = struct.Struct("2q")
 
@@ -31,12 +31,8 @@ def code() -> int:
 
 
 def team_of(threads: int) -> Team:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with torch_threads(threads):
         return Team()
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -180,9 +180,7 @@ class _Saying:
         values = [-0.5, *(-1.5 - i for i in range(number - 2)), -math.inf][: len(others)]
         return TokenLogprobs(-0.5, 1, others, values)
 
-    def _timings(self) -> SequenceTimings | None:
-        if not self.request.include_timings:
-            return None
+    def _timings(self) -> SequenceTimings:
         ended = time.monotonic_ns()
         total = ended - self.request.sent_ns
         self.engine.phases_total_ns[self.request.request_id, self.index] = total
