@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import headway
-from headway.cli import _size, app, main
+from headway.cli import app, main
+from headway.cli.values import size
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -78,11 +79,11 @@ def test_broken_template_and_generation_config(
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
+    ("text", "in_bytes"),
     [("4096", 4096), ("8M", 8 * 2**20), ("1.5G", 3 * 2**29), ("2GiB", 2**31), ("1 KB", 1024), ("1t", 2**40)],
 )
-def test_sizes(text: str, size: int) -> None:
-    assert _size(text) == size
+def test_sizes(text: str, in_bytes: int) -> None:
+    assert size(text) == in_bytes
 
 
 def test_commands_have_help() -> None:

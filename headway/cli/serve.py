@@ -1,62 +1,25 @@
-"""The `headway` command: parses, calls, prints."""
+"""`headway serve`."""
 
 from __future__ import annotations
 
 import re
-import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from headway import __version__
 from headway.bundled import STORY
+from headway.cli.values import fail, size
 
 if TYPE_CHECKING:
     from headway.engine.config import EngineConfig
     from headway.server.settings import ServerSettings
 
 _BEGAN_NS = time.monotonic_ns()
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-app = typer.Typer(
-    name="headway",
-    help="An LLM inference server built around latency.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+_SIZE_OPTION: dict[str, Any] = {"parser": size, "metavar": "SIZE"}
 
 
-def _size(text: str) -> int:
-    """Bytes, from 4096, 512M, 1.5GiB and the like; units are powers of 1024."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size; write bytes, or a number with K, M, G or T")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"headway {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
-
-
-_SIZE_OPTION: dict[str, Any] = {"parser": _size, "metavar": "SIZE"}
-
-
-@app.command()
 def serve(
     model: Annotated[
         str | None, typer.Argument(help="Folder of a checkpoint, or a Hugging Face id; default: the bundled model.")
@@ -168,7 +131,7 @@ def _model_folder(model: str | None) -> Path:
     if model is None:
         folder = STORY
         if not folder.is_dir():
-            _fail(f"the bundled model is missing from this installation ({folder}); name a model to serve")
+            fail(f"the bundled model is missing from this installation ({folder}); name a model to serve")
         return folder
     if Path(model).expanduser().is_dir():
         return Path(model).expanduser()
@@ -177,7 +140,7 @@ def _model_folder(model: str | None) -> Path:
     try:
         return resolve_model(model)
     except ValueError as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | None) -> None:
@@ -199,28 +162,6 @@ def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | No
         run_server(engine, tokenizer, settings, template, display.on_ready)
     except (TextError, StartupError) as error:
         display.stop()
-        _fail(str(error))
+        fail(str(error))
     finally:
         display.stop()
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"headway: {' '.join(message.split())}", file=sys.stderr)
-    raise typer.Exit(2)
-
-
-def main() -> NoReturn:
-    """Entry point: bad input is one line on stderr and exit code 2."""
-    try:
-        code = app(standalone_mode=False)
-    except (KeyboardInterrupt, typer.Abort):
-        code = 130
-    except Exception as error:
-        # Typer's usage errors, whose class is its own affair, know how to say themselves in one line.
-        say = getattr(error, "format_message", None)
-        if say is None:
-            raise
-        if message := " ".join(say().split()):
-            print(f"headway: {message}", file=sys.stderr)
-        code = 2
-    sys.exit(code if isinstance(code, int) else 0)

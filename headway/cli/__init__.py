@@ -1,0 +1,55 @@
+"""The `headway` command: parses, calls, prints. A module for each command."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from headway import __version__
+from headway.cli import bench, serve
+
+app = typer.Typer(
+    name="headway",
+    help="An LLM inference server built around latency.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"headway {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(serve.serve)
+app.add_typer(bench.app)
+
+
+def main() -> NoReturn:
+    """Entry point: bad input is one line on stderr and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except Exception as error:
+        # Typer's usage errors, whose class is its own affair, know how to say themselves in one line.
+        say = getattr(error, "format_message", None)
+        if say is None:
+            raise
+        if message := " ".join(say().split()):
+            print(f"headway: {message}", file=sys.stderr)
+        code = 2
+    sys.exit(code if isinstance(code, int) else 0)
