@@ -1,0 +1,1 @@
+"""The load generator: arrivals and workloads, the client, statistics, reports."""

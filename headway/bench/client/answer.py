@@ -1,0 +1,233 @@
+"""A streamed answer, into its record as it comes.
+
+What counts as a token chunk. Latencies need the time of each chunk that brought tokens, and servers send others too:
+
+- Where each chunk carries `usage` (`stream_options.continuous_usage_stats`), a chunk counts if and only if
+  `completion_tokens` grew with it, and for as many tokens as it grew. This is the server's own word, and exact when a
+  chunk brings several tokens or a token brings no text.
+- Elsewhere a chunk counts for one when it has text: `text` of a completion; `content`, `reasoning`,
+  `reasoning_content`, `refusal` or `tool_calls` of a chat's delta; or token ids. In completions a chunk without text
+  and without a finish_reason counts too: its token is part of a character, or special. A delta with only a role, or
+  nothing, does not count: it may be sent before the first token is computed.
+- A chunk with only a finish_reason does not count, unless it is all there was and `usage` says that there were tokens.
+- The closing chunk with an empty `choices` holds the usage of the whole, and never counts.
+
+The number of output tokens is `usage`'s wherever there is one, and never the number of chunks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from headway.bench.client.failures import RequestFailed, error_text, failure_of_status, one_line
+from headway.bench.client.sse import EventParser, MalformedEvents
+from headway.bench.record import Failure, FailureKind, RequestRecord
+
+MAX_ERROR_BYTES = 64 * 1024
+_NOT_STREAMS = (b"application/json", b"text/html")
+
+
+class _TokenDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _TokenDetails | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    refusal: Any = None
+    tool_calls: Any = None
+    token_ids: Any = None
+
+    @property
+    def brings_tokens(self) -> bool:
+        return bool(
+            self.content
+            or self.reasoning
+            or self.reasoning_content
+            or self.tool_calls
+            or self.refusal
+            or self.token_ids
+        )
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+    token_ids: Any = None
+
+    @property
+    def brings_tokens(self) -> bool:
+        if self.text or self.token_ids:
+            return True
+        if self.delta is not None:
+            return self.delta.brings_tokens
+        return self.text is not None and self.finish_reason is None
+
+    @property
+    def content(self) -> str:
+        content = self.text if self.delta is None else self.delta.content
+        return content if isinstance(content, str) else ""
+
+
+class Chunk(msgspec.Struct):
+    """What a load generator reads of a chunk, of completions and of chats alike."""
+
+    choices: list[_Choice] | None = None
+    usage: Usage | None = None
+    timings: Any = None
+    error: Any = None
+    object: str | None = None
+    message: Any = None
+
+
+_decode = msgspec.json.Decoder(Chunk).decode
+
+
+class StreamedAnswer:
+    """Receives one response. After its end, check() says whether it was an answer.
+
+    Args:
+        keep_text: collect the answer's text in the record.
+        keep_timings: keep Headway's `timings` object; other servers use the name for something else.
+    """
+
+    def __init__(self, record: RequestRecord, *, keep_text: bool = False, keep_timings: bool = False) -> None:
+        self._record = record
+        self._texts: list[str] | None = [] if keep_text else None
+        self._keep_timings = keep_timings
+        self._parser = EventParser()
+        self._status = 0
+        self._headers: dict[bytes, bytes] = {}
+        self._is_stream = False
+        self._other_body = b""  # of a response that is no stream
+        self._counted = 0
+        self._continuous: bool | None = None
+        self._finish_ns = 0
+        self.is_satisfied = False  # [DONE] came
+
+    # --- as it comes --------------------------------------------------------------------------------
+
+    def connected(self, now_ns: int) -> None:
+        self._record.connected_ns = now_ns
+
+    def headers(self, status: int, headers: dict[bytes, bytes], now_ns: int) -> None:
+        self._status, self._headers = status, headers
+        self._record.headers_ns = now_ns
+        media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        self._is_stream = 200 <= status < 300 and media_type not in _NOT_STREAMS
+
+    def body(self, data: bytes, now_ns: int) -> None:
+        """Raises RequestFailed when the bytes are no stream of chunks, or hold an error."""
+        if not self._is_stream:
+            if len(self._other_body) < MAX_ERROR_BYTES:
+                self._other_body += data
+        elif not self.is_satisfied:
+            try:
+                self._take_events(self._parser.feed(data), now_ns)
+            except MalformedEvents as error:
+                raise RequestFailed(FailureKind.MALFORMED, str(error)) from None
+
+    def _take_events(self, events: list[tuple[bytes, bytes]], now_ns: int) -> None:
+        for name, data in events:
+            if data == b"[DONE]":
+                self.is_satisfied = True
+                self._record.end_ns = now_ns
+                return
+            try:
+                chunk = _decode(data)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                if name == b"error":
+                    raise RequestFailed(FailureKind.STREAM_ERROR, data.decode(errors="replace")) from None
+                shown = data[:80].decode(errors="replace")
+                raise RequestFailed(FailureKind.MALFORMED, f"not a chunk of OpenAI's: {error} in {shown!r}") from None
+            if name == b"error" or chunk.error is not None or chunk.object == "error":
+                said = error_text({"error": chunk.error, "message": chunk.message})
+                raise RequestFailed(FailureKind.STREAM_ERROR, said or data.decode(errors="replace"))
+            self._take(chunk, now_ns)
+
+    def _take(self, chunk: Chunk, now_ns: int) -> None:
+        record, usage = self._record, chunk.usage
+        if usage is not None:
+            self._take_usage(usage)
+        if self._keep_timings and isinstance(chunk.timings, dict):
+            record.timings = chunk.timings
+        if not chunk.choices:
+            return
+        choice = chunk.choices[0]
+        if choice.finish_reason is not None:
+            record.finish_reason = choice.finish_reason
+            self._finish_ns = now_ns
+        if usage is not None and self._continuous is not False:
+            tokens = (usage.completion_tokens or 0) - self._counted
+            self._continuous = self._continuous or tokens > 0 or None
+        else:
+            tokens = 1 if choice.brings_tokens else 0
+            if tokens and usage is None and self._continuous is None:
+                self._continuous = False
+        if tokens > 0:
+            self._counted += tokens
+            record.chunk_ns.append(now_ns)
+            record.chunk_tokens.append(tokens)
+        if self._texts is not None:
+            self._texts.append(choice.content)
+
+    def _take_usage(self, usage: Usage) -> None:
+        record = self._record
+        record.output_tokens = usage.completion_tokens
+        record.prompt_tokens = usage.prompt_tokens
+        if usage.prompt_tokens_details is not None:
+            record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+
+    # --- at its end ---------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Put into the record what is only known at the end; also of an answer that failed in the middle."""
+        self._record.tokens_per_chunk_known = bool(self._continuous)
+        if self._texts is not None:
+            self._record.text = "".join(self._texts)
+
+    def failure(self, now_ns: int) -> Failure | None:
+        """Of a response that came to its end at `now_ns`; None when it was an answer."""
+        record = self._record
+        record.end_ns = record.end_ns or now_ns
+        if not 200 <= self._status < 300:
+            return failure_of_status(self._status, self._headers, self._other_body)
+        if not self._is_stream:
+            return self._failure_of_other_body()
+        try:
+            if not self.is_satisfied:
+                self._take_events(self._parser.finish(), now_ns)
+        except MalformedEvents as error:
+            return Failure(FailureKind.MALFORMED, str(error))
+        except RequestFailed as error:
+            return error.failure
+        if not self.is_satisfied and record.finish_reason is None:
+            return Failure(FailureKind.CUT, "the stream ended without a finish_reason and without [DONE]")
+        if not record.chunk_ns and record.output_tokens:
+            record.chunk_ns.append(self._finish_ns or record.end_ns)
+            record.chunk_tokens.append(1)
+        if not record.chunk_ns:
+            return Failure(FailureKind.NO_TOKENS, "the answer ended well, without a token")
+        return None
+
+    def _failure_of_other_body(self) -> Failure:
+        kind = self._headers.get(b"content-type", b"").decode("latin-1")
+        try:
+            said = error_text(msgspec.json.decode(self._other_body))
+        except ValueError:
+            said = ""
+        if said:
+            return Failure(FailureKind.STREAM_ERROR, one_line(said), self._status)
+        shown = self._other_body[:80].decode(errors="replace")
+        message = f"{kind or 'no content-type'} instead of a stream of events: {shown!r}"
+        return Failure(FailureKind.MALFORMED, one_line(message), self._status)

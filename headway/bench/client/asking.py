@@ -1,0 +1,130 @@
+"""Single questions to a server outside a run, with errors that tell the user what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headway.bench.client.endpoint import Endpoint
+from headway.bench.client.failures import RequestFailed, failure_of_status
+from headway.bench.client.http_client import HttpClient
+from headway.bench.errors import BenchError
+from headway.bench.record import Failure, FailureKind
+
+ASK_TIMEOUT_S = 120.0
+LOOK_TIMEOUT_S = 10.0
+RETRY_EVERY_S = 0.5
+_NOT_READY_STATUSES = frozenset({502, 503, 504})
+_NOT_READY_KINDS = frozenset({FailureKind.CONNECT, FailureKind.CUT})
+
+
+class Reply:
+    """A response in one piece; a Receiver."""
+
+    is_satisfied = False
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers_by_name: dict[bytes, bytes] = {}
+        self.bytes = b""
+
+    def connected(self, now_ns: int) -> None:
+        """When does not matter here."""
+
+    def headers(self, status: int, headers: dict[bytes, bytes], now_ns: int) -> None:
+        self.status, self.headers_by_name = status, headers
+
+    def body(self, data: bytes, now_ns: int) -> None:
+        self.bytes += data
+
+    @property
+    def failure(self) -> Failure | None:
+        return None if self.status == 200 else failure_of_status(self.status, self.headers_by_name, self.bytes)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The JSON object that it holds; empty when it holds none."""
+        try:
+            content = msgspec.json.decode(self.bytes)
+        except ValueError:
+            return {}
+        return content if isinstance(content, dict) else {}
+
+
+@dataclass(slots=True)
+class Asker:
+    """Asks one endpoint.
+
+    Args:
+        ready_by: until this time.monotonic() a server that is not ready is asked again.
+    """
+
+    endpoint: Endpoint
+    client: HttpClient
+    ready_by: float = 0.0
+
+    async def ask(self, method: str, route: str, content: dict[str, Any] | None = None) -> Reply:
+        """The reply, unless it is a 401, 403, 502, 503 or 504.
+
+        Raises:
+            BenchError: there is none, or it is one of those.
+        """
+        while True:
+            try:
+                reply = await self._exchange(method, route, content, ASK_TIMEOUT_S)
+                failure = reply.failure
+                ready = reply.status not in _NOT_READY_STATUSES
+            except RequestFailed as error:
+                failure = error.failure
+                ready = failure.kind not in _NOT_READY_KINDS
+            if ready or time.monotonic() + RETRY_EVERY_S > self.ready_by:
+                break
+            await asyncio.sleep(RETRY_EVERY_S)
+        if failure is not None and (not ready or failure.status is None or failure.kind is FailureKind.AUTH):
+            raise BenchError(self._advice(failure))
+        return reply
+
+    async def look(self, method: str, route: str, content: dict[str, Any] | None = None) -> Reply:
+        """The reply of a route that many servers do not have; an empty one when there is none."""
+        try:
+            return await self._exchange(method, route, content, LOOK_TIMEOUT_S)
+        except RequestFailed:
+            return Reply()
+
+    async def _exchange(self, method: str, route: str, content: dict[str, Any] | None, timeout_s: float) -> Reply:
+        reply = Reply()
+        head = self.client.head(method, route, self.endpoint.all_headers())
+        body = b"" if content is None else msgspec.json.encode(content)
+        await self.client.exchange(head, body, reply, timeout_s)
+        return reply
+
+    def _advice(self, failure: Failure) -> str:
+        url, said = self.endpoint.base_url, failure.message
+        if failure.kind is FailureKind.AUTH:
+            return (
+                f"{url} does not accept the API key ({said}); give it with --api-key, OPENAI_API_KEY or HEADWAY_API_KEY"
+            )
+        if failure.kind is FailureKind.TLS:
+            return f"{url}: {said}; --insecure accepts any certificate, and a server without TLS needs http://"
+        if failure.kind is FailureKind.CONNECT:
+            return f"no server at {url} ({said}); is it up? --ready-check-timeout-sec waits for it"
+        if failure.status is not None:
+            return f"the server at {url} is not ready ({said}); --ready-check-timeout-sec waits for it"
+        return f"{url} gives no answer that can be read ({failure.kind}: {said}); is --base-url the server's?"
+
+
+@asynccontextmanager
+async def asking(endpoint: Endpoint, ready_timeout_s: float = 0.0) -> AsyncIterator[Asker]:
+    """An Asker with connections of its own, closed at the end."""
+    client = endpoint.connect()
+    try:
+        yield Asker(endpoint, client, time.monotonic() + ready_timeout_s)
+    finally:
+        client.close()
+        await asyncio.sleep(0)

@@ -1,0 +1,175 @@
+"""An OpenAI-compatible endpoint: how it is asked, and one request of a workload sent to it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from headway.bench.client.address import Address, parse_base_url
+from headway.bench.client.answer import StreamedAnswer
+from headway.bench.client.failures import RequestFailed
+from headway.bench.client.http_client import HttpClient
+from headway.bench.client.request_body import BodyBuilder
+from headway.bench.errors import BenchError
+from headway.bench.record import Failure, FailureKind, RequestRecord
+from headway.bench.request import PlannedRequest, Prompt
+
+Api = Literal["completions", "chat"]
+ROUTES: dict[str, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+_FRAMING_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection", "accept-encoding"})
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """How a server is asked. What a particular server understands is found by `probe`.
+
+    Args:
+        base_url: http:// or https://, host, port, and a path if the routes have one in front; a final /v1 is optional.
+        model: None leaves the field out.
+        path: route in place of the API's own.
+        api_key: sent as a bearer token.
+        headers: further ones, or others than the client's own.
+        ignore_eos: ask for exactly the planned number of tokens.
+        temperature: None leaves it to the server, as `vllm bench serve` does.
+        extra_body: further fields of every body; those of a request win.
+        include_timings: ask for Headway's `timings`. Others than Headway may refuse it.
+        include_usage, continuous_usage: `stream_options`, the second with vLLM's `continuous_usage_stats`.
+        max_tokens_field: max_tokens or max_completion_tokens.
+        keep_text: keep the answers' text in the records.
+        timeout_s: of a whole request, from before it connects to the end of its response.
+        connect_timeout_s: of a new connection.
+        insecure: accept any TLS certificate.
+        request_id_prefix: where given, each request has an x-request-id of this and its index.
+
+    Raises:
+        BenchError: a value cannot be used.
+    """
+
+    base_url: str
+    model: str | None = None
+    api: Api = "completions"
+    path: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    ignore_eos: bool = False
+    temperature: float | None = None
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    include_timings: bool = False
+    include_usage: bool = True
+    continuous_usage: bool = False
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    keep_text: bool = False
+    timeout_s: float = 3600.0
+    connect_timeout_s: float = 30.0
+    insecure: bool = False
+    request_id_prefix: str = ""
+
+    def __post_init__(self) -> None:
+        parse_base_url(self.base_url)
+        if self.api not in ROUTES:
+            raise BenchError(f"the API is {self.api!r}; it must be one of {', '.join(ROUTES)}")
+        if self.path is not None and not (self.path.startswith("/") and _is_header_text(self.path, blanks=False)):
+            raise BenchError(f"the endpoint's path is {self.path!r}; it must begin with / and have no blanks")
+        for name, seconds in (("timeout", self.timeout_s), ("connect timeout", self.connect_timeout_s)):
+            if not 0 < seconds < math.inf:
+                raise BenchError(f"the {name} is {seconds:g} s; it must be a number above 0")
+        if self.api_key is not None and not _is_header_text(self.api_key, blanks=False):
+            raise BenchError("the API key has characters that a header cannot carry; give it without blanks")
+        if self.request_id_prefix and not _is_header_text(self.request_id_prefix):
+            raise BenchError("the prefix of the request ids cannot be sent: only printable ASCII is allowed")
+        for name, value in self.headers.items():
+            if not _is_header_text(name, blanks=False) or ":" in name or not _is_header_text(str(value)):
+                raise BenchError(f"the header {name!r} cannot be sent: only printable ASCII is allowed")
+            if name.lower() in _FRAMING_HEADERS:
+                raise BenchError(f"the header {name!r} is the client's own; leave it out")
+
+    @property
+    def address(self) -> Address:
+        return parse_base_url(self.base_url)
+
+    @property
+    def route(self) -> str:
+        return self.path or ROUTES[self.api]
+
+    def all_headers(self) -> dict[str, str]:
+        """Of every request, beside those that HTTP needs; names in lower case."""
+        headers = {"content-type": "application/json", "accept": "text/event-stream, application/json"}
+        if self.api_key is not None:
+            headers["authorization"] = f"Bearer {self.api_key}"
+        return headers | {name.lower(): str(value) for name, value in self.headers.items()}
+
+    def connect(self) -> HttpClient:
+        """A client for this server; needs a running event loop."""
+        return HttpClient(self.address, connect_timeout_s=self.connect_timeout_s, insecure=self.insecure)
+
+
+def _is_header_text(text: str, blanks: bool = True) -> bool:
+    return bool(text) and text.isascii() and text.isprintable() and (blanks or " " not in text)
+
+
+class OpenAIClient:
+    """Sends planned requests and fills their records. Made and used inside one event loop.
+
+    Connections are kept open between requests. Use it as an async context manager, or call close().
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.http = endpoint.connect()
+        self._bodies = BodyBuilder(endpoint)
+        self._head = self.http.head("POST", endpoint.route, endpoint.all_headers())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def close(self) -> None:
+        """Close all connections; requests under way end as CUT."""
+        self.http.close()
+
+    async def aclose(self) -> None:
+        """The same, and let the event loop see the connections' ends."""
+        self.http.close()
+        await asyncio.sleep(0)
+
+    async def send(self, planned: PlannedRequest, record: RequestRecord, prompt: Prompt | None = None) -> None:
+        """Send one request and fill its record from `sent_ns` on; return when it has ended, in whatever way.
+
+        Nothing that a server or the network does raises: it becomes `record.failure`, and what came before that
+        stays in the record. When the task is cancelled, the connection is closed, the failure is ABANDONED, and
+        CancelledError goes on.
+
+        Args:
+            prompt: in place of the plan's, as for a later turn of a conversation.
+
+        Raises:
+            BenchError: the prompt does not fit the API, as token ids in a chat; nothing was sent.
+        """
+        endpoint = self.endpoint
+        body = self._bodies.body(planned, prompt)
+        head = self._head
+        if endpoint.request_id_prefix:
+            head += f"x-request-id: {endpoint.request_id_prefix}{planned.index}\r\n".encode()
+        answer = StreamedAnswer(record, keep_text=endpoint.keep_text, keep_timings=endpoint.include_timings)
+        record.sent_ns = record.connected_ns = time.monotonic_ns()
+        try:
+            await self.http.exchange(head, body, answer, endpoint.timeout_s)
+            record.failure = answer.failure(time.monotonic_ns())
+        except RequestFailed as error:
+            record.failure = error.failure
+        except asyncio.CancelledError:
+            record.failure = Failure(FailureKind.ABANDONED, "stopped before its end")
+            raise
+        finally:
+            record.end_ns = record.end_ns or time.monotonic_ns()
+            answer.settle()
+
+    def busy_sockets(self) -> list[int]:
+        """File descriptors of the connections with a request under way."""
+        return self.http.busy_sockets()

@@ -1,0 +1,77 @@
+"""From a planned request to the bytes of its body."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headway.bench.errors import BenchError
+from headway.bench.request import PlannedRequest, Prompt
+
+if TYPE_CHECKING:
+    from headway.bench.client.endpoint import Endpoint
+
+_encoder = msgspec.json.Encoder()
+
+
+def as_text(prompt: Prompt) -> str | tuple[int, ...]:
+    """`prompt` of /v1/completions.
+
+    Raises:
+        BenchError: it holds nothing.
+    """
+    if prompt.text is not None:
+        return prompt.text
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    if prompt.messages is not None:
+        return "\n".join(message["content"] for message in prompt.messages)
+    raise BenchError("a request of the workload has no prompt: give it a text, token ids or messages")
+
+
+def as_messages(prompt: Prompt) -> list[dict[str, str]]:
+    """`messages` of /v1/chat/completions.
+
+    Raises:
+        BenchError: it is token ids, or nothing.
+    """
+    if prompt.messages is not None:
+        return list(prompt.messages)
+    if prompt.text is not None:
+        return [{"role": "user", "content": prompt.text}]
+    if prompt.token_ids is not None:
+        raise BenchError("a request of the workload is token ids, which a chat cannot carry; use /v1/completions")
+    raise BenchError("a request of the workload has no prompt: give it a text, token ids or messages")
+
+
+class BodyBuilder:
+    """Bodies of one endpoint's requests. Later fields win: the endpoint's, its extra_body, the request's own."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._is_chat = endpoint.api == "chat"
+        self._max_tokens_field = endpoint.max_tokens_field
+        fields: dict[str, Any] = {"stream": True}
+        if endpoint.model is not None:
+            fields["model"] = endpoint.model
+        options = {"include_usage": endpoint.include_usage, "continuous_usage_stats": endpoint.continuous_usage}
+        if any(options.values()):
+            fields["stream_options"] = {name: True for name, wanted in options.items() if wanted}
+        if endpoint.temperature is not None:
+            fields["temperature"] = endpoint.temperature
+        if endpoint.ignore_eos:
+            fields["ignore_eos"] = True
+        if endpoint.include_timings:
+            fields["include_timings"] = True
+        self._fields = {**fields, **endpoint.extra_body}
+
+    def fields(self, prompt: Prompt, max_tokens: int, extra_body: dict[str, Any]) -> dict[str, Any]:
+        """The body's fields. Raises BenchError when the prompt does not fit the API."""
+        asked = {"messages": as_messages(prompt)} if self._is_chat else {"prompt": as_text(prompt)}
+        return {**asked, self._max_tokens_field: max_tokens, **self._fields, **extra_body}
+
+    def body(self, planned: PlannedRequest, prompt: Prompt | None = None) -> bytes:
+        """JSON. `prompt` takes the place of the plan's. Raises BenchError when it does not fit the API."""
+        return _encoder.encode(
+            self.fields(planned.prompt if prompt is None else prompt, planned.output_tokens, planned.extra_body)
+        )

@@ -1,0 +1,53 @@
+"""A workload: the requests of a run, planned before the first is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, str]  # {"role", "content"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is asked, in exactly one of three forms.
+
+    Args:
+        text: for /v1/completions; in a chat it becomes one user message.
+        token_ids: for /v1/completions only.
+        messages: for /v1/chat/completions; on /v1/completions their contents are joined by newlines.
+    """
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[Message, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request of a workload.
+
+    Args:
+        index: position in the workload, from 0; pairs requests of two runs of the same workload.
+        prompt: what is asked. Of a later turn, only what this turn adds: the client puts the turns before
+            it, with the answers that came, in front.
+        prompt_tokens: tokens that the prompt was made for, as well as the tokenizer at hand can tell; None when
+            nobody can tell before the server's `usage`.
+        output_tokens: max_tokens.
+        class_name: the class of a mix that it belongs to; "" when there are none.
+        arrival_s: when it is due, in seconds after the start; None when the load generator decides (closed
+            loop), and for later turns.
+        follows: index of the request whose answer this one waits for (the turn before), or None.
+        think_s: seconds between that answer and this request.
+        extra_body: further fields of the request's body.
+    """
+
+    index: int
+    prompt: Prompt
+    prompt_tokens: int | None
+    output_tokens: int
+    class_name: str = ""
+    arrival_s: float | None = None
+    follows: int | None = None
+    think_s: float = 0.0
+    extra_body: dict[str, Any] = field(default_factory=dict)
