@@ -1,0 +1,1 @@
+"""What is asked, and when: arrival processes, lengths, prompts, traces."""

@@ -1,0 +1,321 @@
+"""When requests come: arrival processes.
+
+All times are seconds after the start of the run, ascending. A process draws from the generator that it is given and
+from nothing else. But for a ramp, whose shape depends on the whole, a run limited by time begins with the same arrivals
+as one limited by number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.bench.errors import BenchError
+
+Times = NDArray[np.float64]
+LINEAR, EXPONENTIAL = "linear", "exponential"
+RAMP_STRATEGIES = (LINEAR, EXPONENTIAL)
+
+
+class Arrival(Protocol):
+    """An arrival process."""
+
+    @property
+    def mean_rate(self) -> float | None:
+        """Arrivals per second over a long time; None where there is no such number."""
+        ...
+
+    def offsets(self, count: int, rng: np.random.Generator) -> Times:
+        """The first `count` arrival times, of shape [count].
+
+        Raises:
+            BenchError: when the process has fewer arrivals than that.
+        """
+        ...
+
+    def offsets_until(self, duration_s: float, rng: np.random.Generator) -> Times:
+        """All arrival times t with t < duration_s.
+
+        Raises:
+            BenchError: when a duration does not limit the process.
+        """
+        ...
+
+    def describe(self) -> str:
+        """A few words for titles and results."""
+        ...
+
+
+def _positive(what: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise BenchError(f"{what} is {value:g}; it must be a finite number above 0")
+
+
+def _renewals_until(duration_s: float, rate: float, gaps: Callable[[int], Times]) -> Times:
+    """Arrival times below duration_s of the process whose successive gaps `gaps(n)` gives n at a time."""
+    _positive("the duration in seconds", duration_s)
+    batch = math.ceil(duration_s * rate * 1.1) + 16
+    drawn = gaps(batch)
+    while (times := np.cumsum(drawn))[-1] < duration_s:
+        drawn = np.concatenate([drawn, gaps(batch)])
+    return times[: np.searchsorted(times, duration_s)]
+
+
+@dataclass(frozen=True, slots=True)
+class Poisson:
+    """Independent arrivals: exponential gaps of mean 1 / rate, the first of them before the first arrival.
+
+    `vllm bench serve` then stretches the times so that the last is exactly count / rate. That is no Poisson process
+    (its count in a window varies less), so it is not done here.
+    """
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        _positive("the request rate", self.rate)
+
+    @property
+    def mean_rate(self) -> float:
+        return self.rate
+
+    def offsets(self, count: int, rng: np.random.Generator) -> Times:
+        return np.cumsum(rng.standard_exponential(count) / self.rate)
+
+    def offsets_until(self, duration_s: float, rng: np.random.Generator) -> Times:
+        return _renewals_until(duration_s, self.rate, lambda count: rng.standard_exponential(count) / self.rate)
+
+    def describe(self) -> str:
+        return f"Poisson, {self.rate:g} requests/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Gamma:
+    """Gamma gaps of mean 1 / rate and coefficient of variation 1 / sqrt(burstiness).
+
+    Burstiness is the distribution's shape, as in `vllm bench serve`: 1 is Poisson, below 1 arrivals cluster, above
+    1 they are more even.
+    """
+
+    rate: float
+    burstiness: float
+
+    def __post_init__(self) -> None:
+        _positive("the request rate", self.rate)
+        _positive("the burstiness", self.burstiness)
+
+    @property
+    def mean_rate(self) -> float:
+        return self.rate
+
+    def _gaps(self, count: int, rng: np.random.Generator) -> Times:
+        return rng.standard_gamma(self.burstiness, count) / (self.rate * self.burstiness)
+
+    def offsets(self, count: int, rng: np.random.Generator) -> Times:
+        return np.cumsum(self._gaps(count, rng))
+
+    def offsets_until(self, duration_s: float, rng: np.random.Generator) -> Times:
+        return _renewals_until(duration_s, self.rate, lambda count: self._gaps(count, rng))
+
+    def describe(self) -> str:
+        return f"gamma, {self.rate:g} requests/s, burstiness {self.burstiness:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Equal gaps: arrival i at i / rate."""
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        _positive("the request rate", self.rate)
+
+    @property
+    def mean_rate(self) -> float:
+        return self.rate
+
+    def offsets(self, count: int, rng: np.random.Generator) -> Times:
+        return np.arange(count) / self.rate
+
+    def offsets_until(self, duration_s: float, rng: np.random.Generator) -> Times:
+        _positive("the duration in seconds", duration_s)
+        times = np.arange(math.ceil(duration_s * self.rate) + 1) / self.rate
+        return times[times < duration_s]
+
+    def describe(self) -> str:
+        return f"constant, {self.rate:g} requests/s"
+
+
+@dataclass(frozen=True, slots=True)
+class OnOff:
+    """Bursts: a Poisson process for `on_s` seconds, silence for `off_s`, and again from the start.
+
+    Args:
+        rate: mean over time, silence included; while on, it is rate * (on_s + off_s) / on_s.
+    """
+
+    rate: float
+    on_s: float
+    off_s: float
+
+    def __post_init__(self) -> None:
+        _positive("the request rate", self.rate)
+        _positive("the length of the on-phase in seconds", self.on_s)
+        _positive("the length of the off-phase in seconds", self.off_s)
+
+    @property
+    def mean_rate(self) -> float:
+        return self.rate
+
+    @property
+    def rate_on(self) -> float:
+        return self.rate * (self.on_s + self.off_s) / self.on_s
+
+    def offsets(self, count: int, rng: np.random.Generator) -> Times:
+        return self._with_silence(np.cumsum(rng.standard_exponential(count) / self.rate_on))
+
+    def offsets_until(self, duration_s: float, rng: np.random.Generator) -> Times:
+        _positive("the duration in seconds", duration_s)
+        cycles, rest = divmod(duration_s, self.on_s + self.off_s)
+        on_time = cycles * self.on_s + min(rest, self.on_s)
+        times = _renewals_until(on_time, self.rate_on, lambda count: rng.standard_exponential(count) / self.rate_on)
+        return self._with_silence(times)
+
+    def _with_silence(self, on_times: Times) -> Times:
+        """From time counted in on-phases only to time on the clock."""
+        return on_times + np.floor(on_times / self.on_s) * self.off_s
+
+    def describe(self) -> str:
+        return f"on/off, {self.rate:g} requests/s in the mean, {self.on_s:g} s on, {self.off_s:g} s off"
+
+
+@dataclass(frozen=True, slots=True)
+class Ramp:
+    """A Poisson process whose rate goes from `start_rate` to `end_rate` over the whole run.
+
+    Linear: rate(t) = start + (end - start) t / T. Exponential: rate(t) = start (end / start)^(t / T). T is the
+    duration, or for a given count the time in which the rate's integral is that count. Given how many arrivals there
+    are in T, their times are independent draws with density rate(t) / integral; each is found by inverting the
+    integral, so there are no steps (Cinlar, Introduction to Stochastic Processes, 1975, chapter 4).
+    """
+
+    start_rate: float
+    end_rate: float
+    strategy: str = LINEAR
+
+    def __post_init__(self) -> None:
+        if self.strategy not in RAMP_STRATEGIES:
+            raise BenchError(
+                f"the ramp's strategy is '{self.strategy}'; it must be one of {', '.join(RAMP_STRATEGIES)}"
+            )
+        for what, rate in (("start", self.start_rate), ("end", self.end_rate)):
+            if not (math.isfinite(rate) and rate >= 0):
+                raise BenchError(
+                    f"the ramp's {what} rate is {rate:g}; it must be a finite number of requests/s, 0 or more"
+                )
+        if self.start_rate == self.end_rate == 0:
+            raise BenchError("the ramp goes from 0 to 0 requests/s; one of the two rates must be above 0")
+        if self.strategy == EXPONENTIAL and not (self.start_rate and self.end_rate):
+            raise BenchError("an exponential ramp cannot start or end at 0 requests/s; use a linear one")
+
+    @property
+    def mean_rate(self) -> float:
+        """Integral over T, divided by T."""
+        if self.strategy == LINEAR or self.start_rate == self.end_rate:
+            return (self.start_rate + self.end_rate) / 2
+        return (self.end_rate - self.start_rate) / math.log(self.end_rate / self.start_rate)
+
+    def offsets(self, count: int, rng: np.random.Generator) -> Times:
+        return self._times(count, count / self.mean_rate, rng)
+
+    def offsets_until(self, duration_s: float, rng: np.random.Generator) -> Times:
+        _positive("the duration in seconds", duration_s)
+        return self._times(int(rng.poisson(self.mean_rate * duration_s)), duration_s, rng)
+
+    def _times(self, count: int, duration_s: float, rng: np.random.Generator) -> Times:
+        # Of (0, 1], as the integral cannot be inverted at 0 for a ramp that starts there.
+        shares = 1.0 - np.sort(rng.random(count))[::-1]
+        return self.inverse(shares * self.mean_rate * duration_s, duration_s)
+
+    def inverse(self, integral: Times, duration_s: float) -> Times:
+        """The times by which the rate's integral is `integral`, which must be above 0; shape [n] to [n]."""
+        start, end = self.start_rate, self.end_rate
+        if self.strategy == LINEAR or start == end:
+            slope = (end - start) / duration_s
+            root = np.sqrt(np.maximum(start * start + 2 * slope * integral, 0.0))
+            return np.minimum(2 * integral / (start + root), duration_s)
+        growth = math.log(end / start) / duration_s
+        return np.minimum(np.log1p(growth * integral / start) / growth, duration_s)
+
+    def describe(self) -> str:
+        return f"{self.strategy} ramp, {self.start_rate:g} to {self.end_rate:g} requests/s"
+
+
+@dataclass(frozen=True, slots=True)
+class AllAtOnce:
+    """Everything at time 0."""
+
+    @property
+    def mean_rate(self) -> None:
+        return None
+
+    def offsets(self, count: int, rng: np.random.Generator) -> Times:
+        return np.zeros(count)
+
+    def offsets_until(self, duration_s: float, rng: np.random.Generator) -> Times:
+        raise BenchError(
+            f"a duration of {duration_s:g} s does not limit arrivals that come all at once; say --num-prompts"
+        )
+
+    def describe(self) -> str:
+        return "all at once"
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Recorded times, from the first of them on.
+
+    Args:
+        timestamps: seconds, ascending, from any origin.
+        scale: 2.0 replays twice as fast.
+    """
+
+    timestamps: tuple[float, ...]
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive("the time scale", self.scale)
+        if not self.timestamps:
+            raise BenchError("a trace of arrivals needs at least one timestamp")
+        falling = np.flatnonzero(~(np.diff(self.timestamps) >= 0))
+        if falling.size:
+            at = int(falling[0])
+            raise BenchError(
+                f"timestamp {at + 2} of the trace is {self.timestamps[at + 1]:g} s, before the one in front of it "
+                f"({self.timestamps[at]:g} s); timestamps must ascend"
+            )
+
+    @property
+    def mean_rate(self) -> float | None:
+        """Gaps per second; None for a trace that takes no time."""
+        taken = (self.timestamps[-1] - self.timestamps[0]) / self.scale
+        return (len(self.timestamps) - 1) / taken if taken else None
+
+    def offsets(self, count: int, rng: np.random.Generator) -> Times:
+        if count > len(self.timestamps):
+            raise BenchError(f"{count} arrivals were asked for and the trace has {len(self.timestamps)}; ask for fewer")
+        return (np.asarray(self.timestamps[:count]) - self.timestamps[0]) / self.scale
+
+    def offsets_until(self, duration_s: float, rng: np.random.Generator) -> Times:
+        _positive("the duration in seconds", duration_s)
+        times = self.offsets(len(self.timestamps), rng)
+        return times[: np.searchsorted(times, duration_s)]
+
+    def describe(self) -> str:
+        return f"{len(self.timestamps)} timestamps of a trace" + (
+            f", {self.scale:g}x as fast" if self.scale != 1 else ""
+        )

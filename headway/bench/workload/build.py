@@ -1,0 +1,239 @@
+"""From what was asked for to the requests of a run, planned before the first is sent.
+
+The same specification and seed make the same workload, byte by byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+
+from headway.bench.errors import BenchError
+from headway.bench.request import PlannedRequest, Prompt
+from headway.bench.workload.drafts import Draft
+from headway.bench.workload.mix import MixClass, load_mix, options_beside_a_mix
+from headway.bench.workload.plan import Part, Plan, Planned, parts_of, plan
+from headway.bench.workload.prompts import MadePrompt, PromptMaker, TokenSource
+from headway.bench.workload.spec import WorkloadSpec
+from headway.bench.workload.synthetic import check_whole
+
+Progress = Callable[[int, int], None]  # prompts made, prompts in all
+MOST_TOKENS = 10_000_000  # of a prompt or an answer; more is an error of the file or the flag
+PROGRESS_EVERY = 50
+
+
+@dataclass
+class Workload:
+    """The requests of a run.
+
+    Args:
+        description: what is sent, for titles; arrivals: when.
+        requests: by index, the turns of a conversation one after the other; first turns in order of time.
+        seed: that they were made with.
+        notes: what was left out, clipped, repeated or estimated, a sentence each.
+        classes: of a mix: name to objectives in ms (empty: the run's own); empty without a mix.
+        mean_rate: conversations or single requests per second that the arrivals were made for; None where there is
+            no such number.
+    """
+
+    description: str
+    arrivals: str
+    requests: list[PlannedRequest]
+    seed: int
+    notes: list[str] = field(default_factory=list)
+    classes: dict[str, dict[str, float]] = field(default_factory=dict)
+    mean_rate: float | None = None
+
+    @property
+    def first_turns(self) -> int:
+        return sum(request.follows is None for request in self.requests)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Prompt and answer of the longest request, to be compared with the model's context."""
+        return max((request.prompt_tokens or 0) + request.output_tokens for request in self.requests)
+
+    def fingerprint(self) -> str:
+        """The same for the same requests at the same times, on any machine."""
+        encoded = hashlib.sha256()
+        for request in self.requests:
+            encoded.update(msgspec.json.encode(request))
+        return encoded.hexdigest()[:16]
+
+
+def build_workload(
+    spec: WorkloadSpec, source: TokenSource, *, chat: bool, progress: Progress | None = None
+) -> Workload:
+    """Plan a run.
+
+    Args:
+        source: makes the prompts.
+        chat: requests go to /v1/chat/completions: conversations become messages.
+        progress: called now and then while prompts are made.
+
+    Raises:
+        BenchError: a flag, a file or a combination that cannot be; one line.
+    """
+    _check(spec, source, chat)
+    mix = load_mix(spec.mix) if spec.mix is not None else None
+    parts = parts_of(spec, mix.classes if mix else (MixClass("", 1.0, spec),), source)
+    planned = plan(spec, parts)
+    clipped = _clip(planned)
+    writer = _Writer(PromptMaker(source, spec.seed), len(parts), chat)
+    requests = writer.requests(planned, progress)
+    return Workload(
+        description=f"mix {mix.name}: {mix.description}" if mix else parts[0].dataset.describe(),
+        arrivals=_describe_arrivals(spec, planned),
+        requests=requests,
+        seed=spec.seed,
+        notes=[note for part in parts for note in part.dataset.notes] + planned.notes + clipped + writer.notes(),
+        classes={each.name: each.objectives for each in mix.classes} if mix else {},
+        mean_rate=planned.mean_rate,
+    )
+
+
+def warm_up_requests(workload: Workload, source: TokenSource, count: int) -> list[PlannedRequest]:
+    """Requests to send before the first is measured: of the workload's median lengths, with prompts of their own.
+
+    Args:
+        source: the one that the workload was built with.
+    """
+    prompts = sorted(request.prompt_tokens or 1 for request in workload.requests if request.follows is None)
+    answers = sorted(request.output_tokens for request in workload.requests)
+    maker = PromptMaker(source, workload.seed, made=len(workload.requests))
+    made = [maker.make(prompts[len(prompts) // 2]) for _ in range(count)]
+    return [
+        PlannedRequest(index, each.prompt, each.tokens, answers[len(answers) // 2]) for index, each in enumerate(made)
+    ]
+
+
+def _check(spec: WorkloadSpec, source: TokenSource, chat: bool) -> None:
+    if chat and source.token_ids:
+        raise BenchError("a chat cannot carry token ids; send texts, or use /v1/completions")
+    check_whole("--seed", spec.seed, 0)
+    if spec.num_prompts is not None:
+        check_whole("--num-prompts", spec.num_prompts, 1)
+    for flag, value in (("--duration", spec.duration_s), ("--time-scale", spec.time_scale)):
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise BenchError(f"{flag} is {value:g}; it must be a finite number above 0")
+    if spec.closed_loop and spec.arrival is not None:
+        raise BenchError(f"a closed loop has no arrival process, and one was given: {spec.arrival.describe()}")
+    beside = options_beside_a_mix(spec) if spec.mix is not None else []
+    if beside:
+        raise BenchError(f"{beside[0]} was given beside --mix, which says what is sent; leave one of the two out")
+
+
+def _describe_arrivals(spec: WorkloadSpec, planned: Plan) -> str:
+    if spec.arrival is not None:
+        return spec.arrival.describe()
+    if planned.recorded:
+        return "as recorded" + (f", {spec.time_scale:g}x as fast" if spec.time_scale != 1 else "")
+    return "closed loop"
+
+
+def _clip(planned: Plan) -> list[str]:
+    """Made-up prompts no longer than max_input_len, answers than max_output_len; what was done, a sentence each."""
+    clipped: Counter[str] = Counter()
+    kept: list[Planned] = []
+    for part, turns in planned.conversations:
+        kept.append((part, tuple(_clipped(part, draft, clipped) for draft in turns)))
+    planned.conversations = kept
+    total = sum(len(turns) for _, turns in kept)
+    notes = [f"{count} of {total} {what}" for what, count in clipped.items()]
+    early = sum(turns[-1].ends_early for _, turns in kept)
+    if early:
+        notes.append(f"{early} of {len(kept)} conversations end early: one turn more, and the prompt were too long")
+    if len(kept) < total:
+        notes.append(f"arrivals are of conversations and single requests: {len(kept)} with {total} requests in all")
+    return notes
+
+
+def _clipped(part: Part, draft: Draft, clipped: Counter[str]) -> Draft:
+    longest, longest_answer = part.of_class.options.max_input_len, part.of_class.options.max_output_len
+    if longest is not None and draft.input_tokens > longest and draft.text is None:
+        clipped[f"prompts clipped to {longest} tokens"] += 1
+        draft = replace(draft, input_tokens=longest)
+    if longest_answer is not None and draft.output_tokens > longest_answer:
+        clipped[f"answers clipped to {longest_answer} tokens"] += 1
+        draft = replace(draft, output_tokens=longest_answer)
+    if max(draft.input_tokens, draft.output_tokens) > MOST_TOKENS:
+        lengths = f"{draft.input_tokens} tokens that ask for {draft.output_tokens}"
+        raise BenchError(f"a request has {lengths}; clip it with --max-input-len and --max-output-len")
+    return draft
+
+
+@dataclass
+class _Writer:
+    """Makes the requests, and keeps count of prompts that are not as long as wanted."""
+
+    maker: PromptMaker
+    classes: int
+    chat: bool
+    made: int = 0
+    off: list[int] = field(default_factory=list)
+
+    def requests(self, planned: Plan, progress: Progress | None) -> list[PlannedRequest]:
+        total = sum(len(turns) for _, turns in planned.conversations)
+        # To nanoseconds: what lies below depends on the machine's logarithm.
+        times: Iterable[float | None] = (
+            [None] * len(planned.conversations) if planned.times is None else np.round(planned.times, 9).tolist()
+        )
+        requests: list[PlannedRequest] = []
+        told = 0
+        for conversation, arrival_s in zip(planned.conversations, times, strict=True):
+            self._write(requests, conversation, arrival_s)
+            if progress is not None and (len(requests) >= told + PROGRESS_EVERY or len(requests) == total):
+                progress(told := len(requests), total)
+        return requests
+
+    def _write(self, requests: list[PlannedRequest], conversation: Planned, arrival_s: float | None) -> None:
+        part, turns = conversation
+        said = 0
+        for turn, draft in enumerate(turns):
+            made = self._prompt(part, draft, turn, len(turns))
+            tokens = None if made.tokens is None else said + made.tokens
+            requests.append(
+                PlannedRequest(
+                    index=len(requests),
+                    prompt=made.prompt,
+                    prompt_tokens=tokens,
+                    output_tokens=draft.output_tokens,
+                    class_name=part.of_class.name,
+                    arrival_s=None if turn else arrival_s,
+                    follows=len(requests) - 1 if turn else None,
+                    think_s=draft.think_s,
+                    extra_body=dict(part.of_class.extra_body),
+                )
+            )
+            said = (tokens or 0) + draft.output_tokens
+
+    def _prompt(self, part: Part, draft: Draft, turn: int, turns: int) -> MadePrompt:
+        if draft.text is not None:
+            return self.maker.source.of_text(draft.text)
+        # Classes do not share blocks, whatever their ids.
+        shared = [(block * self.classes + part.number, length) for block, length in draft.shared]
+        made = self.maker.make(draft.input_tokens, shared, continues=turn > 0)
+        self.made += 1
+        if made.tokens is not None and made.tokens != draft.input_tokens:
+            self.off.append(abs(made.tokens - draft.input_tokens))
+        if turns == 1:
+            return made
+        said = made.prompt.text or ""
+        if self.chat:
+            return MadePrompt(Prompt(messages=({"role": "user", "content": said},)), made.tokens)
+        # It goes right behind an answer, whose last word must not run into its first.
+        return MadePrompt(Prompt(text=said if turn == 0 or said.startswith(" ") else " " + said), made.tokens)
+
+    def notes(self) -> list[str]:
+        if self.maker.source.estimates and self.made:
+            return ["prompts are everyday words and their lengths estimates; the server's usage says the real ones"]
+        if self.off:
+            how_far = f"up to {max(self.off)} tokens off"
+            return [f"{len(self.off)} of {self.made} prompts are not exactly as long as wanted: {how_far}"]
+        return []

@@ -1,0 +1,64 @@
+"""A request before its prompt is made: what datasets give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One request.
+
+    Args:
+        output_tokens: wanted of the answer, 1 or more.
+        input_tokens: of the prompt, 1 or more; of a later turn, what it adds. 0 where `text` says it.
+        shared: (block id, tokens) of what the prompt begins with; part of input_tokens.
+        text: the prompt itself, where the dataset has one.
+        arrival_s: by the dataset's own clock, from its first request on; None where it has none.
+        think_s: before this turn, after the answer to the turn before.
+        ends_early: the conversation was to go on, and would have become too long.
+    """
+
+    output_tokens: int
+    input_tokens: int = 0
+    shared: tuple[tuple[int, int], ...] = ()
+    text: str | None = None
+    arrival_s: float | None = None
+    think_s: float = 0.0
+    ends_early: bool = False
+
+
+Turns = tuple[Draft, ...]  # of one conversation; a single request is a conversation of one turn
+
+
+class Dataset(Protocol):
+    """Where requests come from.
+
+    Attributes:
+        has_times: each first turn has an arrival_s, ascending.
+        rows: how many conversations there are; None when there is no end.
+        repeats_prompts: taken once more, a row is the same prompt again.
+        mean_turns: of a conversation.
+        notes: what was left out or changed while reading, a sentence each.
+    """
+
+    has_times: bool
+    rows: int | None
+    repeats_prompts: bool
+    notes: list[str]
+
+    @property
+    def mean_turns(self) -> float: ...
+
+    def draw(self, count: int | None, rng: np.random.Generator) -> Sequence[Turns]:
+        """Up to `count` conversations, or all that there are; fewer only where the dataset ends.
+
+        `notes` may grow by what this draw left out.
+        """
+        ...
+
+    def describe(self) -> str: ...

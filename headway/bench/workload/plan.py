@@ -1,0 +1,203 @@
+"""Which requests a run has, and when: datasets, classes and arrivals brought together.
+
+What is drawn for one purpose (lengths, times, the order of classes, prompts) does not move when another is changed: at
+twice the rate the same prompts come twice as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.bench.errors import BenchError
+from headway.bench.workload.arrivals import Times, Trace
+from headway.bench.workload.drafts import Dataset, Turns
+from headway.bench.workload.mix import MixClass
+from headway.bench.workload.prompts import TokenSource
+from headway.bench.workload.spec import DEFAULT_NUM_PROMPTS, WorkloadSpec, make_dataset
+
+# Purposes of random numbers.
+_LENGTHS, _TIMES, _ORDER = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A class of the workload with its dataset and its number among the classes."""
+
+    number: int
+    of_class: MixClass
+    dataset: Dataset
+
+
+Planned = tuple[Part, Turns]
+
+
+@dataclass
+class Plan:
+    """Conversations in the order of their coming.
+
+    Args:
+        times: of their first turns, in seconds; None where the load generator decides.
+        recorded: the times are the trace's own.
+        mean_rate: conversations per second, where there is such a number.
+    """
+
+    conversations: list[Planned]
+    times: Times | None
+    recorded: bool = False
+    mean_rate: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def parts_of(spec: WorkloadSpec, classes: Sequence[MixClass], source: TokenSource) -> list[Part]:
+    """The classes with their datasets; the run's own limits of lengths hold for each class.
+
+    Raises:
+        BenchError: from make_dataset, naming the class of a mix.
+    """
+    parts = []
+    for number, of_class in enumerate(classes):
+        own = of_class.options
+        options = replace(
+            own,
+            max_input_len=_smaller(spec.max_input_len, own.max_input_len),
+            max_output_len=_smaller(spec.max_output_len, own.max_output_len),
+        )
+        try:
+            dataset = make_dataset(options, source)
+        except BenchError as error:
+            where = f"class '{of_class.name}' of the mix: " if spec.mix is not None else ""
+            raise BenchError(f"{where}{error}") from None
+        parts.append(Part(number, replace(of_class, options=options), dataset))
+    return parts
+
+
+def _smaller(first: int | None, second: int | None) -> int | None:
+    return min((each for each in (first, second) if each is not None), default=None)
+
+
+def plan(spec: WorkloadSpec, parts: Sequence[Part]) -> Plan:
+    """Conversations and their times.
+
+    Raises:
+        BenchError: when number, duration, arrivals and dataset do not go together.
+    """
+    replays = spec.mix is None and parts[0].dataset.has_times and spec.arrival is None and not spec.closed_loop
+    if replays:
+        made = _recorded(spec, parts[0])
+    elif spec.time_scale != 1:
+        raise BenchError("--time-scale was given, and no recorded times are replayed; leave it out")
+    elif spec.duration_s is not None and spec.arrival is not None:
+        made = _within(spec, parts, spec.duration_s)
+    else:
+        made = _numbered(spec, parts)
+    if not made.conversations:
+        raise BenchError(f"no request comes within --duration {spec.duration_s} s; give it more time or a higher rate")
+    return made
+
+
+def _recorded(spec: WorkloadSpec, part: Part) -> Plan:
+    """A trace at its own times."""
+    turns = part.dataset.draw(None, np.random.default_rng([spec.seed, _LENGTHS, 0]))
+    trace = Trace(tuple(each[0].arrival_s or 0.0 for each in turns), spec.time_scale)
+    rng = np.random.default_rng([spec.seed, _TIMES])
+    times = trace.offsets(len(turns), rng) if spec.duration_s is None else trace.offsets_until(spec.duration_s, rng)
+    made = Plan([], times[: spec.num_prompts], recorded=True, mean_rate=trace.mean_rate)
+    made.conversations = [(part, each) for each in turns[: len(times)][: spec.num_prompts]]
+    if spec.num_prompts is not None and spec.num_prompts > len(turns):
+        made.notes.append(f"{spec.num_prompts} requests were asked for and the trace has {len(turns)}: all are sent")
+    return made
+
+
+def _within(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Plan:
+    """As many conversations as the arrival process gives a duration."""
+    assert spec.arrival is not None
+    times = spec.arrival.offsets_until(duration_s, np.random.default_rng([spec.seed, _TIMES]))
+    made = Plan([], None, mean_rate=spec.arrival.mean_rate)
+    counts = _apportioned(len(times), [part.of_class.share / part.dataset.mean_turns for part in parts])
+    drawn = [_drawn(spec, part, count, True, made.notes) for part, count in zip(parts, counts, strict=True)]
+    made.conversations = _shuffled(spec, drawn)
+    if spec.num_prompts is not None:
+        made.conversations = _cut(made.conversations, spec.num_prompts)
+    made.times = times[: len(made.conversations)]
+    return made
+
+
+def _numbered(spec: WorkloadSpec, parts: Sequence[Part]) -> Plan:
+    """So many requests, at the times of the arrival process or at none."""
+    made = Plan([], None)
+    requests, is_exact = _number_of_requests(spec, parts)
+    counts = _apportioned(requests, [part.of_class.share for part in parts])
+    drawn = [
+        _cut(_drawn(spec, part, count, is_exact, made.notes), count) for part, count in zip(parts, counts, strict=True)
+    ]
+    made.conversations = _shuffled(spec, drawn)
+    if spec.arrival is not None:
+        rng = np.random.default_rng([spec.seed, _TIMES])
+        made.times = spec.arrival.offsets(len(made.conversations), rng)
+        made.mean_rate = spec.arrival.mean_rate
+    return made
+
+
+def _number_of_requests(spec: WorkloadSpec, parts: Sequence[Part]) -> tuple[int, bool]:
+    """How many, and whether a dataset with fewer is begun again for it."""
+    if spec.num_prompts is not None:
+        return spec.num_prompts, True
+    if spec.duration_s is not None:
+        raise BenchError(
+            "a closed loop takes --num-prompts, the most requests that --duration may need: its number cannot be told"
+        )
+    if isinstance(spec.arrival, Trace):
+        return len(spec.arrival.timestamps), True
+    only = parts[0].dataset
+    if len(parts) > 1 or only.rows is None:
+        return DEFAULT_NUM_PROMPTS, True
+    return only.rows if only.has_times else min(only.rows, DEFAULT_NUM_PROMPTS), False
+
+
+def _apportioned(total: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers that add up to `total`, in proportion to `shares`, the largest remainders rounded up."""
+    exact: NDArray[np.float64] = total * np.array(shares) / sum(shares)
+    counts = np.floor(exact).astype(int)
+    left = total - int(counts.sum())
+    counts[np.argsort(counts - exact, kind="stable")[:left]] += 1
+    return [int(count) for count in counts]
+
+
+def _drawn(spec: WorkloadSpec, part: Part, count: int, is_exact: bool, notes: list[str]) -> list[Planned]:
+    """So many conversations of one class; where the number is exact, a dataset that ends is begun again."""
+    if not count:
+        return []
+    turns = list(part.dataset.draw(count, np.random.default_rng([spec.seed, _LENGTHS, part.number])))
+    there = len(turns)
+    if there < count and is_exact:
+        what = f"{part.dataset.describe()}: {count} requests were asked for and {there} are there"
+        if spec.no_oversample:
+            notes.append(f"{what}; each is sent once")
+        else:
+            same = "the same prompts, as a prefix cache notices" if part.dataset.repeats_prompts else "with new prompts"
+            notes.append(f"{what}; taken again from the start, {same}")
+            turns = list(islice(cycle(turns), count))
+    return [(part, each) for each in turns]
+
+
+def _shuffled(spec: WorkloadSpec, drawn: Sequence[list[Planned]]) -> list[Planned]:
+    """Classes in random order, each class in its own."""
+    owners = np.repeat(np.arange(len(drawn)), [len(each) for each in drawn])
+    queues = [iter(each) for each in drawn]
+    return [next(queues[owner]) for owner in np.random.default_rng([spec.seed, _ORDER]).permutation(owners)]
+
+
+def _cut(planned: list[Planned], requests: int) -> list[Planned]:
+    """The first conversations that have so many requests together, the last of them cut short."""
+    kept: list[Planned] = []
+    for part, turns in planned:
+        if requests <= 0:
+            break
+        kept.append((part, turns[:requests]))
+        requests -= len(turns)
+    return kept

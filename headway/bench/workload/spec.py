@@ -1,0 +1,242 @@
+"""What the command line says of a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from headway.bench.errors import BenchError
+from headway.bench.workload.arrivals import Arrival
+from headway.bench.workload.drafts import Dataset
+from headway.bench.workload.lengths import (
+    Distribution,
+    Exponential,
+    Fixed,
+    Uniform,
+    parse_distribution,
+    parse_length,
+    parse_range_ratio,
+)
+from headway.bench.workload.prompts import TokenSource
+from headway.bench.workload.spelling import hint
+from headway.bench.workload.synthetic import MultiTurn, PrefixRepetition, RandomLengths, check_whole
+from headway.bench.workload.texts import Custom, ShareGPT
+from headway.bench.workload.traces import MOONCAKE_BLOCK_SIZE, TraceRows, read_azure, read_burstgpt, read_mooncake
+
+DEFAULT_NUM_PROMPTS = 1000
+DEFAULT_TURNS = Uniform(2, 8)
+DEFAULT_THINK_S = Exponential(5.0)
+DEFAULT_TURN_LEN = Uniform(50, 150)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetOptions:
+    """Where requests come from. Names are those of the flags; what a dataset has no use for is refused.
+
+    Args:
+        dataset_name: one of DATASETS.
+        dataset_path: of a dataset that is a file.
+        input_len: tokens of a prompt, instead of random_input_len; of a turn for multi_turn.
+        output_len: tokens of an answer, for any dataset, instead of what it says itself.
+        random_input_len, random_output_len, random_range_ratio, random_prefix_len: as in `vllm bench serve`.
+        prefix_repetition_...: as in `vllm bench serve`.
+        sharegpt_output_len, custom_output_len: tokens of every answer.
+        multi_turn_turns, multi_turn_prefix_len, multi_turn_think_s: see MultiTurn.
+        burstgpt_model: only the requests to this model.
+        trace_block_size: tokens that a hash id of a Mooncake trace stands for.
+        max_input_len, max_output_len: longer prompts that are made up, and longer answers, are clipped; longer texts
+            are left out.
+        disable_shuffle: takes texts in the order of their file.
+    """
+
+    dataset_name: str = "random"
+    dataset_path: Path | None = None
+    input_len: Distribution | None = None
+    output_len: Distribution | None = None
+    random_input_len: int = 1024
+    random_output_len: int = 128
+    random_range_ratio: str | float | Mapping[str, float] = 0.0
+    random_prefix_len: int = 0
+    prefix_repetition_prefix_len: int = 256
+    prefix_repetition_suffix_len: int = 256
+    prefix_repetition_num_prefixes: int = 10
+    prefix_repetition_output_len: int = 128
+    sharegpt_output_len: int | None = None
+    custom_output_len: int | None = None
+    multi_turn_turns: Distribution = DEFAULT_TURNS
+    multi_turn_prefix_len: int = 0
+    multi_turn_think_s: Distribution = DEFAULT_THINK_S
+    burstgpt_model: str | None = None
+    trace_block_size: int = MOONCAKE_BLOCK_SIZE
+    max_input_len: int | None = None
+    max_output_len: int | None = None
+    disable_shuffle: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadSpec(DatasetOptions):
+    """A whole workload.
+
+    Args:
+        num_prompts: requests in all, later turns included; None takes a trace to its end, and DEFAULT_NUM_PROMPTS
+            of anything else.
+        duration_s: requests (or conversations) that come within this time; with num_prompts, whatever ends first.
+        seed: the same seed makes the same workload.
+        arrival: None takes the times of a trace, where the dataset is one, and gives none elsewhere.
+        closed_loop: no times at all; the load generator sends when others are done.
+        time_scale: a trace's own times are replayed so many times as fast.
+        mix: name of a bundled mix, or path of a TOML file; it says the dataset of each class.
+        no_oversample: a dataset with fewer rows than num_prompts gives what it has.
+    """
+
+    num_prompts: int | None = None
+    duration_s: float | None = None
+    seed: int = 0
+    arrival: Arrival | None = None
+    closed_loop: bool = False
+    time_scale: float = 1.0
+    mix: str | Path | None = None
+    no_oversample: bool = False
+
+
+DATASET_FIELDS: dict[str, Any] = {each.name: each.default for each in fields(DatasetOptions)}
+# Of any dataset; the rest belongs to one, by the beginning of its name or as said here.
+SHARED_FIELDS = {"dataset_name", "output_len", "max_input_len", "max_output_len"}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A dataset's own options, and how it is made of them."""
+
+    fields: tuple[str, ...]
+    make: Callable[[DatasetOptions, TokenSource], Dataset]
+    is_file: bool = False
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def make_dataset(options: DatasetOptions, source: TokenSource) -> Dataset:
+    """The dataset that is asked for.
+
+    Raises:
+        BenchError: for an unknown name, an option of another dataset, a missing path, and what the file has wrong.
+    """
+    kind = DATASETS.get(options.dataset_name)
+    if kind is None:
+        raise BenchError(f"there is no dataset '{options.dataset_name}'; {hint(options.dataset_name, DATASETS)}")
+    own = SHARED_FIELDS.union(kind.fields, {"dataset_path"} if kind.is_file else ())
+    for name, default in DATASET_FIELDS.items():
+        if name not in own and getattr(options, name) != default:
+            raise BenchError(f"{flag(name)} has no meaning for --dataset-name {options.dataset_name}; leave it out")
+    if kind.is_file and options.dataset_path is None:
+        raise BenchError(f"--dataset-name {options.dataset_name} needs --dataset-path")
+    for name in ("max_input_len", "max_output_len", "sharegpt_output_len", "custom_output_len"):
+        if (value := getattr(options, name)) is not None:
+            check_whole(flag(name), value, 1)
+    return kind.make(options, source)
+
+
+def _only_one(options: DatasetOptions, *names: str) -> None:
+    """Raises BenchError where two options that say the same were given."""
+    given = [flag(name) for name in names if getattr(options, name) != DATASET_FIELDS[name]]
+    if len(given) > 1:
+        raise BenchError(f"{given[0]} and {given[1]} say the same length; leave one of the two out")
+
+
+def _random(options: DatasetOptions, source: TokenSource) -> Dataset:
+    _only_one(options, "input_len", "random_input_len")
+    _only_one(options, "output_len", "random_output_len")
+    if options.input_len is not None and options.output_len is not None:
+        _only_one(options, "input_len", "random_range_ratio")
+    ratios = parse_range_ratio(options.random_range_ratio)
+    check_whole("--random-input-len", options.random_input_len, 1)
+    check_whole("--random-output-len", options.random_output_len, 1)
+    return RandomLengths(
+        options.input_len or Uniform.around(options.random_input_len, ratios[0]),
+        options.output_len or Uniform.around(options.random_output_len, ratios[1]),
+        options.random_prefix_len,
+    )
+
+
+def _answer_len(options: DatasetOptions, name: str) -> Distribution | None:
+    """--output-len, or the dataset's own option of that name, or None."""
+    _only_one(options, "output_len", name)
+    own = getattr(options, name)
+    return options.output_len or (None if own is None else Fixed(own))
+
+
+def _prefix_repetition(options: DatasetOptions, source: TokenSource) -> Dataset:
+    check_whole("--prefix-repetition-output-len", options.prefix_repetition_output_len, 1)
+    return PrefixRepetition(
+        options.prefix_repetition_num_prefixes,
+        options.prefix_repetition_prefix_len,
+        options.prefix_repetition_suffix_len,
+        _answer_len(options, "prefix_repetition_output_len") or Fixed(options.prefix_repetition_output_len),
+    )
+
+
+def _multi_turn(options: DatasetOptions, source: TokenSource) -> Dataset:
+    if source.token_ids:
+        raise BenchError("conversations cannot be sent as token ids, as answers are text; send texts or use the chat")
+    return MultiTurn(
+        options.multi_turn_turns,
+        options.input_len or DEFAULT_TURN_LEN,
+        options.output_len or DEFAULT_TURN_LEN,
+        options.multi_turn_think_s,
+        options.multi_turn_prefix_len,
+        options.max_input_len,
+    )
+
+
+def _path(options: DatasetOptions) -> Path:
+    assert options.dataset_path is not None  # make_dataset has looked
+    return Path(options.dataset_path)
+
+
+def _sharegpt(options: DatasetOptions, source: TokenSource) -> Dataset:
+    answers = _answer_len(options, "sharegpt_output_len")
+    return ShareGPT(_path(options), source, answers, options.max_input_len, not options.disable_shuffle)
+
+
+def _custom(options: DatasetOptions, source: TokenSource) -> Dataset:
+    answers = _answer_len(options, "custom_output_len")
+    return Custom(_path(options), source, answers, options.max_input_len, not options.disable_shuffle)
+
+
+def _trace(read: Callable[[DatasetOptions], TraceRows]) -> Callable[[DatasetOptions, TokenSource], Dataset]:
+    def make(options: DatasetOptions, source: TokenSource) -> Dataset:
+        rows = read(options)
+        rows.output_len = options.output_len
+        return rows
+
+    return make
+
+
+_azure = _trace(lambda options: read_azure(_path(options)))
+_mooncake = _trace(lambda options: read_mooncake(_path(options), options.trace_block_size))
+_burstgpt = _trace(lambda options: read_burstgpt(_path(options), options.burstgpt_model))
+
+RANDOM = ("input_len", "random_input_len", "random_output_len", "random_range_ratio", "random_prefix_len")
+REPETITION = tuple(name for name in DATASET_FIELDS if name.startswith("prefix_repetition_"))
+MULTI_TURN = ("input_len", "multi_turn_turns", "multi_turn_prefix_len", "multi_turn_think_s")
+DATASETS: dict[str, Kind] = {
+    "random": Kind(RANDOM, _random),
+    "sharegpt": Kind(("sharegpt_output_len", "disable_shuffle"), _sharegpt, is_file=True),
+    "azure": Kind((), _azure, is_file=True),
+    "mooncake": Kind(("trace_block_size",), _mooncake, is_file=True),
+    "burstgpt": Kind(("burstgpt_model",), _burstgpt, is_file=True),
+    "prefix_repetition": Kind(REPETITION, _prefix_repetition),
+    "multi_turn": Kind(MULTI_TURN, _multi_turn),
+    "custom": Kind(("custom_output_len", "disable_shuffle"), _custom, is_file=True),
+}
+# Options that are distributions, and how a line or a table becomes one.
+DISTRIBUTIONS: dict[str, Callable[[Any], Distribution]] = {
+    "input_len": parse_length,
+    "output_len": parse_length,
+    "multi_turn_turns": parse_length,
+    "multi_turn_think_s": parse_distribution,
+}
