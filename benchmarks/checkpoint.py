@@ -82,7 +82,8 @@ def write_checkpoint(shape: str, folder: Path) -> Path:
     vocabulary = int(str(config["vocab_size"]))
     for name, content in (
         ("config", config),
-        ("generation_config", {"bos_token_id": 0, "eos_token_id": 0}),
+        # Greedy in every server that reads this file, as their defaults differ and sampling costs time.
+        ("generation_config", {"bos_token_id": 0, "eos_token_id": 0, "temperature": 0.0}),
         (
             "tokenizer_config",
             {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "model_max_length": 32768},

@@ -1,0 +1,67 @@
+"""Load generators: `headway bench` and `vllm bench serve`, called with the same flags, their result files read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HEADWAY = [sys.executable, "-m", "headway", "bench"]
+_LINES_OF_A_FAILURE = 15
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is sent.
+
+    Args:
+        label: its name in tables.
+        prompts: requests, of `input_len` random tokens each, that ask for `output_len` tokens.
+        rate: requests/s, Poisson; None sends as soon as `streams` allows.
+        streams: most requests at once; None is an open loop.
+        warmups: requests before, which are not counted.
+    """
+
+    label: str
+    input_len: int
+    output_len: int
+    prompts: int
+    rate: float | None = None
+    streams: int | None = None
+    warmups: int = 0
+
+    def flags(self) -> list[str]:
+        flags = ["--dataset-name", "random", "--ignore-eos", "--num-prompts", str(self.prompts)]
+        flags += ["--random-input-len", str(self.input_len), "--random-output-len", str(self.output_len)]
+        flags += ["--num-warmups", str(self.warmups)]
+        if self.rate is not None:
+            flags += ["--request-rate", f"{self.rate:g}"]
+        if self.streams is not None:
+            flags += ["--max-concurrency", str(self.streams)]
+        return flags
+
+
+def measure(client: list[str], base_url: str, model: str, tokenizer: Path, load: Load, seed: int) -> dict[str, Any]:
+    """Run the client to its end; return the keys of its result file.
+
+    A client that ends with an error but saved its results, as with some requests failed, has measured.
+
+    Raises:
+        SystemExit: it left no results, or not one request of the run was answered.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-client-") as folder:
+        file = Path(folder) / "result.json"
+        command = [*client, "--backend", "openai", "--base-url", base_url, "--model", model]
+        command += ["--tokenizer", str(tokenizer), "--seed", str(seed), *load.flags()]
+        command += ["--save-result", "--result-dir", folder, "--result-filename", file.name]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    if not result.get("completed"):
+        said = "\n".join((done.stdout + done.stderr).splitlines()[-_LINES_OF_A_FAILURE:])
+        what = "answered none of the requests" if result else "left no results"
+        raise SystemExit(f"{' '.join(command)}\n{what} (exit code {done.returncode}):\n{said}")
+    return result
