@@ -1,0 +1,1 @@
+"""From records of requests to numbers that can be defended."""

@@ -1,0 +1,114 @@
+"""The shapes of what is measured: percentiles with their uncertainty, distributions, summaries of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Percentile:
+    """One percentile of one metric.
+
+    Args:
+        p: 0 < p < 100.
+        value: None when the claim is refused: there are fewer samples than even independent ones would have to be.
+        low, high: bounds of the confidence interval; None where it is open, as the samples depend on each other and are
+            worth too few.
+        needs: samples that both bounds would take, where one is missing; None otherwise.
+    """
+
+    p: float
+    value: float | None
+    low: float | None
+    high: float | None
+    needs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Of one metric. Units are the metric's own. `effective_count` is `count` less what dependence takes away."""
+
+    count: int
+    effective_count: float
+    mean: float
+    std: float
+    minimum: float
+    maximum: float
+    percentiles: tuple[Percentile, ...]
+
+    def percentile(self, p: float) -> Percentile | None:
+        return next((each for each in self.percentiles if each.p == p), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of a run, in time.monotonic_ns(): requests that were due in it belong to it.
+
+    `reason` says how it was found, or why none was: then `found` is False and the window is the whole run.
+    """
+
+    began_ns: int
+    ended_ns: int
+    found: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attainment:
+    """How many requests met their objective.
+
+    Args:
+        objectives: {"ttft": 200.0, ...} in ms.
+        met, total: requests; failed ones have missed.
+        low, high: confidence interval of met / total.
+        requests_per_s, tokens_per_s: goodput: of the requests that met it.
+        missed_by: how many requests missed each objective, and "failed".
+    """
+
+    objectives: dict[str, float]
+    met: int
+    total: int
+    low: float
+    high: float
+    requests_per_s: float
+    tokens_per_s: float
+    missed_by: dict[str, int]
+
+    @property
+    def share(self) -> float:
+        return self.met / self.total if self.total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The numbers of one view of a run (the whole, the steady state, one class).
+
+    Args:
+        from_schedule, from_send: metric to distribution, latency counted from when a request was due (no
+            coordinated omission) and from when it was sent. Keys: ttft_ms, tpot_ms, itl_ms, e2el_ms,
+            normalized_latency_ms (E2E per output token). tpot_ms and itl_ms are the same in both.
+        phases_ms: by phase of the server's ledger (where given), plus "queue" and "stall" as sums.
+        failures: by kind.
+        rates: request_throughput, output_throughput, total_token_throughput (per second), max_output_tokens_per_s,
+            max_concurrent_requests, mean_concurrent_requests.
+        tokens: prompt, output, cached; and "chunks".
+        attainment: None where no objective was given.
+        cost_per_million_output_tokens, cost_per_million_tokens: None where no price was given.
+        tokens_per_joule: output tokens; None where power cannot be read.
+    """
+
+    name: str
+    window: Window
+    completed: int
+    failed: int
+    failures: dict[str, int]
+    from_schedule: dict[str, Distribution]
+    from_send: dict[str, Distribution]
+    phases_ms: dict[str, Distribution]
+    rates: dict[str, float]
+    tokens: dict[str, int]
+    attainment: Attainment | None = None
+    cost_per_million_output_tokens: float | None = None
+    cost_per_million_tokens: float | None = None
+    tokens_per_joule: float | None = None
+    notes: list[str] = field(default_factory=list)

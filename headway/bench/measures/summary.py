@@ -1,0 +1,186 @@
+"""A run in numbers: the whole of it, its steady state, and each class of its requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from headway.bench.measures.latencies import Latencies, Since
+from headway.bench.measures.numbers import Distribution, Summary, Window
+from headway.bench.measures.percentiles import distribution
+from headway.bench.measures.phases import phase_lengths
+from headway.bench.measures.slo import Objectives, attainment
+from headway.bench.measures.steady import find_steady_window
+from headway.bench.measures.throughput import prompt_tokens, whole_run_rates, window_rates
+from headway.bench.record import FailureKind, RequestRecord, RunResult
+
+PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
+WHOLE_RUN = "whole run"
+STEADY_STATE = "steady state"
+
+TOKENS = 1_000_000
+SECONDS_PER_HOUR = 3600
+
+
+def summarise_all(
+    result: RunResult,
+    *,
+    percentiles: Sequence[float] = PERCENTILES,
+    objectives: Objectives | None = None,
+    objectives_by_class: Mapping[str, Objectives] | None = None,
+    price_per_hour: float | None = None,
+    confidence: float = 0.95,
+) -> list[Summary]:
+    """The whole run first, then its steady state where there is one, then each class by name, over the whole run.
+
+    Without a steady state the first summary's notes say why. Arguments are those of `summarise`.
+    """
+    options: dict[str, Any] = {
+        "percentiles": percentiles,
+        "objectives": objectives,
+        "objectives_by_class": objectives_by_class,
+        "price_per_hour": price_per_hour,
+        "confidence": confidence,
+    }
+    whole = summarise(result, **options)
+    steady = find_steady_window(result.records, result.began_ns, result.ended_ns)
+    summaries = [whole]
+    if steady.found:
+        summaries.append(summarise(result, name=STEADY_STATE, window=steady, **options))
+    else:
+        whole.notes.append(f"no steady state: {steady.reason}")
+    classes = sorted({record.class_name for record in result.records} - {""})
+    return summaries + [summarise(result, name=f"class {name}", class_name=name, **options) for name in classes]
+
+
+def summarise(
+    result: RunResult,
+    *,
+    name: str = WHOLE_RUN,
+    window: Window | None = None,
+    class_name: str | None = None,
+    percentiles: Sequence[float] = PERCENTILES,
+    objectives: Objectives | None = None,
+    objectives_by_class: Mapping[str, Objectives] | None = None,
+    price_per_hour: float | None = None,
+    confidence: float = 0.95,
+) -> Summary:
+    """One view of a run.
+
+    Args:
+        window: latencies, failures and attainment of the requests that were due in it, rates of what came in it. None,
+            or a window that was not found, is the whole run.
+        class_name: of the requests of this class only; None is all.
+        percentiles: 0 < p < 100, of every distribution.
+        objectives, objectives_by_class: in ms, see `slo.attainment`.
+        price_per_hour: of the machine. There is no cost of a class: the classes share the machine.
+        confidence: of all intervals.
+
+    Returns:
+        Metrics of which there is no value at all are left out of from_schedule, from_send and phases_ms.
+    """
+    part = window is not None and window.found
+    window = window or Window(result.began_ns, result.ended_ns, False, "the whole run")
+    began_ns, ended_ns = (window.began_ns, window.ended_ns) if part else (result.began_ns, result.ended_ns)
+    records = [record for record in result.records if class_name is None or record.class_name == class_name]
+    rates = (window_rates if part else whole_run_rates)(records, began_ns, ended_ns)
+    if part:
+        records = [record for record in records if began_ns <= record.scheduled_ns < ended_ns]
+    latencies = Latencies.of(records)
+    failures = Counter(str(_failure(record)) for record in records if not record.ok)
+    tokens = _tokens(latencies.records)
+    price = price_per_hour if class_name is None else None
+    return Summary(
+        name=name,
+        window=window,
+        completed=len(latencies.records),
+        failed=failures.total(),
+        failures=dict(sorted(failures.items())),
+        from_schedule=_distributions(latencies, "schedule", percentiles, confidence),
+        from_send=_distributions(latencies, "send", percentiles, confidence),
+        phases_ms={
+            phase: distribution(lengths, percentiles, confidence=confidence)
+            for phase, lengths in phase_lengths(latencies.records).items()
+        },
+        rates=rates,
+        tokens=tokens,
+        attainment=attainment(
+            records,
+            objectives,
+            duration_s=(ended_ns - began_ns) / 1e9,
+            by_class=objectives_by_class,
+            confidence=confidence,
+        ),
+        cost_per_million_output_tokens=cost_per_million_tokens(price, rates["output_throughput"]),
+        cost_per_million_tokens=cost_per_million_tokens(price, rates["total_token_throughput"]),
+        tokens_per_joule=_tokens_per_joule(result, tokens["output"], whole=not part and class_name is None),
+        notes=_notes(result, records, latencies),
+    )
+
+
+def cost_per_million_tokens(price_per_hour: float | None, tokens_per_s: float) -> float | None:
+    """Price / 3600 * 10^6 / (tokens/s), document 003 section 13; None without a price or without tokens."""
+    if price_per_hour is None or tokens_per_s <= 0:
+        return None
+    return price_per_hour / SECONDS_PER_HOUR * TOKENS / tokens_per_s
+
+
+def _distributions(
+    latencies: Latencies, since: Since, percentiles: Sequence[float], confidence: float
+) -> dict[str, Distribution]:
+    distributions = {}
+    for metric, values in latencies.metrics(since).items():
+        known = ~np.isnan(values)
+        if not known.any():
+            continue
+        # Gaps of one request are not independent of each other.
+        groups = latencies.itl_request[known] if metric == "itl_ms" else None
+        distributions[metric] = distribution(values[known], percentiles, groups=groups, confidence=confidence)
+    return distributions
+
+
+def _tokens(completed: Sequence[RequestRecord]) -> dict[str, int]:
+    return {
+        "prompt": sum(prompt_tokens(record) for record in completed),
+        "output": sum(record.tokens for record in completed),
+        "cached": sum(record.cached_tokens or 0 for record in completed),
+        "chunks": sum(len(record.chunk_ns) for record in completed),
+    }
+
+
+def _tokens_per_joule(result: RunResult, output_tokens: int, whole: bool) -> float | None:
+    """Energy is known of the whole run only."""
+    return output_tokens / result.energy_joules if whole and result.energy_joules else None
+
+
+def _failure(record: RequestRecord) -> FailureKind:
+    return record.failure.kind if record.failure is not None else FailureKind.NO_TOKENS
+
+
+def _notes(result: RunResult, records: Sequence[RequestRecord], latencies: Latencies) -> list[str]:
+    """What a reader must know before believing the numbers, a sentence each."""
+    notes = [f"client-bound: {reason}" for reason in result.client.reasons]
+    abandoned = sum(not record.ok and _failure(record) is FailureKind.ABANDONED for record in records)
+    failed = sum(not record.ok for record in records) - abandoned
+    if result.interrupted:
+        notes.append(f"interrupted: {_requests(abandoned)} abandoned, in no latency")
+    elif abandoned:
+        notes.append(f"{_requests(abandoned)} abandoned by this client, in no latency")
+    if failed:
+        notes.append(f"{_requests(failed)} failed, in no latency; where there are objectives they count as missed")
+    uncounted = sum(record.output_tokens is None for record in latencies.records)
+    if uncounted:
+        notes.append(f"{_requests(uncounted)} without `usage`: their output tokens are counted by chunks")
+    tokens, chunks = latencies.output_tokens, np.array([len(record.chunk_ns) for record in latencies.records])
+    if at_once := int(np.sum((chunks == 1) & (tokens > 1))):
+        notes.append(f"{_requests(at_once)} with several tokens answered in one chunk: no TPOT, no ITL")
+    elif len(chunks) and tokens.sum() > 1.05 * chunks.sum():
+        notes.append(f"{tokens.sum() / chunks.sum():.2f} tokens per chunk: ITL is the gap between chunks, not tokens")
+    return notes
+
+
+def _requests(count: int) -> str:
+    return f"{count} request{'' if count == 1 else 's'}"

@@ -1,0 +1,229 @@
+"""Results on disk: JSON with the keys of `vllm bench serve` and our own under "headway", and a CSV of the requests.
+
+docs/bench-definitions.md describes both files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import headway
+from headway.bench.errors import BenchError
+from headway.bench.measures.numbers import Summary
+from headway.bench.measures.phases import MEDIAN, SLOWEST, phase_composition
+from headway.bench.measures.slo import Objectives
+from headway.bench.measures.summary import PERCENTILES
+from headway.bench.record import ClientHealth, RequestRecord, RunResult
+from headway.bench.result_columns import from_columns, to_columns
+from headway.bench.result_csv import csv_text
+from headway.bench.result_vllm import model_name, read_vllm, vllm_keys
+
+FORMAT = 1
+
+
+def to_json(
+    result: RunResult,
+    summaries: Sequence[Summary],
+    *,
+    percentiles: Sequence[float] = PERCENTILES,
+    objectives: Objectives | None = None,
+    objectives_by_class: Mapping[str, Objectives] | None = None,
+    save_detailed: bool = False,
+    date: datetime | None = None,
+) -> dict[str, Any]:
+    """All that is known of a run, as an object for `write_json`.
+
+    Args:
+        summaries: of `summarise_all`.
+        percentiles: of the keys of `vllm bench serve` (`p99_ttft_ms` and so on); those are plain numbers, however few
+            requests there were. Ours are in the summaries, with intervals, or null where the claim is refused.
+        save_detailed: the lists of `vllm bench serve --save-detailed` too.
+        date: of the result; None is now.
+    """
+    keys = vllm_keys(
+        result, percentiles, objectives, objectives_by_class, date or datetime.now().astimezone(), save_detailed
+    )
+    return keys | {
+        "headway": {
+            "format": FORMAT,
+            "version": headway.__version__,
+            "settings": result.settings,
+            "interrupted": result.interrupted,
+            "began_ns": result.began_ns,
+            "ended_ns": result.ended_ns,
+            "summaries": [_summary(summary) for summary in summaries],
+            "composition_ms": {
+                metric: {
+                    "median": phase_composition(result.records, *MEDIAN, metric=metric),
+                    "slowest_1_percent": phase_composition(result.records, *SLOWEST, metric=metric),
+                }
+                for metric in ("e2el", "ttft")
+            },
+            "failures": _failures(result.records),
+            "client": {"bound": result.client.bound, **asdict(result.client)},
+            "server": result.server,
+            "energy_joules": result.energy_joules,
+            "requests": to_columns(result.records, result.began_ns),
+        }
+    }
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write an object whole or not at all; numbers that are not finite become null. Folders are made.
+
+    Raises:
+        BenchError: the file cannot be written there.
+    """
+    try:
+        content = msgspec.json.encode(values, enc_hook=_encodable)
+    except UnicodeEncodeError:  # half a character from a server
+        content = msgspec.json.encode(_whole_characters(values), enc_hook=_encodable)
+    _write(path, content)
+
+
+def write_csv(
+    path: Path,
+    result: RunResult,
+    objectives: Objectives | None = None,
+    objectives_by_class: Mapping[str, Objectives] | None = None,
+) -> None:
+    """Write a row for each request, whole or not at all; see `result_csv.csv_text`. Folders are made.
+
+    Raises:
+        BenchError: the file cannot be written there.
+    """
+    _write(path, csv_text(result, objectives, objectives_by_class).encode(errors="replace"))
+
+
+def load_json(path: Path) -> RunResult:
+    """A run that `write_json` saved, exactly as it was; or what `vllm bench serve --save-detailed` tells of one.
+
+    Raises:
+        BenchError: the file cannot be read, is not JSON, or has no requests that could be read.
+    """
+    try:
+        values = msgspec.json.decode(Path(path).read_bytes())
+    except OSError as error:
+        raise BenchError(
+            f"cannot read {path}: {error.strerror or error}; name a result saved with --save-result"
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BenchError(f"{path} is not JSON: {error}; name a result saved with --save-result") from None
+    if not isinstance(values, dict):
+        raise BenchError(f"{path} is not a result: it holds a {type(values).__name__}, not an object")
+    ours = values.get("headway")
+    if isinstance(ours, dict) and ours.get("format") != FORMAT:
+        raise BenchError(
+            f"{path} has format {ours.get('format')}, written by Headway {ours.get('version')}; this is Headway"
+            f" {headway.__version__}, which reads format {FORMAT}"
+        )
+    if ours is None and "request_throughput" in values and "ttfts" not in values:
+        raise BenchError(f"{path} has totals only, no requests; run `vllm bench serve` with --save-detailed")
+    try:
+        return read_vllm(values) if ours is None else _read_headway(ours)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, msgspec.ValidationError) as error:
+        what = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise BenchError(f"{path} is not a result of `headway bench` or `vllm bench serve`: {what}") from None
+
+
+def default_file_name(result: RunResult, date: datetime | None = None) -> str:
+    """As `vllm bench serve` names it: {label or backend}-{rate}qps-{model}-{date}.json."""
+    settings = result.settings
+    rate, most = settings.get("request_rate"), settings.get("max_concurrency")
+    parts = [
+        str(settings.get("label") or settings.get("backend") or "openai"),
+        f"{'inf' if rate is None else float(rate)}qps" + (f"-concurrency{most}" if most is not None else ""),
+        model_name(result).rstrip("/").split("/")[-1],
+        (date or datetime.now().astimezone()).strftime("%Y%m%d-%H%M%S"),
+    ]
+    return re.sub(r"[^\w.+=@-]", "_", "-".join(parts)) + ".json"
+
+
+def _summary(summary: Summary) -> dict[str, Any]:
+    values = asdict(summary)
+    if summary.attainment is not None:
+        values["attainment"]["share"] = summary.attainment.share
+    return values
+
+
+def _failures(records: Sequence[RequestRecord]) -> dict[str, dict[str, Any]]:
+    """By kind: how many, and what the first of them said."""
+    failures: dict[str, dict[str, Any]] = {}
+    for record in records:
+        if record.failure is not None:
+            failure = failures.setdefault(str(record.failure.kind), {"count": 0, "example": record.failure.message})
+            failure["count"] += 1
+    return dict(sorted(failures.items()))
+
+
+class _Saved(msgspec.Struct):
+    """What `load_json` needs of the object under "headway"."""
+
+    settings: dict[str, Any]
+    began_ns: int
+    ended_ns: int
+    interrupted: bool
+    client: ClientHealth
+    server: dict[str, Any]
+    energy_joules: float | None
+    requests: dict[str, Any]
+
+
+def _read_headway(values: Any) -> RunResult:
+    saved = msgspec.convert(values, _Saved)
+    return RunResult(
+        settings=saved.settings,
+        records=from_columns(saved.requests, saved.began_ns),
+        began_ns=saved.began_ns,
+        ended_ns=saved.ended_ns,
+        client=saved.client,
+        interrupted=saved.interrupted,
+        server=saved.server,
+        energy_joules=saved.energy_joules,
+    )
+
+
+def _whole_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, Mapping):
+        return {_whole_characters(key): _whole_characters(each) for key, each in value.items()}
+    return [_whole_characters(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _encodable(value: Any) -> Any:
+    """Settings may hold what JSON has no word for, and a finished run must not be lost over it."""
+    if isinstance(value, array):
+        return value.tolist()
+    if hasattr(value, "item"):  # numpy's scalars
+        return value.item()
+    return str(value)
+
+
+def _write(path: Path, content: bytes) -> None:
+    path = Path(path)
+    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise BenchError(
+            f"cannot write {path}: {error.strerror or error}; choose another place with --result-dir"
+        ) from None
