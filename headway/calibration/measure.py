@@ -1,0 +1,173 @@
+"""Measuring a device: streaming reads, matrix products, and what a call costs.
+
+Streaming reads are timed with what reads fastest here: on a CPU the engine's own linear layer with one token, which
+streams weights through all threads as decoding does, or torch's sum, whichever is faster. Products are timed with
+torch's and with the engine's own. The best repeat of the best implementation counts as the machine's peak.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from headway.calibration import machine
+from headway.calibration.peaks import MachinePeaks, Rate
+from headway.calibration.stopwatch import CudaStopwatch, HostStopwatch, Stopwatch, measure_rate
+from headway.kernels.select import kernels_for
+
+MIB = 2**20
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ROW = 4096  # elements in a row of streamed weights
+
+Listener = Callable[[str], None]
+
+
+class CalibrationError(ValueError):
+    """It can't be measured as asked; one line that says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure.
+
+    Args:
+        budget_s: for each implementation and size.
+        read_sizes: bytes, beside one far larger than the cache.
+        gemm_sizes: sides of square matrices.
+    """
+
+    budget_s: float
+    read_sizes: tuple[int, ...]
+    gemm_sizes: tuple[int, ...]
+
+
+EFFORTS = {
+    ("cpu", True): Effort(0.12, (4 * MIB, 16 * MIB, 32 * MIB, 64 * MIB), (512, 1024, 2048)),
+    ("cpu", False): Effort(0.6, tuple(2**n * MIB for n in range(8)), (256, 512, 1024, 1536, 2048, 3072)),
+    ("cuda", True): Effort(0.1, (16 * MIB, 64 * MIB, 256 * MIB), (2048, 4096, 8192)),
+    ("cuda", False): Effort(0.5, tuple(2**n * MIB for n in range(2, 12)), (1024, 2048, 4096, 8192, 16384)),
+}
+
+
+def measure(
+    device: str = "auto",
+    threads: int | None = None,
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    quick: bool = True,
+    on_stage: Listener = lambda stage: None,
+) -> MachinePeaks:
+    """Measure a device. It wants the machine to itself: torch's number of threads is set for the whole process.
+
+    Args:
+        device: auto, cpu or cuda.
+        threads: of a CPU; None takes one for each core that this process may use.
+        quick: some seconds; otherwise more sizes and repeats, about a minute.
+        on_stage: hears what is measured next.
+
+    Raises:
+        CalibrationError: no such device, dtype or number of threads.
+    """
+    kind = _device(device)
+    unknown = [name for name in dtypes if name not in DTYPES]
+    if unknown or not dtypes:
+        raise CalibrationError(f"dtype is {', '.join(unknown) or 'missing'}; choose of {', '.join(DTYPES)}")
+    if threads is not None and threads < 1:
+        raise CalibrationError(f"threads is {threads}; it must be at least 1")
+    if kind == "cpu":
+        torch.set_num_threads(threads or machine.usable_cores())
+    with torch.inference_mode():
+        return _Bench(kind, EFFORTS[kind, quick], on_stage).run(dtypes)
+
+
+def _device(name: str) -> str:
+    if name not in ("auto", "cpu", "cuda"):
+        raise CalibrationError(f"device is {name!r}; it must be auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise CalibrationError("device is cuda, but torch finds no CUDA device; use --device cpu")
+    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+class _Bench:
+    def __init__(self, kind: str, effort: Effort, on_stage: Listener) -> None:
+        self._kind = kind
+        self._effort = effort
+        self._on_stage = on_stage
+        self._stopwatch: Stopwatch = CudaStopwatch() if kind == "cuda" else HostStopwatch()
+
+    def run(self, dtypes: Sequence[str]) -> MachinePeaks:
+        began, others = time.perf_counter(), machine.others_cpu_seconds()
+        cuda = torch.cuda.get_device_properties(0) if self._kind == "cuda" else None
+        memory = cuda.total_memory if cuda else machine.memory_bytes()
+        cache = int(getattr(cuda, "L2_cache_size", 0)) if cuda else machine.largest_cache_bytes()
+        peaks = MachinePeaks(
+            device=self._kind,
+            name=cuda.name if cuda else machine.processor_name(),
+            threads=0 if cuda else torch.get_num_threads(),
+            memory_bytes=memory,
+            cache_bytes=cache,
+            read_bytes_per_s=tuple(self._reads(self._read_sizes(cache, memory))),
+            gemm_flops_per_s={name: self._gemm(name) for name in dtypes},
+            small_op_s=self._small_op(),
+            kernel_call_s=self._kernel_call(),
+            seconds=time.perf_counter() - began,
+        )
+        now = machine.others_cpu_seconds()
+        if others is None or now is None:
+            return peaks
+        return replace(peaks, others_cores=max(0.0, now - others) / peaks.seconds)
+
+    def _read_sizes(self, cache: int, memory: int) -> list[int]:
+        """Ending with one eight times the cache, 256 MiB at least, as far as an eighth of the memory allows."""
+        largest = min(max(256 * MIB, 8 * cache, *self._effort.read_sizes), memory // 8)
+        return [*(size for size in self._effort.read_sizes if size < largest), largest]
+
+    def _reads(self, sizes: Iterable[int]) -> Iterable[Rate]:
+        for size in sizes:
+            self._on_stage(f"reads of {size / MIB:,.0f} MiB")
+            rows = max(8, size // (2 * _ROW))
+            size = rows * _ROW * 2
+            weight = torch.full((rows, _ROW), 0.01, dtype=torch.bfloat16, device=self._kind)
+            words = weight.view(torch.float32)
+            yield self._best(size, size, {"torch": words.sum, "headway": self._streaming(weight)})
+
+    def _streaming(self, weight: Tensor) -> Callable[[], object]:
+        linear = kernels_for(self._kind, weight.dtype).linear(weight, None)
+        token = torch.full((1, weight.shape[1]), 0.01, dtype=weight.dtype, device=self._kind)
+        return lambda: linear(token)
+
+    def _gemm(self, name: str) -> Rate:
+        """The best over sizes and implementations: small matrices stay in caches, large ones amortise their start."""
+        self._on_stage(f"products in {name}")
+        rates = []
+        for side in self._effort.gemm_sizes:
+            left = torch.full((side, side), 0.01, dtype=DTYPES[name], device=self._kind)
+            right = torch.full((side, side), 0.01, dtype=DTYPES[name], device=self._kind)
+            linear = kernels_for(self._kind, left.dtype).linear(right, None)
+            calls: dict[str, Callable[[], object]] = {
+                "torch": partial(torch.mm, left, right),
+                "headway": partial(linear, left),
+            }
+            rates.append(self._best(2 * side**3, side, calls))
+        return max(rates, key=lambda rate: rate.best)
+
+    def _best(self, amount: float, size: int, calls: dict[str, Callable[[], object]]) -> Rate:
+        rates = [
+            measure_rate(amount, call, self._stopwatch, self._effort.budget_s, by, size) for by, call in calls.items()
+        ]
+        return max(rates, key=lambda rate: rate.best)
+
+    def _small_op(self) -> float:
+        self._on_stage("small operations")
+        x = torch.ones(16, device=self._kind)
+        return 1.0 / self._best(1.0, 1, {"torch": lambda: torch.add(x, x, out=x)}).median
+
+    def _kernel_call(self) -> float:
+        weight = torch.ones(16, 64, dtype=torch.float32, device=self._kind)
+        linear = kernels_for(self._kind, weight.dtype).linear(weight, None)
+        token = torch.ones(1, 64, device=self._kind)
+        return 1.0 / self._best(1.0, 1, {"headway": lambda: linear(token)}).median

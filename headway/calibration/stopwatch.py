@@ -1,0 +1,64 @@
+"""How long calls take, and from that a rate."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from headway.calibration.peaks import Rate
+
+MIN_REPEATS = 5
+MOST_REPEATS = 50
+SAMPLE_S = 2e-3  # a repeat lasts at least about this long, so that starting the clock does not count
+
+
+class Stopwatch(Protocol):
+    def seconds(self, call: Callable[[], object], calls: int) -> float:
+        """Run `call` so often, one after the other, and return how long all of them took."""
+        ...
+
+
+class HostStopwatch:
+    """For calls that have done their work when they return."""
+
+    def seconds(self, call: Callable[[], object], calls: int) -> float:
+        """See Stopwatch."""
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return time.perf_counter() - began
+
+
+class CudaStopwatch:
+    """For calls that only put work on the current CUDA stream: the GPU's own clock says how long that took."""
+
+    def seconds(self, call: Callable[[], object], calls: int) -> float:
+        """See Stopwatch."""
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        began.record()
+        for _ in range(calls):
+            call()
+        ended.record()
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1e3
+
+
+def measure_rate(
+    amount: float, call: Callable[[], object], stopwatch: Stopwatch, budget_s: float, by: str, size: int
+) -> Rate:
+    """Repeat a call that does `amount` of something for about `budget_s` seconds, at least five times.
+
+    The first calls are not counted: they bring memory and code into place.
+    """
+    once = max(stopwatch.seconds(call, 1), 1e-9)
+    once = min(once, max(stopwatch.seconds(call, 1), 1e-9))
+    calls = max(1, math.ceil(SAMPLE_S / once))
+    repeats = min(MOST_REPEATS, max(MIN_REPEATS, int(budget_s / (once * calls))))
+    rates = [amount * calls / max(stopwatch.seconds(call, calls), 1e-9) for _ in range(repeats)]
+    return Rate(max(rates), statistics.median(rates), repeats, by, size)

@@ -1,0 +1,42 @@
+"""The least time that work can take on a machine (Williams, Waterman and Patterson, Roofline, 2009)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from headway.cost.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A machine's two limits: FLOPs and bytes in a second. Raises ValueError unless both are above 0."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.flops_per_s > 0 and self.bytes_per_s > 0):
+            raise ValueError(f"{self} has a limit that is not above 0")
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs per byte from which on arithmetic is the limit."""
+        return self.flops_per_s / self.bytes_per_s
+
+    def attainable(self, intensity: float) -> float:
+        """FLOPs in a second at so many FLOPs per byte."""
+        return min(self.flops_per_s, intensity * self.bytes_per_s)
+
+    def least_seconds(self, flops: float, moved_bytes: float) -> float:
+        """The time of so much work at least: arithmetic and memory traffic overlap, and the longer one decides."""
+        return max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
+
+    def seconds(self, parts: Iterable[Work], activations: bool = True) -> float:
+        """The time of operations that run one after the other, each bound by arithmetic or by bytes.
+
+        Args:
+            activations: count their traffic. Without, only weights and cache come from memory, as when a small
+                step's activations stay in the processor's caches.
+        """
+        return sum(self.least_seconds(part.flops, part.bytes if activations else part.kept_bytes) for part in parts)

@@ -1,0 +1,188 @@
+"""FLOPs agree with torch's own counter on the decoder; bytes and attention with counting one by one."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from headway.cost.shape import ModelShape
+from headway.cost.work import Chunk, Operation, Precision, Work, attended_pairs, step_work, total, visible_keys
+from headway.kernels.interface import LayerCache
+from headway.kernels.reference import ReferenceKernels
+from headway.models.loading import load_model
+from tests.cost import published
+from tests.models import tiny
+from tests.models.paging import geometry
+
+LINEARS = (Operation.QKV, Operation.OUTPUT, Operation.GATE_UP, Operation.DOWN, Operation.HEAD)
+ATTENTION = (Operation.SCORES, Operation.VALUES)
+STEPS = {
+    "prompt": [Chunk(13)],
+    "decode": [Chunk(1, 12)],
+    "chunk in the middle": [Chunk(5, 8, logit_rows=0)],
+    "mixed": [Chunk(7), Chunk(1, 20), Chunk(4, 3, logit_rows=0), Chunk(1, 1)],
+    "all logits": [Chunk(6, 0, logit_rows=6)],
+}
+
+
+def counted(folder, chunks):
+    """(ModelShape, FLOPs by torch operator) of one step of the decoder over these chunks."""
+    decoder = load_model(folder, torch.float32, ReferenceKernels())
+    block_size = 4
+    tables, blocks = [], 0
+    for chunk in chunks:
+        needed = -(-(chunk.context + chunk.tokens) // block_size)
+        tables.append(list(range(blocks, blocks + needed)))
+        blocks += needed
+    step = geometry(
+        [(chunk.context, chunk.tokens, table) for chunk, table in zip(chunks, tables, strict=True)],
+        block_size,
+        decoder.device,
+    )
+    cache_shape = decoder.config.kv_cache_shape(blocks, block_size)
+    caches = [LayerCache(torch.zeros(cache_shape), torch.zeros(cache_shape)) for _ in range(decoder.config.num_layers)]
+    rows, start = [], 0
+    for chunk in chunks:
+        start += chunk.tokens
+        rows += range(start - chunk.logit_rows, start)
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        hidden = decoder.forward(torch.ones(start, dtype=torch.long), step, caches)
+        if rows:
+            decoder.logits(hidden[rows])
+    flops = Counter({str(op): n for op, n in counter.get_flop_counts()["Global"].items()})
+    return ModelShape.from_config(json.loads((folder / "config.json").read_text())), flops
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("case", ["llama", "llama_tied", "qwen2", "qwen3", "llama_mlp_bias", "mistral_window"])
+def test_flops_are_those_that_torch_counts(case, name, tmp_path):
+    """The plain kernels multiply the whole rectangle of queries and keys and mask it afterwards."""
+    chunks = STEPS[name]
+    tiny.save(case, tmp_path)
+    shape, flops = counted(tmp_path, chunks)
+    work = step_work(shape, chunks)
+    assert sum(work[op].flops for op in LINEARS) == flops["aten.addmm"] + flops["aten.mm"]
+    rectangle = sum(chunk.tokens * (chunk.context + chunk.tokens) for chunk in chunks)
+    assert flops["aten.bmm"] == 4 * shape.layers * shape.heads * shape.head_dim * rectangle
+    assert set(flops) <= {"aten.addmm", "aten.mm", "aten.bmm"}
+    assert sum(work[op].flops for op in Operation if op not in LINEARS + ATTENTION) == 0
+
+
+def test_attention_of_a_prompt_is_what_torch_counts_token_by_token(tmp_path):
+    """One query at a time there is nothing to mask, so the counter sees exactly the causal pairs."""
+    tiny.save("llama", tmp_path)
+    steps = [counted(tmp_path, [Chunk(1, context)]) for context in range(9)]
+    shape = steps[0][0]
+    ours = step_work(shape, [Chunk(9)])
+    assert sum(flops["aten.bmm"] for _, flops in steps) == sum(ours[op].flops for op in ATTENTION)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 7, 100])
+@pytest.mark.parametrize(("tokens", "context"), [(1, 0), (1, 9), (6, 0), (6, 3), (20, 5), (3, 30)])
+def test_pairs_and_keys_equal_counting_one_by_one(tokens, context, window):
+    seen = {
+        (query, key)
+        for query in range(context, context + tokens)
+        for key in range(query + 1)
+        if window is None or key > query - window
+    }
+    assert attended_pairs(tokens, context, window) == len(seen)
+    assert visible_keys(tokens, context, window) == len({key for _, key in seen})
+
+
+def test_chunks_add_up_to_the_whole_prompt():
+    """FLOPs of a prompt do not depend on how it is cut; the weights are read once for each piece."""
+    shape = ModelShape.from_config(published.QWEN2_5_7B)
+    whole = total(step_work(shape, [Chunk(1000)]).values())
+    pieces = [Chunk(400, 0, logit_rows=0), Chunk(400, 400, logit_rows=0), Chunk(200, 800)]
+    cut = total(work for piece in pieces for work in step_work(shape, [piece]).values())
+    assert cut.flops == whole.flops
+    assert cut.kv_write_bytes == whole.kv_write_bytes == 1000 * 57_344
+    assert cut.weight_bytes > 2.9 * (whole.weight_bytes - 2 * shape.parameters()["head"])
+
+
+@pytest.mark.parametrize("config", [published.QWEN2_5_7B, published.QWEN2_5_05B, published.QWEN3_8B])
+def test_a_decode_step_reads_every_weight_once(config):
+    """All parameters but the rows of an untied embedding that the step's tokens do not name."""
+    shape = ModelShape.from_config(config)
+    work = step_work(shape, [Chunk(1, 99), Chunk(1, 399)])
+    parameters = shape.parameters()
+    read = shape.num_parameters + 2 * shape.hidden - (0 if shape.tied_embeddings else parameters["embedding"])
+    assert total(work.values()).weight_bytes == 2 * read
+    kv = shape.kv_elements_per_token * 2
+    assert total(work.values()).kv_read_bytes == kv * (100 + 400)
+    assert total(work.values()).kv_write_bytes == kv * 2
+
+
+def test_flops_of_a_token_are_two_for_each_parameter_that_multiplies():
+    """Documents 001 and 002 take 2 FLOPs for each parameter and token; norms and the embedding multiply nothing."""
+    shape = ModelShape.from_config(published.LLAMA_3_1_8B)
+    work = step_work(shape, [Chunk(1)])
+    p = shape.parameters()
+    assert sum(work[op].flops for op in LINEARS) == 2 * (p["attention"] + p["ffn"] + p["head"])
+
+
+def test_a_sliding_window_bounds_what_decode_reads():
+    shape = ModelShape.from_config(published.MISTRAL_7B)
+    near, far = (total(step_work(shape, [Chunk(1, context)]).values()) for context in (4095, 30_000))
+    assert near.kv_read_bytes == far.kv_read_bytes == 4096 * shape.kv_elements_per_token * 2
+    assert near.flops == far.flops
+
+
+def test_activations_of_a_tiny_step_counted_by_hand():
+    """One layer, h 4, 2 heads, 1 KV head, D 2, F 6, V 10; 3 tokens, the logits of 1; float32 activations."""
+    shape = ModelShape(layers=1, hidden=4, heads=2, kv_heads=1, head_dim=2, ffn=6, vocab=10)
+    work = step_work(shape, [Chunk(3)], Precision(activation_bits=32))
+    elements = {
+        Operation.EMBEDDING: 3 * 4,
+        Operation.NORMS: 3 * 4 * (1 + 1) + 3 * 4 * (2 + 2),
+        Operation.QKV: 3 * (4 + 8),
+        Operation.ROTARY: 3 * 6 * 2,
+        Operation.KV_STORE: 3 * 4,
+        Operation.SCORES: 3 * 4,
+        Operation.VALUES: 3 * 4,
+        Operation.OUTPUT: 3 * (4 + 4),
+        Operation.GATE_UP: 3 * (4 + 12),
+        Operation.ACTIVATION: 3 * (12 + 6),
+        Operation.DOWN: 3 * (6 + 4),
+        Operation.FINAL_NORM: 3 * 4 * (2 + 2),
+        Operation.HEAD: 4 + 10,
+    }
+    assert {op: part.activation_bytes for op, part in work.items()} == {op: 4 * n for op, n in elements.items()}
+
+
+def test_bytes_follow_the_precision():
+    shape = ModelShape.from_config(published.QWEN2_5_05B)
+    wide, narrow = (
+        total(step_work(shape, [Chunk(1, 63)], precision).values())
+        for precision in (Precision(32, 32, 32), Precision(weight_bits=4, activation_bits=16, kv_bits=8))
+    )
+    assert wide.flops == narrow.flops
+    assert wide.weight_bytes == 8 * narrow.weight_bytes
+    assert wide.activation_bytes == 2 * narrow.activation_bytes
+    assert wide.kv_read_bytes == 4 * narrow.kv_read_bytes
+    assert Precision.of("bfloat16") == Precision() and Precision.of("float32").kv_bits == 32
+
+
+def test_work_adds_up_and_knows_its_intensity():
+    work = total([Work(flops=12, weight_bytes=3), Work(activation_bytes=1, kv_read_bytes=1, kv_write_bytes=1)])
+    assert (work.bytes, work.kept_bytes, work.intensity) == (6, 5, 2.0)
+    assert Work().intensity == 0.0
+    assert step_work(ModelShape.from_config(published.LLAMA_3_1_8B), []) == {}
+
+
+@pytest.mark.parametrize("bad", [{"tokens": 0}, {"tokens": 1, "context": -1}, {"tokens": 1, "logit_rows": 2}])
+def test_an_impossible_chunk_is_refused(bad):
+    with pytest.raises(ValueError, match="is no part of a step"):
+        Chunk(**bad)
+
+
+def test_an_unknown_dtype_is_refused():
+    with pytest.raises(ValueError, match="dtype is 'int3'; it must be float32, bfloat16 or float16"):
+        Precision.of("int3")
+    with pytest.raises(ValueError, match="below 1 bit"):
+        Precision(weight_bits=0)
