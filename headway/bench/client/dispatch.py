@@ -1,0 +1,353 @@
+"""Who is sent when: the state of a run under load.
+
+Everything happens in callbacks of one event loop. A request is `due` at a time; from then on it is under way, or waits
+for a place where the user capped the open loop; when it ends, what follows it becomes due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from headway.bench.client.alarm import Alarm
+from headway.bench.client.turns import Conversations, continued
+from headway.bench.record import Failure, FailureKind, RequestRecord
+from headway.bench.request import PlannedRequest, Prompt
+
+
+class LoadMode(StrEnum):
+    OPEN = "open"  # at each request's arrival_s; with max_concurrency it may have to wait for a place
+    CLOSED = "closed"  # max_concurrency users: each sends its next request when its last one has ended
+    AT_ONCE = "at_once"  # every first turn at time 0; max_concurrency as in OPEN
+
+
+class Phase(StrEnum):
+    WARM_UP = "warm_up"
+    LOAD = "load"
+    DRAIN = "drain"  # nothing new is sent any more, requests under way are awaited
+    DONE = "done"
+
+
+class Sender(Protocol):
+    """What sends one request: the client of headway.bench.client.endpoint, or a stand-in.
+
+    It fills in the record, never raises for what a server does, and notes ABANDONED when it is cancelled.
+    """
+
+    async def send(self, planned: PlannedRequest, record: RequestRecord, prompt: Prompt | None = None) -> None:
+        """`prompt` takes the place of planned.prompt."""
+
+
+class LoadListener:
+    """Is told what happens, within the event loop: the time it takes delays the client. To derive from."""
+
+    def phase(self, phase: Phase) -> None:
+        """A new phase begins."""
+
+    def began(self, at_ns: int) -> None:
+        """When the schedule's time 0 is: about now."""
+
+    def started(self, record: RequestRecord) -> None:
+        """A measured request is handed to the client."""
+
+    def waiting(self, count: int) -> None:
+        """So many requests are due and wait for a place under max_concurrency."""
+
+    def ended(self, record: RequestRecord) -> None:
+        """A measured request was answered, failed, or was given up unsent (its sent_ns is 0)."""
+
+
+@dataclass(slots=True)
+class _Due:
+    """A request and when it is due; `prompt` of a later turn; `after` are further turns of a closed loop's user."""
+
+    planned: PlannedRequest
+    at_ns: int
+    prompt: Prompt | None
+    after: list[_Due]
+
+
+class Dispatch:
+    """Sends the requests of one run; go() once.
+
+    Attributes:
+        records: of all requests that were due, in no particular order.
+        began_ns: time 0 of the schedule.
+        waited_for_place, longest_wait_ns: of requests that were due while max_concurrency were under way.
+        abandoned_in_flight: how many had to be cancelled.
+        interrupted: `stop` ended it.
+    """
+
+    def __init__(
+        self,
+        client: Sender,
+        conversations: Conversations,
+        mode: LoadMode,
+        max_concurrency: int | None,
+        duration_s: float | None,
+        as_messages: bool,
+        listener: LoadListener,
+    ) -> None:
+        self.records: list[RequestRecord] = []
+        self.began_ns = time.monotonic_ns()
+        self.waited_for_place = 0
+        self.longest_wait_ns = 0
+        self.abandoned_in_flight = 0
+        self.interrupted = False
+        self._client = client
+        self._conversations = conversations
+        self._mode = mode
+        self._max_concurrency = max_concurrency
+        self._duration_s = duration_s
+        self._as_messages = as_messages
+        self._listener = listener
+        self._deadline_ns: int | None = None
+        self._unbegun = iter(conversations.first_turns)  # of a closed loop
+        self._later: list[tuple[int, int, _Due]] = []  # heap by time, then index
+        self._waiting: deque[_Due] = deque()
+        self._under_way: dict[asyncio.Task[None], tuple[_Due, RequestRecord]] = {}
+        self._ready_ns: list[tuple[RequestRecord, int]] = []
+        self._draining = self._no_more_waiting = self._closing = False
+        self._finished = asyncio.Event()
+        self._error: BaseException | None = None
+
+    async def go(self, stop: asyncio.Event, drain_s: float | None, grace_s: float) -> None:
+        """Until all is done, or time is up and drained, or `stop` is set and the grace over."""
+        self._alarm = Alarm(self._ring)
+        try:
+            self._begin()
+            if not await self._finish_within(self._duration_s, stop) and not stop.is_set():
+                self._drain()
+                self._no_more_waiting = True
+                self._give_up_waiting("it still had no place when the time was up")
+                await self._finish_within(drain_s, stop)
+            if not self._finished.is_set():
+                self.interrupted = stop.is_set()
+                self._closing = True
+                self._later.clear()
+                self._give_up_waiting("it still had no place when the run was stopped")
+                if self.interrupted and self._under_way:
+                    await asyncio.wait(self._under_way, timeout=grace_s)
+        finally:
+            self._closing = True
+            self._alarm.close()
+            await self._cancel_all()
+        if self._error is not None:
+            raise self._error
+
+    def start_lag_ms(self) -> list[float]:
+        """For each request that was sent, how long after it could have been."""
+        return [max(0, record.sent_ns - ready) / 1e6 for record, ready in self._ready_ns if record.sent_ns]
+
+    # --- beginning and end --------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        firsts = self._conversations.first_turns
+        # Time 0 is when the list below has been made.
+        self.began_ns = time.monotonic_ns() + 10_000_000 + 5_000 * len(firsts)
+        if self._duration_s is not None:
+            self._deadline_ns = self.began_ns + round(self._duration_s * 1e9)
+        self._listener.phase(Phase.LOAD)
+        self._listener.began(self.began_ns)
+        if self._mode is LoadMode.CLOSED:
+            for _ in range(min(self._max_concurrency or 1, len(firsts))):
+                self._next_conversation(self.began_ns)
+        else:
+            at_once = self._mode is LoadMode.AT_ONCE
+            for first in firsts:
+                offset_s = 0.0 if at_once or first.arrival_s is None else first.arrival_s
+                self._at(_Due(first, self.began_ns + round(offset_s * 1e9), None, []))
+        self._check_finished()
+
+    async def _finish_within(self, seconds: float | None, stop: asyncio.Event) -> bool:
+        """Whether all was done before that time, counted from time 0 or now, and before `stop`."""
+        if seconds is not None:
+            seconds += max(0, self.began_ns - time.monotonic_ns()) / 1e9
+        waits = [asyncio.create_task(self._finished.wait()), asyncio.create_task(stop.wait())]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waits:
+                each.cancel()
+            await asyncio.wait(waits)
+        return self._finished.is_set()
+
+    def _drain(self) -> None:
+        if not self._draining:
+            self._draining = True
+            self._listener.phase(Phase.DRAIN)
+
+    def _check_finished(self) -> None:
+        if not (self._under_way or self._later or self._waiting):
+            self._finished.set()
+
+    async def _cancel_all(self) -> None:
+        self.abandoned_in_flight = len(self._under_way)
+        for task in self._under_way:
+            task.cancel()
+        if self._under_way:
+            await asyncio.wait(list(self._under_way))
+            await asyncio.sleep(0)  # their callbacks
+
+    def _fail(self, error: BaseException) -> None:
+        """Something in here, in the client or in the listener is broken: that ends the run."""
+        self._error = self._error or error
+        self._finished.set()
+
+    # --- a request's way ----------------------------------------------------------------------------
+
+    def _at(self, due: _Due) -> None:
+        """It becomes due at its time, if the run lasts so long."""
+        if self._closing or self._is_too_late(due.at_ns):
+            return
+        if due.at_ns <= time.monotonic_ns():
+            return self._now_due(due)
+        entry = (due.at_ns, due.planned.index, due)
+        heapq.heappush(self._later, entry)
+        if self._later[0] is entry:
+            self._alarm.set(due.at_ns)
+
+    def _is_too_late(self, at_ns: int) -> bool:
+        return self._deadline_ns is not None and at_ns >= self._deadline_ns
+
+    def _ring(self) -> None:
+        """Start whatever is due."""
+        try:
+            now = time.monotonic_ns()
+            while self._later and self._later[0][0] <= now:
+                self._now_due(heapq.heappop(self._later)[2])
+            if self._later:
+                self._alarm.set(self._later[0][0])
+            self._check_finished()
+        except Exception as error:
+            self._fail(error)
+
+    def _now_due(self, due: _Due) -> None:
+        full = self._max_concurrency is not None and len(self._under_way) >= self._max_concurrency
+        if not full or self._mode is LoadMode.CLOSED:
+            return self._start(due, due.at_ns)
+        self.waited_for_place += 1
+        self._waiting.append(due)
+        if self._no_more_waiting:
+            self._give_up_waiting("it had no place when the time was up")
+        self._listener.waiting(len(self._waiting))
+
+    def _start(self, due: _Due, ready_ns: int) -> None:
+        record = self._record(due)
+        self._ready_ns.append((record, ready_ns))
+        task = asyncio.get_running_loop().create_task(self._serve(due, record))
+        self._under_way[task] = (due, record)
+        task.add_done_callback(self._task_done)
+        self._listener.started(record)
+        if len(self.records) == len(self._conversations):
+            self._drain()
+
+    async def _serve(self, due: _Due, record: RequestRecord) -> None:
+        await self._client.send(due.planned, record, due.prompt)
+        # Not in the callback: that is called a turn of the loop later, and a closed loop would lose it.
+        task = asyncio.current_task()
+        assert task is not None
+        self._under_way.pop(task, None)
+        self._ended(due, record)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        """Of use only where _serve did not come to its end."""
+        entry = self._under_way.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+        elif entry is not None:
+            try:
+                self._abandon(entry[1], "it was under way when the run ended")
+            except Exception as error:
+                self._fail(error)
+
+    # --- what follows -------------------------------------------------------------------------------
+
+    def _ended(self, due: _Due, record: RequestRecord) -> None:
+        record.end_ns = record.end_ns or time.monotonic_ns()
+        self._listener.ended(record)
+        followers = self._followers(due, record)
+        if self._mode is LoadMode.CLOSED:
+            due.after.extend(reversed(followers))
+            self._next_of_user(due.after, record.end_ns)
+        else:
+            self._fill_place(record.end_ns)
+            for follower in followers:
+                self._at(follower)
+        self._check_finished()
+
+    def _followers(self, due: _Due, record: RequestRecord) -> list[_Due]:
+        """The turns that this answer allows. Where there was none, they are given up, and so are those after them."""
+        index = due.planned.index
+        later = self._conversations.after(index)
+        if not later or self._closing:
+            return []
+        if record.failure is not None:
+            if self._is_too_late(record.end_ns):
+                return []
+            reason = f"the turn before it, request {index}, failed ({record.failure.kind.value})"
+            for planned in self._conversations.all_after(index):
+                self._abandon(self._record(_Due(planned, record.end_ns, None, [])), reason)
+            return []
+        if record.text is None:
+            raise RuntimeError(f"the client did not keep the answer to request {index}, which others follow")
+        history, said = due.prompt or due.planned.prompt, record.text
+        followers = []
+        for planned in later:
+            prompt = continued(history, said, planned.prompt, self._as_messages)
+            followers.append(_Due(planned, record.end_ns + round(planned.think_s * 1e9), prompt, due.after))
+        return followers
+
+    def _next_of_user(self, after: list[_Due], free_ns: int) -> None:
+        """A user of a closed loop goes on with its conversation, or begins the next one."""
+        if not after:
+            return self._next_conversation(free_ns)
+        due = after.pop()
+        due.at_ns = max(due.at_ns, free_ns)
+        self._at(due)
+
+    def _next_conversation(self, free_ns: int) -> None:
+        first = next(self._unbegun, None)
+        if first is not None:
+            self._at(_Due(first, free_ns, None, []))
+
+    def _fill_place(self, free_ns: int) -> None:
+        if not self._waiting or self._closing:
+            return
+        due = self._waiting.popleft()
+        ready_ns = max(free_ns, due.at_ns)
+        self.longest_wait_ns = max(self.longest_wait_ns, ready_ns - due.at_ns)
+        self._start(due, ready_ns)
+        self._listener.waiting(len(self._waiting))
+
+    # --- records ------------------------------------------------------------------------------------
+
+    def _record(self, due: _Due) -> RequestRecord:
+        planned = due.planned
+        record = RequestRecord(
+            index=planned.index,
+            class_name=planned.class_name,
+            planned_prompt_tokens=planned.prompt_tokens,
+            planned_output_tokens=planned.output_tokens,
+            scheduled_ns=due.at_ns,
+        )
+        self.records.append(record)
+        return record
+
+    def _abandon(self, record: RequestRecord, reason: str) -> None:
+        record.end_ns = record.end_ns or time.monotonic_ns()
+        record.failure = record.failure or Failure(FailureKind.ABANDONED, reason)
+        self._listener.ended(record)
+
+    def _give_up_waiting(self, reason: str) -> None:
+        """Those that were due and unsent are failures of the run, not requests that never were."""
+        now = time.monotonic_ns()
+        while self._waiting:
+            due = self._waiting.popleft()
+            self.longest_wait_ns = max(self.longest_wait_ns, now - due.at_ns)
+            self._abandon(self._record(due), reason)

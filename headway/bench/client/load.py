@@ -1,0 +1,196 @@
+"""Sending a workload on time, and what came of it.
+
+    outcome = await run_load(client, requests, mode=LoadMode.OPEN, stop=stop)
+
+In an open loop a request is sent when it is due, whatever became of those before it. What is sent late all the same is
+seen to be late: `scheduled_ns` stays what it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.bench.client.dispatch import Dispatch, LoadListener, LoadMode, Phase, Sender
+from headway.bench.client.turns import Conversations
+from headway.bench.client.watch import LoopWatch, OpenSockets
+from headway.bench.errors import BenchError
+from headway.bench.record import ClientHealth, Failure, RequestRecord
+from headway.bench.request import PlannedRequest
+
+__all__ = ["LoadListener", "LoadMode", "LoadOutcome", "Phase", "Sender", "run_load"]
+
+WARM_UPS_AT_ONCE = 8
+
+
+@dataclass(slots=True)
+class LoadOutcome:
+    """What came of a run.
+
+    Args:
+        records: by index, one for each request that was due. One that was due and never sent has sent_ns == 0 and is
+            ABANDONED: the turn before it failed, or it still had no place when the run ended.
+        began_ns, ended_ns: from the schedule's time 0 to the end of the last request.
+        client: how it kept up; its start lags count from when a request was due, or got its place, to when it was sent.
+        interrupted: by the stop event, with requests left.
+        never_due: requests whose time had not come when the run ended; they have no records.
+        waited_for_place: requests of an open loop with a max_concurrency that were due and had to wait: as far as they
+            did, the load was not that of the schedule. Their latency from the schedule holds the wait.
+        longest_wait_ms: of these.
+        abandoned_in_flight: requests cancelled because the run was stopped or its drain time was over.
+        warm_up_failures: of those warm-ups that failed.
+        gave_up: why nothing was measured: all warm-ups failed. None otherwise.
+    """
+
+    records: list[RequestRecord]
+    began_ns: int
+    ended_ns: int
+    client: ClientHealth
+    interrupted: bool = False
+    never_due: int = 0
+    waited_for_place: int = 0
+    longest_wait_ms: float = 0.0
+    abandoned_in_flight: int = 0
+    warm_up_failures: list[Failure] = field(default_factory=list)
+    gave_up: str | None = None
+
+
+async def run_load(
+    client: Sender,
+    requests: Sequence[PlannedRequest],
+    *,
+    mode: LoadMode = LoadMode.OPEN,
+    max_concurrency: int | None = None,
+    warm_ups: Sequence[PlannedRequest] = (),
+    duration_s: float | None = None,
+    drain_s: float | None = None,
+    grace_s: float = 2.0,
+    as_messages: bool = False,
+    before_load: Callable[[], Awaitable[None]] | None = None,
+    stop: asyncio.Event | None = None,
+    listener: LoadListener | None = None,
+    sockets: OpenSockets | None = None,
+) -> LoadOutcome:
+    """Send the workload and wait for its answers.
+
+    Args:
+        client: keeps the answer's text (RequestRecord.text) of every request that another follows.
+        requests: of one run; in mode OPEN every first turn has an arrival_s.
+        mode: see LoadMode.
+        max_concurrency: most requests under way; in mode CLOSED the number of users, and needed.
+        warm_ups: sent first, a few at a time, and not recorded. Where all of them fail, the run is not begun.
+        duration_s: what is due later is not sent; what is under way then is awaited.
+        drain_s: for how long; None for as long as it takes.
+        grace_s: how long requests under way are awaited after `stop`.
+        as_messages: later turns go out as messages, as a chat needs them; else text that follows text goes out as one
+            text.
+        before_load: awaited between the warm-ups and the first request that is measured.
+        stop: set it to end the run early (Ctrl-C); what was measured is returned.
+        listener: is told what happens.
+        sockets: gives the file descriptors of the client's busy sockets, to look for unread bytes.
+
+    Raises:
+        BenchError: an argument or the workload makes no sense.
+    """
+    listener, stop = listener or LoadListener(), stop or asyncio.Event()
+    _check(requests, mode, max_concurrency, {"duration": duration_s, "drain time": drain_s, "grace time": grace_s})
+    dispatch = Dispatch(client, Conversations(requests), mode, max_concurrency, duration_s, as_messages, listener)
+    failures: list[Failure] = []
+    if warm_ups:
+        listener.phase(Phase.WARM_UP)
+        failures = await _warm_up(client, warm_ups, max_concurrency or WARM_UPS_AT_ONCE, stop)
+    watch = LoopWatch(sockets)
+    gave_up = None
+    if failures and len(failures) == len(warm_ups):
+        gave_up = f"all {len(failures)} warm-up requests failed, the first: {failures[0].message}"
+    else:
+        if before_load is not None:
+            await before_load()
+        with _collector_off(), watch:
+            await dispatch.go(stop, drain_s, grace_s)
+    listener.phase(Phase.DONE)
+    records = sorted(dispatch.records, key=lambda record: record.index)
+    return LoadOutcome(
+        records=records,
+        began_ns=dispatch.began_ns,
+        ended_ns=max([dispatch.began_ns, *(record.end_ns for record in records)]),
+        client=watch.health(records, dispatch.start_lag_ms()),
+        interrupted=dispatch.interrupted,
+        never_due=len(requests) - len(records),
+        waited_for_place=dispatch.waited_for_place,
+        longest_wait_ms=dispatch.longest_wait_ns / 1e6,
+        abandoned_in_flight=dispatch.abandoned_in_flight,
+        warm_up_failures=failures,
+        gave_up=gave_up,
+    )
+
+
+def _check(
+    requests: Sequence[PlannedRequest], mode: LoadMode, max_concurrency: int | None, times: dict[str, float | None]
+) -> None:
+    if max_concurrency is None and mode is LoadMode.CLOSED:
+        raise BenchError("a closed loop needs --max-concurrency: its number of users")
+    if max_concurrency is not None and max_concurrency < 1:
+        raise BenchError(f"--max-concurrency is {max_concurrency}; it must be at least 1")
+    for name, seconds in times.items():
+        if seconds is not None and not (0 <= seconds < math.inf):
+            raise BenchError(f"the {name} is {seconds} s; it must be 0 s or more, and finite")
+    for request in requests:
+        due_s = request.arrival_s
+        if mode is LoadMode.OPEN and request.follows is None and due_s is None:
+            raise BenchError(f"request {request.index} has no arrival time; in an open loop every first turn needs one")
+        if due_s is not None and not (0 <= due_s < math.inf):
+            raise BenchError(f"request {request.index} arrives at {due_s} s; it must be 0 s or more, and finite")
+
+
+async def _warm_up(
+    client: Sender, warm_ups: Sequence[PlannedRequest], at_once: int, stop: asyncio.Event
+) -> list[Failure]:
+    """The failures, in the order of the warm-ups; those that `stop` ended are none."""
+    places = asyncio.Semaphore(at_once)
+
+    async def send(planned: PlannedRequest) -> Failure | None:
+        async with places:
+            record = RequestRecord(planned.index, scheduled_ns=time.monotonic_ns())
+            await client.send(planned, record)
+            return record.failure
+
+    async def send_all() -> list[Failure | None]:
+        return await asyncio.gather(*map(send, warm_ups))
+
+    everyone = asyncio.create_task(send_all())
+    stopped = asyncio.create_task(stop.wait())
+    waits: list[asyncio.Task[Any]] = [everyone, stopped]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        return [failure for failure in everyone.result() if failure is not None] if everyone.done() else []
+    finally:
+        stopped.cancel()
+        everyone.cancel()
+        await asyncio.wait(waits)
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """No garbage collection meanwhile: one over the plans and records of 100,000 requests stops the loop for 0.1 s,
+    which would be read as latency of the server.
+
+    Reference counting frees whatever is not in a cycle, and a request makes none. What is alive is frozen too, so that
+    a collection that somebody asks for by name has little to look at.
+    """
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()

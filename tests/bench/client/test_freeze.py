@@ -1,0 +1,104 @@
+"""A server that stands still for two seconds: which of the latencies show it, and which hide it.
+
+Three loads meet the same freeze: an open loop, an open loop with room for one request, and one user of a closed loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import uvloop
+
+from headway.bench.client.endpoint import Endpoint, OpenAIClient
+from headway.bench.client.load import LoadMode, LoadOutcome, run_load
+from headway.bench.record import RequestRecord
+from headway.bench.request import PlannedRequest, Prompt
+from tests.bench.script import script
+from tests.bench.scripted_server import ScriptedServer
+
+RATE = 50.0  # requests/s
+COUNT = 200
+FREEZE_AT_S, FREEZE_S = 1.0, 2.0
+
+
+@dataclass
+class Seen:
+    freeze: tuple[int, int]
+    first_sent_ns: dict[str, int]
+    open: LoadOutcome
+    capped: LoadOutcome
+    closed: LoadOutcome
+
+
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    async def measure(server: ScriptedServer) -> list[LoadOutcome]:
+        async with OpenAIClient(Endpoint(server.url, model="scripted")) as client:
+            server.freeze(FREEZE_AT_S, FREEZE_S)
+            return await asyncio.gather(
+                run_load(client, workload("open")),
+                run_load(client, workload("capped"), max_concurrency=1),
+                run_load(client, workload("closed"), mode=LoadMode.CLOSED, max_concurrency=1),
+            )
+
+    with ScriptedServer() as server:
+        outcomes = uvloop.run(measure(server))
+        logs = server.logs()
+    ((began, ended),) = logs["freezes"]
+    return Seen((began, ended), {name: log["sent_ns"][0] for name, log in logs["requests"].items()}, *outcomes)
+
+
+def workload(name: str) -> list[PlannedRequest]:
+    return [
+        PlannedRequest(i, Prompt(text=script(id=f"{name}{i}", ttft_s=0.01, gap_s=0.001)), 10, 2, arrival_s=i / RATE)
+        for i in range(COUNT)
+    ]
+
+
+def ttft_s(records: Sequence[RequestRecord], since: str) -> list[float]:
+    assert all(record.ok for record in records) and len(records) == COUNT
+    return [(record.first_token_ns - getattr(record, since)) / 1e9 for record in records]
+
+
+def p99(values: Sequence[float]) -> float:
+    return float(np.percentile(values, 99, method="inverted_cdf"))
+
+
+def test_an_open_loop_shows_the_freeze(seen: Seen) -> None:
+    began, ended = seen.freeze
+    due_in_freeze = [record for record in seen.open.records if began < record.scheduled_ns < ended]
+    assert len(due_in_freeze) >= 0.9 * FREEZE_S * RATE
+    assert all(record.first_token_ns > ended for record in due_in_freeze)
+    # Of 200 requests, one every 20 ms, the third worst was due 40 to 60 ms after the freeze began.
+    assert p99(ttft_s(seen.open.records, "scheduled_ns")) > FREEZE_S - 0.1
+    assert seen.open.waited_for_place == 0
+
+
+def test_what_is_measured_is_what_the_server_did(seen: Seen) -> None:
+    """By the server's own log on the same clock: from when a request was due to when its first token was sent."""
+    said = [(seen.first_sent_ns[f"open{r.index}"] - r.scheduled_ns) / 1e9 for r in seen.open.records]
+    measured = ttft_s(seen.open.records, "scheduled_ns")
+    late_s = max(0.005, max(seen.open.client.loop_lag_ms) / 1e3)  # the client may have had no core
+    assert all(ours - theirs >= 0 for ours, theirs in zip(measured, said, strict=True))
+    assert abs(p99(measured) - p99(said)) < 0.01 + late_s
+
+
+def test_with_one_place_the_latency_from_the_send_hides_it(seen: Seen) -> None:
+    records = seen.capped.records
+    from_schedule, from_send = ttft_s(records, "scheduled_ns"), ttft_s(records, "sent_ns")
+    assert p99(from_schedule) > FREEZE_S - 0.1
+    assert sum(value > 0.9 * FREEZE_S for value in from_send) <= 1
+    assert p99(from_send) < FREEZE_S / 4
+    assert seen.capped.waited_for_place >= 0.9 * FREEZE_S * RATE
+    assert seen.capped.longest_wait_ms > 1000 * (FREEZE_S - 0.1)
+
+
+def test_a_closed_loop_hides_it_altogether(seen: Seen) -> None:
+    records = seen.closed.records
+    for since in ("scheduled_ns", "sent_ns"):
+        ttfts = ttft_s(records, since)
+        assert max(ttfts) > FREEZE_S - 0.1 and p99(ttfts) < FREEZE_S / 4

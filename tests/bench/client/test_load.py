@@ -1,0 +1,212 @@
+"""The load: what is sent when, in open and closed loop, in conversations and to warm up."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from headway.bench.client.endpoint import Endpoint, OpenAIClient
+from headway.bench.client.load import LoadListener, LoadMode, run_load
+from headway.bench.errors import BenchError
+from headway.bench.record import FailureKind, RequestRecord
+from headway.bench.request import PlannedRequest, Prompt
+from tests.bench.client.senders import FakeClient, Run, at, indices, kinds, turns
+from tests.bench.script import script
+from tests.bench.scripted_server import ScriptedServer
+
+# --- open loop ------------------------------------------------------------------------------------------
+
+
+def test_an_open_loop_waits_for_no_answer(run: Run) -> None:
+    client = FakeClient(answer_after=20)  # nobody is answered before the last one is sent
+    outcome = run(run_load(client, at(*(i * 0.002 for i in range(20)))))
+    assert indices(outcome) == list(range(20)) and client.most == 20
+    assert [record.scheduled_ns - outcome.began_ns for record in outcome.records] == [i * 2_000_000 for i in range(20)]
+    assert all(record.sent_ns >= record.scheduled_ns for record in outcome.records)
+    assert outcome.ended_ns == max(record.end_ns for record in outcome.records)
+    assert not outcome.interrupted and outcome.never_due == outcome.waited_for_place == 0
+    assert len(outcome.client.start_lag_ms) == 20
+
+
+def test_requests_are_sent_in_order_of_their_times_whatever_their_order_in_the_workload(run: Run) -> None:
+    client = FakeClient()
+    outcome = run(run_load(client, at(0.03, 0.0, 0.02, 0.01, 0.01)))
+    assert client.sent == [1, 3, 4, 2, 0] and indices(outcome) == [0, 1, 2, 3, 4]
+
+
+def test_all_at_once_takes_no_notice_of_times(run: Run) -> None:
+    client = FakeClient(answer_after=3)
+    outcome = run(run_load(client, at(0.0, 3600.0, 7200.0), mode=LoadMode.AT_ONCE))
+    assert {record.scheduled_ns for record in outcome.records} == {outcome.began_ns}
+
+
+def test_what_is_sent_late_stays_late_and_the_run_says_so(run: Run) -> None:
+    class Blocking(LoadListener):
+        def started(self, record: RequestRecord) -> None:
+            if record.index == 5:
+                time.sleep(0.15)
+
+    outcome = run(run_load(FakeClient(delay_s=0.001), at(*(i * 0.004 for i in range(50))), listener=Blocking()))
+    lags = [(record.sent_ns - record.scheduled_ns) / 1e6 for record in outcome.records]
+    # Due 4 ms into the stall, it was sent at its end at the earliest.
+    assert lags[6] > 140 and outcome.client.start_lag_ms[6] == pytest.approx(lags[6], abs=1e-3)
+    assert outcome.records[6].scheduled_ns == outcome.began_ns + 24_000_000
+    assert outcome.client.bound
+    assert any("sent late" in reason for reason in outcome.client.reasons)
+    assert any("event loop ran late" in reason for reason in outcome.client.reasons)
+
+
+def test_a_capped_open_loop_keeps_the_schedule_and_counts_who_waited(run: Run) -> None:
+    client = FakeClient(delay_s=0.02)
+    outcome = run(run_load(client, at(*[0.0] * 6), max_concurrency=2))
+    assert client.most == 2 and client.sent == [0, 1, 2, 3, 4, 5]
+    assert outcome.waited_for_place == 4
+    assert {record.scheduled_ns for record in outcome.records} == {outcome.began_ns}
+    waits = [(record.sent_ns - record.scheduled_ns) / 1e6 for record in outcome.records]
+    assert waits[5] > 35 and 35 < outcome.longest_wait_ms <= waits[5]
+    # That wait is not the client's fault.
+    assert outcome.client.start_lag_ms[5] <= waits[5] - outcome.longest_wait_ms + 1e-3
+
+
+# --- closed loop ----------------------------------------------------------------------------------------
+
+
+def test_users_of_a_closed_loop_send_again_when_they_have_their_answer(run: Run) -> None:
+    client = FakeClient(delay_s=0.002)
+    outcome = run(run_load(client, at(*[0.0] * 12), mode=LoadMode.CLOSED, max_concurrency=3))
+    assert client.most == 3 and client.sent == list(range(12))
+    first, later = outcome.records[:3], outcome.records[3:]
+    assert all(record.scheduled_ns == outcome.began_ns for record in first)
+    ends = sorted(record.end_ns for record in outcome.records)
+    assert sorted(record.scheduled_ns for record in later) == ends[:9]
+
+
+def test_a_user_of_a_closed_loop_ends_its_conversation_before_the_next(run: Run) -> None:
+    client = FakeClient()
+    requests = turns(3, think_s=0.01, arrival_s=None) + turns(2, first=3, arrival_s=None)
+    outcome = run(run_load(client, requests, mode=LoadMode.CLOSED, max_concurrency=1))
+    assert client.sent == [0, 1, 2, 3, 4] and client.most == 1
+    ends = [record.end_ns for record in outcome.records]
+    scheduled = [record.scheduled_ns for record in outcome.records]
+    assert scheduled[1:] == [ends[0] + 10_000_000, ends[1] + 10_000_000, ends[2], ends[3]]
+
+
+# --- later turns ----------------------------------------------------------------------------------------
+
+
+def test_a_later_turn_is_due_after_the_answer_and_brings_what_was_said(run: Run) -> None:
+    client = FakeClient()
+    outcome = run(run_load(client, turns(3, think_s=0.005)))
+    ends = [record.end_ns for record in outcome.records]
+    assert [record.scheduled_ns for record in outcome.records[1:]] == [ends[0] + 5_000_000, ends[1] + 5_000_000]
+    assert client.prompts[1] == Prompt(text="turn 0;answer 0;turn 1;")
+    assert client.prompts[2] == Prompt(text="turn 0;answer 0;turn 1;answer 1;turn 2;")
+
+
+def test_a_conversation_in_messages(run: Run) -> None:
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}
+    requests = [
+        PlannedRequest(0, Prompt(messages=(system, user)), 1, 8, arrival_s=0.0),
+        PlannedRequest(1, Prompt(text="And then?"), 1, 8, follows=0),
+    ]
+    client = FakeClient()
+    run(run_load(client, requests))
+    answer, then = {"role": "assistant", "content": "answer 0"}, {"role": "user", "content": "And then?"}
+    assert client.prompts[1] == Prompt(messages=(system, user, answer, then))
+
+
+@pytest.mark.parametrize("mode", [LoadMode.OPEN, LoadMode.CLOSED])
+def test_a_failed_turn_ends_its_conversation_visibly(run: Run, mode: LoadMode) -> None:
+    client = FakeClient(failing=(1,))
+    requests = turns(4) + turns(2, first=4)
+    outcome = run(run_load(client, requests, mode=mode, max_concurrency=2))
+    assert sorted(client.sent) == [0, 1, 4, 5]
+    assert kinds(outcome) == {1: "server_error", 2: "abandoned", 3: "abandoned"}
+    given_up = outcome.records[3]
+    assert given_up.failure is not None and "request 1" in given_up.failure.message
+    assert given_up.sent_ns == 0 and given_up.scheduled_ns == outcome.records[1].end_ns and given_up.end_ns
+    assert outcome.never_due == 0 and not outcome.interrupted
+
+
+def test_a_client_that_keeps_no_text_is_found_out(run: Run) -> None:
+    class Forgetful(FakeClient):
+        async def send(self, planned: PlannedRequest, record: RequestRecord, prompt: Prompt | None = None) -> None:
+            await super().send(planned, record, prompt)
+            record.text = None
+
+    with pytest.raises(RuntimeError, match="did not keep the answer to request 0"):
+        run(run_load(Forgetful(), turns(2)))
+
+
+# --- warm-up --------------------------------------------------------------------------------------------
+
+
+def test_warm_ups_come_first_and_are_not_recorded(run: Run) -> None:
+    client = FakeClient(failing=(101,))
+    warm_ups = [PlannedRequest(index, Prompt(text="w"), 1, 8) for index in (100, 101, 102)]
+    outcome = run(run_load(client, at(0.0, 0.0), warm_ups=warm_ups))
+    assert client.sent == [100, 101, 102, 0, 1] and indices(outcome) == [0, 1]
+    assert [failure.kind for failure in outcome.warm_up_failures] == [FailureKind.SERVER_ERROR]
+    assert outcome.gave_up is None
+
+
+def test_when_all_warm_ups_fail_nothing_is_measured(run: Run) -> None:
+    client = FakeClient(failing=(100, 101))
+    warm_ups = [PlannedRequest(index, Prompt(text="w"), 1, 8) for index in (100, 101)]
+    outcome = run(run_load(client, at(0.0, 0.0), warm_ups=warm_ups))
+    assert client.sent == [100, 101] and outcome.records == [] and outcome.never_due == 2
+    assert outcome.gave_up == "all 2 warm-up requests failed, the first: 500: scripted"
+    assert outcome.ended_ns == outcome.began_ns and not outcome.client.bound
+
+
+@pytest.mark.parametrize(
+    ("requests", "options", "message"),
+    [
+        (at(0.0), {"mode": LoadMode.CLOSED}, "--max-concurrency"),
+        (at(0.0), {"max_concurrency": 0}, "--max-concurrency is 0"),
+        (at(0.0), {"duration_s": -1.0}, "duration is -1.0 s"),
+        (at(0.0), {"grace_s": float("inf")}, "grace time is inf s"),
+        (at(0.0), {"drain_s": float("nan")}, "drain time is nan s"),
+        (at(-0.5), {}, "arrives at -0.5 s"),
+        (at(float("nan")), {}, "arrives at nan s"),
+        (turns(2, arrival_s=None), {}, "request 0 has no arrival time"),
+        (turns(2)[1:], {}, "follows request 0, which is not in the workload"),
+        (turns(1) + turns(1), {}, "2 requests have 1 different indices"),
+        (turns(2, think_s=-1.0), {}, "think time of -1.0 s"),
+        ([PlannedRequest(0, Prompt(text="x"), 1, 8, follows=0)], {}, "circle"),
+        (turns(1) + [PlannedRequest(1, Prompt(token_ids=(1,)), 1, 8, follows=0)], {}, "token ids"),
+    ],
+)
+async def test_what_makes_no_sense_is_refused_in_a_line(
+    requests: list[PlannedRequest], options: dict[str, Any], message: str
+) -> None:
+    client = FakeClient()
+    with pytest.raises(BenchError, match=message) as refused:
+        await run_load(client, requests, **options)
+    assert "\n" not in str(refused.value) and client.sent == []
+
+
+# --- with the real client -------------------------------------------------------------------------------
+
+
+async def test_a_conversation_with_the_real_client(server: ScriptedServer) -> None:
+    endpoint = Endpoint(server.url, model="scripted", api="chat", keep_text=True)
+    says = script(id="second", texts=["Fine", "."], chunks=2)
+    requests = [
+        PlannedRequest(0, Prompt(text=script(id="first", texts=["How ", "do?"], chunks=2)), 1, 2, arrival_s=0.0),
+        PlannedRequest(1, Prompt(text=says), 1, 2, follows=0),
+    ]
+    async with OpenAIClient(endpoint) as client:
+        outcome = await run_load(client, requests[:1], sockets=client.busy_sockets)
+        assert outcome.records[0].text == "How do?"
+        outcome = await run_load(client, requests, as_messages=True, sockets=client.busy_sockets)
+    first, second = outcome.records
+    assert first.ok and second.ok and second.scheduled_ns == first.end_ns <= second.sent_ns
+    asked = server.log("second")["body"]["messages"]
+    assert [message["role"] for message in asked] == ["user", "assistant", "user"]
+    assert [message["content"] for message in asked[1:]] == ["How do?", says]
+    assert outcome.client.start_lag_ms == [
+        pytest.approx((record.sent_ns - record.scheduled_ns) / 1e6) for record in outcome.records
+    ]
