@@ -1,0 +1,124 @@
+"""Results in a terminal: what `headway bench` prints when a run is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from headway.bench.measures.compare import Comparison
+from headway.bench.measures.numbers import Summary
+from headway.bench.measures.search import SearchResult
+from headway.bench.record import RunResult
+from headway.bench.report import tables, verdict
+from headway.bench.report.comparison import comparison_banners, comparison_table, settings_table
+from headway.bench.report.parts import Banner, Cell, Table
+from headway.bench.report.search import search_banners, search_table
+from headway.bench.report.views import load_name, load_of
+
+STYLES = {"": "", "good": "green", "bad": "bold red", "warn": "yellow", "quiet": "dim"}
+
+
+def print_summary(
+    console: Console,
+    result: RunResult,
+    summaries: Sequence[Summary],
+    *,
+    target: float = 0.99,
+    most_failed: float = 0.01,
+) -> None:
+    """Everything that a run says, the verdict last, where the eye ends.
+
+    Args:
+        summaries: of `summarise_all`.
+        target, most_failed: see `verdict.banners`.
+    """
+    parts = [
+        tables.overview(summaries),
+        *tables.latency_tables(summaries),
+        tables.class_table(summaries),
+        tables.phase_table(summaries[0]),
+        tables.failure_table(result),
+        tables.client_table(result.client),
+    ]
+    for table in parts:
+        if table is not None:
+            print_table(console, table)
+    for note in verdict.other_notes(summaries[0]):
+        console.print(Text(f"note: {note}", style="yellow"))
+    console.print()
+    for banner in reversed(verdict.banners(result, summaries, target=target, max_failed_share=most_failed)):
+        print_banner(console, banner)
+    console.print(Text(verdict.headline(result, summaries, max_failed_share=most_failed), style="bold"))
+
+
+def print_runs(
+    console: Console,
+    results: Sequence[RunResult],
+    summaries: Sequence[Sequence[Summary]],
+    *,
+    target: float = 0.99,
+    most_failed: float = 0.01,
+) -> None:
+    """A sweep: a row for each run, by rising load, and up to which load the objectives held."""
+    runs = sorted(zip(results, summaries, strict=True), key=lambda run: load_of(run[0]))
+    print_table(console, tables.sweep_table(runs, load_name(results), target, most_failed, intervals=False))
+    for banner in reversed(verdict.of_runs(runs, target)):
+        print_banner(console, banner)
+
+
+def print_comparison(console: Console, comparison: Comparison, a: str = "a", b: str = "b") -> None:
+    """Which differences between two sides are real; a and b are what to call them."""
+    print_table(console, comparison_table(comparison, a, b))
+    settings = settings_table(comparison, a, b)
+    if settings is not None:
+        print_table(console, settings)
+    for banner in reversed(comparison_banners(comparison, a, b)):
+        print_banner(console, banner)
+
+
+def print_search(console: Console, found: SearchResult, target: float = 0.99) -> None:
+    """The rates that were tried, and the highest that held."""
+    print_table(console, search_table(found))
+    for banner in reversed(search_banners(found, target)):
+        print_banner(console, banner)
+
+
+def print_table(console: Console, table: Table) -> None:
+    drawn = RichTable(
+        title=Text(table.title, style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1),
+        caption=Text(table.note, style="dim") if table.note else None,
+        caption_justify="left",
+        show_header=any(table.columns),
+    )
+    for place, column in enumerate(table.columns):
+        left = place in table.left or place == 0
+        drawn.add_column(Text(column), justify="left" if left else "right", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(_cell(cell) for cell in row))
+    console.print(drawn)
+
+
+def _cell(cell: Cell) -> Text:
+    text = Text(cell.text, style=STYLES[cell.tone])
+    if cell.detail:
+        text.append(f"\n{cell.detail}", style="dim")
+    return text
+
+
+def print_banner(console: Console, banner: Banner) -> None:
+    """Loud when it is bad: a heavy box. A line or two otherwise."""
+    style = STYLES[banner.tone]
+    if banner.tone == "bad":
+        body = Text("\n".join(banner.lines))
+        console.print(Panel(body, title=Text(banner.title), title_align="left", border_style=style, box=box.HEAVY))
+        return
+    console.print(Text.assemble((f"{banner.title}: ", f"bold {style}"), " ".join(banner.lines)))

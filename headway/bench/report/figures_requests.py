@@ -1,0 +1,169 @@
+"""Figures of single requests: the timeline, the slowest, and what the tail is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headway.bench.record import RequestRecord
+from headway.bench.report import samples, style
+from headway.bench.report.phases import PARTS, Lengths, Part, Slice, lengths, worth_a_legend
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_ROWS = 200
+EXCERPT = 120
+MOST_SLOWEST = 40
+Bar = tuple[float, float, float, float]  # x from, x to, y from, y to
+
+
+def timeline_rows(
+    records: Sequence[RequestRecord], most: int = MOST_ROWS, excerpt: int = EXCERPT
+) -> tuple[list[RequestRecord], int]:
+    """Requests in order of arrival, and the rank of the first of them.
+
+    All of up to `most`; of more, the `excerpt` around the slowest one, side by side: who stood in whose way can only be
+    seen of neighbours.
+    """
+    ordered = samples.sent(records)
+    if len(ordered) <= most:
+        return ordered, 0
+    worst = max(range(len(ordered)), key=lambda rank: ordered[rank].end_ns - ordered[rank].scheduled_ns)
+    first = min(max(worst - excerpt * 2 // 3, 0), len(ordered) - excerpt)
+    return ordered[first : first + excerpt], first
+
+
+def slowest(records: Sequence[RequestRecord], most: int = MOST_SLOWEST) -> list[RequestRecord]:
+    """The slowest answered requests, by E2E from the schedule, the slowest first."""
+    done = [record for record in samples.sent(records) if record.ok]
+    return sorted(done, key=lambda each: each.end_ns - each.scheduled_ns, reverse=True)[:most]
+
+
+@style.drawing()
+def timeline(records: Sequence[RequestRecord], began_ns: int) -> Figure:
+    """Each request as a bar over the run's time, coloured by where its time went.
+
+    A bar's parts are totals in the order of the chain; a dot marks when the first token really came.
+    """
+    rows, first_rank = timeline_rows(records)
+    figure, (axes,) = style.new_figure(8.0, 2.4 + 0.02 * len(rows))
+    axes.set_xlabel("Time in the run (s)")
+    axes.set_ylabel("Request, in order of arrival")
+    if not rows:
+        style.nothing_to_show(axes, "no request was sent")
+        return figure
+    bars = [(lengths(record), (record.scheduled_ns - began_ns) / 1e9) for record in rows]
+    _bars(axes, bars, first_rank)
+    answered = [(rank, record) for rank, record in enumerate(rows, first_rank) if record.ok]
+    if answered:
+        axes.plot(
+            [(record.first_token_ns - began_ns) / 1e9 for _, record in answered],
+            [rank + 0.5 for rank, _ in answered],
+            ".",
+            ms=3,
+            mew=0,
+            color=style.colour("ink"),
+            label="first token",
+        )
+    axes.set_ylim(first_rank + len(rows), first_rank)
+    axes.grid(axis="y", visible=False)
+    _legend_below(figure, axes)
+    return figure
+
+
+@style.drawing()
+def slowest_requests(records: Sequence[RequestRecord]) -> Figure:
+    """The slowest requests side by side, each from when it was due."""
+    rows = slowest(records)
+    figure, (axes,) = style.new_figure(8.0, 1.9 + 0.1 * max(len(rows), 8))
+    axes.set_xlabel("Time since the request was due (s)")
+    axes.set_ylabel("Request (its number)")
+    if not rows:
+        style.nothing_to_show(axes, "no request was answered")
+        return figure
+    _bars(axes, [(lengths(record), 0.0) for record in rows])
+    every = 1 if len(rows) <= 20 else 2
+    axes.set_yticks([row + 0.5 for row in range(0, len(rows), every)], [str(r.index) for r in rows[::every]])
+    axes.tick_params(axis="y", labelsize=6.5)
+    axes.plot(
+        [(r.first_token_ns - r.scheduled_ns) / 1e9 for r in rows],
+        [row + 0.5 for row in range(len(rows))],
+        ".",
+        ms=4,
+        color=style.colour("ink"),
+        label="first token",
+    )
+    axes.set_ylim(len(rows), 0)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", visible=False)
+    _legend_below(figure, axes)
+    return figure
+
+
+@style.drawing()
+def composition(slices: Sequence[tuple[str, Slice]]) -> Figure:
+    """Stacked bars of where time went: (label, slice) each, from top to bottom."""
+    figure, (axes,) = style.new_figure(8.0, 1.5 + 0.42 * max(len(slices), 2))
+    axes.set_xlabel("Mean time of a request (ms)")
+    if not slices:
+        style.nothing_to_show(axes, "too few requests to compare the median with the slowest")
+        axes.set_ylabel("Requests")
+        return figure
+    shown = sorted({part for _, each in slices for part in each.parts_ms}, key=PARTS.index)
+    named = worth_a_legend({part: sum(each.parts_ms.get(part, 0.0) for _, each in slices) for part in shown})
+    edges = np.zeros(len(slices))
+    for part in shown:
+        widths = np.asarray([each.parts_ms.get(part, 0.0) for _, each in slices])
+        label = part.label if part in named else None
+        axes.barh(range(len(slices)), widths, left=edges, height=0.62, color=style.colour(part.colour), label=label)
+        edges += widths
+    for row, edge in enumerate(edges):
+        axes.annotate(
+            f"{style.number(float(edge))} ms",
+            (float(edge), row),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color=style.colour("ink"),
+        )
+    axes.set_yticks(range(len(slices)), [label for label, _ in slices])
+    axes.set_ylim(len(slices) - 0.5, -0.5)
+    axes.set_xlim(0, float(edges.max()) * 1.12 or 1.0)
+    axes.grid(axis="y", visible=False)
+    _legend_below(figure, axes)
+    return figure
+
+
+def _bars(axes: Axes, rows: Sequence[tuple[Lengths, float]], first_rank: int = 0) -> None:
+    """Draw the parts of each row one after the other from its start (s); one path for each part keeps files small."""
+    bars: dict[Part, list[Bar]] = {}
+    for row, (parts, at) in enumerate(rows, first_rank):
+        for part, length in parts.items():
+            bars.setdefault(part, []).append((at, at + length / 1e9, row + 0.06, row + 0.94))
+            at += length / 1e9
+    named = worth_a_legend({part: sum(x1 - x0 for x0, x1, _, _ in of_part) for part, of_part in bars.items()})
+    for part in PARTS:
+        if part in bars:
+            draw_bars(axes, bars[part], part.colour, part.label if part in named else None)
+    axes.autoscale_view()
+
+
+def draw_bars(axes: Axes, bars: Sequence[Bar], colour: str, label: str | None = None, alpha: float = 1.0) -> None:
+    """Rectangles of one colour as one path."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    corners = np.asarray([[(x0, y0), (x1, y0), (x1, y1), (x0, y1), (x0, y0)] for x0, x1, y0, y1 in bars])
+    codes = np.tile([Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY], len(bars))
+    path = Path(corners.reshape(-1, 2), codes)
+    axes.add_patch(PathPatch(path, facecolor=style.colour(colour), lw=0, alpha=alpha, label=label))
+
+
+def _legend_below(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=4, columnspacing=1.4)

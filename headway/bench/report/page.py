@@ -1,0 +1,100 @@
+"""A report as one HTML file: nothing is fetched, nothing is run, and it reads in light, in dark and on paper."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import headway
+from headway.bench.errors import BenchError
+from headway.bench.report import style
+from headway.bench.report.parts import Page, Picture
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+TEMPLATE = Path(__file__).with_name("page.html.j2")
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9-]+")
+
+
+def render(page: Page) -> str:
+    """The page as HTML. All texts in it are escaped."""
+    names: set[str] = set()
+
+    def drawn(picture: Picture) -> str:
+        return style.to_svg(picture.figure, _free_name(picture.name, names), picture.title)
+
+    return _template().render(
+        page=page,
+        drawn=drawn,
+        version=headway.__version__,
+        light=style.css_variables(dark=False),
+        dark=style.css_variables(dark=True),
+        font=style.FONT_STACK,
+    )
+
+
+def write_page(path: Path, page: Page, figures_dir: Path | None = None) -> list[Path]:
+    """Write the page, whole or not at all, and where asked its pictures as PNG. Folders are made.
+
+    Returns:
+        All files written, the page first.
+
+    Raises:
+        BenchError: a file cannot be written there.
+    """
+    content = render(page).encode(errors="replace")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = [path, *(_write_pictures(page, figures_dir) if figures_dir is not None else ())]
+        _write(path, content)
+    except OSError as error:
+        where = error.filename or path
+        raise BenchError(f"cannot write the report {where}: {error.strerror or error}; name another place") from None
+    return written
+
+
+def _write_pictures(page: Page, folder: Path) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    names: set[str] = set()
+    written = []
+    for section in page.sections:
+        for picture in section.pictures:
+            path = folder / f"{_free_name(picture.name, names)}.png"
+            style.save_png(picture.figure, path)
+            written.append(path)
+    return written
+
+
+def _free_name(wanted: str, taken: set[str]) -> str:
+    """A name for a file and for ids, unique in the page."""
+    plain = _NOT_IN_A_NAME.sub("-", wanted).strip("-") or "figure"
+    name, again = plain, 1
+    while name in taken:
+        again += 1
+        name = f"{plain}-{again}"
+    taken.add(name)
+    return name
+
+
+def _write(path: Path, content: bytes) -> None:
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+
+
+@functools.cache
+def _template() -> Template:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))

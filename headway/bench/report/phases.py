@@ -1,0 +1,183 @@
+"""A request's time cut into the parts that pictures show, from the server's ledger or, without one, from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from headway.bench.measures import phases as measured
+from headway.bench.record import RequestRecord
+
+Group = Literal["compute", "queue", "stall", "other", "client", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a picture shows as one colour.
+
+    Args:
+        phases: names of the ledger's phases (headway/policy/ledger.py) that it sums; () for the client's own.
+        colour: a name of style.PALETTE.
+    """
+
+    key: str
+    label: str
+    colour: str
+    group: Group
+    phases: tuple[str, ...] = ()
+
+
+CLIENT = Part("client", "late in the client", "client", "client")
+CONNECT = Part("connect", "connecting", "transport", "other")
+NETWORK = Part("network", "outside the server's ledger", "network", "other")
+WAIT = Part("wait", "until the first token", "queue-capacity", "unknown")
+STREAM = Part("stream", "first to last token", "decode-compute", "unknown")
+CLOSE = Part("close", "last token to end", "network", "unknown")
+FAILED = Part("failed", "failed", "ink", "unknown")
+SERVER_REST = Part("server_rest", "steps, sampling and processes", "server-rest", "other")
+
+BEFORE_FIRST_TOKEN = (
+    Part("intake", "reading and tokenizing", "intake", "other", ("receive", "tokenize")),
+    Part("queue_policy", "queue: others come first", "queue-policy", "queue", ("queue_policy",)),
+    Part("queue_capacity", "queue: no seat or token budget", "queue-capacity", "queue", ("queue_capacity",)),
+    Part("queue_blocks", "queue: no KV blocks", "queue-blocks", "queue", ("queue_blocks",)),
+    Part("prefill_stall", "prefill stalled by others", "prefill-stall", "stall", ("prefill_stall",)),
+    Part("prefill_compute", "prefill", "prefill-compute", "compute", ("prefill_compute",)),
+)
+AFTER = (
+    Part("stall_prefill", "stalled by others' prompts", "stall-prefill", "stall", ("decode_stall_prefill",)),
+    Part("stall_preempted", "preempted", "stall-preempted", "stall", ("decode_stall_preempted",)),
+    Part("stall_recompute", "recomputing after preemption", "stall-recompute", "stall", ("decode_stall_recompute",)),
+    Part("decode_compute", "decode", "decode-compute", "compute", ("decode_compute",)),
+    Part("sampling", "sampling", "sampling", "other", ("sampling",)),
+    Part("schedule", "between steps", "schedule", "other", ("schedule",)),
+    Part("transport", "between the processes", "transport", "other", ("transport",)),
+    Part("output", "making the answer", "output", "other", ("detokenize", "send")),
+    Part("send_blocked", "client did not read", "send-blocked", "other", ("send_blocked",)),
+)
+# In the order in which they are drawn: the chain's, where it has one.
+PARTS = (CLIENT, CONNECT, *BEFORE_FIRST_TOKEN, *AFTER, SERVER_REST, NETWORK, WAIT, STREAM, CLOSE, FAILED)
+
+GROUP_WORDS: dict[Group, str] = {
+    "compute": "computing",
+    "queue": "waiting in the queue",
+    "stall": "stalled by other requests",
+    "other": "between the processes, in sampling and on the network",
+    "client": "late in the client",
+}
+
+Lengths = dict[Part, int]  # nanoseconds
+
+
+_BY_PHASE = {phase: part for part in (*BEFORE_FIRST_TOKEN, *AFTER) for phase in part.phases}
+_BY_PHASE |= {measured.START_LAG: CLIENT, measured.NETWORK_AND_CLIENT: NETWORK, measured.SERVER_REST: SERVER_REST}
+
+
+def lengths(record: RequestRecord) -> Lengths:
+    """The parts of a request from when it was due to its end, in order; they sum to that time.
+
+    Phases of the ledger are totals: one that occurs in many steps is one part.
+    """
+    if not record.sent_ns or not record.end_ns:
+        return {}
+    known = measured.phases_of(record)
+    if not record.ok:
+        parts = {CLIENT: _late(record), FAILED: record.end_ns - record.sent_ns}
+    elif known is None:
+        parts = _from_outside(record) | {
+            STREAM: record.last_token_ns - record.first_token_ns,
+            CLOSE: record.end_ns - record.last_token_ns,
+        }
+    else:
+        parts = {CLIENT: _late(record)}
+        for phase, length in known.items():
+            part = _BY_PHASE.get(phase, SERVER_REST)
+            parts[part] = parts.get(part, 0) + length
+        parts[NETWORK] = record.end_ns - record.sent_ns - sum(known.values())
+    return {part: parts[part] for part in PARTS if parts.get(part, 0) > 0}
+
+
+def _late(record: RequestRecord) -> int:
+    return max(record.sent_ns - record.scheduled_ns, 0)
+
+
+def _from_outside(record: RequestRecord) -> Lengths:
+    """Of an answered request, what can be seen up to the first token without the server's word."""
+    connect = max(record.connected_ns - record.sent_ns, 0)
+    return {
+        CLIENT: _late(record),
+        CONNECT: connect,
+        WAIT: record.first_token_ns - record.sent_ns - connect,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Requests of a like rank by one latency, and the mean of their parts in ms."""
+
+    name: str
+    parts_ms: dict[Part, float]
+
+    @property
+    def total_ms(self) -> float:
+        return sum(self.parts_ms.values())
+
+    def share(self, group: Group) -> float:
+        """Of the whole, 0 to 1."""
+        mine = sum(ms for part, ms in self.parts_ms.items() if part.group == group)
+        return mine / self.total_ms if self.total_ms else 0.0
+
+
+def median_and_slowest(records: Sequence[RequestRecord], metric: measured.Metric) -> list[Slice]:
+    """The mean parts of the requests around the median (the 45th to 55th percentile) and of the slowest 1 %.
+
+    A mean over a slice, and not percentiles of each part: parts add up, percentiles of parts do not. Without a ledger
+    the parts are those that can be seen from outside. Empty with fewer than two answered requests.
+    """
+    done = [record for record in records if record.ok]
+    if len(done) < 2:
+        return []
+    share = "slowest 1 %" if len(done) >= 100 else "the slowest"
+    return [
+        Slice(name, _mean_parts(done, low, high, metric))
+        for name, (low, high) in (("median", measured.MEDIAN), (share, measured.SLOWEST))
+    ]
+
+
+def _mean_parts(done: list[RequestRecord], low: float, high: float, metric: measured.Metric) -> dict[Part, float]:
+    by_phase = measured.phase_composition(done, low, high, metric)
+    means: dict[Part, float] = {}
+    for phase, ms in by_phase.items():
+        part = _BY_PHASE.get(phase, SERVER_REST)
+        means[part] = means.get(part, 0.0) + max(ms, 0.0)
+    if not by_phase:
+        seen = [_from_outside(record) if metric == "ttft" else lengths(record) for record in done]
+        seen.sort(key=lambda parts: sum(parts.values()))
+        first = min(int(low / 100 * len(seen)), len(seen) - 1)
+        chosen = seen[first : max(first + 1, round(high / 100 * len(seen)))]
+        means = {part: sum(each.get(part, 0) for each in chosen) / len(chosen) / 1e6 for part in PARTS}
+    return {part: means[part] for part in PARTS if means.get(part, 0.0) > 0}
+
+
+def in_words(part: Slice) -> str:
+    """Where most of a slice's time went: "62 % of it waiting in the queue"; "" where the server does not say."""
+    share, words = max((part.share(group), words) for group, words in GROUP_WORDS.items())
+    return "" if part.share("unknown") > share else f"{100 * share:.0f} % of it {words}"
+
+
+def growth_in_words(median: Slice, slowest: Slice) -> str:
+    """Which part makes the slowest slow: "80 % of the difference is prefill"; "" where there is no difference."""
+    difference = slowest.total_ms - median.total_ms
+    growth = {part: ms - median.parts_ms.get(part, 0.0) for part, ms in slowest.parts_ms.items()}
+    if difference <= 0 or not growth:
+        return ""
+    part = max(growth, key=lambda each: growth[each])
+    # Where another part shrank, one part can have grown by more than the whole.
+    return f"{min(100 * growth[part] / difference, 100):.0f} % of the difference is “{part.label}”"
+
+
+def worth_a_legend(totals: dict[Part, float]) -> set[Part]:
+    """Parts that can be seen in a picture: at least a five-hundredth of it."""
+    whole = sum(totals.values())
+    return {part for part, total in totals.items() if total >= 0.002 * whole}

@@ -1,0 +1,318 @@
+"""The report of a run, or of several runs of one workload: which parts it has, and in which order."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import headway
+from headway.bench.measures.compare import Comparison
+from headway.bench.measures.numbers import Summary
+from headway.bench.record import RunResult
+from headway.bench.report import pictures, tables, verdict
+from headway.bench.report.comparison import comparison_banners, comparison_section
+from headway.bench.report.figures_rates import load_points
+from headway.bench.report.page import write_page
+from headway.bench.report.parts import Banner, Page, Section, Table
+from headway.bench.report.style import number, plain, sentence
+from headway.bench.report.views import load_name, load_of, steady_or_whole
+
+MOST_DETAILED = 3  # runs of a sweep that are shown in full
+
+DEFINITIONS = (
+    ("TTFT", "Time to first token: from when a request was due (schedule) or sent (send) to its first token."),
+    ("TPOT", "Time per output token of a request: (E2E - TTFT) / (output tokens - 1)."),
+    ("ITL", "Inter-token latency: the gaps between chunks that brought tokens, of all requests together."),
+    ("E2E", "End to end: from when a request was due or sent to its last token."),
+    ("E2E/token", "Normalised latency: E2E divided by the output tokens."),
+    ("schedule", "Latency that includes what a request waited, after it was due, before it could be sent."),
+    ("send", "Latency without that wait: a server that makes its clients wait looks faster (coordinated omission)."),
+    ("tokens", "Counted by the server's usage; by chunks only where it gives none, which a note then says."),
+    ("interval", "Where the true percentile lies with 95 % confidence, by order statistics of dependent samples."),
+    ("needs N+", "The sample is too small to claim this percentile; N samples would do."),
+    ("steady state", "The part of the run after its ramp-up and before its drain, found from the data."),
+    ("goodput", "Requests per second, of those that met all their objectives; failed requests have missed theirs."),
+    ("client-bound", "The client itself was late, so its delays would be read as the server's. The run is not valid."),
+    ("queue", "Phases of the server's ledger in which a request waited for a place in the batch."),
+    ("stall", "Phases in which it was in the batch, but waited for others' work."),
+)
+
+
+def write_report(
+    path: Path,
+    results: Sequence[RunResult],
+    summaries: Sequence[Sequence[Summary]],
+    *,
+    extra: Sequence[Section] = (),
+    title: str | None = None,
+    target: float = verdict.TARGET,
+    max_failed_share: float = verdict.MAX_FAILED_SHARE,
+    environment: Mapping[str, Any] | None = None,
+    date: datetime | None = None,
+    figures_dir: Path | None = None,
+) -> list[Path]:
+    """Write the report of one run or of several runs of one workload.
+
+    Args:
+        path: the HTML file; written whole or not at all.
+        results, summaries: each run, and what `summarise_all` makes of it.
+        extra: sections that come first: the outcome of a search, or of a comparison.
+        target: share of requests that must meet their objectives.
+        max_failed_share: a run with a larger share of failed requests is not valid.
+        environment: where the client ran; None describes this machine.
+        figures_dir: folder for the pictures as PNG; None writes none.
+
+    Returns:
+        The files written, the page first.
+
+    Raises:
+        ValueError: there is no run, or not one row of summaries for each.
+        BenchError: a file cannot be written.
+    """
+    limits = {"target": target, "max_failed_share": max_failed_share}
+    page = report_page(results, summaries, extra=extra, title=title, environment=environment, date=date, **limits)
+    return write_page(path, page, figures_dir)
+
+
+def write_comparison(
+    path: Path,
+    comparison: Comparison,
+    sides: Mapping[str, tuple[RunResult, Sequence[Summary]]],
+    *,
+    environment: Mapping[str, Any] | None = None,
+    date: datetime | None = None,
+    figures_dir: Path | None = None,
+) -> list[Path]:
+    """Write the report of a comparison.
+
+    Args:
+        sides: by what it is called, one run of each side, a first, with what `summarise_all` makes of it.
+        others: see `write_report`.
+
+    Returns:
+        The files written, the page first.
+
+    Raises:
+        ValueError: there are not two sides.
+        BenchError: a file cannot be written.
+    """
+    if len(sides) != 2:
+        raise ValueError(f"{len(sides)} sides: a comparison has two")
+    a, b = sides
+    first = comparison_section(comparison, a, b)
+    both = pictures.sides_picture({name: result.records for name, (result, _) in sides.items()})
+    sections = [replace(first, banners=(), pictures=(*first.pictures, both))]
+    for name, (result, summaries) in sides.items():
+        sections.append(Section(plain(name, 60), banners=verdict.banners(result, summaries), anchor=_anchor(sections)))
+        sections += run_sections(result, summaries, prefix=plain(name, 60))
+    results = [result for result, _ in sides.values()]
+    page = Page(
+        title=f"headway bench: {plain(b, 60)} compared with {plain(a, 60)}",
+        subtitle=_subtitle(results),
+        verdict=comparison_banners(comparison, a, b),
+        sections=(*sections, *_closing(results, environment)),
+        footer=_footer(date),
+    )
+    return write_page(path, page, figures_dir)
+
+
+def _anchor(before: Sequence[Section]) -> str:
+    return f"part-{len(before)}"
+
+
+def _footer(date: datetime | None) -> str:
+    return f"Written by headway {headway.__version__} on {(date or datetime.now()).strftime('%Y-%m-%d %H:%M')}."
+
+
+def report_page(
+    results: Sequence[RunResult],
+    summaries: Sequence[Sequence[Summary]],
+    *,
+    extra: Sequence[Section] = (),
+    title: str | None = None,
+    target: float = verdict.TARGET,
+    max_failed_share: float = verdict.MAX_FAILED_SHARE,
+    environment: Mapping[str, Any] | None = None,
+    date: datetime | None = None,
+) -> Page:
+    """The page of `write_report`, not yet drawn as HTML."""
+    if not results or len(results) != len(summaries):
+        raise ValueError(f"{len(results)} results and {len(summaries)} rows of summaries: give one row for each result")
+    limits = {"target": target, "max_failed_share": max_failed_share}
+    result, views = results[0], summaries[0]
+    single = len(results) == 1
+    sections = [*extra]
+    if single:
+        sections += run_sections(result, views)
+    else:
+        sections += _sweep_sections(results, summaries, target, max_failed_share)
+    banners = (
+        _run_verdict(result, views, limits)
+        if single
+        else verdict.of_runs(list(zip(results, summaries, strict=True)), target)
+    )
+    return Page(
+        title=title or f"headway bench: {plain(_model(result), 120)}",
+        subtitle=_subtitle(results),
+        verdict=banners,
+        key_figures=_key_figures(views) if single else (),
+        sections=(*sections, *_closing(results, environment)),
+        footer=_footer(date),
+    )
+
+
+def run_sections(result: RunResult, summaries: Sequence[Summary], prefix: str = "") -> list[Section]:
+    """All parts of one run. `prefix` makes their anchors, names and titles unique among several."""
+    whole = summaries[0]
+    found = _present(
+        tables.overview(summaries),
+        *tables.latency_tables(summaries),
+        tables.class_table(summaries),
+        tables.failure_table(result),
+    )
+    notes = tuple(f"Note: {sentence(note)}" for note in verdict.other_notes(whole))
+    parts = [
+        Section("Numbers", tables=found, paragraphs=notes, anchor="numbers"),
+        *(_answered_sections(result, summaries) if whole.completed else _unanswered_sections(result)),
+        Section(
+            "The client",
+            tables=(tables.client_table(result.client),),
+            pictures=(pictures.client_picture(result),),
+            anchor="client",
+        ),
+    ]
+    return [_prefixed(section, prefix) for section in parts] if prefix else parts
+
+
+def _answered_sections(result: RunResult, summaries: Sequence[Summary]) -> list[Section]:
+    phases = _present(tables.phase_table(summaries[0]))
+    tail = tuple(pictures.tail_pictures(result))
+    return [
+        Section("Latency", pictures=tuple(pictures.latency_pictures(result, summaries[0])), anchor="latency"),
+        Section("Where the time went", tables=phases, pictures=tail, anchor="phases"),
+        Section("Over time", pictures=tuple(pictures.time_pictures(result, summaries)), anchor="over-time"),
+    ]
+
+
+def _unanswered_sections(result: RunResult) -> list[Section]:
+    """Without an answer all pictures of latency would be empty; when the requests failed is still worth seeing."""
+    if not any(record.sent_ns for record in result.records):
+        return []
+    found = (pictures.timeline_picture(result), pictures.load_picture(result, None))
+    return [Section("Over time", pictures=found, anchor="over-time")]
+
+
+def _prefixed(section: Section, prefix: str) -> Section:
+    return replace(section, title=f"{prefix}: {section.title}", anchor="")
+
+
+def _present(*found: Table | None) -> tuple[Table, ...]:
+    return tuple(table for table in found if table is not None)
+
+
+def _sweep_sections(
+    results: Sequence[RunResult], summaries: Sequence[Sequence[Summary]], target: float, max_failed_share: float
+) -> list[Section]:
+    load = load_name(results)
+    points = load_points(results, summaries)
+    order = sorted(range(len(results)), key=lambda place: load_of(results[place]))
+    table = tables.sweep_table([(results[place], summaries[place]) for place in order], load, target, max_failed_share)
+    sections = [
+        Section(
+            f"{len(results)} runs",
+            tables=(table,),
+            pictures=tuple(pictures.load_pictures(points, load, target)),
+            anchor="runs",
+        )
+    ]
+    for place in _most_telling(results, summaries, order, target):
+        name = f"{number(load_of(results[place]))} {'requests/s' if '1/s' in load else 'in flight'}"
+        banners = verdict.banners(results[place], summaries[place], target=target, max_failed_share=max_failed_share)
+        sections.append(Section(f"Run at {name}", banners=banners, anchor=f"run-{place + 1}"))
+        sections += run_sections(results[place], summaries[place], prefix=name)
+    return sections
+
+
+def _most_telling(
+    results: Sequence[RunResult], summaries: Sequence[Sequence[Summary]], order: Sequence[int], target: float
+) -> list[int]:
+    """All of a few runs; else the lightest, the heaviest, and the heaviest that holds its objectives."""
+    if len(results) <= MOST_DETAILED:
+        return list(order)
+    chosen = {order[0], order[-1]}
+    for place in reversed(order):
+        found = steady_or_whole(summaries[place]).attainment
+        if found is not None and found.total and verdict.outcome(found, target) == "held":
+            chosen.add(place)
+            break
+    return [place for place in order if place in chosen]
+
+
+def _closing(results: Sequence[RunResult], environment: Mapping[str, Any] | None) -> list[Section]:
+    settings = results[0].settings if len(results) == 1 else _shared([result.settings for result in results])
+    found = _present(
+        tables.mapping_table("Settings" if len(results) == 1 else "Settings that all runs share", settings),
+        tables.mapping_table("The server", results[0].server),
+        tables.mapping_table("The client's machine", environment if environment is not None else this_machine()),
+    )
+    return [
+        Section("Definitions", terms=DEFINITIONS, anchor="definitions"),
+        Section("Settings and environment", tables=found, anchor="settings"),
+    ]
+
+
+def _shared(all_settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first = all_settings[0]
+    return {key: value for key, value in first.items() if all(other.get(key) == value for other in all_settings)}
+
+
+def this_machine() -> dict[str, Any]:
+    """What of this machine bears on a measurement."""
+    return {
+        "headway": headway.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "processors": os.cpu_count(),
+    }
+
+
+def _run_verdict(result: RunResult, views: Sequence[Summary], limits: dict[str, float]) -> tuple[Banner, ...]:
+    valid = verdict.is_valid(result, views, max_failed_share=limits["max_failed_share"])
+    opening = Banner(verdict.headline(result, views, **limits), (), "good" if valid else "bad")
+    return (opening, *verdict.banners(result, views, **limits))
+
+
+def _model(result: RunResult) -> str:
+    return str(result.settings.get("model") or result.server.get("model") or "a model without a name")
+
+
+def _subtitle(results: Sequence[RunResult]) -> str:
+    result = results[0]
+    server = " ".join(str(result.server[key]) for key in ("name", "version") if result.server.get(key))
+    words = [server, str(result.settings.get("base_url") or ""), str(result.settings.get("workload") or "")]
+    if len(results) == 1:
+        rate, most = result.settings.get("request_rate"), result.settings.get("max_concurrency")
+        words.append(f"{number(rate)} requests/s" if isinstance(rate, int | float) else "")
+        words.append(f"{result.settings['arrivals']} arrivals" if result.settings.get("arrivals") else "")
+        words.append(f"at most {most} in flight" if most else "")
+    return plain(" · ".join(word for word in words if word), 240)
+
+
+def _key_figures(views: Sequence[Summary]) -> tuple[tuple[str, str], ...]:
+    view = steady_or_whole(views)
+    figures = []
+    for metric, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("e2el_ms", "E2E")):
+        found = view.from_schedule.get(metric)
+        claims = [claim for claim in found.percentiles if claim.value is not None] if found else []
+        for claim in [claim for claim in claims if claim.p == 50.0] + claims[-1:][: len(claims) > 1]:
+            figures.append((f"{number(claim.value or 0.0)} ms", f"{name} P{claim.p:g}, {view.name}"))
+    figures.append((number(view.rates.get("output_throughput", 0.0)), f"output tokens/s, {view.name}"))
+    if view.attainment is not None and view.attainment.total:
+        figures.append((number(view.attainment.requests_per_s), "goodput, requests/s"))
+    return tuple(figures)

@@ -1,0 +1,118 @@
+"""What the search for the highest rate says: in words, as a table and as a picture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway.bench.measures.search import SearchResult, Stop, Trial, Verdict
+from headway.bench.report import style
+from headway.bench.report.parts import Banner, Cell, Picture, Section, Table, Tone, cells
+from headway.bench.report.style import number, sentence
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TONES: dict[Verdict, Tone] = {Verdict.HELD: "good", Verdict.FAILED: "bad", Verdict.UNDECIDED: "warn"}
+MARKS = (
+    (Verdict.HELD, "o", "green", "held"),
+    (Verdict.FAILED, "X", "red", "did not hold"),
+    (Verdict.UNDECIDED, "D", "gray", "undecided"),
+)
+
+
+def search_banners(found: SearchResult, target: float = 0.99) -> tuple[Banner, ...]:
+    """The outcome, then what stands against it."""
+    wanted = f"{100 * target:g} % of the requests met their objectives"
+    reason = f"The search ended because {found.reason}."
+    if found.rate is None:
+        outcome = Banner("No rate held", (f"At no rate that was tried is it certain that at least {wanted}.", reason))
+    else:
+        above = "" if found.above is None else f"; {number(found.above)} requests/s {_why_not(found, found.above)}"
+        tone: Tone = "good" if found.stop in (Stop.PRECISE, Stop.CEILING) else "warn"
+        line = f"At {number(found.rate)} requests/s at least {wanted}{above}."
+        outcome = Banner(f"Highest rate: {number(found.rate)} requests/s", (line, reason), tone)
+    doubts = (Banner("Beware", tuple(sentence(each) for each in found.warnings), "warn"),) if found.warnings else ()
+    return (outcome, *doubts)
+
+
+def _why_not(found: SearchResult, rate: float) -> str:
+    undecided = any(trial.rate == rate and trial.verdict is Verdict.UNDECIDED for trial in found.trials)
+    return "stayed undecided" if undecided else "did not hold"
+
+
+def search_table(found: SearchResult) -> Table:
+    """A row for each rate that was tried, in the order of trying."""
+    rows = tuple(_row(trial) for trial in found.trials)
+    note = "The interval holds at every look at once, so it is wider than that of a single run of as many requests."
+    columns = ("requests/s", "probes", "requests", "met", "fell behind", "verdict")
+    return Table("Rates tried", columns, rows, left=frozenset({0, 5}), note=note)
+
+
+def _row(trial: Trial) -> tuple[Cell, ...]:
+    share = Cell(f"{100 * trial.share:.4g} %", detail=f"{100 * trial.low:.4g}–{100 * trial.high:.4g}")
+    behind = Cell(f"{trial.unsteady} of {len(trial.probes)}", "warn") if trial.unsteady else Cell("no", "quiet")
+    reason = next((probe.reason for probe in trial.probes if not probe.valid), "")
+    verdict = Cell(f"not valid: {reason}", "bad") if reason else Cell(str(trial.verdict), TONES[trial.verdict])
+    known = share if trial.total else Cell("–", "quiet")
+    return cells(number(trial.rate), str(len(trial.probes)), f"{trial.total:,}", known, behind, verdict)
+
+
+@style.drawing()
+def attainment_of_rates(found: SearchResult, target: float = 0.99) -> Figure:
+    """Attainment at each rate tried, with its interval; the limit lies in the shaded range."""
+    figure, (axes,) = style.new_figure(8.0, 3.4)
+    axes.set_xlabel("Request rate (1/s)")
+    axes.set_ylabel("Requests that met their objectives (%)")
+    tried = [trial for trial in found.trials if trial.total]
+    if not tried:
+        style.nothing_to_show(axes, "no rate was measured")
+        return figure
+    if len(found.fitted) > 1:
+        curve = [(rate, 100 * share) for rate, share in found.fitted]
+        axes.plot(*zip(*curve, strict=True), "-", lw=1.2, color=style.colour("line"), label="fitted curve")
+    for verdict, mark, colour, label in MARKS:
+        chosen = [trial for trial in tried if trial.verdict is verdict]
+        if chosen:
+            shares = [100 * trial.share for trial in chosen]
+            axes.errorbar(
+                [trial.rate for trial in chosen],
+                shares,
+                yerr=[
+                    [max(share - 100 * trial.low, 0.0) for share, trial in zip(shares, chosen, strict=True)],
+                    [max(100 * trial.high - share, 0.0) for share, trial in zip(shares, chosen, strict=True)],
+                ],
+                fmt=mark,
+                ms=5,
+                color=style.colour(colour),
+                ecolor=style.colour(colour),
+                elinewidth=1.2,
+                capsize=2.5,
+                label=label,
+            )
+    axes.axhline(100 * target, color=style.colour("red"), lw=1, ls=(0, (4, 3)), label=f"target {100 * target:g} %")
+    if found.rate is not None and found.above is not None:
+        axes.axvspan(found.rate, found.above, color=style.colour("gold"), alpha=0.18, lw=0, label="the limit is here")
+    rates = [trial.rate for trial in tried]
+    axes.set_ylim(top=100.6)
+    if style.wants_log(rates, 8):
+        axes.set_xlim(min(rates) / 1.3, max(rates) * 1.3)
+        style.log_axis(axes, "x")
+    else:
+        axes.set_xlim(0, max(rates) * 1.1)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=4)
+    return figure
+
+
+def search_section(found: SearchResult, target: float = 0.99) -> Section:
+    """For the top of a report: `write_report(..., extra=[search_section(...)])`."""
+    caption = "Each point is all that was measured at one rate, with an interval that holds at every look at once."
+    if found.rate is not None and found.above is not None:
+        caption += f" The limit lies between {number(found.rate)} and {number(found.above)} requests/s."
+    return Section(
+        "The highest rate",
+        banners=search_banners(found, target),
+        tables=(search_table(found),),
+        pictures=(Picture("rate-search", "Attainment at each rate", caption, attainment_of_rates(found, target)),),
+        anchor="search",
+    )

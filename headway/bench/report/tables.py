@@ -1,0 +1,250 @@
+"""The tables of a run, the same in the terminal and on the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from headway.bench.measures.numbers import Attainment, Distribution, Percentile, Summary
+from headway.bench.record import ClientHealth, RunResult
+from headway.bench.report.parts import Cell, Table, Tone, cells
+from headway.bench.report.style import number, plain
+from headway.bench.report.verdict import METRIC_NAMES, failures_by_kind, is_valid, objectives_in_words, outcome
+from headway.bench.report.views import class_views, load_of, main_views, steady_or_whole
+
+Row = tuple[str, Sequence[str | Cell]]  # its label, and a value for each column
+
+NOTHING = Cell("–", "quiet")
+LATENCY_NOTE = (
+    "Milliseconds; below each percentile its 95 % interval. Schedule: counted from when a request was due; send: from "
+    "when it was sent. Needs N+: so many samples it takes to claim this percentile."
+)
+RATES = (
+    ("request_throughput", "requests/s"),
+    ("output_throughput", "output tokens/s"),
+    ("total_token_throughput", "all tokens/s"),
+    ("max_output_tokens_per_s", "most output tokens in a second"),
+    ("mean_concurrent_requests", "in flight, mean"),
+    ("max_concurrent_requests", "in flight, most"),
+)
+
+
+def overview(summaries: Sequence[Summary]) -> Table:
+    """Requests, rates, tokens, goodput and cost: a column for each view."""
+    views = main_views(summaries)
+    rows: list[Row] = [
+        ("requests answered", [f"{view.completed:,}" for view in views]),
+        ("requests failed", [Cell(f"{view.failed:,}", "bad" if view.failed else "") for view in views]),
+        ("seconds", [number((view.window.ended_ns - view.window.began_ns) / 1e9) for view in views]),
+    ]
+    rows += [(label, [number(view.rates.get(key, 0.0)) for view in views]) for key, label in RATES]
+    for key, label in (("prompt", "prompt tokens"), ("cached", "of them cached"), ("output", "output tokens")):
+        rows.append((label, [f"{view.tokens.get(key, 0):,}" for view in views]))
+    rows += _goodput_rows(views) + _cost_rows(views)
+    return Table(
+        "Run",
+        ("", *(plain(view.name) for view in views)),
+        tuple(cells(label, *values) for label, values in rows),
+    )
+
+
+def _goodput_rows(views: Sequence[Summary]) -> list[Row]:
+    found = [view.attainment for view in views]
+    if not any(found):
+        return []
+    return [
+        ("met their objectives", [_share_cell(each) for each in found]),
+        ("goodput, requests/s", [number(each.requests_per_s) if each else NOTHING for each in found]),
+        ("goodput, output tokens/s", [number(each.tokens_per_s) if each else NOTHING for each in found]),
+    ]
+
+
+def _share_cell(found: Attainment | None) -> Cell:
+    if found is None or not found.total:
+        return NOTHING
+    return Cell(f"{100 * found.share:.4g} %", detail=f"{100 * found.low:.4g}–{100 * found.high:.4g}")
+
+
+def _cost_rows(views: Sequence[Summary]) -> list[Row]:
+    named = (
+        ("cost per 1M output tokens", [view.cost_per_million_output_tokens for view in views]),
+        ("cost per 1M tokens", [view.cost_per_million_tokens for view in views]),
+        ("output tokens per joule (tokens/s/W)", [view.tokens_per_joule for view in views]),
+    )
+    return [
+        (label, [NOTHING if value is None else number(value) for value in values])
+        for label, values in named
+        if any(value is not None for value in values)
+    ]
+
+
+def latency_tables(summaries: Sequence[Summary]) -> list[Table]:
+    """Of the whole run and of its steady state; what the columns mean is said once."""
+    found = [latency_table(view) for view in main_views(summaries) if view.from_schedule]
+    return [replace(table, note="") for table in found[:-1]] + found[-1:]
+
+
+def latency_table(view: Summary) -> Table:
+    """Every latency of a view, from the schedule and from the send: mean and percentiles with their intervals."""
+    shown = sorted({claim.p for each in view.from_schedule.values() for claim in each.percentiles})
+    rows = []
+    for metric, name in METRIC_NAMES.items():
+        due, sent = view.from_schedule.get(metric), view.from_send.get(metric)
+        if due is None or sent is None:
+            continue
+        if metric in ("tpot_ms", "itl_ms"):
+            rows.append(_latency_row(name, due, shown))
+        else:
+            rows.append(_latency_row(f"{name}, schedule", due, shown))
+            rows.append(_latency_row(f"{name}, send", sent, shown, quiet=True))
+    columns = ("ms", "samples", "mean", *(f"P{p:g}" for p in shown))
+    return Table(f"Latency, {plain(view.name)}", columns, tuple(rows), note=LATENCY_NOTE)
+
+
+def _latency_row(name: str, found: Distribution, shown: Sequence[float], quiet: bool = False) -> tuple[Cell, ...]:
+    tone: Tone = "quiet" if quiet else ""
+    claims = [percentile_cell(found.percentile(p), tone) for p in shown]
+    return (Cell(name, tone), Cell(f"{found.count:,}", tone), Cell(number(found.mean), tone), *claims)
+
+
+def percentile_cell(claim: Percentile | None, tone: Tone = "") -> Cell:
+    """The value over its interval, or how many samples the claim would need."""
+    if claim is None:
+        return NOTHING
+    if claim.value is None:
+        return Cell(f"needs {claim.needs:,}+" if claim.needs else "refused", "quiet")
+    low, high = ("?" if bound is None else number(bound) for bound in (claim.low, claim.high))
+    return Cell(number(claim.value), tone, f"{low}–{high}")
+
+
+def class_table(summaries: Sequence[Summary]) -> Table | None:
+    """Each class of a mix: latencies and goodput; None without classes."""
+    views = class_views(summaries)
+    if not views:
+        return None
+    names = [plain(view.name.removeprefix("class "), 24) for view in views]
+    rows: list[Row] = [
+        ("answered", [f"{view.completed:,}" for view in views]),
+        ("failed", [Cell(f"{view.failed:,}", "bad" if view.failed else "") for view in views]),
+    ]
+    for metric, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("e2el_ms", "E2E")):
+        rows += [(f"{name} P{p:g}, ms", [_claim_cell(view, metric, p) for view in views]) for p in (50.0, 90.0, 99.0)]
+    rows += _goodput_rows(views)
+    stated = {name: view.attainment.objectives for name, view in zip(names, views, strict=True) if view.attainment}
+    note = "; ".join(f"{name}: {objectives_in_words(limits)}" for name, limits in stated.items() if limits)
+    shown = tuple(cells(label, *values) for label, values in rows)
+    return Table("Classes", ("", *names), shown, note=f"Latencies from the schedule. {note}".strip())
+
+
+def _claim_cell(view: Summary, metric: str, p: float) -> Cell:
+    found = view.from_schedule.get(metric)
+    return percentile_cell(found.percentile(p)) if found else NOTHING
+
+
+def phase_table(view: Summary) -> Table | None:
+    """Where the server says that time went; None where it does not say."""
+    if not view.phases_ms:
+        return None
+    sums = ("queue", "stall")
+    whole = sum(found.mean for name, found in view.phases_ms.items() if name not in sums)
+    rows = []
+    for name, found in view.phases_ms.items():
+        label = f"{name} (sum)" if name in sums else name
+        claims = [_without_interval(percentile_cell(found.percentile(p))) for p in (50.0, 99.0)]
+        share = f"{100 * found.mean / whole:.1f} %" if whole else "–"
+        rows.append((Cell(plain(label)), Cell(share), Cell(number(found.mean)), *claims, Cell(number(found.maximum))))
+    return Table(
+        f"Where the server says the time went, {plain(view.name)}",
+        ("phase", "share", "mean", "P50", "P99", "most"),
+        tuple(rows),
+        note="Milliseconds of a request. Shares are of the mean; the sums repeat what is listed above them.",
+    )
+
+
+def _without_interval(cell: Cell) -> Cell:
+    return Cell(cell.text, cell.tone)
+
+
+def failure_table(result: RunResult) -> Table | None:
+    rows = [cells(kind, f"{times:,}", plain(message, 200)) for kind, times, message in failures_by_kind(result)]
+    if not rows:
+        return None
+    return Table("Failures", ("kind", "requests", "for example"), tuple(rows), left=frozenset({0, 2}))
+
+
+def client_table(client: ClientHealth) -> Table:
+    """How late the client itself was."""
+    rows = [
+        _lag_row("sends after their schedule, ms", client.start_lag_ms),
+        _lag_row("event loop after its timer, ms", client.loop_lag_ms),
+        _lag_row("unread bytes in its sockets", client.backlog_bytes),
+    ]
+    note = f"It used {100 * client.cpu_share:.0f} % of a core."
+    return Table("The client itself", ("", "P50", "P99", "most"), tuple(rows), note=note)
+
+
+def _lag_row(name: str, values: Sequence[float]) -> tuple[Cell, ...]:
+    if not len(values):
+        return cells(name, NOTHING, NOTHING, NOTHING)
+    found = (*np.quantile(np.asarray(values, dtype=float), (0.5, 0.99)), max(values))
+    return cells(name, *(number(float(value)) for value in found))
+
+
+def mapping_table(title: str, values: Mapping[str, Any]) -> Table | None:
+    """Settings, the server's description or its metrics; nested ones as dotted names. None when there is nothing."""
+    rows = tuple(cells(plain(name, 60), plain(text, 160)) for name, text in _flat(values))
+    return Table(title, ("", ""), rows, left=frozenset({0, 1})) if rows else None
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, bool):
+            found.append((f"{prefix}{name}", "yes" if value else "no"))
+        elif isinstance(value, int | float):
+            found.append((f"{prefix}{name}", f"{value:,.6g}" if isinstance(value, float) else str(value)))
+        elif value is not None and value != "" and value != []:
+            found.append((f"{prefix}{name}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
+    return found
+
+
+def sweep_table(
+    runs: Sequence[tuple[RunResult, Sequence[Summary]]],
+    load: str,
+    target: float,
+    max_failed_share: float,
+    intervals: bool = True,
+) -> Table:
+    """A row for each run of a sweep or search, in the order given; a narrow one without intervals."""
+    rows = []
+    for result, summaries in runs:
+        view = steady_or_whole(summaries)
+        valid = is_valid(result, summaries, max_failed_share=max_failed_share)
+        word = "client-bound" if result.client.bound else "valid" if valid else "not valid"
+        found = view.attainment
+        decision = outcome(found, target) if found is not None and found.total else ""
+        tone: Tone = {"held": "good", "missed": "bad"}.get(decision, "quiet")  # type: ignore[assignment]
+        rows.append(
+            cells(
+                number(load_of(result)),
+                f"{view.completed:,}",
+                Cell(f"{view.failed:,}", "bad" if view.failed else ""),
+                number(view.rates.get("request_throughput", 0.0)),
+                number(view.rates.get("output_throughput", 0.0)),
+                _claim_cell(view, "ttft_ms", 50.0),
+                _claim_cell(view, "ttft_ms", 99.0),
+                _claim_cell(view, "tpot_ms", 99.0),
+                replace(_share_cell(found), tone=tone),
+                Cell(word, "" if valid else "bad"),
+            )
+        )
+    columns = (load, "answered", "failed", "requests/s", "tokens/s", "TTFT P50", "TTFT P99", "TPOT P99", "met", "run")
+    if not intervals:
+        rows = [tuple(_without_interval(cell) for cell in row) for row in rows]
+    note = "Latencies in ms from the schedule, of the steady state where there is one, else of the whole run."
+    return Table("Runs", columns, tuple(rows), note=note)

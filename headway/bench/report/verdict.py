@@ -1,0 +1,237 @@
+"""What a run says, in words: whether it is valid, steady, and met its objectives, and what to beware of."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+from headway.bench.measures.numbers import Attainment, Summary
+from headway.bench.record import RequestRecord, RunResult
+from headway.bench.report.parts import Banner
+from headway.bench.report.style import number, plain, sentence
+from headway.bench.report.views import load_of, steady_or_whole
+
+MAX_FAILED_SHARE = 0.01
+TARGET = 0.99
+OMISSION_RATIO = 1.1  # of P99 from the schedule to that from the send, from where on the difference is pointed out
+OMISSION_MS = 5.0
+METRIC_NAMES = {
+    "ttft_ms": "TTFT",
+    "tpot_ms": "TPOT",
+    "itl_ms": "ITL",
+    "e2el_ms": "E2E",
+    "normalized_latency_ms": "E2E/token",
+}
+
+
+def count(number_: int, thing: str) -> str:
+    return f"{number_:,} {thing}{'' if number_ == 1 else 's'}"
+
+
+def banners(
+    result: RunResult,
+    summaries: Sequence[Summary],
+    *,
+    target: float = TARGET,
+    max_failed_share: float = MAX_FAILED_SHARE,
+) -> tuple[Banner, ...]:
+    """The verdict, the gravest first.
+
+    Args:
+        summaries: of `summarise_all`: the whole run first.
+        target: share of requests that must meet their objectives.
+        max_failed_share: a run with a larger share of failed requests is not valid.
+    """
+    found = [
+        _nothing(result),
+        _client_bound(result),
+        _interrupted(result),
+        _failures(result, max_failed_share),
+        *(_objectives(view, target) for view in _main_views(summaries)),
+        _steady(summaries),
+        _omission(summaries),
+    ]
+    return tuple(banner for banner in found if banner is not None)
+
+
+def headline(result: RunResult, summaries: Sequence[Summary], **limits: float) -> str:
+    """One sentence for the top of a page."""
+    whole = summaries[0]
+    asked = whole.completed + whole.failed
+    valid = "Valid" if is_valid(result, summaries, **limits) else "Not valid"
+    return (
+        f"{valid}: {whole.completed:,} of {count(asked, 'request')} answered in {number(result.duration_s)} s, "
+        f"{number(whole.rates.get('request_throughput', 0.0))} requests/s and "
+        f"{number(whole.rates.get('output_throughput', 0.0))} output tokens/s."
+    )
+
+
+def is_valid(
+    result: RunResult, summaries: Sequence[Summary], *, max_failed_share: float = MAX_FAILED_SHARE, **_: float
+) -> bool:
+    """Whether its numbers can be taken for the server's: answered, not client-bound, complete, with few failures."""
+    whole = summaries[0]
+    asked = whole.completed + whole.failed
+    few_failed = bool(asked) and whole.failed <= max_failed_share * asked
+    return bool(whole.completed) and few_failed and not result.client.bound and not result.interrupted
+
+
+def of_runs(runs: Sequence[tuple[RunResult, Sequence[Summary]]], target: float = TARGET) -> tuple[Banner, ...]:
+    """Of several runs of one workload: which were client-bound, and up to what load the objectives held."""
+    found = []
+    bound = sorted(load_of(result) for result, _ in runs if result.client.bound)
+    if bound:
+        loads = ", ".join(number(load) for load in bound)
+        found.append(
+            Banner("CLIENT-BOUND", (f"At a load of {loads} the numbers are this client's, not the server's.",))
+        )
+    decided = {
+        load_of(result): outcome(view.attainment, target)
+        for result, summaries in runs
+        if (view := steady_or_whole(summaries)).attainment is not None and not result.client.bound
+    }
+    if not decided:
+        return tuple(found)
+    broken = [load for load, decision in decided.items() if decision != "held"]
+    held = [load for load, decision in decided.items() if decision == "held" and load < min(broken, default=math.inf)]
+    wanted = f"{100 * target:g} % of the requests met their objectives"
+    if held:
+        line = f"With 95 % confidence {wanted} at every load up to {number(max(held))}, of those that were run."
+        found.append(Banner(f"Objectives held up to {number(max(held))}", (line,), "good"))
+    else:
+        line = f"At the lowest load, {number(min(decided))}, it is not certain that {wanted}."
+        found.append(Banner("Objectives held at no load", (line,), "bad"))
+    return tuple(found)
+
+
+def other_notes(whole: Summary) -> list[str]:
+    """Notes that no banner says."""
+    said = ("client-bound:", "interrupted:", "no steady state:")
+    return [note for note in whole.notes if not note.startswith(said)]
+
+
+def kind_of(record: RequestRecord) -> str:
+    """Of a request without an answer."""
+    return str(record.failure.kind) if record.failure is not None else "no_tokens"
+
+
+def failures_by_kind(result: RunResult) -> list[tuple[str, int, str]]:
+    """Kind, how many, and the commonest message of that kind; the commonest kind first."""
+    by_kind: dict[str, Counter[str]] = {}
+    for record in result.records:
+        if not record.ok:
+            message = record.failure.message if record.failure is not None else "the answer had no token"
+            by_kind.setdefault(kind_of(record), Counter())[message] += 1
+    rows = [(kind, messages.total(), messages.most_common(1)[0][0]) for kind, messages in by_kind.items()]
+    return sorted(rows, key=lambda row: -row[1])
+
+
+def outcome(attainment: Attainment, target: float) -> Literal["held", "missed", "undecided"]:
+    """Whether the share that met the objectives is above the target, below it, or too uncertain to say."""
+    if attainment.low >= target:
+        return "held"
+    return "missed" if attainment.high < target else "undecided"
+
+
+def objectives_in_words(objectives: dict[str, float]) -> str:
+    """ "TTFT ≤ 200 ms, TPOT ≤ 50 ms"; those of a class carry its name."""
+    words = []
+    for key, limit in objectives.items():
+        class_name, dot, metric = key.rpartition(".")
+        name = METRIC_NAMES.get(f"{metric}_ms", metric)
+        words.append(f"{plain(class_name, 24) + ' ' if dot else ''}{name} ≤ {number(limit)} ms")
+    return ", ".join(words)
+
+
+def _main_views(summaries: Sequence[Summary]) -> list[Summary]:
+    """The steady state where there is one, else the whole run, and the classes."""
+    steady = [view for view in summaries if view.name == "steady state"]
+    return (steady or list(summaries[:1])) + [view for view in summaries if view.name.startswith("class ")]
+
+
+def _nothing(result: RunResult) -> Banner | None:
+    if any(record.ok for record in result.records):
+        return None
+    what = "no request was made" if not result.records else f"none of {count(len(result.records), 'request')} succeeded"
+    return Banner("NO ANSWER", (f"There are no latencies: {what}.",))
+
+
+def _client_bound(result: RunResult) -> Banner | None:
+    if not result.client.bound:
+        return None
+    advice = "The numbers are this client's, not the server's: use a faster or a less busy machine, or a lower rate."
+    return Banner("CLIENT-BOUND", (*map(sentence, result.client.reasons), advice))
+
+
+def _interrupted(result: RunResult) -> Banner | None:
+    if not result.interrupted:
+        return None
+    return Banner("INTERRUPTED", ("The run was stopped before all requests were done; this is what was measured.",))
+
+
+def _failures(result: RunResult, most: float) -> Banner | None:
+    rows = failures_by_kind(result)
+    if not rows:
+        return None
+    failed = sum(row[1] for row in rows)
+    share = failed / len(result.records)
+    grave = share > most
+    title = f"{count(failed, 'request').upper()} FAILED ({number(100 * share)} %)"
+    lines = tuple(f"{kind} × {times:,}, for example: {plain(message, 160)}" for kind, times, message in rows)
+    limit = (f"More than {100 * most:g} % failed: the run is not valid.",) if grave else ()
+    return Banner(title, (*lines, *limit), "bad" if grave else "warn")
+
+
+def _objectives(view: Summary, target: float) -> Banner | None:
+    found = view.attainment
+    if found is None or not found.total:
+        return None
+    decision = outcome(found, target)
+    words = {
+        "held": f"Objectives held ({view.name})",
+        "missed": f"Objectives missed ({view.name})",
+        "undecided": f"Objectives: too few requests to decide ({view.name})",
+    }[decision]
+    missed = ", ".join(
+        f"{METRIC_NAMES.get(key + '_ms', key)} by {times:,}" for key, times in found.missed_by.items() if times
+    )
+    line = (
+        f"{100 * found.share:.4g} % of {count(found.total, 'request')} met {objectives_in_words(found.objectives)} "
+        f"(95 % interval {100 * found.low:.4g} to {100 * found.high:.4g} %, target {100 * target:g} %)"
+    )
+    tone: dict[str, Literal["good", "bad", "warn"]] = {"held": "good", "missed": "bad", "undecided": "warn"}
+    return Banner(plain(words, 90), (line + (f"; missed: {missed}." if missed else "."),), tone[decision])
+
+
+def _steady(summaries: Sequence[Summary]) -> Banner | None:
+    window = next((view.window for view in summaries if view.name == "steady state"), None)
+    if window is not None:
+        began = summaries[0].window.began_ns
+        low, high = (window.began_ns - began) / 1e9, (window.ended_ns - began) / 1e9
+        where = f"From {number(low)} to {number(high)} s of the run: {sentence(plain(window.reason, 200))}"
+        return Banner("Steady", (where,), "good")
+    reason = next((note for note in summaries[0].notes if note.startswith("no steady state")), "")
+    if not reason:
+        return None
+    return Banner("No steady state", (sentence(plain(reason.removeprefix("no steady state: "), 300)),), "warn")
+
+
+def _omission(summaries: Sequence[Summary]) -> Banner | None:
+    """Where latency counted from the send hides what requests waited before they were sent."""
+    whole = summaries[0]
+    for metric in ("ttft_ms", "e2el_ms"):
+        due, sent = whole.from_schedule.get(metric), whole.from_send.get(metric)
+        for p in (99.0, 90.0):
+            claims = [each.percentile(p) if each else None for each in (due, sent)]
+            values = [claim.value if claim else None for claim in claims]
+            if values[0] is None or values[1] is None:
+                continue
+            if values[0] > OMISSION_RATIO * values[1] and values[0] - values[1] > OMISSION_MS:
+                line = (
+                    f"P{p:g} {METRIC_NAMES[metric]} is {number(values[0])} ms from when requests were due, and only "
+                    f"{number(values[1])} ms from when they were sent: counting from the send hides the difference."
+                )
+                return Banner("Requests waited before they were sent", (line,), "warn")
+    return None

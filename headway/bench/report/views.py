@@ -1,0 +1,42 @@
+"""The views of a run that reports show, and the load that a run was asked to bear."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from headway.bench.measures.numbers import Summary
+from headway.bench.measures.summary import STEADY_STATE
+from headway.bench.record import RunResult
+
+CLASS = "class "
+
+
+def main_views(summaries: Sequence[Summary]) -> list[Summary]:
+    """The whole run and its steady state; without the classes."""
+    return [view for view in summaries if not view.name.startswith(CLASS)]
+
+
+def class_views(summaries: Sequence[Summary]) -> list[Summary]:
+    return [view for view in summaries if view.name.startswith(CLASS)]
+
+
+def steady_or_whole(summaries: Sequence[Summary]) -> Summary:
+    return next((view for view in summaries if view.name == STEADY_STATE), summaries[0])
+
+
+def load_of(result: RunResult) -> float:
+    """What a run was asked to bear: its rate, else its concurrency, else the rate at which requests came."""
+    for key in ("request_rate", "max_concurrency"):
+        asked = result.settings.get(key)
+        if isinstance(asked, int | float) and 0 < asked < math.inf:
+            return float(asked)
+    return len(result.records) / result.duration_s if result.duration_s > 0 else 0.0
+
+
+def load_name(results: Sequence[RunResult]) -> str:
+    """The label of the axis that `load_of` belongs to."""
+    if all(result.settings.get("request_rate") in (None, math.inf, "inf") for result in results):
+        closed = all(result.settings.get("max_concurrency") for result in results)
+        return "Requests in flight, at most" if closed else "Requests that came (1/s)"
+    return "Request rate (1/s)"

@@ -1,0 +1,196 @@
+"""What is printed when a run is over, and what it says in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from headway.bench.measures.compare import compare
+from headway.bench.measures.numbers import Attainment, Distribution, Percentile
+from headway.bench.measures.search import ProbeOutcome, SearchResult, Stop, Trial
+from headway.bench.measures.search import Verdict as RateVerdict
+from headway.bench.measures.summary import summarise_all
+from headway.bench.record import RunResult
+from headway.bench.report import tables, verdict
+from headway.bench.report.comparison import comparison_banners
+from headway.bench.report.console import print_comparison, print_runs, print_search, print_summary
+from tests.bench.report.runs import OBJECTIVES, ODD, failed_only, sweep, usual
+from tests.bench.report.simulated import MS, simulated_run
+
+
+def printed(print_, *args: object, width: int = 100, **options: object) -> str:
+    file = io.StringIO()
+    print_(Console(file=file, width=width), *args, **options)
+    return file.getvalue()
+
+
+def summary_of(run: RunResult, **options: object) -> str:
+    return printed(print_summary, run, summarise_all(run, objectives=OBJECTIVES), **options)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_everything_fits_the_width(width: int) -> None:
+    run, summaries = usual()
+    text = printed(print_summary, run, summaries, width=width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "…" not in text
+    words = " ".join(text.split())
+    for part in (
+        "whole run",
+        "steady state",
+        "TTFT",
+        "schedule",
+        "send",
+        "ITL",
+        "chat",
+        "batch",
+        "decode_stall_prefill",
+    ):
+        assert part in words
+    assert "cost per 1M output tokens" in words and "event loop after its timer" in words
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_no_run_breaks_it(kind: str) -> None:
+    text = summary_of(ODD[kind]())
+    assert not re.search(r"\bnan\b", text) and text.strip().splitlines()[-1].startswith(("Valid", "Not valid"))
+
+
+def test_a_percentile_is_shown_with_its_interval_or_with_what_it_would_need() -> None:
+    known = tables.percentile_cell(Percentile(50.0, 12.34, 11.0, 14.5))
+    assert (known.text, known.detail) == ("12.3", "11–14.5")
+    refused = tables.percentile_cell(Percentile(99.0, None, None, None, 368))
+    assert (refused.text, refused.detail) == ("needs 368+", "")
+    assert tables.percentile_cell(None, 0).text == "–"
+
+
+def test_failures_are_listed_by_kind_with_an_example() -> None:
+    run = simulated_run(30, failures=6)
+    rows = verdict.failures_by_kind(run)
+    assert sum(number for _, number, _ in rows) == 6
+    text = summary_of(run)
+    for kind, _, example in rows:
+        assert kind in text and example in text
+    assert "Not valid" in text and "6 REQUESTS FAILED (20 %)" in text
+
+
+def test_few_failures_are_allowed_and_said() -> None:
+    run = simulated_run(300, failures=2)
+    views = summarise_all(run)
+    assert verdict.is_valid(run, views) and not verdict.is_valid(run, views, max_failed_share=0.001)
+    assert "2 REQUESTS FAILED (0.667 %)" in summary_of(run)
+
+
+def test_a_client_that_is_the_limit_is_said_loudly() -> None:
+    run = simulated_run(30)
+    run.client.reasons.append("the event loop was 40 ms late")
+    first = verdict.banners(run, summarise_all(run))[0]
+    assert (first.title, first.tone) == ("CLIENT-BOUND", "bad")
+    assert "The event loop was 40 ms late." in first.lines
+    text = summary_of(run)
+    assert "━ CLIENT-BOUND ━" in text and text.rstrip().splitlines()[-1].startswith("Not valid")
+
+
+def test_an_interrupted_run_and_one_without_answers_are_not_valid() -> None:
+    run = simulated_run(30)
+    run.interrupted = True
+    assert "INTERRUPTED" in summary_of(run) and not verdict.is_valid(run, summarise_all(run))
+    failed = failed_only()
+    assert "NO ANSWER" in summary_of(failed) and not verdict.is_valid(failed, summarise_all(failed))
+
+
+def test_what_the_send_hides_is_pointed_out() -> None:
+    run = simulated_run(60, rate=5)
+    for record in run.records:
+        record.scheduled_ns -= 500 * MS
+    (found,) = [each for each in verdict.banners(run, summarise_all(run)) if "before they were sent" in each.title]
+    assert "counting from the send hides the difference" in found.lines[0]
+    calm = simulated_run(60, rate=5)
+    assert not [each for each in verdict.banners(calm, summarise_all(calm)) if "before they were sent" in each.title]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "word"), [(0.992, 1.0, "held"), (0.9, 0.97, "missed"), (0.97, 0.995, "undecided")]
+)
+def test_objectives_are_held_missed_or_undecided(low: float, high: float, word: str) -> None:
+    found = Attainment(OBJECTIVES, 98, 100, low, high, 1.0, 1.0, {"ttft": 2})
+    assert verdict.outcome(found, 0.99) == word
+    whole = dataclasses.replace(summarise_all(simulated_run(10))[0], attainment=found)
+    (banner,) = [each for each in verdict.banners(simulated_run(10), [whole]) if "bjectives" in each.title]
+    assert banner.tone == {"held": "good", "missed": "bad", "undecided": "warn"}[word]
+    assert "TTFT ≤ 200 ms, TPOT ≤ 30 ms" in banner.lines[0] and "TTFT by 2" in banner.lines[0]
+
+
+def test_objectives_of_classes_carry_their_names() -> None:
+    assert verdict.objectives_in_words({"chat.ttft": 200.0, "e2el": 5000.0}) == "chat TTFT ≤ 200 ms, E2E ≤ 5,000 ms"
+
+
+def test_a_sweep_names_the_load_up_to_which_objectives_held() -> None:
+    runs, summaries = sweep()
+    text = printed(print_runs, runs, summaries)
+    lines = [line.split()[0] for line in text.splitlines() if line.strip().endswith("valid")]
+    assert lines == ["4", "8", "16", "40"]
+    held = [view for view in map(tables.steady_or_whole, summaries) if verdict.outcome(view.attainment, 0.99) == "held"]
+    assert ("Objectives held up to" in text) == bool(held)
+    runs[3].client.reasons.append("late")
+    try:
+        assert "At a load of 40 the numbers are this client's" in printed(print_runs, runs, summaries)
+    finally:
+        runs[3].client.reasons.clear()
+
+
+def test_a_load_above_one_that_broke_does_not_count_as_held() -> None:
+    runs, summaries = sweep()
+    shares = {4.0: 0.999, 8.0: 0.5, 16.0: 0.999, 40.0: 0.5}
+    views = []
+    for run in runs:
+        share = shares[run.settings["request_rate"]]
+        found = Attainment(OBJECTIVES, 1, 1, share - 0.001, share, 1.0, 1.0, {})
+        views.append([dataclasses.replace(summaries[0][0], attainment=found)])
+    (banner,) = verdict.of_runs(list(zip(runs, views, strict=True)), target=0.99)
+    assert banner.title == "Objectives held up to 4"
+
+
+def test_a_search_says_its_rate_and_what_it_doubts() -> None:
+    trials = (
+        Trial(4.0, [ProbeOutcome(4.0, 500, 500)], RateVerdict.HELD, 0.991, 1.0),
+        Trial(5.0, [ProbeOutcome(5.0, 495, 500)], RateVerdict.UNDECIDED, 0.97, 0.999),
+    )
+    found = SearchResult(
+        4.0, 5.0, trials, Stop.NOISE, "the rates cannot be told apart", ("odd",), ((4.0, 1.0), (5.0, 0.99))
+    )
+    words = " ".join(printed(print_search, found).split())
+    assert "Highest rate: 4 requests/s: At 4 requests/s at least 99 %" in words
+    assert "5 requests/s stayed undecided" in words and "Beware: Odd." in words
+    none = dataclasses.replace(found, rate=None, trials=trials[1:])
+    assert "No rate held" in printed(print_search, none)
+
+
+def test_a_comparison_tells_real_differences_from_noise() -> None:
+    a, b = simulated_run(150, rate=8, seed=1, seats=12), simulated_run(150, rate=8, seed=1, seats=3)
+    found = compare(a, b, objectives=OBJECTIVES, resamples=300)
+    words = " ".join(printed(print_comparison, found, "a.json", "b.json").split())
+    assert "TTFT mean" in words and "noise" in words and "a is a.json, b is b.json." in words
+    same = compare(a, simulated_run(150, rate=8, seed=1, seats=12), resamples=300)
+    assert comparison_banners(same, "a", "b")[0].title == "No difference is real"
+
+
+def test_phases_have_shares_that_sum_to_one() -> None:
+    def flat(mean: float) -> Distribution:
+        return Distribution(1, 1.0, mean, 0.0, mean, mean, ())
+
+    view = dataclasses.replace(
+        usual()[1][0], phases_ms={"receive": flat(1), "decode_compute": flat(3), "queue": flat(0)}
+    )
+    table = tables.phase_table(view)
+    assert table is not None
+    assert [(row[0].text, row[1].text) for row in table.rows] == [
+        ("receive", "25.0 %"),
+        ("decode_compute", "75.0 %"),
+        ("queue (sum)", "0.0 %"),
+    ]
+    assert tables.phase_table(dataclasses.replace(view, phases_ms={})) is None
