@@ -1,0 +1,111 @@
+"""`--find-max-rate`: the search of measures/search.py, with real load for a probe."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from headway.bench.client.load import LoadMode
+from headway.bench.errors import BenchError
+from headway.bench.jobs import RATED, Bench, Load, Run, at_rate
+from headway.bench.measures.dependence import effective_count
+from headway.bench.measures.search import ProbeOutcome, SearchOptions, Trial, find_max_rate
+from headway.bench.measures.slo import missed_objectives
+from headway.bench.measures.steady import falls_behind
+from headway.bench.report import verdict
+from headway.bench.report.console import print_runs, print_search
+from headway.bench.report.search import search_section
+
+PROBE_REQUESTS = 400
+FIRST_LOOK_USERS, FIRST_LOOK_REQUESTS = 16, 48
+
+
+async def search(bench: Bench) -> int:
+    """Look for the highest rate that holds the objectives; print, save and report it. Returns the exit code.
+
+    Raises:
+        BenchError: there are no objectives, or an arrival process without one rate.
+    """
+    _check(bench)
+    prober = _Prober(bench)
+    start = bench.options.workload.arrival.mean_rate if bench.options.workload.arrival is not None else None
+    start = start if start is not None else await prober.first_look()
+    claims = bench.options.claims
+    found = await find_max_rate(
+        prober.probe,
+        start,
+        SearchOptions(target=claims.attainment, max_seconds=bench.options.max_search_seconds),
+        on_trial=prober.say,
+    )
+    if prober.runs:
+        print_runs(bench.out, *zip(*prober.runs, strict=True), target=claims.attainment)
+    print_search(bench.out, found, claims.attainment)
+    bench.report(prober.runs, extra=[search_section(found, claims.attainment)])
+    return bench.exit_code(prober.runs if found.rate is None else [])
+
+
+def _check(bench: Bench) -> None:
+    options = bench.options
+    has_objectives = bool(options.claims.objectives) or options.workload.mix is not None
+    if not has_objectives:
+        raise BenchError("--find-max-rate needs objectives: give --goodput, as --goodput ttft:200 tpot:50")
+    if options.sweep is not None:
+        raise BenchError("--find-max-rate and --sweep are two ways to choose rates; leave one out")
+    arrival = options.workload.arrival
+    if arrival is not None and (not isinstance(arrival, RATED) or math.isinf(arrival.rate)):
+        raise BenchError("--find-max-rate needs arrivals that have one rate: poisson, gamma or constant")
+
+
+class _Prober:
+    """Measures at a rate, each time with new prompts, and keeps the runs."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.runs: list[Run] = []
+        self._made = 0
+
+    async def first_look(self) -> float:
+        """A rate to start at: half of what a few users in a closed loop get."""
+        base = self.bench.options.workload
+        spec = dataclasses.replace(base, num_prompts=FIRST_LOOK_REQUESTS, duration_s=None, closed_loop=True)
+        result, summaries = await self.bench.run(Load(spec, LoadMode.CLOSED, FIRST_LOOK_USERS), "a first look")
+        self._made += 1
+        rate = summaries[0].rates["request_throughput"] / 2
+        if not rate > 0:
+            kinds = ", ".join(f"{kind}: {message}" for kind, _, message in verdict.failures_by_kind(result))
+            raise BenchError(f"no request of a first look was answered ({kinds}); the search has nowhere to start")
+        return float(f"{rate:.2g}")
+
+    async def probe(self, rate: float) -> ProbeOutcome:
+        options = self.bench.options
+        load = at_rate(options, rate, self._made)
+        if load.spec.num_prompts is None and load.spec.duration_s is None:
+            load = dataclasses.replace(load, spec=dataclasses.replace(load.spec, num_prompts=PROBE_REQUESTS))
+        run = await self.bench.run(load, f"{rate:.4g} requests/s")
+        self._made += 1
+        self.bench.save(*run, number=self._made)
+        self.runs.append(run)
+        result = run[0]
+        missed = missed_objectives(
+            result.records, options.claims.objectives, result.settings["goodput_by_class"] or None
+        )
+        met = [not missed[record.index] for record in result.records if record.index in missed]
+        behind = falls_behind(result.records)
+        doubts = [*result.client.reasons, *(["it was interrupted"] if result.interrupted else [])]
+        return ProbeOutcome(
+            rate=rate,
+            met=sum(met),
+            total=len(met),
+            steady=not behind,
+            valid=not doubts,
+            effective_total=effective_count(np.array(met, dtype=float)),
+            reason="; ".join([*doubts, *([behind] if behind else [])]),
+        )
+
+    def say(self, trial: Trial) -> None:
+        self.bench.progress.print(
+            f"{trial.rate:.4g} requests/s: {trial.met} of {trial.total} met their objectives, {trial.verdict}",
+            highlight=False,
+        )

@@ -1,0 +1,1 @@
+"""`headway bench profile`: one request at a time, where its time goes, and what the machine would allow."""

@@ -1,0 +1,108 @@
+"""Measured compute beside what the machine allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headway.bench.profile.model import ProfiledModel
+from headway.calibration.peaks import MachinePeaks
+from headway.cost.work import Chunk, Operation, Work, step_work, total
+
+Parts = Mapping[Operation, Work]
+
+
+@dataclass(frozen=True, slots=True)
+class Achieved:
+    """One forward pass.
+
+    Args:
+        measured_ms: its compute, by the server's ledger.
+        floor_ms: the least that the machine needs for it: arithmetic at the peak rate of products, or weights and
+            cache at the peak rate of reads, whichever is longer.
+        flops, kept_bytes: its FLOPs, and bytes of weights and cache.
+        bytes_per_s: the peak rate of reads for as many bytes over and over; above that of memory when they fit in a
+            cache.
+        flops_per_s: the peak rate of products.
+    """
+
+    measured_ms: float
+    floor_ms: float
+    flops: float
+    kept_bytes: float
+    flops_per_s: float
+    bytes_per_s: float
+
+    @property
+    def flops_share(self) -> float:
+        """Of the peak rate of products."""
+        return self.flops / (self.measured_ms / 1e3) / self.flops_per_s
+
+    @property
+    def bandwidth_share(self) -> float:
+        """Of the peak rate of reads."""
+        return self.kept_bytes / (self.measured_ms / 1e3) / self.bytes_per_s
+
+    @property
+    def share(self) -> float:
+        """Of what the machine allows: 1 is the floor."""
+        return self.floor_ms / self.measured_ms
+
+    @property
+    def bound(self) -> str:
+        """What sets the floor: "compute" or "memory"."""
+        return "compute" if self.flops / self.flops_per_s > self.kept_bytes / self.bytes_per_s else "memory"
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte of weights and cache."""
+        return self.flops / self.kept_bytes
+
+
+def prefill_work(model: ProfiledModel, prompt_tokens: int) -> Work:
+    """Of a whole prompt in one pass."""
+    return total(step_work(model.shape, [Chunk(prompt_tokens)], model.precision).values())
+
+
+def decode_work(model: ProfiledModel, prompt_tokens: int, output_tokens: int) -> tuple[float, float]:
+    """(FLOPs, bytes of weights and cache) of the mean step after the first token.
+
+    Both are linear in the context but for sliding windows, so all steps are counted.
+    """
+    steps = [
+        total(step_work(model.shape, [Chunk(1, context)], model.precision).values())
+        for context in range(prompt_tokens, prompt_tokens + output_tokens - 1)
+    ]
+    return sum(w.flops for w in steps) / len(steps), sum(w.kept_bytes for w in steps) / len(steps)
+
+
+def prefill_achieved(
+    model: ProfiledModel, peaks: MachinePeaks, prompt_tokens: int, measured_ms: float
+) -> Achieved | None:
+    """None where nothing was measured."""
+    work = prefill_work(model, prompt_tokens)
+    return achieved(model, peaks, work.flops, work.kept_bytes, measured_ms) if measured_ms > 0 else None
+
+
+def decode_achieved(
+    model: ProfiledModel, peaks: MachinePeaks, prompt_tokens: int, output_tokens: int, measured_ms: float
+) -> Achieved | None:
+    """Of the mean step after the first token, which took `measured_ms`; None where there was none."""
+    if output_tokens < 2 or measured_ms <= 0:
+        return None
+    flops, kept_bytes = decode_work(model, prompt_tokens, output_tokens)
+    return achieved(model, peaks, flops, kept_bytes, measured_ms)
+
+
+def achieved(
+    model: ProfiledModel, peaks: MachinePeaks, flops: float, kept_bytes: float, measured_ms: float
+) -> Achieved:
+    """A pass with so much work that took `measured_ms`, above 0."""
+    roof = peaks.roofline(model.dtype, int(kept_bytes))
+    least = floor_ms(model, peaks, flops, kept_bytes)
+    return Achieved(measured_ms, least, flops, kept_bytes, roof.flops_per_s, roof.bytes_per_s)
+
+
+def floor_ms(model: ProfiledModel, peaks: MachinePeaks, flops: float, kept_bytes: float) -> float:
+    """The least time for so many FLOPs and bytes, which are read over and over."""
+    return 1e3 * peaks.roofline(model.dtype, int(kept_bytes)).least_seconds(flops, kept_bytes)

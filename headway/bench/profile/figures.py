@@ -1,0 +1,262 @@
+"""The figures of a profile, among them the two of document 000: memory requirements and optimisation opportunities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headway.bench.profile.achieved import Achieved, decode_work, floor_ms, prefill_work
+from headway.bench.profile.result import LengthProfile, Opportunity, ProfileResult
+from headway.bench.profile.stages import BY_KEY, STAGES
+from headway.bench.report import style
+from headway.cost.roofline import Roofline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MIB, GIB = 2**20, 2**30
+NOTHING_MEASURED = "no request came back with the server's timings"
+
+
+@style.drawing()
+def stage_breakdown(lengths: Sequence[LengthProfile]) -> Figure:
+    """Stacked bars for each prompt length: milliseconds on the left, shares on the right."""
+    figure, (times, shares) = style.new_figure(8.0, 1.9 + 0.42 * max(3, len(lengths)), columns=2, sharey=True)
+    times.set_xlabel("Time of a request (ms)")
+    shares.set_xlabel("Share of it (%)")
+    times.set_ylabel("Prompt (tokens)")
+    if not lengths:
+        style.nothing_to_show(times, NOTHING_MEASURED)
+        return figure
+    rows = np.arange(len(lengths))
+    totals = np.array([each.total_ms for each in lengths])
+    edges = np.zeros(len(lengths))
+    for stage in STAGES:
+        widths = np.array([each.stages_ms[stage.key] for each in lengths])
+        colour = style.colour(stage.colour)
+        times.barh(rows, widths, left=edges, height=0.66, color=colour, label=stage.label)
+        shares.barh(rows, 100 * widths / totals, left=100 * edges / totals, height=0.66, color=colour)
+        edges += widths
+    for row, whole in enumerate(totals):
+        _beside(times, float(whole), row, style.number(float(whole)))
+    times.set_yticks(rows, [f"{each.prompt_tokens:,}" for each in lengths])
+    times.set_ylim(len(lengths) - 0.5, -0.5)
+    times.set_xlim(0, float(totals.max()) * 1.15)
+    shares.set_xlim(0, 100)
+    for axes in (times, shares):
+        axes.grid(axis="y", visible=False)
+    _legend_below(figure, times, 4)
+    return figure
+
+
+@style.drawing()
+def latency_by_length(result: ProfileResult) -> Figure:
+    """TTFT and TPOT against the prompt's length, with what the roofline would allow."""
+    figure, (ttft, tpot) = style.new_figure(8.0, 3.6, columns=2)
+    for axes, name in ((ttft, "Time to first token (ms)"), (tpot, "Time per output token (ms)")):
+        axes.set_xlabel("Prompt (tokens)")
+        axes.set_ylabel(name)
+    measured = [each for each in result.lengths if each.completed]
+    if not measured:
+        style.nothing_to_show(ttft, "no request was answered")
+        style.nothing_to_show(tpot, "no request was answered")
+        return figure
+    tokens = [each.prompt_tokens for each in measured]
+    _median_with_range(ttft, measured, "ttft_ms")
+    _median_with_range(tpot, measured, "tpot_ms")
+    model, peaks = result.model, result.peaks
+    grid = np.unique(np.geomspace(max(1, min(tokens)), max(tokens), 40).round().astype(int)).tolist()
+    prompts = [prefill_work(model, n) for n in grid]
+    floors = [floor_ms(model, peaks, work.flops, work.kept_bytes) for work in prompts]
+    # The context in the middle of the answer stands for all of its steps.
+    half = measured[0].output_tokens // 2
+    steps = [floor_ms(model, peaks, *decode_work(model, n + half, 2)) for n in grid]
+    line = {"color": style.colour("orange"), "ls": style.series_line(1), "label": "roofline: least possible compute"}
+    ttft.plot(grid, floors, **line)
+    tpot.plot(grid, steps, **line)
+    for axes in (ttft, tpot):
+        axes.set_ylim(bottom=0)
+        if style.wants_log(tokens):
+            style.log_axis(axes, "x")
+    if style.wants_log([*(each.medians_ms["ttft_ms"] for each in measured), *floors]):
+        ttft.set_ylim(bottom=min(floors) * 0.7)
+        style.log_axis(ttft, "y")
+    _legend_below(figure, ttft, 3)
+    return figure
+
+
+def _median_with_range(axes: Axes, lengths: Sequence[LengthProfile], metric: str) -> None:
+    having = [each for each in lengths if metric in each.medians_ms]
+    tokens = [each.prompt_tokens for each in having]
+    low = [each.latencies[metric].minimum for each in having]
+    high = [each.latencies[metric].maximum for each in having]
+    blue = style.colour("blue")
+    axes.fill_between(tokens, low, high, color=blue, alpha=0.18, lw=0, label="least to most")
+    axes.plot(tokens, [each.medians_ms[metric] for each in having], color=blue, marker="o", ms=4, label="median")
+
+
+@style.drawing()
+def memory_requirements(result: ProfileResult) -> Figure:
+    """What one sequence needs by its length, and how many such sequences the cache has room for."""
+    figure, (needs, room) = style.new_figure(8.0, 3.6, columns=2)
+    lengths = _context_lengths(result)
+    parts = [result.memory_of(n) for n in lengths]
+    unit, name = (GIB, "GiB") if sum(parts[-1].values()) >= 2 * GIB else (MIB, "MiB")
+    labels = {"weights": ("weights", "blue"), "activations": ("activations", "gold"), "kv_cache": ("KV cache", "green")}
+    edges = np.zeros(len(lengths))
+    for key, (label, colour) in labels.items():
+        sizes = np.array([each[key] for each in parts]) / unit
+        needs.bar(range(len(lengths)), sizes, bottom=edges, width=0.66, color=style.colour(colour), label=label)
+        edges += sizes
+    for at, whole in enumerate(edges):
+        needs.text(at, whole, style.number(float(whole)), ha="center", va="bottom", fontsize=7.5)
+    needs.set_ylim(0, float(edges.max()) * 1.12)
+    needs.set_xticks(range(len(lengths)), [_short(n) for n in lengths])
+    needs.set_xlabel("Context of one sequence (tokens)")
+    needs.set_ylabel(f"Memory ({name})")
+    needs.grid(axis="x", visible=False)
+    _legend_below(figure, needs, 3)
+    _room(room, result, lengths)
+    return figure
+
+
+def _room(axes: Axes, result: ProfileResult, lengths: Sequence[int]) -> None:
+    blocks, size = result.startup.num_blocks, max(1, result.startup.block_size)
+    fits = [blocks // -(-n // size) for n in lengths]
+    axes.bar(range(len(lengths)), fits, width=0.66, color=style.colour("green"))
+    for at, count in enumerate(fits):
+        axes.text(at, max(count, 1), f"{count:,}", ha="center", va="bottom", fontsize=7.5)
+    axes.set_xticks(range(len(lengths)), [_short(n) for n in lengths])
+    axes.set_xlabel("Context of each sequence (tokens)")
+    axes.set_ylabel(f"Sequences in the cache of {_size(result.pool_bytes)}")
+    axes.grid(axis="x", visible=False)
+    axes.set_ylim(0, max([1, *fits]) * 1.12)
+    if style.wants_log([n for n in fits if n]):
+        axes.set_ylim(0.7, max(fits) * 2.2)
+        style.log_axis(axes, "y")
+
+
+def _context_lengths(result: ProfileResult) -> list[int]:
+    """Powers of two up to the context, five of them at most, and the context itself."""
+    longest = max(1, result.startup.max_model_len)
+    powers = [2**n for n in range(4, 24) if 2**n < longest]
+    return [*powers[-5:], longest]
+
+
+@style.drawing()
+def optimisation_opportunities(found: Sequence[Opportunity], each: LengthProfile | None) -> Figure:
+    """Stages by what could be won at most, above what physics leaves of them."""
+    figure, (axes,) = style.new_figure(8.0, 1.2 + 0.36 * max(3, len(found)))
+    axes.set_xlabel("Time of a request (ms)")
+    if each is None or not found:
+        style.nothing_to_show(axes, NOTHING_MEASURED)
+        return figure
+    floors = [min(o.floor_ms, o.measured_ms) for o in found]
+    wins = [o.winnable_ms for o in found]
+    rows = range(len(found))
+    axes.barh(rows, floors, height=0.66, color=style.colour("gray"), label="floor: what this machine needs for it")
+    axes.barh(rows, wins, left=floors, height=0.66, color=style.colour("orange"), label="could be won at most")
+    for row, o in enumerate(found):
+        share = o.winnable_ms / each.total_ms
+        text = f"{style.number(o.measured_ms)} ms, {style.number(o.winnable_ms)} to win ({share:.0%} of the request)"
+        _beside(axes, o.measured_ms, row, text)
+    axes.set_yticks(rows, [BY_KEY[o.stage].label for o in found])
+    axes.set_ylim(len(found) - 0.5, -0.5)
+    axes.set_xlim(0, max(o.measured_ms for o in found) * 1.55)
+    axes.grid(axis="y", visible=False)
+    _legend_below(figure, axes, 2)
+    return figure
+
+
+@style.drawing()
+def roofline(result: ProfileResult) -> Figure:
+    """FLOP/s against FLOPs per byte: the machine's two limits, and where prefill and decode are."""
+    figure, (axes,) = style.new_figure(8.0, 4.0)
+    axes.set_xlabel("Arithmetic intensity (FLOP per byte of weights and cache)")
+    axes.set_ylabel("GFLOP/s")
+    points = {
+        "prefill": ("o", "prefill-compute", [e.prefill for e in result.measured if e.prefill]),
+        "decode": ("s", "orange", [e.decode for e in result.measured if e.decode]),
+    }
+    everything = [p for _, _, some in points.values() for p in some]
+    if not everything:
+        style.nothing_to_show(axes, NOTHING_MEASURED)
+        return figure
+    roofs = _roofs(result, everything)
+    low = min(p.intensity for p in everything) / 3
+    high = max(*(p.intensity for p in everything), *(roof.ridge for roof in roofs.values())) * 3
+    grid = np.geomspace(low, high, 200)
+    for number, (label, roof) in enumerate(roofs.items()):
+        heights = [roof.attainable(float(x)) / 1e9 for x in grid]
+        axes.plot(grid, heights, color=style.colour("ink"), ls=style.series_line(number), lw=1.2, label=label)
+    for name, (marker, colour, some) in points.items():
+        x = [p.intensity for p in some]
+        y = [p.flops / p.measured_ms / 1e6 for p in some]
+        axes.plot(x, y, marker, ms=6, color=style.colour(colour), mec=style.colour("paper"), mew=0.8, label=name)
+    for each in result.measured:
+        if each.prefill:
+            at = (each.prefill.intensity, each.prefill.flops / each.prefill.measured_ms / 1e6)
+            axes.annotate(f"{each.prompt_tokens:,}", at, (5, -9), textcoords="offset points", fontsize=7)
+    axes.set_xlim(low, high)
+    style.log_axis(axes, "x")
+    style.log_axis(axes, "y")
+    _legend_below(figure, axes, 2)
+    return figure
+
+
+def _roofs(result: ProfileResult, points: Sequence[Achieved]) -> dict[str, Roofline]:
+    """Memory's roof, and the caches' where the model fits in them, by label."""
+    peaks, dtype = result.peaks, result.model.dtype
+    memory = peaks.roofline(dtype)
+    smallest = int(min(p.kept_bytes for p in points))
+    nearer = peaks.roofline(dtype, smallest)
+    gflops, gb = memory.flops_per_s / 1e9, memory.bytes_per_s / 1e9
+    roofs = {f"{style.number(gflops)} GFLOP/s in {dtype}, memory {style.number(gb)} GB/s": memory}
+    if nearer.bytes_per_s > 1.1 * memory.bytes_per_s:
+        roofs[f"{_size(smallest)} over and over, from caches: {style.number(nearer.bytes_per_s / 1e9)} GB/s"] = nearer
+    return roofs
+
+
+@style.drawing()
+def model_loading(stages: Mapping[str, float], total_s: float) -> Figure:
+    """The stages of the start, in their order."""
+    figure, (axes,) = style.new_figure(8.0, 1.1 + 0.32 * max(3, len(stages)))
+    axes.set_xlabel("Seconds")
+    if not stages:
+        style.nothing_to_show(axes, "the server said nothing of its start")
+        return figure
+    rows = range(len(stages))
+    axes.barh(rows, list(stages.values()), height=0.66, color=style.colour("blue"))
+    for row, seconds in enumerate(stages.values()):
+        share = f" ({seconds / total_s:.0%})" if total_s else ""
+        _beside(axes, seconds, row, f"{style.number(1e3 * seconds)} ms{share}")
+    axes.set_yticks(rows, list(stages))
+    axes.set_ylim(len(stages) - 0.5, -0.5)
+    axes.set_xlim(0, max(stages.values()) * 1.25 or 1.0)
+    axes.grid(axis="y", visible=False)
+    return figure
+
+
+def _beside(axes: Axes, x: float, row: int, text: str) -> None:
+    """A text at the end of a horizontal bar."""
+    axes.annotate(text, (x, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
+
+
+def _legend_below(figure: Figure, axes: Axes, columns: int) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.4)
+
+
+def _short(tokens: int) -> str:
+    """65,536 as 64K."""
+    return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else f"{tokens:,}"
+
+
+def _size(size: float) -> str:
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
+        if size >= unit:
+            return f"{style.number(size / unit)} {name}"
+    return f"{style.number(size / 1024)} KiB"

@@ -1,0 +1,65 @@
+"""What this machine can do at most: measured by a process of its own, or read from a file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from headway.bench.errors import BenchError
+from headway.bench.profile.local_server import end_with_parent, own_environment
+from headway.calibration.peaks import MachinePeaks
+
+
+def read_peaks(path: Path) -> MachinePeaks:
+    """A calibration from a file. Raises BenchError when there is none in it."""
+    try:
+        return MachinePeaks.from_json(path.read_bytes())
+    except OSError as error:
+        raise BenchError(f"--calibration {path}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BenchError(
+            f"--calibration {path} is not the output of `python -m headway.calibration` ({error}); make it again"
+        ) from None
+
+
+async def measure_peaks(
+    device: str, dtype: str, threads: int | None, on_line: Callable[[str], None] = lambda line: None
+) -> MachinePeaks:
+    """Run the calibration; it takes some seconds and all of the machine.
+
+    Raises:
+        BenchError: it failed.
+    """
+    command = [sys.executable, "-m", "headway.calibration", "--device", device, "--dtype", dtype]
+    command += ["--threads", str(threads)] if threads is not None else []
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=own_environment(),
+        start_new_session=True,
+        preexec_fn=end_with_parent(),
+    )
+    assert process.stdout is not None and process.stderr is not None
+    last = "nothing"
+    try:
+        answer = asyncio.create_task(process.stdout.read())
+        async for raw in process.stderr:
+            last = raw.decode(errors="replace").strip() or last
+            on_line(last)
+        code = await process.wait()
+        text = await answer
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            if process.returncode is None:
+                process.kill()
+        await process.wait()
+    if code != 0:
+        raise BenchError(f"measuring the machine failed with code {code}: {last.removeprefix('headway: ')}")
+    return MachinePeaks.from_json(text)

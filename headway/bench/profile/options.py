@@ -1,0 +1,106 @@
+"""What the user of `headway bench profile` asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.bench.errors import BenchError
+
+# Document 000 measured up to 400 tokens.
+DEFAULT_PROMPT_LENS = (16, 64, 128, 256, 400, 1024, 2048)
+DEFAULT_PERCENTILES = (50.0, 90.0, 95.0, 99.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """One profile.
+
+    Args:
+        model: folder of a checkpoint, or a Hugging Face id; None takes the bundled model.
+        prompt_lens: tokens; None takes DEFAULT_PROMPT_LENS as far as the model's context goes.
+        output_len: tokens of each answer; at least 2, as the first comes from the prompt's step.
+        repeats: requests of each length.
+        percentiles: of TTFT, TPOT and TTLT, between 0 and 100.
+        device, dtype, load_format, threads, max_model_len, kv_cache_memory: as `headway serve` has them.
+        serve_arguments: more arguments for `headway serve`, as they are.
+        calibration: a file with the output of `python -m headway.calibration`; None measures the machine.
+        result_dir: where the folder of this profile is made.
+        result_name: the folder's name; None makes one of the model and the time. An existing one is replaced.
+        ready_timeout_s: for the model to load.
+        request_timeout_s: for each request.
+        seed: of the prompts.
+    """
+
+    model: str | None = None
+    prompt_lens: tuple[int, ...] | None = None
+    output_len: int = 32
+    repeats: int = 10
+    percentiles: tuple[float, ...] = DEFAULT_PERCENTILES
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    threads: int | None = None
+    max_model_len: int | None = None
+    kv_cache_memory: int | None = None
+    serve_arguments: tuple[str, ...] = ()
+    calibration: Path | None = None
+    result_dir: Path = Path("bench-results")
+    result_name: str | None = None
+    ready_timeout_s: float = 900.0
+    request_timeout_s: float = 600.0
+    seed: int = 0
+
+
+def check_options(options: ProfileOptions) -> None:
+    """Refuse what could not be measured, before anything is started. Raises BenchError."""
+    least = {"--output-len": (options.output_len, 2), "--repeats": (options.repeats, 1)}
+    least |= {"--prompt-lens": (min(options.prompt_lens), 1)} if options.prompt_lens else {}
+    for flag, (value, low) in least.items():
+        if value < low:
+            raise BenchError(f"{flag} is {value}; it must be at least {low}")
+    for flag, seconds in {"--ready-timeout": options.ready_timeout_s, "--timeout": options.request_timeout_s}.items():
+        if not 0 < seconds < float("inf"):
+            raise BenchError(f"{flag} is {seconds:g}; it must be a number of seconds above 0")
+    if options.prompt_lens is not None and not options.prompt_lens:
+        raise BenchError("--prompt-lens names no length; give token counts, as 16,256,1024")
+    for p in options.percentiles:
+        if not 0 < p < 100:
+            raise BenchError(f"percentile {p:g} is out of range: it must lie between 0 and 100, both excluded")
+    name = options.result_name
+    if name is not None and (not name or name in (".", "..") or Path(name).name != name):
+        raise BenchError(f"--result-name is {name!r}; it must be the plain name of a folder")
+
+
+def fitting_lengths(options: ProfileOptions, max_model_len: int) -> tuple[int, ...]:
+    """Prompt lengths to measure, rising, with room for the answer in a context of `max_model_len` tokens.
+
+    Of the default ones those that fit; the longest that does not becomes what fits.
+
+    Raises:
+        BenchError: a length that was asked for does not fit, or none does.
+    """
+    room = max_model_len - options.output_len
+    if room < 1:
+        raise BenchError(
+            f"--output-len {options.output_len} leaves no room for a prompt in a context of {max_model_len} tokens; "
+            "lower it"
+        )
+    if options.prompt_lens is not None:
+        longest = max(options.prompt_lens)
+        if longest > room:
+            raise BenchError(
+                f"a prompt of {longest} tokens and an answer of {options.output_len} do not fit in a context of "
+                f"{max_model_len} tokens; the longest prompt is {room}"
+            )
+        return tuple(sorted(set(options.prompt_lens)))
+    return _default_lengths(room)
+
+
+def _default_lengths(room: int) -> tuple[int, ...]:
+    fitting: Sequence[int] = [length for length in DEFAULT_PROMPT_LENS if length <= room]
+    if len(fitting) < len(DEFAULT_PROMPT_LENS) and room not in fitting:
+        # A length next to another one says nothing new.
+        fitting = [*(length for length in fitting if length < 0.8 * room), room]
+    return tuple(fitting)

@@ -1,0 +1,238 @@
+"""What a profile found, and its form as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.bench.measures.latencies import Latencies
+from headway.bench.measures.numbers import Distribution
+from headway.bench.measures.percentiles import distribution
+from headway.bench.profile.achieved import Achieved, decode_achieved, prefill_achieved
+from headway.bench.profile.local_server import Startup
+from headway.bench.profile.model import ProfiledModel
+from headway.bench.profile.stages import STAGES, median_phase, typical_stages
+from headway.bench.record import RequestRecord
+from headway.calibration.peaks import MachinePeaks
+from headway.cost.memory import activation_bytes, kv_cache_bytes
+from headway.policy.ledger import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class LengthProfile:
+    """Requests of one prompt length.
+
+    Args:
+        prompt_tokens: by the server's count, the median of the requests.
+        latencies: ttft_ms, tpot_ms and ttlt_ms (time to last token), from the send.
+        medians_ms: of the same, however few requests there are; without those that none has.
+        stages_ms: see typical_stages.
+        prefill, decode: None where the server gave no ledger. Decode is the mean step after the first token.
+    """
+
+    asked_tokens: int
+    prompt_tokens: int
+    output_tokens: int
+    completed: int
+    failures: dict[str, int]
+    latencies: dict[str, Distribution]
+    medians_ms: dict[str, float]
+    stages_ms: dict[str, float]
+    prefill: Achieved | None
+    decode: Achieved | None
+
+    @property
+    def total_ms(self) -> float:
+        return sum(self.stages_ms.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Opportunity:
+    """How much of a stage could be won at most.
+
+    Args:
+        floor_ms: what physics leaves of it on this machine; 0 for work that needs no time in principle.
+    """
+
+    stage: str
+    measured_ms: float
+    floor_ms: float
+
+    @property
+    def winnable_ms(self) -> float:
+        return max(0.0, self.measured_ms - self.floor_ms)
+
+
+@dataclass(slots=True)
+class ProfileResult:
+    """One profile.
+
+    Args:
+        engine_stages: seconds of each stage of the engine's start.
+        folder: where the report was written; None before that.
+        notes: what a reader must know to trust the numbers.
+    """
+
+    model: ProfiledModel
+    peaks: MachinePeaks
+    startup: Startup
+    engine_stages: dict[str, float]
+    server_version: str
+    lengths: list[LengthProfile]
+    settings: dict[str, Any]
+    began_at: str
+    interrupted: bool = False
+    notes: list[str] = field(default_factory=list)
+    folder: Path | None = None
+
+    @property
+    def measured(self) -> list[LengthProfile]:
+        """Lengths of which at least one request came back with a ledger."""
+        return [each for each in self.lengths if each.stages_ms]
+
+    @property
+    def typical(self) -> LengthProfile | None:
+        """The length in the middle, to talk about."""
+        return self.measured[len(self.measured) // 2] if self.measured else None
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of the KV cache that the server made."""
+        return self.startup.num_blocks * self.startup.block_size * self.model.kv_bytes_per_token
+
+    @property
+    def ok(self) -> bool:
+        """Something was measured and nothing failed."""
+        return bool(self.measured) and not any(each.failures for each in self.lengths)
+
+    def memory_of(self, tokens: int) -> dict[str, int]:
+        """Bytes for one sequence of so many tokens: weights, activations of its prompt in one step, cache in blocks."""
+        model = self.model
+        return {
+            "weights": model.weight_bytes,
+            "activations": activation_bytes(model.shape, max(1, tokens), 1, model.precision),
+            "kv_cache": kv_cache_bytes(model.shape, tokens, model.precision, max(1, self.startup.block_size)),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, JSON-able; times are in the unit that the key names, sizes in bytes and tokens."""
+        model, peaks = self.model, self.peaks
+        return {
+            "profile": 1,
+            "began_at": self.began_at,
+            "interrupted": self.interrupted,
+            "notes": self.notes,
+            "settings": self.settings,
+            "model": {
+                "name": model.name,
+                "dtype": model.dtype,
+                "parameters": model.shape.num_parameters,
+                "parameters_by_part": model.shape.parameters(),
+                "weights_bytes": model.weight_bytes,
+                "kv_bytes_per_token": model.kv_bytes_per_token,
+                "checkpoint_bytes": model.checkpoint_bytes,
+            },
+            "machine": asdict(peaks) | {"busy": peaks.busy},
+            "server": {
+                "version": self.server_version,
+                "device": self.startup.device,
+                "max_model_len": self.startup.max_model_len,
+                "kv_cache_blocks": self.startup.num_blocks,
+                "block_size": self.startup.block_size,
+                "kv_cache_bytes": self.pool_bytes,
+            },
+            "model_loading": {
+                "ready_s": self.startup.seconds,
+                "engine_s": self.engine_stages,
+                "api_process_s": self.startup.api_stages,
+            },
+            "prompt_lengths": [_length_as_json(each) for each in self.lengths],
+            "memory": {str(each.asked_tokens): self.memory_of(each.asked_tokens) for each in self.lengths},
+            "opportunities": {
+                str(each.asked_tokens): [asdict(o) | {"winnable_ms": o.winnable_ms} for o in opportunities(each)]
+                for each in self.measured
+            },
+        }
+
+
+def _length_as_json(each: LengthProfile) -> dict[str, Any]:
+    def computed(part: Achieved | None) -> dict[str, Any] | None:
+        if part is None:
+            return None
+        derived = ("flops_share", "bandwidth_share", "share", "bound", "intensity")
+        return asdict(part) | {name: getattr(part, name) for name in derived}
+
+    return {
+        "asked_tokens": each.asked_tokens,
+        "prompt_tokens": each.prompt_tokens,
+        "output_tokens": each.output_tokens,
+        "completed": each.completed,
+        "failures": each.failures,
+        "medians_ms": each.medians_ms,
+        "latencies": {name: _plain(asdict(found)) for name, found in each.latencies.items()},
+        "stages_ms": each.stages_ms,
+        "stage_shares": {key: ms / each.total_ms for key, ms in each.stages_ms.items()},
+        "prefill": computed(each.prefill),
+        "decode_step": computed(each.decode),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """NaN has no form in JSON."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def profile_length(
+    asked: int,
+    records: Sequence[RequestRecord],
+    percentiles: Sequence[float],
+    model: ProfiledModel,
+    peaks: MachinePeaks,
+) -> LengthProfile:
+    """Of the records of one prompt length."""
+    done = [record for record in records if record.ok]
+    failures: dict[str, int] = {}
+    for record in records:
+        if record.failure is not None:
+            failures[record.failure.kind] = failures.get(record.failure.kind, 0) + 1
+    latencies = Latencies.of(records)
+    metrics = {"ttft_ms": latencies.ttft_ms, "tpot_ms": latencies.tpot_ms, "ttlt_ms": latencies.e2el_ms}
+    found = {name: values[np.isfinite(values)] for name, values in metrics.items()}
+    prompt = sorted(record.prompt_tokens or asked for record in done)[len(done) // 2] if done else asked
+    output = sorted(record.tokens for record in done)[len(done) // 2] if done else 0
+    prefill_ms = median_phase(done, Phase.PREFILL_COMPUTE)
+    decode_ms = median_phase(done, Phase.DECODE_COMPUTE)
+    return LengthProfile(
+        asked_tokens=asked,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        completed=len(done),
+        failures=failures,
+        latencies={name: distribution(values, percentiles) for name, values in found.items()},
+        medians_ms={name: float(np.median(values)) for name, values in found.items() if len(values)},
+        stages_ms=typical_stages(done),
+        prefill=None if prefill_ms is None else prefill_achieved(model, peaks, prompt, prefill_ms),
+        decode=(
+            None if decode_ms is None else decode_achieved(model, peaks, prompt, output, decode_ms / max(1, output - 1))
+        ),
+    )
+
+
+def opportunities(each: LengthProfile) -> list[Opportunity]:
+    """The stages of a length with their floors, the one with most to win first.
+
+    Prefill and decode have the roofline's floor. All else is bookkeeping that no law of nature asks for.
+    """
+    floors = {"prefill": each.prefill.floor_ms if each.prefill else 0.0}
+    floors["decode"] = each.decode.floor_ms * (each.output_tokens - 1) if each.decode else 0.0
+    found = [Opportunity(stage.key, each.stages_ms[stage.key], floors.get(stage.key, 0.0)) for stage in STAGES]
+    return sorted(found, key=lambda o: o.winnable_ms, reverse=True)

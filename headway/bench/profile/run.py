@@ -1,0 +1,270 @@
+"""`headway bench profile`: measure the machine, start a server, send the requests, write the report, end the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import urllib.request
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+import headway
+from headway.bench.client.load import LoadOutcome
+from headway.bench.errors import BenchError
+from headway.bench.measures.server_metrics import parse_metrics
+from headway.bench.profile import tables
+from headway.bench.profile.local_server import LocalServer
+from headway.bench.profile.machine import measure_peaks, read_peaks
+from headway.bench.profile.measure import plan_requests, send_all
+from headway.bench.profile.model import ProfiledModel, find_model
+from headway.bench.profile.options import ProfileOptions, check_options, fitting_lengths
+from headway.bench.profile.page import banners, page_of
+from headway.bench.profile.result import ProfileResult, profile_length
+from headway.bench.record import FailureKind, RequestRecord
+from headway.bench.report.console import print_banner, print_table
+from headway.bench.report.page import write_page
+from headway.bench.results import write_json
+from headway.calibration.peaks import MachinePeaks
+
+T = TypeVar("T")
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+class _Stopped(Exception):
+    """The user ended it before there was anything to keep."""
+
+
+async def run_profile(options: ProfileOptions, console: Console, stop: asyncio.Event | None = None) -> ProfileResult:
+    """Profile a model and write `profile.json`, `profile.html` and `figures/*.png` to a folder of their own.
+
+    No server is left behind, however it ends.
+
+    Args:
+        console: gets the progress and, at the end, the tables.
+        stop: set it to end early (Ctrl-C): what was measured by then is written.
+
+    Raises:
+        BenchError: bad options, no such model, a server that does not start, a folder that cannot be written to, or
+            stopped before anything was measured.
+    """
+    check_options(options)
+    stop = stop or asyncio.Event()
+    model = find_model(options.model, options.dtype, options.load_format)
+    fitting_lengths(options, options.max_model_len or model.max_model_len)
+    began = datetime.now().astimezone()
+    folder = options.result_dir / (options.result_name or _folder_name(model, began))
+    _check_place(folder)
+    try:
+        with _progress(console) as progress:
+            result = await _measure(options, model, began, progress, stop)
+    except _Stopped:
+        raise BenchError("stopped before anything was measured; nothing was written") from None
+    result.folder = folder
+    write_json(folder / "profile.json", result.as_json())
+    write_page(folder / "profile.html", page_of(result), figures_dir=folder / "figures")
+    print_profile(console, result)
+    return result
+
+
+async def _measure(
+    options: ProfileOptions, model: ProfiledModel, began: datetime, progress: Progress, stop: asyncio.Event
+) -> ProfileResult:
+    peaks = await _unless_stopped(_peaks(options, model, progress), stop)
+    task = progress.add_task("starting the server", total=None)
+
+    def say(line: str) -> None:
+        progress.update(task, description=f"starting the server: {' '.join(line.split())}"[:70])
+
+    async with _started(LocalServer(serve_arguments(options, model), options.ready_timeout_s, say), stop) as server:
+        progress.remove_task(task)
+        lengths = fitting_lengths(options, server.startup.max_model_len)
+        stages, version = await _unless_stopped(asyncio.to_thread(_ask, server.startup.url), stop)
+        outcome = await _send(options, model, server, lengths, progress, stop)
+        died = server.died()
+    if outcome.interrupted and not _done(outcome):
+        raise _Stopped
+    if peaks.busy and options.calibration is None:
+        # What was measured must not be lost over this.
+        with contextlib.suppress(_Stopped, BenchError):
+            peaks = peaks.or_better(await _unless_stopped(_peaks(options, model, progress), stop))
+    result = ProfileResult(
+        model=model,
+        peaks=peaks,
+        startup=server.startup,
+        engine_stages=stages,
+        server_version=version,
+        lengths=[
+            profile_length(
+                length,
+                [record for record in _done(outcome) if record.planned_prompt_tokens == length],
+                options.percentiles,
+                model,
+                peaks,
+            )
+            for length in lengths
+        ],
+        settings=_settings(options),
+        began_at=began.isoformat(timespec="seconds"),
+        interrupted=outcome.interrupted,
+    )
+    result.lengths = [each for each in result.lengths if each.completed or each.failures]
+    result.notes = [*([died] if died else []), *outcome.client.reasons, *_remarks(result, outcome)]
+    return result
+
+
+def _done(outcome: LoadOutcome) -> list[RequestRecord]:
+    """Requests that were answered or failed by themselves, and not because the user ended the run."""
+    return [r for r in outcome.records if r.failure is None or r.failure.kind is not FailureKind.ABANDONED]
+
+
+async def _peaks(options: ProfileOptions, model: ProfiledModel, progress: Progress) -> MachinePeaks:
+    if options.calibration is not None:
+        peaks = read_peaks(options.calibration)
+        if model.dtype not in peaks.gemm_flops_per_s:
+            known = ", ".join(peaks.gemm_flops_per_s)
+            raise BenchError(
+                f"--calibration {options.calibration} knows products in {known}, the model runs in {model.dtype}; "
+                f"make it again with --dtype {model.dtype}"
+            )
+        return peaks
+    task = progress.add_task("measuring the machine", total=None)
+    try:
+        return await measure_peaks(
+            options.device,
+            model.dtype,
+            options.threads,
+            lambda stage: progress.update(task, description=f"measuring the machine: {stage}"),
+        )
+    finally:
+        progress.remove_task(task)
+
+
+async def _send(
+    options: ProfileOptions,
+    model: ProfiledModel,
+    server: LocalServer,
+    lengths: tuple[int, ...],
+    progress: Progress,
+    stop: asyncio.Event,
+) -> LoadOutcome:
+    warm_ups, requests = await asyncio.to_thread(
+        plan_requests, model.folder, lengths, options.repeats, options.output_len, options.seed
+    )
+    task = progress.add_task(f"{len(lengths)} prompt lengths, {options.repeats} requests each", total=len(requests))
+    url = server.startup.url
+    return await send_all(url, warm_ups, requests, options.request_timeout_s, stop, lambda: progress.advance(task))
+
+
+@contextlib.asynccontextmanager
+async def _started(server: LocalServer, stop: asyncio.Event) -> AsyncIterator[LocalServer]:
+    """The server, ended at the end; waiting for it to become ready ends with `stop` too."""
+    try:
+        yield await _unless_stopped(server.__aenter__(), stop)
+    finally:
+        await server.stop()
+
+
+async def _unless_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T:
+    """The work's result. When `stop` is set first, the work is cancelled, has cleaned up, and _Stopped is raised."""
+    working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise _Stopped
+        return working.result()
+    finally:
+        for task in (working, stopped):
+            task.cancel()
+        await asyncio.gather(working, stopped, return_exceptions=True)
+
+
+def serve_arguments(options: ProfileOptions, model: ProfiledModel) -> list[str]:
+    """Arguments of `headway serve` for this profile; the user's own come last."""
+    given = {
+        "--device": options.device,
+        "--dtype": options.dtype,
+        "--load-format": options.load_format,
+        "--threads": options.threads,
+        "--max-model-len": options.max_model_len,
+        "--kv-cache-memory": options.kv_cache_memory,
+    }
+    flags = [text for flag, value in given.items() if value is not None for text in (flag, str(value))]
+    return [str(model.folder), "--served-model-name", model.name, *flags, *options.serve_arguments]
+
+
+def _ask(url: str) -> tuple[dict[str, float], str]:
+    """Seconds of the engine's start by stage, from the server's metrics, and its version."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(f"{url}/metrics", timeout=30) as answer:
+        series = parse_metrics(answer.read().decode()).series.get("startup_seconds", {})
+    return {dict(labels)["stage"]: seconds for labels, seconds in series.items()}, headway.__version__
+
+
+def _settings(options: ProfileOptions) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+
+
+def _remarks(result: ProfileResult, outcome: LoadOutcome) -> list[str]:
+    """What else a reader should know."""
+    remarks = []
+    if outcome.warm_up_failures:
+        remarks.append(
+            f"{len(outcome.warm_up_failures)} warm-up requests failed: {outcome.warm_up_failures[0].message}"
+        )
+    off = [each for each in result.lengths if each.completed and each.prompt_tokens != each.asked_tokens]
+    if off:
+        pairs = ", ".join(f"{each.asked_tokens} became {each.prompt_tokens}" for each in off)
+        remarks.append(f"the model's tokenizer gives no prompts of exactly the wanted lengths: {pairs} tokens")
+    return remarks
+
+
+def _check_place(folder: Path) -> None:
+    """Find out before minutes of measuring whether the report can be written. Raises BenchError."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        problem = "it is no folder" if folder.exists() and not folder.is_dir() else None
+        if not os.access(folder if folder.is_dir() else folder.parent, os.W_OK):
+            problem = "no permission"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem is not None:
+        raise BenchError(f"cannot write the report to {folder}: {problem}; choose another place with --result-dir")
+
+
+def _folder_name(model: ProfiledModel, began: datetime) -> str:
+    plain = _NOT_IN_A_NAME.sub("-", Path(model.name).name).strip("-.") or "model"
+    return f"profile-{plain}-{began:%Y%m%d-%H%M%S}"
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def print_profile(console: Console, result: ProfileResult) -> None:
+    """The tables, then what must not be missed, then where the report is."""
+    found = [tables.loading_table(result), tables.latency_table(result), tables.stage_table(result)]
+    found.append(tables.achieved_table(result))
+    if result.typical is not None:
+        found.append(tables.opportunity_table(result.typical))
+    for table in found:
+        print_table(console, table)
+    for banner in reversed(banners(result)):
+        print_banner(console, banner)
+    if result.folder is not None:
+        console.print(f"Report: {result.folder / 'profile.html'}", highlight=False, soft_wrap=True)

@@ -1,0 +1,215 @@
+"""An endpoint that has been looked at and can be measured, as often as needed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headway.bench.client.asking import Asker, asking
+from headway.bench.client.endpoint import Endpoint, OpenAIClient
+from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, run_load
+from headway.bench.client.probe import ServerFacts, probe
+from headway.bench.errors import BenchError
+from headway.bench.measures.energy import EnergyMeter, energy_meter
+from headway.bench.measures.server_metrics import read_gauges, server_metrics
+from headway.bench.options import Target
+from headway.bench.record import RunResult
+from headway.bench.request import PlannedRequest
+from headway.bench.tokens import token_source
+from headway.bench.workload.build import Workload
+from headway.bench.workload.prompts import TokenSource
+
+EVERY_S = 1.0
+LOOPBACK = ("127.", "::1", "localhost")
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One endpoint, as the server at hand understands it.
+
+    Args:
+        tokens: in words, what prompts are made of.
+    """
+
+    endpoint: Endpoint
+    facts: ServerFacts
+    source: TokenSource
+    tokens: str
+
+    @classmethod
+    async def open(cls, target: Target) -> Session:
+        """Look at the server.
+
+        Raises:
+            BenchError: it cannot be reached, or cannot be asked for what is wanted.
+        """
+        wanted = endpoint_of(target)
+        facts = await probe(wanted, target.ready_timeout_s)
+        endpoint = facts.applied_to(wanted)
+        source, tokens = await token_source(target, facts, endpoint)
+        return cls(endpoint, facts, source, tokens)
+
+    @property
+    def is_local(self) -> bool:
+        """The server is on this machine, so that the machine's energy is its."""
+        return self.endpoint.address.host.startswith(LOOPBACK)
+
+    async def measure(
+        self,
+        workload: Workload,
+        *,
+        settings: dict[str, Any],
+        mode: LoadMode,
+        max_concurrency: int | None = None,
+        warm_ups: Sequence[PlannedRequest] = (),
+        duration_s: float | None = None,
+        stop: asyncio.Event | None = None,
+        listener: LoadListener | None = None,
+        keep_text: bool = False,
+    ) -> RunResult:
+        """Run the workload once.
+
+        Args:
+            settings: what is kept with the result as what was asked for.
+            keep_text: of all answers; those that later turns need are kept in any case.
+            The rest: see `run_load`.
+
+        Raises:
+            BenchError: the workload does not fit, or every warm-up failed.
+        """
+        follow = any(request.follows is not None for request in workload.requests)
+        endpoint = dataclasses.replace(self.endpoint, keep_text=keep_text or follow)
+        meter = energy_meter if self.is_local else None
+        async with OpenAIClient(endpoint) as client, _surroundings(self.facts, endpoint, meter) as surroundings:
+            outcome = await run_load(
+                client,
+                workload.requests,
+                mode=mode,
+                max_concurrency=max_concurrency,
+                warm_ups=warm_ups,
+                duration_s=duration_s,
+                as_messages=endpoint.api == "chat",
+                before_load=surroundings.begin,
+                stop=stop,
+                listener=listener,
+                sockets=client.busy_sockets,
+            )
+            metrics, joules = await surroundings.end(outcome.began_ns)
+        if outcome.gave_up is not None:
+            raise BenchError(f"{endpoint.base_url}: {outcome.gave_up}")
+        return RunResult(
+            settings={**settings, **_what_happened(outcome)},
+            records=outcome.records,
+            began_ns=outcome.began_ns,
+            ended_ns=outcome.ended_ns,
+            client=outcome.client,
+            interrupted=outcome.interrupted,
+            server=self._about_server() | ({"metrics": metrics} if metrics else {}),
+            energy_joules=joules,
+        )
+
+    def _about_server(self) -> dict[str, Any]:
+        facts = self.facts
+        about = {"name": facts.name, "version": facts.version, "model": facts.model}
+        return {**about, "max_model_len": facts.max_model_len}
+
+
+def endpoint_of(target: Target) -> Endpoint:
+    """How the user wants the server to be asked.
+
+    Raises:
+        BenchError: a value cannot be used.
+    """
+    return Endpoint(
+        base_url=target.base_url,
+        model=target.model,
+        api="chat" if target.chat else "completions",
+        path=target.path,
+        api_key=target.api_key,
+        headers=target.headers,
+        ignore_eos=target.ignore_eos,
+        extra_body=target.extra_body,
+        timeout_s=target.request_timeout_s,
+        insecure=target.insecure,
+    )
+
+
+def _what_happened(outcome: LoadOutcome) -> dict[str, Any]:
+    """What a reader of the settings must know of how they were carried out; nothing when nothing stood against them."""
+    happened = {
+        "never_due": outcome.never_due,
+        "waited_for_place": outcome.waited_for_place,
+        "longest_wait_ms": round(outcome.longest_wait_ms, 3),
+        "abandoned_in_flight": outcome.abandoned_in_flight,
+        "warm_up_failures": len(outcome.warm_up_failures),
+    }
+    return {name: value for name, value in happened.items() if value}
+
+
+class _Surroundings:
+    """What a run can be seen by besides its answers: the server's metrics before and after and its gauges each second,
+    and the machine's energy.
+    """
+
+    def __init__(self, asker: Asker | None, new_meter: Callable[[], EnergyMeter] | None) -> None:
+        self._asker = asker
+        self._new_meter = new_meter
+        self._meter: EnergyMeter | None = None
+        self._before = ""
+        self._gauges: list[tuple[int, dict[str, float]]] = []
+        self._watching: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        """The measured part begins."""
+        self._before = await self._scrape()
+        self._meter = self._new_meter() if self._new_meter is not None else None
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            if self._meter is not None:
+                self._meter.read()
+            if self._before:
+                now_ns = time.monotonic_ns()
+                self._gauges.append((now_ns, read_gauges(await self._scrape())))
+
+    async def stop(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+
+    async def end(self, began_ns: int) -> tuple[dict[str, Any], float | None]:
+        """The change of the server's metrics since begin(), {} where it has none; and the joules."""
+        joules = self._meter.read() if self._meter is not None else None
+        await self.stop()
+        after = await self._scrape() if self._before else ""
+        if not after:
+            return {}, joules
+        gauges = [((at_ns - began_ns) / 1e9, values) for at_ns, values in self._gauges if at_ns >= began_ns]
+        return server_metrics(self._before, after, gauges), joules
+
+    async def _scrape(self) -> str:
+        """The text of /metrics; "" where it cannot be had."""
+        if self._asker is None:
+            return ""
+        reply = await self._asker.look("GET", "/metrics")
+        return reply.bytes.decode(errors="replace") if reply.status == 200 else ""
+
+
+@contextlib.asynccontextmanager
+async def _surroundings(
+    facts: ServerFacts, endpoint: Endpoint, new_meter: Callable[[], EnergyMeter] | None
+) -> AsyncIterator[_Surroundings]:
+    async with asking(endpoint) as asker:
+        surroundings = _Surroundings(asker if facts.metrics else None, new_meter)
+        try:
+            yield surroundings
+        finally:
+            await surroundings.stop()

@@ -1,0 +1,66 @@
+"""What is kept with a result as what was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from headway.bench.options import BenchOptions
+from headway.bench.session import Session
+from headway.bench.workload.build import Workload
+from headway.bench.workload.spec import DATASET_FIELDS, WorkloadSpec
+
+
+def settings_of(
+    options: BenchOptions, session: Session, spec: WorkloadSpec, workload: Workload, max_concurrency: int | None
+) -> dict[str, Any]:
+    """JSON-able, and enough to see the command that made a run; without keys and other secrets."""
+    target, claims, output = options.target, options.claims, options.output
+    arrival = spec.arrival
+    settings = {
+        "label": output.label,
+        "metadata": output.metadata,
+        "backend": target.backend,
+        "base_url": target.base_url,
+        "endpoint": session.endpoint.route,
+        "model": session.facts.model,
+        "tokenizer": target.tokenizer,
+        "tokens": session.tokens,
+        "ignore_eos": target.ignore_eos,
+        "extra_body": dict(target.extra_body),
+        "workload": workload.description,
+        "arrivals": workload.arrivals,
+        "request_rate": arrival.mean_rate if arrival is not None else None,
+        "burstiness": getattr(arrival, "burstiness", 1.0),
+        "max_concurrency": max_concurrency,
+        "num_prompts": len(workload.requests),
+        "duration": spec.duration_s,
+        "time_scale": spec.time_scale,
+        "num_warmups": options.num_warmups,
+        "seed": spec.seed,
+        "fingerprint": workload.fingerprint(),
+        **_dataset(spec),
+        "notes": workload.notes,
+        "goodput": dict(claims.objectives),
+        "goodput_by_class": {name: limits for name, limits in workload.classes.items() if limits},
+        "price_per_hour": claims.price_per_hour,
+    }
+    return settings
+
+
+def _dataset(spec: WorkloadSpec) -> dict[str, Any]:
+    """The dataset, and of its options those that were changed; or the mix."""
+    if spec.mix is not None:
+        return {"mix": str(spec.mix)}
+    changed = {name: getattr(spec, name) for name, default in DATASET_FIELDS.items() if getattr(spec, name) != default}
+    return {"dataset_name": spec.dataset_name} | {name: _plain(value) for name, value in changed.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if dataclasses.is_dataclass(value):
+        describe = getattr(value, "describe", None)
+        return describe() if describe is not None else str(value)
+    return value

@@ -1,0 +1,129 @@
+"""Which tokens prompts are made of, for the server at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headway.bench.client.endpoint import Endpoint
+from headway.bench.client.probe import ServerFacts, count_tokens
+from headway.bench.errors import BenchError
+from headway.bench.options import Target
+from headway.bench.request import Prompt
+from headway.bench.workload.prompts import TokenSource
+from headway.bench.workload.token_sources import TokenIdSource, TokenizerSource, WordSource
+from headway.bundled import STORY
+from headway.text.tokenizer import TextError, Tokenizer
+
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"]
+SHORT_WORDS, LONG_WORDS = 16, 240
+# A text may become a token or two more or less at its ends; a tokenizer that is not the server's is further off.
+MOST_OFF_SHARE = 0.05
+
+
+async def token_source(target: Target, facts: ServerFacts, endpoint: Endpoint) -> tuple[TokenSource, str]:
+    """The source of prompts' tokens, and which it is, in words.
+
+    The tokenizer that was named, or else the one that belongs to the served model, where its files are on this
+    machine; without one, everyday words whose length the server has told.
+
+    Raises:
+        BenchError: the tokenizer that was named cannot be had, or token ids are wanted where they cannot be made or
+            taken.
+    """
+    if target.token_ids:
+        _check_token_ids(target, facts)
+    tokenizer = load_tokenizer(target.tokenizer) if target.tokenizer is not None else _find_tokenizer(facts.model)
+    if target.token_ids:
+        if tokenizer is None:
+            raise BenchError("token ids are made with a tokenizer, and none was found; give --tokenizer")
+        return TokenIdSource.of_tokenizer(tokenizer), f"token ids by {tokenizer.folder}"
+    counts = await _server_counts(endpoint, facts)
+    if tokenizer is not None:
+        off = _mismatch(tokenizer, counts)
+        if off is None:
+            added = None if endpoint.api != "chat" or counts is None else _added(tokenizer, counts)
+            return TokenizerSource(tokenizer, added), f"tokenizer {tokenizer.folder}"
+        if target.tokenizer is not None:
+            raise BenchError(f"--tokenizer {target.tokenizer} is not the server's: {off}")
+    if counts is None:
+        raise BenchError("the server tells no token counts, so prompts cannot be measured; give its --tokenizer")
+    source = WordSource.calibrated((SHORT_WORDS, counts[0]), (LONG_WORDS, counts[1]))
+    return source, f"everyday words, {source.tokens_per_word:.3g} tokens each by the server's count"
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """From a folder, or from a model of the Hugging Face hub.
+
+    Raises:
+        BenchError: there is none, or it is broken.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_file():
+        folder = folder.parent
+    if not folder.is_dir():
+        folder = _download(name)
+    try:
+        return Tokenizer.load(folder)
+    except TextError as error:
+        raise BenchError(f"--tokenizer {name}: {error}") from None
+
+
+def _check_token_ids(target: Target, facts: ServerFacts) -> None:
+    if target.chat:
+        raise BenchError("--prompts token-ids needs /v1/completions; a chat takes text only")
+    if not facts.token_id_prompts:
+        raise BenchError(f"this server ({facts.name}) takes no token ids as a prompt; use --prompts text")
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=TOKENIZER_FILES))
+    except Exception as error:  # the hub client raises whatever its HTTP library does
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BenchError(f"--tokenizer {name} is no folder, and the Hugging Face hub gives none: {said}") from None
+
+
+def _find_tokenizer(model: str) -> Tokenizer | None:
+    """That of a served model whose files are on this machine: its name is a folder, or a hub id in the cache."""
+    folder = STORY if model == f"headway/{STORY.name}" else Path(model).expanduser()
+    try:
+        if not (folder / "tokenizer.json").is_file():
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = try_to_load_from_cache(model, "tokenizer.json")
+            if not isinstance(cached, str):
+                return None
+            folder = Path(cached).parent
+        return Tokenizer.load(folder)
+    except (OSError, ValueError):  # not a hub id; not a tokenizer
+        return None
+
+
+async def _server_counts(endpoint: Endpoint, facts: ServerFacts) -> tuple[int, int] | None:
+    """Tokens of the short and of the long calibration text, by the server; None where it tells none."""
+    texts = [Prompt(text=WordSource.calibration_text(words)) for words in (SHORT_WORDS, LONG_WORDS)]
+    try:
+        short, long = await count_tokens(endpoint, facts, texts)
+    except BenchError:
+        return None
+    return short, long
+
+
+def _counted(tokenizer: Tokenizer, words: int) -> int:
+    return len(tokenizer.encode(WordSource.calibration_text(words), add_special_tokens=False))
+
+
+def _added(tokenizer: Tokenizer, counts: tuple[int, int]) -> int:
+    return max(counts[0] - _counted(tokenizer, SHORT_WORDS), 0)
+
+
+def _mismatch(tokenizer: Tokenizer, counts: tuple[int, int] | None) -> str | None:
+    """What shows that the server has another tokenizer; None where nothing does. Both texts have the same added."""
+    if counts is None:
+        return None
+    ours, theirs = _counted(tokenizer, LONG_WORDS) - _counted(tokenizer, SHORT_WORDS), counts[1] - counts[0]
+    if abs(ours - theirs) <= MOST_OFF_SHARE * theirs:
+        return None
+    return f"{LONG_WORDS - SHORT_WORDS} words are {ours} tokens by it and {theirs} by the server"

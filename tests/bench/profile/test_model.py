@@ -1,0 +1,43 @@
+"""The model is known before a server is started, and a bad one is refused in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from headway.bench.errors import BenchError
+from headway.bench.profile.model import find_model
+from headway.bundled import STORY
+from tests.cost import published
+
+
+def test_the_bundled_model():
+    model = find_model(None)
+    assert (model.name, model.folder, model.dtype) == ("headway/story", STORY, "bfloat16")
+    assert model.weight_bytes == 2 * model.shape.num_parameters
+    # The file holds the same weights and a header.
+    assert 0 < model.checkpoint_bytes - model.weight_bytes < 20_000
+    assert model.kv_bytes_per_token == 2 * 5 * 2 * 64 * 2
+    assert find_model(None, "float32").weight_bytes == 2 * model.weight_bytes
+
+
+def test_dummy_weights_need_no_checkpoint(tmp_path):
+    config = {**published.QWEN2_5_05B, "rms_norm_eps": 1e-6, "dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BenchError, match=r"holds no \*.safetensors"):
+        find_model(str(tmp_path))
+    model = find_model(str(tmp_path), load_format="dummy")
+    assert (model.name, model.dtype, model.checkpoint_bytes) == (str(tmp_path), "float16", 0)
+
+
+def test_bad_models_are_refused(tmp_path):
+    with pytest.raises(BenchError, match="'no such folder': no such folder; give a model folder"):
+        find_model("no such folder")
+    with pytest.raises(BenchError, match="not found"):
+        find_model(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"architectures": ["GPTJForCausalLM"]}')
+    with pytest.raises(BenchError, match="GPTJForCausalLM"):
+        find_model(str(tmp_path))
+    with pytest.raises(BenchError, match="--dtype is 'int3'; it must be auto, float32"):
+        find_model(None, "int3")
