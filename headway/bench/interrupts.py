@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
 
 from rich.console import Console
+
+T = TypeVar("T")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(Exception):
+    """Ctrl-C came while nothing was measured that could be kept."""
 
 
 @contextlib.contextmanager
 def interrupts(stop: asyncio.Event, progress: Console) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the run early, with what was measured; a second one ends the process."""
+    """Ctrl-C and SIGTERM end the run early, with what was measured; a second one cancels the current task."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
 
@@ -23,11 +31,46 @@ def interrupts(stop: asyncio.Event, progress: Console) -> Iterator[None]:
             progress.print("Stopping: requests under way have two seconds; once more to stop at once.")
             stop.set()
 
-    caught = (signal.SIGINT, signal.SIGTERM)
-    for each in caught:
-        loop.add_signal_handler(each, interrupt)
+    # Not the loop's own handlers: it would come to call them after those of `interruptible`, too.
+    with _handling(lambda *_: loop.call_soon_threadsafe(interrupt)):
+        yield
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Around work that does not return to the event loop for a while: Ctrl-C and SIGTERM raise Interrupted there."""
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupted
+
+    with _handling(interrupt):
+        yield
+
+
+async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; it is cancelled when `stop` is set.
+
+    Raises:
+        Interrupted: it was.
+    """
+    working, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    waits: list[asyncio.Task[Any]] = [working, stopped]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Interrupted
+        return working.result()
+    finally:
+        for each in waits:
+            each.cancel()
+        await asyncio.wait(waits)
+
+
+@contextlib.contextmanager
+def _handling(handler: Any) -> Iterator[None]:
+    before = {each: signal.signal(each, handler) for each in SIGNALS}
     try:
         yield
     finally:
-        for each in caught:
-            loop.remove_signal_handler(each)
+        for each, old in before.items():
+            signal.signal(each, old)

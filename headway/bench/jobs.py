@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +16,10 @@ from rich.text import Text
 from headway.bench.client.load import LoadMode
 from headway.bench.comparing import figures_beside
 from headway.bench.errors import BenchError
-from headway.bench.interrupts import interrupts
+from headway.bench.interrupts import Interrupted, interruptible, interrupts, unless_stopped
 from headway.bench.measures.numbers import Summary
 from headway.bench.measures.summary import summarise_all
-from headway.bench.options import BenchOptions
+from headway.bench.options import BenchOptions, Output
 from headway.bench.record import RunResult
 from headway.bench.report import verdict
 from headway.bench.report.console import print_runs, print_summary
@@ -35,6 +37,7 @@ from headway.bench.workload.traces import TRACES
 VALID, NOT_VALID, INTERRUPTED = 0, 1, 130
 
 
+TEXTS = ("sharegpt", "custom")  # datasets with prompts of their own
 RATED = (Poisson, Gamma, Constant)  # arrival processes with one rate
 Run = tuple[RunResult, list[Summary]]
 
@@ -63,6 +66,11 @@ def load_of(options: BenchOptions) -> Load:
     return Load(spec, LoadMode.OPEN, most)
 
 
+def is_made_up(spec: WorkloadSpec) -> bool:
+    """Whether prompts are random words, to which a model may well answer with its end token."""
+    return spec.mix is not None or spec.dataset_name not in TEXTS
+
+
 def run_job(options: BenchOptions) -> int:
     """Do what was asked, print what was found, write the results.
 
@@ -75,16 +83,39 @@ def run_job(options: BenchOptions) -> int:
     """
     import uvloop
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_run_job(options))
+    _check_places(options.output)
+    progress = Console(stderr=True)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_run_job(options, progress))
+    except Interrupted:
+        progress.print("Stopped: nothing was measured.")
+    except asyncio.CancelledError:
+        progress.print("Stopped at once: what was measured last is lost.")
+    return INTERRUPTED
 
 
-async def _run_job(options: BenchOptions) -> int:
-    out, progress = Console(), Console(stderr=True)
-    stop = asyncio.Event()
+def _check_places(output: Output) -> None:
+    """Before an hour is measured, and not after: whether its results could be written."""
+    places = {"--result-dir": output.result_dir / (output.result_filename or "result.json")} if output.save else {}
+    if output.report is not None:
+        places["--report"] = output.report
+    if output.csv and places["--result-dir"].suffix == ".csv":
+        raise BenchError(
+            f"--result-filename is {output.result_filename}, and so is the table of --csv; end it in .json"
+        )
+    for flag, path in places.items():
+        there = next(each for each in path.absolute().parents if each.exists())
+        if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise BenchError(f"cannot write {path}: no file can be made there; choose another place with {flag}")
+
+
+async def _run_job(options: BenchOptions, progress: Console) -> int:
+    out, stop = Console(), asyncio.Event()
     with interrupts(stop, progress):
         with progress.status("Looking at the server ..."):
-            session = await Session.open(options.target)
+            opening = Session.open(options.target, made_up=is_made_up(options.workload))
+            session = await unless_stopped(stop, opening)
         bench = Bench(options, session, stop, out, progress)
         if options.find_max_rate:
             from headway.bench.max_rate import search
@@ -114,13 +145,15 @@ class Bench:
 
         Raises:
             BenchError: the workload cannot be made, or is too long for the model.
+            Interrupted: by the user.
         """
         with self.progress.status("Making prompts ...") as status:
 
             def show(made: int, total: int) -> None:
                 status.update(f"Making prompts ... {made:,} of {total:,}")
 
-            workload = build_workload(spec, self.session.source, chat=self.options.target.chat, progress=show)
+            with self._stoppable():
+                workload = build_workload(spec, self.session.source, chat=self.options.target.chat, progress=show)
         context = self.session.facts.max_model_len
         if context is not None and workload.longest_tokens > context:
             too_long = sum((each.prompt_tokens or 0) + each.output_tokens > context for each in workload.requests)
@@ -131,8 +164,22 @@ class Bench:
             )
         return workload
 
+    @contextlib.contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        try:
+            with interruptible():
+                yield
+        except Interrupted:
+            self.stop.set()
+            raise
+
     async def run(self, load: Load, label: str = "") -> Run:
-        """One run, from prompts to numbers."""
+        """One run, from prompts to numbers.
+
+        Raises:
+            BenchError: see `plan` and `Session.measure`.
+            Interrupted: by the user, before anything was measured.
+        """
         workload = self.plan(load.spec)
         warm_ups = warm_up_requests(workload, self.session.source, self.options.num_warmups)
         last = workload.requests[-1].arrival_s if workload.requests[-1].follows is None else None
@@ -190,16 +237,20 @@ class Bench:
         path, claims = self.options.output.report, self.options.claims
         if path is None or not runs:
             return
-        with self.progress.status("Drawing the report ..."):
-            write_report(
-                path,
-                [result for result, _ in runs],
-                [summaries for _, summaries in runs],
-                extra=extra,
-                target=claims.attainment,
-                max_failed_share=claims.max_failed_share,
-                figures_dir=figures_beside(path),
-            )
+        try:
+            with self.progress.status("Drawing the report ..."), self._stoppable():
+                write_report(
+                    path,
+                    [result for result, _ in runs],
+                    [summaries for _, summaries in runs],
+                    extra=extra,
+                    target=claims.attainment,
+                    max_failed_share=claims.max_failed_share,
+                    figures_dir=figures_beside(path),
+                )
+        except Interrupted:
+            self.progress.print("Stopped: there is no report.")
+            return
         self.out.print(f"[dim]Report: {path}[/dim]", soft_wrap=True, highlight=False)
 
     def print(self, result: RunResult, summaries: Sequence[Summary]) -> None:
@@ -227,10 +278,15 @@ async def _sweep(bench: Bench) -> int:
     for number, load in enumerate(sweep_loads(bench.options), start=1):
         if bench.stop.is_set():
             break
-        run = await bench.run(load, load_name(load))
+        try:
+            run = await bench.run(load, load_name(load))
+        except Interrupted:
+            break
         bench.save(*run, number=number)
         bench.out.print(Text(f"{load_name(load)}: {verdict.headline(*run)}"))
         runs.append(run)
+    if not runs:
+        raise Interrupted
     claims = bench.options.claims
     print_runs(bench.out, *zip(*runs, strict=True), target=claims.attainment, most_failed=claims.max_failed_share)
     bench.report(runs)

@@ -9,6 +9,7 @@ import numpy as np
 
 from headway.bench.client.load import LoadMode
 from headway.bench.errors import BenchError
+from headway.bench.interrupts import Interrupted
 from headway.bench.jobs import RATED, Bench, Load, Run, at_rate
 from headway.bench.measures.dependence import effective_count
 from headway.bench.measures.search import ProbeOutcome, SearchOptions, Trial, find_max_rate
@@ -17,6 +18,7 @@ from headway.bench.measures.steady import falls_behind
 from headway.bench.report import verdict
 from headway.bench.report.console import print_runs, print_search
 from headway.bench.report.search import search_section
+from headway.bench.workload.mix import load_mix
 
 PROBE_REQUESTS = 400
 FIRST_LOOK_USERS, FIRST_LOOK_REQUESTS = 16, 48
@@ -40,7 +42,12 @@ async def search(bench: Bench) -> int:
         on_trial=prober.say,
     )
     if prober.runs:
-        print_runs(bench.out, *zip(*prober.runs, strict=True), target=claims.attainment)
+        print_runs(
+            bench.out,
+            *zip(*prober.runs, strict=True),
+            target=claims.attainment,
+            most_failed=claims.max_failed_share,
+        )
     print_search(bench.out, found, claims.attainment)
     bench.report(prober.runs, extra=[search_section(found, claims.attainment)])
     return bench.exit_code(prober.runs if found.rate is None else [])
@@ -48,8 +55,9 @@ async def search(bench: Bench) -> int:
 
 def _check(bench: Bench) -> None:
     options = bench.options
-    has_objectives = bool(options.claims.objectives) or options.workload.mix is not None
-    if not has_objectives:
+    mix = options.workload.mix
+    of_classes = [each.objectives for each in load_mix(mix).classes] if mix is not None else []
+    if not any([options.claims.objectives, *of_classes]):
         raise BenchError("--find-max-rate needs objectives: give --goodput, as --goodput ttft:200 tpot:50")
     if options.sweep is not None:
         raise BenchError("--find-max-rate and --sweep are two ways to choose rates; leave one out")
@@ -73,6 +81,8 @@ class _Prober:
         result, summaries = await self.bench.run(Load(spec, LoadMode.CLOSED, FIRST_LOOK_USERS), "a first look")
         self._made += 1
         rate = summaries[0].rates["request_throughput"] / 2
+        if self.bench.stop.is_set():
+            raise Interrupted
         if not rate > 0:
             kinds = ", ".join(f"{kind}: {message}" for kind, _, message in verdict.failures_by_kind(result))
             raise BenchError(f"no request of a first look was answered ({kinds}); the search has nowhere to start")
@@ -83,10 +93,13 @@ class _Prober:
         load = at_rate(options, rate, self._made)
         if load.spec.num_prompts is None and load.spec.duration_s is None:
             load = dataclasses.replace(load, spec=dataclasses.replace(load.spec, num_prompts=PROBE_REQUESTS))
-        run = await self.bench.run(load, f"{rate:.4g} requests/s")
+        try:
+            run = await self.bench.run(load, f"{rate:.4g} requests/s")
+        except Interrupted:
+            return ProbeOutcome(rate, met=0, total=0, valid=False, reason="it was interrupted")
         self._made += 1
-        self.bench.save(*run, number=self._made)
         self.runs.append(run)
+        self.bench.save(*run, number=len(self.runs))
         result = run[0]
         missed = missed_objectives(
             result.records, options.claims.objectives, result.settings["goodput_by_class"] or None

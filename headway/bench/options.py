@@ -23,6 +23,7 @@ class Target:
         model: name that requests give; None takes the one that is served.
         tokenizer: folder, or Hugging Face id, of the tokenizer that measures prompts; None looks for it.
         token_ids: send prompts of random tokens as token ids, which need no tokenizer.
+        ignore_eos: ask for all the tokens; None does for prompts that are made up, where the server honours it.
         ready_timeout_s: how long to wait for a server that is not up yet.
         request_timeout_s: a request that takes longer has failed.
     """
@@ -38,7 +39,7 @@ class Target:
     insecure: bool = False
     ready_timeout_s: float = 0.0
     request_timeout_s: float = 3600.0
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     extra_body: dict[str, Any] = field(default_factory=dict)
 
     @property

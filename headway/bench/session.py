@@ -42,14 +42,20 @@ class Session:
     tokens: str
 
     @classmethod
-    async def open(cls, target: Target) -> Session:
+    async def open(cls, target: Target, made_up: bool = True) -> Session:
         """Look at the server.
+
+        Args:
+            made_up: prompts will be, so that their answers' lengths are only those asked for if the end token is
+                ignored.
 
         Raises:
             BenchError: it cannot be reached, or cannot be asked for what is wanted.
         """
         wanted = endpoint_of(target)
         facts = await probe(wanted, target.ready_timeout_s)
+        if target.ignore_eos is None and made_up:
+            wanted = dataclasses.replace(wanted, ignore_eos=facts.ignore_eos is True)
         endpoint = facts.applied_to(wanted)
         source, tokens = await token_source(target, facts, endpoint)
         return cls(endpoint, facts, source, tokens)
@@ -132,7 +138,7 @@ def endpoint_of(target: Target) -> Endpoint:
         path=target.path,
         api_key=target.api_key,
         headers=target.headers,
-        ignore_eos=target.ignore_eos,
+        ignore_eos=bool(target.ignore_eos),
         extra_body=target.extra_body,
         timeout_s=target.request_timeout_s,
         insecure=target.insecure,

@@ -27,7 +27,7 @@ def settings_of(
         "model": session.facts.model,
         "tokenizer": target.tokenizer,
         "tokens": session.tokens,
-        "ignore_eos": target.ignore_eos,
+        "ignore_eos": session.endpoint.ignore_eos,
         "extra_body": dict(target.extra_body),
         "workload": workload.description,
         "arrivals": workload.arrivals,

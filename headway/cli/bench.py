@@ -72,7 +72,10 @@ def bench(
         float, _flag(ENDPOINT, "Seconds to wait for a server that is not up yet.", min=0)
     ] = 0.0,
     request_timeout: Annotated[float, _flag(ENDPOINT, "Seconds after which a request has failed.", min=0.001)] = 3600.0,
-    ignore_eos: Annotated[bool, _flag(ENDPOINT, "Generate all the tokens asked for.", "--ignore-eos")] = False,
+    ignore_eos: Annotated[
+        bool | None,
+        _flag(ENDPOINT, "Generate all the tokens asked for. Default: for made-up prompts, where the server can do it."),
+    ] = None,
     temperature: Annotated[float | None, _flag(ENDPOINT, "Default: the server's.", min=0)] = None,
     top_p: Annotated[float | None, _flag(ENDPOINT, "Default: the server's.")] = None,
     top_k: Annotated[int | None, _flag(ENDPOINT, "Default: the server's.")] = None,
@@ -225,12 +228,18 @@ def _needs(given: list[str], flags: dict[str, Any]) -> None:
         ("slo_attainment", "--goodput or --mix", flags["goodput"] or flags["mix"]),
         ("save_detailed", "--save-result", flags["save_result"]),
         ("csv", "--save-result", flags["save_result"]),
+        ("result_dir", "--save-result", flags["save_result"]),
+        ("label", "--save-result or --report", flags["save_result"] or flags["report"]),
+        ("metadata", "--save-result", flags["save_result"]),
+        ("insecure", "an https:// address", str(flags["base_url"]).startswith("https://")),
         ("result_filename", "--save-result", flags["save_result"]),
         ("host", "an address without --base-url", not flags["base_url"]),
         ("port", "an address without --base-url", not flags["base_url"]),
     ):
         if name in given and not there:
             fail(f"--{name.replace('_', '-')} has a meaning only with {other}")
+    if "request_rate" in given and (flags["sweep"] or "").startswith("rate:"):
+        fail("--sweep rate says the request rates; leave out --request-rate")
 
 
 def _measure(flags: dict[str, Any]) -> int:
@@ -238,6 +247,9 @@ def _measure(flags: dict[str, Any]) -> int:
     from headway.bench.measures.slo import parse_goodput
     from headway.bench.options import BenchOptions, Claims, Output, Sweep
 
+    sweep = None if flags["sweep"] is None else Sweep.parse(flags["sweep"])
+    if sweep is not None and sweep.over == "rate" and flags["arrival"] != "all-at-once":
+        flags["request_rate"] = sweep.values[0]  # the arrival process is made with it, and then for each
     goodput = [value for group in flags["goodput"] or [] for value in group.replace(",", " ").split()]
     options = BenchOptions(
         target=_target(flags),
@@ -246,7 +258,7 @@ def _measure(flags: dict[str, Any]) -> int:
         num_warmups=flags["num_warmups"],
         find_max_rate=flags["find_max_rate"],
         max_search_seconds=flags["max_search_seconds"],
-        sweep=None if flags["sweep"] is None else Sweep.parse(flags["sweep"]),
+        sweep=sweep,
         claims=Claims(
             percentiles=as_percentiles(flags["metric_percentiles"]),
             objectives=parse_goodput(goodput),

@@ -187,7 +187,7 @@ class HttpClient:
             and isinstance(error, ConnectionError)
             and not isinstance(error, ConnectionRefusedError)
         ):
-            return RequestFailed(FailureKind.TLS, f"{where} ended the TLS handshake: {error}")
+            return RequestFailed(FailureKind.TLS, f"{where} ended the TLS handshake")
         reason = "connection refused" if isinstance(error, ConnectionRefusedError) else error.strerror or str(error)
         return RequestFailed(FailureKind.CONNECT, f"no connection to {where}: {reason}")
 

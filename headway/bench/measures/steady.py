@@ -241,7 +241,7 @@ def _growth(run: _Run, first: int) -> _Finding:
             continue
         noticeable = abs(trend.drift) > _NOTICEABLE
         if trend.real or (backlog and trend.drift > _NOTICEABLE):
-            return _Finding(_describe(series, trend), certain=True, upwards=trend.per_s > 0)
+            return _Finding(_describe(series, trend, backlog), certain=True, upwards=trend.per_s > 0)
         independent = np.sum(known) / autocorrelation_time(_ranks(values[known]))
         if independent < _MIN_INDEPENDENT and not finding.text:
             way = _way(series, trend) if noticeable else f"{series.name} wanders"
@@ -253,8 +253,13 @@ def _way(series: _Series, trend: _Trend) -> str:
     return f"{series.name} {'grows' if trend.per_s > 0 else 'falls'} by {series.words(trend.per_s)} per second"
 
 
-def _describe(series: _Series, trend: _Trend) -> str:
-    why = "the offered load exceeds what the server can do" if trend.per_s > 0 else "the server had not settled in time"
+def _describe(series: _Series, trend: _Trend, backlog: bool) -> str:
+    if trend.per_s <= 0:
+        why = "the server had not settled in time"
+    elif backlog:
+        why = "the offered load exceeds what the server can do"
+    else:
+        why = "the server, or the machine that it runs on, became slower"
     return f"{_way(series, trend)}: {why}"
 
 

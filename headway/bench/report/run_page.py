@@ -298,8 +298,8 @@ def _subtitle(results: Sequence[RunResult]) -> str:
     words = [server, str(result.settings.get("base_url") or ""), str(result.settings.get("workload") or "")]
     if len(results) == 1:
         rate, most = result.settings.get("request_rate"), result.settings.get("max_concurrency")
-        words.append(f"{number(rate)} requests/s" if isinstance(rate, int | float) else "")
-        words.append(f"{result.settings['arrivals']} arrivals" if result.settings.get("arrivals") else "")
+        in_numbers = f"{number(rate)} requests/s" if isinstance(rate, int | float) else ""
+        words.append(str(result.settings.get("arrivals") or in_numbers))
         words.append(f"at most {most} in flight" if most else "")
     return plain(" · ".join(word for word in words if word), 240)
 

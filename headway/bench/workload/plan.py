@@ -89,6 +89,8 @@ def plan(spec: WorkloadSpec, parts: Sequence[Part]) -> Plan:
     replays = spec.mix is None and parts[0].dataset.has_times and spec.arrival is None and not spec.closed_loop
     if replays:
         made = _recorded(spec, parts[0])
+    elif spec.no_oversample and all(part.dataset.rows is None for part in parts):
+        raise BenchError("--no-oversample was given, and no file of requests could run out; leave it out")
     elif spec.time_scale != 1:
         raise BenchError("--time-scale was given, and no recorded times are replayed; leave it out")
     elif spec.duration_s is not None and spec.arrival is not None:
