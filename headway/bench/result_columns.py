@@ -10,7 +10,7 @@ import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -18,16 +18,18 @@ import numpy as np
 from headway.bench.record import Failure, RequestRecord
 
 TIMES = ("scheduled_ns", "sent_ns", "connected_ns", "headers_ns", "end_ns")
+Nanoseconds = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 # Columns that are fields as they stand: the type of a value, and what a missing column stands for.
 PLAIN: dict[str, tuple[Any, Any]] = {
     "index": (int, 0),
     "class_name": (str, ""),
-    "planned_prompt_tokens": (int | None, None),
+    "planned_prompt_tokens": (Count | None, None),
     "planned_output_tokens": (int, 0),
     "tokens_per_chunk_known": (bool, False),
-    "prompt_tokens": (int | None, None),
-    "output_tokens": (int | None, None),
-    "cached_tokens": (int | None, None),
+    "prompt_tokens": (Count | None, None),
+    "output_tokens": (Count | None, None),
+    "cached_tokens": (Count | None, None),
     "finish_reason": (str | None, None),
     "timings": (dict[str, Any] | None, None),
     "text": (str | None, None),
@@ -56,12 +58,13 @@ def from_columns(columns: dict[str, Any], began_ns: int) -> list[RequestRecord]:
     count = msgspec.convert(columns["count"], int)
     fields = {name: _get(columns, name, count, kind, default) for name, (kind, default) in PLAIN.items()}
     for name in TIMES:
-        fields[name] = [0 if ns is None else ns + began_ns for ns in _get(columns, name, count, int | None, None)]
-    chunks = [_times(gaps, began_ns) for gaps in _get(columns, "chunk_ns", count, list[int], [])]
+        times = _get(columns, name, count, Nanoseconds | None, None)
+        fields[name] = [0 if ns is None else ns + began_ns for ns in times]
+    chunks = [_times(gaps, began_ns) for gaps in _get(columns, "chunk_ns", count, list[Nanoseconds], [])]
     fields["chunk_ns"] = chunks
     fields["chunk_tokens"] = [
         array("i", [1] * len(times) if tokens is None else tokens)
-        for times, tokens in zip(chunks, _get(columns, "chunk_tokens", count, list[int] | None, None), strict=True)
+        for times, tokens in zip(chunks, _get(columns, "chunk_tokens", count, list[Count] | None, None), strict=True)
     ]
     fields["failure"] = _get(columns, "failure", count, Failure | None, None)
     names = list(fields)
@@ -69,6 +72,10 @@ def from_columns(columns: dict[str, Any], began_ns: int) -> list[RequestRecord]:
     for record in records:
         if len(record.chunk_ns) != len(record.chunk_tokens):
             raise ValueError(f"request {record.index} has tokens for {len(record.chunk_tokens)} chunks, not for all")
+        if any(later < earlier for earlier, later in itertools.pairwise((record.sent_ns, *record.chunk_ns))):
+            raise ValueError(
+                f"request {record.index} has a token that came before it was sent, or before an earlier one"
+            )
     return records
 
 

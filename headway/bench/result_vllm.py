@@ -9,14 +9,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from headway.bench.measures.latencies import Floats, Integers, Latencies
 from headway.bench.measures.slo import Objectives, missed_objectives
 from headway.bench.measures.throughput import prompt_tokens, whole_run_rates
 from headway.bench.record import ClientHealth, Failure, FailureKind, RequestRecord, RunResult
+from headway.bench.result_columns import Count
 
 DETAILED = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 NS = 1e-9
@@ -167,6 +169,24 @@ def _seconds(after_ns: Integers) -> Integers:
     return np.asarray(after_ns // 1_000_000_000, np.int64)
 
 
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+
+
+class _Detailed(msgspec.Struct):
+    """What a run is read from."""
+
+    start_times: list[Seconds]
+    ttfts: list[Seconds]
+    itls: list[list[Seconds]]
+    input_lens: list[Count]
+    output_lens: list[Count]
+    errors: list[str]
+    duration: Seconds
+    queue_times: list[Seconds] | None = None
+    generated_texts: list[str] | None = None
+    request_rate: float | str | None = None
+
+
 def read_vllm(values: Mapping[str, Any]) -> RunResult:
     """A run from the object of `vllm bench serve --save-detailed`, as far as it goes.
 
@@ -174,17 +194,18 @@ def read_vllm(values: Mapping[str, Any]) -> RunResult:
     kind guessed from it.
 
     Raises:
-        KeyError, TypeError, ValueError: it is no such object.
+        ValueError, OverflowError, msgspec.ValidationError: it is no such object.
     """
-    starts = values["start_times"]
+    detailed = msgspec.convert(values, _Detailed)
+    starts = detailed.start_times
     # Only --max-concurrency makes its requests wait; without, it is the start lag of a microsecond or so.
-    waits = values.get("queue_times") or [0.0] * len(starts)
-    columns = [values[name] for name in ("ttfts", "itls", "input_lens", "output_lens", "errors")]
-    texts = values.get("generated_texts") or [None] * len(starts)
+    waits = detailed.queue_times or [0.0] * len(starts)
+    columns = (detailed.ttfts, detailed.itls, detailed.input_lens, detailed.output_lens, detailed.errors)
+    texts = detailed.generated_texts or [""] * len(starts)
     rows = zip(starts, waits, *columns, texts, strict=True)
     records = [_record(index, *row) for index, row in enumerate(rows)]
     began_ns = min((record.scheduled_ns for record in records), default=0)
-    rate = values.get("request_rate")
+    rate = detailed.request_rate
     return RunResult(
         settings={
             "source": "vllm bench serve",
@@ -198,7 +219,7 @@ def read_vllm(values: Mapping[str, Any]) -> RunResult:
         },
         records=records,
         began_ns=began_ns,
-        ended_ns=began_ns + round(values["duration"] / NS),
+        ended_ns=began_ns + round(detailed.duration / NS),
         client=ClientHealth(),
         server={"model": values.get("model_id")},
     )
@@ -213,7 +234,7 @@ def _record(
     input_len: int,
     output_len: int,
     error: str,
-    text: str | None,
+    text: str,
 ) -> RequestRecord:
     sent_ns = round(start_s / NS)
     chunk_ns = array("q", [sent_ns + round(after / NS) for after in np.cumsum([ttft_s, *itls_s])] if ttft_s else [])

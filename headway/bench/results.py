@@ -24,11 +24,12 @@ from headway.bench.measures.phases import MEDIAN, SLOWEST, phase_composition
 from headway.bench.measures.slo import Objectives
 from headway.bench.measures.summary import PERCENTILES
 from headway.bench.record import ClientHealth, RequestRecord, RunResult
-from headway.bench.result_columns import from_columns, to_columns
+from headway.bench.result_columns import Nanoseconds, from_columns, to_columns
 from headway.bench.result_csv import csv_text
 from headway.bench.result_vllm import model_name, read_vllm, vllm_keys
 
 FORMAT = 1
+MOST_NAME_BYTES = 80  # of a label or a model in the name of a file
 
 
 def to_json(
@@ -117,7 +118,7 @@ def load_json(path: Path) -> RunResult:
         raise BenchError(
             f"cannot read {path}: {error.strerror or error}; name a result saved with --save-result"
         ) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BenchError(f"{path} is not JSON: {error}; name a result saved with --save-result") from None
     if not isinstance(values, dict):
         raise BenchError(f"{path} is not a result: it holds a {type(values).__name__}, not an object")
@@ -141,12 +142,17 @@ def default_file_name(result: RunResult, date: datetime | None = None) -> str:
     settings = result.settings
     rate, most = settings.get("request_rate"), settings.get("max_concurrency")
     parts = [
-        str(settings.get("label") or settings.get("backend") or "openai"),
-        f"{'inf' if rate is None else float(rate)}qps" + (f"-concurrency{most}" if most is not None else ""),
-        model_name(result).rstrip("/").split("/")[-1],
+        _shortened(str(settings.get("label") or settings.get("backend") or "openai")),
+        f"{'inf' if rate is None else round(float(rate), 4)}qps" + (f"-concurrency{most}" if most is not None else ""),
+        _shortened(model_name(result).rstrip("/").split("/")[-1]),
         (date or datetime.now().astimezone()).strftime("%Y%m%d-%H%M%S"),
     ]
     return re.sub(r"[^\w.+=@-]", "_", "-".join(parts)) + ".json"
+
+
+def _shortened(name: str) -> str:
+    """A file system takes names of 255 bytes, and there is more in one than this."""
+    return name.encode(errors="replace")[:MOST_NAME_BYTES].decode(errors="ignore")
 
 
 def _summary(summary: Summary) -> dict[str, Any]:
@@ -170,8 +176,8 @@ class _Saved(msgspec.Struct):
     """What `load_json` needs of the object under "headway"."""
 
     settings: dict[str, Any]
-    began_ns: int
-    ended_ns: int
+    began_ns: Nanoseconds
+    ended_ns: Nanoseconds
     interrupted: bool
     client: ClientHealth
     server: dict[str, Any]

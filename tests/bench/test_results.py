@@ -234,6 +234,7 @@ def test_failures_of_vllm_bench_serve_get_a_kind(tmp_path: Path) -> None:
         ("", "is not JSON"),
         ("{", "is not JSON"),
         ("\xff", "is not JSON"),
+        ("[" * 5000, "is not JSON"),
         ("[1, 2]", "holds a list"),
         ("{}", "start_times"),
         ('{"request_throughput": 3.0}', "--save-detailed"),
@@ -259,6 +260,33 @@ def test_a_damaged_result_is_said_to_be_one(tmp_path: Path, name: str, damage: A
     (tmp_path / "a.json").write_text(json.dumps(values))
     with pytest.raises(BenchError, match="is not a result"):
         load_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("name", ["sent_ns", "end_ns", "chunk_ns", "output_tokens"])
+@pytest.mark.parametrize("value", [10**30, -(10**30)])
+def test_a_result_with_numbers_beyond_reason_is_said_to_be_damaged(tmp_path: Path, name: str, value: int) -> None:
+    values = saved(a_run(), tmp_path / "a.json")
+    column = values["headway"]["requests"][name]
+    column[-1] = [value] if name == "chunk_ns" else value
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    with pytest.raises(BenchError, match="is not a result"):
+        load_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("input_lens", ["x"]), ("output_lens", [-1]), ("ttfts", [-1.0]), ("itls", [[1e18]]), ("start_times", [1e18])],
+)
+def test_a_damaged_result_of_vllm_bench_serve_is_said_to_be_one(tmp_path: Path, name: str, value: list[Any]) -> None:
+    whole = {"start_times": [1.0], "ttfts": [0.1], "itls": [[0.1]], "input_lens": [3], "output_lens": [2]}
+    whole |= {"errors": [""], "duration": 2.0}
+    for content, is_whole in ((whole, True), (whole | {name: value}, False)):
+        (tmp_path / "a.json").write_text(json.dumps(content))
+        if is_whole:
+            assert load_json(tmp_path / "a.json").records[0].tokens == 2
+            continue
+        with pytest.raises(BenchError, match="is not a result"):
+            load_json(tmp_path / "a.json")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -299,6 +327,12 @@ def test_the_file_is_named_as_vllm_bench_serve_names_it() -> None:
     assert default_file_name(result, DATE) == "openai-chat-4.0qps-Some_Model-20260304-050607.json"
     result = run([], settings={"model": "/models/tiny/", "request_rate": None, "max_concurrency": 8, "label": "a/b"})
     assert default_file_name(result, DATE) == "a_b-infqps-concurrency8-tiny-20260304-050607.json"
+
+
+def test_the_name_of_the_file_is_one_that_a_file_can_have(tmp_path: Path) -> None:
+    result = run([], settings={"label": "\u00fc" * 300, "model": "\U0001f40c" * 300, "request_rate": 123456.7})
+    write_json(tmp_path / default_file_name(result), {})
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_row_for_each_request(tmp_path: Path) -> None:

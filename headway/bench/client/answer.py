@@ -4,7 +4,8 @@ What counts as a token chunk. Latencies need the time of each chunk that brought
 
 - Where each chunk carries `usage` (`stream_options.continuous_usage_stats`), a chunk counts if and only if
   `completion_tokens` grew with it, and for as many tokens as it grew. This is the server's own word, and exact when a
-  chunk brings several tokens or a token brings no text.
+  chunk brings several tokens or a token brings no text. A server whose first text comes with a count of 0 only fills
+  in the field, and is read as the others.
 - Elsewhere a chunk counts for one when it has text: `text` of a completion; `content`, `reasoning`,
   `reasoning_content`, `refusal` or `tool_calls` of a chat's delta; or token ids. In completions a chunk without text
   and without a finish_reason counts too: its token is part of a character, or special. A delta with only a role, or
@@ -17,7 +18,7 @@ The number of output tokens is `usage`'s wherever there is one, and never the nu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -26,16 +27,20 @@ from headway.bench.client.sse import EventParser, MalformedEvents
 from headway.bench.record import Failure, FailureKind, RequestRecord
 
 MAX_ERROR_BYTES = 64 * 1024
+MAX_TOKENS = 2**31 - 1  # of a request; what is more is no count
 _NOT_STREAMS = (b"application/json", b"text/html")
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+
+
 class _TokenDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
     prompt_tokens_details: _TokenDetails | None = None
 
 
@@ -66,12 +71,13 @@ class _Choice(msgspec.Struct):
     token_ids: Any = None
 
     @property
+    def shows_tokens(self) -> bool:
+        return bool(self.text or self.token_ids) or (self.delta is not None and self.delta.brings_tokens)
+
+    @property
     def brings_tokens(self) -> bool:
-        if self.text or self.token_ids:
-            return True
-        if self.delta is not None:
-            return self.delta.brings_tokens
-        return self.text is not None and self.finish_reason is None
+        unseen = self.delta is None and self.text is not None and self.finish_reason is None
+        return unseen or self.shows_tokens
 
     @property
     def content(self) -> str:
@@ -145,7 +151,7 @@ class StreamedAnswer:
                 return
             try:
                 chunk = _decode(data)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 if name == b"error":
                     raise RequestFailed(FailureKind.STREAM_ERROR, data.decode(errors="replace")) from None
                 shown = data[:80].decode(errors="replace")
@@ -170,6 +176,8 @@ class StreamedAnswer:
         if usage is not None and self._continuous is not False:
             tokens = (usage.completion_tokens or 0) - self._counted
             self._continuous = self._continuous or tokens > 0 or None
+            if self._continuous is None and choice.shows_tokens:
+                tokens, self._continuous = 1, False
         else:
             tokens = 1 if choice.brings_tokens else 0
             if tokens and usage is None and self._continuous is None:
@@ -224,7 +232,7 @@ class StreamedAnswer:
         kind = self._headers.get(b"content-type", b"").decode("latin-1")
         try:
             said = error_text(msgspec.json.decode(self._other_body))
-        except ValueError:
+        except (ValueError, RecursionError):
             said = ""
         if said:
             return Failure(FailureKind.STREAM_ERROR, one_line(said), self._status)

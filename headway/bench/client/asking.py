@@ -52,7 +52,7 @@ class Reply:
         """The JSON object that it holds; empty when it holds none."""
         try:
             content = msgspec.json.decode(self.bytes)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 

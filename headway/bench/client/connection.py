@@ -19,6 +19,7 @@ from headway.bench.client.failures import RequestFailed
 from headway.bench.record import FailureKind
 
 MAX_HEADER_BYTES = 256 * 1024
+LINGER_S = 0.05  # for the end of a response of which all that was wanted has come
 READ_BYTES = 64 * 1024
 _now = time.monotonic_ns
 
@@ -46,7 +47,7 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser: httptools.HttpResponseParser  # while it is connected: they hold each other
         self._receiver: Receiver | None = None
         self._done: asyncio.Future[None] | None = None
         self._headers: dict[bytes, bytes] = {}
@@ -91,6 +92,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
+        self._parser = httptools.HttpResponseParser(self)
         self.connected_ns = _now()
         self.is_open = True
 
@@ -106,6 +108,10 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._inbox.parse()
         self.is_open = False
+        self._end_with_connection(exc)
+        del self._parser  # no garbage is collected in a run
+
+    def _end_with_connection(self, exc: Exception | None) -> None:
         if self._done is None:
             return
         if self._ends_with_connection and exc is None:
@@ -133,6 +139,8 @@ class Connection(asyncio.BufferedProtocol):
         except httptools.HttpParserError as error:
             where = "in the response's body" if self._headers_complete else f"in {data[:60]!r}"
             self.fail(FailureKind.MALFORMED, f"not HTTP: {error} {where}")
+        if self._receiver is not None and self._receiver.is_satisfied:
+            self._inbox.loop.call_later(LINGER_S, self._linger, self._done)
 
     # --- what the parser calls ----------------------------------------------------------------------
 
@@ -165,6 +173,12 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- ends ---------------------------------------------------------------------------------------
 
+    def _linger(self, done: asyncio.Future[None]) -> None:
+        """All that was wanted came a while ago, and the response has not ended: its rest is not waited for."""
+        if self._done is done:
+            self._end(None)
+            self.close()
+
     def _reset_message(self) -> None:
         self._headers = {}
         self._header_bytes = 0
@@ -187,7 +201,8 @@ class Connection(asyncio.BufferedProtocol):
         if error is None:
             done.set_result(None)
         else:
-            done.set_exception(error)
+            # Its traceback says nothing here, and holds frames that hold it.
+            done.set_exception(error.with_traceback(None) if isinstance(error, RequestFailed) else error)
 
 
 class Inbox:

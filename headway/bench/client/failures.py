@@ -52,7 +52,7 @@ def failure_of_status(status: int, headers: Mapping[bytes, bytes], body: bytes) 
         return Failure(FailureKind.CLIENT_ERROR, one_line(message), status)
     try:
         said = error_text(msgspec.json.decode(body))
-    except ValueError:
+    except (ValueError, RecursionError):
         said = ""
     said = said or body[:SHOWN_CHARS].decode(errors="replace")
     message = f"HTTP {status}: {said}" if said else f"HTTP {status}"

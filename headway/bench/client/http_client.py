@@ -110,6 +110,7 @@ class HttpClient:
         finally:
             timer.cancel()
             self._busy.discard(connection)
+            del done  # it holds its exception, which holds this frame, and no garbage is collected in a run
         if connection.is_open:
             self._idle.append(connection)
         else:
@@ -162,7 +163,10 @@ class HttpClient:
                 hosts.insert(0, host)
             return connection
         assert failure is not None
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # the same
 
     async def _connect_to(self, host: str) -> Connection:
         tls: dict[str, Any] = {}

@@ -6,6 +6,7 @@ Format: https://html.spec.whatwg.org/multipage/server-sent-events.html#event-str
 from __future__ import annotations
 
 MAX_EVENT_BYTES = 16 * 2**20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 Event = tuple[bytes, bytes]  # name ("" unless given), data
 
 _IGNORED = frozenset({b"id", b"retry"})
@@ -19,11 +20,12 @@ class EventParser:
     """Turns fragments into events, each as soon as its last byte is there.
 
     Stricter than the format in one point, as a page of HTML would otherwise be a stream without events: a line whose
-    field is unknown is an error. Looser in another: `error: ...` is an event of that name.
+    field is unknown is an error. Looser in others: `error: ...` is an event of that name, and not only the first event
+    may begin with a byte order mark.
     """
 
     def __init__(self) -> None:
-        self._rest = b""  # of an event whose end has not come, with \n as the only line end
+        self._rest = bytearray()  # of an event whose end has not come, with \n as the only line end
         self._after_cr = False
 
     def feed(self, data: bytes) -> list[Event]:
@@ -35,8 +37,15 @@ class EventParser:
         if self._after_cr or b"\r" in data:
             data = self._with_line_feeds(data)
         if self._rest:
-            data = self._rest + data
-        *blocks, self._rest = data.split(b"\n\n")
+            new = len(self._rest) - 1
+            self._rest += data
+            # Only what is new is looked through, or a long event in small pieces would take time by its square.
+            data = bytes(self._rest) if self._rest.find(b"\n\n", new) >= 0 else b""
+        if data:
+            *blocks, rest = data.split(b"\n\n")
+            self._rest = bytearray(rest)
+        else:
+            blocks = []
         if len(self._rest) > MAX_EVENT_BYTES:
             raise MalformedEvents(f"an event has more than {MAX_EVENT_BYTES} bytes")
         events: list[Event] = []
@@ -54,7 +63,7 @@ class EventParser:
             MalformedEvents: a line is no field of an event.
         """
         events: list[Event] = []
-        rest, self._rest = self._rest, b""
+        rest, self._rest = bytes(self._rest), bytearray()
         _add_event(rest, events)
         return events
 
@@ -72,7 +81,7 @@ def _add_event(block: bytes, events: list[Event]) -> None:
     """The event of lines without an empty one among them; none when it has no data."""
     name = b""
     data: list[bytes] = []
-    for line in block.split(b"\n"):
+    for line in block.removeprefix(BYTE_ORDER_MARK).split(b"\n"):
         field, _, value = line.partition(b":")
         value = value[1:] if value.startswith(b" ") else value
         if field == b"data":

@@ -132,7 +132,11 @@ class LocalServer:
     async def _read(self) -> None:
         """Everything that the server writes, to its end: a full pipe would stop it."""
         assert self._process is not None and self._process.stderr is not None
-        async for raw in self._process.stderr:
+        while not self._process.stderr.at_eof():
+            try:
+                raw = await self._process.stderr.readline()
+            except ValueError:  # longer than the reader takes, and gone
+                continue
             line = raw.decode(errors="replace").rstrip()
             if not line:
                 continue

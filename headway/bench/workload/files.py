@@ -7,10 +7,14 @@ from pathlib import Path
 
 from headway.bench.errors import BenchError
 
+SHOWN_CHARS = 200
+
 
 def wrong(path: Path, line: int, what: str, expected: str) -> BenchError:
-    """The error for one line of a file."""
-    return BenchError(f"{path}, line {line}: {what}; {expected}")
+    """The error for one line of a file, however much is wrong with it."""
+    what = " ".join(what.split())
+    shown = what if len(what) <= SHOWN_CHARS else f"{what[:SHOWN_CHARS]}..."
+    return BenchError(f"{path}, line {line}: {shown}; {expected}")
 
 
 def read_text(path: Path) -> str:

@@ -114,7 +114,7 @@ def _sharegpt_entries(path: Path) -> list[list[_Said]]:
         raise BenchError(
             f'{path}: {error}; expected as [{{"conversations": [{{"from": "human", "value": "..."}}, ...]}}]'
         ) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise wrong(path, _line_of_error(text), str(error), "the file must be one JSON list") from None
 
 
@@ -123,6 +123,8 @@ def _line_of_error(text: str) -> int:
         json.loads(text)
     except json.JSONDecodeError as error:
         return error.lineno
+    except (ValueError, RecursionError):  # a number of too many digits, or lists in lists
+        return 1
     return 1
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -91,23 +91,30 @@ class TraceRows:
 
 def _csv_rows(path: Path, needed: Sequence[str], form: str) -> Iterator[tuple[int, list[str], str]]:
     """(line number, values of the needed columns, value of the column Model) of each row."""
-    reader = csv.reader(io.StringIO(read_text(path)))
-    header = [name.strip() for name in next(row for row in reader if row)]
+    reader = csv.reader(io.StringIO(read_text(path), newline=None))
+    rows = _rows(path, reader)
+    header = [name.strip() for name in next(rows)]
     missing = [name for name in needed if name not in header]
     if missing:
         raise wrong(path, reader.line_num, f"no column {missing[0]}", f"{form} begins with {','.join(needed)}")
     at = [header.index(name) for name in needed]
     model_at = header.index("Model") if "Model" in header else None
     found = 0
-    for row in reader:
-        if not row:
-            continue
+    for row in rows:
         if len(row) != len(header):
             raise wrong(path, reader.line_num, f"{len(row)} values", f"the header has {len(header)} columns")
         found += 1
         yield reader.line_num, [row[column] for column in at], row[model_at] if model_at is not None else ""
     if not found:
         raise BenchError(f"{path} has a header and no requests below it")
+
+
+def _rows(path: Path, reader: Any) -> Iterator[list[str]]:
+    """Those that are not empty. Raises BenchError naming the line that is no CSV."""
+    try:
+        yield from filter(None, reader)
+    except csv.Error as error:
+        raise wrong(path, reader.line_num, str(error), "a line of CSV is expected") from None
 
 
 def _draft(path: Path, line: int, columns: Sequence[str], prompt: str, answer: str) -> Draft:
@@ -214,7 +221,7 @@ def decoded(decode: Callable[[str], T], path: Path, line: int, said: str, expect
     """
     try:
         return decode(said)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise wrong(path, line, str(error), f"expected as {expected}") from None
 
 

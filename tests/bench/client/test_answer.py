@@ -180,3 +180,36 @@ def test_a_response_that_is_no_stream(content_type: str, body: bytes, kind: Fail
     answer.body(body, 1)
     failure = answer.failure(1)
     assert failure is not None and failure.kind is kind and message in failure.message
+
+
+def test_usage_that_does_not_count_along_leaves_the_counting_to_the_text() -> None:
+    nothing = {"prompt_tokens": 0, "completion_tokens": 0}
+    chunks = (text("a", usage=nothing), text("b", usage=nothing), text("", "stop", usage=nothing))
+    record, failure = read(*chunks, {"choices": [], "usage": USAGE})
+    assert failure is None
+    assert list(record.chunk_ns) == [1, 2] and list(record.chunk_tokens) == [1, 1]
+    assert not record.tokens_per_chunk_known and record.output_tokens == 3
+
+
+@pytest.mark.parametrize("count", [-1, 2**31, 10**30])
+@pytest.mark.parametrize("name", ["completion_tokens", "prompt_tokens"])
+def test_usage_that_is_no_count_is_malformed(name: str, count: int) -> None:
+    _, failure = read(text("a", usage={name: count}))
+    assert failure is not None and failure.kind is FailureKind.MALFORMED and name in failure.message
+
+
+def test_json_too_deep_to_be_read_is_malformed() -> None:
+    answer = StreamedAnswer(RequestRecord(0))
+    answer.headers(200, {b"content-type": b"text/event-stream"}, 1)
+    with pytest.raises(RequestFailed) as raised:
+        answer.body(b'data: {"timings": ' + b"[" * 5000 + b"]" * 5000 + b"}\n\n", 1)
+    assert raised.value.failure.kind is FailureKind.MALFORMED
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_error_too_deep_to_be_read_is_a_failure(status: int) -> None:
+    answer = StreamedAnswer(RequestRecord(0))
+    answer.headers(status, {b"content-type": b"application/json"}, 1)
+    answer.body(b"[" * 5000, 1)
+    failure = answer.failure(2)
+    assert failure is not None and failure.status == status

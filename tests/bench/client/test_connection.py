@@ -272,3 +272,19 @@ async def test_tls_with_a_server_that_has_none(server: ScriptedServer) -> None:
     async with OpenAIClient(Endpoint(server.url.replace("http:", "https:"))) as client:
         record = await send(client)
         assert record.failure is not None and record.failure.kind is FailureKind.TLS
+
+
+async def test_a_response_that_does_not_end_after_done_is_left() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        event = b'data: {"choices": [{"text": "a", "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+        writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+        await reader.read()  # until the client leaves
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server, OpenAIClient(Endpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")) as client:
+        record = RequestRecord(0)
+        await asyncio.wait_for(client.send(planned(0), record), 30)
+        assert record.ok and record.failure is None and client.busy_sockets() == []

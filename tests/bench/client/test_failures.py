@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from typing import Any
 
 import pytest
 
+from headway.bench.client.connection import Connection
 from headway.bench.client.endpoint import Endpoint, OpenAIClient
 from headway.bench.client.failures import RequestFailed, failure_of_status, one_line
 from headway.bench.record import Failure, FailureKind, RequestRecord
@@ -158,3 +161,24 @@ def test_messages_are_one_printable_line() -> None:
 )
 def test_the_server_s_own_words_are_found_in_any_error_body(body: bytes, message: str) -> None:
     assert failure_of_status(500, {}, body).message == message
+
+
+@pytest.mark.parametrize("fail", ["cut", "garbage", "error_event", ""])
+def test_nothing_of_a_request_needs_the_garbage_collector(server: ScriptedServer, fail: str, run: Any) -> None:
+    """It is off during a run: what is only freed by it, prompts among it, would pile up."""
+
+    async def send_some() -> list[object]:
+        for url in (server.url, "http://127.0.0.1:1"):
+            async with OpenAIClient(Endpoint(url)) as client:
+                for index in range(5):
+                    record = await send(client, index, chunks=2, fail=fail, fail_at=1)
+                    assert record.ok == (url == server.url and not fail)
+        await asyncio.sleep(0.05)
+        return [each for each in gc.get_objects() if isinstance(each, RequestFailed | Connection)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run(send_some()) == []
+    finally:
+        gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
@@ -91,3 +92,18 @@ def test_an_event_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
     parser.feed(b"data: " + b"x" * 90)
     with pytest.raises(MalformedEvents, match="more than 100 bytes"):
         parser.feed(b"x" * 90)
+
+
+@given(st.integers(0, 13))
+def test_a_byte_order_mark_is_no_part_of_the_first_line(place: int) -> None:
+    assert parse(cut(b"\xef\xbb\xbfdata: 1\n\n", [place])) == [(b"", b"1")]
+
+
+def test_a_long_event_in_small_pieces_takes_time_by_its_length() -> None:
+    """A few milliseconds; by its square it would take minutes."""
+    parser = EventParser()
+    began = time.process_time()
+    for _ in range(40_000):
+        assert parser.feed(b"x" * 100 if parser._rest else b"data: ") == []
+    assert time.process_time() - began < 10
+    assert len(parser.feed(b"\n\n")) == 1

@@ -86,10 +86,11 @@ async def test_ready_and_ended(tmp_path):
     assert running.pid is None
 
 
-async def test_what_it_writes_later_does_not_fill_the_pipe(tmp_path):
-    """A megabyte after it was ready; it would block for ever in a pipe that nobody reads."""
+@pytest.mark.parametrize("end", ["chr(10)", "''"])
+async def test_what_it_writes_later_does_not_fill_the_pipe(tmp_path, end):
+    """A megabyte after it was ready, in lines or in one; it would block for ever in a pipe that nobody reads."""
     done = tmp_path / "done"
-    body = f"{says(READY + SERVING)}\nfor _ in range(10_000): sys.stderr.write('x' * 99 + chr(10))\n"
+    body = f"{says(READY + SERVING)}\nfor _ in range(10_000): sys.stderr.write('x' * 99 + {end})\n"
     body += f"open({str(done)!r}, 'w').close(); time.sleep(600)"
     async with server(tmp_path, body):
         deadline = time.monotonic() + 60

@@ -33,7 +33,13 @@ def firsts(dataset: Any, count: int | None = None) -> list[Draft]:
 
 
 @pytest.mark.parametrize(
-    "change", [str, lambda text: text.replace("\n", "\r\n"), lambda text: "\ufeff" + text + "\n\n"]
+    "change",
+    [
+        str,
+        lambda text: text.replace("\n", "\r\n"),
+        lambda text: text.replace("\n", "\r"),
+        lambda text: "\ufeff" + text + "\n\n",
+    ],
 )
 def test_azure(tmp_path: Path, change: Callable[[str], str]) -> None:
     trace = read_azure(write(tmp_path / "azure.csv", change(AZURE)))
@@ -130,6 +136,10 @@ GOOD = '{"timestamp": 0, "input_length": 10, "output_length": 6}\n'
         (read_mooncake, GOOD.replace("}", ', "hash_ids": [-1]}'), "line 1: a length or hash id below 0"),
         (read_mooncake, GOOD.replace("}", ', "hash_ids": [1, 2]}'), "line 1: 2 hash_ids for 10 tokens; 1 blocks"),
         (read_mooncake, "[1, 2]\n", "line 1: .*object"),
+        (read_mooncake, GOOD + '{"x": ' + "[" * 5000, "line 2: .*recursion"),
+        (read_azure, HEAD + ROW + '"' + "1" * 200_000 + '",4,3\n', "line 3: field larger than field limit"),
+        (read_azure, HEAD + '2023-11-16 18:15:47,"4\n",x\n', "line 3: GeneratedTokens is 'x'"),
+        (read_azure, HEAD + f"{'2023' * 1000},4,3\n", r"line 2: TIMESTAMP is '[0-9]+\.\.\.; expected as"),
     ],
 )
 def test_a_broken_trace_is_named_with_its_line(
@@ -139,6 +149,7 @@ def test_a_broken_trace_is_named_with_its_line(
     with pytest.raises(BenchError, match=words) as caught:
         reader(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert len(str(caught.value)) < len(str(path)) + 400
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -199,6 +210,8 @@ def test_custom_prompts_and_their_answers(tmp_path: Path, text: TokenizerSource)
     [
         (ShareGPT, "", "is empty"),
         (ShareGPT, '[{"conversations": [\n{"value": "a"},\n', r"line \d: .*; the file must be one JSON list"),
+        (ShareGPT, '[{"from": ' + "[" * 5000, "line 1: .*recursion"),
+        (ShareGPT, '[{"from": ' + "9" * 5000, "line 1: .*; the file must be one JSON list"),
         (ShareGPT, '{"conversations": []}', "Expected `array`.*; expected as"),
         (ShareGPT, '[{"conversations": [{"from": "human"}]}]', r"missing required field `value`.*\$\[0\]"),
         (ShareGPT, "[]", "no conversation with a prompt and an answer"),
