@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from headway.bench.measures.compare import compare
 from headway.bench.measures.numbers import Summary
@@ -37,7 +38,7 @@ def compare_files(a: Sequence[Path], b: Sequence[Path], report: Path | None = No
         return
     shown = {name: (runs[0], _summaries(runs[0])) for name, runs in zip(names, sides, strict=True)}
     written = write_comparison(report, comparison, shown, figures_dir=figures_beside(report))
-    out.print(f"[dim]Report: {written[0]}[/dim]", soft_wrap=True, highlight=False)
+    out.print(Text(f"Report: {written[0]}", style="dim"), soft_wrap=True)
 
 
 def figures_beside(report: Path) -> Path:

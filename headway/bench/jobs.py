@@ -105,7 +105,7 @@ def _check_places(output: Output) -> None:
             f"--result-filename is {output.result_filename}, and so is the table of --csv; end it in .json"
         )
     for flag, path in places.items():
-        there = next(each for each in path.absolute().parents if each.exists())
+        there = next((each for each in path.absolute().parents if each.exists()), path)
         if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             raise BenchError(f"cannot write {path}: no file can be made there; choose another place with {flag}")
 
@@ -230,7 +230,7 @@ class Bench:
         write_json(path, values)
         if output.csv:
             write_csv(path.with_suffix(".csv"), result, claims.objectives, by_class)
-        self.out.print(f"[dim]Result: {path}[/dim]", soft_wrap=True, highlight=False)
+        self.out.print(Text(f"Result: {path}", style="dim"), soft_wrap=True)
 
     def report(self, runs: Sequence[Run], extra: Sequence[Section] = ()) -> None:
         """Write the HTML report, where one was asked for."""
@@ -251,7 +251,7 @@ class Bench:
         except Interrupted:
             self.progress.print("Stopped: there is no report.")
             return
-        self.out.print(f"[dim]Report: {path}[/dim]", soft_wrap=True, highlight=False)
+        self.out.print(Text(f"Report: {path}", style="dim"), soft_wrap=True)
 
     def print(self, result: RunResult, summaries: Sequence[Summary]) -> None:
         claims = self.options.claims
@@ -273,14 +273,24 @@ async def _single(bench: Bench) -> int:
 
 
 async def _sweep(bench: Bench) -> int:
-    """One run after the other, each with new prompts, so that none finds its own in the server's prefix cache."""
+    """One run after the other, each with new prompts, so that none finds its own in the server's prefix cache.
+
+    A server that is lost on the way ends the sweep; what was measured before is kept.
+    """
     runs: list[Run] = []
+    lost = False
     for number, load in enumerate(sweep_loads(bench.options), start=1):
         if bench.stop.is_set():
             break
         try:
             run = await bench.run(load, load_name(load))
         except Interrupted:
+            break
+        except BenchError as error:
+            if not runs:
+                raise
+            bench.out.print(Text(f"{load_name(load)}: not measured: {error}"))
+            lost = True
             break
         bench.save(*run, number=number)
         bench.out.print(Text(f"{load_name(load)}: {verdict.headline(*run)}"))
@@ -290,7 +300,7 @@ async def _sweep(bench: Bench) -> int:
     claims = bench.options.claims
     print_runs(bench.out, *zip(*runs, strict=True), target=claims.attainment, most_failed=claims.max_failed_share)
     bench.report(runs)
-    return bench.exit_code(runs)
+    return NOT_VALID if lost else bench.exit_code(runs)
 
 
 def sweep_loads(options: BenchOptions) -> list[Load]:

@@ -10,9 +10,9 @@ import numpy as np
 from headway.bench.client.load import LoadMode
 from headway.bench.errors import BenchError
 from headway.bench.interrupts import Interrupted
-from headway.bench.jobs import RATED, Bench, Load, Run, at_rate
+from headway.bench.jobs import NOT_VALID, RATED, Bench, Load, Run, at_rate
 from headway.bench.measures.dependence import effective_count
-from headway.bench.measures.search import ProbeOutcome, SearchOptions, Trial, find_max_rate
+from headway.bench.measures.search import ProbeOutcome, SearchOptions, Stop, Trial, find_max_rate
 from headway.bench.measures.slo import missed_objectives
 from headway.bench.measures.steady import falls_behind
 from headway.bench.report import verdict
@@ -50,7 +50,9 @@ async def search(bench: Bench) -> int:
         )
     print_search(bench.out, found, claims.attainment)
     bench.report(prober.runs, extra=[search_section(found, claims.attainment)])
-    return bench.exit_code(prober.runs if found.rate is None else [])
+    if found.rate is None or found.stop is Stop.INVALID:
+        return bench.exit_code([]) or NOT_VALID
+    return bench.exit_code([])
 
 
 def _check(bench: Bench) -> None:
@@ -97,6 +99,10 @@ class _Prober:
             run = await self.bench.run(load, f"{rate:.4g} requests/s")
         except Interrupted:
             return ProbeOutcome(rate, met=0, total=0, valid=False, reason="it was interrupted")
+        except BenchError as error:
+            if not self.runs:
+                raise
+            return ProbeOutcome(rate, met=0, total=0, valid=False, reason=str(error))
         self._made += 1
         self.runs.append(run)
         self.bench.save(*run, number=len(self.runs))

@@ -57,7 +57,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     Raises:
         BenchError: there is none, or it is broken.
     """
-    folder = Path(name).expanduser()
+    folder = _local(name)
     if folder.is_file():
         folder = folder.parent
     if not folder.is_dir():
@@ -66,6 +66,14 @@ def load_tokenizer(name: str) -> Tokenizer:
         return Tokenizer.load(folder)
     except TextError as error:
         raise BenchError(f"--tokenizer {name}: {error}") from None
+
+
+def _local(name: str) -> Path:
+    """The name as a path; ~ is the home folder, where there is one."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # ~nobody
+        return Path(name)
 
 
 def _check_token_ids(target: Target, facts: ServerFacts) -> None:
@@ -87,7 +95,7 @@ def _download(name: str) -> Path:
 
 def _find_tokenizer(model: str) -> Tokenizer | None:
     """That of a served model whose files are on this machine: its name is a folder, or a hub id in the cache."""
-    folder = STORY if model == f"headway/{STORY.name}" else Path(model).expanduser()
+    folder = STORY if model == f"headway/{STORY.name}" else _local(model)
     try:
         if not (folder / "tokenizer.json").is_file():
             from huggingface_hub import try_to_load_from_cache
@@ -102,13 +110,13 @@ def _find_tokenizer(model: str) -> Tokenizer | None:
 
 
 async def _server_counts(endpoint: Endpoint, facts: ServerFacts) -> tuple[int, int] | None:
-    """Tokens of the short and of the long calibration text, by the server; None where it tells none."""
+    """Tokens of the short and of the long calibration text, by the server; None where it tells none that can be."""
     texts = [Prompt(text=WordSource.calibration_text(words)) for words in (SHORT_WORDS, LONG_WORDS)]
     try:
         short, long = await count_tokens(endpoint, facts, texts)
     except BenchError:
         return None
-    return short, long
+    return (short, long) if long > short > 0 else None
 
 
 def _counted(tokenizer: Tokenizer, words: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated, NoReturn
 
@@ -40,6 +41,9 @@ app.add_typer(bench.app)
 
 def main() -> NoReturn:
     """Entry point: bad input is one line on stderr and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to fail
     try:
         code = app(standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):

@@ -40,6 +40,7 @@ def _flag(panel: str, help: str, *names: str, **settings: Any) -> Any:
 
 ENDPOINT, LOAD, WORKLOAD, NUMBERS, RESULTS = "Endpoint", "Load", "Workload", "Numbers", "Results"
 Arrivals = Literal["poisson", "gamma", "constant", "on-off", "ramp", "all-at-once", "trace"]
+RATED = ("poisson", "gamma", "constant")
 
 
 @app.callback()
@@ -139,11 +140,11 @@ def bench(
     sharegpt_output_len: Annotated[int | None, _flag(WORKLOAD, "Default: as long as the answer in the file.")] = None,
     custom_output_len: Annotated[int | None, _flag(WORKLOAD, "Default: what each row says.")] = None,
     multi_turn_turns: Annotated[
-        str | None, _flag(WORKLOAD, "Requests of a conversation. Default: uniform 2..8.")
+        str | None, _flag(WORKLOAD, "Requests of a conversation. Default: uniform:min=2,max=8.")
     ] = None,
     multi_turn_prefix_len: Annotated[int, _flag(WORKLOAD, "Tokens that all conversations begin with.")] = 0,
     multi_turn_think_s: Annotated[
-        str | None, _flag(WORKLOAD, "Seconds between an answer and the next turn. Default: exponential, mean 5.")
+        str | None, _flag(WORKLOAD, "Seconds between an answer and the next turn. Default: exponential:mean=5.")
     ] = None,
     burstgpt_model: Annotated[str | None, _flag(WORKLOAD, "Only the requests to this model.")] = None,
     trace_block_size: Annotated[int, _flag(WORKLOAD, "Tokens of a Mooncake trace's hash id.")] = 512,
@@ -248,7 +249,7 @@ def _measure(flags: dict[str, Any]) -> int:
     from headway.bench.options import BenchOptions, Claims, Output, Sweep
 
     sweep = None if flags["sweep"] is None else Sweep.parse(flags["sweep"])
-    if sweep is not None and sweep.over == "rate" and flags["arrival"] != "all-at-once":
+    if sweep is not None and sweep.over == "rate" and (flags["arrival"] in RATED or flags["burstiness"] is not None):
         flags["request_rate"] = sweep.values[0]  # the arrival process is made with it, and then for each
     goodput = [value for group in flags["goodput"] or [] for value in group.replace(",", " ").split()]
     options = BenchOptions(

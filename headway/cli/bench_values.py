@@ -66,7 +66,7 @@ def as_json_object(option: str, text: str | None) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BenchError(f"{option} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise BenchError(f'{option} is a JSON {type(found).__name__}; it must be an object, as {{"top_k": 20}}')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,6 +51,8 @@ def profile(
 
     Ends with exit code 1 when a request failed.
     """
+    import asyncio
+
     from headway.bench.errors import BenchError
     from headway.bench.profile.options import ProfileOptions
 
@@ -94,6 +95,8 @@ def _lengths(text: str | None) -> tuple[int, ...] | None:
 
 
 async def _profile(options: Any) -> int:
+    import asyncio
+
     from rich.console import Console
 
     from headway.bench.interrupts import interrupts

@@ -42,6 +42,7 @@ def print_summary(
         *tables.latency_tables(summaries),
         tables.class_table(summaries),
         tables.phase_table(summaries[0]),
+        tables.metrics_table(result.server.get("metrics") or {}),
         tables.failure_table(result),
         tables.client_table(result.client),
     ]

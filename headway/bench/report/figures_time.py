@@ -123,7 +123,7 @@ def _cloud(axes: Axes, times: Floats, values: Floats, why_empty: str) -> None:
         axes.set_ylim(float(np.quantile(values, 0.01)) / 1.6, float(values.max()) * 1.3)
         style.log_axis(axes, "y")
     else:
-        axes.set_ylim(0, float(values.max()) * 1.08)
+        axes.set_ylim(0, float(values.max()) * 1.08 or 1.0)
     axes.set_xlim(min(0.0, float(times.min())), max(float(times.max()) * 1.01, 1e-3))
 
 

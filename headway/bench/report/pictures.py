@@ -238,8 +238,8 @@ def _ttft_caption(result: RunResult) -> str:
 
 def _itl_caption(result: RunResult, whole: Summary) -> str:
     gaps = Latencies.of(result.records).itl_ms
-    if not len(gaps):
-        return "No request has two chunks of tokens."
+    if not gaps.any():
+        return "No request has two chunks of tokens that came apart."
     median = float(np.median(gaps))
     long = gaps > 4 * median
     claim = whole.from_schedule["itl_ms"].percentile(99.0) if "itl_ms" in whole.from_schedule else None

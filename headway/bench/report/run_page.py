@@ -190,7 +190,7 @@ def run_sections(result: RunResult, summaries: Sequence[Summary], prefix: str = 
 
 
 def _answered_sections(result: RunResult, summaries: Sequence[Summary]) -> list[Section]:
-    phases = _present(tables.phase_table(summaries[0]))
+    phases = _present(tables.phase_table(summaries[0]), tables.metrics_table(result.server.get("metrics") or {}))
     tail = tuple(pictures.tail_pictures(result))
     return [
         Section("Latency", pictures=tuple(pictures.latency_pictures(result, summaries[0])), anchor="latency"),
@@ -257,7 +257,7 @@ def _closing(results: Sequence[RunResult], environment: Mapping[str, Any] | None
     settings = results[0].settings if len(results) == 1 else _shared([result.settings for result in results])
     found = _present(
         tables.mapping_table("Settings" if len(results) == 1 else "Settings that all runs share", settings),
-        tables.mapping_table("The server", results[0].server),
+        tables.server_table(results[0].server),
         tables.mapping_table("The client's machine", environment if environment is not None else this_machine()),
     )
     return [

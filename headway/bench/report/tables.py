@@ -168,6 +168,39 @@ def _without_interval(cell: Cell) -> Cell:
     return Cell(cell.text, cell.tone)
 
 
+METRIC_TIMES = (
+    ("ttft", "first token after arrival"),
+    ("queue", "queue"),
+    ("prefill", "prefill"),
+    ("decode", "decode"),
+    ("step", "step of the engine"),
+)
+GAUGES = (
+    ("running", "requests running", 1),
+    ("waiting", "requests waiting", 1),
+    ("kv_cache_usage", "KV cache, %", 100),
+)
+
+
+def metrics_table(metrics: Mapping[str, Any]) -> Table | None:
+    """What the server's own metrics say of the run (`server_metrics`); None where it has none."""
+    rows = [
+        cells(f"{label}, ms", number(mean), NOTHING)
+        for key, label in METRIC_TIMES
+        if (mean := metrics.get(key, {}).get("mean_ms")) is not None
+    ]
+    for key, label, scale in GAUGES:
+        if gauge := metrics.get("gauges", {}).get(key):
+            rows.append(cells(label, number(scale * gauge["mean"]), number(scale * gauge["peak"])))
+    if metrics.get("preemptions") is not None:
+        rows.append(cells("preemptions", f"{metrics['preemptions']:,.0f}", NOTHING))
+    if (rate := (metrics.get("prefix_cache") or {}).get("hit_rate")) is not None:
+        rows.append(cells("prompt tokens found in its prefix cache, %", number(100 * rate), NOTHING))
+    if not rows:
+        return None
+    return Table("By the server's own metrics", ("", "mean", "most"), tuple(rows), note="Of all requests that it had.")
+
+
 def failure_table(result: RunResult) -> Table | None:
     rows = [cells(kind, f"{times:,}", plain(message, 200)) for kind, times, message in failures_by_kind(result)]
     if not rows:
@@ -193,8 +226,13 @@ def _lag_row(name: str, values: Sequence[float]) -> tuple[Cell, ...]:
     return cells(name, *(number(float(value)) for value in found))
 
 
+def server_table(server: Mapping[str, Any]) -> Table | None:
+    """What the server says of itself; its metrics have a table of their own."""
+    return mapping_table("The server", {name: value for name, value in server.items() if name != "metrics"})
+
+
 def mapping_table(title: str, values: Mapping[str, Any]) -> Table | None:
-    """Settings, the server's description or its metrics; nested ones as dotted names. None when there is nothing."""
+    """Settings and the like; nested ones as dotted names. None when there is nothing."""
     rows = tuple(cells(plain(name, 60), plain(text, 160)) for name, text in _flat(values))
     return Table(title, ("", ""), rows, left=frozenset({0, 1})) if rows else None
 

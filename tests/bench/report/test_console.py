@@ -194,3 +194,29 @@ def test_phases_have_shares_that_sum_to_one() -> None:
         ("queue (sum)", "0.0 %"),
     ]
     assert tables.phase_table(dataclasses.replace(view, phases_ms={})) is None
+
+
+def test_the_servers_own_metrics_are_shown() -> None:
+    metrics = {
+        "prefix": "vllm",
+        "queue": {"count": 4, "sum_s": 0.2, "mean_ms": 50.0},
+        "prefill": {"count": 0, "sum_s": 0.0, "mean_ms": None},
+        "preemptions": 3.0,
+        "prefix_cache": {"queries": 200.0, "hits": 50.0, "hit_rate": 0.25},
+        "gauges": {"running": {"mean": 2.5, "peak": 7.0}, "kv_cache_usage": {"mean": 0.1, "peak": 0.9}},
+        "gauges_over_time": {"t_s": [1.0], "running": [7.0]},
+    }
+    table = tables.metrics_table(metrics)
+    assert table is not None
+    shown = {row[0].text: (row[1].text, row[2].text) for row in table.rows}
+    assert shown == {
+        "queue, ms": ("50", "–"),
+        "requests running": ("2.5", "7"),
+        "KV cache, %": ("10", "90"),
+        "preemptions": ("3", "–"),
+        "prompt tokens found in its prefix cache, %": ("25", "–"),
+    }
+    assert tables.metrics_table({}) is None and tables.metrics_table({"error": "not Prometheus text"}) is None
+    run = simulated_run(30)
+    run.server["metrics"] = metrics
+    assert "By the server's own metrics" in summary_of(run)
