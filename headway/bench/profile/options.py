@@ -10,6 +10,7 @@ from headway.bench.errors import BenchError
 
 # Document 000 measured up to 400 tokens.
 DEFAULT_PROMPT_LENS = (16, 64, 128, 256, 400, 1024, 2048)
+OWN_ARGUMENTS = ("--host", "--port", "--served-model-name", "--api-key")  # of the server that is profiled
 DEFAULT_PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 
 
@@ -68,6 +69,9 @@ def check_options(options: ProfileOptions) -> None:
     for p in options.percentiles:
         if not 0 < p < 100:
             raise BenchError(f"percentile {p:g} is out of range: it must lie between 0 and 100, both excluded")
+    for argument in options.serve_arguments:
+        if argument.partition("=")[0] in OWN_ARGUMENTS:
+            raise BenchError(f"--serve-argument {argument} is the profile's own to say; leave it out")
     name = options.result_name
     if name is not None and (not name or name in (".", "..") or Path(name).name != name):
         raise BenchError(f"--result-name is {name!r}; it must be the plain name of a folder")

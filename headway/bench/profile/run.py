@@ -7,11 +7,11 @@ import contextlib
 import os
 import re
 import urllib.request
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 import headway
 from headway.bench.client.load import LoadOutcome
 from headway.bench.errors import BenchError
+from headway.bench.interrupts import Interrupted, unless_stopped
 from headway.bench.measures.server_metrics import parse_metrics
 from headway.bench.profile import tables
 from headway.bench.profile.local_server import LocalServer
@@ -34,12 +35,7 @@ from headway.bench.report.page import write_page
 from headway.bench.results import write_json
 from headway.calibration.peaks import MachinePeaks
 
-T = TypeVar("T")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
-
-
-class _Stopped(Exception):
-    """The user ended it before there was anything to keep."""
 
 
 async def run_profile(options: ProfileOptions, console: Console, stop: asyncio.Event | None = None) -> ProfileResult:
@@ -65,7 +61,7 @@ async def run_profile(options: ProfileOptions, console: Console, stop: asyncio.E
     try:
         with _progress(console) as progress:
             result = await _measure(options, model, began, progress, stop)
-    except _Stopped:
+    except Interrupted:
         raise BenchError("stopped before anything was measured; nothing was written") from None
     result.folder = folder
     write_json(folder / "profile.json", result.as_json())
@@ -77,7 +73,7 @@ async def run_profile(options: ProfileOptions, console: Console, stop: asyncio.E
 async def _measure(
     options: ProfileOptions, model: ProfiledModel, began: datetime, progress: Progress, stop: asyncio.Event
 ) -> ProfileResult:
-    peaks = await _unless_stopped(_peaks(options, model, progress), stop)
+    peaks = await unless_stopped(stop, _peaks(options, model, progress))
     task = progress.add_task("starting the server", total=None)
 
     def say(line: str) -> None:
@@ -86,15 +82,15 @@ async def _measure(
     async with _started(LocalServer(serve_arguments(options, model), options.ready_timeout_s, say), stop) as server:
         progress.remove_task(task)
         lengths = fitting_lengths(options, server.startup.max_model_len)
-        stages, version = await _unless_stopped(asyncio.to_thread(_ask, server.startup.url), stop)
+        stages, version = await unless_stopped(stop, asyncio.to_thread(_ask, server.startup.url))
         outcome = await _send(options, model, server, lengths, progress, stop)
         died = server.died()
     if outcome.interrupted and not _done(outcome):
-        raise _Stopped
+        raise Interrupted
     if peaks.busy and options.calibration is None:
         # What was measured must not be lost over this.
-        with contextlib.suppress(_Stopped, BenchError):
-            peaks = peaks.or_better(await _unless_stopped(_peaks(options, model, progress), stop))
+        with contextlib.suppress(Interrupted, BenchError):
+            peaks = peaks.or_better(await unless_stopped(stop, _peaks(options, model, progress)))
     result = ProfileResult(
         model=model,
         peaks=peaks,
@@ -167,23 +163,9 @@ async def _send(
 async def _started(server: LocalServer, stop: asyncio.Event) -> AsyncIterator[LocalServer]:
     """The server, ended at the end; waiting for it to become ready ends with `stop` too."""
     try:
-        yield await _unless_stopped(server.__aenter__(), stop)
+        yield await unless_stopped(stop, server.__aenter__())
     finally:
         await server.stop()
-
-
-async def _unless_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T:
-    """The work's result. When `stop` is set first, the work is cancelled, has cleaned up, and _Stopped is raised."""
-    working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise _Stopped
-        return working.result()
-    finally:
-        for task in (working, stopped):
-            task.cancel()
-        await asyncio.gather(working, stopped, return_exceptions=True)
 
 
 def serve_arguments(options: ProfileOptions, model: ProfiledModel) -> list[str]:

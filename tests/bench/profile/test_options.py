@@ -22,6 +22,7 @@ from headway.bench.profile.options import DEFAULT_PROMPT_LENS, ProfileOptions, c
         ({"percentiles": (50.0, 100.0)}, "percentile 100 is out of range"),
         ({"result_name": "../x"}, "--result-name is '../x'; it must be the plain name of a folder"),
         ({"result_name": ".."}, "--result-name is '..'"),
+        ({"serve_arguments": ("--block-size=8", "--port=1")}, "--serve-argument --port=1 is the profile's own to say"),
     ],
 )
 def test_nonsense_is_refused(changes, said):
