@@ -174,7 +174,7 @@ def test_nothing_of_a_request_needs_the_garbage_collector(server: ScriptedServer
                     record = await send(client, index, chunks=2, fail=fail, fail_at=1)
                     assert record.ok == (url == server.url and not fail)
         await asyncio.sleep(0.05)
-        return [each for each in gc.get_objects() if isinstance(each, RequestFailed | Connection)]
+        return [each for each in gc.get_objects() if type(each) in (RequestFailed, Connection)]
 
     gc.collect()
     gc.disable()
