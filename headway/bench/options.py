@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from headway.bench.errors import BenchError
+from headway.bench.measures.summary import PERCENTILES
 from headway.bench.workload.spec import WorkloadSpec
-
-DEFAULT_PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Claims:
         attainment: share of requests that must meet their objectives at the rate that is looked for.
     """
 
-    percentiles: tuple[float, ...] = DEFAULT_PERCENTILES
+    percentiles: tuple[float, ...] = PERCENTILES
     objectives: dict[str, float] = field(default_factory=dict)
     price_per_hour: float | None = None
     max_failed_share: float = 0.01

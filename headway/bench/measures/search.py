@@ -1,4 +1,4 @@
-"""Look for the highest request rate whose SLO attainment holds; and measure at each of a list of values.
+"""Look for the highest request rate whose SLO attainment holds.
 
 No load is made here: a probe is whatever the caller measures at a rate.
 """
@@ -10,12 +10,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
 
 from headway.bench.errors import BenchError
 from headway.bench.measures.anytime import anytime_interval
-
-R = TypeVar("R")
 
 _MOST_UNDECIDED = 2  # rates left undecided, after which the noise is what is being measured
 
@@ -309,33 +306,6 @@ def contradictions(trials: Sequence[Trial]) -> list[str]:
         for higher in ordered[i + 1 :]
         if lower.high < higher.low
     ]
-
-
-async def sweep(
-    values: Sequence[float],
-    probe: Callable[[float], Awaitable[R]],
-    *,
-    on_outcome: Callable[[float, R], None] | None = None,
-) -> list[tuple[float, R]]:
-    """Measure at each value (request rates, or numbers of requests in flight), one after the other, in this order.
-
-    Raises:
-        BenchError: no values, one that is not above 0, or one that comes twice.
-    """
-    if not values:
-        raise BenchError("a sweep needs at least one value; give for example 1,2,4,8")
-    for value in values:
-        if not (math.isfinite(value) and value > 0):
-            raise BenchError(f"a sweep cannot measure at {value:g}: each value must be above 0")
-        if list(values).count(value) > 1:
-            raise BenchError(f"a sweep has {value:g} twice: give each value once")
-    outcomes = []
-    for value in values:
-        outcome = await probe(value)
-        outcomes.append((value, outcome))
-        if on_outcome is not None:
-            on_outcome(value, outcome)
-    return outcomes
 
 
 def _check(start_rate: float, options: SearchOptions) -> None:

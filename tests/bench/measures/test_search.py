@@ -18,7 +18,6 @@ from headway.bench.measures.search import (
     find_max_rate,
     isotonic,
     least_samples,
-    sweep,
 )
 
 CHUNK = 300
@@ -199,28 +198,6 @@ def test_contradictions_are_warned_of() -> None:
     assert contradictions([trial(1, 990), trial(2, 985), trial(3, 500)]) == []
     said = contradictions([trial(4, 990), trial(2, 500)])
     assert len(said) == 1 and "50.00% met their objectives at 2 requests/s, but 99.00% at 4" in said[0]
-
-
-async def test_sweep_measures_in_order() -> None:
-    async def probe(value: float) -> str:
-        return f"at {value:g}"
-
-    told: list[float] = []
-    found = await sweep([4, 1, 2], probe, on_outcome=lambda value, _: told.append(value))
-    assert found == [(4, "at 4"), (1, "at 1"), (2, "at 2")]
-    assert told == [4, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [([], "at least one value"), ([1, 0], "measure at 0"), ([1, float("nan")], "nan"), ([2, 2], "twice")],
-)
-async def test_sweep_refuses(values: list[float], said: str) -> None:
-    async def probe(value: float) -> None:
-        raise AssertionError("nothing may be measured")
-
-    with pytest.raises(BenchError, match=said):
-        await sweep(values, probe)
 
 
 @pytest.mark.parametrize(
