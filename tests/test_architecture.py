@@ -67,7 +67,9 @@ ROOMS = {
         ours={"server", "text", "policy", "engine.client", "engine.messages", "engine.config"}, forbidden=NO_DEVICE
     ),
     "gateway": Room(ours=None, forbidden=NO_DEVICE),
+    "report": Room(ours={"report"}, forbidden=NO_DEVICE | NO_SERVER),
     "bench": Room(ours=None, forbidden=NO_DEVICE),
+    "planner": Room(ours={"planner", "cost", "report", "calibration.store"}, forbidden=NO_DEVICE | NO_SERVER),
     "simulator": Room(ours={"simulator", "policy", "cost", "bench"}, forbidden=NO_DEVICE | NO_SERVER),
     "advisor": Room(ours=None, forbidden=NO_DEVICE),
     "cli": Room(ours=None, forbidden=NO_DEVICE),
@@ -172,7 +174,7 @@ def test_permitted_import_is_let_through(room: str, line: str) -> None:
 
 def light_modules() -> list[str]:
     """Modules that must start fast, and so without torch, whatever they import on the way."""
-    rooms = {"policy", "cost", "text", "server", "bench", "cli"}
+    rooms = {"policy", "cost", "text", "server", "report", "bench", "planner", "cli"}
     light = [p for p in modules() if p.relative_to(PACKAGE).parts[0] in rooms]
     light += [PACKAGE / name for name in ("__init__.py", "engine/messages.py", "engine/client.py")]
     return [dotted(p).removesuffix(".__init__") for p in light if p.exists()]

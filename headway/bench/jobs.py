@@ -24,7 +24,6 @@ from headway.bench.record import RunResult
 from headway.bench.report import verdict
 from headway.bench.report.console import print_runs, print_summary
 from headway.bench.report.live import LiveView
-from headway.bench.report.parts import Section
 from headway.bench.report.run_page import write_report
 from headway.bench.results import default_file_name, to_json, write_csv, write_json
 from headway.bench.session import Session
@@ -33,6 +32,7 @@ from headway.bench.workload.arrivals import AllAtOnce, Constant, Gamma, Poisson
 from headway.bench.workload.build import Workload, build_workload, warm_up_requests
 from headway.bench.workload.spec import WorkloadSpec
 from headway.bench.workload.traces import TRACES
+from headway.report.parts import Section
 
 VALID, NOT_VALID, INTERRUPTED = 0, 1, 130
 

@@ -199,6 +199,7 @@ def bench(
         _only(given, set(), f"headway bench {context.invoked_subcommand}")
         return
     from headway.bench.errors import BenchError
+    from headway.report.page import ReportError
 
     try:
         if compare is not None:
@@ -211,7 +212,7 @@ def bench(
         else:
             _needs(given, flags)
             code = _measure(flags)
-    except BenchError as error:
+    except (BenchError, ReportError) as error:
         fail(str(error))
     raise typer.Exit(code)
 

@@ -55,6 +55,7 @@ def profile(
 
     from headway.bench.errors import BenchError
     from headway.bench.profile.options import ProfileOptions
+    from headway.report.page import ReportError
 
     try:
         options = ProfileOptions(
@@ -78,7 +79,7 @@ def profile(
             seed=seed,
         )
         code = asyncio.run(_profile(options))
-    except BenchError as error:
+    except (BenchError, ReportError) as error:
         fail(str(error))
     raise typer.Exit(code)
 

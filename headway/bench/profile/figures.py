@@ -10,8 +10,8 @@ import numpy as np
 from headway.bench.profile.achieved import Achieved, decode_work, floor_ms, prefill_work
 from headway.bench.profile.result import LengthProfile, Opportunity, ProfileResult
 from headway.bench.profile.stages import BY_KEY, STAGES
-from headway.bench.report import style
 from headway.cost.roofline import Roofline
+from headway.report import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,9 +5,9 @@ from __future__ import annotations
 from headway.bench.profile import figures, tables
 from headway.bench.profile.result import ProfileResult, opportunities
 from headway.bench.profile.stages import BY_KEY
-from headway.bench.report.parts import Banner, Page, Picture, Section
-from headway.bench.report.style import number
 from headway.bench.report.verdict import count
+from headway.report.parts import Banner, Page, Picture, Section
+from headway.report.style import number
 
 
 def page_of(result: ProfileResult) -> Page:

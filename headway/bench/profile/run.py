@@ -30,10 +30,10 @@ from headway.bench.profile.options import ProfileOptions, check_options, fitting
 from headway.bench.profile.page import banners, page_of
 from headway.bench.profile.result import ProfileResult, profile_length
 from headway.bench.record import FailureKind, RequestRecord
-from headway.bench.report.console import print_banner, print_table
-from headway.bench.report.page import write_page
 from headway.bench.results import write_json
 from headway.calibration.peaks import MachinePeaks
+from headway.report.console import print_banner, print_table
+from headway.report.page import write_page
 
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 

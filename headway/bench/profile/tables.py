@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from headway.bench.profile.result import LengthProfile, ProfileResult, opportunities
 from headway.bench.profile.stages import BY_KEY, STAGES
-from headway.bench.report.parts import Cell, Table, cells
-from headway.bench.report.style import number
 from headway.bench.report.tables import percentile_cell
+from headway.report.parts import Cell, Table, cells
+from headway.report.style import number
 
 NOTHING = Cell("–", "quiet")
 METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "ttlt_ms": "TTLT"}

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headway.bench.measures.compare import Comparison, Difference, Verdict
-from headway.bench.report import style
-from headway.bench.report.parts import Banner, Cell, Picture, Section, Table, Tone, cells
-from headway.bench.report.style import number, plain, sentence
+from headway.report import style
+from headway.report.parts import Banner, Cell, Picture, Section, Table, Tone, cells
+from headway.report.style import number, plain, sentence
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,7 +10,7 @@ import numpy as np
 from headway.bench.measures.latencies import Floats, Latencies
 from headway.bench.measures.numbers import Distribution, Summary
 from headway.bench.record import ClientHealth, RequestRecord
-from headway.bench.report import style
+from headway.report import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

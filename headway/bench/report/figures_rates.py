@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from headway.bench.measures.numbers import Distribution, Percentile, Summary
 from headway.bench.record import RunResult
-from headway.bench.report import style
 from headway.bench.report.views import load_of, steady_or_whole
+from headway.report import style
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

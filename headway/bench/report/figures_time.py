@@ -11,8 +11,9 @@ from headway.bench.measures.latencies import Floats, Latencies
 from headway.bench.measures.numbers import Window
 from headway.bench.measures.throughput import token_arrivals
 from headway.bench.record import RequestRecord
-from headway.bench.report import samples, style
+from headway.bench.report import samples
 from headway.bench.report.figures_requests import draw_bars
+from headway.report import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

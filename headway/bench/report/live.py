@@ -21,7 +21,7 @@ from rich.text import Text
 
 from headway.bench.client.dispatch import LoadListener, Phase
 from headway.bench.record import RequestRecord
-from headway.bench.report.style import number, plain
+from headway.report.style import number, plain
 
 FRAME_S = 0.5
 LINE_S = 10.0

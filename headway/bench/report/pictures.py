@@ -12,11 +12,11 @@ from headway.bench.measures.phases import phases_of
 from headway.bench.record import RequestRecord, RunResult
 from headway.bench.report import figures, figures_rates, figures_requests, figures_time, samples
 from headway.bench.report.figures_rates import LoadPoint
-from headway.bench.report.parts import Picture
 from headway.bench.report.phases import GROUP_WORDS, Slice, growth_in_words, in_words, lengths, median_and_slowest
-from headway.bench.report.style import number, plain, sentence
 from headway.bench.report.verdict import outcome
 from headway.bench.report.views import main_views
+from headway.report.parts import Picture
+from headway.report.style import number, plain, sentence
 
 
 def latency_pictures(result: RunResult, whole: Summary) -> list[Picture]:

@@ -17,10 +17,10 @@ from headway.bench.record import RunResult
 from headway.bench.report import pictures, tables, verdict
 from headway.bench.report.comparison import comparison_banners, comparison_section
 from headway.bench.report.figures_rates import load_points
-from headway.bench.report.page import write_page
-from headway.bench.report.parts import Banner, Page, Section, Table
-from headway.bench.report.style import number, plain, sentence
 from headway.bench.report.views import load_name, load_of, steady_or_whole
+from headway.report.page import write_page
+from headway.report.parts import Banner, Page, Section, Table
+from headway.report.style import number, plain, sentence
 
 MOST_DETAILED = 3  # runs of a sweep that are shown in full
 
@@ -72,7 +72,7 @@ def write_report(
 
     Raises:
         ValueError: there is no run, or not one row of summaries for each.
-        BenchError: a file cannot be written.
+        ReportError: a file cannot be written.
     """
     limits = {"target": target, "max_failed_share": max_failed_share}
     page = report_page(results, summaries, extra=extra, title=title, environment=environment, date=date, **limits)
@@ -99,7 +99,7 @@ def write_comparison(
 
     Raises:
         ValueError: there are not two sides.
-        BenchError: a file cannot be written.
+        ReportError: a file cannot be written.
     """
     if len(sides) != 2:
         raise ValueError(f"{len(sides)} sides: a comparison has two")

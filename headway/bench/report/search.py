@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headway.bench.measures.search import SearchResult, Stop, Trial, Verdict
-from headway.bench.report import style
-from headway.bench.report.parts import Banner, Cell, Picture, Section, Table, Tone, cells
-from headway.bench.report.style import number, sentence
+from headway.report import style
+from headway.report.parts import Banner, Cell, Picture, Section, Table, Tone, cells
+from headway.report.style import number, sentence
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,10 +10,10 @@ import numpy as np
 
 from headway.bench.measures.numbers import Attainment, Distribution, Percentile, Summary
 from headway.bench.record import ClientHealth, RunResult
-from headway.bench.report.parts import Cell, Table, Tone, cells
-from headway.bench.report.style import number, plain
 from headway.bench.report.verdict import METRIC_NAMES, failures_by_kind, is_valid, objectives_in_words, outcome
 from headway.bench.report.views import class_views, load_of, main_views, steady_or_whole
+from headway.report.parts import Cell, Table, Tone, cells
+from headway.report.style import number, plain
 
 Row = tuple[str, Sequence[str | Cell]]  # its label, and a value for each column
 

@@ -9,9 +9,9 @@ from typing import Literal
 
 from headway.bench.measures.numbers import Attainment, Summary
 from headway.bench.record import RequestRecord, RunResult
-from headway.bench.report.parts import Banner
-from headway.bench.report.style import number, plain, sentence
 from headway.bench.report.views import load_of, steady_or_whole
+from headway.report.parts import Banner
+from headway.report.style import number, plain, sentence
 
 MAX_FAILED_SHARE = 0.01
 TARGET = 0.99

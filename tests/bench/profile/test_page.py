@@ -11,8 +11,8 @@ from headway.bench.profile import figures, tables
 from headway.bench.profile.page import banners, key_figures, page_of
 from headway.bench.profile.result import opportunities, profile_length
 from headway.bench.record import FailureKind
-from headway.bench.report.page import write_page
 from headway.calibration.peaks import Rate
+from headway.report.page import write_page
 from tests.bench.profile.made import PEAKS, QWEN, answered, result
 from tests.bench.records import failed
 

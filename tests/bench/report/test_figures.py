@@ -11,10 +11,11 @@ import pytest
 
 from headway.bench.measures.summary import summarise_all
 from headway.bench.record import RunResult
-from headway.bench.report import figures, figures_rates, figures_requests, figures_time, pictures, style
+from headway.bench.report import figures, figures_rates, figures_requests, figures_time, pictures
 from headway.bench.report.figures_rates import load_points
-from headway.bench.report.parts import Picture
 from headway.bench.report.views import load_name, load_of
+from headway.report import style
+from headway.report.parts import Picture
 from tests.bench.report.runs import OBJECTIVES, ODD, sweep, usual
 from tests.bench.report.simulated import simulated_run
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench.errors import BenchError
 from headway.bench.measures.compare import compare
 from headway.bench.measures.search import ProbeOutcome, SearchResult, Stop, Trial, Verdict
 from headway.bench.measures.summary import summarise_all
-from headway.bench.report import run_page, style
-from headway.bench.report.page import render, write_page
-from headway.bench.report.parts import Banner, Page, Picture, Section, Table, cells
+from headway.bench.report import run_page
 from headway.bench.report.run_page import report_page, write_report
 from headway.bench.report.search import search_section
+from headway.report import style
+from headway.report.page import ReportError, render, write_page
+from headway.report.parts import Banner, Page, Picture, Section, Table, cells
 from tests.bench.report.runs import NASTY, OBJECTIVES, empty, failed_only, nasty, sweep, usual
 from tests.bench.report.simulated import simulated_run
 
@@ -207,14 +207,14 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monk
     write_page(path, page)
     before = path.read_bytes()
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(BenchError, match="No space left on device"):
+    with pytest.raises(ReportError, match="No space left on device"):
         write_page(path, Page("Another"))
     assert path.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_a_place_that_is_no_folder_is_said_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(BenchError, match=r"cannot write the report .*; name another place") as error:
+    with pytest.raises(ReportError, match=r"cannot write the report .*; name another place") as error:
         write_page(tmp_path / "file" / "report.html", Page("Title"))
     assert "\n" not in str(error.value)
 

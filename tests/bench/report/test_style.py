@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench.report import style
+from headway.report import style
 
 
 def luminance(colour: str) -> float:

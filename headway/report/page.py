@@ -10,15 +10,20 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import headway
-from headway.bench.errors import BenchError
-from headway.bench.report import style
-from headway.bench.report.parts import Page, Picture
+from headway import __version__
+from headway.report import style
+from headway.report.parts import Page, Picture
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
+
+
+class ReportError(ValueError):
+    """A report that cannot be written; one line that names the file and what to do."""
+
+
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9-]+")
 
 
@@ -32,7 +37,7 @@ def render(page: Page) -> str:
     return _template().render(
         page=page,
         drawn=drawn,
-        version=headway.__version__,
+        version=__version__,
         light=style.css_variables(dark=False),
         dark=style.css_variables(dark=True),
         font=style.FONT_STACK,
@@ -46,7 +51,7 @@ def write_page(path: Path, page: Page, figures_dir: Path | None = None) -> list[
         All files written, the page first.
 
     Raises:
-        BenchError: a file cannot be written there.
+        ReportError: a file cannot be written there.
     """
     content = render(page).encode(errors="replace")
     try:
@@ -55,7 +60,7 @@ def write_page(path: Path, page: Page, figures_dir: Path | None = None) -> list[
         _write(path, content)
     except OSError as error:
         where = error.filename or path
-        raise BenchError(f"cannot write the report {where}: {error.strerror or error}; name another place") from None
+        raise ReportError(f"cannot write the report {where}: {error.strerror or error}; name another place") from None
     return written
 
 
