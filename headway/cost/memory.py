@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from headway.cost.precision import Format, Precision
 from headway.cost.shape import ModelShape, kv_elements_per_token
-from headway.cost.work import Precision
 
 
 def weight_bytes(shape: ModelShape, precision: Precision | None = None) -> int:
-    """Bytes of all parameters, each held once."""
-    return -(-shape.num_parameters * (precision or Precision()).weight_bits // 8)
+    """Bytes of all parameters, each held once, with the scales of their format."""
+    p, parts = precision or Precision(), shape.matrices()
+    return (
+        p.linear.bytes_of(parts["linear"])
+        + p.of_experts.bytes_of(parts["experts"])
+        + p.head.bytes_of(parts["head"])
+        + p.rest.bytes_of(parts["embedding"] + parts["rest"])
+    )
 
 
 def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, kv_bits: int = 16) -> int:
     """Bytes of cache for one token in all layers: 2 * layers * KV heads * head dimension * bytes (document 000)."""
-    return -(-kv_elements_per_token(layers, kv_heads, head_dim) * kv_bits // 8)
+    return Format("kv", kv_bits, "").bytes_of(kv_elements_per_token(layers, kv_heads, head_dim))
 
 
 def kv_cache_bytes(
-    shape: ModelShape, tokens: int, precision: Precision | None = None, block_size: int = 1, sequences: int = 1
+    shape: ModelShape,
+    tokens: int,
+    precision: Precision | None = None,
+    block_size: int = 1,
+    sequences: int = 1,
+    rolling: bool = False,
 ) -> int:
     """Bytes of cache for sequences of `tokens` tokens each, rounded up to whole blocks.
 
-    A paged cache keeps what has left a sliding window as well, and so does this count.
+    Args:
+        rolling: layers with a sliding window keep no more than the window (document 002), to the block; otherwise
+            they keep everything, as the engine here does.
 
     Raises:
         ValueError: a negative number of tokens or sequences, or a block of no tokens.
@@ -30,18 +43,38 @@ def kv_cache_bytes(
         raise ValueError(
             f"tokens is {tokens}, sequences {sequences}, block_size {block_size}; they can't be less than 0, 0, 1"
         )
-    kept = -(-tokens // block_size) * block_size
-    bits = (precision or Precision()).kv_bits
-    return sequences * kept * kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, bits)
+    kept = (min(tokens, window or tokens) if rolling else tokens for window in shape.sliding_windows)
+    elements = shape.kv_elements_per_layer * sum(-(-each // block_size) * block_size for each in kept)
+    return sequences * (precision or Precision()).kv.bytes_of(elements)
 
 
-def activation_bytes(shape: ModelShape, tokens: int, logit_rows: int = 1, precision: Precision | None = None) -> int:
+def shared_prefix_kv_bytes(
+    shape: ModelShape, prefix: int, rest: int, sequences: int, precision: Precision | None = None, block_size: int = 1
+) -> int:
+    """Bytes of cache for sequences that have their first `prefix` tokens in common, and `rest` of their own.
+
+    Whole blocks of the prefix are held once; what the last of its blocks only fills in part, each holds for itself.
+    """
+    whole = prefix // block_size * block_size
+    own = kv_cache_bytes(shape, prefix - whole + rest, precision, block_size, sequences)
+    return (kv_cache_bytes(shape, whole, precision, block_size) if sequences else 0) + own
+
+
+def activation_bytes(
+    shape: ModelShape, tokens: int, logit_rows: int = 1, precision: Precision | None = None, flash: bool = True
+) -> int:
     """The most bytes of activations that live at once in a step of `tokens` tokens.
 
-    The residual stream, and either what attention holds (its input, queries, keys, values and result), or the
-    feed-forward layer (its input, gate, up and their product), or the logits.
+    The residual stream, and either what attention holds (its input, queries, keys, values and result, and without
+    `flash` the scores of all heads), or the feed-forward layer (its input, gate, up and their product; of experts
+    those of each token's k), or the logits.
     """
-    attention = shape.hidden + shape.qkv_rows + shape.heads * shape.head_dim
-    ffn = shape.hidden + 3 * shape.ffn
-    widest = max(tokens * max(attention, ffn), tokens * shape.hidden + logit_rows * shape.vocab)
-    return -(-(tokens * shape.hidden + widest) * (precision or Precision()).activation_bits // 8)
+    attention = tokens * (shape.hidden + shape.qkv_rows + shape.attended)
+    if not flash:
+        attention += shape.heads * tokens * tokens
+    widths = [shape.ffn] if shape.dense_layers else []
+    if (experts := shape.experts) is not None:
+        widths.append(experts.per_token * experts.width + experts.shared_width)
+    ffn = tokens * (shape.hidden + shape.ffn_matrices * max(widths))
+    widest = max(attention, ffn, tokens * shape.hidden + logit_rows * shape.vocab)
+    return (precision or Precision()).activations.bytes_of(tokens * shape.hidden + widest)

@@ -1,57 +1,16 @@
-"""The shape of a dense decoder and its parameters, counted exactly.
+"""The shape of a decoder and its parameters, counted exactly.
 
 Symbols used in this room: L layers, h hidden size, H query heads, G key/value heads, D head dimension, F size of
-the feed-forward layer, V vocabulary.
+the feed-forward layer, V vocabulary, E experts of which each token takes k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-# Keys whose presence means that the model is not of the dense kind with grouped-query attention.
-_OTHER_KINDS = {
-    "num_local_experts": "a mixture of experts",
-    "num_experts": "a mixture of experts",
-    "n_routed_experts": "a mixture of experts",
-    "kv_lora_rank": "multi-head latent attention",
-}
 
 
 class ShapeError(ValueError):
-    """A config.json that gives no shape that can be costed; one line that names the file and the key."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What an architecture fixes; a bias that is a string is the config key that switches it on."""
-
-    qkv_bias: bool | str = False
-    o_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: bool = False
-    windows: str = "none"  # none, all, or layers (use_sliding_window, then layer_types or max_window_layers)
-    window: int | None = None  # where sliding_window is missing
-    all_heads: bool = False  # num_key_value_heads may be missing, and then is the number of query heads
-    head_dim: int | None = None  # where head_dim is missing; None: hidden size / query heads
-
-
-_FAMILIES = {
-    "LlamaForCausalLM": _Family(
-        qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias", all_heads=True
-    ),
-    "MistralForCausalLM": _Family(windows="all", window=4096),
-    "Qwen2ForCausalLM": _Family(qkv_bias=True, windows="layers", window=4096),
-    "Qwen3ForCausalLM": _Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=True,
-        windows="layers",
-        window=4096,
-        head_dim=128,
-    ),
-}
+    """A shape that can't be costed or divided; one line that names the value and the limit."""
 
 
 def kv_elements_per_token(layers: int, kv_heads: int, head_dim: int) -> int:
@@ -60,13 +19,107 @@ def kv_elements_per_token(layers: int, kv_heads: int, head_dim: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are made of one short vector for each token.
+
+    Args:
+        q_rank: of the compressed queries; None where queries are not compressed.
+        kv_rank: of the cached vector.
+        nope_dim, rope_dim: of a head's query and key, without and with positions. The part with positions is cached
+            once for all heads.
+        value_dim: of a head's value.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+    def query_parameters(self, hidden: int, heads: int) -> int:
+        """Weights between the hidden state and all queries."""
+        rows = heads * (self.nope_dim + self.rope_dim)
+        return hidden * rows if self.q_rank is None else self.q_rank * (hidden + rows)
+
+    def compress_parameters(self, hidden: int) -> int:
+        """Weights that make what is cached."""
+        return hidden * (self.kv_rank + self.rope_dim)
+
+    def expand_parameters(self, heads: int) -> int:
+        """Weights that make keys and values of what is cached."""
+        return self.kv_rank * heads * (self.nope_dim + self.value_dim)
+
+    @property
+    def norm_parameters(self) -> int:
+        return (self.q_rank or 0) + self.kv_rank
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of the feed-forward layer.
+
+    Args:
+        count: experts that the router chooses from.
+        per_token: that it chooses for each token.
+        width: F of each expert.
+        layers: that have experts; the others have the plain feed-forward layer.
+        shared_width: F of what every token goes through beside them; 0 for nothing.
+        bias: experts' matrices have one.
+        router_bias: one number for each expert.
+        held: experts that this device has; None for all.
+        senders: devices whose tokens the experts here serve, each with a batch like this one's (expert parallelism
+            beside data-parallel attention).
+    """
+
+    count: int
+    per_token: int
+    width: int
+    layers: int
+    shared_width: int = 0
+    bias: bool = False
+    router_bias: bool = False
+    held: int | None = None
+    senders: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("count", "per_token", "width", "layers"):
+            if getattr(self, name) < 1:
+                raise ShapeError(f"{name} of the experts is {getattr(self, name)}; it must be at least 1")
+        if self.per_token > self.count:
+            raise ShapeError(f"each token takes {self.per_token} experts, but there are {self.count}")
+
+    @property
+    def here(self) -> int:
+        return self.held or self.count
+
+    def touched(self, tokens: int) -> float:
+        """Expected number of distinct experts, of those here, that a batch of tokens goes to: E (1 - (1 - k/E)^n).
+
+        Each token takes k different experts, all sets of k being as likely, tokens independent of each other. Real
+        routers are less even, and touch fewer.
+        """
+        return self.here * (1.0 - (1.0 - self.per_token / self.count) ** (tokens * self.senders))
+
+    def routed(self, tokens: int) -> float:
+        """Pairs of a token and an expert that are computed here, expected."""
+        return tokens * self.senders * self.per_token * self.here / self.count
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A dense decoder with a gated feed-forward layer. Sizes are in elements, lengths in tokens.
+    """A decoder. Sizes are in elements, lengths in tokens.
 
     Args:
         tied_embeddings: the head is the embedding, held once.
         sliding_windows: for each layer, how many positions a query sees (itself included), or None for all.
         max_positions: what max_position_embeddings says.
+        gated: the feed-forward layer has a gate, so three matrices and not two.
+        layer_norms: norms in a layer.
+        norm_bias: norms have a bias (LayerNorm).
+        head_bias: the output projection has one.
+        sinks: each query head has a learnt number that takes part in its softmax (gpt-oss).
+        latent: None for attention with G key/value heads.
+        experts: None where every layer has the plain feed-forward layer.
     """
 
     layers: int
@@ -83,6 +136,13 @@ class ModelShape:
     qk_norm: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     max_positions: int = 0
+    gated: bool = True
+    layer_norms: int = 2
+    norm_bias: bool = False
+    head_bias: bool = False
+    sinks: bool = False
+    latent: Latent | None = None
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
@@ -95,126 +155,125 @@ class ModelShape:
             object.__setattr__(self, "sliding_windows", (None,) * self.layers)
         if len(self.sliding_windows) != self.layers:
             raise ShapeError(f"sliding_windows has {len(self.sliding_windows)} entries for {self.layers} layers")
-
-    @classmethod
-    def from_config(cls, raw: Mapping[str, Any], source: str = "config.json") -> ModelShape:
-        """The shape that a parsed config.json describes; `source` is the file that errors name.
-
-        Raises:
-            ShapeError: the architecture is not known or not dense, or a key is missing or of the wrong kind.
-        """
-        config = _Config(raw, source)
-        family = config.family()
-        heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
-        layers = config.size("num_hidden_layers")
-        every = family.all_heads or config.is_null("num_key_value_heads")
-        kv_heads = config.size("num_key_value_heads", heads if every else None)
-        if heads % kv_heads:
-            raise config.error("num_attention_heads", f"is not a multiple of num_key_value_heads, {kv_heads}")
-        if raw.get("head_dim") is None and hidden % heads and family.head_dim is None:
-            raise config.error("hidden_size", f"is not a multiple of num_attention_heads, {heads}; give head_dim")
-        fallback = hidden // heads if config.is_null("head_dim") or family.head_dim is None else family.head_dim
-        return cls(
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=config.size("head_dim", fallback),
-            ffn=config.size("intermediate_size"),
-            vocab=config.size("vocab_size"),
-            tied_embeddings=config.switch("tie_word_embeddings"),
-            qkv_bias=config.switch(family.qkv_bias),
-            o_bias=config.switch(family.o_bias),
-            mlp_bias=config.switch(family.mlp_bias),
-            qk_norm=family.qk_norm,
-            sliding_windows=config.windows(family, layers),
-            max_positions=config.size("max_position_embeddings"),
-        )
+        if self.experts is not None and self.experts.layers > self.layers:
+            raise ShapeError(f"{self.experts.layers} layers have experts, but there are {self.layers} layers")
 
     @property
     def qkv_rows(self) -> int:
-        """Outputs of the fused query, key and value projection: (H + 2 G) D."""
+        """Outputs of the query, key and value projections, all of them: (H + 2 G) D without a latent."""
+        if self.latent is not None:
+            return self.heads * self.head_dim + self.latent.kv_rank + self.latent.rope_dim
         return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def attended(self) -> int:
+        """Elements of attention's result for a token."""
+        return self.heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+    @property
+    def kv_elements_per_layer(self) -> int:
+        """Elements of cache for one token in one layer."""
+        if self.latent is not None:
+            return self.latent.kv_rank + self.latent.rope_dim
+        return 2 * self.kv_heads * self.head_dim
 
     @property
     def kv_elements_per_token(self) -> int:
         """Elements of cache for one token in all layers, sliding windows apart."""
-        return kv_elements_per_token(self.layers, self.kv_heads, self.head_dim)
+        return self.layers * self.kv_elements_per_layer
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers with the plain feed-forward layer."""
+        return self.layers - (self.experts.layers if self.experts else 0)
+
+    @property
+    def ffn_matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    @property
+    def attention_kind(self) -> str:
+        """MLA, MHA, MQA or GQA (document 002), with a note of sliding windows."""
+        if self.latent is not None:
+            return "MLA"
+        kind = "MHA" if self.kv_heads == self.heads else "MQA" if self.kv_heads == 1 else "GQA"
+        windows = [window for window in self.sliding_windows if window is not None]
+        if not windows:
+            return kind
+        return f"{kind}, window {max(windows)}" + ("" if len(windows) == self.layers else f" in {len(windows)} layers")
 
     def parameters(self) -> dict[str, int]:
-        """Parameters by component; a tied head has none of its own."""
-        attended = self.heads * self.head_dim
-        attention = self.qkv_rows * self.hidden + attended * self.hidden
-        attention += self.qkv_rows * self.qkv_bias + self.hidden * self.o_bias
-        ffn = 3 * self.hidden * self.ffn + (2 * self.ffn + self.hidden) * self.mlp_bias
-        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
-        return {
+        """Parameters by component; a tied head has none of its own. Experts have components of their own."""
+        parts = {
             "embedding": self.vocab * self.hidden,
-            "attention": self.layers * attention,
-            "ffn": self.layers * ffn,
-            "norms": self.layers * norms + self.hidden,
-            "head": 0 if self.tied_embeddings else self.vocab * self.hidden,
+            "attention": self.layers * self._attention_parameters(),
+            "ffn": self.dense_layers * self.ffn_parameters(self.ffn),
+            "norms": self._norm_parameters(),
+            "head": 0 if self.tied_embeddings else self.vocab * (self.hidden + self.head_bias),
         }
+        if (experts := self.experts) is not None:
+            router = experts.count * (self.hidden + experts.router_bias)
+            parts["router"] = experts.layers * router
+            parts["shared_experts"] = experts.layers * (
+                experts.shared_width and self.ffn_parameters(experts.shared_width)
+            )
+            parts["experts"] = experts.layers * experts.here * self.expert_parameters()
+        return parts
 
     @property
     def num_parameters(self) -> int:
         return sum(self.parameters().values())
 
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token goes through: those of k experts in place of E."""
+        parts = self.parameters()
+        if self.experts is not None:
+            parts["experts"] = self.experts.layers * self.experts.per_token * self.expert_parameters()
+        return sum(parts.values())
 
-@dataclass(frozen=True, slots=True)
-class _Config:
-    """Typed reading of a config.json."""
+    def matrices(self) -> dict[str, int]:
+        """Parameters by the field of `Precision` that says how they are kept: linear, experts, head, embedding, rest.
 
-    raw: Mapping[str, Any]
-    source: str
+        A tied embedding counts as the head.
+        """
+        latent = self.latent
+        attention = self.attended * self.hidden
+        if latent is None:
+            attention += self.qkv_rows * self.hidden
+        else:
+            attention += latent.query_parameters(self.hidden, self.heads) + latent.compress_parameters(self.hidden)
+            attention += latent.expand_parameters(self.heads)
+        linear = self.layers * attention + self.dense_layers * self.ffn_matrices * self.hidden * self.ffn
+        routed = 0
+        if (experts := self.experts) is not None:
+            linear += experts.layers * self.ffn_matrices * self.hidden * experts.shared_width
+            routed = experts.layers * experts.here * self.ffn_matrices * self.hidden * experts.width
+        table = self.vocab * self.hidden
+        parts = {"linear": linear, "experts": routed, "head": table, "embedding": 0 if self.tied_embeddings else table}
+        return parts | {"rest": self.num_parameters - sum(parts.values())}
 
-    def error(self, key: str, problem: str) -> ShapeError:
-        return ShapeError(f"{self.source}: {key} is {self.raw.get(key)!r}, which {problem}")
+    def ffn_parameters(self, width: int) -> int:
+        """Of one feed-forward layer of this width."""
+        rows = (self.ffn_matrices - 1) * width
+        return self.ffn_matrices * self.hidden * width + (rows + self.hidden) * self.mlp_bias
 
-    def is_null(self, key: str) -> bool:
-        return key in self.raw and self.raw[key] is None
+    def expert_parameters(self) -> int:
+        """Of one expert; 0 without experts."""
+        if self.experts is None:
+            return 0
+        rows = (self.ffn_matrices - 1) * self.experts.width
+        return self.ffn_matrices * self.hidden * self.experts.width + (rows + self.hidden) * self.experts.bias
 
-    def family(self) -> _Family:
-        for key, kind in _OTHER_KINDS.items():
-            if self.raw.get(key):
-                raise ShapeError(f"{self.source}: {key} says that the model has {kind}; only dense decoders are costed")
-        named = self.raw.get("architectures")
-        for name in named if isinstance(named, list) else []:
-            if name in _FAMILIES:
-                return _FAMILIES[name]
-        raise ShapeError(f"{self.source}: architectures is {named!r}; known are {', '.join(_FAMILIES)}")
+    def _attention_parameters(self) -> int:
+        output = self.attended * self.hidden + self.hidden * self.o_bias + self.heads * self.sinks
+        if (latent := self.latent) is not None:
+            queries = latent.query_parameters(self.hidden, self.heads)
+            return queries + latent.compress_parameters(self.hidden) + latent.expand_parameters(self.heads) + output
+        return self.qkv_rows * (self.hidden + self.qkv_bias) + output
 
-    def size(self, key: str, fallback: int | None = None) -> int:
-        value = self.raw.get(key)
-        if value is None:
-            value = fallback
-        if value is None:
-            raise ShapeError(f"{self.source}: {key} is missing; the model's shape is not known without it")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(key, "is not a whole number of at least 1")
-        return value
-
-    def switch(self, key: bool | str) -> bool:
-        value = self.raw.get(key) if isinstance(key, str) else key
-        if value is not None and not isinstance(value, bool):
-            raise self.error(str(key), "is neither true nor false")
-        return bool(value)
-
-    def windows(self, family: _Family, layers: int) -> tuple[int | None, ...]:
-        window = None if self.is_null("sliding_window") or family.windows == "none" else self._window(family)
-        if family.windows == "layers" and not self.switch("use_sliding_window"):
-            window = None
-        kinds = self.raw.get("layer_types")
-        if family.windows != "layers" or window is None:
-            return (window,) * layers
-        if kinds is not None:
-            if not isinstance(kinds, list) or len(kinds) != layers:
-                raise ShapeError(f"{self.source}: layer_types must be a list of num_hidden_layers, {layers}, names")
-            return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-        first = self.raw.get("max_window_layers", 28)
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise self.error("max_window_layers", "is not a whole number of at least 0")
-        return tuple(window if layer >= first else None for layer in range(layers))
-
-    def _window(self, family: _Family) -> int:
-        return self.size("sliding_window", family.window)
+    def _norm_parameters(self) -> int:
+        of_heads = 2 * self.head_dim * self.qk_norm
+        of_latent = self.latent.norm_parameters if self.latent is not None else 0
+        each = self.hidden * (1 + self.norm_bias)
+        return self.layers * (self.layer_norms * each + of_heads + of_latent) + each

@@ -1,57 +1,54 @@
 """What a step does, operation by operation: FLOPs, and bytes of weights, activations and cache.
 
-A FLOP is half a multiply-add of a matrix product (2 each, as documents 001 to 003 count). Operations on single elements
-(norms, rotary positions, activation functions, softmax) count their bytes and no FLOPs: every machine is bound by
-bytes in them. Attention counts the query-key pairs that the causal mask and the window leave, and no traffic for
-the scores, which tiled attention keeps on the chip (FlashAttention, Dao et al., 2022).
+A FLOP is half a multiply-add of a matrix product (2 each, as documents 001 to 003 count). Operations on single
+elements (norms, rotary positions, activation functions, softmax, sampling) count their bytes and no FLOPs: every
+machine is bound by bytes in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from headway.cost.shape import ModelShape
+from headway.cost.attention import SCORE_PASSES, Chunk, attention
+from headway.cost.precision import Format, Precision
+from headway.cost.shape import Experts, ModelShape
 
 
 class Operation(StrEnum):
     """The operations of a decoder step, in order; those of a layer stand for all layers together."""
 
     EMBEDDING = "embedding"
-    NORMS = "norms"  # two in each layer, with the residual additions, and those of queries and keys
+    NORMS = "norms"  # those of all layers, with the residual additions, and those of queries, keys and latents
     QKV = "qkv"
     ROTARY = "rotary"
     KV_STORE = "kv_store"
+    LATENT = "latent"  # between latents and keys and values; only in latent attention
     SCORES = "scores"
     VALUES = "values"
     OUTPUT = "output"
     GATE_UP = "gate_up"
     ACTIVATION = "activation"
     DOWN = "down"
+    ROUTER = "router"
+    SHARED_EXPERTS = "shared_experts"
+    EXPERTS = "experts"
     FINAL_NORM = "final_norm"
     HEAD = "head"
+    SAMPLING = "sampling"
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """Bits of an element, so that four-bit formats have a whole number; fine for any that fill whole bytes."""
-
-    weight_bits: int = 16
-    activation_bits: int = 16
-    kv_bits: int = 16
-
-    def __post_init__(self) -> None:
-        if min(self.weight_bits, self.activation_bits, self.kv_bits) < 1:
-            raise ValueError(f"{self} has a width below 1 bit")
-
-    @classmethod
-    def of(cls, dtype: str) -> Precision:
-        """Everything in one dtype: float32, bfloat16 or float16. Raises ValueError for another name."""
-        bits = {"float32": 32, "bfloat16": 16, "float16": 16}.get(dtype)
-        if bits is None:
-            raise ValueError(f"dtype is {dtype!r}; it must be float32, bfloat16 or float16")
-        return cls(bits, bits, bits)
+# Operations that only models of some kinds have; they are left out of a step where they do nothing.
+_OF_SOME_KINDS = (
+    Operation.LATENT,
+    Operation.GATE_UP,
+    Operation.ACTIVATION,
+    Operation.DOWN,
+    Operation.ROUTER,
+    Operation.SHARED_EXPERTS,
+    Operation.EXPERTS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,50 +93,33 @@ def total(parts: Iterable[Work]) -> Work:
     return whole
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One sequence's part of a step.
-
-    Args:
-        tokens: computed in this step, at least 1.
-        context: computed in earlier steps.
-        logit_rows: tokens whose logits are wanted: 1 for a decode and for the end of a prompt, 0 for a prompt
-            that goes on.
-    """
-
-    tokens: int
-    context: int = 0
-    logit_rows: int = 1
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1 or self.context < 0 or not 0 <= self.logit_rows <= self.tokens:
-            raise ValueError(f"{self} is no part of a step: tokens >= 1, context >= 0, 0 <= logit_rows <= tokens")
+def compute_format(operation: Operation, precision: Precision) -> str:
+    """The arithmetic that an operation's products are done in: a key of `Hardware.flops_per_s`."""
+    if operation in (Operation.QKV, Operation.OUTPUT, Operation.GATE_UP, Operation.DOWN, Operation.SHARED_EXPERTS):
+        return precision.linear.compute
+    if operation is Operation.EXPERTS:
+        return precision.of_experts.compute
+    return precision.head.compute if operation is Operation.HEAD else precision.activations.compute
 
 
-def attended_pairs(tokens: int, context: int, window: int | None = None) -> int:
-    """Query-key pairs of `tokens` new tokens after `context` others: sum of min(context + i, window), i from 1 up."""
-    if window is None:
-        return tokens * context + tokens * (tokens + 1) // 2
-    growing = min(tokens, max(0, window - context))
-    return growing * context + growing * (growing + 1) // 2 + (tokens - growing) * window
-
-
-def visible_keys(tokens: int, context: int, window: int | None = None) -> int:
-    """Keys that at least one of the new tokens attends to, the new ones included."""
-    whole = context + tokens
-    return whole if window is None else min(whole, window + tokens - 1)
-
-
-def step_work(shape: ModelShape, chunks: Sequence[Chunk], precision: Precision | None = None) -> dict[Operation, Work]:
+def step_work(
+    shape: ModelShape, chunks: Sequence[Chunk], precision: Precision | None = None, flash: bool = True
+) -> dict[Operation, Work]:
     """The work of one step over all its sequences: whole prompts, chunks of them, decodes, or any mixture.
 
-    Each weight is read once in a step; of the embedding only the rows of the step's tokens are. Each sequence's
-    visible keys and values are read once in each layer.
+    Each weight is read once in a step; of the embedding only the rows of the step's tokens are, and of the experts
+    the number that so many tokens touch on average. Each sequence's visible keys and values are read once in each
+    layer.
+
+    Args:
+        flash: attention keeps its scores on the chip.
     """
-    precision = precision or Precision()
-    tokens = sum(chunk.tokens for chunk in chunks)
-    rows = sum(chunk.logit_rows for chunk in chunks)
-    return _Counter(shape, precision, tokens, rows).count(chunks) if chunks else {}
+    if not chunks:
+        return {}
+    tokens = sum(chunk.tokens * chunk.sequences for chunk in chunks)
+    rows = sum(chunk.logit_rows * chunk.sequences for chunk in chunks)
+    work = _Counter(shape, precision or Precision(), tokens, rows).count(chunks, flash)
+    return {op: part for op, part in work.items() if op not in _OF_SOME_KINDS or part.bytes}
 
 
 class _Counter:
@@ -151,64 +131,141 @@ class _Counter:
         self.tokens = tokens
         self.rows = rows
 
-    def count(self, chunks: Sequence[Chunk]) -> dict[Operation, Work]:
-        s, tokens = self.shape, self.tokens
-        attended = s.heads * s.head_dim
-        stored = s.layers * tokens * 2 * s.kv_heads * s.head_dim
-        embedded = min(tokens, s.vocab) * s.hidden
-        scores, values = self._attention(chunks)
+    def count(self, chunks: Sequence[Chunk], flash: bool) -> Mapping[Operation, Work]:
+        s, tokens, p = self.shape, self.tokens, self.precision
+        stored = tokens * s.kv_elements_per_token
+        turned = s.heads * (s.latent.rope_dim if s.latent else s.head_dim)
+        turned += s.latent.rope_dim if s.latent else s.kv_heads * s.head_dim
         return {
-            Operation.EMBEDDING: self._elements(weights=embedded, activations=tokens * s.hidden),
+            Operation.EMBEDDING: self._elements(min(tokens, s.vocab) * s.hidden, tokens * s.hidden),
             Operation.NORMS: self._norms(),
-            Operation.QKV: self._linear(s.layers, tokens, s.hidden, s.qkv_rows, s.qkv_bias),
-            Operation.ROTARY: self._elements(activations=2 * s.layers * tokens * (s.heads + s.kv_heads) * s.head_dim),
+            Operation.QKV: self._qkv(),
+            Operation.ROTARY: self._elements(activations=2 * s.layers * tokens * turned),
             Operation.KV_STORE: Work(
-                activation_bytes=_bytes(stored, self.precision.activation_bits),
-                kv_write_bytes=_bytes(stored, self.precision.kv_bits),
+                activation_bytes=p.activations.bytes_of(stored), kv_write_bytes=p.kv.bytes_of(stored)
             ),
-            Operation.SCORES: scores,
-            Operation.VALUES: values,
-            Operation.OUTPUT: self._linear(s.layers, tokens, attended, s.hidden, s.o_bias),
-            Operation.GATE_UP: self._linear(s.layers, tokens, s.hidden, 2 * s.ffn, s.mlp_bias),
-            Operation.ACTIVATION: self._elements(activations=s.layers * tokens * 3 * s.ffn),
-            Operation.DOWN: self._linear(s.layers, tokens, s.ffn, s.hidden, s.mlp_bias),
-            Operation.FINAL_NORM: self._elements(weights=s.hidden, activations=4 * tokens * s.hidden),
-            Operation.HEAD: self._linear(1, self.rows, s.hidden, s.vocab, False) if self.rows else Work(),
+            **self._attention(chunks, flash),
+            Operation.OUTPUT: self._linear(s.layers, tokens, s.attended, s.hidden, s.o_bias),
+            **self._feed_forward(s.dense_layers, s.ffn, s.mlp_bias),
+            **self._experts(),
+            Operation.FINAL_NORM: self._elements(s.hidden * (1 + s.norm_bias), 4 * tokens * s.hidden),
+            Operation.HEAD: self._head(),
+            Operation.SAMPLING: self._sampling(),
         }
 
     def _norms(self) -> Work:
         """The first norm reads one tensor and writes one; each later one reads and writes the residual as well."""
         s = self.shape
-        weights = s.layers * (2 * s.hidden + 2 * s.head_dim * s.qk_norm)
-        activations = (2 + (2 * s.layers - 1) * 4) * self.tokens * s.hidden
-        of_heads = 2 * s.layers * self.tokens * (s.heads + s.kv_heads) * s.head_dim * s.qk_norm
-        return self._elements(weights, activations + of_heads)
+        norms = s.layer_norms * s.layers
+        of_heads = s.head_dim * s.qk_norm
+        of_latent = s.latent.norm_parameters if s.latent else 0
+        weights = norms * s.hidden * (1 + s.norm_bias) + s.layers * (2 * of_heads + of_latent)
+        activations = (2 + (norms - 1) * 4) * self.tokens * s.hidden
+        inner = 2 * s.layers * self.tokens * ((s.heads + s.kv_heads) * of_heads + of_latent)
+        return self._elements(weights, activations + inner)
+
+    def _qkv(self) -> Work:
+        s = self.shape
+        if s.latent is None:
+            return self._linear(s.layers, self.tokens, s.hidden, s.qkv_rows, s.qkv_bias)
+        weights = s.latent.query_parameters(s.hidden, s.heads) + s.latent.compress_parameters(s.hidden)
+        between = 2 * (s.latent.q_rank or 0)
+        elements = self.tokens * (s.hidden + between + s.qkv_rows)
+        return Work(
+            2 * s.layers * self.tokens * weights,
+            self.precision.linear.bytes_of(s.layers * weights),
+            self.precision.activations.bytes_of(s.layers * elements),
+        )
 
     def _linear(self, layers: int, tokens: int, inputs: int, outputs: int, bias: bool) -> Work:
-        work = self._elements(layers * outputs * (inputs + bias), layers * tokens * (inputs + outputs))
-        return Work(2 * layers * tokens * inputs * outputs, work.weight_bytes, work.activation_bytes)
-
-    def _attention(self, chunks: Sequence[Chunk]) -> tuple[Work, Work]:
-        """Scores read the queries and the keys; values read the values and write the result."""
-        s = self.shape
-        pairs = keys = 0
-        for window in set(s.sliding_windows):
-            layers = s.sliding_windows.count(window)
-            pairs += layers * sum(attended_pairs(chunk.tokens, chunk.context, window) for chunk in chunks)
-            keys += layers * sum(visible_keys(chunk.tokens, chunk.context, window) for chunk in chunks)
-        half = Work(
-            flops=2 * s.heads * s.head_dim * pairs,
-            activation_bytes=_bytes(s.layers * self.tokens * s.heads * s.head_dim, self.precision.activation_bits),
-            kv_read_bytes=_bytes(keys * s.kv_heads * s.head_dim, self.precision.kv_bits),
+        p = self.precision
+        return Work(
+            2 * layers * tokens * inputs * outputs,
+            p.linear.bytes_of(layers * outputs * inputs) + p.rest.bytes_of(layers * outputs * bias),
+            p.activations.bytes_of(layers * tokens * (inputs + outputs)),
         )
-        return half, half
+
+    def _feed_forward(self, layers: int, width: int, bias: bool) -> dict[Operation, Work]:
+        s, rows = self.shape, (self.shape.ffn_matrices - 1) * width
+        return {
+            Operation.GATE_UP: self._linear(layers, self.tokens, s.hidden, rows, bias),
+            Operation.ACTIVATION: self._elements(activations=layers * self.tokens * (rows + width)),
+            Operation.DOWN: self._linear(layers, self.tokens, width, s.hidden, bias),
+        }
+
+    def _experts(self) -> dict[Operation, Work]:
+        if (experts := self.shape.experts) is None:
+            return {}
+        return {
+            Operation.ROUTER: self._router(experts),
+            Operation.SHARED_EXPERTS: total(
+                self._feed_forward(experts.layers, experts.shared_width, self.shape.mlp_bias).values()
+                if experts.shared_width
+                else ()
+            ),
+            Operation.EXPERTS: self._routed(experts),
+        }
+
+    def _router(self, experts: Experts) -> Work:
+        inputs, layers = self.shape.hidden, experts.layers
+        weights = layers * experts.count * (inputs + experts.router_bias)
+        work = self._elements(weights, layers * self.tokens * (inputs + experts.count))
+        return Work(2 * layers * self.tokens * inputs * experts.count, work.weight_bytes, work.activation_bytes)
+
+    def _routed(self, experts: Experts) -> Work:
+        """Each pair of token and expert reads the token, writes what is between the matrices twice, and its result."""
+        s = self.shape
+        pairs, touched = experts.routed(self.tokens), experts.touched(self.tokens)
+        between = 2 * s.ffn_matrices * experts.width
+        matrices = s.ffn_matrices * s.hidden * experts.width
+        biases = s.expert_parameters() - matrices
+        return Work(
+            round(2 * experts.layers * pairs * matrices),
+            self.precision.of_experts.bytes_of(round(experts.layers * touched * matrices))
+            + self.precision.rest.bytes_of(round(experts.layers * touched * biases)),
+            self.precision.activations.bytes_of(round(experts.layers * pairs * (2 * s.hidden + between))),
+        )
+
+    def _attention(self, chunks: Sequence[Chunk], flash: bool) -> dict[Operation, Work]:
+        """Scores read the queries and the keys; values read the values and write the result."""
+        s, p = self.shape, self.precision
+        done = attention(s, chunks, flash)
+        half = SCORE_PASSES // 2 * done.score_elements
+        expand = s.layers * s.latent.expand_parameters(s.heads) if s.latent else 0
+        return {
+            Operation.LATENT: Work(
+                done.latent_flops, p.linear.bytes_of(expand), p.activations.bytes_of(2 * done.expanded_elements)
+            ),
+            Operation.SCORES: Work(
+                flops=done.score_flops,
+                weight_bytes=p.rest.bytes_of(s.layers * s.heads * s.sinks),
+                activation_bytes=p.activations.bytes_of(s.layers * self.tokens * s.heads * s.head_dim + half),
+                kv_read_bytes=p.kv.bytes_of(done.key_elements),
+            ),
+            Operation.VALUES: Work(
+                flops=done.value_flops,
+                activation_bytes=p.activations.bytes_of(s.layers * self.tokens * s.attended + half),
+                kv_read_bytes=p.kv.bytes_of(done.value_elements),
+            ),
+        }
+
+    def _head(self) -> Work:
+        if not self.rows:
+            return Work()
+        s, p = self.shape, self.precision
+        return Work(
+            2 * self.rows * s.hidden * s.vocab,
+            p.head.bytes_of(s.hidden * s.vocab) + p.rest.bytes_of(s.vocab * s.head_bias),
+            p.activations.bytes_of(self.rows * (s.hidden + s.vocab)),
+        )
+
+    def _sampling(self) -> Work:
+        """Logits are widened to float32 and read once more to choose: the least that any sampler does."""
+        logits = self.rows * self.shape.vocab
+        return Work(activation_bytes=self.precision.activations.bytes_of(logits) + 2 * 4 * logits)
 
     def _elements(self, weights: int = 0, activations: int = 0) -> Work:
+        rest: Format = self.precision.rest
         return Work(
-            weight_bytes=_bytes(weights, self.precision.weight_bits),
-            activation_bytes=_bytes(activations, self.precision.activation_bits),
+            weight_bytes=rest.bytes_of(weights), activation_bytes=self.precision.activations.bytes_of(activations)
         )
-
-
-def _bytes(elements: int, bits: int) -> int:
-    return -(-elements * bits // 8)

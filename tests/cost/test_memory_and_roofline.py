@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from headway.cost.attention import Chunk
+from headway.cost.config import read_shape
 from headway.cost.memory import activation_bytes, kv_bytes_per_token, kv_cache_bytes, weight_bytes
+from headway.cost.precision import FP32, INT8, Precision
 from headway.cost.roofline import Roofline
-from headway.cost.shape import ModelShape
-from headway.cost.work import Chunk, Precision, Work, step_work, total
+from headway.cost.work import Work, step_work, total
 from tests.cost import published
 
-QWEN_7B = ModelShape.from_config(published.QWEN2_5_7B)
+QWEN_7B = read_shape(published.QWEN2_5_7B)
 
 
 def test_kv_cache_of_document_000_s_models():
@@ -49,7 +51,7 @@ def test_blocks_round_up():
     assert kv_cache_bytes(QWEN_7B, 17, block_size=16) == 32 * 57_344
     assert kv_cache_bytes(QWEN_7B, 16, block_size=16, sequences=3) == 48 * 57_344
     assert kv_cache_bytes(QWEN_7B, 0, block_size=16) == 0
-    assert kv_cache_bytes(QWEN_7B, 10, Precision(kv_bits=8)) == 10 * 57_344 // 2
+    assert kv_cache_bytes(QWEN_7B, 10, Precision(kv=INT8)) == 10 * 57_344 // 2
     with pytest.raises(ValueError, match="block_size 0"):
         kv_cache_bytes(QWEN_7B, 1, block_size=0)
 
@@ -58,7 +60,7 @@ def test_activations_grow_with_the_step_and_with_the_logits():
     """A prompt's are those of its feed-forward layer: the residual, its input, and gate, up and product."""
     assert activation_bytes(QWEN_7B, 400) == 400 * (3584 + 3584 + 3 * 18944) * 2
     assert activation_bytes(QWEN_7B, 1) == (3584 + 3584 + 152064) * 2
-    assert activation_bytes(QWEN_7B, 1, precision=Precision(activation_bits=32)) == (3584 + 3584 + 152064) * 4
+    assert activation_bytes(QWEN_7B, 1, precision=Precision(activations=FP32)) == (3584 + 3584 + 152064) * 4
 
 
 def test_roofline_of_document_000_s_gpu():

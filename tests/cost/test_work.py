@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from headway.cost.attention import Chunk, attended_pairs, visible_keys
+from headway.cost.config import read_shape
+from headway.cost.precision import BF16, FP32, INT8, Format, Precision
 from headway.cost.shape import ModelShape
-from headway.cost.work import Chunk, Operation, Precision, Work, attended_pairs, step_work, total, visible_keys
+from headway.cost.work import Operation, Work, step_work, total
 from headway.kernels.interface import LayerCache
 from headway.kernels.reference import ReferenceKernels
 from headway.models.loading import load_model
@@ -54,7 +57,7 @@ def counted(folder, chunks):
         if rows:
             decoder.logits(hidden[rows])
     flops = Counter({str(op): n for op, n in counter.get_flop_counts()["Global"].items()})
-    return ModelShape.from_config(json.loads((folder / "config.json").read_text())), flops
+    return read_shape(json.loads((folder / "config.json").read_text())), flops
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -69,7 +72,7 @@ def test_flops_are_those_that_torch_counts(case, name, tmp_path):
     rectangle = sum(chunk.tokens * (chunk.context + chunk.tokens) for chunk in chunks)
     assert flops["aten.bmm"] == 4 * shape.layers * shape.heads * shape.head_dim * rectangle
     assert set(flops) <= {"aten.addmm", "aten.mm", "aten.bmm"}
-    assert sum(work[op].flops for op in Operation if op not in LINEARS + ATTENTION) == 0
+    assert sum(work[op].flops for op in work if op not in LINEARS + ATTENTION) == 0
 
 
 def test_attention_of_a_prompt_is_what_torch_counts_token_by_token(tmp_path):
@@ -96,7 +99,7 @@ def test_pairs_and_keys_equal_counting_one_by_one(tokens, context, window):
 
 def test_chunks_add_up_to_the_whole_prompt():
     """FLOPs of a prompt do not depend on how it is cut; the weights are read once for each piece."""
-    shape = ModelShape.from_config(published.QWEN2_5_7B)
+    shape = read_shape(published.QWEN2_5_7B)
     whole = total(step_work(shape, [Chunk(1000)]).values())
     pieces = [Chunk(400, 0, logit_rows=0), Chunk(400, 400, logit_rows=0), Chunk(200, 800)]
     cut = total(work for piece in pieces for work in step_work(shape, [piece]).values())
@@ -108,7 +111,7 @@ def test_chunks_add_up_to_the_whole_prompt():
 @pytest.mark.parametrize("config", [published.QWEN2_5_7B, published.QWEN2_5_05B, published.QWEN3_8B])
 def test_a_decode_step_reads_every_weight_once(config):
     """All parameters but the rows of an untied embedding that the step's tokens do not name."""
-    shape = ModelShape.from_config(config)
+    shape = read_shape(config)
     work = step_work(shape, [Chunk(1, 99), Chunk(1, 399)])
     parameters = shape.parameters()
     read = shape.num_parameters + 2 * shape.hidden - (0 if shape.tied_embeddings else parameters["embedding"])
@@ -120,14 +123,14 @@ def test_a_decode_step_reads_every_weight_once(config):
 
 def test_flops_of_a_token_are_two_for_each_parameter_that_multiplies():
     """Documents 001 and 002 take 2 FLOPs for each parameter and token; norms and the embedding multiply nothing."""
-    shape = ModelShape.from_config(published.LLAMA_3_1_8B)
+    shape = read_shape(published.LLAMA_3_1_8B)
     work = step_work(shape, [Chunk(1)])
     p = shape.parameters()
     assert sum(work[op].flops for op in LINEARS) == 2 * (p["attention"] + p["ffn"] + p["head"])
 
 
 def test_a_sliding_window_bounds_what_decode_reads():
-    shape = ModelShape.from_config(published.MISTRAL_7B)
+    shape = read_shape(published.MISTRAL_7B)
     near, far = (total(step_work(shape, [Chunk(1, context)]).values()) for context in (4095, 30_000))
     assert near.kv_read_bytes == far.kv_read_bytes == 4096 * shape.kv_elements_per_token * 2
     assert near.flops == far.flops
@@ -136,7 +139,7 @@ def test_a_sliding_window_bounds_what_decode_reads():
 def test_activations_of_a_tiny_step_counted_by_hand():
     """One layer, h 4, 2 heads, 1 KV head, D 2, F 6, V 10; 3 tokens, the logits of 1; float32 activations."""
     shape = ModelShape(layers=1, hidden=4, heads=2, kv_heads=1, head_dim=2, ffn=6, vocab=10)
-    work = step_work(shape, [Chunk(3)], Precision(activation_bits=32))
+    work = step_work(shape, [Chunk(3)], Precision(activations=FP32))
     elements = {
         Operation.EMBEDDING: 3 * 4,
         Operation.NORMS: 3 * 4 * (1 + 1) + 3 * 4 * (2 + 2),
@@ -151,28 +154,30 @@ def test_activations_of_a_tiny_step_counted_by_hand():
         Operation.DOWN: 3 * (6 + 4),
         Operation.FINAL_NORM: 3 * 4 * (2 + 2),
         Operation.HEAD: 4 + 10,
+        Operation.SAMPLING: 3 * 10,
     }
     assert {op: part.activation_bytes for op, part in work.items()} == {op: 4 * n for op, n in elements.items()}
 
 
 def test_bytes_follow_the_precision():
-    shape = ModelShape.from_config(published.QWEN2_5_05B)
+    shape, int4 = read_shape(published.QWEN2_5_05B), Format("int4", 4, "bf16")
     wide, narrow = (
         total(step_work(shape, [Chunk(1, 63)], precision).values())
-        for precision in (Precision(32, 32, 32), Precision(weight_bits=4, activation_bits=16, kv_bits=8))
+        for precision in (Precision.of("float32"), Precision(int4, None, int4, int4, BF16, INT8))
     )
     assert wide.flops == narrow.flops
     assert wide.weight_bytes == 8 * narrow.weight_bytes
-    assert wide.activation_bytes == 2 * narrow.activation_bytes
+    widened = 2 * 4 * shape.vocab  # the sampler's float32, whatever the precision
+    assert wide.activation_bytes - widened == 2 * (narrow.activation_bytes - widened)
     assert wide.kv_read_bytes == 4 * narrow.kv_read_bytes
-    assert Precision.of("bfloat16") == Precision() and Precision.of("float32").kv_bits == 32
+    assert Precision.of("bfloat16") == Precision() and Precision.of("float32").kv.bits == 32
 
 
 def test_work_adds_up_and_knows_its_intensity():
     work = total([Work(flops=12, weight_bytes=3), Work(activation_bytes=1, kv_read_bytes=1, kv_write_bytes=1)])
     assert (work.bytes, work.kept_bytes, work.intensity) == (6, 5, 2.0)
     assert Work().intensity == 0.0
-    assert step_work(ModelShape.from_config(published.LLAMA_3_1_8B), []) == {}
+    assert step_work(read_shape(published.LLAMA_3_1_8B), []) == {}
 
 
 @pytest.mark.parametrize("bad", [{"tokens": 0}, {"tokens": 1, "context": -1}, {"tokens": 1, "logit_rows": 2}])
@@ -185,4 +190,4 @@ def test_an_unknown_dtype_is_refused():
     with pytest.raises(ValueError, match="dtype is 'int3'; it must be float32, bfloat16 or float16"):
         Precision.of("int3")
     with pytest.raises(ValueError, match="below 1 bit"):
-        Precision(weight_bits=0)
+        Format("none", 0, "bf16")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from headway.bench.profile.model import ProfiledModel
 from headway.calibration.peaks import MachinePeaks
-from headway.cost.work import Chunk, Operation, Work, step_work, total
+from headway.cost.attention import Chunk
+from headway.cost.work import Operation, Work, step_work, total
 
 Parts = Mapping[Operation, Work]
 

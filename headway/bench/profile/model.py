@@ -8,9 +8,10 @@ from pathlib import Path
 
 from headway.bench.errors import BenchError
 from headway.bundled import STORY
+from headway.cost.config import read_shape
 from headway.cost.memory import kv_bytes_per_token, weight_bytes
+from headway.cost.precision import Precision
 from headway.cost.shape import ModelShape, ShapeError
-from headway.cost.work import Precision
 from headway.models.config import ModelConfig
 from headway.models.folder import resolve_model
 from headway.models.values import ModelError
@@ -44,7 +45,7 @@ class ProfiledModel:
     @property
     def kv_bytes_per_token(self) -> int:
         shape = self.shape
-        return kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, self.precision.kv_bits)
+        return kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, self.precision.kv.bits)
 
 
 def find_model(name: str | None, dtype: str = "auto", load_format: str = "auto") -> ProfiledModel:
@@ -56,7 +57,7 @@ def find_model(name: str | None, dtype: str = "auto", load_format: str = "auto")
     try:
         folder = STORY if name is None else resolve_model(name)
         config = ModelConfig.from_folder(folder)
-        shape = ModelShape.from_config(json.loads((folder / "config.json").read_bytes()), str(folder / "config.json"))
+        shape = read_shape(json.loads((folder / "config.json").read_bytes()), str(folder / "config.json"))
     except (ModelError, ShapeError) as error:
         raise BenchError(str(error)) from None
     runs_in = (config.dtype or "float32") if dtype == "auto" else dtype

@@ -10,7 +10,7 @@ from headway.bench.profile.options import DEFAULT_PERCENTILES
 from headway.bench.profile.result import ProfileResult, profile_length
 from headway.bench.record import RequestRecord
 from headway.calibration.peaks import MachinePeaks, Rate
-from headway.cost.shape import ModelShape
+from headway.cost.config import read_shape
 from tests.bench.records import request
 from tests.cost import published
 
@@ -18,7 +18,7 @@ MS = 1_000_000
 QWEN = ProfiledModel(
     name="Qwen/Qwen2.5-0.5B",
     folder=Path("qwen"),
-    shape=ModelShape.from_config(published.QWEN2_5_05B),
+    shape=read_shape(published.QWEN2_5_05B),
     dtype="bfloat16",
     checkpoint_bytes=988_097_824,
     max_model_len=32768,

@@ -1,0 +1,114 @@
+"""What a device offers: memory, rates of arithmetic by format, links to its neighbours, watts and price."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+
+from headway.cost.roofline import Roofline
+
+# What arithmetic a device without units for a format falls back on: the numbers are widened first.
+_WIDER = {
+    "fp4": ("fp8", "bf16", "fp16", "fp32"),
+    "int4": ("int8", "bf16", "fp16", "fp32"),
+    "fp8": ("bf16", "fp16", "fp32"),
+    "int8": ("bf16", "fp16", "fp32"),
+    "bf16": ("fp16", "fp32"),
+    "fp16": ("bf16", "fp32"),
+    "fp32": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How devices of one machine reach each other.
+
+    Args:
+        bytes_per_s: of a device in one direction.
+        latency_s: of a small all-reduce among them.
+        max_devices: that are joined like this.
+    """
+
+    kind: str
+    bytes_per_s: float
+    latency_s: float
+    max_devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Of one device for an hour, in US dollars, with where and when that was the list price."""
+
+    per_hour: float
+    source: str = ""
+    date: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A device. Rates are per second, sizes in bytes.
+
+    Args:
+        key: its short name.
+        kind: gpu or cpu.
+        memory_bytes: that programs can have.
+        bytes_per_s: of its memory, by the data sheet, or streaming reads as measured.
+        flops_per_s: dense matrix products by format: fp32, bf16, fp16, fp8, int8, fp4, int4, as far as it has them.
+        host_bytes_per_s: between it and its host's memory, one way.
+        reads: bytes and the rate at which so many are read over and over, smallest first; empty where only memory
+            counts.
+        measured: it is this machine as `headway calibrate` found it.
+    """
+
+    key: str
+    name: str
+    kind: str
+    architecture: str
+    memory_bytes: int
+    bytes_per_s: float
+    flops_per_s: dict[str, float]
+    link: Link | None = None
+    host_bytes_per_s: float | None = None
+    tdp_w: float | None = None
+    price: Price | None = None
+    sources: tuple[str, ...] = ()
+    note: str = ""
+    reads: tuple[tuple[int, float], ...] = ()
+    measured: bool = False
+    aliases: tuple[str, ...] = field(default=())
+
+    def arithmetic(self, format_: str) -> str:
+        """The format that products of numbers in `format_` are done in here: itself, or the next wider one.
+
+        Raises:
+            ValueError: no format that is as wide is known of this device.
+        """
+        for name in (format_, *_WIDER.get(format_, ())):
+            if name in self.flops_per_s:
+                return name
+        known = ", ".join(self.flops_per_s)
+        raise ValueError(f"{self.key} has no rate for products in {format_}; it has {known}")
+
+    def rate(self, format_: str) -> float:
+        """FLOPs in a second of products of numbers in `format_`. Raises ValueError as `arithmetic` does."""
+        return self.flops_per_s[self.arithmetic(format_)]
+
+    def bandwidth(self, working_set: int | None = None) -> float:
+        """Bytes in a second, where `working_set` bytes are read over and over; None: more than any cache holds.
+
+        Between measured sizes it is interpolated over the logarithm of the size.
+        """
+        if working_set is None or not self.reads:
+            return self.bytes_per_s
+        if working_set <= self.reads[0][0]:
+            return self.reads[0][1]
+        for (small, fast), (large, slow) in itertools.pairwise(self.reads):
+            if working_set < large:
+                share = math.log(working_set / small) / math.log(large / small)
+                return fast + share * (slow - fast)
+        return self.reads[-1][1]
+
+    def roofline(self, format_: str = "bf16") -> Roofline:
+        """Its limits by the data sheet."""
+        return Roofline(self.rate(format_), self.bytes_per_s)

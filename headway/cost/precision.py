@@ -1,0 +1,127 @@
+"""How numbers are kept: bits of an element, scales of a group, and the kind of arithmetic that multiplies them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A number format.
+
+    Args:
+        bits: of an element.
+        group: elements that share scales; 0 where there are none, or so few that nobody counts them.
+        scale_bits: of a group's scale, and of its zero point where it has one.
+        compute: the arithmetic of matrix products in this format, a key of `Hardware.flops_per_s`.
+    """
+
+    name: str
+    bits: int
+    compute: str
+    group: int = 0
+    scale_bits: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits < 1 or self.group < 0 or self.scale_bits < 0:
+            raise ValueError(f"{self} has a width below 1 bit, or a negative group")
+
+    def bytes_of(self, elements: int) -> int:
+        """Bytes of so many elements with their scales, rounded up to a whole byte."""
+        groups = -(-elements // self.group) if self.group else 0
+        return -(-(elements * self.bits + groups * self.scale_bits) // 8)
+
+    @property
+    def bits_per_element(self) -> float:
+        """Scales included: 4.25 for MXFP4 (document 000)."""
+        return self.bits + (self.scale_bits / self.group if self.group else 0.0)
+
+
+FP32 = Format("fp32", 32, "fp32")
+BF16 = Format("bf16", 16, "bf16")
+FP16 = Format("fp16", 16, "fp16")
+FP8 = Format("fp8", 8, "fp8")
+INT8 = Format("int8", 8, "int8")
+
+_DTYPES = {
+    "float32": FP32,
+    "fp32": FP32,
+    "bfloat16": BF16,
+    "bf16": BF16,
+    "float16": FP16,
+    "fp16": FP16,
+    "half": FP16,
+}
+
+# Weights of each scheme, by the name that `--quantization` takes; `compute` None multiplies in the activations' dtype,
+# after widening the weights. Groups and scales are those of the usual checkpoints: AWQ and GPTQ with 128 weights to a
+# 16-bit scale, blocks of 32 with an 8-bit exponent for MXFP4 (OCP Microscaling Formats, 2023).
+_WEIGHTS: dict[str, tuple[int, int, int, str | None]] = {
+    "fp8": (8, 0, 0, "fp8"),
+    "fp8-weight-only": (8, 0, 0, None),
+    "int8": (8, 0, 0, "int8"),
+    "int8-weight-only": (8, 0, 0, None),
+    "int4": (4, 128, 16, None),
+    "mxfp4": (4, 32, 8, None),
+}
+QUANTIZATIONS = ("none", *_WEIGHTS)
+KV_DTYPES = ("auto", "fp8", "int8", "bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The formats of a model's parts.
+
+    Args:
+        linear: of the layers' matrices.
+        experts: of the experts' matrices; None: like `linear`.
+        head: of the output projection; an embedding that is tied to it is kept like it.
+        rest: of norms, biases, routers and the embedding; it is also the dtype of attention's products.
+        activations: of what layers hand to each other.
+        kv: of cached keys and values.
+    """
+
+    linear: Format = BF16
+    experts: Format | None = None
+    head: Format = BF16
+    rest: Format = BF16
+    activations: Format = BF16
+    kv: Format = BF16
+
+    @classmethod
+    def of(cls, dtype: str) -> Precision:
+        """Everything in one dtype. Raises ValueError unless it is float32, bfloat16 or float16."""
+        format_ = _DTYPES.get(dtype.lower())
+        if format_ is None:
+            raise ValueError(f"dtype is {dtype!r}; it must be float32, bfloat16 or float16")
+        return cls(format_, None, format_, format_, format_, format_)
+
+    @classmethod
+    def named(cls, dtype: str = "bfloat16", quantization: str = "none", kv_cache_dtype: str = "auto") -> Precision:
+        """As `--dtype`, `--quantization` and `--kv-cache-dtype` name it.
+
+        The head, the embedding and the norms stay in `dtype`, as the usual checkpoints have them; mxfp4 is for the
+        experts where a model has them (`ModelShape.experts`), and for the layers' matrices where it has none.
+
+        Raises:
+            ValueError: a name is not known.
+        """
+        base = cls.of(dtype)
+        if quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization is {quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}")
+        if kv_cache_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(KV_DTYPES)}")
+        kv = {"auto": base.kv, "fp8": FP8, "int8": INT8}.get(kv_cache_dtype) or _DTYPES[kv_cache_dtype]
+        if quantization == "none":
+            return replace(base, kv=kv)
+        bits, group, scale_bits, compute = _WEIGHTS[quantization]
+        weights = Format(quantization, bits, compute or base.activations.compute, group, scale_bits)
+        return replace(base, linear=weights, kv=kv)
+
+    def for_experts_only(self) -> Precision:
+        """The same, with `linear` kept for experts and all other matrices in the plain dtype (gpt-oss, MXFP4)."""
+        return replace(self, linear=self.rest, experts=self.linear)
+
+    @property
+    def of_experts(self) -> Format:
+        return self.experts or self.linear

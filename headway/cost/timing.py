@@ -1,0 +1,233 @@
+"""How long a step takes: the roofline of each operation, with what programs reach of it, and what lies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from headway.cost.attention import Chunk
+from headway.cost.efficiency import Efficiency
+from headway.cost.hardware import Hardware
+from headway.cost.parallel import Parallelism, Traffic, check, device_shape, device_weight_bytes, traffic
+from headway.cost.precision import Precision
+from headway.cost.shape import ModelShape
+from headway.cost.work import Operation, Work, compute_format, step_work
+
+WIDTHS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "fp4": 4, "int4": 4}
+ATTENTION = (Operation.SCORES, Operation.VALUES)
+LINEAR = (
+    Operation.QKV,
+    Operation.LATENT,
+    Operation.OUTPUT,
+    Operation.GATE_UP,
+    Operation.DOWN,
+    Operation.ROUTER,
+    Operation.SHARED_EXPERTS,
+    Operation.EXPERTS,
+    Operation.HEAD,
+)
+NO_WORK = Work()
+ONE_DEVICE = Parallelism()
+# Divided among the devices by sequence parallelism.
+BY_TOKEN = (Operation.NORMS, Operation.FINAL_NORM)
+# Kernels that an operation takes in each layer, as fused engines have them; scores and values are one.
+KERNELS_A_LAYER = {
+    Operation.QKV: 1,
+    Operation.ROTARY: 1,
+    Operation.KV_STORE: 1,
+    Operation.LATENT: 2,
+    Operation.SCORES: 1,
+    Operation.OUTPUT: 1,
+    Operation.GATE_UP: 1,
+    Operation.ACTIVATION: 1,
+    Operation.DOWN: 1,
+    Operation.ROUTER: 2,
+    Operation.SHARED_EXPERTS: 3,
+    Operation.EXPERTS: 4,
+}
+KERNELS_A_STEP = {Operation.EMBEDDING: 1, Operation.FINAL_NORM: 1, Operation.HEAD: 1, Operation.SAMPLING: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class PartTime:
+    """One operation's time on one device, all layers together.
+
+    Args:
+        name: of the operation, or of what is sent.
+        seconds: that it takes.
+        compute_s, memory_s, network_s, overhead_s: that its arithmetic, its bytes, what it sends, and starting its
+            kernels take alone.
+        work: of this device.
+    """
+
+    name: str
+    seconds: float
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+    network_s: float = 0.0
+    overhead_s: float = 0.0
+    work: Work = NO_WORK
+
+    @property
+    def bound(self) -> str:
+        """What takes longest: compute, memory, network or overhead."""
+        parts = {
+            "compute": self.compute_s,
+            "memory": self.memory_s,
+            "network": self.network_s,
+            "overhead": self.overhead_s,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A step's time, part by part; with several stages, the way through all of them."""
+
+    parts: tuple[PartTime, ...]
+    host_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.device_s + self.host_s
+
+    @property
+    def device_s(self) -> float:
+        """Without the time in which the device waits for its host."""
+        return sum(part.seconds for part in self.parts)
+
+    @property
+    def bound(self) -> str:
+        """What takes the largest share of the step: compute, memory, network, overhead."""
+        shares = {"compute": 0.0, "memory": 0.0, "network": 0.0, "overhead": self.host_s}
+        for part in self.parts:
+            shares[part.bound] += part.seconds
+        return max(shares, key=lambda name: shares[name])
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model on hardware: everything that decides how long a step takes.
+
+    Args:
+        shape: of the whole model.
+        flash: attention keeps its scores on the chip.
+
+    Raises:
+        ShapeError: the model cannot be spread like this.
+        ValueError: the hardware has no arithmetic for a format.
+    """
+
+    shape: ModelShape
+    precision: Precision
+    hardware: Hardware
+    efficiency: Efficiency
+    parallelism: Parallelism = ONE_DEVICE
+    flash: bool = True
+
+    def __post_init__(self) -> None:
+        check(self.shape, self.parallelism, self.hardware.link)
+        for format_ in (
+            self.precision.linear,
+            self.precision.of_experts,
+            self.precision.head,
+            self.precision.activations,
+        ):
+            self.hardware.arithmetic(format_.compute)
+
+    @cached_property
+    def device(self) -> ModelShape:
+        """What one device has of the model, as if it had all layers."""
+        return device_shape(self.shape, self.parallelism)
+
+    @cached_property
+    def working_set(self) -> int:
+        """Bytes of weights that a small step reads on a device."""
+        return device_weight_bytes(self.shape, self.precision, self.parallelism)
+
+    def ideal(self) -> Deployment:
+        """The same without any loss: what physics allows."""
+        return replace(self, efficiency=Efficiency.ideal())
+
+    def work(self, chunks: Sequence[Chunk]) -> dict[Operation, Work]:
+        """Of one device in a step, all layers."""
+        return step_work(self.device, chunks, self.precision, self.flash)
+
+    def step(self, chunks: Sequence[Chunk]) -> StepTime:
+        """The time of one step over these sequences; of each data-parallel group, all of which do as much."""
+        tokens = sum(chunk.tokens * chunk.sequences for chunk in chunks)
+        rows = sum(chunk.logit_rows * chunk.sequences for chunk in chunks)
+        sequences = sum(chunk.sequences for chunk in chunks)
+        work = self.work(chunks)
+        if Operation.SCORES in work:  # one kernel does both
+            work[Operation.SCORES] += work.pop(Operation.VALUES)
+        parts = [self._part(op, each, tokens) for op, each in work.items()]
+        if self.parallelism.devices > 1:
+            parts += self._network(traffic(self.shape, self.parallelism, self.precision, tokens, rows))
+        return StepTime(tuple(parts), self.efficiency.step_s + self.efficiency.sequence_s * sequences)
+
+    def _part(self, operation: Operation, work: Work, tokens: int) -> PartTime:
+        compute_s = work.flops / self._flops_per_s(operation) if work.flops else 0.0
+        memory_s = self._memory_s(operation, work)
+        if operation in BY_TOKEN and self.parallelism.sequence:
+            memory_s /= self.parallelism.tensor
+        factor = self.efficiency.linear_factor(tokens) if operation in LINEAR else 1.0
+        overhead_s = self._kernels(operation) * self.efficiency.kernel_s
+        seconds = self.efficiency.overlapped(compute_s, memory_s) * factor + overhead_s
+        name = "attention" if operation is Operation.SCORES else str(operation)
+        return PartTime(name, seconds, compute_s * factor, memory_s * factor, 0.0, overhead_s, work)
+
+    def _flops_per_s(self, operation: Operation) -> float:
+        format_ = self.hardware.arithmetic(compute_format(operation, self.precision))
+        peak = self.hardware.flops_per_s[format_]
+        if operation in ATTENTION:
+            return peak * self.efficiency.attention_flops
+        share = self.efficiency.matmul(format_)
+        return peak * share * (self.efficiency.expert_flops if operation is Operation.EXPERTS else 1.0)
+
+    def _memory_s(self, operation: Operation, work: Work) -> float:
+        """Weights, cache and activations one after the other, each at its own share of the bandwidth."""
+        e, bandwidth = self.efficiency, self.hardware.bandwidth(self.working_set)
+        weights = self._streaming(operation) if operation in LINEAR else e.element_bytes
+        return (
+            work.weight_bytes / weights
+            + (work.kv_read_bytes + work.kv_write_bytes) / e.kv_bytes
+            + work.activation_bytes / e.element_bytes
+        ) / bandwidth
+
+    def _streaming(self, operation: Operation) -> float:
+        p = self.precision
+        kept = p.of_experts if operation is Operation.EXPERTS else p.head if operation is Operation.HEAD else p.linear
+        computed = WIDTHS[self.hardware.arithmetic(compute_format(operation, p))]
+        share = self.efficiency.streaming(kept.bits, computed)
+        return share * (self.efficiency.expert_bytes if operation is Operation.EXPERTS else 1.0)
+
+    def _kernels(self, operation: Operation) -> int:
+        s = self.shape
+        if operation is Operation.NORMS:
+            return s.layers * (s.layer_norms + s.qk_norm + (2 if s.latent else 0))
+        layers = s.layers
+        if operation in (Operation.GATE_UP, Operation.ACTIVATION, Operation.DOWN):
+            layers = s.dense_layers
+        if operation in (Operation.ROUTER, Operation.SHARED_EXPERTS, Operation.EXPERTS):
+            layers = s.experts.layers if s.experts else 0
+        return layers * KERNELS_A_LAYER.get(operation, 0) + KERNELS_A_STEP.get(operation, 0)
+
+    def _network(self, sent: Traffic) -> list[PartTime]:
+        """Rings: an all-reduce sends 2 (n - 1) / n of its tensor, a gather (n - 1) / n (Patarasu and Yuan, 2009)."""
+        link = self.hardware.link
+        assert link is not None  # check() saw to it
+        n, rate = self.parallelism.tensor, link.bytes_per_s * self.efficiency.link
+        around = (n - 1) / n
+        calls = sent.all_reduces + (1 if sent.gather_bytes else 0)
+        parts = {
+            "all_reduce": (calls, (2 * sent.all_reduce_bytes + sent.gather_bytes) * around),
+            "all_to_all": (sent.all_to_alls, float(sent.all_to_all_bytes)),
+            "pipeline": (sent.hops, float(sent.hop_bytes)),
+        }
+        return [
+            PartTime(name, moved / rate + calls * link.latency_s, network_s=moved / rate + calls * link.latency_s)
+            for name, (calls, moved) in parts.items()
+            if calls
+        ]
