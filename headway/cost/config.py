@@ -14,13 +14,15 @@ class _Family:
     """What an architecture fixes; a bias that is a string is the config key that switches it on.
 
     Args:
-        windows: none, all, or layers (use_sliding_window, then layer_types or max_window_layers), or types
-            (layer_types alone).
+        windows: none, all, switched (all, with use_sliding_window), layers (use_sliding_window, then layer_types or
+            max_window_layers), or types (layer_types alone).
         window: where sliding_window is missing.
         all_heads: num_key_value_heads may be missing, and then is the number of query heads.
         head_dim: where head_dim is missing; None: hidden size / query heads.
         experts: the names of the keys that describe a mixture of experts, or None.
         latent: attention is of the kind with a latent.
+        biased: a bias whose key is missing is there.
+        refused: switches of parts that are not counted, which no published model has.
     """
 
     qkv_bias: bool | str = False
@@ -34,6 +36,8 @@ class _Family:
     experts: _ExpertKeys | None = None
     latent: bool = False
     sinks: bool = False
+    refused: tuple[str, ...] = ()
+    biased: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class _ExpertKeys:
     """Where an architecture keeps the numbers of its experts.
 
     Args:
+        count: key of how many there are, and `other` another name of it.
         width: key of an expert's F.
         step, first, but: keys that say which layers have experts: every n-th, from which on, and a list of those
             that do not.
@@ -56,6 +61,7 @@ class _ExpertKeys:
     first: str | None = None
     but: str | None = None
     shared: str | None = None
+    other: str | None = None
 
 
 def _deepseek(router_bias: bool) -> _Family:
@@ -68,11 +74,16 @@ def _deepseek(router_bias: bool) -> _Family:
         first="first_k_dense_replace",
         shared="n_shared_experts",
     )
-    return _Family(latent=True, experts=keys)
+    return _Family(latent=True, experts=keys, refused=("attention_bias", "mlp_bias"))
 
 
 _QWEN3_EXPERTS = _ExpertKeys(
-    "num_experts", "num_experts_per_tok", "moe_intermediate_size", step="decoder_sparse_step", but="mlp_only_layers"
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    step="decoder_sparse_step",
+    but="mlp_only_layers",
+    other="num_local_experts",
 )
 _FAMILIES: dict[str, _Family] = {
     "LlamaForCausalLM": _Family(
@@ -90,7 +101,7 @@ _FAMILIES: dict[str, _Family] = {
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         qk_norm=True,
-        windows="layers",
+        windows="switched",
         window=4096,
         experts=_QWEN3_EXPERTS,
     ),
@@ -99,6 +110,7 @@ _FAMILIES: dict[str, _Family] = {
     "GptOssForCausalLM": _Family(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
+        biased=True,
         windows="types",
         sinks=True,
         experts=_ExpertKeys(
@@ -151,8 +163,8 @@ def _decoder(config: _Config, family: _Family, name: str) -> ModelShape:
         ffn=config.size("intermediate_size", fallback),
         vocab=config.size("vocab_size"),
         tied_embeddings=config.switch("tie_word_embeddings"),
-        qkv_bias=config.switch(family.qkv_bias),
-        o_bias=config.switch(family.o_bias),
+        qkv_bias=config.switch(family.qkv_bias, family.biased),
+        o_bias=config.switch(family.o_bias, family.biased),
         mlp_bias=config.switch(family.mlp_bias),
         qk_norm=family.qk_norm,
         sliding_windows=config.windows(family, layers),
@@ -207,7 +219,12 @@ class _Config:
         raise ShapeError(f"{self.source}: architectures is {named!r}; known are {', '.join(known_architectures())}")
 
     def refuse_other_kinds(self, family: _Family, name: str) -> None:
-        own = {family.experts.count if family.experts else "", "kv_lora_rank" if family.latent else ""}
+        keys = family.experts
+        own = {keys.count, keys.other} if keys else set()
+        own |= {"kv_lora_rank"} if family.latent else set()
+        for key in family.refused:
+            if self.switch(key):
+                raise self.error(key, f"is not supported for {name}")
         for key, kind in _OTHER_KINDS.items():
             if self.raw.get(key) and key not in own:
                 raise ShapeError(f"{self.source}: {key} says that the model has {kind}, which {name} has not")
@@ -235,9 +252,10 @@ class _Config:
     def experts(self, keys: _ExpertKeys, layers: int) -> Experts | None:
         """None where no layer has experts."""
         with_experts = self._layers_with_experts(keys, layers)
-        count, per_token, width = (self.size(key) for key in (keys.count, keys.per_token, keys.width))
+        count_key = keys.other if keys.other in self.raw and keys.count not in self.raw else keys.count
+        count, per_token, width = (self.size(key) for key in (str(count_key), keys.per_token, keys.width))
         if per_token > count:
-            raise self.error(keys.per_token, f"is more than {keys.count}, {count}")
+            raise self.error(keys.per_token, f"is more than {count_key}, {count}")
         if not with_experts:
             return None
         return Experts(
@@ -277,8 +295,8 @@ class _Config:
             raise self.error(key, "is not a whole number of at least 1")
         return value
 
-    def switch(self, key: bool | str) -> bool:
-        value = self.raw.get(key) if isinstance(key, str) else key
+    def switch(self, key: bool | str, fallback: bool = False) -> bool:
+        value = self.raw.get(key, fallback) if isinstance(key, str) else key
         if value is not None and not isinstance(value, bool):
             raise self.error(str(key), "is neither true nor false")
         return bool(value)
@@ -286,9 +304,9 @@ class _Config:
     def windows(self, family: _Family, layers: int) -> tuple[int | None, ...]:
         if family.windows == "none" or self.is_null("sliding_window"):
             return (None,) * layers
-        if family.windows == "layers" and not self.switch("use_sliding_window"):
+        if family.windows in ("layers", "switched") and not self.switch("use_sliding_window"):
             return (None,) * layers
-        if family.windows == "all":
+        if family.windows in ("all", "switched"):
             # Mixtral's files say null or nothing: without the key there is no window.
             window = self.size("sliding_window", family.window) if self._has_window(family) else None
             return (window,) * layers

@@ -6,6 +6,10 @@ import itertools
 import math
 from dataclasses import dataclass, field, fields
 
+# Rows of a tile of a product whose weights are widened on the way: the usual choice of such kernels (MARLIN, Frantar et
+# al., 2024).
+TILE_ROWS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
@@ -14,10 +18,13 @@ class Efficiency:
     Args:
         matmul_flops: of large matrix products, by format; "other" for formats that are not named.
         matmul_bytes: of the weights of a product with few tokens.
-        weight_only: factor on `matmul_bytes` where weights are narrower than what they are multiplied in, by the
-            bits of a weight: widening them takes time.
-        expert_flops, expert_bytes: factors on the two above for the experts' products, which are many and uneven.
+        widen_ops: operations in fp32 that it takes to widen a weight to what it is multiplied in, by the bits of a
+            weight: once for each tile of rows of a product (`TILE_ROWS`). It overlaps with reading them, and not
+            with the products.
+        expert_flops, expert_bytes: factors on the two above for the experts' products, which are many and uneven. The
+            second may be above 1: uneven routers touch fewer experts than even ones.
         attention_flops: of the products of attention over prompts.
+        score_s: of each score (a query, a key and a head) besides the products: the exponential, the maximum, the sum.
         kv_bytes: of the cache read by decodes.
         element_bytes: of operations on single elements.
         link: of the links' rate, in large collectives.
@@ -30,14 +37,16 @@ class Efficiency:
         request_s: of the host, for each request before its first token (HTTP, queues, the answer).
         linear: (tokens, factor on the time of linear layers) as measured, by tokens in a step, ascending; between them
             it is interpolated over the logarithm. Empty for 1 everywhere.
+        linear_of: the same for products in some formats, where they differ.
     """
 
     matmul_flops: dict[str, float] = field(default_factory=lambda: {"other": 0.7})
     matmul_bytes: float = 0.85
-    weight_only: dict[str, float] = field(default_factory=dict)
+    widen_ops: dict[str, float] = field(default_factory=lambda: {"8": 8.0, "4": 12.0})
     expert_flops: float = 0.7
     expert_bytes: float = 0.8
     attention_flops: float = 0.5
+    score_s: float = 0.0
     kv_bytes: float = 0.75
     element_bytes: float = 0.7
     link: float = 0.7
@@ -48,15 +57,24 @@ class Efficiency:
     token_s: float = 2e-6
     request_s: float = 1e-2
     linear: tuple[tuple[int, float], ...] = ()
+    linear_of: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            numbers = value.values() if isinstance(value, dict) else [] if isinstance(value, tuple) else [value]
-            least = 0.0 if each.name.endswith("_s") else 1e-9
+            if each.name in ("linear", "linear_of"):
+                continue
+            numbers = value.values() if isinstance(value, dict) else [value]
+            least = 0.0 if each.name.endswith(("_s", "_ops")) else 1e-9
             for number in numbers:
                 if not number >= least:
                     raise ValueError(f"{each.name} is {number}; an efficiency is above 0, and a time not below")
+        if self.sharpness < 1:
+            raise ValueError(f"sharpness is {self.sharpness}; at 1 nothing overlaps, and it can't be less")
+        for name, curve in (("linear", self.linear), *(("linear_of", each) for each in self.linear_of.values())):
+            tokens = [each for each, _ in curve]
+            if any(each < 1 for each in tokens) or tokens != sorted(set(tokens)) or any(not f > 0 for _, f in curve):
+                raise ValueError(f"{name} is {curve}; tokens must ascend from at least 1, and factors be above 0")
 
     @classmethod
     def ideal(cls) -> Efficiency:
@@ -64,6 +82,7 @@ class Efficiency:
         return cls(
             matmul_flops={"other": 1.0},
             matmul_bytes=1.0,
+            widen_ops={},
             expert_flops=1.0,
             expert_bytes=1.0,
             attention_flops=1.0,
@@ -80,13 +99,13 @@ class Efficiency:
 
     def matmul(self, format_: str) -> float:
         """Share of the rate of products in this format."""
-        return self.matmul_flops.get(format_, self.matmul_flops.get("other", 0.7))
+        alike = {"fp16": "bf16", "bf16": "fp16"}.get(format_, "other")
+        found = self.matmul_flops.get(format_) or self.matmul_flops.get(alike) or self.matmul_flops.get("other")
+        return found or 0.7
 
-    def streaming(self, weight_bits: int, compute_bits: int) -> float:
-        """Share of the bandwidth at which weights of so many bits are read."""
-        if weight_bits >= compute_bits:
-            return self.matmul_bytes
-        return self.matmul_bytes * self.weight_only.get(str(weight_bits), 1.0)
+    def widening(self, weight_bits: int, compute_bits: int) -> float:
+        """Operations for each weight of so many bits that is multiplied in so many."""
+        return self.widen_ops.get(str(weight_bits), 0.0) if weight_bits < compute_bits else 0.0
 
     def overlapped(self, compute_s: float, memory_s: float) -> float:
         """The time of an operation whose arithmetic and traffic alone would take so long."""
@@ -95,9 +114,9 @@ class Efficiency:
             return longer
         return float(longer * (1.0 + (shorter / longer) ** self.sharpness) ** (1.0 / self.sharpness))
 
-    def linear_factor(self, tokens: int) -> float:
-        """What the time of linear layers is multiplied by in a step of so many tokens."""
-        curve = self.linear
+    def linear_factor(self, tokens: int, format_: str = "") -> float:
+        """What the time of linear layers is multiplied by in a step of so many tokens, multiplied in this format."""
+        curve = self.linear_of.get(format_, self.linear)
         if not curve:
             return 1.0
         if tokens <= curve[0][0]:

@@ -10,6 +10,7 @@ from headway.cost.roofline import Roofline
 
 # What arithmetic a device without units for a format falls back on: the numbers are widened first.
 _WIDER = {
+    "mxfp4": ("bf16", "fp16", "fp32"),
     "fp4": ("fp8", "bf16", "fp16", "fp32"),
     "int4": ("int8", "bf16", "fp16", "fp32"),
     "fp8": ("bf16", "fp16", "fp32"),
@@ -54,7 +55,8 @@ class Hardware:
         kind: gpu or cpu.
         memory_bytes: that programs can have.
         bytes_per_s: of its memory, by the data sheet, or streaming reads as measured.
-        flops_per_s: dense matrix products by format: fp32, bf16, fp16, fp8, int8, fp4, int4, as far as it has them.
+        flops_per_s: dense matrix products by format: fp32, bf16, fp16, fp8, int8, fp4, int4, as far as it has them; and
+            mxfp4, of such weights with 8-bit activations.
         host_bytes_per_s: between it and its host's memory, one way.
         reads: bytes and the rate at which so many are read over and over, smallest first; empty where only memory
             counts.

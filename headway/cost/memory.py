@@ -61,17 +61,22 @@ def shared_prefix_kv_bytes(
 
 
 def activation_bytes(
-    shape: ModelShape, tokens: int, logit_rows: int = 1, precision: Precision | None = None, flash: bool = True
+    shape: ModelShape,
+    tokens: int,
+    logit_rows: int = 1,
+    precision: Precision | None = None,
+    flash: bool = True,
+    context: int = 0,
 ) -> int:
     """The most bytes of activations that live at once in a step of `tokens` tokens.
 
     The residual stream, and either what attention holds (its input, queries, keys, values and result, and without
-    `flash` the scores of all heads), or the feed-forward layer (its input, gate, up and their product; of experts
-    those of each token's k), or the logits.
+    `flash` the scores of all heads with the `context` before them), or the feed-forward layer (its input, gate, up and
+    their product; of experts those of each token's k), or the logits.
     """
     attention = tokens * (shape.hidden + shape.qkv_rows + shape.attended)
     if not flash:
-        attention += shape.heads * tokens * tokens
+        attention += shape.heads * tokens * (context + tokens)
     widths = [shape.ffn] if shape.dense_layers else []
     if (experts := shape.experts) is not None:
         widths.append(experts.per_token * experts.width + experts.shared_width)

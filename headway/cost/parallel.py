@@ -111,11 +111,19 @@ def device_weight_bytes(shape: ModelShape, precision: Precision, parallelism: Pa
     local = device_shape(shape, parallelism)
     if parallelism.pipeline == 1:
         return weight_bytes(local, precision)
-    table = max(precision.head, precision.rest, key=lambda f: f.bits).bytes_of(local.vocab * local.hidden)
-    tables = table * (1 if shape.tied_embeddings else 2)
-    of_layers = weight_bytes(local, precision) - tables
-    longest = of_layers * stage_layers(shape.layers, parallelism.pipeline)
-    return -(-longest // shape.layers) + table
+    head = precision.head.bytes_of(local.vocab * local.hidden)
+    embedding = precision.rest.bytes_of(local.vocab * local.hidden)
+    stage = _fullest_stage(local, stage_layers(shape.layers, parallelism.pipeline))
+    tables = head + (0 if shape.tied_embeddings else embedding)
+    return weight_bytes(stage, precision) - tables + (head if shape.tied_embeddings else max(head, embedding))
+
+
+def _fullest_stage(shape: ModelShape, layers: int) -> ModelShape:
+    """So many layers of a model, as many of them with experts as there are: those weigh most."""
+    experts = shape.experts
+    if experts is not None:
+        experts = replace(experts, layers=min(layers, experts.layers))
+    return replace(shape, layers=layers, sliding_windows=shape.sliding_windows[:layers], experts=experts)
 
 
 def pipeline_bubble(stages: int, micro_batches: int) -> float:
@@ -152,8 +160,8 @@ def traffic(shape: ModelShape, parallelism: Parallelism, precision: Precision, t
     reduces = all_to_alls = 0
     if parallelism.tensor > 1:
         reduces = shape.layer_norms * shape.layers + 1  # one for the embedding
-        if shape.experts is not None and parallelism.experts and parallelism.data > 1:
-            reduces -= shape.experts.layers
+        if shape.experts is not None and parallelism.data > 1 and not shape.experts.shared_width:
+            reduces -= shape.experts.layers  # their results come back whole
     if shape.experts is not None and parallelism.data > 1:
         all_to_alls = 2 * shape.experts.layers
     devices = parallelism.tensor * parallelism.data

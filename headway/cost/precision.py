@@ -55,14 +55,15 @@ _DTYPES = {
 
 # Weights of each scheme, by the name that `--quantization` takes; `compute` None multiplies in the activations' dtype,
 # after widening the weights. Groups and scales are those of the usual checkpoints: AWQ and GPTQ with 128 weights to a
-# 16-bit scale, blocks of 32 with an 8-bit exponent for MXFP4 (OCP Microscaling Formats, 2023).
+# 16-bit scale, blocks of 32 with an 8-bit exponent for MXFP4 (OCP Microscaling Formats, 2023), which devices with units
+# for it multiply with 8-bit activations.
 _WEIGHTS: dict[str, tuple[int, int, int, str | None]] = {
     "fp8": (8, 0, 0, "fp8"),
     "fp8-weight-only": (8, 0, 0, None),
     "int8": (8, 0, 0, "int8"),
     "int8-weight-only": (8, 0, 0, None),
     "int4": (4, 128, 16, None),
-    "mxfp4": (4, 32, 8, None),
+    "mxfp4": (4, 32, 8, "mxfp4"),
 }
 QUANTIZATIONS = ("none", *_WEIGHTS)
 KV_DTYPES = ("auto", "fp8", "int8", "bf16", "fp16", "fp32")
@@ -76,8 +77,8 @@ class Precision:
         linear: of the layers' matrices.
         experts: of the experts' matrices; None: like `linear`.
         head: of the output projection; an embedding that is tied to it is kept like it.
-        rest: of norms, biases, routers and the embedding; it is also the dtype of attention's products.
-        activations: of what layers hand to each other.
+        rest: of norms, biases, routers and the embedding.
+        activations: of what layers hand to each other; it is also the dtype of attention's products.
         kv: of cached keys and values.
     """
 

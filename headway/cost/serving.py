@@ -299,11 +299,17 @@ def burst(deployment: Deployment, workload: Workload, requests: int, limits: Lim
 def open_loop(
     deployment: Deployment, workload: Workload, arrivals: Iterable[float], limits: Limits = Limits(), skip: int = 0
 ) -> Served:
-    """Requests sent at these times, in seconds, ascending; the first `skip` are not counted."""
+    """Requests sent at these times, in seconds, ascending; the first `skip` are not counted.
+
+    Raises:
+        ValueError: no request is left to count.
+    """
     engine = _Engine(deployment, workload, limits)
     count = 0
     for sent in arrivals:
         engine.arrive(sent)
         count += 1
+    if not 0 <= skip < count:
+        raise ValueError(f"{count} requests of which {skip} are skipped leave none to count; at least 1 is needed")
     engine.run(count, again=False)
     return engine.served(skip)

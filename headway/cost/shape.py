@@ -209,7 +209,7 @@ class ModelShape:
             "attention": self.layers * self._attention_parameters(),
             "ffn": self.dense_layers * self.ffn_parameters(self.ffn),
             "norms": self._norm_parameters(),
-            "head": 0 if self.tied_embeddings else self.vocab * (self.hidden + self.head_bias),
+            "head": self.vocab * (self.hidden * (not self.tied_embeddings) + self.head_bias),
         }
         if (experts := self.experts) is not None:
             router = experts.count * (self.hidden + experts.router_bias)
@@ -226,8 +226,13 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token goes through: those of k experts in place of E."""
+        """Parameters that one token goes through: those of k experts in place of E, and not the embedding's table.
+
+        A tied table counts, as the head. Published counts differ in this; gpt-oss and DeepSeek-V3 count like this.
+        """
         parts = self.parameters()
+        if not self.tied_embeddings:
+            parts["embedding"] = 0
         if self.experts is not None:
             parts["experts"] = self.experts.layers * self.experts.per_token * self.expert_parameters()
         return sum(parts.values())

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from headway.cost.attention import Chunk
-from headway.cost.efficiency import Efficiency
+from headway.cost.efficiency import TILE_ROWS, Efficiency
 from headway.cost.hardware import Hardware
 from headway.cost.parallel import Parallelism, Traffic, check, device_shape, device_weight_bytes, traffic
 from headway.cost.precision import Precision
 from headway.cost.shape import ModelShape
-from headway.cost.work import Operation, Work, compute_format, step_work
+from headway.cost.work import (
+    Operation,
+    Work,
+    attention_work,
+    compute_format,
+    step_work,
+    token_work,
+    tokens_and_rows,
+    weight_format,
+)
 
-WIDTHS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "fp4": 4, "int4": 4}
+WIDTHS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "fp4": 4, "int4": 4, "mxfp4": 4}
 ATTENTION = (Operation.SCORES, Operation.VALUES)
 LINEAR = (
     Operation.QKV,
@@ -28,6 +38,7 @@ LINEAR = (
     Operation.HEAD,
 )
 NO_WORK = Work()
+MOST_KNOWN = 10_000  # steps of different sizes that a deployment remembers
 ONE_DEVICE = Parallelism()
 # Divided among the devices by sequence parallelism.
 BY_TOKEN = (Operation.NORMS, Operation.FINAL_NORM)
@@ -156,27 +167,52 @@ class Deployment:
 
     def step(self, chunks: Sequence[Chunk]) -> StepTime:
         """The time of one step over these sequences; of each data-parallel group, all of which do as much."""
-        tokens = sum(chunk.tokens * chunk.sequences for chunk in chunks)
-        rows = sum(chunk.logit_rows * chunk.sequences for chunk in chunks)
+        tokens, rows = tokens_and_rows(chunks)
         sequences = sum(chunk.sequences for chunk in chunks)
-        work = self.work(chunks)
-        if Operation.SCORES in work:  # one kernel does both
-            work[Operation.SCORES] += work.pop(Operation.VALUES)
-        parts = [self._part(op, each, tokens) for op, each in work.items()]
-        if self.parallelism.devices > 1:
-            parts += self._network(traffic(self.shape, self.parallelism, self.precision, tokens, rows))
-        return StepTime(tuple(parts), self.efficiency.step_s + self.efficiency.sequence_s * sequences)
+        work = attention_work(self.device, chunks, self.precision, self.flash)
+        work[Operation.SCORES] += work.pop(Operation.VALUES)  # one kernel does both
+        parts = tuple(self._part(op, each, tokens) for op, each in work.items())
+        host_s = self.efficiency.step_s + self.efficiency.sequence_s * sequences
+        return StepTime(self._by_token(tokens, rows) + parts, host_s)
+
+    def _by_token(self, tokens: int, rows: int) -> tuple[PartTime, ...]:
+        """All but attention, which most steps of a run have in common."""
+        if (tokens, rows) not in self._known:
+            if len(self._known) > MOST_KNOWN:
+                self._known.clear()
+            work = token_work(self.device, tokens, rows, self.precision)
+            parts = [self._part(op, each, rows if op is Operation.HEAD else tokens) for op, each in work.items()]
+            if self.parallelism.devices > 1:
+                parts += self._network(traffic(self.shape, self.parallelism, self.precision, tokens, rows))
+            self._known[tokens, rows] = tuple(parts)
+        return self._known[tokens, rows]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], tuple[PartTime, ...]]:
+        return {}
 
     def _part(self, operation: Operation, work: Work, tokens: int) -> PartTime:
         compute_s = work.flops / self._flops_per_s(operation) if work.flops else 0.0
+        if operation in LINEAR:
+            compute_s += self._widening_s(operation, work, tokens)
+        if operation in ATTENTION:
+            compute_s += self._scores(work) * self.efficiency.score_s
         memory_s = self._memory_s(operation, work)
         if operation in BY_TOKEN and self.parallelism.sequence:
             memory_s /= self.parallelism.tensor
-        factor = self.efficiency.linear_factor(tokens) if operation in LINEAR else 1.0
+        factor = self._linear_factor(operation, tokens) if operation in LINEAR else 1.0
         overhead_s = self._kernels(operation) * self.efficiency.kernel_s
         seconds = self.efficiency.overlapped(compute_s, memory_s) * factor + overhead_s
         name = "attention" if operation is Operation.SCORES else str(operation)
         return PartTime(name, seconds, compute_s * factor, memory_s * factor, 0.0, overhead_s, work)
+
+    def _linear_factor(self, operation: Operation, tokens: int) -> float:
+        format_ = self.hardware.arithmetic(compute_format(operation, self.precision))
+        return self.efficiency.linear_factor(max(1, tokens), format_)
+
+    def _scores(self, work: Work) -> float:
+        """Pairs of a query and a key, of all heads: each has two products of the head's dimension."""
+        return work.flops / (4 * self.device.head_dim)
 
     def _flops_per_s(self, operation: Operation) -> float:
         format_ = self.hardware.arithmetic(compute_format(operation, self.precision))
@@ -189,24 +225,34 @@ class Deployment:
     def _memory_s(self, operation: Operation, work: Work) -> float:
         """Weights, cache and activations one after the other, each at its own share of the bandwidth."""
         e, bandwidth = self.efficiency, self.hardware.bandwidth(self.working_set)
-        weights = self._streaming(operation) if operation in LINEAR else e.element_bytes
+        weights = e.matmul_bytes if operation in LINEAR else e.element_bytes
+        weights *= e.expert_bytes if operation is Operation.EXPERTS else 1.0
         return (
             work.weight_bytes / weights
             + (work.kv_read_bytes + work.kv_write_bytes) / e.kv_bytes
             + work.activation_bytes / e.element_bytes
         ) / bandwidth
 
-    def _streaming(self, operation: Operation) -> float:
-        p = self.precision
-        kept = p.of_experts if operation is Operation.EXPERTS else p.head if operation is Operation.HEAD else p.linear
-        computed = WIDTHS[self.hardware.arithmetic(compute_format(operation, p))]
-        share = self.efficiency.streaming(kept.bits, computed)
-        return share * (self.efficiency.expert_bytes if operation is Operation.EXPERTS else 1.0)
+    def _widening_s(self, operation: Operation, work: Work, tokens: int) -> float:
+        """Weights that are narrower than what they are multiplied in are widened, once for each tile of rows."""
+        kept = weight_format(operation, self.precision)
+        ops = self.efficiency.widening(
+            kept.bits, WIDTHS[self.hardware.arithmetic(compute_format(operation, self.precision))]
+        )
+        if not ops:
+            return 0.0
+        experts = self.device.experts
+        rows = float(tokens)
+        if operation is Operation.EXPERTS and experts is not None:
+            rows = experts.routed(tokens) / experts.touched(tokens)
+        weights = work.weight_bytes * 8 / kept.bits_per_element
+        return weights * math.ceil(rows / TILE_ROWS) * ops / self.hardware.rate("fp32")
 
     def _kernels(self, operation: Operation) -> int:
         s = self.shape
         if operation is Operation.NORMS:
-            return s.layers * (s.layer_norms + s.qk_norm + (2 if s.latent else 0))
+            of_latent = (1 if s.latent.q_rank is None else 2) if s.latent else 0
+            return s.layers * (s.layer_norms + s.qk_norm + of_latent)
         layers = s.layers
         if operation in (Operation.GATE_UP, Operation.ACTIVATION, Operation.DOWN):
             layers = s.dense_layers

@@ -7,7 +7,7 @@ machine is bound by bytes in them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -41,7 +41,6 @@ class Operation(StrEnum):
 
 # Operations that only models of some kinds have; they are left out of a step where they do nothing.
 _OF_SOME_KINDS = (
-    Operation.LATENT,
     Operation.GATE_UP,
     Operation.ACTIVATION,
     Operation.DOWN,
@@ -102,6 +101,15 @@ def compute_format(operation: Operation, precision: Precision) -> str:
     return precision.head.compute if operation is Operation.HEAD else precision.activations.compute
 
 
+def weight_format(operation: Operation, precision: Precision) -> Format:
+    """The format in which an operation's matrices are kept."""
+    if operation is Operation.EXPERTS:
+        return precision.of_experts
+    if operation in (Operation.HEAD, Operation.ROUTER):
+        return precision.head if operation is Operation.HEAD else precision.rest
+    return precision.linear
+
+
 def step_work(
     shape: ModelShape, chunks: Sequence[Chunk], precision: Precision | None = None, flash: bool = True
 ) -> dict[Operation, Work]:
@@ -116,10 +124,28 @@ def step_work(
     """
     if not chunks:
         return {}
+    tokens, rows = tokens_and_rows(chunks)
+    counter = _Counter(shape, precision or Precision(), tokens, rows)
+    work = counter.by_token() | counter.attention(chunks, flash)
+    return {op: work[op] for op in Operation if op in work}
+
+
+def tokens_and_rows(chunks: Sequence[Chunk]) -> tuple[int, int]:
+    """Tokens of a step, and those whose logits are wanted."""
     tokens = sum(chunk.tokens * chunk.sequences for chunk in chunks)
-    rows = sum(chunk.logit_rows * chunk.sequences for chunk in chunks)
-    work = _Counter(shape, precision or Precision(), tokens, rows).count(chunks, flash)
-    return {op: part for op, part in work.items() if op not in _OF_SOME_KINDS or part.bytes}
+    return tokens, sum(chunk.logit_rows * chunk.sequences for chunk in chunks)
+
+
+def token_work(shape: ModelShape, tokens: int, rows: int, precision: Precision) -> dict[Operation, Work]:
+    """What of a step does not depend on contexts: all but attention."""
+    return _Counter(shape, precision, tokens, rows).by_token()
+
+
+def attention_work(
+    shape: ModelShape, chunks: Sequence[Chunk], precision: Precision, flash: bool = True
+) -> dict[Operation, Work]:
+    """Scores, values and latents of a step: what depends on contexts."""
+    return _Counter(shape, precision, *tokens_and_rows(chunks)).attention(chunks, flash)
 
 
 class _Counter:
@@ -131,12 +157,12 @@ class _Counter:
         self.tokens = tokens
         self.rows = rows
 
-    def count(self, chunks: Sequence[Chunk], flash: bool) -> Mapping[Operation, Work]:
+    def by_token(self) -> dict[Operation, Work]:
         s, tokens, p = self.shape, self.tokens, self.precision
         stored = tokens * s.kv_elements_per_token
         turned = s.heads * (s.latent.rope_dim if s.latent else s.head_dim)
         turned += s.latent.rope_dim if s.latent else s.kv_heads * s.head_dim
-        return {
+        work = {
             Operation.EMBEDDING: self._elements(min(tokens, s.vocab) * s.hidden, tokens * s.hidden),
             Operation.NORMS: self._norms(),
             Operation.QKV: self._qkv(),
@@ -144,7 +170,6 @@ class _Counter:
             Operation.KV_STORE: Work(
                 activation_bytes=p.activations.bytes_of(stored), kv_write_bytes=p.kv.bytes_of(stored)
             ),
-            **self._attention(chunks, flash),
             Operation.OUTPUT: self._linear(s.layers, tokens, s.attended, s.hidden, s.o_bias),
             **self._feed_forward(s.dense_layers, s.ffn, s.mlp_bias),
             **self._experts(),
@@ -152,6 +177,7 @@ class _Counter:
             Operation.HEAD: self._head(),
             Operation.SAMPLING: self._sampling(),
         }
+        return {op: part for op, part in work.items() if op not in _OF_SOME_KINDS or part.bytes}
 
     def _norms(self) -> Work:
         """The first norm reads one tensor and writes one; each later one reads and writes the residual as well."""
@@ -226,16 +252,15 @@ class _Counter:
             self.precision.activations.bytes_of(round(experts.layers * pairs * (2 * s.hidden + between))),
         )
 
-    def _attention(self, chunks: Sequence[Chunk], flash: bool) -> dict[Operation, Work]:
+    def attention(self, chunks: Sequence[Chunk], flash: bool) -> dict[Operation, Work]:
         """Scores read the queries and the keys; values read the values and write the result."""
         s, p = self.shape, self.precision
         done = attention(s, chunks, flash)
         half = SCORE_PASSES // 2 * done.score_elements
         expand = s.layers * s.latent.expand_parameters(s.heads) if s.latent else 0
+        turned = Work(done.latent_flops, p.linear.bytes_of(expand), p.activations.bytes_of(2 * done.expanded_elements))
         return {
-            Operation.LATENT: Work(
-                done.latent_flops, p.linear.bytes_of(expand), p.activations.bytes_of(2 * done.expanded_elements)
-            ),
+            **({Operation.LATENT: turned} if s.latent else {}),
             Operation.SCORES: Work(
                 flops=done.score_flops,
                 weight_bytes=p.rest.bytes_of(s.layers * s.heads * s.sinks),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from headway.cost.shape import ModelShape, ShapeError
 from headway.kernels.reference import ReferenceKernels
 from headway.models.config import ModelConfig
 from headway.models.loading import load_model
-from tests.cost import published
+from tests.cost import published, tiny_families
 from tests.models import tiny
 
 
@@ -127,3 +128,156 @@ def test_a_shape_made_by_hand_is_checked():
         ModelShape(layers=1, hidden=8, heads=6, kv_heads=4, head_dim=2, ffn=8, vocab=8)
     with pytest.raises(ShapeError, match="layers is 0"):
         ModelShape(layers=0, hidden=8, heads=4, kv_heads=4, head_dim=2, ffn=8, vocab=8)
+
+
+FAMILY_PARTS = {
+    "lm_head": "head",
+    "embed_tokens": "embedding",
+    "wte": "embedding",
+    "norm": "norms",
+    "ln_": "norms",
+    "shared_experts": "shared_experts",
+    "mlp.experts": "experts",
+    "mlp.gate.": "router",
+    "mlp.router": "router",
+    "attn": "attention",
+    "mlp": "ffn",
+}
+
+
+def parts_of_hugging_face(model):
+    """Parameters by component, by the names of Hugging Face's tensors; the first part of a name that fits decides."""
+    parts = Counter()
+    for name, tensor in tiny_families.tensors(model):
+        parts[next(part for key, part in FAMILY_PARTS.items() if key in name)] += tensor.numel()
+    return parts
+
+
+@pytest.mark.parametrize("case", tiny_families.CASES)
+def test_experts_and_latents_are_counted_as_hugging_face_has_them(case):
+    model = tiny_families.build(case)
+    shape = read_shape(tiny_families.config_json(model))
+    theirs = parts_of_hugging_face(model)
+    assert Counter({name: count for name, count in shape.parameters().items() if count}) == theirs
+    assert shape.num_parameters == sum(theirs.values())
+
+
+@pytest.mark.parametrize("case", tiny_families.CASES)
+def test_active_parameters_are_those_that_one_token_goes_through(case):
+    """All but the experts that are not chosen, and the embedding's table unless it is the head as well."""
+    model = tiny_families.build(case)
+    shape = read_shape(tiny_families.config_json(model))
+    parts = parts_of_hugging_face(model)
+    if shape.experts is not None:
+        parts["experts"] = parts["experts"] * shape.experts.per_token // shape.experts.count
+    assert shape.active_parameters == sum(parts.values()) - (0 if shape.tied_embeddings else parts["embedding"])
+
+
+@pytest.mark.parametrize("case", tiny_families.CASES)
+def test_every_parameter_is_kept_in_some_format(case):
+    """Matrices by how they are kept: two dimensions and more apart from tables and routers; the rest is vectors."""
+    model = tiny_families.build(case)
+    shape = read_shape(tiny_families.config_json(model))
+    kept = Counter()
+    for name, tensor in tiny_families.tensors(model):
+        is_router = "mlp.gate." in name or "mlp.router" in name
+        if tensor.dim() < 2 or is_router or name.endswith("_bias"):
+            kept["rest"] += tensor.numel()
+        elif "embed_tokens" in name or "wte" in name:
+            kept["head" if shape.tied_embeddings else "embedding"] += tensor.numel()
+        else:
+            kind = "head" if "lm_head" in name else "experts" if "mlp.experts" in name else "linear"
+            kept[kind] += tensor.numel()
+    assert Counter({name: count for name, count in shape.matrices().items() if count}) == kept
+
+
+@pytest.mark.parametrize("case", tiny_families.CASES)
+def test_the_cache_holds_what_hugging_face_s_cache_holds(case):
+    """Elements of all keys and values, or of latents and their positions, after a prompt of 3 tokens."""
+    model = tiny_families.build(case)
+    shape = read_shape(tiny_families.config_json(model))
+    with torch.inference_mode():
+        cache = model(torch.ones(1, 3, dtype=torch.long), use_cache=True).past_key_values
+    elements = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    windowed = sum(window is not None and window <= 3 for window in shape.sliding_windows)
+    assert elements == 3 * shape.kv_elements_per_token - windowed * shape.kv_elements_per_layer
+
+
+@pytest.mark.parametrize("case", [each for each in tiny_families.CASES if each.startswith("deepseek")])
+def test_heads_of_latent_attention_are_as_wide_as_hugging_face_s(case):
+    model = tiny_families.build(case)
+    shape, attention = read_shape(tiny_families.config_json(model)), model.model.layers[0].self_attn
+    assert (shape.heads, shape.head_dim) == (attention.num_heads, attention.qk_head_dim)
+    assert (shape.attended, shape.kv_heads) == (attention.o_proj.in_features, attention.num_heads)
+
+
+def test_layers_with_experts_of_deepseek():
+    """Every n-th from the k-th on, by moe_layer_freq and first_k_dense_replace; null stands for none."""
+    config = tiny_families.config_json(tiny_families.build("deepseek_v2"))
+    nulls = read_shape({**config, "first_k_dense_replace": None, "n_shared_experts": None})
+    assert (nulls.experts.layers, nulls.experts.shared_width) == (4, 0)
+    for first, step, layers in ((0, 1, 4), (1, 1, 3), (0, 2, 2), (1, 2, 1), (3, 3, 1), (3, 2, 0), (4, 1, 0)):
+        experts = read_shape({**config, "first_k_dense_replace": first, "moe_layer_freq": step}).experts
+        assert (experts.layers if experts else 0) == layers
+
+
+@pytest.mark.parametrize(
+    ("case", "windows"),
+    [("mixtral", [None] * 4), ("mixtral_window", [5] * 4), ("gpt_oss", [3, None, 3, None]), ("gpt_j", [None] * 3)],
+)
+def test_windows_are_read(case, windows):
+    config = tiny_families.config_json(tiny_families.build(case))
+    assert list(read_shape(config).sliding_windows) == windows
+    config.pop("layer_types", None)
+    assert list(read_shape(config).sliding_windows) == windows
+
+
+def test_every_layer_of_a_mixture_of_qwen_s_has_the_window():
+    """Unlike the dense ones it knows no max_window_layers: in Hugging Face's model the mask is one for all layers."""
+    config = tiny_families.config_json(tiny_families.build("qwen3_moe"))
+    windowed = read_shape({**config, "use_sliding_window": True, "sliding_window": 6})
+    assert windowed.sliding_windows == (6, 6, 6, 6)
+    assert read_shape({**config, "use_sliding_window": False, "sliding_window": 6}).sliding_windows == (None,) * 4
+
+
+def test_a_missing_bias_key_of_gpt_oss_means_biases():
+    config = tiny_families.config_json(tiny_families.build("gpt_oss"))
+    without = {key: value for key, value in config.items() if key != "attention_bias"}
+    assert read_shape(without) == read_shape(config)
+    assert read_shape(config).qkv_bias and read_shape(config).o_bias
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("mixtral", "GQA"),
+        ("mixtral_window", "GQA, window 5"),
+        ("gpt_oss", "GQA, window 3 in 2 layers"),
+        ("deepseek_v2", "MLA"),
+        ("gpt_j", "MHA"),
+    ],
+)
+def test_attention_has_a_name(case, kind):
+    assert read_shape(tiny_families.config_json(tiny_families.build(case))).attention_kind == kind
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "said"),
+    [
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, which is more than num_local_experts, 5"),
+        ("mixtral", {"num_local_experts": None}, "num_local_experts is missing"),
+        ("mixtral", {"kv_lora_rank": 8}, "kv_lora_rank says that the model has multi-head latent attention"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3, which is not a list of layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, which is not a whole number of at least"),
+        ("deepseek_v2", {"kv_lora_rank": None}, "kv_lora_rank is missing"),
+        ("deepseek_v2", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1, which is not a whole number"),
+        ("deepseek_v2", {"attention_bias": True}, "attention_bias is True"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must be a list of num_hidden_layers, 4, names"),
+        ("gpt_j", {"n_head": 5}, "n_embd is 24, which is not a multiple of n_head, 5"),
+    ],
+)
+def test_a_bad_config_of_a_mixture_is_refused_in_one_line(case, change, said):
+    config = tiny_families.config_json(tiny_families.build(case))
+    with pytest.raises(ShapeError) as error:
+        read_shape({**config, **change}, "models/x/config.json")
+    assert said in str(error.value) and "models/x/config.json" in str(error.value) and "\n" not in str(error.value)

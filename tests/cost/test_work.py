@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from headway.cost.work import Operation, Work, step_work, total
 from headway.kernels.interface import LayerCache
 from headway.kernels.reference import ReferenceKernels
 from headway.models.loading import load_model
-from tests.cost import published
+from tests.cost import published, tiny_families
 from tests.models import tiny
 from tests.models.paging import geometry
 
@@ -159,6 +160,33 @@ def test_activations_of_a_tiny_step_counted_by_hand():
     assert {op: part.activation_bytes for op, part in work.items()} == {op: 4 * n for op, n in elements.items()}
 
 
+def test_weights_and_cache_of_a_tiny_step_counted_by_hand():
+    """The same with biases, norms of heads and 2 KV heads: what is not named reads no weights and no cache."""
+    shape = ModelShape(
+        layers=1, hidden=4, heads=2, kv_heads=2, head_dim=2, ffn=6, vocab=10,
+        qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, norm_bias=True, head_bias=True,
+    )  # fmt: skip
+    work = step_work(shape, [Chunk(3, 5)])
+    weights = {
+        Operation.EMBEDDING: 3 * 4,
+        Operation.NORMS: 2 * (4 + 4) + 2 * 2,
+        Operation.QKV: 12 * 4 + 12,
+        Operation.OUTPUT: 4 * 4 + 4,
+        Operation.GATE_UP: 12 * 4 + 12,
+        Operation.DOWN: 4 * 6 + 4,
+        Operation.FINAL_NORM: 4 + 4,
+        Operation.HEAD: 10 * 4 + 10,
+    }
+    assert {op: part.weight_bytes for op, part in work.items() if part.weight_bytes} == {
+        op: 2 * n for op, n in weights.items()
+    }
+    cached = {op: part.kv_read_bytes for op, part in work.items() if part.kv_read_bytes}
+    assert cached == dict.fromkeys(ATTENTION, 2 * 8 * 4)
+    written = {op: part.kv_write_bytes for op, part in work.items() if part.kv_write_bytes}
+    assert written == {Operation.KV_STORE: 2 * 3 * 8}
+    assert work[Operation.NORMS].activation_bytes == 2 * (3 * 4 * (2 + 4) + 2 * 3 * (2 + 2) * 2)
+
+
 def test_bytes_follow_the_precision():
     shape, int4 = read_shape(published.QWEN2_5_05B), Format("int4", 4, "bf16")
     wide, narrow = (
@@ -191,3 +219,97 @@ def test_an_unknown_dtype_is_refused():
         Precision.of("int3")
     with pytest.raises(ValueError, match="below 1 bit"):
         Format("none", 0, "bf16")
+
+
+# Which operation a module of Hugging Face's models is, by the end of its name.
+MODULES = {
+    "attn.q_proj": Operation.QKV,
+    "attn.k_proj": Operation.QKV,
+    "attn.v_proj": Operation.QKV,
+    "attn.q_a_proj": Operation.QKV,
+    "attn.q_b_proj": Operation.QKV,
+    "attn.kv_a_proj_with_mqa": Operation.QKV,
+    "attn.kv_b_proj": Operation.LATENT,
+    "attn.o_proj": Operation.OUTPUT,
+    "attn.out_proj": Operation.OUTPUT,
+    "mlp.gate_proj": Operation.GATE_UP,
+    "mlp.up_proj": Operation.GATE_UP,
+    "mlp.fc_in": Operation.GATE_UP,
+    "mlp.down_proj": Operation.DOWN,
+    "mlp.fc_out": Operation.DOWN,
+    "mlp.gate": Operation.ROUTER,
+    "mlp.router": Operation.ROUTER,
+    "mlp.shared_experts": Operation.SHARED_EXPERTS,
+    "mlp.experts": Operation.EXPERTS,
+    "lm_head": Operation.HEAD,
+}
+
+
+def counted_by_module(case, tokens):
+    """(ModelShape, FLOPs by operation; of attention those that no projection in it does) of a prompt."""
+    model = tiny_families.build(case)
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        model(torch.arange(tokens)[None] + 1)
+    flops = Counter()
+    for name, by_operator in counter.get_flop_counts().items():
+        done = sum(by_operator.values())
+        for end, operation in MODULES.items():
+            if name.endswith((f".{end}", f"_{end}")):
+                flops[operation] += done
+                flops[Operation.SCORES] -= done if end.startswith("attn.") else 0
+        if name.endswith("attn"):
+            flops[Operation.SCORES] += done
+    assert sum(flops.values()) == counter.get_total_flops()
+    return read_shape(tiny_families.config_json(model)), flops
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("case", tiny_families.CASES)
+def test_flops_of_each_operation_are_those_that_torch_counts(case, tokens):
+    """Eager attention multiplies the whole rectangle; a router of any kind gives each token its k experts."""
+    shape, theirs = counted_by_module(case, tokens)
+    ours = step_work(shape, [Chunk(tokens, logit_rows=tokens)], flash=False)
+    ours[Operation.SCORES] += ours.pop(Operation.VALUES)
+    assert {op: part.flops for op, part in ours.items() if part.flops} == {op: n for op, n in theirs.items() if n}
+
+
+def test_scores_that_are_stored_go_through_memory_four_times():
+    """Written, read and written by the softmax, and read: of the whole rectangle, in every layer and head."""
+    shape = read_shape(published.QWEN2_5_05B)
+    tiled, stored = (step_work(shape, [Chunk(5, 7, sequences=3)], flash=flash) for flash in (True, False))
+    scores = 24 * 14 * 3 * 5 * 12
+    extra = {op: stored[op].activation_bytes - tiled[op].activation_bytes for op in tiled}
+    assert sum(extra.values()) == 4 * 2 * scores
+    assert {op for op, n in extra.items() if n} == set(ATTENTION)
+    assert [stored[op].flops for op in ATTENTION] == [2 * 64 * scores] * 2
+    assert all(stored[op].kv_read_bytes == tiled[op].kv_read_bytes for op in tiled)
+
+
+def test_sequences_that_are_alike_count_as_so_many():
+    shape = read_shape(published.MISTRAL_7B)
+    together = step_work(shape, [Chunk(3, 5000, 1, sequences=4), Chunk(2, 0, 0, sequences=2)])
+    apart = step_work(shape, [Chunk(3, 5000)] * 4 + [Chunk(2, 0, 0)] * 2)
+    assert together == apart
+
+
+def test_sinks_are_read_with_the_scores():
+    """gpt-oss: a number for each query head and layer, and nothing else of attention changes."""
+    shape = ModelShape(layers=3, hidden=8, heads=4, kv_heads=2, head_dim=2, ffn=8, vocab=8)
+    without, with_sinks = (step_work(replace(shape, sinks=sinks), [Chunk(3)]) for sinks in (False, True))
+    assert with_sinks[Operation.SCORES].weight_bytes == 2 * 3 * 4
+    assert without[Operation.SCORES].weight_bytes == 0
+    assert all(without[op] == with_sinks[op] for op in without if op is not Operation.SCORES)
+
+
+@pytest.mark.parametrize("case", tiny_families.CASES)
+def test_a_large_step_reads_every_weight_once(case):
+    """Enough tokens touch every expert and every row of the embedding."""
+    shape = read_shape(tiny_families.config_json(tiny_families.build(case)))
+    read = total(step_work(shape, [Chunk(2000, logit_rows=0), Chunk(1)]).values()).weight_bytes
+    again = 2 * shape.vocab * shape.hidden if shape.tied_embeddings else 0  # as the head and as the embedding
+    assert read == 2 * shape.num_parameters + again
+
+
+def test_a_step_without_logits_does_nothing_for_the_head():
+    work = step_work(read_shape(published.LLAMA_3_1_8B), [Chunk(8, 8, logit_rows=0)])
+    assert work[Operation.HEAD] == work[Operation.SAMPLING] == Work()

@@ -1,0 +1,273 @@
+"""Does it fit, how many sequences at once, how long a context: memory as the engine divides it.
+
+Of a device's memory the engine takes a share. Weights, the activations of the largest step and a workspace come off it,
+and what is left holds keys and values in blocks of tokens (PagedAttention, Kwon et al., 2023). Layers with a sliding
+window keep no more than the window (document 002). All figures are bytes or tokens of the fullest device of a replica;
+with data parallelism they are those of one group, which holds sequences of its own.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from headway.cost.memory import activation_bytes, kv_cache_bytes
+from headway.cost.parallel import device_weight_bytes, stage_layers
+from headway.cost.precision import FP8, Precision
+from headway.cost.shape import ModelShape, ShapeError
+from headway.cost.timing import Deployment
+
+# What a GPU's driver, runtime and libraries, the sampler and captured graphs take beside the activations: vLLM's own
+# reports name 0.1 to 1.8 GiB outside of torch's allocator (its pull request 10511) and about 1 GiB of graphs.
+GPU_WORKSPACE = 3 * 2**29
+# The interpreter, its libraries and the buffers of their threads: a CPU has neither a context nor graphs.
+CPU_WORKSPACE = 2**29
+# Positions are 32-bit integers: a limit only where every layer has a window, so that nothing grows with the context.
+MOST_CONTEXT = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """One device of a replica, the fullest; bytes.
+
+    Args:
+        memory: of the device.
+        usable: the share that the engine takes.
+        weights: of the device.
+        activations: of the largest step.
+        workspace: of the runtime and its captured graphs.
+        kv_pool: what is left for the cache; negative where not even weights and activations fit.
+        kv_per_token: of the device, in all its layers, sliding windows apart.
+        pool_tokens: that fit into the pool, in whole blocks, sliding windows apart.
+        max_batch: sequences of prompt + output tokens that fit at once.
+        max_context: tokens of a single sequence that fit, the model's own limit apart.
+        shortfall: bytes that are missing for one sequence of prompt + output tokens; 0 where it fits.
+    """
+
+    memory: int
+    usable: int
+    weights: int
+    activations: int
+    workspace: int
+    kv_pool: int
+    kv_per_token: int
+    pool_tokens: int
+    max_batch: int
+    max_context: int
+    shortfall: int
+
+    @property
+    def fits(self) -> bool:
+        """At least one sequence does."""
+        return self.shortfall == 0
+
+
+def capacity(
+    deployment: Deployment,
+    prompt: int,
+    output: int,
+    *,
+    utilization: float = 0.9,
+    block_size: int = 16,
+    max_num_batched_tokens: int = 8192,
+    max_num_seqs: int = 256,
+) -> Capacity:
+    """What fits of requests of `prompt` and `output` tokens.
+
+    Args:
+        utilization: share of the memory that the engine takes.
+        block_size: tokens of a block of the cache.
+        max_num_batched_tokens: of the largest step, which decides the activations.
+        max_num_seqs: sequences in a step; here only the size of its logits, and no limit on `max_batch`.
+
+    Raises:
+        ValueError: a size is below 1, or utilization is not above 0 and at most 1.
+    """
+    _check(utilization, prompt, output, block_size, max_num_batched_tokens, max_num_seqs)
+    d = deployment
+    rows = min(max_num_seqs, max_num_batched_tokens)
+    usable = int(d.hardware.memory_bytes * utilization)
+    weights = device_weight_bytes(d.shape, d.precision, d.parallelism)
+    activations = activation_bytes(d.device, max_num_batched_tokens, rows, d.precision, d.flash)
+    workspace = CPU_WORKSPACE if d.hardware.kind == "cpu" else GPU_WORKSPACE
+    pool = usable - weights - activations - workspace
+    room = max(0, pool)
+    one = sequence_bytes(d, prompt + output, block_size)
+    in_stage = stage_layers(d.shape.layers, d.parallelism.pipeline) * d.device.kv_elements_per_layer
+    return Capacity(
+        memory=d.hardware.memory_bytes,
+        usable=usable,
+        weights=weights,
+        activations=activations,
+        workspace=workspace,
+        kv_pool=pool,
+        kv_per_token=d.precision.kv.bytes_of(in_stage),
+        pool_tokens=room // d.precision.kv.bytes_of(block_size * in_stage) * block_size,
+        max_batch=room // one,
+        max_context=_longest(d, room, block_size),
+        shortfall=max(0, one - pool),
+    )
+
+
+def sequence_bytes(deployment: Deployment, tokens: int, block_size: int = 16) -> int:
+    """Bytes of cache that the fullest device holds for one sequence of so many tokens, in whole blocks.
+
+    Raises:
+        ValueError: a negative number of tokens, or a block of none.
+    """
+    return max(_held(deployment, stage, tokens, block_size) for stage in _stages(deployment))
+
+
+def shared_prefix_batch(
+    deployment: Deployment,
+    prefix: int,
+    rest: int,
+    *,
+    utilization: float = 0.9,
+    block_size: int = 16,
+    max_num_batched_tokens: int = 8192,
+    max_num_seqs: int = 256,
+) -> int:
+    """Sequences that fit at once where all begin with the same `prefix` tokens, and each has `rest` of its own.
+
+    Whole blocks of the prefix are held once, and what its last block only fills in part by each sequence for itself, as
+    `memory.shared_prefix_kv_bytes` counts it; layers with a window keep no more than that of either. Where windows make
+    it cheaper not to share, nothing is.
+
+    Raises:
+        ValueError: as `capacity`.
+    """
+    apart = capacity(
+        deployment,
+        prefix,
+        rest,
+        utilization=utilization,
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+    )
+    whole = prefix // block_size * block_size
+
+    def fitting(stage: ModelShape) -> int:
+        left = apart.kv_pool - _held(deployment, stage, whole, block_size)
+        return max(0, left) // _held(deployment, stage, prefix - whole + rest, block_size)
+
+    return max(apart.max_batch, min(fitting(stage) for stage in _stages(deployment)))
+
+
+def remedies(
+    deployment: Deployment,
+    prompt: int,
+    output: int,
+    *,
+    utilization: float = 0.9,
+    block_size: int = 16,
+    max_num_batched_tokens: int = 8192,
+    max_num_seqs: int = 256,
+) -> tuple[str, ...]:
+    """What would make one request fit, each by itself and each computed; empty where it fits or nothing helps.
+
+    They are the widest quantization that does, a cache in fp8, the fewest devices that share each layer (or, where no
+    such number does, stages of as many as can share one), and the longest request that fits as it is. Each says how
+    many sequences would then fit at once.
+
+    Raises:
+        ValueError: as `capacity`.
+    """
+
+    def at(changed: Deployment) -> Capacity:
+        return capacity(
+            changed,
+            prompt,
+            output,
+            utilization=utilization,
+            block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+        )
+
+    now = at(deployment)
+    if now.fits:
+        return ()
+    found = []
+    for changes in (_quantized(deployment), _narrow_cache(deployment), _more_devices(deployment)):
+        for flags, changed in changes:
+            if (then := at(changed)).fits:
+                found.append(f"{flags} ({then.max_batch:,} at once)")
+                break
+    if now.max_context > 1:
+        found.append(f"at most {now.max_context:,} tokens of prompt and output (1 at once)")
+    return tuple(found)
+
+
+def _check(utilization: float, *sizes: int) -> None:
+    if not 0.0 < utilization <= 1.0:
+        raise ValueError(f"utilization is {utilization}; it must be above 0 and at most 1")
+    names = ("prompt", "output", "block_size", "max_num_batched_tokens", "max_num_seqs")
+    for name, size in zip(names, sizes, strict=True):
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be at least 1")
+
+
+def _stages(deployment: Deployment) -> list[ModelShape]:
+    """The layers of each pipeline stage as one device has them, as far as their cache goes."""
+    shape = deployment.device
+    length = stage_layers(shape.layers, deployment.parallelism.pipeline)
+    groups = {shape.sliding_windows[first : first + length] for first in range(0, shape.layers, length)}
+    return [replace(shape, layers=len(windows), sliding_windows=windows, experts=None) for windows in groups]
+
+
+def _held(deployment: Deployment, stage: ModelShape, tokens: int, block_size: int) -> int:
+    return kv_cache_bytes(stage, tokens, deployment.precision, block_size, rolling=True)
+
+
+def _longest(deployment: Deployment, room: int, block_size: int) -> int:
+    """The most tokens of a sequence whose cache takes no more than `room`."""
+
+    def held(tokens: int) -> int:
+        return sequence_bytes(deployment, tokens, block_size)
+
+    return bisect.bisect_right(range(MOST_CONTEXT + 1), room, key=held) - 1
+
+
+def _quantized(deployment: Deployment) -> Iterator[tuple[str, Deployment]]:
+    """All matrices of the layers in fewer bits, the widest first; of 8 bits the format that the hardware multiplies."""
+    precision = deployment.precision
+    for name in ("fp8" if "fp8" in deployment.hardware.flops_per_s else "int8", "int4"):
+        linear = Precision.named(precision.activations.name, name).linear
+        yield f"--quantization {name}", replace(deployment, precision=replace(precision, linear=linear, experts=None))
+
+
+def _narrow_cache(deployment: Deployment) -> Iterator[tuple[str, Deployment]]:
+    if deployment.precision.kv.bits > FP8.bits:
+        yield "--kv-cache-dtype fp8", replace(deployment, precision=replace(deployment.precision, kv=FP8))
+
+
+def _more_devices(deployment: Deployment) -> Iterator[tuple[str, Deployment]]:
+    """More devices for each layer, and then more stages of the most devices that can share one."""
+    now, link = deployment.parallelism, deployment.hardware.link
+    if link is None:
+        return
+    widest = now.tensor
+    for tensor in range(now.tensor + 1, link.max_devices + 1):
+        if (changed := _spread(deployment, tensor, now.pipeline)) is not None:
+            widest = tensor
+            yield _size_flags(changed), changed
+    for pipeline in range(now.pipeline + 1, deployment.shape.layers + 1):
+        if (changed := _spread(deployment, widest, pipeline)) is not None:
+            yield _size_flags(changed), changed
+
+
+def _spread(deployment: Deployment, tensor: int, pipeline: int) -> Deployment | None:
+    """The deployment on so many devices; None where the model cannot be divided like this."""
+    try:
+        return replace(deployment, parallelism=replace(deployment.parallelism, tensor=tensor, pipeline=pipeline))
+    except ShapeError:
+        return None
+
+
+def _size_flags(deployment: Deployment) -> str:
+    sizes = deployment.parallelism
+    flags = f"--tensor-parallel-size {sizes.tensor}"
+    return flags if sizes.pipeline == 1 else f"{flags} --pipeline-parallel-size {sizes.pipeline}"

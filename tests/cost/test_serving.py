@@ -1,0 +1,377 @@
+"""The recursion over steps agrees with a simulator that moves every request by itself, one step at a time."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from headway.cost.attention import Chunk
+from headway.cost.efficiency import Efficiency
+from headway.cost.serving import Limits, Served, Workload, burst, closed_loop, open_loop
+from headway.cost.timing import Deployment
+from tests.cost.machines import DENSE, LATENT, MACHINE, MIXTURE, WINDOWED, deployment
+
+QUIET = Efficiency(token_s=0.0, request_s=0.0)
+SLOW_HOST = Efficiency(step_s=2e-4, sequence_s=3e-5, token_s=4e-7, request_s=7e-4)
+DEPLOYMENTS = {
+    "dense": deployment(DENSE, efficiency=QUIET),
+    "slow host": deployment(DENSE, efficiency=SLOW_HOST),
+    "experts": deployment(MIXTURE, efficiency=QUIET),
+    "windows": deployment(WINDOWED, efficiency=QUIET),
+    "latent": deployment(LATENT, efficiency=SLOW_HOST),
+}
+ENDLESS = replace(MACHINE, bytes_per_s=1e30, flops_per_s={"bf16": 1e30})
+CONSTANT = deployment(
+    hardware=ENDLESS, efficiency=replace(Efficiency.ideal(), step_s=1e-3, token_s=2e-6, request_s=7e-4)
+)
+FIELDS = ("ttft_s", "ttft_p50_s", "tpot_s", "e2e_s", "requests_per_s", "running", "prompt_share")
+SEEDED = settings(max_examples=50, deadline=None, derandomize=True)
+
+
+@dataclass
+class Request:
+    number: int
+    sent: float
+    ready: float
+    prompt: int
+    output: int
+    computed: int
+    tokens: int = 0
+    first: float = -1.0
+    last: float = -1.0
+
+
+@dataclass
+class Step:
+    """`held` sequences have begun and not ended, of which `sequences` take part; `left_waiting`: others wait."""
+
+    seconds: float
+    sequences: int
+    held: int
+    prompt_tokens: int
+    decoded: int
+    left_waiting: bool
+
+
+@dataclass
+class Run:
+    """All requests of a run in the order in which they ended, and its steps."""
+
+    ended: list[Request]
+    now: float
+    steps: list[Step]
+
+    def served(self, skip: int = 0) -> Served:
+        counted = self.ended[skip:]
+        busy = sum(step.seconds for step in self.steps)
+        return Served(
+            ttft_s=statistics.fmean(each.first - each.sent for each in counted),
+            ttft_p50_s=statistics.median(each.first - each.sent for each in counted),
+            tpot_s=statistics.fmean((each.last - each.first) / max(1, each.output - 1) for each in counted),
+            e2e_s=statistics.fmean(each.last - each.sent for each in counted),
+            requests_per_s=len(counted) / (self.now - (self.ended[skip - 1].last if skip else 0.0)),
+            running=sum(step.seconds * step.sequences for step in self.steps) / busy,
+            prompt_share=sum(step.seconds for step in self.steps if step.prompt_tokens) / busy,
+        )
+
+
+def simulate(
+    on: Deployment, workload: Workload, limits: Limits, arrivals: Sequence[float], until: int, again: bool
+) -> Run:
+    """One step after the other, each sequence a chunk of its own."""
+    efficiency, intake, sent = on.efficiency, 0.0, 0
+    coming: list[Request] = []
+    waiting: list[Request] = []
+    decoding: list[Request] = []
+    run = Run([], 0.0, [])
+
+    def send(when: float) -> None:
+        nonlocal intake, sent
+        intake = max(intake, when) + efficiency.token_s * workload.prompt
+        output = workload.output_of(sent)
+        coming.append(Request(sent, when, intake + efficiency.request_s, workload.prompt, output, workload.cached))
+        sent += 1
+
+    for when in arrivals:
+        send(when)
+    while len(run.ended) < until:
+        if not waiting and not decoding:
+            run.now = max(run.now, coming[0].ready)
+        while coming and coming[0].ready <= run.now:
+            waiting.append(coming.pop(0))
+        budget, room = limits.batched_tokens - len(decoding), limits.sequences - len(decoding)
+        chunks = [Chunk(1, each.prompt + each.tokens - 1) for each in decoding]
+        prompts = []
+        for each in waiting:
+            if budget <= 0 or room <= 0:
+                break
+            tokens = min(budget, each.prompt - each.computed)
+            whole = each.computed + tokens == each.prompt
+            chunks.append(Chunk(tokens, each.computed, int(whole)))
+            prompts.append((each, tokens, whole))
+            budget, room = budget - tokens, room - 1
+        seconds = on.step(chunks).seconds
+        prompt_tokens = sum(tokens for _, tokens, _ in prompts)
+        begun = [each for each in waiting if each.computed > workload.cached]
+        held = len(decoding) + len(prompts) + sum(each not in [one for one, *_ in prompts] for each in begun)
+        left = len(prompts) < len(waiting)
+        run.steps.append(Step(seconds, len(chunks), held, prompt_tokens, len(decoding), left))
+        run.now += seconds
+        ended = []
+        for each in decoding:
+            each.tokens += 1
+            if each.tokens == each.output:
+                each.last = run.now
+                ended.append(each)
+        decoding = [each for each in decoding if each.tokens < each.output]
+        for each, tokens, whole in prompts:
+            each.computed += tokens
+            if whole:
+                waiting.remove(each)
+                each.tokens, each.first = 1, run.now
+                if each.output == 1:
+                    each.last = run.now
+                    ended.append(each)
+                else:
+                    decoding.append(each)
+        run.ended += ended
+        for _ in ended if again else ():
+            send(run.now)
+    return run
+
+
+def assert_alike(ours: Served, theirs: Served, within: float = 0.01, but: Sequence[str] = ()) -> None:
+    for name in FIELDS:
+        if name not in but:
+            assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=within, abs=1e-12), name
+
+
+workloads = st.builds(
+    lambda prompt, output, cached, spread: Workload(prompt, output, int(cached * prompt), spread),
+    st.integers(1, 300),
+    st.integers(1, 40),
+    st.sampled_from([0.0, 0.0, 0.5, 0.99]),
+    st.sampled_from([0.0, 0.3, 1.0]),
+)
+limits = st.builds(Limits, st.sampled_from([1, 3, 16, 50, 200, 8192]), st.sampled_from([1, 2, 5, 256]))
+
+
+def few_chunks(workload: Workload, limits: Limits) -> bool:
+    """The simulator is slow: prompts that are cut into hundreds of chunks are left out."""
+    return workload.prompt - workload.cached <= 20 * limits.batched_tokens
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+@given(workload=workloads, limits=limits, concurrency=st.integers(1, 10))
+@SEEDED
+def test_clients_in_a_loop_see_what_the_simulator_says(name, workload, limits, concurrency):
+    assume(few_chunks(workload, limits))
+    ours = closed_loop(DEPLOYMENTS[name], workload, concurrency, limits, rounds=3)
+    theirs = simulate(DEPLOYMENTS[name], workload, limits, [0.0] * concurrency, 3 * concurrency, again=True)
+    assert_alike(ours, theirs.served(skip=concurrency))
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+@given(workload=workloads, limits=limits, requests=st.integers(1, 16))
+@SEEDED
+def test_a_burst_is_served_as_the_simulator_says(name, workload, limits, requests):
+    assume(few_chunks(workload, limits))
+    ours = burst(DEPLOYMENTS[name], workload, requests, limits)
+    assert_alike(ours, simulate(DEPLOYMENTS[name], workload, limits, [0.0] * requests, requests, False).served())
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+@given(
+    workload=workloads,
+    limits=limits,
+    gaps=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=14),
+    scale=st.sampled_from([1e-5, 1e-4, 1e-3, 1e-2]),
+)
+@SEEDED
+def test_requests_that_come_at_any_time_see_what_the_simulator_says(name, workload, limits, gaps, scale):
+    """First tokens are exact to one step: where many steps are taken in one go, an arrival may fall one beside."""
+    assume(few_chunks(workload, limits))
+    arrivals = [scale * each for each in itertools.accumulate(gaps)]
+    ours = open_loop(DEPLOYMENTS[name], workload, arrivals, limits)
+    run = simulate(DEPLOYMENTS[name], workload, limits, arrivals, len(arrivals), again=False)
+    assert_alike(ours, run.served(), but=("ttft_s", "ttft_p50_s"))
+    for first in ("ttft_s", "ttft_p50_s"):
+        longest = max(step.seconds for step in run.steps)
+        assert getattr(ours, first) == pytest.approx(getattr(run.served(), first), rel=0.01, abs=longest)
+
+
+@given(
+    workload=workloads,
+    limits=limits,
+    gaps=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=14),
+    skip=st.integers(0, 3),
+)
+@SEEDED
+def test_where_all_steps_take_equally_long_the_simulator_is_matched_exactly(workload, limits, gaps, skip):
+    """Nothing is lost then by taking many steps in one go, and each arrival falls into the step that it falls into."""
+    assume(few_chunks(workload, limits) and skip < len(gaps))
+    arrivals = [0.05 * each for each in itertools.accumulate(gaps)]
+    ours = open_loop(CONSTANT, workload, arrivals, limits, skip)
+    run = simulate(CONSTANT, workload, limits, arrivals, len(arrivals), again=False)
+    assert_alike(ours, run.served(skip), within=1e-5)
+
+
+@given(workload=workloads, limits=limits, requests=st.integers(1, 16), again=st.booleans())
+@SEEDED
+def test_the_simulator_keeps_the_rules_of_engines(workload, limits, requests, again):
+    """Steps stay within both limits, counting prompts under way, and nothing idles while there is work."""
+    assume(few_chunks(workload, limits))
+    on = DEPLOYMENTS["slow host"]
+    run = simulate(on, workload, limits, [0.0] * requests, 2 * requests if again else requests, again)
+    for step in run.steps:
+        assert step.prompt_tokens + step.decoded <= limits.batched_tokens
+        assert step.sequences <= step.held <= limits.sequences
+        full = step.prompt_tokens + step.decoded == limits.batched_tokens or step.held == limits.sequences
+        assert full or not step.left_waiting
+    assert len({each.number for each in run.ended}) == len(run.ended) >= requests
+    assert all(each.tokens == each.output == workload.output_of(each.number) for each in run.ended)
+    by_first_token = sorted(run.ended, key=lambda each: (each.first, each.number))
+    assert [each.number for each in by_first_token] == sorted(each.number for each in run.ended)
+    decoded = sum(step.decoded for step in run.steps)
+    computed = sum(step.prompt_tokens for step in run.steps)
+    if not again:
+        assert decoded == sum(each.output - 1 for each in run.ended)
+        assert computed == requests * (workload.prompt - workload.cached)
+
+
+@given(workload=workloads, name=st.sampled_from(list(DEPLOYMENTS)))
+@SEEDED
+def test_one_client_waits_for_each_step_in_turn(workload, name):
+    """By hand: the prompt's step, then one step for each further token, at a context that grows by one."""
+    on = DEPLOYMENTS[name]
+    alone = replace(workload, spread=0.0)
+    served = closed_loop(on, alone, 1)
+    prompt, cached, output = alone.prompt, alone.cached, alone.output
+    ttft = on.step([Chunk(prompt - cached, cached)]).seconds
+    ttft += on.efficiency.token_s * prompt + on.efficiency.request_s
+    decodes = sum(on.step([Chunk(1, prompt + token)]).seconds for token in range(output - 1))
+    assert served.ttft_s == pytest.approx(ttft, rel=1e-6)
+    assert served.ttft_p50_s == pytest.approx(ttft, rel=1e-6)
+    assert served.tpot_s == pytest.approx(decodes / max(1, output - 1), rel=0.01)
+    assert served.e2e_s == pytest.approx(ttft + decodes, rel=0.01)
+    assert served.requests_per_s == pytest.approx(1 / served.e2e_s)
+    assert served.running == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("prompt", "output"), [(1, 2), (7, 4), (100, 10), (20, 100)])
+def test_a_run_of_steps_takes_as_long_as_its_middle_one(prompt, output):
+    """Where each step takes a little longer than the one before, by as much, nothing is lost: an odd number of them."""
+    on = deployment(hardware=replace(MACHINE, flops_per_s={"bf16": 1e30}))
+    served = closed_loop(on, Workload(prompt, output), 3, rounds=1, skip=0)
+    decodes = [on.step([Chunk(1, prompt + token, sequences=3)]).seconds for token in range(output - 1)]
+    assert served.tpot_s == pytest.approx(statistics.fmean(decodes), rel=1e-9)
+    assert served.ttft_s == pytest.approx(on.step([Chunk(prompt, sequences=3)]).seconds, rel=1e-9)
+    assert served.requests_per_s == pytest.approx(3 / served.e2e_s, rel=1e-9)
+
+
+@given(workload=workloads, requests=st.integers(1, 12))
+@SEEDED
+def test_one_sequence_at_a_time_is_a_queue(workload, requests):
+    on, alone = DEPLOYMENTS["dense"], replace(workload, spread=0.0)
+    one = closed_loop(on, alone, 1)
+    queue = burst(on, alone, requests, Limits(sequences=1))
+    assert queue.requests_per_s == pytest.approx(1 / one.e2e_s, rel=1e-6)
+    assert queue.ttft_s == pytest.approx(one.ttft_s + (requests - 1) / 2 * one.e2e_s, rel=1e-6)
+    assert queue.running == pytest.approx(1.0)
+
+
+@given(workload=workloads, requests=st.integers(1, 40), name=st.sampled_from(list(DEPLOYMENTS)))
+@SEEDED
+def test_little_s_law_holds_exactly_for_a_burst(workload, requests, name):
+    """Sequences in the engine on average = rate * time in the engine, all of whom begin with the first step."""
+    efficiency = replace(DEPLOYMENTS[name].efficiency, token_s=0.0, request_s=0.0)
+    on = replace(DEPLOYMENTS[name], efficiency=efficiency)
+    served = burst(on, workload, requests, Limits(batched_tokens=requests * workload.prompt, sequences=requests))
+    assert served.running == pytest.approx(served.requests_per_s * served.e2e_s, rel=1e-6)
+
+
+@given(workload=workloads, concurrency=st.integers(1, 32))
+@SEEDED
+def test_little_s_law_holds_for_clients_in_a_loop(workload, concurrency):
+    """Clients = rate * time from one request to the next, up to the requests that are under way at both ends."""
+    served = closed_loop(DEPLOYMENTS["slow host"], replace(workload, spread=0.0), concurrency, rounds=12, skip=2)
+    assert served.requests_per_s * served.e2e_s == pytest.approx(concurrency, rel=0.1)
+
+
+@given(workload=workloads, name=st.sampled_from(list(DEPLOYMENTS)))
+@SEEDED
+def test_more_clients_are_served_faster_and_wait_longer(workload, name):
+    on, alike = DEPLOYMENTS[name], replace(workload, spread=0.0)
+    runs = [closed_loop(on, alike, concurrency) for concurrency in (1, 2, 4, 8, 16, 32)]
+    for fewer, more in itertools.pairwise(runs):
+        assert more.requests_per_s >= 0.99 * fewer.requests_per_s
+        assert more.e2e_s >= 0.99 * fewer.e2e_s
+        assert more.running >= 0.99 * fewer.running
+
+
+@given(workload=workloads, limits=limits, requests=st.integers(1, 30))
+@SEEDED
+def test_a_latency_is_its_first_token_and_the_rest(workload, limits, requests):
+    served = burst(DEPLOYMENTS["dense"], replace(workload, spread=0.0), requests, limits)
+    assert served.e2e_s == pytest.approx(served.ttft_s + (workload.output - 1) * served.tpot_s)
+    assert 0.0 < served.prompt_share <= 1.0 and 0.0 < served.running <= min(requests, limits.sequences)
+    assert served.tpot_s > 0.0 or workload.output == 1
+
+
+def test_a_cached_prefix_saves_its_tokens_and_no_more():
+    on, whole = DEPLOYMENTS["dense"], Workload(256, 4)
+    cached = closed_loop(on, replace(whole, cached=192), 1)
+    assert cached.ttft_s == pytest.approx(on.step([Chunk(64, 192)]).seconds)
+    assert cached.ttft_s < closed_loop(on, whole, 1).ttft_s
+    assert cached.tpot_s == pytest.approx(closed_loop(on, whole, 1).tpot_s)
+
+
+def test_a_budget_below_the_limit_of_sequences_bounds_those_that_decode():
+    """At most as many decode as the budget has tokens, as each began with at least one of its tokens."""
+    on, workload = DEPLOYMENTS["dense"], Workload(3, 50)
+    narrow = burst(on, workload, 20, Limits(batched_tokens=4, sequences=256))
+    assert narrow.running <= 4.0
+    assert narrow.requests_per_s < burst(on, workload, 20).requests_per_s
+
+
+def test_answers_spread_evenly_around_their_mean():
+    workload = Workload(1, 100, spread=0.4)
+    lengths = [workload.output_of(number) for number in range(2000)]
+    assert statistics.fmean(lengths) == pytest.approx(100, abs=0.2)
+    assert (min(lengths), max(lengths)) == (60, 140)
+    assert all(190 <= sum(low <= each < low + 8 for each in lengths) <= 210 for low in range(61, 130, 8))
+    assert {Workload(1, 100).output_of(number) for number in range(100)} == {100}
+    assert min(Workload(1, 1, spread=1.0).output_of(number) for number in range(100)) == 1
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: Workload(0, 5), "prompt_tokens is 0 and output_tokens 5; both must be at least 1"),
+        (lambda: Workload(5, 0), "prompt_tokens is 5 and output_tokens 0"),
+        (lambda: Workload(5, 1, cached=5), "cached tokens are 5; they must be fewer than the prompt's 5"),
+        (lambda: Workload(5, 1, cached=-1), "cached tokens are -1"),
+        (lambda: Workload(5, 1, spread=1.5), "spread is 1.5; it must be between 0 and 1"),
+        (lambda: Limits(batched_tokens=0), "max_num_batched_tokens is 0 and max_num_seqs 256"),
+        (lambda: Limits(sequences=0), "max_num_seqs 0"),
+        (lambda: burst(DEPLOYMENTS["dense"], Workload(1, 1), 0), "requests is 0; it must be at least 1"),
+        (lambda: closed_loop(DEPLOYMENTS["dense"], Workload(1, 1), 0), "concurrency is 0"),
+        (lambda: closed_loop(DEPLOYMENTS["dense"], Workload(1, 1), 1, rounds=2, skip=2), "2 rounds of which 2"),
+        (
+            lambda: open_loop(DEPLOYMENTS["dense"], Workload(1, 1), []),
+            "0 requests of which 0 are skipped leave none to count",
+        ),
+        (lambda: open_loop(DEPLOYMENTS["dense"], Workload(1, 1), [0.0], skip=1), "1 requests of which 1 are skipped"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(made: Callable[[], object], said: str):
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        made()
+    assert "\n" not in str(error.value)
