@@ -1,0 +1,87 @@
+"""What the cost model says of a published measurement: the same deployment under the same load."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.published.rows import Row
+from headway.cost.catalogue import find_hardware, find_model
+from headway.cost.efficiency import Efficiency
+from headway.cost.hardware import Hardware
+from headway.cost.parallel import Parallelism
+from headway.cost.precision import Format, Precision
+from headway.cost.serving import Limits, Served, Workload, burst, closed_loop, open_loop
+from headway.cost.timing import Deployment
+
+EfficiencyOf = Callable[[Hardware, str], Efficiency]
+MOST_REQUESTS = 1000
+MOST_ROUNDS = 5  # of a closed loop; more of them hardly change medians
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """In the units of a `Row`; None where the row has no such figure either."""
+
+    ttft_ms: float | None
+    tpot_ms: float | None
+    output_tokens_per_s: float | None
+
+
+def precision_of(row: Row) -> Precision:
+    """The formats of the row's checkpoint."""
+    scheme = {"mxfp4": "mxfp4"}.get(row.quantization, row.quantization)
+    precision = Precision.named("bfloat16", scheme, row.kv_cache_dtype)
+    if row.quantization == "mxfp4":
+        precision = precision.for_experts_only()
+    if row.engine == "gpt-fast" and row.quantization != "none":
+        kept = precision.linear if row.quantization != "int4" else Format("int4", 4, "bf16", 32, 32)
+        precision = dataclasses.replace(precision, linear=kept, head=kept)
+    return precision
+
+
+def deployment(row: Row, efficiency_of: EfficiencyOf) -> Deployment:
+    """The row's model on its hardware."""
+    hardware = find_hardware(row.hardware)
+    return Deployment(
+        find_model(row.model).shape,
+        precision_of(row),
+        hardware,
+        efficiency_of(hardware, row.engine),
+        Parallelism(tensor=row.tensor_parallel),
+    )
+
+
+def predict(row: Row, efficiency_of: EfficiencyOf) -> Predicted:
+    """The row's figures by the model."""
+    found = deployment(row, efficiency_of)
+    large = found.hardware.memory_bytes > 70 * 2**30
+    limits = Limits(8192 if large else 2048, 1024 if large else 256)
+    load = Workload(row.prompt_tokens, row.output_tokens, 0, row.spread)
+    served = _serve(row, found, load, limits)
+    ttft = served.ttft_p50_s if row.statistic == "median" else served.ttft_s
+    rate = served.requests_per_s * row.output_tokens
+    return Predicted(
+        ttft_ms=None if row.ttft_ms is None else 1e3 * ttft,
+        tpot_ms=None if row.tpot_ms is None else 1e3 * served.tpot_s,
+        output_tokens_per_s=None if row.output_tokens_per_s is None else rate,
+    )
+
+
+def _serve(row: Row, found: Deployment, load: Workload, limits: Limits) -> Served:
+    count = int(row.load_value)
+    if row.load == "batch":
+        return burst(found, load, count, limits)
+    if row.load == "burst":
+        return burst(found, load, row.num_prompts or count, limits)
+    if row.load == "concurrency":
+        rounds = max(2, min(MOST_ROUNDS, round(row.num_prompts / count))) if row.num_prompts else MOST_ROUNDS
+        if row.num_prompts and row.num_prompts <= count:
+            return burst(found, load, row.num_prompts, limits)
+        return closed_loop(found, load, count, limits, rounds, skip=0)
+    requests = min(row.num_prompts or 500, MOST_REQUESTS)
+    gaps = np.random.default_rng(0).exponential(1.0 / row.load_value, requests)
+    return open_loop(found, load, np.cumsum(gaps).tolist(), limits)
