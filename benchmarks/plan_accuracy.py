@@ -112,13 +112,14 @@ def refit(table: Sequence[Row], console: Console) -> None:
     fitted = [row for row in table if row.source.use == "fit"]
     with console.status("fitting"):
         values = fit_in_turn(fitted, PARAMETERS)
-    families = len({row.source.family for row in fitted})
+    judged = [row for row in table if row.source.use == "test"]
+    families = {row.source.family for row in fitted}
     held: list[Compared] = []
-    left_out = leave_one_out(fitted, PARAMETERS, values)
-    for group in track(left_out, "leaving out each family in turn", families, console=console, transient=True):
+    left_out = leave_one_out(fitted, judged, PARAMETERS, values)
+    for group in track(left_out, "leaving out each family in turn", len(families), console=console, transient=True):
         held += group
     found = Table(list(values), list(values.values()))
-    held += compare([row for row in table if row.source.use == "test"], found.efficiency)
+    held += compare([row for row in judged if row.source.family not in families], found.efficiency)
     path = catalogue.FOLDER / "efficiency.toml"
     path.write_text(as_toml(found.sections, error_bars(held)))
     console.print(f"wrote {path}")

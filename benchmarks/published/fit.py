@@ -200,19 +200,23 @@ def _later(section: str) -> bool:
 
 
 def leave_one_out(
-    rows: Sequence[Row], parameters: Sequence[Parameter], start: Mapping[Parameter, float]
+    rows: Sequence[Row], judged: Sequence[Row], parameters: Sequence[Parameter], start: Mapping[Parameter, float]
 ) -> Iterator[list[Compared]]:
-    """Each family of sources predicted by efficiencies that were fitted to all others, from the values `start` on."""
+    """Each family of `rows` predicted by efficiencies that were fitted to all others, from the values `start` on.
+
+    Args:
+        judged: rows that nothing is fitted to; those of the same family are predicted with it.
+    """
     for family in sorted({row.source.family for row in rows}):
-        values = fit_in_turn([row for row in rows if row.source.family != family], parameters, start, rounds=4)
+        values = fit_in_turn([row for row in rows if row.source.family != family], parameters, start)
         found = Table(list(values), list(values.values()))
-        yield list(compare([row for row in rows if row.source.family == family], found.efficiency))
+        yield list(compare([row for row in [*rows, *judged] if row.source.family == family], found.efficiency))
 
 
 def error_bar(compared: Sequence[Compared], share: float = 0.8) -> tuple[float, float]:
     """Factors on a prediction between which this share of the measurements lies, as many below as above.
 
-    The sources count alike. Raises ValueError without any figure.
+    Sources are weighed as in `weights`. Raises ValueError without any figure.
     """
     if not compared:
         raise ValueError("no figure to take an error bar from")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -193,7 +194,7 @@ class _Engine:
         """How many steps of this length go by before a sequence ends, or a request that has room comes."""
         steps = min(group.left for group in self._decoding)
         if self._coming:
-            steps = min(steps, int((self._coming[0][0] - self.now) / took) + 1)
+            steps = min(steps, math.ceil((self._coming[0][0] - self.now) / took))
         return max(1, steps)
 
     def _prompts(self, decoding: int) -> tuple[list[Chunk], list[_Waiting]]:
@@ -246,17 +247,18 @@ class _Engine:
         return len(self.finished) - before
 
     def served(self, skip: int) -> Served:
-        """What those saw who ended after the first `skip`."""
+        """What those saw who ended after the first `skip`; their rate is the whole run's where all ended at once."""
         counted = self.finished[skip:]
         began = self.finished[skip - 1].last if skip else 0.0
         count = len(counted)
+        rate = count / (self.now - began) if self.now > began else len(self.finished) / self.now
         ttfts = sorted(each.first - each.sent for each in counted)
         return Served(
             ttft_s=sum(ttfts) / count,
             ttft_p50_s=(ttfts[count // 2] + ttfts[(count - 1) // 2]) / 2,
             tpot_s=sum((each.last - each.first) / max(1, each.output - 1) for each in counted) / count,
             e2e_s=sum(each.last - each.sent for each in counted) / count,
-            requests_per_s=count / (self.now - began),
+            requests_per_s=rate,
             running=self.sequence_s / self.busy_s,
             prompt_share=self.prompt_s / self.busy_s,
         )

@@ -52,6 +52,7 @@ class Request:
 class Step:
     """`held` sequences have begun and not ended, of which `sequences` take part; `left_waiting`: others wait."""
 
+    end: float
     seconds: float
     sequences: int
     held: int
@@ -71,12 +72,14 @@ class Run:
     def served(self, skip: int = 0) -> Served:
         counted = self.ended[skip:]
         busy = sum(step.seconds for step in self.steps)
+        began = self.ended[skip - 1].last if skip else 0.0
+        rate = len(counted) / (self.now - began) if self.now > began else len(self.ended) / self.now
         return Served(
             ttft_s=statistics.fmean(each.first - each.sent for each in counted),
             ttft_p50_s=statistics.median(each.first - each.sent for each in counted),
             tpot_s=statistics.fmean((each.last - each.first) / max(1, each.output - 1) for each in counted),
             e2e_s=statistics.fmean(each.last - each.sent for each in counted),
-            requests_per_s=len(counted) / (self.now - (self.ended[skip - 1].last if skip else 0.0)),
+            requests_per_s=rate,
             running=sum(step.seconds * step.sequences for step in self.steps) / busy,
             prompt_share=sum(step.seconds for step in self.steps if step.prompt_tokens) / busy,
         )
@@ -122,8 +125,8 @@ def simulate(
         begun = [each for each in waiting if each.computed > workload.cached]
         held = len(decoding) + len(prompts) + sum(each not in [one for one, *_ in prompts] for each in begun)
         left = len(prompts) < len(waiting)
-        run.steps.append(Step(seconds, len(chunks), held, prompt_tokens, len(decoding), left))
         run.now += seconds
+        run.steps.append(Step(run.now, seconds, len(chunks), held, prompt_tokens, len(decoding), left))
         ended = []
         for each in decoding:
             each.tokens += 1
@@ -163,6 +166,11 @@ workloads = st.builds(
 limits = st.builds(Limits, st.sampled_from([1, 3, 16, 50, 200, 8192]), st.sampled_from([1, 2, 5, 256]))
 
 
+def near_the_end_of_a_step(run: Run, share: float) -> bool:
+    """Whether a request comes within this share of a step of its end: what is rounded decides where it falls."""
+    return any(abs(each.ready - step.end) < share * step.seconds for each in run.ended for step in run.steps)
+
+
 def few_chunks(workload: Workload, limits: Limits) -> bool:
     """The simulator is slow: prompts that are cut into hundreds of chunks are left out."""
     return workload.prompt - workload.cached <= 20 * limits.batched_tokens
@@ -196,15 +204,13 @@ def test_a_burst_is_served_as_the_simulator_says(name, workload, limits, request
 )
 @SEEDED
 def test_requests_that_come_at_any_time_see_what_the_simulator_says(name, workload, limits, gaps, scale):
-    """First tokens are exact to one step: where many steps are taken in one go, an arrival may fall one beside."""
+    """But for those that come when a step is about to end: where many are taken in one go, they may fall one beside."""
     assume(few_chunks(workload, limits))
     arrivals = [scale * each for each in itertools.accumulate(gaps)]
     ours = open_loop(DEPLOYMENTS[name], workload, arrivals, limits)
     run = simulate(DEPLOYMENTS[name], workload, limits, arrivals, len(arrivals), again=False)
-    assert_alike(ours, run.served(), but=("ttft_s", "ttft_p50_s"))
-    for first in ("ttft_s", "ttft_p50_s"):
-        longest = max(step.seconds for step in run.steps)
-        assert getattr(ours, first) == pytest.approx(getattr(run.served(), first), rel=0.01, abs=longest)
+    assume(not near_the_end_of_a_step(run, 0.05))
+    assert_alike(ours, run.served())
 
 
 @given(
@@ -220,6 +226,7 @@ def test_where_all_steps_take_equally_long_the_simulator_is_matched_exactly(work
     arrivals = [0.05 * each for each in itertools.accumulate(gaps)]
     ours = open_loop(CONSTANT, workload, arrivals, limits, skip)
     run = simulate(CONSTANT, workload, limits, arrivals, len(arrivals), again=False)
+    assume(not near_the_end_of_a_step(run, 1e-6))
     assert_alike(ours, run.served(skip), within=1e-5)
 
 
@@ -321,7 +328,7 @@ def test_more_clients_are_served_faster_and_wait_longer(workload, name):
 def test_a_latency_is_its_first_token_and_the_rest(workload, limits, requests):
     served = burst(DEPLOYMENTS["dense"], replace(workload, spread=0.0), requests, limits)
     assert served.e2e_s == pytest.approx(served.ttft_s + (workload.output - 1) * served.tpot_s)
-    assert 0.0 < served.prompt_share <= 1.0 and 0.0 < served.running <= min(requests, limits.sequences)
+    assert 0.0 < served.prompt_share <= 1.0 and 0.0 < served.running <= min(requests, limits.sequences) + 1e-9
     assert served.tpot_s > 0.0 or workload.output == 1
 
 
@@ -375,3 +382,9 @@ def test_nonsense_is_refused_in_one_line(made: Callable[[], object], said: str):
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         made()
     assert "\n" not in str(error.value)
+
+
+def test_where_all_that_count_end_in_one_step_their_rate_is_that_of_the_run():
+    """Three alike come at once and end at once: nothing passes between the first's end and the others'."""
+    served = open_loop(DEPLOYMENTS["dense"], Workload(10, 5), [0.0] * 3, skip=1)
+    assert served.requests_per_s == pytest.approx(3 / served.e2e_s)
