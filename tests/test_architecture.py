@@ -58,7 +58,7 @@ TEST_ONLY = frozenset({"transformers", "openai", "pytest", "hypothesis"})
 ROOMS = {
     "policy": Room(ours={"policy", "cost"}, packages={"msgspec"}, forbidden=frozenset(CLOCKS_AND_IO)),
     "cost": Room(ours={"cost", "policy"}, packages={"msgspec", "numpy"}, forbidden=frozenset(CLOCKS_AND_IO)),
-    "calibration": Room(ours={"calibration", "cost", "kernels"}, forbidden=NO_SERVER),
+    "calibration": Room(ours={"calibration", "cost", "policy", "models", "kernels", "engine"}, forbidden=NO_SERVER),
     "kernels": Room(ours={"kernels", "models"}, forbidden=NO_SERVER),
     "models": Room(ours={"models", "kernels"}, forbidden=NO_SERVER),
     "text": Room(ours={"text"}, forbidden=NO_DEVICE | NO_SERVER),

@@ -1,4 +1,8 @@
-"""`python -m headway.calibration`: measure this machine, print one JSON object, and say on stderr what is going on."""
+"""`python -m headway.calibration`: measure this machine, print one JSON object, and say on stderr what is going on.
+
+It prints the machine's peaks, or with --machine what `headway calibrate` stores: those, and what the engine's own
+kernels and its host reach of them. Lines of progress then begin with the share that is done.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +15,52 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m headway.calibration", description="Measure this machine's peaks.")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="What to measure.")
     parser.add_argument("--threads", type=int, help="CPU threads. Default: one a core.")
-    parser.add_argument("--dtype", action="append", help="Of matrix products; may be repeated.")
-    parser.add_argument("--full", action="store_true", help="More sizes and repeats: a minute instead of seconds.")
+    parser.add_argument("--dtype", action="append", help="Of matrix products; may be repeated. Not with --machine.")
+    parser.add_argument("--full", action="store_true", help="More sizes and repeats: minutes instead of seconds.")
+    parser.add_argument("--quick", action="store_true", help="Fewer of them; only with --machine.")
+    parser.add_argument("--machine", action="store_true", help="Measure the engine too, and print a machine's entry.")
+    parser.add_argument("--name", help="Of that entry. Default: from the processor's or GPU's name.")
     arguments = parser.parse_args()
-
-    from headway.calibration.measure import CalibrationError, measure
-
-    def say(stage: str) -> None:
-        print(stage, file=sys.stderr, flush=True)  # noqa: T201
-
+    if arguments.machine and arguments.dtype:
+        parser.error("--dtype has no meaning with --machine, which measures all that the device has")
+    if (arguments.quick or arguments.name) and not arguments.machine:
+        parser.error("--quick and --name have a meaning only with --machine")
+    if arguments.quick and arguments.full:
+        parser.error("--quick and --full are two efforts; leave one out")
     try:
-        dtypes = arguments.dtype or ["float32", "bfloat16"]
-        peaks = measure(arguments.device, arguments.threads, dtypes, not arguments.full, say)
-    except CalibrationError as error:
-        sys.exit(_refuse(error))
-    sys.stdout.buffer.write(peaks.to_json() + b"\n")
+        text = _machine(arguments) if arguments.machine else _peaks(arguments)
+    except ValueError as error:
+        sys.stderr.write(f"headway: {' '.join(str(error).split())}\n")
+        sys.exit(2)
+    sys.stdout.buffer.write(text + b"\n")
 
 
-def _refuse(error: Exception) -> int:
-    sys.stderr.write(f"headway: {error}\n")
-    return 2
+def _peaks(arguments: argparse.Namespace) -> bytes:
+    from headway.calibration.measure import measure
+
+    dtypes = arguments.dtype or ["float32", "bfloat16"]
+    return measure(arguments.device, arguments.threads, dtypes, not arguments.full, _say).to_json()
+
+
+def _machine(arguments: argparse.Namespace) -> bytes:
+    from headway.calibration.calibrate import calibrate
+    from headway.calibration.machine import usable_cores
+    from headway.calibration.measure import device_kind
+
+    if arguments.threads is not None and device_kind(arguments.device) == "cuda":
+        raise ValueError("threads are of a CPU, and the device is cuda; leave --threads out, or give --device cpu")
+    if arguments.threads is not None and arguments.threads > usable_cores():
+        raise ValueError(f"threads is {arguments.threads}; this process may use {usable_cores()} cores: give no more")
+    effort = "full" if arguments.full else "quick" if arguments.quick else "default"
+
+    def say(stage: str, done: float) -> None:
+        _say(f"{done:.4f} {stage}")
+
+    return calibrate(arguments.name, arguments.device, arguments.threads, effort, say).to_json()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

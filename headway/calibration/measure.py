@@ -72,7 +72,7 @@ def measure(
     Raises:
         CalibrationError: no such device, dtype or number of threads.
     """
-    kind = _device(device)
+    kind = device_kind(device)
     unknown = [name for name in dtypes if name not in DTYPES]
     if unknown or not dtypes:
         raise CalibrationError(f"dtype is {', '.join(unknown) or 'missing'}; choose of {', '.join(DTYPES)}")
@@ -84,7 +84,7 @@ def measure(
         return _Bench(kind, EFFORTS[kind, quick], on_stage).run(dtypes)
 
 
-def _device(name: str) -> str:
+def device_kind(name: str) -> str:
     if name not in ("auto", "cpu", "cuda"):
         raise CalibrationError(f"device is {name!r}; it must be auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():

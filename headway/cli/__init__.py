@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from headway import __version__
-from headway.cli import bench, serve
+from headway.cli import bench, calibrate, plan, serve
 
 app = typer.Typer(
     name="headway",
@@ -36,7 +36,9 @@ def _root(
 
 
 app.command()(serve.serve)
+app.command()(calibrate.calibrate)
 app.add_typer(bench.app)
+app.add_typer(plan.app)
 
 
 def main() -> NoReturn:

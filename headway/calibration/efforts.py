@@ -1,0 +1,82 @@
+"""How much `headway calibrate` measures: which pieces, of which sizes, how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headway.calibration.cases import AttentionLoad
+from headway.calibration.measure import MIB
+from headway.cost.shape import ModelShape
+
+
+def _layer(hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int) -> ModelShape:
+    return ModelShape(1, hidden, heads, kv_heads, head_dim, ffn, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What to time, and how often.
+
+    Args:
+        rounds: runs of each piece.
+        piece_s: of one run, at most, as far as the machine's peaks tell.
+        tokens: of linear layers.
+        layers: shapes of their layers.
+        heads: of attention.
+        loads: of attention.
+        element_tokens: of element-wise operations.
+        depths: layers of the tiny models.
+        batches: sequences of their steps.
+        steps: of each of those in a round.
+        pool: bytes of weights and caches, unless the largest read by which the bandwidth was measured is more.
+        peaks_share: of the whole time, roughly, that goes to the machine's peaks before all this.
+    """
+
+    rounds: int
+    piece_s: float
+    tokens: tuple[int, ...]
+    layers: tuple[ModelShape, ...]
+    heads: tuple[ModelShape, ...]
+    loads: tuple[AttentionLoad, ...]
+    element_tokens: tuple[int, ...] = (1, 4, 16, 32, 64, 256, 1024)
+    depths: tuple[int, ...] = (2, 26)
+    batches: tuple[int, ...] = (1, 32)
+    steps: int = 20
+    pool: int = 256 * MIB
+    peaks_share: float = 0.2
+
+
+_TOKENS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
+_HEADS = (_layer(1024, 16, 2, 64, 1), _layer(4096, 32, 8, 128, 1), _layer(768, 12, 12, 64, 1))
+_DECODES = ((64, 32), (256, 8), (256, 32), (1024, 1), (1024, 8), (4096, 1), (4096, 4))
+_PROMPTS = ((64, 64), (64, 1024), (128, 512), (256, 256), (512, 512), (512, 2048))
+_LOADS = tuple(AttentionLoad(1, context, n) for context, n in _DECODES) + tuple(
+    AttentionLoad(tokens, context, 1) for tokens, context in _PROMPTS
+)
+_NARROW, _MIDDLE = _layer(1024, 16, 4, 64, 3072), _layer(2048, 16, 8, 128, 8192)
+_WIDE, _WIDEST = _layer(4096, 32, 8, 128, 14336), _layer(8192, 64, 8, 128, 28672)
+EFFORTS = {
+    ("cpu", "quick"): Effort(
+        rounds=8,
+        piece_s=0.03,
+        tokens=(1, 4, 16, 64, 256),
+        layers=(_NARROW,),
+        heads=_HEADS[:2],
+        loads=(
+            AttentionLoad(1, 256, 8),
+            AttentionLoad(1, 1024, 1),
+            AttentionLoad(64, 64, 1),
+            AttentionLoad(256, 256, 1),
+        ),
+        element_tokens=(16, 256),
+        steps=10,
+        peaks_share=0.65,
+    ),
+    ("cpu", "default"): Effort(12, 0.06, _TOKENS, (_NARROW, _MIDDLE), _HEADS, _LOADS),
+    ("cpu", "full"): Effort(
+        20, 0.12, _TOKENS, (_NARROW, _MIDDLE), _HEADS, _LOADS, batches=(1, 8, 32), peaks_share=0.35
+    ),
+    ("cuda", "quick"): Effort(3, 0.03, (1, 16, 256), (_WIDE,), _HEADS[:2], _LOADS, pool=1024 * MIB, peaks_share=0.5),
+    ("cuda", "default"): Effort(20, 0.05, _TOKENS, (_WIDE, _WIDEST), _HEADS, _LOADS, pool=2048 * MIB),
+    ("cuda", "full"): Effort(60, 0.05, _TOKENS, (_WIDE, _WIDEST), _HEADS, _LOADS, pool=2048 * MIB),
+}

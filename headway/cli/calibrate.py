@@ -1,0 +1,151 @@
+"""`headway calibrate`: measure the machine it runs on, and store it for every command that plans."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from headway.cli.values import fail
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headway.calibration.store import CalibratedMachine
+
+_PROGRESS = re.compile(r"([01]\.\d{4}) (.+)")  # the share that is done, and what is being measured
+_REDRAWS = 2  # a second: drawing takes time of the machine that is measured
+
+
+def calibrate(
+    name: Annotated[str | None, typer.Option(help="Of the entry. Default: from the processor's or GPU's name.")] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: one a core.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Some seconds, and coarse.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="More sizes and repeats: some minutes.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the entry here, and store nothing.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the entry as JSON and nothing else.")] = False,
+) -> None:
+    """Measure this machine and what the engine reaches of it, for about a minute, and store it for `headway plan`.
+
+    It wants the machine to itself. Ctrl-C ends it with nothing written.
+    """
+    from rich.console import Console
+
+    from headway.calibration.store import check_name, check_place, path_of, save
+
+    if quick and full:
+        fail("--quick and --full are two efforts; leave one out")
+    effort = ["--quick"] if quick else ["--full"] if full else []
+    try:
+        if name is not None:
+            check_name(name)
+        check_place(output)
+        machine = _measured([*effort, *_given("--name", name), *_given("--threads", threads), "--device", device])
+        key = machine.hardware.key
+        known = output is None and path_of(key).exists()
+        path = save(machine, output)
+    except ValueError as error:
+        fail(str(error))
+    if as_json:
+        sys.stdout.write(machine.to_json().decode() + "\n")
+        return
+    console = Console()
+    print_machine(console, machine)
+    console.print(f"{'Replaced' if known else 'Written to'} {path}", highlight=False, soft_wrap=True)
+    if output is None:
+        console.print(f"To plan with it: headway plan MODEL --hardware {key}", highlight=False, soft_wrap=True)
+
+
+def _given(flag: str, value: object) -> list[str]:
+    return [] if value is None else [flag, str(value)]
+
+
+def _measured(arguments: list[str]) -> CalibratedMachine:
+    """By a process of its own, which needs torch; its progress is shown on stderr, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, refresh_per_second=_REDRAWS, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("starting", total=1.0)
+
+        def show(done: float, stage: str) -> None:
+            progress.update(task, completed=done, description=stage)
+
+        return _run(arguments, show)
+
+
+def _run(arguments: list[str], on_progress: Callable[[float, str], None]) -> CalibratedMachine:
+    """The child is not in this process's group: Ctrl-C reaches it only by way of us, and it never outlives us.
+
+    Raises:
+        ValueError: it could not measure; its last words.
+    """
+    from headway.bench.profile.local_server import end_with_parent, own_environment
+    from headway.calibration.store import CalibratedMachine
+
+    command = [sys.executable, "-m", "headway.calibration", "--machine", *arguments]
+    last = "it said nothing"
+    # A file for what it prints at its end: a pipe that nobody empties yet would hold it up.
+    with (
+        tempfile.TemporaryFile() as printed,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.PIPE,
+            env=own_environment(),
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=end_with_parent(),
+        ) as process,
+    ):
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                last = line.strip() or last
+                if found := _PROGRESS.fullmatch(line.strip()):
+                    on_progress(float(found[1]), found[2])
+            code = process.wait()
+        finally:
+            process.kill()
+            process.wait()
+        if code != 0:
+            raise ValueError(
+                last.removeprefix("headway: ") if code == 2 else f"measuring ended with code {code}: {last}"
+            )
+        printed.seek(0)
+        return CalibratedMachine.from_json(printed.read())
+
+
+def print_machine(console: Console, machine: CalibratedMachine) -> None:
+    """What was measured, figure by figure, with what it means; then what must not be missed."""
+    from headway.cli.machine_tables import engine_table, machine_table
+    from headway.report.console import print_banner, print_table
+    from headway.report.parts import Banner
+
+    print_table(console, machine_table(machine))
+    print_table(console, engine_table(machine))
+    if machine.busy:
+        print_banner(
+            console, Banner("the machine was busy", (f"{machine.busy}; calibrate again when it is quiet",), "warn")
+        )

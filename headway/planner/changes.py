@@ -1,0 +1,217 @@
+"""Changes of a plan that are worth trying, as settings of its request."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headway.cost import catalogue
+from headway.cost.precision import Precision
+from headway.planner.plan import Plan
+from headway.planner.request import PlanRequest, Speculation
+
+NGRAM_ACCEPTANCE, DRAFT_ACCEPTANCE = 0.6, 0.8
+HIT_SHARE = 0.5
+# A draft model has at most this share of the parameters.
+DRAFT_SHARE = 0.25
+_FAMILY = re.compile(r"[a-z-]+\d+")
+_LOADS = {"batch": ("batch_size", "batch"), "concurrency": ("concurrency", "clients")}
+
+# What a change of quality is to be expected, by format: an assumption, not a prediction.
+_QUALITY = {
+    "fp8": "quality: usually within the noise of evaluations",
+    "int8": "quality: small loss, activations need calibration",
+    "int4": "quality: a loss that evaluations show, most in small models",
+}
+
+
+class NotApplicable(ValueError):
+    """Why a change is no lever here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change.
+
+    Args:
+        kind: changes of one kind exclude each other.
+        settings: fields of the request, by name.
+        assumes: what its figures rest on, and what it may cost.
+        combines: it keeps the devices and the load, so it may be put together with others.
+    """
+
+    name: str
+    kind: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    assumes: str = ""
+    combines: bool = True
+
+
+def flags_of(settings: dict[str, Any]) -> str:
+    """As they are typed."""
+    words: list[str] = []
+    for name, value in settings.items():
+        if isinstance(value, Speculation):
+            words += [f"--num-speculative-tokens {value.tokens}", f"--acceptance-rate {value.acceptance:g}"]
+            words += [f"--draft-model {value.draft}"] if value.draft else []
+        elif value is not None:
+            words.append(f"--{name.replace('_', '-')} {value}")
+    return " ".join(words)
+
+
+def changes(base: Plan) -> Iterator[Change | tuple[str, str]]:
+    """All but those of the load and of hardware: changes, or a name with the reason why there is none."""
+    yield from _weights(base)
+    yield from _cache(base)
+    yield from _speculation(base)
+    yield from _prefix(base)
+    yield from _parallel(base, "tensor", 2)
+    yield from _parallel(base, "tensor", 4)
+    yield from _parallel(base, "pipeline", 2)
+    yield from _chunks(base)
+
+
+def _weights(base: Plan) -> Iterator[Change | tuple[str, str]]:
+    """In formats with fewer bits; where the hardware does not multiply in one, it is widened on the way."""
+    hardware = base.deployment.hardware
+    now = base.deployment.precision.of_experts if base.quantization == "mxfp4" else base.deployment.precision.linear
+    for name in ("fp8", "int8", "int4"):
+        native = name in hardware.flops_per_s or name == "int4"
+        scheme = name if native else f"{name}-weight-only"
+        if Precision.named(quantization=scheme).linear.bits >= now.bits:
+            yield f"{name} weights", f"weights have {now.bits} bits already"
+            continue
+        how = "" if native else f"; {hardware.key} does not multiply in {name}, so they are widened on the way"
+        yield Change(f"{name} weights", "weights", {"quantization": scheme}, _QUALITY[name] + how)
+
+
+def _cache(base: Plan) -> Iterator[Change | tuple[str, str]]:
+    if base.deployment.precision.kv.bits <= 8:
+        yield "fp8 KV cache", f"the cache has {base.deployment.precision.kv.bits} bits already"
+        return
+    yield Change("fp8 KV cache", "cache", {"kv_cache_dtype": "fp8"}, "quality: small loss, most in long contexts")
+
+
+def _speculation(base: Plan) -> Iterator[Change | tuple[str, str]]:
+    names = ("n-gram drafts", "draft model")
+    if base.request.speculation is not None:
+        yield from ((name, "the plan has speculative decoding already") for name in names)
+        return
+    lossless = "lossless; the best k for this batch; TTFT stays"
+    yield Change(
+        names[0],
+        "speculation",
+        {"speculation": Speculation(4, NGRAM_ACCEPTANCE)},
+        f"acceptance {NGRAM_ACCEPTANCE:g} of proposals that take no time, for text that repeats itself; {lossless}",
+    )
+    draft = draft_model(base)
+    if draft is None:
+        yield names[1], "no model of its family with at most a quarter of the parameters is in the catalogue"
+        return
+    yield Change(
+        names[1],
+        "speculation",
+        {"speculation": Speculation(4, DRAFT_ACCEPTANCE, draft)},
+        f"acceptance {DRAFT_ACCEPTANCE:g}; {lossless}; memory of the draft is not counted",
+    )
+
+
+def draft_model(base: Plan) -> str | None:
+    """The smallest of the catalogue's models of the same family and vocabulary (to 1 %), if it is small enough."""
+    shape = base.deployment.shape
+    family = _FAMILY.match(base.model)
+    choices = []
+    for key, known in catalogue.models().items():
+        own = _FAMILY.match(key)
+        alike = family is not None and own is not None and own[0] == family[0]
+        if alike and known.parameters_b * 1e9 <= DRAFT_SHARE * shape.num_parameters:
+            small = known.shape
+            if abs(small.vocab - shape.vocab) <= 0.01 * shape.vocab:
+                choices.append((small.num_parameters, key))
+    return min(choices)[1] if choices else None
+
+
+def _prefix(base: Plan) -> Iterator[Change | tuple[str, str]]:
+    """Half of what is computed now, in whole blocks."""
+    request, name = base.request, "prefix cache"
+    block = request.block_size
+    found = int((request.prompt_tokens - request.cached_tokens) * HIT_SHARE) // block * block
+    if not found:
+        yield name, f"half of the prompt is less than a block of {block}"
+        return
+    assumes = f"{found:,} of the prompt's tokens more are found, and their blocks still count for each sequence"
+    yield Change(name, "prefix", {"cached_tokens": request.cached_tokens + found}, assumes)
+
+
+def _parallel(base: Plan, which: str, times: int) -> Iterator[Change]:
+    """On the devices that are there, where several replicas can merge into one; otherwise on more."""
+    size = times * getattr(base.deployment.parallelism, which)
+    same = base.replicas % times == 0
+    devices = base.devices if same else base.devices * times
+    settings = {f"{which}_parallel_size": size, "count": devices}
+    if which == "pipeline" and base.deployment.parallelism.tensor > 1:
+        settings["tensor_parallel_size"] = base.deployment.parallelism.tensor
+    where = "the same devices in fewer replicas" if same else f"{times} times the devices, {devices} in all"
+    yield Change(f"{which[0].upper()}P {size}", f"{which} parallel", settings, where, combines=same)
+
+
+def _chunks(base: Plan) -> Iterator[Change]:
+    tokens = base.limits.batched_tokens
+    for name, size in (("half chunks", max(1, tokens // 2)), ("double chunks", tokens * 2)):
+        assumes = "smaller chunks of prompts stall decodes less; larger ones end prompts sooner"
+        yield Change(name, "chunks", {"max_num_batched_tokens": size}, assumes)
+
+
+def largest_load(base: Plan, meets: Callable[[PlanRequest], bool]) -> Iterator[Change | tuple[str, str]]:
+    """With objectives, the most at once that meets them all; without, twice and half as many.
+
+    Args:
+        meets: whether the plan of a request fits and meets its objectives.
+    """
+    if base.load not in _LOADS:
+        yield "more or fewer at once", "the load is a rate of arrivals, which nobody chooses"
+        return
+    name, what = _LOADS[base.load]
+    now = int(base.load_value)
+    assumes = "another load, on the same devices"
+    if not base.request.slo:
+        for value in (now * 2, now // 2):
+            if value:
+                yield Change(f"{what} {value:,}", "load", {name: value}, assumes, combines=False)
+        return
+    most = _largest(base, name, meets)
+    if most is None:
+        yield f"{what} that meet the SLO", "not even one does"
+    elif most == now:
+        yield f"{what} that meet the SLO", f"{now:,} is the most that does"
+    else:
+        yield Change(
+            f"{what} {most:,}", "load", {name: most}, f"{assumes}: the most that meets the SLO", combines=False
+        )
+
+
+def _largest(base: Plan, name: str, meets: Callable[[PlanRequest], bool]) -> int | None:
+    """The largest value that meets them, to 1/32; what meets them is taken to be everything up to some value."""
+
+    def at(value: int) -> bool:
+        load: dict[str, Any] = {name: value}
+        return meets(replace(base.request, **load))
+
+    groups = base.replicas if base.load == "concurrency" else 1
+    low, high = 0, max(1, base.max_batch) * groups + 1
+    while high - low > max(1, low // 32):
+        middle = (low + high) // 2 if high <= 4 * low else max(low + 1, round((max(1, low) * high) ** 0.5))
+        low, high = (middle, high) if at(middle) else (low, middle)
+    return low or None
+
+
+def other_hardware(base: Plan) -> Iterator[Change]:
+    """As many devices of every other kind in the catalogue, at their list price."""
+    own = base.deployment.hardware
+    price = {} if base.request.price_per_hour is None else {"price_per_hour": None}
+    assumes = "as many devices, at their list price" + (" instead of the given one" if price else "")
+    for key, hardware in catalogue.hardware().items():
+        if key != own.key and hardware.kind == own.kind:
+            yield Change(key, "hardware", {"hardware": key, **price}, assumes, combines=False)

@@ -1,0 +1,285 @@
+"""Plans side by side: what is asked for, which is the best of each figure, and what is too close to tell."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from headway.planner.answer import headline
+from headway.planner.json import as_object
+from headway.planner.plan import Estimate, Plan
+from headway.planner.request import PlanError, PlanRequest
+from headway.planner.words import bar, dollars, gigabytes
+from headway.report.console import print_table
+from headway.report.parts import Cell, Table, cells
+from headway.report.style import number
+
+# Of the squared error (in the logarithm), what predictions of the same engine and hardware architecture have in common.
+# Of the published measurements' TPOTs it is 0.5 (TTFT 0.4), and 0.8 where they are also from one source.
+SHARED = 0.5
+EXAMPLE = "llama-3.1-8b@H100-SXM, or llama-3.1-70b@4xH100-SXM:quantization=fp8,tp=4"
+SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size"}
+LOADS = ("batch_size", "concurrency", "request_rate")
+_COUNTED = re.compile(r"(\d+)x(.+)", re.IGNORECASE)
+_COUNT_LAST = re.compile(r"(.+)x(\d+)", re.IGNORECASE)
+_OF_SPECULATION: dict[str, type] = {"num_speculative_tokens": int, "acceptance_rate": float, "draft_model": str}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One plan as it was typed, with the flags that it sets."""
+
+    text: str
+    flags: dict[str, Any]
+
+
+def parse_plans(texts: Sequence[str]) -> list[Wanted]:
+    """MODEL@HARDWARE, MODEL@4xHARDWARE, and :FLAG=VALUE,... behind it. What is left out is that of the first plan.
+
+    Raises:
+        PlanError: a text cannot be read; one line that says which and how to write it.
+    """
+    if len(texts) < 2:
+        raise PlanError(f"plan compare takes two plans or more; write each like {EXAMPLE}")
+    found: list[Wanted] = []
+    for text in texts:
+        found.append(Wanted(text, _flags(text, found[0].flags if found else {})))
+    return found
+
+
+def merged(shared: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
+    """All flags of one plan: its own go before the shared ones, and its own load takes the place of theirs."""
+    load = LOADS if any(name in wanted.flags for name in LOADS) else ()
+    return {name: value for name, value in shared.items() if name not in load} | wanted.flags
+
+
+def _flags(text: str, first: Mapping[str, Any]) -> dict[str, Any]:
+    model, _, rest = text.partition("@")
+    hardware, colon, options = rest.partition(":")
+    flags: dict[str, Any] = {"model": model or first.get("model"), "hardware": hardware or first.get("hardware")}
+    missing = [name for name, value in flags.items() if not value]
+    if missing or (colon and not options):
+        lacks = f"no {' and no '.join(missing)}" if missing else "nothing after its colon"
+        raise PlanError(f"plan {text!r} has {lacks}; write it like {EXAMPLE}")
+    if hardware and (counted := _COUNTED.fullmatch(hardware)):
+        flags |= {"count": _value(text, "count", counted[1], int), "hardware": counted[2]}
+    elif not hardware and "count" in first:
+        flags["count"] = first["count"]
+    for option in options.split(",") if options else ():
+        name, equals, value = option.partition("=")
+        flags |= _option(text, name.strip().lstrip("-").replace("-", "_"), value.strip() if equals else None)
+    return flags
+
+
+def _option(text: str, name: str, value: str | None) -> dict[str, Any]:
+    name = SHORT.get(name, name)
+    known = _option_types()
+    if name not in known:
+        raise PlanError(
+            f"plan {text!r} sets {name!r}, which is no flag of a plan; use those of headway plan without dashes, such "
+            "as quantization=fp8, or tp=2"
+        )
+    if value is None and known[name] is not bool:
+        raise PlanError(f"plan {text!r} gives {name} no value; write {name}=VALUE")
+    return {name: True if value is None else _value(text, name, value, known[name])}
+
+
+def _value(text: str, name: str, value: str, kind: type) -> Any:
+    if kind is bool:
+        if value.lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+            return value.lower() in ("true", "yes", "on", "1")
+        raise PlanError(f"plan {text!r} has {name}={value}; give true or false")
+    try:
+        return kind(value)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise PlanError(f"plan {text!r} has {name}={value}, which is not {what}") from None
+
+
+def _option_types() -> dict[str, type]:
+    """What can be set behind the colon: fields of a request that are a single value, and those of speculation."""
+    hints = typing.get_type_hints(PlanRequest)
+    kinds = {field.name: _single(hints[field.name]) for field in fields(PlanRequest)}
+    found = {name: kind for name, kind in kinds.items() if kind in (int, float, str, bool)}
+    return {name: kind for name, kind in found.items() if name not in ("model", "hardware")} | _OF_SPECULATION
+
+
+def _single(hint: Any) -> type:
+    """int of `int | None`."""
+    parts = typing.get_args(hint)
+    found: type = next(each for each in parts if each is not type(None)) if type(None) in parts else hint
+    return found
+
+
+def count_hint(wanted: Wanted) -> str:
+    """What to say of hardware that is not known because the count stands behind it; otherwise nothing."""
+    last = _COUNT_LAST.fullmatch(str(wanted.flags["hardware"]))
+    return f" (the number of devices goes first: {last[2]}x{last[1]})" if last else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A figure of each plan.
+
+    Args:
+        of: its value, with a bar where it is predicted; None where a plan has none.
+        better: -1 where less is better, 1 where more is.
+    """
+
+    key: str
+    label: str
+    of: Callable[[Plan], Estimate | float | None]
+    better: int
+    words: Callable[[float], str]
+
+
+def _milliseconds(value: float) -> str:
+    return f"{number(value * 1e3)} ms"
+
+
+def _cost(plan: Plan) -> Estimate | None:
+    """Its bar is that of the tokens."""
+    cost, rate = plan.cost_per_million_output_tokens, plan.output_tokens_per_s
+    if cost is None or rate is None:
+        return None
+    return Estimate(cost, cost * rate.value / rate.high, cost * rate.value / rate.low)
+
+
+def _per_device(plan: Plan) -> Estimate | None:
+    return plan.output_tokens_per_s.scaled(1 / plan.devices) if plan.output_tokens_per_s else None
+
+
+def _per_watt(plan: Plan) -> Estimate | None:
+    share, rate = plan.tokens_per_s_per_watt, plan.output_tokens_per_s
+    return rate.scaled(share / rate.value) if share and rate else None
+
+
+ROWS = (
+    Row("weights_bytes", "weights", lambda plan: float(plan.weights_bytes), -1, gigabytes),
+    Row("kv_bytes_per_token", "cache of a token", lambda plan: float(plan.kv_bytes_per_token), -1, gigabytes),
+    Row("max_batch", "most sequences", lambda plan: float(plan.max_batch), 1, lambda value: f"{value:,.0f}"),
+    Row("ttft_ms", "TTFT", lambda plan: plan.ttft, -1, _milliseconds),
+    Row("tpot_ms", "TPOT", lambda plan: plan.tpot, -1, _milliseconds),
+    Row("output_tokens_per_s", "output tokens/s", lambda plan: plan.output_tokens_per_s, 1, number),
+    Row("output_tokens_per_s_per_device", "of each device", _per_device, 1, number),
+    Row("price_per_hour", "price of an hour", lambda plan: plan.price_per_hour, -1, dollars),
+    Row("cost_per_million_output_tokens", "1M output tokens", _cost, -1, dollars),
+    Row("tokens_per_s_per_watt", "tokens/s/W", _per_watt, 1, number),
+)
+
+
+def marks(row: Row, plans: Sequence[Plan]) -> list[str]:
+    """For each plan "best", "close" (not told apart from the best), or nothing. Equal bests are all best."""
+    values = [row.of(plan) for plan in plans]
+    known = [place for place, value in enumerate(values) if value is not None]
+    if len(known) < 2:
+        return [""] * len(plans)
+    best = max(known, key=lambda place: row.better * _middle(values[place]))
+    found = [""] * len(plans)
+    for place in known:
+        if _middle(values[place]) == _middle(values[best]):
+            found[place] = "best"
+        elif not told_apart(plans[best], values[best], plans[place], values[place]):
+            found[place] = "close"
+    return found if found.count("best") < len(known) else [""] * len(plans)
+
+
+def told_apart(one_plan: Plan, one: Estimate | float | None, other_plan: Plan, other: Estimate | float | None) -> bool:
+    """Whether two figures differ by more than both bars together, in the logarithm.
+
+    The arms that point at each other are added as errors are, those of plans of the same engine and architecture less
+    what these have in common (`SHARED`). Counted figures, such as bytes, have no error.
+    """
+    if not (isinstance(one, Estimate) and isinstance(other, Estimate)):
+        return True
+    low, high = (one, other) if one.value < other.value else (other, one)
+    if min(low.value, high.low) <= 0 or not math.isfinite(low.high):
+        return False
+    up, down = math.log(low.high / low.value), math.log(high.value / high.low)
+    shared = SHARED if alike(one_plan, other_plan) else 0.0
+    return math.log(high.value / low.value) > math.sqrt(up * up + down * down - 2 * shared * up * down)
+
+
+def alike(one: Plan, other: Plan) -> bool:
+    """The same engine and hardware architecture."""
+    mine, yours = one.deployment.hardware, other.deployment.hardware
+    return one.request.engine == other.request.engine and mine.architecture == yours.architecture
+
+
+def _middle(value: Estimate | float | None) -> float:
+    assert value is not None
+    return value.value if isinstance(value, Estimate) else value
+
+
+def letter(place: int) -> str:
+    """A, B, ... Z, and numbers after them."""
+    return chr(ord("A") + place) if place < 26 else str(place + 1)
+
+
+def comparison_table(plans: Sequence[Plan]) -> Table:
+    """A column for each plan."""
+    rows = [cells("fits", *(Cell("yes", "good") if plan.fits else Cell("no", "bad") for plan in plans))]
+    rows += [_row(row, plans) for row in ROWS if any(row.of(plan) is not None for plan in plans)]
+    rows.append(cells("prompts bound by", *(plan.prefill.bound for plan in plans)))
+    rows.append(cells("decoding bound by", *(plan.decode.bound for plan in plans)))
+    if plans[0].request.slo:
+        rows.append(cells("SLO", *(_slo(plan) for plan in plans)))
+    return Table(
+        "Side by side",
+        ("", *(letter(place) for place in range(len(plans)))),
+        tuple(rows),
+        note="* best of its row; ~ too close to the best to tell apart by the 80 % bars below the figures. Plans of "
+        f"the same engine and architecture err alike, so {SHARED:.0%} of their squared error is taken as common.",
+    )
+
+
+def _row(row: Row, plans: Sequence[Plan]) -> tuple[Cell, ...]:
+    found = [Cell(row.label)]
+    for plan, mark in zip(plans, marks(row, plans), strict=True):
+        value = row.of(plan)
+        if value is None:
+            found.append(Cell("–", "quiet"))
+            continue
+        factor = 1e3 if row.words is _milliseconds else 1.0
+        detail = bar(value.scaled(factor)) if isinstance(value, Estimate) else ""
+        text = row.words(_middle(value)) + {"best": " *", "close": " ~", "": ""}[mark]
+        found.append(Cell(text, "good" if mark == "best" else "", detail))
+    return tuple(found)
+
+
+def _slo(plan: Plan) -> Cell:
+    missed = [name for name, met in plan.slo_met.items() if not met]
+    return Cell("met", "good") if not missed else Cell(f"{', '.join(missed)} missed", "bad")
+
+
+def print_comparison(plans: Sequence[Plan], console: Console) -> None:
+    """What each is, what is wrong with those that cannot work, and the table."""
+    for place, plan in enumerate(plans):
+        console.print(Text.assemble((f"{letter(place)}  ", "bold"), headline(plan)))
+        if plan.problem:
+            console.print(Text(f"   {plan.problem}", style="red"))
+    console.print()
+    print_table(console, comparison_table(plans))
+
+
+def comparison_json(wanted: Sequence[Wanted], plans: Sequence[Plan]) -> str:
+    """A list: each plan as `headway plan --json` has it, with the figures in which it is best or close to that."""
+    found = {row.key: marks(row, plans) for row in ROWS}
+    objects = [
+        {
+            "plan": each.text,
+            **as_object(plan),
+            "best": [key for key, marked in found.items() if marked[place] == "best"],
+            "close_to_best": [key for key, marked in found.items() if marked[place] == "close"],
+        }
+        for place, (each, plan) in enumerate(zip(wanted, plans, strict=True))
+    ]
+    return json.dumps(objects, indent=2, allow_nan=False)

@@ -1,0 +1,38 @@
+"""A plan on a terminal: the short answer, then tables, then what it rests on."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from headway.planner.answer import answer, headline
+from headway.planner.plan import Plan
+from headway.planner.tables import tables
+from headway.report.console import STYLES, print_table
+
+# Columns that the widest table takes.
+WIDE = 80
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Everything."""
+    print_answer(plan, console)
+    for table in tables(plan, narrow=console.width < WIDE):
+        console.print()
+        print_table(console, table)
+    console.print()
+    console.print(Text("Assumptions", style="bold"))
+    listed = RichTable.grid(padding=(0, 1))
+    for each in plan.assumptions:
+        listed.add_row(Text("•"), Text(each))
+    console.print(listed)
+
+
+def print_answer(plan: Plan, console: Console) -> None:
+    """The headline, and a line for each question."""
+    console.print(Text(headline(plan), style="bold"))
+    grid = RichTable.grid(padding=(0, 2))
+    for line in answer(plan):
+        grid.add_row(Text(line.label, style=STYLES[line.tone]), Text(line.text))
+    console.print(grid)

@@ -1,0 +1,326 @@
+"""What to change next: one change of a plan at a time, ranked by what it gains, and the best of them together.
+
+docs/plan-levers.md says what each assumes. Every figure is one of `make_plan`, of the plan with the lever's flags.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headway.planner.changes import Change, NotApplicable, changes, flags_of, largest_load, other_hardware
+from headway.planner.make import make_plan
+from headway.planner.plan import Plan
+from headway.planner.request import PlanError, PlanRequest
+
+OBJECTIVES = ("ttft", "tpot", "e2el", "throughput", "cost")
+# A chain of levers ends where the next one gains less than this.
+LEAST_GAIN = 1.03
+# A lever that moves no figure by more than this changes nothing.
+NOTHING = 0.005
+BEST_HARDWARE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a plan comes to, speculative decoding counted. Seconds, tokens a second, dollars; None: it has no value.
+
+    Args:
+        tokens_per_s: of output, of all devices; under a rate of arrivals, that can be served at most.
+    """
+
+    ttft_s: float | None
+    tpot_s: float | None
+    e2el_s: float | None
+    tokens_per_s: float | None
+    cost: float | None
+    devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lever:
+    """A change and what it comes to.
+
+    Args:
+        flags: to type in place of those that are there.
+        gain: of the objective, above 1 where it is better; None where the plan without it has no such figure.
+        misses: objectives that it misses.
+    """
+
+    change: Change
+    flags: str
+    plan: Plan
+    figures: Figures
+    gain: float | None
+    misses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Levers:
+    """All that was tried.
+
+    Args:
+        why: the objective is this one.
+        ranked: the best first; those that newly miss an objective come last.
+        left_out: name and reason.
+        chain: levers on the same devices put together, each on top of those before it.
+    """
+
+    base: Plan
+    figures: Figures
+    objective: str
+    why: str
+    ranked: tuple[Lever, ...]
+    left_out: tuple[tuple[str, str], ...]
+    chain: tuple[Lever, ...]
+
+
+def find_levers(request: PlanRequest, objective: str | None = None) -> Levers:
+    """Try everything that is known to help.
+
+    Raises:
+        PlanError: the plan itself cannot be made, or the objective is not known.
+    """
+    planner = _Planner()
+    base = planner.plan(request)
+    chosen, why = choose_objective(base, objective)
+    search = _Search(planner, base, chosen)
+    levers, left_out = search.all_of(changes(base))
+    levers += search.of_load(left_out)
+    levers += search.of_hardware(left_out)
+    levers.sort(key=search.rank)
+    return Levers(base, figures_of(base), chosen, why, tuple(levers), tuple(left_out), tuple(search.chain(levers)))
+
+
+def choose_objective(base: Plan, wanted: str | None) -> tuple[str, str]:
+    """What levers are ranked by, and why: what was asked for, the first objective that is missed, or throughput."""
+    if wanted is not None:
+        if wanted not in OBJECTIVES:
+            raise PlanError(f"objective is {wanted!r}; it must be one of {', '.join(OBJECTIVES)}")
+        return wanted, "as asked for"
+    missed = [name for name, met in base.slo_met.items() if not met]
+    if missed and base.fits:
+        return missed[0], f"the first of --slo that is missed, {missed[0]}:{base.request.slo[missed[0]]:g}"
+    return "throughput", "no --slo is missed" if base.slo_met else "there is no --slo"
+
+
+def figures_of(plan: Plan) -> Figures:
+    """Of a plan. Speculation shortens decode steps; what others' prompts take of TPOT stays, and so does TTFT."""
+    tpot = plan.tpot.value if plan.tpot else None
+    e2el = plan.ttlt.value if plan.ttlt else None
+    tokens = plan.output_tokens_per_s.value if plan.output_tokens_per_s else None
+    if plan.load == "rate":
+        tokens = plan.saturation_rate * plan.workload.output if plan.capacity.fits else None
+    cost = plan.costs.per_million_output_tokens
+    if plan.speculated is not None and tpot is not None:
+        saved = plan.speculated.tpot_s * (plan.speculated.speedup - 1.0)
+        tpot -= saved
+        if e2el is not None:
+            faster = e2el - (plan.workload.output - 1) * saved
+            if plan.load != "rate" and tokens is not None:
+                tokens *= e2el / faster
+                cost = None if cost is None else cost * faster / e2el
+            e2el = faster
+    return Figures(plan.ttft.value if plan.ttft else None, tpot, e2el, tokens, cost, plan.devices)
+
+
+def value_of(figures: Figures, objective: str) -> float | None:
+    """The figure that counts, the lower the better: times, dollars, or device-seconds of a token."""
+    if objective == "throughput":
+        return figures.devices / figures.tokens_per_s if figures.tokens_per_s else None
+    return {
+        "ttft": figures.ttft_s,
+        "tpot": figures.tpot_s,
+        "e2el": figures.e2el_s,
+        "cost": figures.cost,
+    }[objective]
+
+
+def gain_of(before: Figures, after: Figures, objective: str) -> float | None:
+    """How many times as good; None where one of them has no such figure."""
+    old, new = value_of(before, objective), value_of(after, objective)
+    return None if old is None or new is None else old / new
+
+
+def missed_by(plan: Plan, figures: Figures) -> tuple[str, ...]:
+    """Objectives of the request that are missed."""
+    values = {"ttft": figures.ttft_s, "tpot": figures.tpot_s, "e2el": figures.e2el_s}
+    return tuple(
+        name
+        for name, limit_ms in plan.request.slo.items()
+        if values[name] is None or (values[name] or math.inf) * 1e3 > limit_ms
+    )
+
+
+class _Planner:
+    """Makes plans, each once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Plan | PlanError] = {}
+
+    def plan(self, request: PlanRequest) -> Plan:
+        key = repr(request)
+        if key not in self._known:
+            try:
+                self._known[key] = make_plan(request)
+            except PlanError as error:
+                self._known[key] = error
+        found = self._known[key]
+        if isinstance(found, PlanError):
+            raise found
+        return found
+
+
+class _Search:
+    """Tries changes of one plan for one objective."""
+
+    def __init__(self, planner: _Planner, base: Plan, objective: str) -> None:
+        self._planner = planner
+        self._base = base
+        self._objective = objective
+        self._figures = figures_of(base)
+        self._missed = set(missed_by(base, self._figures))
+
+    def lever(self, change: Change, base: Plan | None = None) -> Lever:
+        """Raises NotApplicable where the plan with the change cannot be made, does not fit or changes nothing."""
+        before = base or self._base
+        plan = self._made(change, before.request)
+        figures, old = figures_of(plan), figures_of(before)
+        if not plan.fits or (plan.problem and not before.problem):
+            raise NotApplicable("the model or the load does not fit then")
+        if _alike(figures, old):
+            raise NotApplicable("changes no figure by more than 0.5 %")
+        return Lever(
+            replace(change, settings=self._settled(change, plan)),
+            flags_of(self._settled(change, plan)),
+            plan,
+            figures,
+            gain_of(old, figures, self._objective),
+            missed_by(plan, figures),
+        )
+
+    def _made(self, change: Change, request: PlanRequest) -> Plan:
+        """Speculation takes the number of tokens that is best under this load."""
+        try:
+            plan = self._planner.plan(replace(request, **change.settings))
+            best = plan.speculated.best_tokens if plan.speculated and "speculation" in change.settings else None
+            if best == 0:
+                raise NotApplicable("no number of proposed tokens is faster than none, at this batch")
+            if best is None:
+                return plan
+            return self._planner.plan(
+                replace(plan.request, speculation=replace(change.settings["speculation"], tokens=best))
+            )
+        except PlanError as error:
+            raise NotApplicable(str(error)) from None
+
+    @staticmethod
+    def _settled(change: Change, plan: Plan) -> dict[str, Any]:
+        return {name: getattr(plan.request, name) for name in change.settings}
+
+    def all_of(self, tried: Iterable[Change | tuple[str, str]]) -> tuple[list[Lever], list[tuple[str, str]]]:
+        """Levers, and what is none with the reason."""
+        levers, left_out = [], []
+        for each in tried:
+            if isinstance(each, tuple):
+                left_out.append(each)
+                continue
+            try:
+                levers.append(self.lever(each))
+            except NotApplicable as reason:
+                left_out.append((each.name, str(reason)))
+        return levers, left_out
+
+    def of_load(self, left_out: list[tuple[str, str]]) -> list[Lever]:
+        """More and fewer at once; with objectives, the most that meets them."""
+        levers, reasons = self.all_of(largest_load(self._base, self._meets))
+        left_out += reasons
+        return levers
+
+    def _meets(self, request: PlanRequest) -> bool:
+        try:
+            plan = self._planner.plan(request)
+        except PlanError:
+            return False
+        return plan.fits and plan.problem is None and not missed_by(plan, figures_of(plan))
+
+    def of_hardware(self, left_out: list[tuple[str, str]]) -> list[Lever]:
+        """The best of the catalogue, and the cheapest that meets all objectives."""
+        levers, reasons = self.all_of(other_hardware(self._base))
+        best = sorted(levers, key=self.rank)[:BEST_HARDWARE]
+        if reasons:
+            left_out.append(("other hardware", f"{len(reasons)} of the catalogue: {_shortened(reasons)}"))
+        hour = self._base.price_per_hour
+        if not self._base.request.slo or hour is None:
+            lacks = "no --slo is given" if hour is not None else "no price of this hardware is known"
+            left_out.append(("cheaper hardware that meets the SLO", lacks))
+            return best
+        cheaper = [each for each in levers if not each.misses and (each.plan.price_per_hour or math.inf) < hour]
+        if not cheaper:
+            left_out.append(("cheaper hardware that meets the SLO", "none of the catalogue"))
+            return best
+        cheapest = min(cheaper, key=lambda each: each.plan.price_per_hour or math.inf)
+        others = [each for each in best if each is not cheapest]
+        name = f"{cheapest.change.name}, the cheapest that meets the SLO"
+        return [*others, replace(cheapest, change=replace(cheapest.change, name=name))]
+
+    def rank(self, lever: Lever) -> tuple[bool, float]:
+        """The best first: by the figure itself, which orders as the gain does and exists where the base has none."""
+        spoils = bool(set(lever.misses) - self._missed)
+        value = value_of(lever.figures, self._objective)
+        return spoils, math.inf if value is None else value
+
+    def chain(self, levers: list[Lever]) -> list[Lever]:
+        """Apply the best, rank the others again on top of it, and go on while the next one gains 3 % or more.
+
+        Of each kind of change one, on the devices that are there, unless the model fits only with others; and none
+        that misses an objective which was met before.
+        """
+        alone = any(each.change.combines for each in levers)
+        left = self._combinable() if alone or self._base.fits else [each.change for each in levers]
+        current, found = self._base, list[Lever]()
+        while left:
+            missed = set(missed_by(current, figures_of(current)))
+            choices = [each for each in self._on_top(left, current) if not set(each.misses) - missed]
+            best = min(choices, key=self.rank, default=None)
+            if best is None or (best.gain is not None and best.gain < LEAST_GAIN):
+                break
+            found.append(best)
+            current = best.plan
+            used = {each.change.kind for each in found}
+            left = [each for each in self._combinable() if each.kind not in used]
+        return found
+
+    def _combinable(self) -> list[Change]:
+        """Also those that do nothing for the plan alone, such as a narrower cache where the weights do not fit."""
+        return [each for each in changes(self._base) if isinstance(each, Change) and each.combines]
+
+    def _on_top(self, left: list[Change], current: Plan) -> Iterator[Lever]:
+        for change in left:
+            try:
+                yield self.lever(change, current)
+            except NotApplicable:
+                continue
+
+
+def _alike(one: Figures, other: Figures) -> bool:
+    pairs: list[tuple[float | None, float | None]] = [
+        (one.ttft_s, other.ttft_s),
+        (one.tpot_s, other.tpot_s),
+        (one.tokens_per_s, other.tokens_per_s),
+        (one.cost, other.cost),
+    ]
+    return all(
+        (a is None) == (b is None) and (a is None or b is None or math.isclose(a, b, rel_tol=NOTHING)) for a, b in pairs
+    )
+
+
+def _shortened(reasons: list[tuple[str, str]]) -> str:
+    """Names of hardware, those for the same reason together."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons:
+        short = "does not fit" if "does not fit" in reason else "cannot run it like this"
+        by_reason.setdefault(short, []).append(name)
+    return "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())

@@ -1,0 +1,144 @@
+"""Levers on a terminal and as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from headway.planner.answer import headline
+from headway.planner.levers import Figures, Lever, Levers
+from headway.planner.words import dollars, seconds
+from headway.report.console import print_table
+from headway.report.parts import Cell, Table, cells
+from headway.report.style import number
+
+COLUMNS = ("", "lever", "gain", "TTFT", "TPOT", "tokens/s", "devices", "1M out")
+MEANS = {
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "e2el": "the time of a whole answer",
+    "throughput": "output tokens a second of each device",
+    "cost": "the price of a million output tokens",
+}
+
+
+def print_levers(found: Levers, console: Console) -> None:
+    """The objective, levers by gain, those put together, and what is no lever here."""
+    console.print(Text(headline(found.base), style="bold"))
+    if found.base.problem:
+        console.print(Text(found.base.problem, style="red"))
+    console.print(Text(f"Ranked by {MEANS[found.objective]} ({found.why})."))
+    console.print()
+    print_table(console, lever_table(found))
+    listed = RichTable.grid(padding=(0, 1))
+    for place, lever in enumerate(found.ranked, 1):
+        listed.add_row(Text(f"{place}"), Text(f"{lever.flags}\n").append(lever.change.assumes, "dim"))
+    console.print(listed)
+    if found.chain:
+        console.print()
+        print_table(console, chain_table(found))
+        console.print(Text(f"All of them: {' '.join(lever.flags for lever in found.chain)}"))
+    if found.left_out:
+        console.print()
+        console.print(Text("No levers here", style="bold"))
+        reasons = RichTable.grid(padding=(0, 1))
+        for name, reason in found.left_out:
+            reasons.add_row(Text("•"), Text(f"{name}: {reason}"))
+        console.print(reasons)
+
+
+def lever_table(found: Levers) -> Table:
+    """By gain, the plan as it is first."""
+    rows = [_lever_row(f"{place}", lever.change.name, lever) for place, lever in enumerate(found.ranked, 1)]
+    return Table(
+        "One change at a time",
+        COLUMNS,
+        (_as_it_is(found), *rows),
+        left=frozenset({1}),
+        note=f"Gain: of {MEANS[found.objective]}; above 1 is better. Below: the flags of each, and what it assumes.",
+    )
+
+
+def chain_table(found: Levers) -> Table:
+    """Levers on top of each other."""
+    rows = [_lever_row("", f"+ {lever.change.name}", lever) for lever in found.chain]
+    return Table(
+        "The best of them together",
+        COLUMNS,
+        (_as_it_is(found), *rows),
+        left=frozenset({1}),
+        note="Each on top of those before it, as long as the next one gains 3 % or more.",
+    )
+
+
+def _as_it_is(found: Levers) -> tuple[Cell, ...]:
+    missed = tuple(name for name, met in found.base.slo_met.items() if not met)
+    return _row("", "as it is", Cell(""), found.figures, missed)
+
+
+def _lever_row(place: str, name: str, lever: Lever) -> tuple[Cell, ...]:
+    return _row(place, name, _gain(lever), lever.figures, lever.misses)
+
+
+def _row(place: str, name: str, gain: Cell, figures: Figures, missed: tuple[str, ...]) -> tuple[Cell, ...]:
+    times = [
+        Cell("–", "quiet") if value is None else Cell(seconds(value)) for value in (figures.ttft_s, figures.tpot_s)
+    ]
+    tokens = "–" if figures.tokens_per_s is None else number(figures.tokens_per_s)
+    said = Cell(name, detail=f"misses {' and '.join(missed)}" if missed else "")
+    return cells(place, said, gain, *times, tokens, f"{figures.devices}", dollars(figures.cost))
+
+
+def _gain(lever: Lever) -> Cell:
+    if lever.gain is None:
+        return Cell("it fits", "good")
+    return Cell(f"{lever.gain:.2f} x", "good" if lever.gain > 1.005 else "bad" if lever.gain < 0.995 else "quiet")
+
+
+def to_json(found: Levers) -> str:
+    """One object; docs/plan-levers.md says what each key means."""
+    return json.dumps(
+        {
+            "model": found.base.model,
+            "hardware": found.base.hardware_key,
+            "objective": found.objective,
+            "why": found.why,
+            "problem": found.base.problem,
+            "base": _figures(found.figures),
+            "levers": [_lever(lever) for lever in found.ranked],
+            "combination": [_lever(lever) for lever in found.chain],
+            "left_out": [{"name": name, "reason": reason} for name, reason in found.left_out],
+        },
+        indent=2,
+        allow_nan=False,
+    )
+
+
+def _lever(lever: Lever) -> dict[str, Any]:
+    return {
+        "name": lever.change.name,
+        "kind": lever.change.kind,
+        "flags": lever.flags,
+        "gain": lever.gain,
+        **_figures(lever.figures),
+        "misses": list(lever.misses),
+        "assumes": lever.change.assumes,
+    }
+
+
+def _figures(figures: Figures) -> dict[str, Any]:
+    def ms(value: float | None) -> float | None:
+        return None if value is None else value * 1e3
+
+    return {
+        "ttft_ms": ms(figures.ttft_s),
+        "tpot_ms": ms(figures.tpot_s),
+        "e2el_ms": ms(figures.e2el_s),
+        "output_tokens_per_s": figures.tokens_per_s,
+        "cost_per_million_output_tokens": figures.cost,
+        "devices": figures.devices,
+    }

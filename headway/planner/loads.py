@@ -1,0 +1,163 @@
+"""What clients see of a deployment under a load: a batch, a number of clients, or a rate of arrivals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headway.cost.serving import Limits, Served, Workload, closed_loop, open_loop
+from headway.cost.timing import Deployment
+from headway.planner.phases import decode_phase, prompt_steps, steps_s
+from headway.planner.request import PlanError
+
+SEED = 0
+# From so many clients for each sequence that runs at once on, more of them only make the queue longer.
+CROWDED = 2
+# Requests of each client that are followed, the first of which is not counted; 2 of so many clients that it takes long.
+ROUNDS, MANY_CLIENTS = 4, 1024
+# Steps with prompts that are followed: half a minute, and far more than usual settings need.
+MOST_STEPS = 100_000
+# Of arrivals at random times so many are followed, the first quarter of which is not counted: more near saturation,
+# where a queue takes long to build up and to dissolve.
+LEAST_REQUESTS, MOST_REQUESTS = 400, 6000
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Batches that go on beside each other, alike and apart.
+
+    Each data-parallel group has a batch of its own, and each pipeline stage works on another one meanwhile.
+
+    Args:
+        count: of all replicas.
+        limits: of one lane.
+    """
+
+    deployment: Deployment
+    workload: Workload
+    count: int
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Times in seconds; means over requests. None where they have no bound, or nothing is decoded.
+
+    Args:
+        requests_per_s: that are answered, of all lanes.
+        running: sequences in an average step of a lane.
+        prompt_share: of a lane's time, that its prompts would take alone.
+    """
+
+    ttft_s: float | None
+    tpot_s: float | None
+    ttlt_s: float | None
+    requests_per_s: float
+    running: float
+    prompt_share: float
+    served: Served | None = None
+
+
+def of_batch(lanes: Lanes, sequences: int, replicas: int) -> Outcome:
+    """`sequences` for each replica: all prompts, then a token of each in every step (static batching, document 001).
+
+    The first token is there when the last prompt is done.
+    """
+    d, workload = lanes.deployment, lanes.workload
+    batch = per_lane(sequences, lanes.count // replicas)
+    prompts_s = steps_s(d, prompt_steps(workload, lanes.limits.batched_tokens, batch))
+    ttft = intake_s(d, workload, batch) + prompts_s
+    tpot = decode_phase(d, workload, batch, batch).time.seconds
+    ttlt = ttft + (workload.output - 1) * tpot
+    return Outcome(ttft, tpot, ttlt, replicas * sequences / ttlt, batch, prompts_s / ttlt)
+
+
+def intake_s(deployment: Deployment, workload: Workload, prompts: int = 1) -> float:
+    """Seconds before so many prompts are at the scheduler: they are tokenized one after the other."""
+    return deployment.efficiency.request_s + deployment.efficiency.token_s * workload.prompt * prompts
+
+
+def per_lane(sequences: float, lanes: int) -> int:
+    """Of the lane that has the most."""
+    return max(1, math.ceil(sequences / lanes))
+
+
+def of_clients(lanes: Lanes, clients: int, most: Outcome) -> Outcome:
+    """`clients` in all, each of whom sends the next request when the last is answered.
+
+    Of a crowd not all are followed: the others only make the queue longer, each by the time between two answers
+    (Little's law).
+
+    Args:
+        most: what `saturated` says. A run of few rounds may by chance end a little more requests a second.
+    """
+    each = per_lane(clients, lanes.count)
+    followed = min(each, CROWDED * lanes.limits.sequences)
+    served = _closed_loop(lanes, followed)
+    queued_s = (each - followed) / served.requests_per_s
+    served = replace(
+        served,
+        ttft_s=served.ttft_s + queued_s,
+        ttft_p50_s=served.ttft_p50_s + queued_s,
+        e2e_s=served.e2e_s + queued_s,
+    )
+    rate = min(served.requests_per_s * clients / each, most.requests_per_s)
+    return _steady(lanes, served, rate, served.ttft_s)
+
+
+def saturated(lanes: Lanes) -> Outcome:
+    """As many requests run as there is room for, and others wait: the most that can be served.
+
+    There is no first token in time.
+    """
+    served = _closed_loop(lanes, CROWDED * lanes.limits.sequences)
+    return _steady(lanes, served, served.requests_per_s * lanes.count, None)
+
+
+def _closed_loop(lanes: Lanes, clients: int) -> Served:
+    rounds = ROUNDS if clients <= MANY_CLIENTS else 2
+    _check_steps(lanes, rounds * clients)
+    return closed_loop(lanes.deployment, lanes.workload, clients, lanes.limits, rounds)
+
+
+def _check_steps(lanes: Lanes, requests: int) -> None:
+    """Raises PlanError where the prompts of so many requests take too many steps to follow them one by one."""
+    budget = lanes.limits.batched_tokens
+    steps = requests * (lanes.workload.prompt - lanes.workload.cached) // budget
+    if steps > MOST_STEPS:
+        raise PlanError(
+            f"{requests:,} prompts take {steps:,} steps of max_num_batched_tokens, {budget:,}, more than the "
+            f"{MOST_STEPS:,} that are followed; raise --max-num-batched-tokens"
+        )
+
+
+def of_rate(lanes: Lanes, rate: float, most: Outcome) -> Outcome:
+    """Poisson arrivals, `rate` a second in all, which are spread over the lanes.
+
+    Args:
+        most: what `saturated` says. At a rate that is no lower the queue grows without end, and this is the answer.
+    """
+    if rate >= most.requests_per_s:
+        return most
+    each = rate / lanes.count
+    free = 1.0 - rate / most.requests_per_s
+    requests = min(MOST_REQUESTS, round(LEAST_REQUESTS / free))
+    _check_steps(lanes, requests)
+    arrivals = np.cumsum(np.random.default_rng(SEED).exponential(1.0 / each, requests))
+    served = open_loop(lanes.deployment, lanes.workload, arrivals.tolist(), lanes.limits, skip=requests // 4)
+    return _steady(lanes, served, rate, served.ttft_s)
+
+
+def _steady(lanes: Lanes, served: Served, requests_per_s: float, ttft: float | None) -> Outcome:
+    alone = steps_s(lanes.deployment, prompt_steps(lanes.workload, lanes.limits.batched_tokens))
+    return Outcome(
+        ttft_s=ttft,
+        tpot_s=served.tpot_s or None,
+        ttlt_s=None if ttft is None else ttft + (lanes.workload.output - 1) * served.tpot_s,
+        requests_per_s=requests_per_s,
+        running=served.running,
+        prompt_share=min(1.0, requests_per_s / lanes.count * alone),
+        served=served,
+    )

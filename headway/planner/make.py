@@ -1,0 +1,227 @@
+"""From a request to a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headway.cost import price, speculative
+from headway.cost.capacity import Capacity, capacity
+from headway.cost.loading import loading
+from headway.cost.memory import kv_cache_bytes, weight_bytes
+from headway.cost.parallel import Parallelism, check
+from headway.cost.serving import Limits, Workload
+from headway.cost.shape import ShapeError
+from headway.cost.timing import Deployment
+from headway.planner import estimates
+from headway.planner.assumptions import assumptions
+from headway.planner.estimates import Estimates
+from headway.planner.loads import Lanes, Outcome, of_batch, of_clients, of_rate, per_lane, saturated
+from headway.planner.phases import compute_bound_batch, compute_bound_weights, decode_phase, mean_context, prefill_phase
+from headway.planner.plan import Costs, Estimate, Plan, Speculated
+from headway.planner.problems import problem
+from headway.planner.request import PlanError, PlanRequest
+from headway.planner.resolve import Resolved, find_model, resolve
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Everything that can be said of it before it runs.
+
+    A model that does not fit is no error: the plan says by how much (`problem`), and what would make it fit.
+
+    Raises:
+        PlanError: a name is not known, or the model cannot be run like this.
+    """
+    found = resolve(request)
+    deployment = found.deployment
+    shape, precision = deployment.shape, deployment.precision
+    workload = Workload(request.prompt_tokens, request.output_tokens, request.cached_tokens, request.output_spread)
+    held = _capacity(request, found)
+    max_batch = held.max_batch * deployment.parallelism.data
+    load, value = _load(request)
+    lanes_each = deployment.parallelism.data * deployment.parallelism.pipeline
+    lanes = Lanes(deployment, workload, found.replicas * lanes_each, _lane_limits(found, held))
+    most = saturated(lanes) if held.fits else None
+    outcome = (
+        None if most is None or (load == "batch" and value > max_batch) else _outcome(lanes, found, load, value, most)
+    )
+    lane_batch = _lane_batch(lanes, found, load, value, outcome)
+    batch = int(value) if load == "batch" else lane_batch * lanes_each
+    weights = weight_bytes(shape, precision)
+    found_estimates = _estimates(lanes, load, value, outcome, most)
+    hour, source = _price(request, found)
+    plan = Plan(
+        request=request,
+        model=found.model.name,
+        hardware_key=deployment.hardware.key,
+        dtype=found.dtype,
+        quantization=found.quantization,
+        kv_cache_dtype=found.kv_cache_dtype,
+        deployment=deployment,
+        replicas=found.replicas,
+        devices=found.devices,
+        lanes=lanes.count,
+        workload=workload,
+        limits=found.limits,
+        load=load,
+        load_value=value,
+        batch=batch,
+        lane_batch=lane_batch,
+        context=mean_context(workload),
+        capacity=held,
+        max_batch=max_batch,
+        weights_bytes=weights,
+        kv_bytes_per_token=precision.kv.bytes_of(shape.kv_elements_per_token),
+        kv_cache_bytes=kv_cache_bytes(
+            shape, workload.prompt + workload.output, precision, request.block_size, batch, rolling=True
+        ),
+        prefill=prefill_phase(deployment, workload, found.limits.batched_tokens),
+        decode=decode_phase(deployment, workload, batch, lane_batch),
+        ridge_flops_per_byte=deployment.hardware.roofline(precision.linear.compute).ridge,
+        served=outcome.served if outcome else None,
+        ttft=found_estimates.ttft,
+        tpot=found_estimates.tpot,
+        ttlt=found_estimates.ttlt,
+        output_tokens_per_s=found_estimates.output_tokens_per_s,
+        saturation_rate=most.requests_per_s if most else 0.0,
+        compute_bound_batch=compute_bound_batch(deployment, mean_context(workload)),
+        compute_bound_weights=compute_bound_weights(deployment),
+        loading=loading(weights, held.weights, deployment.hardware),
+        price_per_hour=hour,
+        price_source=source,
+        costs=_costs(hour, outcome, lanes, found.devices),
+        slo_met=_slo_met(request, found_estimates),
+        speculated=_speculated(request, found, workload, lane_batch),
+        assumptions=(),
+        problem=None,
+    )
+    return replace(plan, assumptions=assumptions(plan), problem=problem(plan))
+
+
+def _capacity(request: PlanRequest, found: Resolved) -> Capacity:
+    return capacity(
+        found.deployment,
+        request.prompt_tokens,
+        request.output_tokens,
+        utilization=request.gpu_memory_utilization,
+        block_size=request.block_size,
+        max_num_batched_tokens=found.limits.batched_tokens,
+        max_num_seqs=found.limits.sequences,
+    )
+
+
+def _load(request: PlanRequest) -> tuple[str, float]:
+    if request.concurrency is not None:
+        return "concurrency", request.concurrency
+    if request.request_rate is not None:
+        return "rate", request.request_rate
+    return "batch", request.batch_size or 1
+
+
+def _lane_limits(found: Resolved, held: Capacity) -> Limits:
+    """Memory may hold fewer sequences than the engine would run, and the stages of a pipeline share both."""
+    room = min(found.limits.sequences, max(1, held.max_batch))
+    return Limits(found.limits.batched_tokens, max(1, room // found.deployment.parallelism.pipeline))
+
+
+def _outcome(lanes: Lanes, found: Resolved, load: str, value: float, most: Outcome) -> Outcome:
+    if load == "batch":
+        return of_batch(lanes, int(value), found.replicas)
+    return of_clients(lanes, int(value), most) if load == "concurrency" else of_rate(lanes, value, most)
+
+
+def _lane_batch(lanes: Lanes, found: Resolved, load: str, value: float, outcome: Outcome | None) -> int:
+    if load != "batch" and outcome is not None:
+        return max(1, round(outcome.running))
+    if load == "rate":
+        return 1
+    return per_lane(value, lanes.count // found.replicas if load == "batch" else lanes.count)
+
+
+def _estimates(lanes: Lanes, load: str, value: float, outcome: Outcome | None, most: Outcome | None) -> Estimates:
+    if outcome is None or most is None:
+        return Estimates()
+    hardware, workload = lanes.deployment.hardware, lanes.workload
+    if load != "rate":
+        return estimates.of_steady(outcome, workload, hardware)
+    return estimates.of_arrivals(
+        outcome,
+        workload,
+        hardware,
+        value,
+        most.requests_per_s,
+        at=lambda factor: of_rate(lanes, factor * outcome.requests_per_s, most),
+    )
+
+
+def _price(request: PlanRequest, found: Resolved) -> tuple[float | None, str]:
+    """Of all devices for an hour."""
+    if request.price_per_hour is not None:
+        return request.price_per_hour * found.devices, "as given"
+    listed = found.deployment.hardware.price
+    if listed is None:
+        return None, ""
+    return listed.per_hour * found.devices, f"{listed.source}, {listed.date}".strip(", ")
+
+
+def _costs(hour: float | None, outcome: Outcome | None, lanes: Lanes, devices: int) -> Costs:
+    if outcome is None or outcome.requests_per_s <= 0:
+        return Costs()
+    workload = lanes.workload
+    tokens_per_s = outcome.requests_per_s * workload.output
+    money, watts = Costs(), lanes.deployment.hardware.tdp_w
+    if hour is not None:
+        of_input, of_output = price.split_cost(
+            hour, outcome.requests_per_s, workload.prompt, workload.output, outcome.prompt_share
+        )
+        money = Costs(price.cost_per_million(hour, tokens_per_s), of_input, of_output, outcome.prompt_share)
+    if watts is None:
+        return money
+    return replace(
+        money,
+        tokens_per_s_per_watt=price.tokens_per_s_per_watt(tokens_per_s, watts * devices),
+        kwh_per_million=price.kwh_per_million(tokens_per_s, watts * devices),
+    )
+
+
+def _slo_met(request: PlanRequest, found: Estimates) -> dict[str, bool]:
+    values: dict[str, Estimate | None] = {"ttft": found.ttft, "tpot": found.tpot, "e2el": found.ttlt}
+    met = {}
+    for name, limit_ms in request.slo.items():
+        estimate = values[name]
+        if name == "tpot" and estimate is None and request.output_tokens == 1:
+            met[name] = found.ttft is not None
+        else:
+            met[name] = estimate is not None and estimate.value * 1e3 <= limit_ms
+    return met
+
+
+def _speculated(request: PlanRequest, found: Resolved, workload: Workload, batch: int) -> Speculated | None:
+    """Of a decode step; the draft runs on the same devices, on all of them where it can be divided so."""
+    if (asked := request.speculation) is None:
+        return None
+    draft = _draft(asked.draft, found) if asked.draft is not None else None
+    target, context = found.deployment, mean_context(workload)
+    plain = speculative.tpot_s(target, None, batch, context, 0, 0.0)
+    tpot = speculative.tpot_s(target, draft, batch, context, asked.tokens, asked.acceptance)
+    return Speculated(
+        accepted=speculative.expected_tokens(asked.tokens, asked.acceptance),
+        tpot_s=tpot,
+        speedup=plain / tpot,
+        best_tokens=speculative.best_tokens(target, draft, batch, context, asked.acceptance),
+        break_even=speculative.break_even(target, draft, batch, context, asked.tokens),
+    )
+
+
+def _draft(name: str, found: Resolved) -> Deployment:
+    target = found.deployment
+    try:
+        shape = find_model(name, "none").shape
+    except ValueError as error:
+        raise PlanError(f"draft {error}") from None
+    alike = Parallelism(tensor=target.parallelism.tensor)
+    try:
+        check(shape, alike, target.hardware.link)
+    except ShapeError:
+        alike = Parallelism()
+    precision = replace(target.precision, linear=target.precision.rest, experts=None)
+    return Deployment(shape, precision, target.hardware, target.efficiency, alike, target.flash)

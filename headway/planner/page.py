@@ -1,0 +1,180 @@
+"""A plan as a page with its pictures: `--plot`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from headway.planner import pictures, tables
+from headway.planner.answer import answer, headline
+from headway.planner.explain import result
+from headway.planner.formulas import formulas
+from headway.planner.plan import Estimate, Plan
+from headway.planner.words import bar, dollars, gigabytes
+from headway.report.page import ReportError, write_page
+from headway.report.parts import Banner, Page, Picture, Section, Table, cells
+from headway.report.style import number
+
+PAGE = "plan.html"
+
+
+def write_plan(folder: Path, plan: Plan) -> list[Path]:
+    """Write plan.html and its pictures as PNG into a folder, which is made: all of them, or none.
+
+    Returns:
+        All files written, the page first.
+
+    Raises:
+        ReportError: they cannot be written there.
+    """
+    page = page_of(plan)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".plan-") as name:
+            drafts = write_page(Path(name) / PAGE, page, figures_dir=Path(name))
+            for draft in reversed(drafts):
+                os.replace(draft, folder / draft.name)
+    except OSError as error:
+        where = error.filename or folder
+        raise ReportError(f"cannot write the plan {where}: {error.strerror or error}; name another folder") from None
+    return [folder / draft.name for draft in drafts]
+
+
+def page_of(plan: Plan) -> Page:
+    """The short answer, then what it is made of."""
+    return Page(
+        title=f"Plan of {plan.model} on {plan.hardware_key}",
+        subtitle=headline(plan),
+        verdict=_banners(plan),
+        key_figures=key_figures(plan),
+        sections=tuple(
+            section
+            for section in (
+                _short_answer(plan),
+                _serving(plan),
+                _times(plan),
+                _memory(plan),
+                _money(plan),
+                Section("Loading the model", tables=(tables.loading_table(plan),), anchor="loading"),
+                Section(
+                    "Assumptions",
+                    terms=tuple((f"{place}.", text) for place, text in enumerate(plan.assumptions, 1)),
+                    anchor="assumptions",
+                ),
+                Section("Formulas", tables=(_formulas(plan),), anchor="formulas", folded=True),
+            )
+            if section is not None
+        ),
+        footer="Made by headway plan. Estimates before anything was run; bars hold four in five measurements.",
+    )
+
+
+def key_figures(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """Numbers for the top; those that this plan does not have are left out."""
+    found = []
+    for name, time in (("TTFT", plan.ttft), ("TPOT", plan.tpot)):
+        if time is not None:
+            found.append((f"{number(time.value * 1e3)} ms", _with_bar(name, time.scaled(1e3))))
+    if plan.output_tokens_per_s is not None:
+        found.append((number(plan.output_tokens_per_s.value), _with_bar("output tokens/s", plan.output_tokens_per_s)))
+    found.append((f"{plan.max_batch:,}", f"requests of {plan.workload.prompt + plan.workload.output:,} tokens fit"))
+    found.append((gigabytes(plan.weights_bytes), "of weights"))
+    if plan.costs.per_million_output_tokens is not None:
+        found.append((dollars(plan.costs.per_million_output_tokens), "for 1M output tokens"))
+    return tuple(found)
+
+
+def _with_bar(name: str, estimate: Estimate) -> str:
+    return f"{name}, 80 %: {bar(estimate)}"
+
+
+def _banners(plan: Plan) -> tuple[Banner, ...]:
+    lines = {line.label: line for line in answer(plan)}
+    found = []
+    if "Problem" in lines:
+        found.append(Banner("It cannot work like this", (lines["Problem"].text,)))
+    if "SLO" in lines:
+        found.append(Banner("Objectives", (lines["SLO"].text,), "good" if lines["SLO"].tone == "good" else "warn"))
+    return tuple(found)
+
+
+def _short_answer(plan: Plan) -> Section:
+    shown = [(line.label, line.text) for line in answer(plan) if line.label not in ("Problem", "SLO")]
+    return Section("The short answer", terms=tuple(shown), anchor="answer")
+
+
+def _serving(plan: Plan) -> Section | None:
+    if plan.output_tokens_per_s is None:
+        return None
+    what = {"batch": "the batch", "concurrency": "the number of clients", "rate": "the rate of requests"}[plan.load]
+    return Section(
+        "Throughput and latency",
+        tables=(tables.serving_table(plan),),
+        pictures=(
+            Picture(
+                "throughput-latency",
+                "Throughput against latency",
+                f"Each point is this plan with another value of {what}, which is written beside it.",
+                pictures.latency(plan, pictures.sweep(plan)),
+            ),
+        ),
+        anchor="serving",
+    )
+
+
+def _times(plan: Plan) -> Section:
+    return Section(
+        "Where the time goes",
+        tables=(tables.phase_table(plan, "prefill"), tables.phase_table(plan, "decode")),
+        pictures=(
+            Picture(
+                "time-by-operation",
+                "Predicted, and what physics allows",
+                "Of a device. Physics: each operation at the data sheet's rates, without any loss. Shares are of "
+                "the bar.",
+                pictures.times(plan),
+            ),
+            Picture(
+                "roofline",
+                "Roofline of a device",
+                "Operations that multiply; the larger a point, the more of its phase's time it takes. The others move "
+                "bytes only and would lie at the left end. Below the line: what programs do not reach.",
+                pictures.roofline(plan),
+            ),
+        ),
+        anchor="time",
+    )
+
+
+def _memory(plan: Plan) -> Section:
+    return Section(
+        "Memory",
+        tables=(tables.memory_table(plan),),
+        pictures=(
+            Picture(
+                "memory-by-context",
+                "Memory of a device by context",
+                "Weights, activations and workspace at the bottom, and above them the cache of so many sequences of a "
+                "replica. Dots: where the memory that the engine takes is full.",
+                pictures.memory(plan),
+            ),
+        ),
+        anchor="memory",
+    )
+
+
+def _money(plan: Plan) -> Section | None:
+    if plan.costs.per_million_output_tokens is None and plan.costs.tokens_per_s_per_watt is None:
+        return None
+    return Section("Cost and energy", tables=(tables.cost_table(plan),), anchor="cost")
+
+
+def _formulas(plan: Plan) -> Table:
+    rows = [cells(f.name, f.rule, f.numbers and f"= {f.numbers}", result(f), f.source) for f in formulas(plan)]
+    return Table(
+        "Each figure with the numbers put in",
+        ("", "formula", "numbers", "result", "source"),
+        tuple(rows),
+        left=frozenset({1, 2, 3, 4}),
+    )

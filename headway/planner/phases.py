@@ -1,0 +1,138 @@
+"""The two phases of a request as steps: prefill and decode, with what they do, take, and could take at best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from headway.cost.attention import Chunk
+from headway.cost.serving import Workload
+from headway.cost.timing import LINEAR, Deployment, PartTime, StepTime
+from headway.cost.work import Operation, step_work, total
+from headway.planner.plan import Phase
+
+MOST_SEQUENCES = 2**16
+
+
+def prompt_steps(workload: Workload, budget: int, requests: int = 1) -> list[list[Chunk]]:
+    """The steps that so many prompts take, one after the other, with at most `budget` tokens in a step."""
+    steps: list[list[Chunk]] = []
+    room = 0
+    for _ in range(requests):
+        done = workload.cached
+        while done < workload.prompt:
+            if room == 0:
+                steps.append([])
+                room = budget
+            tokens = min(room, workload.prompt - done)
+            _add(steps[-1], Chunk(tokens, done, int(done + tokens == workload.prompt)))
+            done += tokens
+            room -= tokens
+    return steps
+
+
+def _add(chunks: list[Chunk], chunk: Chunk) -> None:
+    """Chunks that are alike count as one with several sequences."""
+    if chunks and replace(chunks[-1], sequences=1) == chunk:
+        chunk = replace(chunk, sequences=chunks.pop().sequences + 1)
+    chunks.append(chunk)
+
+
+def steps_s(deployment: Deployment, steps: Sequence[Sequence[Chunk]]) -> float:
+    """Seconds of steps one after the other; those that are alike are timed once."""
+    kinds: dict[tuple[Chunk, ...], int] = {}
+    for step in steps:
+        kinds[tuple(step)] = kinds.get(tuple(step), 0) + 1
+    return sum(count * deployment.step(step).seconds for step, count in kinds.items())
+
+
+def mean_context(workload: Workload) -> int:
+    """Tokens before a decode step halfway through an answer."""
+    return workload.prompt + workload.output // 2
+
+
+def prefill_phase(deployment: Deployment, workload: Workload, budget: int) -> Phase:
+    """The prompt of one request alone."""
+    whole = Chunk(workload.prompt - workload.cached, workload.cached)
+    return _phase(deployment, whole, prompt_steps(workload, budget))
+
+
+def decode_phase(deployment: Deployment, workload: Workload, batch: int, lane_batch: int) -> Phase:
+    """One token of each of `batch` sequences of a replica, of which a device works on `lane_batch` at a time."""
+    context = mean_context(workload)
+    return _phase(deployment, Chunk(1, context, 1, batch), [[Chunk(1, context, 1, lane_batch)]])
+
+
+def _phase(deployment: Deployment, whole: Chunk, timed: list[list[Chunk]]) -> Phase:
+    work = step_work(deployment.shape, [whole], deployment.precision, deployment.flash)
+    time = joined([deployment.step(step) for step in timed])
+    ideal = deployment.ideal()
+    floor = joined([ideal.step(step) for step in timed])
+    sums = total(work.values())
+    return Phase(
+        work=work,
+        flops=sums.flops,
+        bytes=sums.kept_bytes,
+        activation_bytes=sums.activation_bytes,
+        time=time,
+        floor_s=floor.seconds,
+        floors_s={part.name: part.seconds for part in floor.parts},
+        bound=time.bound,
+    )
+
+
+def joined(steps: Sequence[StepTime]) -> StepTime:
+    """Steps one after the other as if they were one, added up part by part, in the order of a layer."""
+    parts: dict[str, PartTime] = {}
+    for step in steps:
+        for part in step.parts:
+            before = parts.get(part.name, PartTime(part.name, 0.0))
+            parts[part.name] = PartTime(
+                part.name,
+                before.seconds + part.seconds,
+                before.compute_s + part.compute_s,
+                before.memory_s + part.memory_s,
+                before.network_s + part.network_s,
+                before.overhead_s + part.overhead_s,
+                before.work + part.work,
+            )
+    order = {str(operation): place for place, operation in enumerate(Operation)}
+    order["attention"] = order[Operation.SCORES]
+    ordered = sorted(parts.values(), key=lambda part: order.get(part.name, len(order)))
+    return StepTime(tuple(ordered), sum(step.host_s for step in steps))
+
+
+def compute_bound_batch(deployment: Deployment, context: int) -> int | None:
+    """The smallest batch of decodes of which arithmetic takes most of the step; None where it never does.
+
+    Beyond some context the cache takes most of any batch's time, as its bytes grow with the batch (document 002).
+    """
+    return _smallest(lambda batch: deployment.step([Chunk(1, context, 1, batch)]).bound == "compute")
+
+
+def compute_bound_weights(deployment: Deployment) -> int | None:
+    """The smallest batch of decodes whose products with weights take longer than reading them (document 002).
+
+    Attention, whose intensity no batch raises, is left out.
+    """
+
+    def bound(batch: int) -> bool:
+        parts = deployment.step([Chunk(1, 0, 1, batch)]).parts
+        linear = [part for part in parts if part.name in LINEAR]
+        return sum(part.compute_s for part in linear) >= sum(part.memory_s for part in linear)
+
+    return _smallest(bound)
+
+
+def _smallest(holds: Callable[[int], bool]) -> int | None:
+    """Up to 65,536, where it holds from some batch on."""
+    batch = 1
+    while not holds(batch):
+        batch *= 2
+        if batch > MOST_SEQUENCES:
+            return None
+    low = batch // 2  # it does not hold here, or this is 0
+    while batch - low > 1:
+        middle = (low + batch) // 2
+        low, batch = (low, middle) if holds(middle) else (middle, batch)
+    return batch

@@ -1,0 +1,305 @@
+"""From names and flags to a deployment: which model, hardware, precision, parallelism and limits are meant."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.calibration.store import CalibratedMachine, StoreError, folder, load
+from headway.cost import catalogue
+from headway.cost.config import read_shape
+from headway.cost.efficiency import Efficiency
+from headway.cost.hardware import Hardware
+from headway.cost.parallel import Parallelism, check
+from headway.cost.precision import KV_DTYPES, QUANTIZATIONS, Precision
+from headway.cost.serving import Limits
+from headway.cost.shape import ModelShape, ShapeError
+from headway.cost.timing import Deployment
+from headway.planner.request import PlanError, PlanRequest
+
+# What `quantization_config.quant_method` of a config.json stands for, where it decides by itself.
+_METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4"}
+# Of config.json and of --dtype.
+_DTYPES = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+}
+_PUBLISHED = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+LARGE_MEMORY = 70 * 2**30
+MOST_PROMPT_STEPS = MOST_LAYERS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model, and how its checkpoint is published: `dtype` of what is not quantised, and `quantization`."""
+
+    name: str
+    shape: ModelShape
+    dtype: str
+    quantization: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What a request means.
+
+    Args:
+        dtype, quantization, kv_cache_dtype: what "auto" came to.
+        replicas: of the deployment, on `devices` devices in all.
+        limits: of the engine of a data-parallel group.
+    """
+
+    model: Model
+    deployment: Deployment
+    dtype: str
+    quantization: str
+    kv_cache_dtype: str
+    replicas: int
+    devices: int
+    limits: Limits
+
+
+def resolve(request: PlanRequest) -> Resolved:
+    """Raises PlanError when a name is not known or the model cannot be run like this."""
+    try:
+        model = find_model(request.model, request.quantization)
+        hardware, efficiency = find_hardware(request.hardware, request.engine)
+        dtype = _dtype(request, model, hardware)
+        quantization = model.quantization if request.quantization == "auto" else request.quantization
+        precision = _precision(model, dtype, quantization, request.kv_cache_dtype)
+        parallelism = _parallelism(request, model.shape, hardware)
+        deployment = Deployment(model.shape, precision, hardware, efficiency, parallelism, request.flash_attention)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    _check_flags(request, parallelism)
+    _check_length(request, model)
+    devices = request.count or parallelism.devices
+    if devices % parallelism.devices:
+        raise PlanError(
+            f"count is {devices}, but one replica takes {parallelism.devices} devices; give a multiple of that"
+        )
+    return Resolved(
+        model=model,
+        deployment=deployment,
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=precision.kv.name,
+        replicas=devices // parallelism.devices,
+        devices=devices,
+        limits=_limits(request, hardware),
+    )
+
+
+def find_model(name: str, quantization: str = "auto") -> Model:
+    """Of the catalogue, a folder with a config.json, or a config.json; such a folder here goes before a name.
+
+    Args:
+        quantization: unless it is "auto", what the config.json says of it does not count.
+
+    Raises:
+        PlanError: a path without a config.json that can be read.
+        ValueError: no such name, or a config.json that describes no known model.
+    """
+    path = Path(name).expanduser()
+    if path.is_file() or (path / "config.json").is_file() or name.startswith(("/", ".", "~")):
+        return _model_of_files(path, quantization)
+    try:
+        known = catalogue.find_model(name)
+    except catalogue.UnknownName:
+        if name.strip() and path.is_dir():
+            return _model_of_files(path, quantization)
+        raise
+    quantized = known.weights not in _PUBLISHED
+    return Model(
+        name=known.key,
+        shape=known.shape,
+        dtype="bfloat16" if quantized else _PUBLISHED[known.weights],
+        quantization=known.weights if quantized else "none",
+    )
+
+
+def _model_of_files(path: Path, quantization: str) -> Model:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except OSError as error:
+        raise PlanError(f"{file} cannot be read: {error.strerror}; give a model's name or its config.json") from None
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{file} is not JSON: {error}; give a model's config.json") from None
+    if not isinstance(config, dict):
+        raise PlanError(f"{file} holds no JSON object; give a model's config.json")
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise PlanError(f"{file}: the model has {layers:,} layers; at most {MOST_LAYERS:,} are planned")
+    named = config.get("dtype") or config.get("torch_dtype")
+    return Model(
+        name=file.resolve().parent.name,
+        shape=read_shape(config, str(file)),
+        dtype=_DTYPES.get(str(named), "bfloat16"),
+        quantization=_published_quantization(config, str(file)) if quantization == "auto" else quantization,
+    )
+
+
+def _published_quantization(config: Mapping[str, Any], source: str) -> str:
+    """The name in `cost.precision.QUANTIZATIONS` of what `quantization_config` says."""
+    said = config.get("quantization_config")
+    if not isinstance(said, dict):
+        return "none"
+    method = str(said.get("quant_method", "")).lower()
+    bits = said.get("bits")
+    if method == "compressed-tensors":
+        method, bits = _compressed_tensors(said), None
+    if method in _METHODS:
+        return _METHODS[method]
+    if method == "gptq" and bits in (4, 8):
+        return "int4" if bits == 4 else "int8-weight-only"
+    if method in ("int8", "int8-weight-only", "int4", "fp8-weight-only"):
+        return method
+    raise PlanError(
+        f"{source}: quantization_config says {method or 'nothing that is known'!r}; give --quantization yourself"
+    )
+
+
+def _compressed_tensors(said: Mapping[str, Any]) -> str:
+    """From the first group: bits and type of weights, and whether activations are quantised too."""
+    groups = said.get("config_groups")
+    group = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(group, dict) or not isinstance(weights, dict):
+        return "compressed-tensors without weights"
+    kind = f"{'fp' if weights.get('type') == 'float' else 'int'}{weights.get('num_bits')}"
+    return kind if kind == "int4" or group.get("input_activations") else f"{kind}-weight-only"
+
+
+def find_hardware(name: str, engine: str = "vllm") -> tuple[Hardware, Efficiency]:
+    """A calibrated machine with what was measured of it, or one of the catalogue with what `engine` reaches of it.
+
+    Raises:
+        ValueError: no such hardware or engine, or this calibrated machine cannot be read.
+    """
+    if engine not in (known := catalogue.engines()):
+        raise PlanError(f"engine {engine!r} is not known; known are {', '.join(known)}")
+    machines = calibrated(name)
+    hardware = catalogue.find_hardware(name, [each.hardware for each in machines])
+    for machine in machines:
+        if machine.hardware is hardware:
+            return hardware, machine.efficiency
+    return hardware, catalogue.efficiency(hardware, engine)
+
+
+def calibrated(name: str) -> tuple[CalibratedMachine, ...]:
+    """Machines that `headway calibrate` has measured here, without those that cannot be read.
+
+    Raises:
+        StoreError: the one of this name is among the latter.
+    """
+    found = []
+    for path in sorted(folder().glob("[!.]*.json")):
+        try:
+            found.append(load(path))
+        except StoreError:
+            if path.stem == name.strip().lower():
+                raise
+    return tuple(found)
+
+
+def _dtype(request: PlanRequest, model: Model, hardware: Hardware) -> str:
+    if request.dtype != "auto":
+        if request.dtype not in _DTYPES:
+            raise PlanError(f"dtype is {request.dtype!r}; it must be auto, bfloat16, float16 or float32")
+        return _DTYPES[request.dtype]
+    if not (short := {"bf16", "fp16"} & hardware.flops_per_s.keys()):
+        return "float32"
+    if "bf16" not in short:
+        return "float16"
+    return "bfloat16" if model.dtype == "float32" else model.dtype
+
+
+def _precision(model: Model, dtype: str, quantization: str, kv_cache_dtype: str) -> Precision:
+    if quantization not in QUANTIZATIONS:
+        raise PlanError(f"quantization is {quantization!r}; it must be one of auto, {', '.join(QUANTIZATIONS)}")
+    if kv_cache_dtype not in KV_DTYPES:
+        raise PlanError(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(KV_DTYPES)}")
+    precision = Precision.named(dtype, quantization, kv_cache_dtype)
+    return precision.for_experts_only() if quantization == "mxfp4" and model.shape.experts else precision
+
+
+def _parallelism(request: PlanRequest, shape: ModelShape, hardware: Hardware) -> Parallelism:
+    """As asked for. Without a tensor parallel size it is what --count leaves for it, where that is possible."""
+
+    def over(tensor: int) -> Parallelism:
+        return Parallelism(
+            tensor=tensor,
+            pipeline=request.pipeline_parallel_size,
+            data=request.data_parallel_size,
+            experts=request.enable_expert_parallel,
+            sequence=request.sequence_parallel,
+        )
+
+    if request.tensor_parallel_size is not None:
+        return over(request.tensor_parallel_size)
+    rest, left = divmod(request.count or 1, request.pipeline_parallel_size * request.data_parallel_size)
+    if left or rest <= 1:
+        return over(1)
+    try:
+        check(shape, over(rest), hardware.link)
+    except ShapeError:
+        return over(1)
+    return over(rest)
+
+
+def _check_flags(request: PlanRequest, parallelism: Parallelism) -> None:
+    for name, asked, devices in (
+        ("sequence_parallel", request.sequence_parallel, parallelism.tensor),
+        ("enable_expert_parallel", request.enable_expert_parallel, parallelism.tensor * parallelism.data),
+    ):
+        if asked and devices == 1:
+            raise PlanError(
+                f"{name} divides work among the devices of a layer, and there is 1; give --tensor-parallel-size 2 or "
+                "more, or leave it out"
+            )
+
+
+def _check_length(request: PlanRequest, model: Model) -> None:
+    limit, name = model.shape.max_positions, "the model's max_position_embeddings"
+    if request.max_model_len is not None:
+        limit, name = request.max_model_len, "max_model_len"
+    tokens = request.prompt_tokens + request.output_tokens
+    if limit and tokens > limit:
+        raise PlanError(
+            f"prompt_tokens and output_tokens are {tokens:,} together, more than {name}, {limit:,}; ask for fewer"
+            + (", or give --max-model-len for a model whose positions are scaled" if not request.max_model_len else "")
+        )
+
+
+def _limits(request: PlanRequest, hardware: Hardware) -> Limits:
+    """vLLM's defaults for its server (EngineArgs.get_batch_defaults): more on GPUs of 70 GiB and above, A100s apart."""
+    large = (
+        hardware.kind == "gpu" and hardware.memory_bytes >= LARGE_MEMORY and not hardware.key.lower().startswith("a100")
+    )
+    tokens = request.max_num_batched_tokens or (8192 if large else 2048)
+    sequences = request.max_num_seqs or min(tokens, max(1024 if large else 256, request.batch_size or 1))
+    if sequences > tokens:
+        raise PlanError(
+            f"max_num_seqs is {sequences}, more than max_num_batched_tokens, {tokens}: each sequence takes a token of "
+            "the step; raise the second or lower the first"
+        )
+    if (request.batch_size or 1) > sequences:
+        raise PlanError(
+            f"batch_size is {request.batch_size}, more than max_num_seqs, {sequences}; raise --max-num-seqs and "
+            "--max-num-batched-tokens, or lower the batch"
+        )
+    if (steps := -(-(request.prompt_tokens - request.cached_tokens) // tokens)) > MOST_PROMPT_STEPS:
+        raise PlanError(
+            f"a prompt of {request.prompt_tokens:,} tokens takes {steps:,} steps of max_num_batched_tokens, "
+            f"{tokens:,}; at most {MOST_PROMPT_STEPS:,} are planned, so raise --max-num-batched-tokens"
+        )
+    return Limits(tokens, sequences)

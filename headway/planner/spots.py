@@ -1,0 +1,133 @@
+"""Names beside the points of a picture with logarithmic axes, such that none covers another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headway.report import style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Inches, of text of 7.5 points.
+LETTER, LINE = 0.062, 0.135
+NEAR = 0.2
+GAP = 0.09
+MOST_NAMES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A point with a name; `share` says how much it matters."""
+
+    name: str
+    x: float
+    y: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """Inches from the lower left corner of the axes."""
+
+    left: float
+    bottom: float
+    right: float
+    top: float
+
+    def covers(self, other: _Box) -> bool:
+        return (
+            self.left < other.right and other.left < self.right and self.bottom < other.top and other.bottom < self.top
+        )
+
+
+def name_spots(
+    axes: Axes,
+    groups: Sequence[Sequence[Spot]],
+    colours: Sequence[str],
+    avoid: Sequence[Spot],
+    size: tuple[float, float],
+) -> None:
+    """Write the names of each group in its colour of the palette; points close together share a name.
+
+    Args:
+        axes: logarithmic both ways, with its final limits.
+        groups: of spots, those that matter most first.
+        avoid: places of a line that names should not cover.
+        size: of the axes, about, in inches.
+    """
+    scale = _Scale(axes, size)
+    taken = [_around(scale.place(spot), 0.05) for group in groups for spot in group]
+    taken += [_around(scale.place(spot), 0.01) for spot in avoid]
+    whole = _Box(0.0, 0.0, *size)
+    for group, colour in zip(groups, colours, strict=True):
+        for cluster in _clusters(group, scale):
+            text = _name(cluster)
+            x, y = scale.place(cluster[0])
+            choices = list(_choices(x, y, len(text) * LETTER))
+            box = min(choices, key=lambda choice: _badness(choice, taken, whole))
+            taken.append(box)
+            axes.annotate(
+                text,
+                (cluster[0].x, cluster[0].y),
+                ((box.left - x) * 72, (box.bottom - y) * 72 + 2),
+                textcoords="offset points",
+                fontsize=7.5,
+                color=style.colour(colour),
+            )
+
+
+class _Scale:
+    """From values to inches."""
+
+    def __init__(self, axes: Axes, size: tuple[float, float]) -> None:
+        self._limits = (axes.get_xlim(), axes.get_ylim())
+        self._size = size
+
+    def place(self, spot: Spot) -> tuple[float, float]:
+        along = [
+            length * math.log(value / low) / math.log(high / low)
+            for value, (low, high), length in zip((spot.x, spot.y), self._limits, self._size, strict=True)
+        ]
+        return along[0], along[1]
+
+
+def _clusters(group: Sequence[Spot], scale: _Scale) -> list[list[Spot]]:
+    """Each spot with the first one that it is near to."""
+    found: list[list[Spot]] = []
+    for spot in group:
+        near = [each for each in found if math.dist(scale.place(each[0]), scale.place(spot)) < NEAR]
+        if near:
+            near[0].append(spot)
+        else:
+            found.append([spot])
+    return found
+
+
+def _name(cluster: Sequence[Spot]) -> str:
+    names = [spot.name for spot in cluster]
+    rest = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _choices(x: float, y: float, width: float) -> Iterator[_Box]:
+    """Places for a text, the best first: right, left, below, above, and further away."""
+    for away in (1.0, 2.2, 3.6):
+        gap = GAP * away
+        for bottom in (y - LINE / 2, y - gap - LINE, y + gap):
+            yield _Box(x + gap, bottom, x + gap + width, bottom + LINE)
+            yield _Box(x - gap - width, bottom, x - gap, bottom + LINE)
+        for bottom in (y - gap - LINE, y + gap):
+            yield _Box(x - width / 2, bottom, x + width / 2, bottom + LINE)
+
+
+def _badness(box: _Box, taken: Sequence[_Box], whole: _Box) -> int:
+    outside = box.left < whole.left or box.right > whole.right or box.bottom < whole.bottom or box.top > whole.top
+    return sum(box.covers(other) for other in taken) + 10 * outside
+
+
+def _around(place: tuple[float, float], half: float) -> _Box:
+    return _Box(place[0] - half, place[1] - half, place[0] + half, place[1] + half)

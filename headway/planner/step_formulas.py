@@ -1,0 +1,284 @@
+"""Formulas of weights, cache, memory, and the work and time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headway.cost.capacity import sequence_bytes
+from headway.cost.parallel import stage_layers
+from headway.cost.timing import LINEAR, PartTime
+from headway.cost.work import Operation, compute_format, total
+from headway.planner.explain import Formula, plain
+from headway.planner.plan import Phase, Plan
+
+EXACT = "counted from the shape, exactly"
+FITTED = "efficiency: cost/tables/efficiency.toml"
+
+
+def added(terms: list[str]) -> str:
+    return " + ".join(terms)
+
+
+def of_weights(plan: Plan) -> Iterator[Formula]:
+    shape, precision = plan.deployment.shape, plan.deployment.precision
+    parts = {name: count for name, count in shape.parameters().items() if count}
+    yield Formula(
+        "Parameters",
+        added([name.replace("_", " ") for name in parts]),
+        added([plain(count) for count in parts.values()]),
+        shape.num_parameters,
+        "",
+        EXACT,
+    )
+    kept = {
+        "linear": precision.linear,
+        "experts": precision.of_experts,
+        "head": precision.head,
+        "embedding": precision.rest,
+        "rest": precision.rest,
+    }
+    groups = [(name, count, kept[name]) for name, count in shape.matrices().items() if count]
+    yield Formula(
+        "Bytes of weights",
+        "parameters × bits / 8, scales of groups included: "
+        + ", ".join(f"{name} in {format_.name}" for name, _, format_ in groups),
+        added([f"{plain(count)} * {plain(format_.bits_per_element)} / 8" for _, count, format_ in groups]),
+        plan.weights_bytes,
+        "bytes",
+        "document 000, Memory Components; 4.25 bits of MXFP4: document 000, Models",
+    )
+
+
+def of_cache(plan: Plan) -> Iterator[Formula]:
+    shape, bits = plan.deployment.shape, plan.deployment.precision.kv.bits
+    if shape.latent is None:
+        rule = "2 × layers × KV heads × head dimension × bytes of an element"
+        numbers = f"2 * {shape.layers} * {shape.kv_heads} * {shape.head_dim} * {bits} / 8"
+        source = "document 000, KV Cache Formula; document 002, KV Cache Memory Requirements; document 003, 3.3"
+    else:
+        rule = "layers × (latent + rotary key) × bytes of an element"
+        numbers = f"{shape.layers} * ({shape.latent.kv_rank} + {shape.latent.rope_dim}) * {bits} / 8"
+        source = "document 002, Multi-head Latent Attention; DeepSeek-V2 2024, section 2.1"
+    yield Formula("Cache of a token", rule, numbers, plan.kv_bytes_per_token, "bytes", source)
+    of_layer = plain(plan.deployment.precision.kv.bytes_of(shape.kv_elements_per_layer))
+    yield Formula(
+        "Cache of the batch",
+        "cache of a token in a layer × tokens in whole blocks, in all layers × sequences",
+        f"{of_layer} * ({_kept(plan, shape.sliding_windows)}) * {plain(plan.batch)}",
+        plan.kv_cache_bytes,
+        "bytes",
+        "document 000, KV Cache Formula; PagedAttention 2023 for the blocks; document 002, Sliding Window Attention",
+    )
+
+
+def _kept(plan: Plan, windows: tuple[int | None, ...]) -> str:
+    """Tokens of one request that these layers keep, those with a window no more than that."""
+    tokens, block = plan.workload.prompt + plan.workload.output, plan.request.block_size
+    return added(
+        [
+            f"{windows.count(window)} * {block} * ceil({plain(min(tokens, window or tokens))} / {block})"
+            for window in dict.fromkeys(windows)
+        ]
+    )
+
+
+def of_memory(plan: Plan) -> Iterator[Formula]:
+    held, work = plan.capacity, plan.workload
+    yield Formula(
+        "Memory left for the cache, of a device",
+        "memory × share that the engine takes - weights - activations - workspace",
+        f"{plain(held.memory)} * {plan.request.gpu_memory_utilization:g} - {plain(held.weights)} - "
+        f"{plain(held.activations)} - {plain(held.workspace)}",
+        held.kv_pool,
+        "bytes",
+        "document 002, Memory Limits Batch Size",
+    )
+    d, one = plan.deployment, sequence_bytes(plan.deployment, work.prompt + work.output, plan.request.block_size)
+    stage = d.device.sliding_windows[: stage_layers(d.shape.layers, d.parallelism.pipeline)]
+    yield Formula(
+        "Cache of one request, of a device",
+        "cache of a token in a layer of a device × tokens in whole blocks, in the layers of a stage",
+        f"{plain(d.precision.kv.bytes_of(d.device.kv_elements_per_layer))} * ({_kept(plan, stage)})",
+        one,
+        "bytes",
+        "document 000, KV Cache Formula; document 002, Sliding Window Attention",
+    )
+    yield Formula(
+        "Largest batch",
+        "memory left for the cache / cache of one request, of each data-parallel group",
+        f"floor(max(0, {plain(held.kv_pool)}) / {plain(one)}) * {d.parallelism.data}",
+        plan.max_batch,
+        "requests",
+        "document 002, Memory Limits Batch Size",
+    )
+
+
+def of_ridge(plan: Plan) -> Iterator[Formula]:
+    hardware, precision = plan.deployment.hardware, plan.deployment.precision
+    peak = hardware.rate(precision.linear.compute)
+    yield Formula(
+        "Ridge",
+        f"peak rate of products in {hardware.arithmetic(precision.linear.compute)} / bandwidth",
+        f"{plain(peak)} / {plain(hardware.bytes_per_s)}",
+        plan.ridge_flops_per_byte,
+        "FLOP/byte",
+        "document 002, Recap: Arithmetic Intensity; Williams, Waterman and Patterson 2009",
+    )
+
+
+def of_phase(plan: Plan, name: str, phase: Phase) -> Iterator[Formula]:
+    yield from _flops(plan, name, phase)
+    parts = total(phase.work.values())
+    yield Formula(
+        f"Bytes of the {name}",
+        "weights + cache read + cache written; of the embedding only the rows of the tokens",
+        added([plain(n) for n in (parts.weight_bytes, parts.kv_read_bytes, parts.kv_write_bytes)]),
+        phase.bytes,
+        "bytes",
+        "document 001, chapter 8; document 003, 3.2 for the cache",
+    )
+    yield Formula(
+        f"Arithmetic intensity of the {name}",
+        "FLOPs / bytes",
+        f"{plain(phase.flops)} / {plain(phase.bytes)}",
+        phase.intensity,
+        "FLOP/byte",
+        "document 001, chapter 8; document 002, Recap: Arithmetic Intensity",
+    )
+    longest = max(phase.time.parts, key=lambda part: part.seconds)
+    yield from _part(plan, name, longest)
+    terms = [*(plain(part.seconds * 1e3) for part in phase.time.parts), plain(phase.time.host_s * 1e3)]
+    yield Formula(
+        f"Least time of the {name}",
+        "the longer of FLOPs / peak rate and bytes / bandwidth of each operation, in the same order",
+        added([plain(phase.floors_s[part.name] * 1e3) for part in phase.time.parts]),
+        phase.floor_s * 1e3,
+        "ms",
+        "Williams, Waterman and Patterson 2009",
+    )
+    yield Formula(
+        f"Time of the {name}",
+        added([*(part.name.replace("_", " ") for part in phase.time.parts), "host"]),
+        added(terms),
+        phase.time.seconds * 1e3,
+        "ms",
+        "roofline of each operation",
+    )
+
+
+def _flops(plan: Plan, name: str, phase: Phase) -> Iterator[Formula]:
+    shape, work, context = plan.deployment.shape, phase.work, plan.context
+    prompt, cached = plan.workload.prompt, plan.workload.cached
+    new = prompt - cached if name == "prefill" else plan.batch
+    layers = [op for op in LINEAR if op in work and op is not Operation.HEAD]
+    attention = work[Operation.SCORES].flops + work[Operation.VALUES].flops
+    linear = sum(work[op].flops for op in layers)
+    if shape.experts is None and shape.latent is None:
+        yield Formula(
+            f"FLOPs of the {name}: products with weights",
+            "2 × tokens × elements of the layers' matrices",
+            f"2 * {plain(new)} * {plain(shape.matrices()['linear'])}",
+            linear,
+            "FLOP",
+            "document 001, chapter 8: 2 × N × P; document 002, Linear Layers",
+        )
+    else:
+        yield Formula(
+            f"FLOPs of the {name}: products with weights",
+            added([op.replace("_", " ") for op in layers])
+            + ", 2 × tokens × elements each; of experts the k of a token",
+            added([plain(work[op].flops) for op in layers]),
+            linear,
+            "FLOP",
+            "document 001, chapter 8: 2 × N × P; document 002, Mixture of Experts",
+        )
+    if shape.latent is None and set(shape.sliding_windows) == {None} and plan.deployment.flash:
+        yield _attention(plan, name, new, attention)
+    else:
+        yield Formula(
+            f"FLOPs of the {name}: attention",
+            "scores + values, over the pairs that the mask and the window leave",
+            f"{plain(work[Operation.SCORES].flops)} + {plain(work[Operation.VALUES].flops)}",
+            attention,
+            "FLOP",
+            "document 002, Sliding Window Attention; DeepSeek-V2 2024 for latents",
+        )
+    rows = 1 if name == "prefill" else plan.batch
+    head = work[Operation.HEAD].flops
+    yield Formula(
+        f"FLOPs of the {name}: head",
+        "2 × tokens that want logits × hidden size × vocabulary",
+        f"2 * {plain(rows)} * {plain(shape.hidden)} * {plain(shape.vocab)}",
+        head,
+        "FLOP",
+        "document 002, High-Level Dataflow",
+    )
+    yield Formula(
+        f"FLOPs of the {name}",
+        "products with weights + attention + head",
+        added([plain(linear), plain(attention), plain(head)]),
+        phase.flops,
+        "FLOP",
+        f"document 001, chapter 8; context {context:,}" if name != "prefill" else "document 001, chapter 8",
+    )
+
+
+def _attention(plan: Plan, name: str, new: int, flops: int) -> Formula:
+    shape, cached = plan.deployment.shape, plan.workload.cached
+    pairs = (
+        f"({new:,} * {cached:,} + {new:,} * ({new:,} + 1) / 2)"
+        if name == "prefill"
+        else f"{new:,} * ({plan.context:,} + 1)"
+    )
+    return Formula(
+        f"FLOPs of the {name}: attention",
+        "4 × layers × query heads × head dimension × pairs of a query and a key that it may see",
+        f"4 * {shape.layers} * {shape.heads} * {shape.head_dim} * {pairs}",
+        flops,
+        "FLOP",
+        "document 001, chapter 8, where a prompt has all N × N pairs; the causal mask leaves half",
+    )
+
+
+def _part(plan: Plan, name: str, part: PartTime) -> Iterator[Formula]:
+    """The operation that takes longest, as an example of how all are timed."""
+    label = part.name.replace("_", " ")
+    if part.network_s:
+        return
+    hardware, deployment = plan.deployment.hardware, plan.deployment
+    if part.compute_s:
+        operation = Operation.SCORES if part.name == "attention" else Operation(part.name)
+        peak = hardware.rate(compute_format(operation, deployment.precision))
+        yield Formula(
+            f"Arithmetic of {label}, which takes most of the {name}",
+            "FLOPs of a device / (peak rate × share of it that is reached)",
+            f"{plain(part.work.flops)} / ({plain(peak)} * {plain(part.work.flops / (part.compute_s * peak))}) * 1000",
+            part.compute_s * 1e3,
+            "ms",
+            FITTED,
+        )
+    bandwidth = hardware.bandwidth(deployment.working_set)
+    reached = part.work.bytes / (part.memory_s * bandwidth)
+    yield Formula(
+        f"Memory traffic of {label} in the {name}",
+        "bytes of a device / (bandwidth × share of it that is reached)",
+        f"{plain(part.work.bytes)} / ({plain(bandwidth)} * {plain(reached)}) * 1000",
+        part.memory_s * 1e3,
+        "ms",
+        FITTED,
+    )
+    sharpness = deployment.efficiency.sharpness
+    compute, memory, start = (plain(each * 1e3) for each in (part.compute_s, part.memory_s, part.overhead_s))
+    overlapped = sharpness != float("inf")
+    yield Formula(
+        f"Time of {label} in the {name}",
+        "both at the same time, neither without loss: (arithmetic^p + bytes^p)^(1/p), and starting kernels"
+        if overlapped
+        else "the longer of both, and starting kernels",
+        f"({compute}^{sharpness:g} + {memory}^{sharpness:g})^(1 / {sharpness:g}) + {start}"
+        if overlapped
+        else f"max({compute}, {memory}) + {start}",
+        part.seconds * 1e3,
+        "ms",
+        "roofline, Williams, Waterman and Patterson 2009; p: " + FITTED,
+    )

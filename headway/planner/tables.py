@@ -1,0 +1,177 @@
+"""The tables of a plan, for the terminal and for pages."""
+
+from __future__ import annotations
+
+from headway.cost.work import Operation, Work
+from headway.planner.plan import Estimate, Phase, Plan
+from headway.planner.words import amount, bar, dollars, gigabytes, seconds, timed
+from headway.report.parts import Cell, Table, cells
+from headway.report.style import number
+
+NOTHING = Cell("–", "quiet")
+
+
+def tables(plan: Plan, narrow: bool = False) -> tuple[Table, ...]:
+    """All of them; those that say nothing of this plan are left out. `narrow` ones have fewer columns."""
+    parts = [memory_table(plan), phase_table(plan, "prefill", narrow), phase_table(plan, "decode", narrow)]
+    if plan.output_tokens_per_s is not None:
+        parts.append(serving_table(plan))
+    parts.append(loading_table(plan))
+    if plan.costs.per_million_output_tokens is not None or plan.costs.tokens_per_s_per_watt is not None:
+        parts.append(cost_table(plan))
+    return tuple(parts)
+
+
+def memory_table(plan: Plan) -> Table:
+    """Of the fullest device."""
+    held, tokens = plan.capacity, plan.workload.prompt + plan.workload.output
+    rows = [
+        ("memory", gigabytes(held.memory), plan.deployment.hardware.name),
+        ("to use", gigabytes(held.usable), f"{plan.request.gpu_memory_utilization:.0%}"),
+        ("weights", gigabytes(held.weights), f"{gigabytes(plan.weights_bytes)} in all"),
+        ("activations", gigabytes(held.activations), f"of a step of {plan.limits.batched_tokens:,} tokens"),
+        ("workspace", gigabytes(held.workspace), "runtime and captured graphs"),
+        ("left for the cache", gigabytes(held.kv_pool), f"{held.pool_tokens:,} tokens"),
+        ("one token", gigabytes(held.kv_per_token), f"{gigabytes(plan.kv_bytes_per_token)} in all"),
+        ("batch of this plan", gigabytes(plan.kv_cache_bytes), f"{plan.batch:,} of {tokens:,} tokens, in all"),
+        ("most sequences", f"{plan.max_batch:,}", f"of {tokens:,} tokens"),
+        ("longest context", f"{held.max_context:,}", _longest(plan)),
+    ]
+    if not held.fits:
+        rows.append(("missing", gigabytes(held.shortfall), "for one request"))
+    return Table("Memory of a device", ("", "", ""), tuple(cells(*row) for row in rows), left=frozenset({2}))
+
+
+def _longest(plan: Plan) -> str:
+    limit = plan.deployment.shape.max_positions
+    return f"tokens; the model's own limit is {limit:,}" if limit else "tokens"
+
+
+def phase_table(plan: Plan, name: str, narrow: bool = False) -> Table:
+    """Operation by operation: what is done, how long it takes, what decides that, and what the data sheet allows.
+
+    Args:
+        narrow: without FLOPs, bytes and their ratio.
+    """
+    phase = plan.prefill if name == "prefill" else plan.decode
+    whole = phase.time.seconds
+    rows = []
+    for part in phase.time.parts:
+        work = part_work(phase, part.name)
+        figures = (
+            (amount(work.flops, ""), gigabytes(work.bytes), number(work.intensity))
+            if work is not None
+            else (NOTHING, NOTHING, NOTHING)
+        )
+        rows.append(
+            cells(
+                part.name.replace("_", " "),
+                *figures,
+                seconds(part.seconds),
+                f"{part.seconds / whole:.0%}",
+                part.bound,
+                seconds(phase.floors_s.get(part.name, 0.0)),
+            )
+        )
+    if phase.time.host_s:
+        host = (seconds(phase.time.host_s), f"{phase.time.host_s / whole:.0%}", "overhead", "0 s")
+        rows.append(cells("host", NOTHING, NOTHING, NOTHING, *host))
+    moved = phase.bytes + phase.activation_bytes
+    sums = (amount(phase.flops, ""), gigabytes(moved), number(phase.flops / moved))
+    rows.append(cells("whole", *sums, seconds(whole), "100%", phase.bound, seconds(phase.floor_s)))
+    columns = ("", "FLOP", "bytes", "FLOP/B", "time", "share", "bound", "physics")
+    shown = [place for place, column in enumerate(columns) if not narrow or not 1 <= place <= 3]
+    return Table(
+        _phase_title(plan, name),
+        tuple(columns[place] for place in shown),
+        tuple(tuple(row[place] for place in shown) for row in rows),
+        left=frozenset({shown.index(6)}),
+        note=("" if narrow else "FLOP and bytes are of the whole model in one pass, times of a device. ")
+        + f"Weights and cache alone are {gigabytes(phase.bytes)}, {number(phase.intensity)} FLOP/byte; above "
+        f"{number(plan.ridge_flops_per_byte)} arithmetic is the limit. Physics: the data sheet's rates, without loss.",
+    )
+
+
+def _phase_title(plan: Plan, name: str) -> str:
+    if name == "prefill":
+        computed = plan.workload.prompt - plan.workload.cached
+        return f"Prefill of one prompt, {computed:,} tokens" + (
+            f" after {plan.workload.cached:,} cached" if plan.workload.cached else ""
+        )
+    title = f"A decode step of {plan.batch:,} at a context of {plan.context:,}"
+    return title if plan.lane_batch == plan.batch else f"{title}, {plan.lane_batch:,} at a time"
+
+
+def part_work(phase: Phase, part: str) -> Work | None:
+    """Work of the whole model in a part of the time; None for what is not work (the network)."""
+    if part == "attention":
+        return phase.work[Operation.SCORES] + phase.work[Operation.VALUES]
+    return phase.work[Operation(part)] if part in set(Operation) else None
+
+
+def serving_table(plan: Plan) -> Table:
+    """What clients see, with bars."""
+    rows = [
+        ("TTFT", *_time(plan.ttft), "to the first token"),
+        ("TPOT", *_time(plan.tpot), "for each token after it"),
+        ("TTLT", *_time(plan.ttlt), "to the last token"),
+        ("output tokens/s", *_plain(plan.output_tokens_per_s), "of all devices"),
+        ("running", number(plan.served.running if plan.served else plan.lane_batch), "", "sequences in a step"),
+        ("saturation", number(plan.saturation_rate), "", "requests/s at most"),
+    ]
+    if plan.served is not None and plan.ttft is not None:
+        rows.insert(1, ("TTFT, median", seconds(plan.served.ttft_p50_s), "", "of the same requests"))
+    return Table(
+        "Serving",
+        ("", "estimate", "80 % bar", ""),
+        tuple(cells(*row) for row in rows),
+        left=frozenset({3}),
+        note="Means over requests. Four in five measurements of such deployments lie inside the bar.",
+    )
+
+
+def _time(estimate: Estimate | None) -> tuple[str, str]:
+    return ("–", "") if estimate is None else timed(estimate)
+
+
+def _plain(estimate: Estimate | None) -> tuple[str, str]:
+    return ("–", "") if estimate is None else (number(estimate.value), bar(estimate))
+
+
+def loading_table(plan: Plan) -> Table:
+    """A cold start, stage by stage (document 000)."""
+    loading = plan.loading
+    rows = [
+        ("storage read", seconds(loading.storage_s)),
+        ("deserialise", seconds(loading.deserialize_s)),
+        ("to the devices", seconds(loading.transfer_s) if loading.transfer_s else "–"),
+        ("layout", seconds(loading.layout_s)),
+        ("one after the other", seconds(loading.seconds)),
+        ("all at the same time", seconds(loading.least_s)),
+    ]
+    return Table(
+        "Loading the model",
+        ("", "time"),
+        tuple(cells(*row) for row in rows),
+        note="Engines overlap some stages, so it is between the last two; processes, compilation and graph capture "
+        "come on top.",
+    )
+
+
+def cost_table(plan: Plan) -> Table:
+    """Money and energy."""
+    costs, rows = plan.costs, []
+    if plan.price_per_hour is not None:
+        rows += [
+            ("an hour of all devices", dollars(plan.price_per_hour), plan.price_source),
+            ("1M output tokens", dollars(costs.per_million_output_tokens), "which pay for everything"),
+            ("1M input tokens", dollars(costs.split_input), "if prompts pay for the time they take alone"),
+            ("1M output tokens", dollars(costs.split_output), "which then pay for the rest"),
+        ]
+    if costs.tokens_per_s_per_watt is not None and costs.kwh_per_million is not None:
+        watts = (plan.deployment.hardware.tdp_w or 0.0) * plan.devices
+        rows += [
+            ("tokens/s/W", number(costs.tokens_per_s_per_watt), f"output tokens a joule, at {number(watts)} W"),
+            ("kWh for 1M", number(costs.kwh_per_million), "output tokens; the devices alone"),
+        ]
+    return Table("Cost and energy", ("", "", ""), tuple(cells(*row) for row in rows), left=frozenset({2}))

@@ -1,0 +1,73 @@
+"""How figures of a plan are written."""
+
+from __future__ import annotations
+
+import math
+
+from headway.planner.plan import Estimate
+from headway.report.style import number
+
+
+def gigabytes(size: float) -> str:
+    """Decimal, as data sheets and checkpoints are given: 16.1 GB, 131 kB."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(size) >= factor:
+            return f"{number(size / factor)} {unit}"
+    return f"{size:,.0f} bytes"
+
+
+def seconds(value: float) -> str:
+    """With the unit that suits it."""
+    if value >= 100:
+        return f"{number(value)} s"
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value >= factor:
+            return f"{number(value / factor)} {unit}"
+    return f"{number(value * 1e9)} ns"
+
+
+def amount(value: float, unit: str) -> str:
+    """With a prefix that suits it: 16.2 TFLOP."""
+    for prefix, factor in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= factor:
+            return f"{number(value / factor)} {prefix}{unit}"
+    return f"{number(value)} {unit}"
+
+
+def many(count: int, what: str) -> str:
+    """1 sequence, 2 sequences."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def milliseconds(estimate: Estimate | None) -> str:
+    """A time with its bar; a bar without an end where the queue has none."""
+    if estimate is None:
+        return "–"
+    value, ends = timed(estimate)
+    return f"{value} ({ends})"
+
+
+def timed(estimate: Estimate) -> tuple[str, str]:
+    """A time in ms, from ten seconds on in s, and its bar in the same unit."""
+    if estimate.value >= 10:
+        return f"{number(estimate.value)} s", bar(estimate)
+    return f"{number(estimate.value * 1e3)} ms", bar(estimate.scaled(1e3))
+
+
+def bar(estimate: Estimate) -> str:
+    """Both ends of it."""
+    if estimate.low == estimate.high:
+        return f"exactly {number(estimate.value)}"
+    if math.isinf(estimate.high):
+        return f"{number(estimate.low)} or more"
+    return f"{number(estimate.low)} to {number(estimate.high)}"
+
+
+def dollars(value: float | None) -> str:
+    """To the cent, or three digits below a dollar."""
+    if value is None:
+        return "–"
+    if value >= 1 or value == 0:
+        return f"${value:,.2f}"
+    digits = f"{value:.{2 - math.floor(math.log10(value))}f}".rstrip("0")
+    return f"${digits}"

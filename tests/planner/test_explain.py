@@ -1,0 +1,107 @@
+"""--explain: every right-hand side, computed again from the numbers that are printed, gives the result."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from headway.planner.explain import Formula, plain, print_explained, result
+from headway.planner.formulas import formulas
+from headway.planner.json import as_object
+from headway.planner.make import make_plan
+from headway.planner.request import PlanRequest, Speculation
+
+LOADS: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama-3.1-8b", "H100-SXM", {"price_per_hour": 2.0, "speculation": Speculation(4, 0.7, "llama-3.2-1b")}),
+    ("llama-3.1-8b", "A100-80GB-SXM", {"batch_size": 24, "prompt_tokens": 3000, "cached_tokens": 1000}),
+    ("llama-3.1-70b", "H100-SXM", {"count": 8, "tensor_parallel_size": 4, "concurrency": 40, "price_per_hour": 2.0}),
+    ("deepseek-v3", "H200", {"count": 8, "request_rate": 2.0}),
+    ("gpt-oss-20b", "H100-SXM", {"batch_size": 8, "kv_cache_dtype": "fp8"}),
+    ("mixtral-8x7b", "H100-SXM", {"count": 4, "pipeline_parallel_size": 2, "batch_size": 16, "quantization": "fp8"}),
+    ("qwen2.5-7b", "L40S", {"quantization": "int4", "flash_attention": False}),
+    ("llama-3.1-8b", "H100-SXM", {"request_rate": 1000.0}),
+    ("llama-3.1-70b", "H100-SXM", {}),
+    ("llama-3.1-8b", "H100-SXM", {"speculation": Speculation(3, 1.0)}),
+    ("llama-3.1-8b", "H100-SXM", {"output_tokens": 1, "concurrency": 2}),
+]
+
+
+def computed(numbers: str) -> float:
+    """What an expression of a formula comes to."""
+    text = re.sub(r"(?<=\d),(?=\d{3})", "", numbers).replace("^", "**")
+    assert not set(re.findall(r"[a-zA-Z_]+", text)) - {"max", "min", "floor", "ceil", "e"}, numbers
+    names = {"max": max, "min": min, "floor": math.floor, "ceil": math.ceil, "__builtins__": {}}
+    return float(eval(text, names))
+
+
+def printed(line: str) -> float:
+    """The number of a last line such as "= 131,072 bytes"."""
+    return float(line.removeprefix("= ").split()[0].replace(",", ""))
+
+
+@pytest.mark.parametrize(("model", "hardware", "given"), LOADS)
+def test_every_right_hand_side_gives_its_result(model: str, hardware: str, given: dict[str, Any]) -> None:
+    found = list(formulas(make_plan(PlanRequest(model, hardware, **given))))
+    for formula in found:
+        assert formula.source and formula.rule
+        if formula.numbers:
+            assert computed(formula.numbers) == pytest.approx(printed(result(formula)), rel=2e-4, abs=1e-9), formula
+    assert sum(bool(formula.numbers) for formula in found) > 20
+
+
+# Which formula each headline figure of the JSON object is the result of.
+HEADLINES = {
+    "weights_bytes": "Bytes of weights",
+    "kv_bytes_per_token": "Cache of a token",
+    "kv_cache_bytes": "Cache of the batch",
+    "flops_prefill": "FLOPs of the prefill",
+    "flops_decode_step": "FLOPs of the decode step",
+    "bytes_prefill": "Bytes of the prefill",
+    "bytes_decode_step": "Bytes of the decode step",
+    "intensity_prefill": "Arithmetic intensity of the prefill",
+    "intensity_decode": "Arithmetic intensity of the decode step",
+    "ridge_flops_per_byte": "Ridge",
+    "ttft_ms": "TTFT",
+    "tpot_ms": "TPOT",
+    "ttlt_ms": "TTLT",
+    "output_tokens_per_s": "Output tokens/s",
+    "max_batch": "Largest batch",
+    "saturation_requests_per_s": "Saturation",
+    "compute_bound_batch": "Batch from which on whole decode steps are compute-bound",
+    "compute_bound_batch_weights": "Batch from which on products with weights are compute-bound",
+    "cost_per_million_output_tokens": "Price of 1M output tokens",
+}
+
+
+@pytest.mark.parametrize(("model", "hardware", "given"), LOADS)
+def test_every_headline_figure_is_explained(model: str, hardware: str, given: dict[str, Any]) -> None:
+    plan = make_plan(PlanRequest(model, hardware, **given))
+    values = {formula.name: formula.value for formula in formulas(plan)}
+    assert len(values) == len(list(formulas(plan))), "two formulas have the same name"
+    figures = as_object(plan)
+    for key, name in HEADLINES.items():
+        if figures[key] is not None:
+            assert values[name] == pytest.approx(figures[key]), key
+
+
+def test_numbers_are_written_so_that_they_can_be_put_in() -> None:
+    assert [plain(n) for n in (3, 131072, 2.0, 0.0123456789, 1.5e30)] == ["3", "131,072", "2", "0.0123457", "1.5e+30"]
+    assert result(Formula("", "", "", 1024.0, "bytes", "")) == "= 1,024 bytes"
+
+
+def test_it_is_printed_with_sources_also_on_a_narrow_terminal() -> None:
+    plan = make_plan(PlanRequest("llama-3.1-8b", "H100-SXM"))
+    for width in (40, 200):
+        console = Console(width=width, file=io.StringIO())
+        print_explained(plan, console)
+        assert isinstance(console.file, io.StringIO)
+        lines = console.file.getvalue().splitlines()
+        assert all(len(line) <= width for line in lines)
+        words = " ".join(" ".join(lines).split())
+        assert "= 2 * 32 * 8 * 128 * 16 / 8 = 131,072 bytes" in words
+        assert "document 001, chapter 8" in words

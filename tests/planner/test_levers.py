@@ -1,0 +1,227 @@
+"""Levers: every figure is one of a plan with the lever's flags, and the ranking follows from them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headway.planner.changes import draft_model
+from headway.planner.levers import LEAST_GAIN, Levers, choose_objective, figures_of, find_levers, gain_of
+from headway.planner.make import make_plan
+from headway.planner.request import PlanError, PlanRequest, Speculation
+from tests.planner.command_line import CommandLine
+
+# Small limits keep the plans quick.
+LIGHT: dict[str, Any] = {"prompt_tokens": 128, "output_tokens": 16, "max_num_seqs": 16}
+FLAGS = "--prompt-tokens 128 --output-tokens 16 --max-num-seqs 16"
+
+
+def request(model: str = "llama-3.1-8b", hardware: str = "H100-SXM", **settings: Any) -> PlanRequest:
+    return PlanRequest(model, hardware, **{**LIGHT, **settings})
+
+
+@pytest.fixture(scope="module")
+def clients() -> Levers:
+    return find_levers(request(concurrency=8))
+
+
+@pytest.fixture(scope="module")
+def batch() -> Levers:
+    return find_levers(request(batch_size=4), "tpot")
+
+
+@pytest.fixture(scope="module")
+def too_large() -> Levers:
+    return find_levers(request("llama-3.1-70b", concurrency=4))
+
+
+def test_figures_are_those_of_a_plan_with_the_flags(clients: Levers) -> None:
+    for lever in clients.ranked:
+        made = make_plan(replace(clients.base.request, **lever.change.settings))
+        assert lever.figures == figures_of(made), lever.change.name
+        assert lever.gain == gain_of(clients.figures, figures_of(made), clients.objective)
+
+
+def test_the_command_line_shows_the_same_with_the_flags_typed(headway: CommandLine, batch: Levers) -> None:
+    """A later flag takes the place of an earlier one, as a user would type it behind the others."""
+    plain = f"plan llama-3.1-8b --hardware H100-SXM --batch-size 4 {FLAGS} --json"
+    base = json.loads(headway(*shlex.split(plain)).out)
+    assert len(batch.ranked) > 8
+    for lever in batch.ranked:
+        shown = json.loads(headway(*shlex.split(f"{plain} {lever.flags}")).out)
+        tpot = shown["speculation"]["tpot_ms"] if shown["speculation"] else shown["tpot_ms"]
+        assert lever.gain == pytest.approx(base["tpot_ms"] / tpot), lever.change.name
+        assert lever.figures.ttft_s == pytest.approx(shown["ttft_ms"] / 1e3)
+
+
+def test_ranked_by_gain_and_every_kind_is_there(clients: Levers) -> None:
+    gains = [lever.gain or 0.0 for lever in clients.ranked]
+    assert gains == sorted(gains, reverse=True)
+    kinds = {lever.change.kind for lever in clients.ranked}
+    assert kinds >= {"weights", "speculation", "prefix", "tensor parallel", "load", "hardware"}
+    assert len([lever for lever in clients.ranked if lever.change.kind == "hardware"]) == 3
+
+
+def test_throughput_is_that_of_a_device(clients: Levers) -> None:
+    """Twice the devices that give less than twice the tokens are no gain."""
+    double = next(lever for lever in clients.ranked if lever.change.name == "TP 2")
+    assert double.figures.devices == 2 and "--count 2" in double.flags
+    assert clients.figures.tokens_per_s and double.figures.tokens_per_s
+    assert clients.figures.tokens_per_s < double.figures.tokens_per_s < 2 * clients.figures.tokens_per_s
+    assert double.gain is not None and double.gain < 1
+
+
+def test_replicas_merge_before_devices_are_bought() -> None:
+    found = find_levers(request(concurrency=8, count=4, tensor_parallel_size=1), "tpot")
+    four = next(lever for lever in found.ranked if lever.change.name == "TP 4")
+    assert four.figures.devices == 4 and four.plan.replicas == 1
+    assert "same devices" in four.change.assumes
+
+
+def test_chain_puts_the_best_together(clients: Levers) -> None:
+    assert len(clients.chain) >= 2
+    before = clients.base
+    for lever in clients.chain:
+        changed = replace(before.request, **lever.change.settings)
+        assert figures_of(make_plan(changed)) == lever.figures
+        assert lever.gain is not None and lever.gain >= LEAST_GAIN
+        assert lever.gain == gain_of(figures_of(before), lever.figures, clients.objective)
+        assert lever.figures.devices == clients.figures.devices
+        before = lever.plan
+    kinds = [lever.change.kind for lever in clients.chain]
+    assert len(kinds) == len(set(kinds)) and not {"load", "hardware"} & set(kinds)
+
+
+def test_speculation_takes_the_best_number_of_tokens(batch: Levers) -> None:
+    for lever in batch.ranked:
+        if lever.change.kind == "speculation":
+            asked, made = lever.change.settings["speculation"], lever.plan.speculated
+            assert made is not None and asked.tokens == made.best_tokens
+            assert lever.figures.tpot_s == pytest.approx(made.tpot_s)  # a batch decodes alone
+            assert lever.figures.ttft_s == batch.figures.ttft_s
+
+
+def test_speculation_leaves_what_the_prompts_of_others_take_of_tpot() -> None:
+    made = make_plan(request(concurrency=8, speculation=Speculation(3, 0.7)))
+    found, decode = figures_of(made), made.decode.time.seconds
+    assert made.tpot and made.speculated and found.tpot_s
+    assert made.tpot.value - decode == pytest.approx(found.tpot_s - decode / made.speculated.speedup)
+
+
+def test_left_out_with_a_reason() -> None:
+    found = find_levers(request("gpt-oss-20b", batch_size=1, prompt_tokens=8, kv_cache_dtype="fp8"))
+    reasons = dict(found.left_out)
+    assert reasons["fp8 weights"] == "weights have 4 bits already"
+    assert reasons["fp8 KV cache"] == "the cache has 8 bits already"
+    assert "less than a block" in reasons["prefix cache"]
+    assert "quarter of the parameters" in reasons["draft model"]
+    assert "no --slo" in reasons["cheaper hardware that meets the SLO"]
+    assert not {lever.change.name for lever in found.ranked} & reasons.keys()
+
+
+def test_formats_that_the_hardware_does_not_multiply_in_are_widened() -> None:
+    found = find_levers(request(hardware="A100-80GB-SXM", batch_size=1))
+    schemes = {lever.change.name: lever.flags for lever in found.ranked if lever.change.kind == "weights"}
+    assert schemes == {
+        "fp8 weights": "--quantization fp8-weight-only",
+        "int8 weights": "--quantization int8",
+        "int4 weights": "--quantization int4",
+    }
+
+
+def test_a_model_that_does_not_fit_is_ranked_by_what_makes_it_fit(too_large: Levers) -> None:
+    assert too_large.base.problem and too_large.objective == "throughput"
+    assert too_large.ranked and all(lever.gain is None and lever.plan.fits for lever in too_large.ranked)
+    rates = [(lever.figures.tokens_per_s or 0.0) / lever.figures.devices for lever in too_large.ranked]
+    assert rates == sorted(rates, reverse=True)
+    assert too_large.chain[0].change.kind == "weights"  # the devices that are there, not the fastest in the catalogue
+
+
+def test_nothing_applicable() -> None:
+    """A model that is far too large for any device of one kind."""
+    found = find_levers(request("deepseek-v3", "T4", batch_size=1))
+    assert [lever for lever in found.ranked if lever.change.kind != "hardware"] == []
+    assert any(name == "int4 weights" and "not fit" in reason for name, reason in found.left_out)
+
+
+@pytest.mark.parametrize(
+    ("slo", "wanted", "objective"),
+    [
+        ({}, None, "throughput"),
+        ({"ttft": 1e6, "tpot": 1e6}, None, "throughput"),
+        ({"ttft": 1e6, "tpot": 0.01}, None, "tpot"),
+        ({"e2el": 0.01, "tpot": 0.01}, None, "e2el"),
+        ({"tpot": 0.01}, "cost", "cost"),
+    ],
+)
+def test_objective(slo: dict[str, float], wanted: str | None, objective: str) -> None:
+    assert choose_objective(make_plan(request(slo=slo)), wanted)[0] == objective
+
+
+def test_unknown_objective_and_request() -> None:
+    with pytest.raises(PlanError, match="objective is 'fun'; it must be one of ttft, tpot"):
+        find_levers(request(), "fun")
+    with pytest.raises(PlanError, match="not known"):
+        find_levers(request("llama-9"))
+
+
+def test_largest_load_that_meets_the_objectives() -> None:
+    base = make_plan(request(concurrency=4))
+    assert base.tpot is not None
+    limit = base.tpot.value * 1e3 * 1.5
+    found = find_levers(request(concurrency=4, slo={"tpot": limit}, max_num_seqs=64))
+    load = next(lever for lever in found.ranked if lever.change.kind == "load")
+    most = load.change.settings["concurrency"]
+    assert most > 4 and load.misses == ()
+    above = make_plan(replace(found.base.request, concurrency=round(most * 1.05) + 1))
+    assert above.slo_met == {"tpot": False}
+
+
+def test_levers_that_spoil_an_objective_come_last() -> None:
+    base = make_plan(request(batch_size=4))
+    assert base.tpot is not None
+    found = find_levers(request(batch_size=4, slo={"tpot": base.tpot.value * 1e3 * 1.001}))
+    assert found.objective == "throughput"
+    spoils = [bool(lever.misses) for lever in found.ranked]
+    assert spoils == sorted(spoils)
+    assert not any(lever.misses for lever in found.chain)
+
+
+def test_cheaper_hardware_that_meets_the_objectives() -> None:
+    found = find_levers(request(batch_size=1, slo={"tpot": 1000.0, "ttft": 5000.0}))
+    cheapest = next(lever for lever in found.ranked if "cheapest" in lever.change.name)
+    assert cheapest.misses == ()
+    assert cheapest.plan.price_per_hour and found.base.price_per_hour
+    assert cheapest.plan.price_per_hour < found.base.price_per_hour
+
+
+@pytest.mark.parametrize(
+    ("model", "draft"),
+    [("llama-3.1-70b", "llama-3.2-1b"), ("qwen2.5-7b", "qwen2.5-0.5b"), ("llama-2-7b", None), ("mistral-7b", None)],
+)
+def test_draft_is_of_the_same_family(model: str, draft: str | None) -> None:
+    assert draft_model(make_plan(request(model, hardware="MI300X"))) == draft
+
+
+def test_command_prints_and_gives_json(headway: CommandLine) -> None:
+    typed = f"plan levers qwen2.5-7b --hardware A10 --batch-size 2 {FLAGS} --objective cost"
+    shown = headway(*shlex.split(typed))
+    assert shown.code == 0 and "Ranked by the price of a million output tokens (as asked for)." in shown.out
+    assert "--quantization int4" in shown.out and "The best of them together" in shown.out
+    found = json.loads(headway(*shlex.split(f"{typed} --json")).out)
+    assert found["objective"] == "cost" and found["base"]["devices"] == 1
+    first = found["levers"][0]
+    old, new = (each["cost_per_million_output_tokens"] for each in (found["base"], first))
+    assert first["gain"] == pytest.approx(old / new) and first["gain"] > 1
+    assert {"name", "reason"} == found["left_out"][0].keys()
+
+
+def test_command_says_what_is_wrong(headway: CommandLine) -> None:
+    assert (
+        "objective is 'fun'"
+        in headway("plan", "levers", "llama-3.1-8b", "--hardware", "H100", "--objective", "fun").error()
+    )

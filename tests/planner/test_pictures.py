@@ -1,0 +1,167 @@
+"""The figures of a plan, from tiny models to those that do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+
+from headway.cost.hardware import Hardware
+from headway.planner import pictures
+from headway.planner.make import make_plan
+from headway.planner.plan import Plan
+from headway.planner.request import PlanRequest
+from headway.report import style
+
+LIGHT: dict[str, Any] = {"prompt_tokens": 128, "output_tokens": 16, "max_num_seqs": 16}
+CASES: dict[str, dict[str, Any]] = {
+    "batch of one": {"model": "llama-3.1-8b", "hardware": "H100-SXM"},
+    "tiny": {
+        "model": "qwen2.5-0.5b",
+        "hardware": "RTX-4090",
+        "batch_size": 4,
+        "prompt_tokens": 1,
+        "output_tokens": 1,
+        "block_size": 1,
+    },
+    "clients and objectives": {
+        "model": "llama-3.1-8b",
+        "hardware": "H100-SXM",
+        "concurrency": 8,
+        "slo": {"ttft": 50, "tpot": 9},
+    },
+    "405B on eight": {"model": "llama-3.1-405b", "hardware": "H100-SXM", "count": 8, "quantization": "fp8"},
+    "experts and latents": {"model": "deepseek-v3", "hardware": "H200", "count": 8, "concurrency": 8},
+    "rate": {"model": "llama-3.1-8b", "hardware": "H100-SXM", "request_rate": 2.0, "output_tokens": 2},
+    "rate too high": {"model": "llama-3.1-8b", "hardware": "L4", "request_rate": 1e6, "output_tokens": 2},
+    "pipeline": {"model": "gpt-oss-20b", "hardware": "H100-SXM", "count": 4, "pipeline_parallel_size": 2},
+    "does not fit": {"model": "llama-3.1-70b", "hardware": "H100-SXM", "concurrency": 4},
+    "batch does not fit": {"model": "llama-3.1-8b", "hardware": "L4", "batch_size": 16, "prompt_tokens": 20000},
+}
+
+
+def planned(**settings: Any) -> Plan:
+    return make_plan(PlanRequest(**{**LIGHT, **settings}))
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def plan(request: pytest.FixtureRequest) -> Plan:
+    return planned(**CASES[request.param])
+
+
+@pytest.fixture(scope="module")
+def plans(plan: Plan) -> tuple[Plan, ...]:
+    """The plan under more and less load."""
+    return pictures.sweep(plan)
+
+
+def test_all_can_be_drawn_and_no_name_covers_another(plan: Plan, plans: tuple[Plan, ...]) -> None:
+    figures = {
+        "roofline": pictures.roofline(plan),
+        "memory": pictures.memory(plan),
+        "latency": pictures.latency(plan, plans),
+        "times": pictures.times(plan),
+    }
+    for name, figure in figures.items():
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        for axes in figure.axes:
+            texts = [t for t in axes.texts if isinstance(t, Annotation) and t.get_text().strip()]
+            boxes = [(t.get_text(), t.get_window_extent(canvas.get_renderer())) for t in texts]
+            for (one, box), (other, another) in combinations(boxes, 2):
+                # Text boxes have some air around the letters.
+                assert not box.padded(-2).overlaps(another.padded(-2)), f"{name}: {one!r} and {other!r}"
+        assert "<svg" in style.to_svg(figure, name)
+
+
+def lines(figure: Figure, label: str) -> list[Any]:
+    return [line for axes in figure.axes for line in axes.get_lines() if label in str(line.get_label())]
+
+
+def test_points_are_attained_rates_below_the_roof(plan: Plan) -> None:
+    axes = pictures.roofline(plan).axes[0]
+    roofs = pictures._roofs(plan)
+    for phase, points in zip((plan.prefill, plan.decode), axes.collections, strict=True):
+        parts = {p.name: p for p in phase.time.parts if p.work.flops}
+        assert len(points.get_offsets()) == len(parts)
+        for x, y in points.get_offsets():
+            assert any(x == pytest.approx(part.work.intensity) for part in parts.values())
+            assert y * 1e12 <= max(roof.attainable(float(x)) for roof in roofs.values()) * 1.0001
+
+
+def test_roofline_has_a_roof_for_each_format(plan: Plan) -> None:
+    roofs = pictures._roofs(plan)
+    assert next(iter(roofs.values())).ridge == plan.ridge_flops_per_byte
+    assert len(roofs) == (2 if plan.quantization == "fp8" else 1)
+
+
+def test_memory_crosses_where_the_plan_says() -> None:
+    made = planned(model="llama-3.1-8b", hardware="H100-SXM", concurrency=8)
+    held = made.capacity
+    for batch in (1, 3, 8):
+        longest = pictures.longest_context(made, batch)
+        assert pictures.kv_of_device(made, batch, longest) <= held.kv_pool
+        assert pictures.kv_of_device(made, batch, longest + made.request.block_size) > held.kv_pool
+    assert pictures.longest_context(made, 1) == held.max_context
+    assert lines(pictures.memory(made), f"cache of {made.batch}: up to")
+
+
+def test_memory_ends_where_the_model_does_and_windows_keep_what_they_need() -> None:
+    """Half of gpt-oss's layers hold 128 tokens of a sequence: the longest context is that of the plan's capacity."""
+    made = planned(model="gpt-oss-20b", hardware="H100-SXM", concurrency=16)
+    assert pictures.longest_context(made, 1) >= made.capacity.max_context
+    asked = made.workload.prompt + made.workload.output
+    assert pictures.longest_context(made, made.capacity.max_batch) >= asked
+    assert pictures.longest_context(made, made.capacity.max_batch + 1) < asked
+    assert lines(pictures.memory(made), "cache of 1: all 131,072 that the model takes")
+
+
+def test_memory_is_drawn_where_nothing_fits() -> None:
+    figure = pictures.memory(planned(model="llama-3.1-70b", hardware="H100-SXM"))
+    assert lines(figure, "none fits")
+    assert figure.axes[0].get_ylim()[1] > 141  # GB of weights
+
+
+def test_sweep_is_made_of_plans_and_holds_the_plan(plan: Plan, plans: tuple[Plan, ...]) -> None:
+    if not plan.capacity.fits:
+        assert plans == ()
+        return
+    values = [each.load_value for each in plans]
+    assert values == sorted(values) and len(set(values)) == len(values) and len(values) >= min(6, plan.max_batch)
+    assert (plan in plans) == (plan.fits and plan.ttft is not None)
+    assert all(each.ttft is not None and each.load == plan.load for each in plans)
+    middle = plans[len(plans) // 2]
+    assert pictures.under(plan, middle.load_value).tpot == middle.tpot
+
+
+def test_latency_has_the_plan_its_bars_and_its_objectives() -> None:
+    made = planned(**CASES["clients and objectives"])
+    figure = pictures.latency(made, pictures.sweep(made))
+    tpot, ttft = figure.axes
+    named = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "objective" in named and len(set(named)) == len(named) == 3
+    for axes, found, limit in ((tpot, made.tpot, 9), (ttft, made.ttft, 50)):
+        assert found is not None
+        assert any(list(line.get_xdata()) == [limit, limit] for line in axes.get_lines())
+        diamonds = [line for line in axes.get_lines() if line.get_marker() == "D"]
+        assert [float(line.get_xdata()[0]) for line in diamonds] == [pytest.approx(found.value * 1e3)]
+
+
+def test_bars_are_the_times_of_the_plan(plan: Plan) -> None:
+    for phase in (plan.prefill, plan.decode):
+        rows = pictures._bars(phase)
+        assert sum(predicted for _, predicted, _ in rows) == pytest.approx(phase.time.seconds)
+        assert sum(floor for _, _, floor in rows) == pytest.approx(phase.floor_s)
+
+
+def test_caches_have_a_roof_of_their_own() -> None:
+    """Of a measured machine whose caches hold the model."""
+    made = planned(model="qwen2.5-0.5b", hardware="RTX-4090")
+    cached: Hardware = replace(made.deployment.hardware, reads=((2**20, 9e12), (2**40, 1e12)))
+    roofs = pictures._roofs(replace(made, deployment=replace(made.deployment, hardware=cached)))
+    assert any("from caches" in label for label in roofs)
