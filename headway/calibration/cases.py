@@ -84,7 +84,7 @@ class Pool:
 def stream_case(pool: Pool, dtype: torch.dtype) -> Case:
     """All of the pool read once, by a linear layer with one token."""
     rows = pool.size // dtype.itemsize // STREAM_ROW
-    ((weight,),) = pool.tensors([(rows, STREAM_ROW)], dtype)
+    (weight,) = next(pool.tensors([(rows, STREAM_ROW)], dtype))
     linear = pool.kernels(dtype).linear(weight, None)
     token = _filled((1, STREAM_ROW), dtype, pool.device)
     shape = ModelShape(1, STREAM_ROW, 1, 1, 1, 1, rows)

@@ -302,11 +302,16 @@ def levers(
 
     Each is one change of the plan that the flags describe; then the best of them are put together.
     """
+    from rich.console import Console
+
     from headway.planner.levers import find_levers
     from headway.planner.request import PlanError
 
     try:
-        found = find_levers(request_of(flags), objective)
+        with Console(stderr=True).status("trying changes") as status:
+            found = find_levers(
+                request_of(flags), objective, lambda made: status.update(f"trying changes: {made} plans made")
+            )
     except PlanError as error:
         fail(str(error))
     if as_json:
@@ -314,8 +319,6 @@ def levers(
 
         print(to_json(found))
         return
-    from rich.console import Console
-
     from headway.planner.levers_report import print_levers
 
     print_levers(found, Console())

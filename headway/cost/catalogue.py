@@ -66,8 +66,10 @@ def hardware() -> Mapping[str, Hardware]:
 
 
 def find_model(name: str) -> KnownModel:
-    """By key, alias or hub name, in any case. Raises UnknownName, with the nearest names."""
-    return models()[_find("model", name, {key: (each.name, *each.aliases) for key, each in models().items()})]
+    """By key, alias or hub name, also without owner, in any case. Raises UnknownName, with the nearest names."""
+    spellings = {key: (each.name, *each.aliases) for key, each in models().items()}
+    bare = {key: (*names, *(each.rpartition("/")[2] for each in names)) for key, names in spellings.items()}
+    return models()[_find("model", name, bare)]
 
 
 def find_hardware(name: str, others: Iterable[Hardware] = ()) -> Hardware:

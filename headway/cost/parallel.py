@@ -53,10 +53,11 @@ def check(shape: ModelShape, parallelism: Parallelism, link: Link | None = None)
     """Raises ShapeError when the model cannot be spread like this; says which sizes would do."""
     tensor, pipeline = parallelism.tensor, parallelism.pipeline
     if shape.heads % tensor or shape.ffn % tensor:
-        fits = [n for n in (1, 2, 4, 8, 16, 32, 64) if not shape.heads % n and not shape.ffn % n]
+        most = link.max_devices if link else 64
+        fits = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= most and not shape.heads % n and not shape.ffn % n]
         raise ShapeError(
-            f"tensor_parallel_size is {tensor}, which divides not both {shape.heads} query heads and a feed-forward "
-            f"width of {shape.ffn}; use {', '.join(map(str, fits))}"
+            f"tensor_parallel_size is {tensor}, which does not divide both {shape.heads} query heads and a "
+            f"feed-forward width of {shape.ffn}; use {', '.join(map(str, fits))}"
         )
     if max(shape.kv_heads, tensor) % min(shape.kv_heads, tensor):
         raise ShapeError(

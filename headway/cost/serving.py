@@ -11,11 +11,10 @@ one.
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headway.cost.attention import Chunk
@@ -99,18 +98,99 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class _Decoding:
+class _Group:
     """Sequences with the same output length whose prompts ended in the same step.
 
     Args:
+        born: steps taken before their first decode.
+        ends: steps taken after their last one.
         members: when each was sent.
+        passed: window sizes that their context has reached.
     """
 
-    context: int
-    left: int
+    born: int
+    ends: int
     output: int
     first: float
     members: list[float]
+    passed: int = 0
+
+
+class _Decoding:
+    """All groups that decode. What a step needs of them is kept up to date, as there may be thousands.
+
+    Args:
+        prompt: tokens, the context of a group when it is born; from then on it grows by one a step.
+        windows: sizes, ascending.
+    """
+
+    def __init__(self, prompt: int, windows: Sequence[int]) -> None:
+        self._prompt = prompt
+        self._windows = windows
+        self._steps = 0
+        self._by_end: list[tuple[int, int, _Group]] = []
+        self._to_pass: list[deque[_Group]] = [deque() for _ in windows]
+        self._born = 0
+        # By how many windows they have passed, at least: sequences, and the sum of what `born` says of each.
+        self._counts = [0] * (len(windows) + 1)
+        self._births = [0] * (len(windows) + 1)
+
+    def __len__(self) -> int:
+        """Sequences."""
+        return self._counts[0]
+
+    def add(self, output: int, first: float, members: list[float]) -> None:
+        """Sequences that got their first token in the step before, and are to get `output` in all."""
+        group = _Group(self._steps, self._steps + output - 1, output, first, members)
+        heapq.heappush(self._by_end, (group.ends, self._born, group))
+        self._born += 1
+        self._count(group, 0, len(members))
+        for waiting in self._to_pass:
+            waiting.append(group)
+        self._pass_windows()
+
+    def chunks(self) -> list[Chunk]:
+        """Sequences between the same window sizes as one chunk of their mean context.
+
+        A decode's work is linear in its context between two window sizes, so nothing is lost by it.
+        """
+        found = []
+        for passed, (count, births) in enumerate(zip(self._counts, self._births, strict=True)):
+            if passed < len(self._windows):
+                count -= self._counts[passed + 1]
+                births -= self._births[passed + 1]
+            if count:
+                contexts = count * (self._prompt + self._steps) - births
+                found.append(Chunk(1, round(contexts / count), 1, count))
+        return found
+
+    def until_one_ends(self) -> int:
+        """Steps."""
+        return self._by_end[0][0] - self._steps
+
+    def advance(self, steps: int) -> list[_Group]:
+        """So many steps go by; those that end with them, in the order in which they were added."""
+        self._steps += steps
+        ended = []
+        while self._by_end and self._by_end[0][0] <= self._steps:
+            ended.append(heapq.heappop(self._by_end)[1:])
+        for _, group in ended:
+            for passed in range(group.passed + 1):
+                self._count(group, passed, -len(group.members))
+        self._pass_windows()
+        return [group for _, group in sorted(ended, key=lambda each: each[0])]
+
+    def _pass_windows(self) -> None:
+        for number, (window, waiting) in enumerate(zip(self._windows, self._to_pass, strict=True)):
+            while waiting and self._prompt + self._steps - waiting[0].born >= window:
+                group = waiting.popleft()
+                if group.ends > self._steps:
+                    group.passed = number + 1
+                    self._count(group, number + 1, len(group.members))
+
+    def _count(self, group: _Group, passed: int, members: int) -> None:
+        self._counts[passed] += members
+        self._births[passed] += members * group.born
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +210,9 @@ class _Engine:
         self._limits = limits
         self._coming: list[tuple[float, float]] = []  # (at the scheduler, sent)
         self._waiting: deque[_Waiting] = deque()
-        self._decoding: list[_Decoding] = []
+        windows = {window for window in deployment.shape.sliding_windows if window is not None}
+        self._decoding = _Decoding(workload.prompt, sorted(windows))
         self._intake_free = 0.0
-        self._windows = sorted({window for window in deployment.shape.sliding_windows if window is not None})
         self._answered = 0
         self.now = 0.0
         self.finished: list[_Finished] = []
@@ -163,9 +243,9 @@ class _Engine:
 
     def _step(self) -> int:
         """One step, or many without prompts. Returns how many requests it ended."""
-        decoding = sum(len(group.members) for group in self._decoding)
+        decoding = len(self._decoding)
         prompts, firsts = self._prompts(decoding)
-        decodes = self._decodes()
+        decodes = self._decoding.chunks()
         took = self._deployment.step(decodes + prompts).seconds
         steps = 1 if prompts else self._quiet_steps(took)
         if steps > 1:
@@ -178,21 +258,9 @@ class _Engine:
         self.prompt_s += took if prompts else 0.0
         return self._advance(steps, firsts)
 
-    def _decodes(self) -> list[Chunk]:
-        """Decoding sequences, those between the same window sizes as one chunk of their mean context.
-
-        A decode's work is linear in its context between two window sizes, so nothing is lost by it.
-        """
-        buckets: dict[int, list[int]] = {}
-        for group in self._decoding:
-            bucket = buckets.setdefault(bisect.bisect(self._windows, group.context), [0, 0])
-            bucket[0] += len(group.members)
-            bucket[1] += len(group.members) * group.context
-        return [Chunk(1, round(contexts / count), 1, count) for count, contexts in buckets.values()]
-
     def _quiet_steps(self, took: float) -> int:
         """How many steps of this length go by before a sequence ends, or a request that has room comes."""
-        steps = min(group.left for group in self._decoding)
+        steps = self._decoding.until_one_ends()
         if self._coming:
             steps = min(steps, math.ceil((self._coming[0][0] - self.now) / took))
         return max(1, steps)
@@ -229,12 +297,8 @@ class _Engine:
 
     def _advance(self, steps: int, firsts: list[_Waiting]) -> int:
         before = len(self.finished)
-        for group in self._decoding:
-            group.context += steps
-            group.left -= steps
-            if group.left <= 0:
-                self.finished += [_Finished(sent, group.first, self.now, group.output) for sent in group.members]
-        self._decoding = [group for group in self._decoding if group.left > 0]
+        for group in self._decoding.advance(steps):
+            self.finished += [_Finished(sent, group.first, self.now, group.output) for sent in group.members]
         begun: dict[int, list[float]] = {}
         for request in firsts:
             begun.setdefault(self._workload.output_of(self._answered), []).append(request.sent)
@@ -243,7 +307,7 @@ class _Engine:
             if output == 1:
                 self.finished += [_Finished(sent, self.now, self.now, 1) for sent in members]
             else:
-                self._decoding.append(_Decoding(self._workload.prompt, output - 1, output, self.now, members))
+                self._decoding.add(output, self.now, members)
         return len(self.finished) - before
 
     def served(self, skip: int) -> Served:

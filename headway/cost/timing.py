@@ -194,7 +194,7 @@ class Deployment:
     def _part(self, operation: Operation, work: Work, tokens: int) -> PartTime:
         compute_s = work.flops / self._flops_per_s(operation) if work.flops else 0.0
         if operation in LINEAR:
-            compute_s += self._widening_s(operation, work, tokens)
+            compute_s = self.efficiency.overlapped(compute_s, self._widening_s(operation, work, tokens))
         if operation in ATTENTION:
             compute_s += self._scores(work) * self.efficiency.score_s
         memory_s = self._memory_s(operation, work)

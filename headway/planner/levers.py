@@ -6,7 +6,7 @@ docs/plan-levers.md says what each assumes. Every figure is one of `make_plan`, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,13 +77,18 @@ class Levers:
     chain: tuple[Lever, ...]
 
 
-def find_levers(request: PlanRequest, objective: str | None = None) -> Levers:
+def find_levers(
+    request: PlanRequest, objective: str | None = None, on_plan: Callable[[int], None] = lambda made: None
+) -> Levers:
     """Try everything that is known to help.
+
+    Args:
+        on_plan: hears how many plans have been made, some dozens in all.
 
     Raises:
         PlanError: the plan itself cannot be made, or the objective is not known.
     """
-    planner = _Planner()
+    planner = _Planner(on_plan)
     base = planner.plan(request)
     chosen, why = choose_objective(base, objective)
     search = _Search(planner, base, chosen)
@@ -157,8 +162,9 @@ def missed_by(plan: Plan, figures: Figures) -> tuple[str, ...]:
 class _Planner:
     """Makes plans, each once."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_plan: Callable[[int], None]) -> None:
         self._known: dict[str, Plan | PlanError] = {}
+        self._on_plan = on_plan
 
     def plan(self, request: PlanRequest) -> Plan:
         key = repr(request)
@@ -167,6 +173,7 @@ class _Planner:
                 self._known[key] = make_plan(request)
             except PlanError as error:
                 self._known[key] = error
+            self._on_plan(len(self._known))
         found = self._known[key]
         if isinstance(found, PlanError):
             raise found

@@ -96,7 +96,8 @@ def test_names_are_those_of_one_entry_whatever_their_case(entries):
 
 def test_models_and_hardware_are_found_by_every_name_in_any_case():
     for key, model in MODELS.items():
-        for name in (key, model.name, *model.aliases):
+        owned = (model.name, *model.aliases)
+        for name in (key, *owned, *(each.rpartition("/")[2] for each in owned)):
             assert catalogue.find_model(name) is catalogue.find_model(f" {name.upper()} ") is model
     for key, machine in HARDWARE.items():
         for name in (key, *machine.aliases):

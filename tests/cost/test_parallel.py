@@ -100,7 +100,7 @@ def test_sizes_that_do_not_divide_are_rounded_up():
 @pytest.mark.parametrize(
     ("shape", "parallelism", "link", "said"),
     [
-        (DENSE, Parallelism(3), LINK, "tensor_parallel_size is 3, which divides not both 8 query heads and a feed-"),
+        (DENSE, Parallelism(3), LINK, "tensor_parallel_size is 3, which does not divide both 8 query heads and"),
         (DENSE, Parallelism(16), LINK, "width of 96; use 1, 2, 4, 8."),
         (replace(DENSE, ffn=97), Parallelism(2), LINK, "feed-forward width of 97; use 1."),
         (

@@ -137,6 +137,17 @@ def test_widening_costs_arithmetic_for_each_weight_and_tile_of_rows():
         assert max(step[name].compute_s for name in ("head", "attention", "router")) < 1e-15
 
 
+def test_widening_goes_on_beside_the_products():
+    """Two kinds of units: with sharpness 2, 3 s of the one and 4 s of the other are 5 s."""
+    precision = Precision.named("bfloat16", "int4")
+    machine = replace(HEAVY_ARITHMETIC, flops_per_s={"fp32": 1e11, "bf16": 1e11 * 128 * 4 / (3 * 6.0)})
+    efficiency = replace(Efficiency.ideal(), widen_ops={"4": 6.0}, sharpness=2.0)
+    step = deployment(DENSE, precision=precision, hardware=machine, efficiency=efficiency).step([Chunk(64)])
+    down = next(part for part in step.parts if part.name == "down")
+    widened_s = 6 * down.work.flops / (2 * 64) / 1e11
+    assert down.compute_s == pytest.approx(1.25 * widened_s)
+
+
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [

@@ -225,3 +225,9 @@ def test_command_says_what_is_wrong(headway: CommandLine) -> None:
         "objective is 'fun'"
         in headway("plan", "levers", "llama-3.1-8b", "--hardware", "H100", "--objective", "fun").error()
     )
+
+
+def test_somebody_hears_of_every_plan() -> None:
+    heard: list[int] = []
+    find_levers(request(batch_size=1), on_plan=heard.append)
+    assert heard == list(range(1, len(heard) + 1)) and len(heard) > 30
