@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 from headway.engine.messages import TokenLogprobs
 from headway.engine.sampler import Sampler, prompt_logprobs
 from headway.kernels.interface import Kernels, LayerCache, StepGeometry
+from headway.kernels.threads import one_thread
 from headway.models.decoder import Decoder
 from headway.policy.accounting import ScheduledSequence, StepTimes
 from headway.policy.request import Sequence
@@ -113,7 +113,7 @@ class Runner:
         launched = time.monotonic_ns()
         hidden = self.model.forward(token_ids, geometry, self.caches)
         sampling = [item for item in plan.scheduled if item.samples]
-        logits = self.model.logits(hidden[last_rows]) if sampling else None
+        logits = self.model.logits(self.kernels.take(hidden, last_rows)) if sampling else None
         timer = _DeviceTimer(self.device)
         result = StepResult(StepTimes(launched, launched, launched))
         if logits is not None:
@@ -211,18 +211,10 @@ class Runner:
             result.prompt_logprobs[id(sequence)] = entries
 
 
-@contextmanager
-def threads_for(logits: Tensor) -> Iterator[None]:
-    """Small tensor operations on this thread alone: OpenMP would wait for all its threads to be given a core."""
-    before = torch.get_num_threads()
-    if logits.device.type != "cpu" or logits.numel() > _ALONE_BELOW or before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def threads_for(logits: Tensor) -> AbstractContextManager[None]:
+    """Small tensor operations on a CPU on this thread alone."""
+    alone = logits.device.type == "cpu" and logits.numel() <= _ALONE_BELOW
+    return one_thread() if alone else nullcontext()
 
 
 def zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from headway.kernels.cpu_simd import BFLOAT16, FLOAT32, KINDS, has_bfloat16_dot
 from headway.kernels.cpu_team import Team
 from headway.kernels.heads import check_heads
 from headway.kernels.interface import LayerCache, Linear, StepGeometry
+from headway.kernels.threads import one_thread
 
 # Below so many elements, waking the team costs more than it saves.
 _ALONE = 32768
@@ -36,6 +37,11 @@ class CpuKernels:
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """A multiplier that shares the memory of weight [out, in] wherever weight is dense."""
         return linear_for(weight, bias, self._team)
+
+    def take(self, table: Tensor, rows: Tensor) -> Tensor:
+        """Copies of rows, by torch on this thread: no more than memory allows, and OpenMP stays asleep."""
+        with one_thread():
+            return table.index_select(0, rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last dimension of x [T, D] or [T, H, D], strided along T and H or not."""

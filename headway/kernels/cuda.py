@@ -34,6 +34,10 @@ class CudaKernels:
         """cuBLAS takes weight [out, in] as it is."""
         return ReferenceLinear(weight, bias)
 
+    def take(self, table: Tensor, rows: Tensor) -> Tensor:
+        """See Kernels."""
+        return table.index_select(0, rows)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last dimension of x [T, D] or [T, H, D], strided along T and H or not."""
         if x.dim() != 3 or x.stride(2) != 1:

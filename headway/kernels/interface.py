@@ -61,6 +61,10 @@ class Kernels(Protocol):
         """Lay out weight [out, in] for repeated use; the caller drops its own reference afterwards."""
         ...
 
+    def take(self, table: Tensor, rows: Tensor) -> Tensor:
+        """Copies of the rows [T] int64 of table [N, D] -> [T, D]."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last dimension, computed in float32, returned in x's dtype."""
         ...

@@ -31,6 +31,10 @@ class ReferenceKernels:
         """Wrap weight [out, in] without copying it."""
         return ReferenceLinear(weight, bias)
 
+    def take(self, table: Tensor, rows: Tensor) -> Tensor:
+        """See Kernels."""
+        return table.index_select(0, rows)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019)."""
         wide = x.float()

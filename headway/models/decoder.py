@@ -89,7 +89,7 @@ class Decoder:
         eps, heads, head_dim = config.rms_norm_eps, sum(head_split), config.head_dim
         positions, slots = step.positions, step.slots
 
-        residual = torch.embedding(self.weights.embedding, token_ids)
+        residual = kernels.take(self.weights.embedding, token_ids)
         num_tokens = residual.shape[0]
         hidden = rms_norm(residual, self._layers[0][0].attention_norm, eps)
         for (layer, next_norm), cache in zip(self._layers, caches, strict=True):

@@ -31,6 +31,15 @@ def check_norm_of_heads(kernels: Kernels, device: str, dtype: torch.dtype) -> No
     assert_close(got, REFERENCE.rms_norm(heads, weight, 1e-5), dtype)
 
 
+def check_take(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, width: int) -> None:
+    table = random(0, dtype, 50, width)
+    rows = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(1))
+    taken = kernels.take(table.to(device), rows.to(device))
+    assert torch.equal(taken.cpu(), table[rows])
+    taken.zero_()
+    assert torch.equal(kernels.take(table.to(device), rows.to(device)).cpu(), table[rows])
+
+
 def check_gate(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, width: int) -> None:
     gate_up = random(0, dtype, tokens, 2 * width) * 8
     gate_up[0, :4] = torch.tensor([-300.0, -88.0, 300.0, 0.0]).to(dtype)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.kernels.cpu import CpuKernels
+from headway.kernels.threads import one_thread
 from tests.kernels import operations
 from tests.kernels.operations import DTYPES, check_attention
 from tests.kernels.steps import cache_of, random, step_of, torch_threads
@@ -37,6 +38,26 @@ def test_norms(kernels: CpuKernels, dtype: torch.dtype, tokens: int, width: int)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_of_heads(kernels: CpuKernels, dtype: torch.dtype) -> None:
     operations.check_norm_of_heads(kernels, "cpu", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 896), (7, 40), (60, 768)])
+def test_take(kernels: CpuKernels, dtype: torch.dtype, tokens: int, width: int) -> None:
+    before = torch.get_num_threads()
+    operations.check_take(kernels, "cpu", dtype, tokens, width)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_thread_is_for_what_is_inside(threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        with pytest.raises(KeyError, match="^1$"), one_thread():
+            raise KeyError(torch.get_num_threads())
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

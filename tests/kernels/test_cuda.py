@@ -35,6 +35,12 @@ def test_norm_of_heads(kernels: CudaKernels, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width"), [(2, 1100), (3, 40)])
+def test_take(kernels: CudaKernels, dtype: torch.dtype, tokens: int, width: int) -> None:
+    operations.check_take(kernels, DEVICE, dtype, tokens, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(2, 1100), (3, 40)])
 def test_gate(kernels: CudaKernels, dtype: torch.dtype, tokens: int, width: int) -> None:
     operations.check_gate(kernels, DEVICE, dtype, tokens, width)
 
