@@ -1,7 +1,7 @@
 """`headway calibrate`: the machine's peaks, then pieces of a step in rounds, then what the cost model makes of them.
 
-The pieces take turns, a run of each in every round, and the best of all rounds counts: a machine that is slow for some
-seconds is slow for one run of everything, and not for all runs of something.
+The pieces take turns, a run of each in every round, and the median of all rounds counts: a machine that is slow for
+some seconds is slow for one run of everything, and not for all runs of something.
 """
 
 from __future__ import annotations

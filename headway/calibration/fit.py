@@ -86,7 +86,7 @@ def errors(
     """By kind of sample: the median of |predicted / measured - 1|."""
     found: dict[str, list[float]] = {}
     for each in samples:
-        ratio = predicted(hardware, efficiency, each.piece, kernel_call_s, shape) / each.best
+        ratio = predicted(hardware, efficiency, each.piece, kernel_call_s, shape) / each.median
         found.setdefault(str(each.piece.kind), []).append(abs(ratio - 1.0))
     return {kind: statistics.median(each) for kind, each in found.items()}
 
@@ -94,7 +94,7 @@ def errors(
 def _elements(hardware: Hardware, samples: Sequence[Sample]) -> float:
     """Share of the bandwidth, beside a constant for each kernel."""
     columns = [[each.piece.work.activation_bytes / hardware.bytes_per_s, each.piece.kernels] for each in samples]
-    traffic, _ = least_squares(columns, [each.best for each in samples], (1e-3, 0.0))
+    traffic, _ = least_squares(columns, [each.median for each in samples], (1e-3, 0.0))
     return 1.0 / traffic
 
 
@@ -104,7 +104,7 @@ def _linear(hardware: Hardware, base: Efficiency, samples: Sequence[Sample], ker
     for each in samples:
         gaps = each.piece.kernels * kernel_call_s
         plain = predicted(hardware, base, each.piece, 0.0, _no_steps)
-        ratio = max(each.best - gaps, 0.1 * each.best) / plain
+        ratio = max(each.median - gaps, 0.1 * each.median) / plain
         ratios.setdefault(each.piece.format, {}).setdefault(each.piece.tokens, []).append(ratio)
     return {
         name: tuple((tokens, statistics.geometric_mean(of)) for tokens, of in sorted(by_tokens.items()))
@@ -126,7 +126,7 @@ def _attention(hardware: Hardware, base: Efficiency, samples: Sequence[Sample], 
                 each.piece.scores,
             ]
         )
-        seconds.append(max(each.best - rest, 0.1 * each.best))
+        seconds.append(max(each.median - rest, 0.1 * each.median))
     cache, products, score_s = least_squares(columns, seconds, (1.0, 1.0, 0.0))
     return replace(base, kv_bytes=1.0 / cache, attention_flops=1.0 / products, score_s=score_s)
 
@@ -143,7 +143,7 @@ def _host(hardware: Hardware, base: Efficiency, samples: Sequence[Sample], shape
         device_s = _step_s(hardware, base, each.piece, shape)
         kernels = _step_s(hardware, counting, each.piece, shape) - device_s
         columns.append([kernels, 1.0, each.piece.sequences, each.piece.sequences * each.piece.layers])
-        seconds.append(max(each.best - device_s, 0.1 * each.best))
+        seconds.append(max(each.median - device_s, 0.1 * each.median))
     kernel_s, step_s, sequence_s, _ = least_squares(columns, seconds, (0.0,) * 4)
     return replace(base, kernel_s=kernel_s, step_s=step_s, sequence_s=sequence_s)
 

@@ -53,7 +53,7 @@ class Sample:
     """A piece with the seconds that one run of it took, from several rounds.
 
     Args:
-        best: what the fits use, as interruptions only ever slow a run down.
+        median: what the fits use: what a server will see too, where a best run is luck on a machine that is shared.
     """
 
     piece: Piece

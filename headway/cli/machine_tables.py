@@ -24,7 +24,7 @@ def machine_table(machine: CalibratedMachine) -> Table:
             for rate in peaks.read_bytes_per_s
         ),
         *(_products(name, rate, peaks.gemm_flops_per_s) for name, rate in hardware.flops_per_s.items()),
-        cells("a call", f"{number(peaks.kernel_call_s * 1e6)} µs", "of a kernel of the engine with nothing to do"),
+        cells("a call", f"{number(peaks.kernel_call_s * 1e6)} µs", "of an engine kernel with nothing to do"),
     ]
     threads = "" if hardware.kind == "gpu" else f", {machine.threads} thread{'s' * (machine.threads > 1)}"
     return Table(f"{hardware.name}{threads}", ("", "best", "what it is"), tuple(rows), left=frozenset({0, 2}))
@@ -32,7 +32,7 @@ def machine_table(machine: CalibratedMachine) -> Table:
 
 def _products(name: str, rate: float, measured: dict[str, Rate]) -> tuple[Cell, ...]:
     ours = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(name) in measured
-    what = "large matrices, by torch or the engine" if ours else "by torch; the engine is not measured with it"
+    what = "large matrices, by torch or the engine" if ours else "by torch; the engine is not measured in it"
     return cells(f"products in {name}", f"{number(rate / 1e9)} GFLOP/s", what)
 
 
@@ -51,7 +51,7 @@ def engine_table(machine: CalibratedMachine) -> Table:
         ),
         cells("cache reads", f"{reached.kv_bytes:.0%}", "of the bandwidth, by attention"),
         cells("attention's products", f"{reached.attention_flops:.0%}", f"of the rate of products in {main}"),
-        cells("scores", f"{number(reached.score_s * 1e9)} ns", "of a query, a key and a head, beside products"),
+        cells("scores", f"{number(reached.score_s * 1e9)} ns", "of a query, key and head, beside products"),
         cells("single elements", f"{reached.element_bytes:.0%}", "of the bandwidth: norms, rotary, activations"),
         cells("between kernels", f"{number(reached.kernel_s * 1e6)} µs", "of the host, for each"),
         cells("a step", f"{number(reached.step_s * 1e6)} µs", "of the host: scheduler, tensors, sampler"),

@@ -157,6 +157,7 @@ def plan(
         made = make_plan(request_of(flags))
     except PlanError as error:
         fail(str(error))
+    written = [] if plot is None else _write(made, plot)
     if as_json:
         from headway.planner.json import to_json
 
@@ -173,21 +174,20 @@ def plan(
             print_explained(made, console)
         else:
             print_plan(made, console)
-    if plot is not None:
-        _write(made, plot, quiet=as_json)
+        if written:
+            print(f"\nWrote {written[0]} and {len(written) - 1} pictures.")
     raise typer.Exit(1 if made.problem else 0)
 
 
-def _write(made: Plan, folder: Path, quiet: bool) -> None:
+def _write(made: Plan, folder: Path) -> list[Path]:
+    """The page first. Nothing has been printed before, so that a folder that cannot be used is all that is said."""
     from headway.planner.page import write_plan
     from headway.report.page import ReportError
 
     try:
-        written = write_plan(folder.expanduser(), made)
+        return write_plan(folder.expanduser(), made)
     except ReportError as error:
         fail(str(error))
-    if not quiet:
-        print(f"\nWrote {written[0]} and {len(written) - 1} pictures.")
 
 
 def request_of(flags: dict[str, Any]) -> PlanRequest:
@@ -258,8 +258,9 @@ def compare(
 ) -> None:
     """Plans side by side. Flags are for all of them; each plan's own go before.
 
-    The best of each figure is marked, and what is too close to it to tell apart. Ends with exit code 1 when none of the
-    plans works.
+    The best of each figure is marked, and what is too close to it to tell apart.
+
+    Ends with exit code 1 when none of the plans works.
     """
     from headway.planner.compare import comparison_json, count_hint, merged, parse_plans, print_comparison
     from headway.planner.make import make_plan
@@ -301,6 +302,8 @@ def levers(
     """What to change next, ranked by what it gains: precision, batch, speculation, prefixes, parallelism, hardware.
 
     Each is one change of the plan that the flags describe; then the best of them are put together.
+
+    Ends with exit code 1 when the plan does not fit and no change makes it fit.
     """
     from rich.console import Console
 
@@ -314,11 +317,10 @@ def levers(
             )
     except PlanError as error:
         fail(str(error))
+    from headway.planner.levers_report import print_levers, to_json
+
     if as_json:
-        from headway.planner.levers_report import to_json
-
         print(to_json(found))
-        return
-    from headway.planner.levers_report import print_levers
-
-    print_levers(found, Console())
+    else:
+        print_levers(found, Console())
+    raise typer.Exit(0 if found.base.fits or found.ranked else 1)

@@ -8,12 +8,14 @@ import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from headway.planner.answer import headline
+from headway.planner.figures import figures_of, missed_by, shortened
 from headway.planner.json import as_object
 from headway.planner.plan import Estimate, Plan
 from headway.planner.request import PlanError, PlanRequest
@@ -51,6 +53,8 @@ def parse_plans(texts: Sequence[str]) -> list[Wanted]:
         raise PlanError(f"plan compare takes two plans or more; write each like {EXAMPLE}")
     found: list[Wanted] = []
     for text in texts:
+        if not text.strip("@ "):
+            raise PlanError(f"plan {text!r} is empty; write it like {EXAMPLE}")
         found.append(Wanted(text, _flags(text, found[0].flags if found else {})))
     return found
 
@@ -62,8 +66,10 @@ def merged(shared: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
 
 
 def _flags(text: str, first: Mapping[str, Any]) -> dict[str, Any]:
-    model, _, rest = text.partition("@")
+    model, at, rest = text.partition("@") if "@" in text else ("", "", text)
     hardware, colon, options = rest.partition(":")
+    if not at:
+        model, hardware = hardware, ""
     flags: dict[str, Any] = {"model": model or first.get("model"), "hardware": hardware or first.get("hardware")}
     missing = [name for name, value in flags.items() if not value]
     if missing or (colon and not options):
@@ -82,11 +88,12 @@ def _flags(text: str, first: Mapping[str, Any]) -> dict[str, Any]:
 def _option(text: str, name: str, value: str | None) -> dict[str, Any]:
     name = SHORT.get(name, name)
     known = _option_types()
+    if name == "slo":
+        raise PlanError(f"plan {text!r} sets slo; objectives are for all plans, so give --slo once")
     if name not in known:
-        raise PlanError(
-            f"plan {text!r} sets {name!r}, which is no flag of a plan; use those of headway plan without dashes, such "
-            "as quantization=fp8, or tp=2"
-        )
+        near = get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else "use flags of headway plan, such as quantization=fp8, or tp=2"
+        raise PlanError(f"plan {text!r} sets {name!r}, which is no flag of one plan; {hint}")
     if value is None and known[name] is not bool:
         raise PlanError(f"plan {text!r} gives {name} no value; write {name}=VALUE")
     return {name: True if value is None else _value(text, name, value, known[name])}
@@ -127,7 +134,7 @@ def count_hint(wanted: Wanted) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A figure of each plan.
+    """A figure of each plan, in the unit of its key.
 
     Args:
         of: its value, with a bar where it is predicted; None where a plan has none.
@@ -142,33 +149,48 @@ class Row:
 
 
 def _milliseconds(value: float) -> str:
-    return f"{number(value * 1e3)} ms"
+    return f"{number(value)} ms"
+
+
+def _tpot(plan: Plan) -> Estimate | None:
+    return plan.tpot.scaled(1e3 * shortened(plan).tpot) if plan.tpot else None
+
+
+def _answer(plan: Plan) -> Estimate | None:
+    return plan.ttlt.scaled(1e3 * shortened(plan).answer) if plan.ttlt else None
+
+
+def _tokens(plan: Plan) -> Estimate | None:
+    rate = plan.output_tokens_per_s
+    return rate if rate is None or plan.load == "rate" else rate.scaled(1 / shortened(plan).answer)
+
+
+def _per_device(plan: Plan) -> Estimate | None:
+    rate = _tokens(plan)
+    return rate.scaled(1 / plan.devices) if rate else None
 
 
 def _cost(plan: Plan) -> Estimate | None:
     """Its bar is that of the tokens."""
-    cost, rate = plan.cost_per_million_output_tokens, plan.output_tokens_per_s
+    rate, cost = _tokens(plan), figures_of(plan).cost
     if cost is None or rate is None:
         return None
     return Estimate(cost, cost * rate.value / rate.high, cost * rate.value / rate.low)
 
 
-def _per_device(plan: Plan) -> Estimate | None:
-    return plan.output_tokens_per_s.scaled(1 / plan.devices) if plan.output_tokens_per_s else None
-
-
 def _per_watt(plan: Plan) -> Estimate | None:
-    share, rate = plan.tokens_per_s_per_watt, plan.output_tokens_per_s
-    return rate.scaled(share / rate.value) if share and rate else None
+    rate, watts = _tokens(plan), plan.deployment.hardware.tdp_w
+    return rate.scaled(1 / (watts * plan.devices)) if rate and watts else None
 
 
 ROWS = (
     Row("weights_bytes", "weights", lambda plan: float(plan.weights_bytes), -1, gigabytes),
     Row("kv_bytes_per_token", "cache of a token", lambda plan: float(plan.kv_bytes_per_token), -1, gigabytes),
     Row("max_batch", "most sequences", lambda plan: float(plan.max_batch), 1, lambda value: f"{value:,.0f}"),
-    Row("ttft_ms", "TTFT", lambda plan: plan.ttft, -1, _milliseconds),
-    Row("tpot_ms", "TPOT", lambda plan: plan.tpot, -1, _milliseconds),
-    Row("output_tokens_per_s", "output tokens/s", lambda plan: plan.output_tokens_per_s, 1, number),
+    Row("ttft_ms", "TTFT", lambda plan: plan.ttft.scaled(1e3) if plan.ttft else None, -1, _milliseconds),
+    Row("tpot_ms", "TPOT", _tpot, -1, _milliseconds),
+    Row("ttlt_ms", "whole answer", _answer, -1, _milliseconds),
+    Row("output_tokens_per_s", "output tokens/s", _tokens, 1, number),
     Row("output_tokens_per_s_per_device", "of each device", _per_device, 1, number),
     Row("price_per_hour", "price of an hour", lambda plan: plan.price_per_hour, -1, dollars),
     Row("cost_per_million_output_tokens", "1M output tokens", _cost, -1, dollars),
@@ -177,8 +199,11 @@ ROWS = (
 
 
 def marks(row: Row, plans: Sequence[Plan]) -> list[str]:
-    """For each plan "best", "close" (not told apart from the best), or nothing. Equal bests are all best."""
-    values = [row.of(plan) for plan in plans]
+    """For each plan "best", "close" (not told apart from the best), or nothing. Equal bests are all best.
+
+    What does not fit is the best at nothing.
+    """
+    values = [row.of(plan) if plan.fits else None for plan in plans]
     known = [place for place, value in enumerate(values) if value is not None]
     if len(known) < 2:
         return [""] * len(plans)
@@ -232,13 +257,13 @@ def comparison_table(plans: Sequence[Plan]) -> Table:
     rows.append(cells("decoding bound by", *(plan.decode.bound for plan in plans)))
     if plans[0].request.slo:
         rows.append(cells("SLO", *(_slo(plan) for plan in plans)))
-    return Table(
-        "Side by side",
-        ("", *(letter(place) for place in range(len(plans)))),
-        tuple(rows),
-        note="* best of its row; ~ too close to the best to tell apart by the 80 % bars below the figures. Plans of "
-        f"the same engine and architecture err alike, so {SHARED:.0%} of their squared error is taken as common.",
+    note = (
+        "* best of its row; ~ too close to the best to tell apart by the 80 % bars below the figures. Plans of the "
+        f"same engine and architecture err alike, so {SHARED:.0%} of their squared error is taken as common."
     )
+    if any(plan.speculated for plan in plans):
+        note += " Speculative decoding counts, where a plan has it."
+    return Table("Side by side", ("", *(letter(place) for place in range(len(plans)))), tuple(rows), note=note)
 
 
 def _row(row: Row, plans: Sequence[Plan]) -> tuple[Cell, ...]:
@@ -248,15 +273,16 @@ def _row(row: Row, plans: Sequence[Plan]) -> tuple[Cell, ...]:
         if value is None:
             found.append(Cell("–", "quiet"))
             continue
-        factor = 1e3 if row.words is _milliseconds else 1.0
-        detail = bar(value.scaled(factor)) if isinstance(value, Estimate) else ""
+        detail = bar(value) if isinstance(value, Estimate) else ""
         text = row.words(_middle(value)) + {"best": " *", "close": " ~", "": ""}[mark]
         found.append(Cell(text, "good" if mark == "best" else "", detail))
     return tuple(found)
 
 
 def _slo(plan: Plan) -> Cell:
-    missed = [name for name, met in plan.slo_met.items() if not met]
+    if not plan.fits:
+        return Cell("–", "quiet")
+    missed = missed_by(plan)
     return Cell("met", "good") if not missed else Cell(f"{', '.join(missed)} missed", "bad")
 
 
@@ -271,12 +297,16 @@ def print_comparison(plans: Sequence[Plan], console: Console) -> None:
 
 
 def comparison_json(wanted: Sequence[Wanted], plans: Sequence[Plan]) -> str:
-    """A list: each plan as `headway plan --json` has it, with the figures in which it is best or close to that."""
+    """A list: each plan as `headway plan --json` has it, the figures that are compared, and in which it is best.
+
+    Speculative decoding counts in the figures that are compared.
+    """
     found = {row.key: marks(row, plans) for row in ROWS}
     objects = [
         {
             "plan": each.text,
             **as_object(plan),
+            "compared": {row.key: None if (value := row.of(plan)) is None else _middle(value) for row in ROWS},
             "best": [key for key, marked in found.items() if marked[place] == "best"],
             "close_to_best": [key for key, marked in found.items() if marked[place] == "close"],
         }

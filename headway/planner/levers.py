@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from headway.planner.changes import Change, NotApplicable, changes, flags_of, largest_load, other_hardware
+from headway.planner.figures import Figures, figures_of, gain_of, missed_by, value_of
 from headway.planner.make import make_plan
 from headway.planner.plan import Plan
 from headway.planner.request import PlanError, PlanRequest
@@ -21,22 +21,6 @@ LEAST_GAIN = 1.03
 # A lever that moves no figure by more than this changes nothing.
 NOTHING = 0.005
 BEST_HARDWARE = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What a plan comes to, speculative decoding counted. Seconds, tokens a second, dollars; None: it has no value.
-
-    Args:
-        tokens_per_s: of output, of all devices; under a rate of arrivals, that can be served at most.
-    """
-
-    ttft_s: float | None
-    tpot_s: float | None
-    e2el_s: float | None
-    tokens_per_s: float | None
-    cost: float | None
-    devices: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +60,16 @@ class Levers:
     left_out: tuple[tuple[str, str], ...]
     chain: tuple[Lever, ...]
 
+    @property
+    def chain_gain(self) -> float | None:
+        """Of all of the chain together; None where there is none, or the plan without it has no such figure."""
+        return gain_of(self.figures, self.chain[-1].figures, self.objective) if self.chain else None
+
+    @property
+    def chain_flags(self) -> str:
+        """Of all of the chain together."""
+        return " ".join(lever.flags for lever in self.chain)
+
 
 def find_levers(
     request: PlanRequest, objective: str | None = None, on_plan: Callable[[int], None] = lambda made: None
@@ -100,63 +94,22 @@ def find_levers(
 
 
 def choose_objective(base: Plan, wanted: str | None) -> tuple[str, str]:
-    """What levers are ranked by, and why: what was asked for, the first objective that is missed, or throughput."""
+    """What levers are ranked by, and why: what was asked for, the first objective that is missed, or throughput.
+
+    Raises:
+        PlanError: what was asked for is no objective, or the cost where no price is known.
+    """
     if wanted is not None:
         if wanted not in OBJECTIVES:
             raise PlanError(f"objective is {wanted!r}; it must be one of {', '.join(OBJECTIVES)}")
+        if wanted == "cost" and base.price_per_hour is None:
+            raise PlanError(f"no price of {base.hardware_key} is known to rank by; give --price-per-hour")
         return wanted, "as asked for"
-    missed = [name for name, met in base.slo_met.items() if not met]
-    if missed and base.fits:
+    if base.problem:
+        return "throughput", "the load is more than can be served" if base.fits else "nothing else counts until it fits"
+    if missed := missed_by(base):
         return missed[0], f"the first of --slo that is missed, {missed[0]}:{base.request.slo[missed[0]]:g}"
     return "throughput", "no --slo is missed" if base.slo_met else "there is no --slo"
-
-
-def figures_of(plan: Plan) -> Figures:
-    """Of a plan. Speculation shortens decode steps; what others' prompts take of TPOT stays, and so does TTFT."""
-    tpot = plan.tpot.value if plan.tpot else None
-    e2el = plan.ttlt.value if plan.ttlt else None
-    tokens = plan.output_tokens_per_s.value if plan.output_tokens_per_s else None
-    if plan.load == "rate":
-        tokens = plan.saturation_rate * plan.workload.output if plan.capacity.fits else None
-    cost = plan.costs.per_million_output_tokens
-    if plan.speculated is not None and tpot is not None:
-        saved = plan.speculated.tpot_s * (plan.speculated.speedup - 1.0)
-        tpot -= saved
-        if e2el is not None:
-            faster = e2el - (plan.workload.output - 1) * saved
-            if plan.load != "rate" and tokens is not None:
-                tokens *= e2el / faster
-                cost = None if cost is None else cost * faster / e2el
-            e2el = faster
-    return Figures(plan.ttft.value if plan.ttft else None, tpot, e2el, tokens, cost, plan.devices)
-
-
-def value_of(figures: Figures, objective: str) -> float | None:
-    """The figure that counts, the lower the better: times, dollars, or device-seconds of a token."""
-    if objective == "throughput":
-        return figures.devices / figures.tokens_per_s if figures.tokens_per_s else None
-    return {
-        "ttft": figures.ttft_s,
-        "tpot": figures.tpot_s,
-        "e2el": figures.e2el_s,
-        "cost": figures.cost,
-    }[objective]
-
-
-def gain_of(before: Figures, after: Figures, objective: str) -> float | None:
-    """How many times as good; None where one of them has no such figure."""
-    old, new = value_of(before, objective), value_of(after, objective)
-    return None if old is None or new is None else old / new
-
-
-def missed_by(plan: Plan, figures: Figures) -> tuple[str, ...]:
-    """Objectives of the request that are missed."""
-    values = {"ttft": figures.ttft_s, "tpot": figures.tpot_s, "e2el": figures.e2el_s}
-    return tuple(
-        name
-        for name, limit_ms in plan.request.slo.items()
-        if values[name] is None or (values[name] or math.inf) * 1e3 > limit_ms
-    )
 
 
 class _Planner:
@@ -187,25 +140,24 @@ class _Search:
         self._planner = planner
         self._base = base
         self._objective = objective
-        self._figures = figures_of(base)
-        self._missed = set(missed_by(base, self._figures))
+        self._missed = set(missed_by(base))
 
-    def lever(self, change: Change, base: Plan | None = None) -> Lever:
+    def lever(self, change: Change, before: Plan) -> Lever:
         """Raises NotApplicable where the plan with the change cannot be made, does not fit or changes nothing."""
-        before = base or self._base
         plan = self._made(change, before.request)
         figures, old = figures_of(plan), figures_of(before)
         if not plan.fits or (plan.problem and not before.problem):
             raise NotApplicable("the model or the load does not fit then")
         if _alike(figures, old):
             raise NotApplicable("changes no figure by more than 0.5 %")
+        settled = {name: getattr(plan.request, name) for name in change.settings}
         return Lever(
-            replace(change, settings=self._settled(change, plan)),
-            flags_of(self._settled(change, plan)),
+            replace(change, settings=settled),
+            flags_of(settled),
             plan,
             figures,
             gain_of(old, figures, self._objective),
-            missed_by(plan, figures),
+            missed_by(plan),
         )
 
     def _made(self, change: Change, request: PlanRequest) -> Plan:
@@ -223,10 +175,6 @@ class _Search:
         except PlanError as error:
             raise NotApplicable(str(error)) from None
 
-    @staticmethod
-    def _settled(change: Change, plan: Plan) -> dict[str, Any]:
-        return {name: getattr(plan.request, name) for name in change.settings}
-
     def all_of(self, tried: Iterable[Change | tuple[str, str]]) -> tuple[list[Lever], list[tuple[str, str]]]:
         """Levers, and what is none with the reason."""
         levers, left_out = [], []
@@ -235,7 +183,7 @@ class _Search:
                 left_out.append(each)
                 continue
             try:
-                levers.append(self.lever(each))
+                levers.append(self.lever(each, self._base))
             except NotApplicable as reason:
                 left_out.append((each.name, str(reason)))
         return levers, left_out
@@ -251,7 +199,7 @@ class _Search:
             plan = self._planner.plan(request)
         except PlanError:
             return False
-        return plan.fits and plan.problem is None and not missed_by(plan, figures_of(plan))
+        return plan.fits and plan.problem is None and not missed_by(plan)
 
     def of_hardware(self, left_out: list[tuple[str, str]]) -> list[Lever]:
         """The best of the catalogue, and the cheapest that meets all objectives."""
@@ -289,16 +237,22 @@ class _Search:
         left = self._combinable() if alone or self._base.fits else [each.change for each in levers]
         current, found = self._base, list[Lever]()
         while left:
-            missed = set(missed_by(current, figures_of(current)))
+            missed = set(missed_by(current))
             choices = [each for each in self._on_top(left, current) if not set(each.misses) - missed]
             best = min(choices, key=self.rank, default=None)
-            if best is None or (best.gain is not None and best.gain < LEAST_GAIN):
+            if best is None or not self._helps(best):
                 break
             found.append(best)
             current = best.plan
             used = {each.change.kind for each in found}
             left = [each for each in self._combinable() if each.kind not in used]
         return found
+
+    def _helps(self, lever: Lever) -> bool:
+        """Where the plan before had no such figure, to have one is enough."""
+        if lever.gain is None:
+            return value_of(lever.figures, self._objective) is not None
+        return lever.gain >= LEAST_GAIN
 
     def _combinable(self) -> list[Change]:
         """Also those that do nothing for the plan alone, such as a narrower cache where the weights do not fit."""

@@ -10,7 +10,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from headway.planner.answer import headline
-from headway.planner.levers import Figures, Lever, Levers
+from headway.planner.figures import Figures, missed_by, value_of
+from headway.planner.levers import Lever, Levers
 from headway.planner.words import dollars, seconds
 from headway.report.console import print_table
 from headway.report.parts import Cell, Table, cells
@@ -31,41 +32,54 @@ def print_levers(found: Levers, console: Console) -> None:
     console.print(Text(headline(found.base), style="bold"))
     if found.base.problem:
         console.print(Text(found.base.problem, style="red"))
-    console.print(Text(f"Ranked by {MEANS[found.objective]} ({found.why})."))
-    console.print()
-    print_table(console, lever_table(found))
-    listed = RichTable.grid(padding=(0, 1))
-    for place, lever in enumerate(found.ranked, 1):
-        listed.add_row(Text(f"{place}"), Text(f"{lever.flags}\n").append(lever.change.assumes, "dim"))
-    console.print(listed)
+    if found.ranked:
+        console.print(Text(f"Ranked by {MEANS[found.objective]} ({found.why})."))
+        console.print()
+        print_table(console, lever_table(found))
+        listed = RichTable.grid(padding=(0, 1))
+        for place, lever in enumerate(found.ranked, 1):
+            listed.add_row(Text(f"{place}"), Text(f"{lever.flags}\n").append(lever.change.assumes, "dim"))
+        console.print(listed)
+    else:
+        console.print(Text("No single change helps."))
     if found.chain:
         console.print()
         print_table(console, chain_table(found))
-        console.print(Text(f"All of them: {' '.join(lever.flags for lever in found.chain)}"))
+        total = "" if found.chain_gain is None else f", {found.chain_gain:.2f} x"
+        console.print(Text(f"All of them{total}: {found.chain_flags}"))
     if found.left_out:
         console.print()
         console.print(Text("No levers here", style="bold"))
         reasons = RichTable.grid(padding=(0, 1))
-        for name, reason in found.left_out:
-            reasons.add_row(Text("•"), Text(f"{name}: {reason}"))
+        for reason, names in _by_reason(found).items():
+            reasons.add_row(Text("•"), Text(f"{', '.join(names)}: {reason}"))
         console.print(reasons)
+
+
+def _by_reason(found: Levers) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for name, reason in found.left_out:
+        names.setdefault(reason, []).append(name)
+    return names
 
 
 def lever_table(found: Levers) -> Table:
     """By gain, the plan as it is first."""
-    rows = [_lever_row(f"{place}", lever.change.name, lever) for place, lever in enumerate(found.ranked, 1)]
+    rows = [_lever_row(found, f"{place}", lever.change.name, lever) for place, lever in enumerate(found.ranked, 1)]
+    served = " tokens/s: that can be served at most." if found.base.load == "rate" else ""
     return Table(
         "One change at a time",
         COLUMNS,
         (_as_it_is(found), *rows),
         left=frozenset({1}),
-        note=f"Gain: of {MEANS[found.objective]}; above 1 is better. Below: the flags of each, and what it assumes.",
+        note=f"Gain: of {MEANS[found.objective]}; above 1 is better.{served} Below: the flags of each, and what it "
+        "assumes.",
     )
 
 
 def chain_table(found: Levers) -> Table:
     """Levers on top of each other."""
-    rows = [_lever_row("", f"+ {lever.change.name}", lever) for lever in found.chain]
+    rows = [_lever_row(found, "", f"+ {lever.change.name}", lever) for lever in found.chain]
     return Table(
         "The best of them together",
         COLUMNS,
@@ -76,12 +90,11 @@ def chain_table(found: Levers) -> Table:
 
 
 def _as_it_is(found: Levers) -> tuple[Cell, ...]:
-    missed = tuple(name for name, met in found.base.slo_met.items() if not met)
-    return _row("", "as it is", Cell(""), found.figures, missed)
+    return _row("", "as it is", Cell(""), found.figures, missed_by(found.base))
 
 
-def _lever_row(place: str, name: str, lever: Lever) -> tuple[Cell, ...]:
-    return _row(place, name, _gain(lever), lever.figures, lever.misses)
+def _lever_row(found: Levers, place: str, name: str, lever: Lever) -> tuple[Cell, ...]:
+    return _row(place, name, _gain(found, lever), lever.figures, lever.misses)
 
 
 def _row(place: str, name: str, gain: Cell, figures: Figures, missed: tuple[str, ...]) -> tuple[Cell, ...]:
@@ -93,9 +106,12 @@ def _row(place: str, name: str, gain: Cell, figures: Figures, missed: tuple[str,
     return cells(place, said, gain, *times, tokens, f"{figures.devices}", dollars(figures.cost))
 
 
-def _gain(lever: Lever) -> Cell:
+def _gain(found: Levers, lever: Lever) -> Cell:
+    """Where the plan as it is has no such figure: what the lever makes of it."""
     if lever.gain is None:
-        return Cell("it fits", "good")
+        if not found.base.fits:
+            return Cell("it fits", "good")
+        return Cell("–", "quiet") if value_of(lever.figures, found.objective) is None else Cell("it keeps up", "good")
     return Cell(f"{lever.gain:.2f} x", "good" if lever.gain > 1.005 else "bad" if lever.gain < 0.995 else "quiet")
 
 
@@ -111,6 +127,8 @@ def to_json(found: Levers) -> str:
             "base": _figures(found.figures),
             "levers": [_lever(lever) for lever in found.ranked],
             "combination": [_lever(lever) for lever in found.chain],
+            "combination_gain": found.chain_gain,
+            "combination_flags": found.chain_flags,
             "left_out": [{"name": name, "reason": reason} for name, reason in found.left_out],
         },
         indent=2,

@@ -66,7 +66,7 @@ def roofline(plan: Plan) -> Figure:
         axes.scatter(
             [spot.x for spot in some],
             [spot.y for spot in some],
-            s=[18 + 240 * spot.share for spot in some],
+            s=[spot.area for spot in some],
             marker=marker,
             label=phase,
             zorder=3,
@@ -177,11 +177,16 @@ def memory(plan: Plan) -> Figure:
 
 
 def _reach(plan: Plan, longest: int) -> str:
-    """How far a context goes, which the model itself may end before memory does."""
-    limit = plan.deployment.shape.max_positions
+    """How far a context goes, which the model or the engine may end before memory does."""
+    limit = _limit(plan)
     if not longest:
         return "none fits"
-    return f"up to {longest:,} tokens" if not limit or longest < limit else f"all {limit:,} that the model takes"
+    return f"up to {longest:,} tokens" if not limit or longest < limit else f"all {limit:,} that are allowed"
+
+
+def _limit(plan: Plan) -> int | None:
+    """Tokens of a sequence that are allowed, however much memory there is."""
+    return plan.request.max_model_len or plan.deployment.shape.max_positions
 
 
 def kv_of_device(plan: Plan, batch: int, context: int) -> int:
@@ -216,7 +221,7 @@ def _contexts(plan: Plan) -> list[int]:
     """From a block to well above what the plan asks for, to the model's limit if that is near."""
     asked = plan.workload.prompt + plan.workload.output
     longest = max(8 * asked, 4 * min(plan.capacity.max_context, 2**20), 8192)
-    limit = plan.deployment.shape.max_positions
+    limit = _limit(plan)
     longest = max(2 * asked, min(longest, limit) if limit else longest)
     shortest = max(plan.request.block_size, min(128, asked // 4))
     return [int(n) for n in np.unique(np.geomspace(shortest, longest, 200).round())]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Inches, of text of 7.5 points.
 LETTER, LINE = 0.062, 0.135
 NEAR = 0.2
-GAP = 0.09
+GAP = 0.05
 MOST_NAMES = 3
 
 
@@ -27,6 +27,16 @@ class Spot:
     x: float
     y: float
     share: float
+
+    @property
+    def area(self) -> float:
+        """Of its marker, in square points."""
+        return 18 + 240 * self.share
+
+    @property
+    def radius(self) -> float:
+        """Of its marker, in inches."""
+        return math.sqrt(self.area) / 2 / 72
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +70,14 @@ def name_spots(
         size: of the axes, about, in inches.
     """
     scale = _Scale(axes, size)
-    taken = [_around(scale.place(spot), 0.05) for group in groups for spot in group]
+    taken = [_around(scale.place(spot), spot.radius) for group in groups for spot in group]
     taken += [_around(scale.place(spot), 0.01) for spot in avoid]
     whole = _Box(0.0, 0.0, *size)
     for group, colour in zip(groups, colours, strict=True):
         for cluster in _clusters(group, scale):
             text = _name(cluster)
             x, y = scale.place(cluster[0])
-            choices = list(_choices(x, y, len(text) * LETTER))
+            choices = list(_choices(x, y, len(text) * LETTER, cluster[0].radius))
             box = min(choices, key=lambda choice: _badness(choice, taken, whole))
             taken.append(box)
             axes.annotate(
@@ -113,10 +123,10 @@ def _name(cluster: Sequence[Spot]) -> str:
     return ", ".join(names[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _choices(x: float, y: float, width: float) -> Iterator[_Box]:
-    """Places for a text, the best first: right, left, below, above, and further away."""
-    for away in (1.0, 2.2, 3.6):
-        gap = GAP * away
+def _choices(x: float, y: float, width: float, radius: float) -> Iterator[_Box]:
+    """Places for a text beside a marker, the best first: right, left, below, above, and further away."""
+    for away in (1.0, 3.2, 5.8):
+        gap = radius + GAP * away
         for bottom in (y - LINE / 2, y - gap - LINE, y + gap):
             yield _Box(x + gap, bottom, x + gap + width, bottom + LINE)
             yield _Box(x - gap - width, bottom, x - gap, bottom + LINE)

@@ -55,7 +55,7 @@ FORMATS = {"bf16": "bfloat16", "fp32": "float32"}
 
 def timed_pieces(efficiency: Efficiency = KNOWN) -> tuple[Sample, ...]:
     """Pieces of all kinds, with the seconds that `headway.cost` gives a machine of this efficiency."""
-    return tuple(Sample(piece, seconds, 1.05 * seconds, 4) for piece, seconds in _pieces(efficiency))
+    return tuple(Sample(piece, 0.95 * seconds, seconds, 4) for piece, seconds in _pieces(efficiency))
 
 
 def _pieces(efficiency: Efficiency) -> Iterator[tuple[Piece, float]]:

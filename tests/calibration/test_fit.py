@@ -39,14 +39,14 @@ def test_a_known_efficiency_predicts_its_own_pieces() -> None:
     samples = timed_pieces()
     for each in samples:
         said = predicted(HARDWARE, KNOWN, each.piece, KERNEL_S, tiny_shape)
-        assert said == pytest.approx(each.best, rel=1e-9), each.piece.kind
+        assert said == pytest.approx(each.median, rel=1e-9), each.piece.kind
     off = errors(HARDWARE, KNOWN, samples, KERNEL_S, tiny_shape)
     assert set(off) == set(Kind) and max(off.values()) < 1e-9
 
 
 def test_errors_are_medians_by_kind() -> None:
     samples = [each for each in timed_pieces() if each.piece.kind is Kind.DECODE][:3]
-    slower = [replace(each, best=each.best * by) for each, by in zip(samples, (1.0, 1.25, 2.0), strict=True)]
+    slower = [replace(each, median=each.median * by) for each, by in zip(samples, (1.0, 1.25, 2.0), strict=True)]
     assert errors(HARDWARE, KNOWN, slower, KERNEL_S, tiny_shape) == {"attention of decodes": pytest.approx(0.2)}
 
 
@@ -72,7 +72,7 @@ def test_what_tiny_operations_cost_more_is_not_the_host_s() -> None:
     """Of each layer and sequence: a model of the usual size has none of it."""
     clean = timed_pieces()
     more = tuple(
-        replace(each, best=each.best + 2e-7 * each.piece.layers * each.piece.sequences)
+        replace(each, median=each.median + 2e-7 * each.piece.layers * each.piece.sequences)
         if each.piece.kind is Kind.STEP
         else each
         for each in clean
@@ -97,7 +97,7 @@ def test_no_attention_beats_the_machine(beyond: Efficiency) -> None:
 def test_noise_leaves_it_physical(noise: list[float], kernel_call_s: float) -> None:
     """Whatever was measured: shares above 0, none of attention's above 1, times not below 0, all of them finite."""
     clean = timed_pieces()
-    noisy = tuple(replace(each, best=each.best * noise[i % len(noise)]) for i, each in enumerate(clean))
+    noisy = tuple(replace(each, median=each.median * noise[i % len(noise)]) for i, each in enumerate(clean))
     found = fitted(noisy, kernel_call_s)
     assert 0 < found.kv_bytes <= 1 and 0 < found.attention_flops <= 1
     assert all(0 <= getattr(found, name) < math.inf for name in FITTED)
@@ -111,7 +111,7 @@ def test_noise_leaves_it_physical(noise: list[float], kernel_call_s: float) -> N
 @given(st.lists(st.floats(0.97, 1.03), min_size=40, max_size=40))
 def test_a_little_noise_changes_little(noise: list[float]) -> None:
     clean = timed_pieces()
-    noisy = tuple(replace(each, best=each.best * noise[i % len(noise)]) for i, each in enumerate(clean))
+    noisy = tuple(replace(each, median=each.median * noise[i % len(noise)]) for i, each in enumerate(clean))
     off = errors(HARDWARE, fitted(noisy), noisy, KERNEL_S, tiny_shape)
     assert max(off.values()) < 0.07
 

@@ -53,7 +53,7 @@ def test_one_thread_is_for_what_is_inside(threads: int) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        with pytest.raises(KeyError, match="^1$"), one_thread():
+        with pytest.raises(KeyError, match=r"^1$"), one_thread():
             raise KeyError(torch.get_num_threads())
         assert torch.get_num_threads() == threads
     finally:

@@ -80,8 +80,10 @@ def test_own_flags_go_before_shared_ones_and_an_own_load_replaces_theirs() -> No
         (["llama-3.1-8b@H100-SXM:tp=two", "@H200"], "is not a whole number"),
         (["llama-3.1-8b@H100-SXM:gpu-memory-utilization=most", "@H200"], "is not a number"),
         (["llama-3.1-8b@H100-SXM:flash-attention=maybe", "@H200"], "give true or false"),
-        (["llama-3.1-8b@H100-SXM:model=x", "@H200"], "no flag of a plan"),
-        (["llama-3.1-8b@H100-SXM:slo=x", "@H200"], "no flag of a plan"),
+        (["llama-3.1-8b@H100-SXM:model=x", "@H200"], "no flag of one plan"),
+        (["llama-3.1-8b@H100-SXM:slo=x", "@H200"], "give --slo once"),
+        (["llama-3.1-8b@H100-SXM", ""], "plan '' is empty"),
+        (["llama-3.1-8b@H100-SXM", "@H200:quantisation=fp8"], "did you mean quantization?"),
         (["llama-3.1-8b@H100-SXM", "@0xH200"], "count is 0"),
         (["llama-3.1-8b@H100-SXMx4", "@H200"], "goes first: 4xH100-SXM"),
         (["llama-3.1-8b@H100-SXM", "llama-9@H200"], "plan 'llama-9@H200': model 'llama-9' is not known"),
@@ -93,8 +95,8 @@ def test_bad_input_is_one_line(headway: CommandLine, typed: list[str], says: str
 
 
 def test_an_unknown_option_names_one_that_is_known() -> None:
-    with pytest.raises(PlanError, match=r"sets 'quant'.*such as quantization=fp8"):
-        parse_plans(["a@b:quant=fp8", "@c"])
+    with pytest.raises(PlanError, match=r"sets 'weights'.*such as quantization=fp8"):
+        parse_plans(["a@b:weights=fp8", "@c"])
 
 
 def estimate(value: float, arm: float) -> Estimate:
@@ -126,7 +128,8 @@ def test_marks_follow_from_the_figures() -> None:
     rows = {row.key: row for row in ROWS}
     assert marks(rows["tpot_ms"], plans) == ["best", "", "", "best"]
     assert marks(rows["output_tokens_per_s"], plans) == ["best", "", "", "best"]
-    assert marks(rows["max_batch"], plans)[2] == ""
+    assert plans[2].price_per_hour == plans[0].price_per_hour
+    assert not any(marks(row, plans)[2] for row in ROWS)  # it does not fit
     assert marks(rows["weights_bytes"], plans[:1] * 2) == ["", ""]  # nothing to tell
 
 
@@ -136,8 +139,25 @@ def test_one_that_does_not_fit_does_not_stop_the_others(headway: CommandLine) ->
     assert shown.code == 0
     assert "llama-3.1-405b does not fit" in " ".join(shown.out.split())
     assert "Side by side" in shown.out and " *" in shown.out
+    assert json.loads(headway("plan", "compare", *typed, "--json").out)[1]["best"] == []
     none = headway("plan", "compare", "llama-3.1-405b@H100-SXM", "@L4")
     assert none.code == 1
+
+
+def test_speculation_counts(headway: CommandLine) -> None:
+    typed = ["llama-3.1-8b@H100-SXM", ":num-speculative-tokens=3,acceptance-rate=0.7", "--concurrency", "4"]
+    shared = ["--prompt-tokens", "128", "--output-tokens", "16", "--max-num-seqs", "16"]
+    plain, faster = json.loads(headway("plan", "compare", *typed, *shared, "--json").out)
+    assert plain["compared"]["tpot_ms"] == pytest.approx(plain["tpot_ms"])
+    saved = plain["decode_step_ms"] - faster["speculation"]["tpot_ms"]
+    assert faster["compared"]["tpot_ms"] == pytest.approx(plain["tpot_ms"] - saved)
+    assert faster["compared"]["ttlt_ms"] == pytest.approx(plain["ttlt_ms"] - 15 * saved)
+    times = plain["ttlt_ms"] / faster["compared"]["ttlt_ms"]
+    assert faster["compared"]["output_tokens_per_s"] == pytest.approx(times * plain["output_tokens_per_s"])
+    dollars = "cost_per_million_output_tokens"
+    assert faster["compared"][dollars] == pytest.approx(plain[dollars] / times)
+    assert "tpot_ms" in faster["best"] and "tpot_ms" not in plain["best"]
+    assert "Speculative decoding counts" in " ".join(headway("plan", "compare", *typed, *shared).out.split())
 
 
 def test_json_is_a_list_of_plans(headway: CommandLine) -> None:
@@ -148,4 +168,9 @@ def test_json_is_a_list_of_plans(headway: CommandLine) -> None:
     assert first["plan"] == "llama-3.1-8b@H100-SXM" and second["quantization"] == "fp8"
     assert {key: first[key] for key in alone} == alone
     assert "tpot_ms" in first["best"] and "weights_bytes" in second["best"]
+    for each in (first, second):
+        assert {key: each["compared"][key] for key in each["compared"] if key in each} == pytest.approx(
+            {key: each[key] for key in each["compared"] if key in each}
+        )
+        assert each["compared"]["output_tokens_per_s_per_device"] == each["output_tokens_per_s"]
     assert not set(first["best"]) & set(first["close_to_best"])

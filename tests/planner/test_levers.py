@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from headway.planner.changes import draft_model
-from headway.planner.levers import LEAST_GAIN, Levers, choose_objective, figures_of, find_levers, gain_of
+from headway.planner.figures import figures_of, gain_of
+from headway.planner.levers import LEAST_GAIN, Levers, choose_objective, find_levers
 from headway.planner.make import make_plan
 from headway.planner.request import PlanError, PlanRequest, Speculation
 from tests.planner.command_line import CommandLine
@@ -62,7 +63,7 @@ def test_ranked_by_gain_and_every_kind_is_there(clients: Levers) -> None:
     gains = [lever.gain or 0.0 for lever in clients.ranked]
     assert gains == sorted(gains, reverse=True)
     kinds = {lever.change.kind for lever in clients.ranked}
-    assert kinds >= {"weights", "speculation", "prefix", "tensor parallel", "load", "hardware"}
+    assert kinds >= {"weights", "speculation", "prefix", "parallel", "load", "hardware"}
     assert len([lever for lever in clients.ranked if lever.change.kind == "hardware"]) == 3
 
 
@@ -94,6 +95,25 @@ def test_chain_puts_the_best_together(clients: Levers) -> None:
         before = lever.plan
     kinds = [lever.change.kind for lever in clients.chain]
     assert len(kinds) == len(set(kinds)) and not {"load", "hardware"} & set(kinds)
+
+
+def test_chain_is_the_plan_with_all_of_its_flags(headway: CommandLine, batch: Levers) -> None:
+    plain = f"plan llama-3.1-8b --hardware H100-SXM --batch-size 4 {FLAGS} --json"
+    base, both = (json.loads(headway(*shlex.split(typed)).out) for typed in (plain, f"{plain} {batch.chain_flags}"))
+    tpot = both["speculation"]["tpot_ms"] if both["speculation"] else both["tpot_ms"]
+    assert len(batch.chain) >= 2
+    assert batch.chain_gain == pytest.approx(base["tpot_ms"] / tpot)
+    product = 1.0
+    for lever in batch.chain:
+        assert lever.gain is not None
+        product *= lever.gain
+    assert batch.chain_gain == pytest.approx(product)
+
+
+def test_fewer_bits_gain_no_more_than_the_bytes_that_they_save(batch: Levers) -> None:
+    gains = {lever.change.name: lever.gain or 0.0 for lever in batch.ranked}
+    assert 1.2 < gains["fp8 weights"] < 2
+    assert gains["fp8 weights"] < gains["int4 weights"] < 4
 
 
 def test_speculation_takes_the_best_number_of_tokens(batch: Levers) -> None:
@@ -141,11 +161,30 @@ def test_a_model_that_does_not_fit_is_ranked_by_what_makes_it_fit(too_large: Lev
     assert too_large.chain[0].change.kind == "weights"  # the devices that are there, not the fastest in the catalogue
 
 
-def test_nothing_applicable() -> None:
-    """A model that is far too large for any device of one kind."""
+def test_nothing_helps(headway: CommandLine) -> None:
+    """A model that is far too large for any device of the catalogue."""
+    ran = headway("plan", "levers", "deepseek-v3", "--hardware", "T4")
+    assert ran.code == 1 and "No single change helps." in ran.out
+    assert json.loads(headway("plan", "levers", "deepseek-v3", "--hardware", "T4", "--json").out)["levers"] == []
     found = find_levers(request("deepseek-v3", "T4", batch_size=1))
-    assert [lever for lever in found.ranked if lever.change.kind != "hardware"] == []
     assert any(name == "int4 weights" and "not fit" in reason for name, reason in found.left_out)
+
+
+def test_more_requests_than_can_be_served_are_ranked_by_what_can() -> None:
+    base = request(hardware="L4", request_rate=50.0, slo={"ttft": 200.0})
+    found = find_levers(base)
+    assert (found.objective, found.why) == ("throughput", "the load is more than can be served")
+    assert found.ranked[0].gain and found.ranked[0].gain > 10
+    by_ttft = find_levers(base, "ttft")
+    assert by_ttft.figures.ttft_s is None and all(lever.gain is None for lever in by_ttft.ranked)
+    assert by_ttft.ranked[0].figures.ttft_s and by_ttft.ranked[0].change.kind == "hardware"
+    assert by_ttft.chain == () and by_ttft.chain_gain is None  # none keeps up on this device
+
+
+def test_cost_needs_a_price() -> None:
+    with pytest.raises(PlanError, match="no price of GB200 is known"):
+        find_levers(request(hardware="GB200", batch_size=1), "cost")
+    assert find_levers(request(hardware="GB200", batch_size=1, price_per_hour=9.0), "cost").ranked[0].gain
 
 
 @pytest.mark.parametrize(

@@ -111,14 +111,25 @@ def test_memory_crosses_where_the_plan_says() -> None:
     assert lines(pictures.memory(made), f"cache of {made.batch}: up to")
 
 
-def test_memory_ends_where_the_model_does_and_windows_keep_what_they_need() -> None:
-    """Half of gpt-oss's layers hold 128 tokens of a sequence: the longest context is that of the plan's capacity."""
-    made = planned(model="gpt-oss-20b", hardware="H100-SXM", concurrency=16)
-    assert pictures.longest_context(made, 1) >= made.capacity.max_context
-    asked = made.workload.prompt + made.workload.output
-    assert pictures.longest_context(made, made.capacity.max_batch) >= asked
-    assert pictures.longest_context(made, made.capacity.max_batch + 1) < asked
-    assert lines(pictures.memory(made), "cache of 1: all 131,072 that the model takes")
+@pytest.mark.parametrize("settings", [{}, {"count": 2}, {"pipeline_parallel_size": 2}, {"block_size": 7}], ids=str)
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "mistral-7b", "qwen2.5-7b"])
+def test_memory_agrees_with_the_answer(model: str, settings: dict[str, Any]) -> None:
+    """Of models with windows in half of the layers, in all and in none: the longest context and the most sequences."""
+    made = planned(model=model, hardware="A100-40GB-SXM", concurrency=16, prompt_tokens=6000, **settings)
+    held, asked, block = made.capacity, made.workload.prompt + made.workload.output, made.request.block_size
+    longest = pictures.longest_context(made, 1)
+    assert longest == min(held.max_context, pictures.LONGEST) // block * block
+    assert pictures.kv_of_device(made, made.max_batch, asked) <= held.kv_pool
+    assert pictures.kv_of_device(made, made.max_batch + made.deployment.parallelism.data, asked) > held.kv_pool
+    assert pictures.longest_context(made, made.max_batch) >= asked // block * block
+    assert pictures.longest_context(made, made.max_batch + 1) < asked
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_model_len": 4096}, {"max_model_len": 200_000}], ids=str)
+def test_memory_ends_where_it_is_allowed_to(settings: dict[str, Any]) -> None:
+    made = planned(model="gpt-oss-20b", hardware="H100-SXM", concurrency=16, **settings)
+    allowed = settings.get("max_model_len", 131_072)
+    assert lines(pictures.memory(made), f"cache of 1: all {allowed:,} that are allowed")
 
 
 def test_memory_is_drawn_where_nothing_fits() -> None:

@@ -1,0 +1,94 @@
+"""What a plan comes to where speculative decoding counts: the figures that plans are compared and ranked by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headway.planner.plan import Estimate, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """What speculative decoding makes of a plan's times, as factors; 1 without it.
+
+    Args:
+        tpot: of it. Decode steps are faster, and what the prompts of others take of TPOT stays, as does TTFT.
+        answer: of a whole answer. Tokens a second and dollars for a token follow it, but not under a rate of arrivals,
+            where as many tokens come as are asked for.
+    """
+
+    tpot: float = 1.0
+    answer: float = 1.0
+
+
+def shortened(plan: Plan) -> Shortened:
+    """Of a plan with its own speculation, if any."""
+    if plan.speculated is None or plan.tpot is None:
+        return Shortened()
+    saved = plan.speculated.tpot_s * (plan.speculated.speedup - 1.0)
+    tpot = 1.0 - saved / plan.tpot.value
+    if plan.ttlt is None:
+        return Shortened(tpot)
+    return Shortened(tpot, 1.0 - (plan.workload.output - 1) * saved / plan.ttlt.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Seconds, tokens a second, dollars; None: it has no value.
+
+    Args:
+        tokens_per_s: of output, of all devices; under a rate of arrivals, that can be served at most.
+        cost: of a million output tokens.
+    """
+
+    ttft_s: float | None
+    tpot_s: float | None
+    e2el_s: float | None
+    tokens_per_s: float | None
+    cost: float | None
+    devices: int
+
+
+def figures_of(plan: Plan) -> Figures:
+    """Of a plan. What can be served at most under a rate of arrivals does not count speculation."""
+    faster = shortened(plan)
+    tokens, cost = _scaled(plan.output_tokens_per_s, 1 / faster.answer), plan.cost_per_million_output_tokens
+    if plan.load == "rate":
+        tokens = plan.saturation_rate * plan.workload.output if plan.capacity.fits else None
+    elif cost is not None:
+        cost *= faster.answer
+    return Figures(
+        ttft_s=_scaled(plan.ttft, 1.0),
+        tpot_s=_scaled(plan.tpot, faster.tpot),
+        e2el_s=_scaled(plan.ttlt, faster.answer),
+        tokens_per_s=tokens,
+        cost=cost,
+        devices=plan.devices,
+    )
+
+
+def missed_by(plan: Plan) -> tuple[str, ...]:
+    """Objectives of its request that it misses."""
+    if plan.speculated is None:
+        return tuple(name for name, met in plan.slo_met.items() if not met)
+    found = figures_of(plan)
+    values = {"ttft": found.ttft_s, "tpot": found.tpot_s, "e2el": found.e2el_s}
+    limits = {name: limit_ms / 1e3 for name, limit_ms in plan.request.slo.items()}
+    return tuple(name for name, limit in limits.items() if (value := values[name]) is None or value > limit)
+
+
+def value_of(figures: Figures, objective: str) -> float | None:
+    """The figure that counts, the lower the better: times, dollars, or device-seconds of a token."""
+    if objective == "throughput":
+        return figures.devices / figures.tokens_per_s if figures.tokens_per_s else None
+    return {"ttft": figures.ttft_s, "tpot": figures.tpot_s, "e2el": figures.e2el_s, "cost": figures.cost}[objective]
+
+
+def gain_of(before: Figures, after: Figures, objective: str) -> float | None:
+    """How many times as good; None where one of them has no such figure."""
+    old, new = value_of(before, objective), value_of(after, objective)
+    return None if old is None or new is None else old / new
+
+
+def _scaled(estimate: Estimate | None, factor: float) -> float | None:
+    return None if estimate is None else estimate.value * factor
