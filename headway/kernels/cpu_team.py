@@ -68,8 +68,8 @@ _compiled_jobs: list[Any] = []  # the code lives as long as its wrapper
 
 @compiled()
 def _help(board):
-    """Take part in jobs until there has been none for a while."""
-    seen = read_shared(board) >> 8
+    """Take part in jobs, beginning with the one that is open, until there has been none for a while."""
+    seen = (read_shared(board) >> 8) - 1
     looks = 0
     while looks < _LOOKS + _YIELDING_LOOKS:
         word = read_shared(board)

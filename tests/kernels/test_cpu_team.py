@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from headway.kernels.cpu_simd import add_to, read_int64, take_ticket
+from headway.kernels.cpu_simd import add_to, pause, read_int64, read_shared, take_ticket
 from headway.kernels.cpu_team import Team, job, tickets
 from tests.kernels.steps import torch_threads
 
@@ -23,6 +23,15 @@ def count_parts(a: int) -> None:
     while part < read_int64(a, 1):
         add_to(read_int64(a, 0) + 8 * part, 1)
         part = take_ticket(tickets(a, 0))
+
+
+def wait_for_another(a: int) -> None:
+    """Add one to the int64 at the first argument, then wait for a second thread to do so, for seconds at most."""
+    add_to(read_int64(a, 0), 1)
+    for _ in range(read_int64(a, 1)):
+        if read_shared(read_int64(a, 0)) > 1:
+            break
+        pause()
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +70,16 @@ def test_jobs_after_a_pause_find_sleeping_helpers(code: int) -> None:
         team.run(code, LAYOUT, (done.ctypes.data, len(done)))
         team.run_alone(code, LAYOUT, (done.ctypes.data, len(done)))
     assert (done == 40).all()
+
+
+def test_a_sleeping_helper_takes_part_in_the_job_that_wakes_it() -> None:
+    """One job that is longer than a helper's patience must not be left to the calling thread alone."""
+    waiting, team = job(wait_for_another), team_of(2)
+    for _ in range(5):
+        time.sleep(0.05)
+        came = np.zeros(1, np.int64)
+        team.run(waiting, LAYOUT, (came.ctypes.data, 200_000_000))
+        assert came[0] >= 2
 
 
 def test_helpers_sleep_when_there_is_nothing_to_do(code: int) -> None:
