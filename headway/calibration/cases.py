@@ -17,7 +17,7 @@ from headway.cost.attention import Chunk
 from headway.cost.precision import Precision
 from headway.cost.shape import ModelShape
 from headway.cost.work import Operation, Work, attention_work, token_work, total
-from headway.kernels.interface import Kernels, LayerCache, Linear, StepGeometry
+from headway.kernels.interface import Kernels, LayerCache, StepGeometry
 from headway.kernels.select import kernels_for
 
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -101,7 +101,15 @@ def linear_cases(
     """
     kernels = pool.kernels(dtype)
     sizes = _matrices(shape)
-    layers = [[kernels.linear(weight, None) for weight in group] for group in pool.tensors(sizes, dtype)]
+    layers: list[list[Callable[[Tensor], Tensor]]] = [
+        [
+            kernels.linear(qkv, None),
+            kernels.linear(out, None),
+            kernels.gated_linear(gate_up, None),
+            kernels.linear(down, None),
+        ]
+        for qkv, out, gate_up, down in pool.tensors(sizes, dtype)
+    ]
     precision = Precision.of(_name(dtype))
     for count in tokens:
         parts = token_work(shape, count, 0, precision)
@@ -113,7 +121,7 @@ def linear_cases(
             yield _linear_case(piece, layers[:fitting], inputs)
 
 
-def _linear_case(piece: Piece, layers: list[list[Linear]], inputs: list[Tensor]) -> Case:
+def _linear_case(piece: Piece, layers: list[list[Callable[[Tensor], Tensor]]], inputs: list[Tensor]) -> Case:
     def call() -> None:
         for layer in layers:
             for linear, x in zip(layer, inputs, strict=True):
@@ -180,11 +188,10 @@ def geometry(load: AttentionLoad, device: str) -> StepGeometry:
 
 
 def element_case(pool: Pool, shape: ModelShape, dtype: torch.dtype, tokens: int) -> Case:
-    """A layer's norms, rotary positions and activation function."""
+    """A layer's norms and rotary positions; the activation function is part of a linear case."""
     kernels, device = pool.kernels(dtype), pool.device
     hidden, residual = (_filled((tokens, shape.hidden), dtype, device) for _ in range(2))
     weight = _filled((shape.hidden,), dtype, device)
-    gate_up = _filled((tokens, 2 * shape.ffn), dtype, device)
     heads = _filled((tokens, shape.heads + 2 * shape.kv_heads, shape.head_dim), dtype, device)
     query, key, _ = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
     # A rotation, lest the numbers fade to denormal ones over thousands of calls.
@@ -194,15 +201,14 @@ def element_case(pool: Pool, shape: ModelShape, dtype: torch.dtype, tokens: int)
     one, two = (token_work(each, tokens, 0, precision) for each in (shape, deeper))
     # The first norm of all has nothing to add; those of the second layer are like all others.
     norms = Work(activation_bytes=two[Operation.NORMS].activation_bytes - one[Operation.NORMS].activation_bytes)
-    work = total([norms, one[Operation.ROTARY], one[Operation.ACTIVATION]])
+    work = total([norms, one[Operation.ROTARY]])
 
     def call() -> None:
         kernels.rotate(query, key, cos, sin, positions)
         kernels.add_rms_norm(hidden, residual, weight, 1e-6)
-        kernels.silu_and_mul(gate_up)
         kernels.add_rms_norm(hidden, residual, weight, 1e-6)
 
-    piece = Piece(Kind.ELEMENTS, FORMATS[dtype], f"width {shape.hidden}", tokens, work, 0, 4)
+    piece = Piece(Kind.ELEMENTS, FORMATS[dtype], f"width {shape.hidden}", tokens, work, 0, 3)
     return Case(piece, call, 1)
 
 

@@ -36,6 +36,10 @@ def serve(
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type of weights and activations.")
     ] = "auto",
+    quantization: Annotated[
+        Literal["none", "int8", "int8-weight-only", "int4"],
+        typer.Option("--quantization", "-q", help="Quantise the weights of an ordinary checkpoint while loading; CPU."),
+    ] = "none",
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"], typer.Option(help="dummy makes random weights from config.json.")
     ] = "auto",
@@ -95,6 +99,7 @@ def serve(
     config = EngineConfig(
         model=str(folder),
         dtype=dtype,
+        quantization=quantization,
         load_format=load_format,
         device=device,
         seed=seed,

@@ -65,10 +65,14 @@ def build_engine(config: EngineConfig, on_stage: StageListener | None = None) ->
     folder = resolve_model(config.model)
     model_config = ModelConfig.from_folder(folder)
     dtype = resolve_dtype(config.dtype, model_config)
+    if config.quantization != "none" and device.type != "cpu":
+        raise EngineError(f"quantization is {config.quantization}; on {device.type} there is none yet, leave it out")
     kernels = kernels_for(str(device), dtype)
     done("prepare", time.monotonic_ns() - began)
     asked_len = _asked_model_len(config, model_config)
-    model = load_model(folder, dtype, kernels, device, config.load_format, config.seed, done, asked_len)
+    model = load_model(
+        folder, dtype, kernels, device, config.load_format, config.seed, done, asked_len, config.quantization
+    )
 
     began = time.monotonic_ns()
     batched = config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[device.type], config.max_num_seqs)

@@ -12,6 +12,7 @@ class EngineConfig:
     Args:
         model: folder of a Hugging Face checkpoint.
         dtype: auto (the checkpoint's), float32, bfloat16 or float16.
+        quantization: none, int8, int8-weight-only or int4, of the weights of an ordinary checkpoint; CPU only.
         load_format: auto, safetensors, or dummy for random weights.
         device: auto, cpu or cuda.
         max_model_len: longest prompt plus output in tokens; None takes the model's, lowered to what the KV pool holds.
@@ -24,6 +25,7 @@ class EngineConfig:
 
     model: str
     dtype: str = "auto"
+    quantization: str = "none"
     load_format: str = "auto"
     device: str = "auto"
     seed: int = 0

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headway.kernels import cpu_attention, cpu_rows
-from headway.kernels.cpu_linear import linear_for
-from headway.kernels.cpu_simd import BFLOAT16, FLOAT32, KINDS, has_bfloat16_dot
+from headway.kernels import cpu_attention, cpu_cache, cpu_rows
+from headway.kernels.cpu_arithmetic import WIDE_INT8, arithmetic_of
+from headway.kernels.cpu_attention_plan import AttentionPlan
+from headway.kernels.cpu_cache import is_arranged
+from headway.kernels.cpu_linear import gated_linear_for, linear_for
+from headway.kernels.cpu_memory import LargePages
+from headway.kernels.cpu_simd import KINDS
 from headway.kernels.cpu_team import Team
 from headway.kernels.heads import check_heads
 from headway.kernels.interface import LayerCache, Linear, StepGeometry
@@ -18,6 +23,7 @@ from headway.kernels.threads import one_thread
 
 # Below so many elements, waking the team costs more than it saves.
 _ALONE = 32768
+CACHE_KINDS = {**KINDS, torch.int8: WIDE_INT8}
 
 
 class CpuKernels:
@@ -31,12 +37,18 @@ class CpuKernels:
 
     def __init__(self) -> None:
         self._team = Team()
-        self._plan: cpu_attention.AttentionPlan | None = None
-        self._has_bfloat16_dot = has_bfloat16_dot()
+        self._memory = LargePages()
+        self._plan = AttentionPlan()
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """A multiplier that shares the memory of weight [out, in] wherever weight is dense."""
-        return linear_for(weight, bias, self._team)
+    def linear(self, weight: Tensor, bias: Tensor | None, quantization: str = "none") -> Linear:
+        """Pack weight [out, in]; its memory is not needed afterwards."""
+        return linear_for(weight, bias, self._team, self._memory, quantization)
+
+    def gated_linear(
+        self, weight: Tensor, bias: Tensor | None, quantization: str = "none"
+    ) -> Callable[[Tensor], Tensor]:
+        """Pack weight [2 * F, in], gate rows beside the up rows that they let through."""
+        return gated_linear_for(weight, bias, self._team, self._memory, quantization)
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
         """Copies of rows, by torch on this thread: no more than memory allows, and OpenMP stays asleep."""
@@ -82,26 +94,19 @@ class CpuKernels:
         size = query.numel() + key.numel()
         self._share(cpu_rows.rotate_both_job(KINDS[query.dtype]), cpu_rows.ROTATE, tokens, size, arguments)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 * F] -> [T, F]: silu of the first half times the second."""
-        gate_up = gate_up.contiguous()
-        tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((tokens, width), dtype=gate_up.dtype)
-        arguments = (gate_up.data_ptr(), width, out.data_ptr())
-        code = cpu_rows.silu_and_mul_job(KINDS[out.dtype])
-        self._share(code, cpu_rows.SILU_AND_MUL, tokens, gate_up.numel(), arguments)
-        return out
-
     def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Write key and value [T, G, D], strided along T or not, to their slots [T]."""
         check_heads("key", key)
         check_heads("value", value)
         tokens, kv_heads, width = key.shape
+        layout = _layout(cache)
         arguments = (
             key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), cache.keys.data_ptr(),
-            cache.values.data_ptr(), slots.data_ptr(), kv_heads, cache.keys.shape[2], width,
+            cache.values.data_ptr(), slots.data_ptr(), kv_heads, layout[3], width, layout[0], layout[4],
+            *_scale_addresses(cache),
         )  # fmt: skip
-        self._share(cpu_rows.store_job(KINDS[key.dtype]), cpu_rows.STORE, tokens, 2 * key.numel(), arguments)
+        code = cpu_cache.store_job(KINDS[key.dtype], CACHE_KINDS[cache.keys.dtype])
+        self._share(code, cpu_cache.STORE, tokens, 2 * key.numel(), arguments)
 
     def attention(
         self, query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, sliding_window: int | None
@@ -109,29 +114,19 @@ class CpuKernels:
         """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D]."""
         check_heads("query", query)
         tokens, heads, width = query.shape
-        kv_heads, block_size = cache.keys.shape[1:3]
-        plan = self._plan
-        if plan is None or plan.step is not step or plan.group != heads // kv_heads:
-            plan = self._plan = cpu_attention.plan_attention(step, heads // kv_heads)
-        kind = KINDS[query.dtype]
-        compute = BFLOAT16 if query.dtype == torch.bfloat16 and self._has_bfloat16_dot else FLOAT32
+        kv_heads = cache.keys.shape[1]
+        self._plan.make(step, heads // kv_heads)
         out = torch.empty((tokens, heads, width), dtype=query.dtype)
-        partial_out = torch.empty(plan.partial_rows * heads * width)
-        partial_sums = torch.empty(plan.partial_rows * heads * 2)
-        geometry = (
-            heads, kv_heads, width, block_size, query.element_size(), query.stride(0), step.block_tables.stride(0),
-            sliding_window or 0, compute.itemsize, int(kind is compute),
-        )  # fmt: skip
+        partial_out = torch.empty(self._plan.partial_rows * heads * width)
+        partial_sums = torch.empty(self._plan.partial_rows * heads * 2)
         arguments = (
-            *geometry, plan.most_rows, plan.items.ctypes.data, len(plan.items), query.data_ptr(), cache.keys.data_ptr(),
-            cache.values.data_ptr(), step.block_tables.data_ptr(), out.data_ptr(), partial_out.data_ptr(),
-            partial_sums.data_ptr(), scale,
+            self._plan.address, heads, kv_heads, query.stride(0), step.block_tables.stride(0), sliding_window or 0,
+            *_layout(cache), query.data_ptr(), step.block_tables.data_ptr(), cache.keys.data_ptr(),
+            cache.values.data_ptr(), *_scale_addresses(cache), out.data_ptr(), partial_out.data_ptr(),
+            partial_sums.data_ptr(), 0, scale,
         )  # fmt: skip
-        self._team.run(cpu_attention.attend_job(kind, compute), cpu_attention.ATTEND, arguments)
-        if plan.partial_rows:
-            cpu_attention.merge_parts(
-                kind, plan.merges, heads, width, out.data_ptr(), partial_out.data_ptr(), partial_sums.data_ptr()
-            )
+        code = cpu_attention.attend_job(KINDS[query.dtype], CACHE_KINDS[cache.keys.dtype])
+        self._team.run(code, cpu_attention.ATTEND, arguments)
         return out
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
@@ -140,7 +135,7 @@ class CpuKernels:
         A block at a time, which torch copies on this thread: its indexing would wait for OpenMP's others.
         """
         for cache in caches:
-            for blocks in (cache.keys, cache.values):
+            for blocks in cache.tensors:
                 copies = [blocks[source].clone() for source in sources]
                 for target, copy in zip(targets, copies, strict=True):
                     blocks[target].copy_(copy)
@@ -152,6 +147,19 @@ class CpuKernels:
         else:
             step = max(1, rows // (4 * self._team.threads))
             self._team.run(code, layout, (step, rows, *arguments))
+
+
+def _layout(cache: LayerCache) -> tuple[int, int, int, int, int]:
+    """(arranged, inputs of a word, head dimension, block size, bytes of an element), as cpu_attention has it."""
+    block_size, width = cache.keys.shape[2:]
+    inputs = arithmetic_of(CACHE_KINDS[cache.keys.dtype]).inputs
+    return int(is_arranged(block_size, width)), inputs, width, block_size, cache.keys.element_size()
+
+
+def _scale_addresses(cache: LayerCache) -> tuple[int, int]:
+    if cache.key_scales is None or cache.value_scales is None:
+        return 0, 0
+    return cache.key_scales.data_ptr(), cache.value_scales.data_ptr()
 
 
 def _match(weight: Tensor, x: Tensor) -> Tensor:

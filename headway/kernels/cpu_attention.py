@@ -1,385 +1,463 @@
 """Paged attention on CPU, straight from the cache's blocks.
 
-The unit of work is a tile: some query tokens of one sequence with all the query heads of one key/value
-head, so that grouped-query attention reads each key once. A tile goes over its context in chunks of keys,
-keeping a running maximum and sum (the online softmax of Milakov and Gimelshein, 2018), and both products
-of a chunk are tiles of `product_tile`. A long context with few query tokens is split, and its parts merged
-by their maxima and sums, so that one sequence can occupy every thread.
+The unit of work is a tile: some query tokens of one sequence with all the query heads of one key/value head, so that
+grouped-query attention reads each key once. A tile goes over its context in chunks of keys, keeping a running maximum
+and sum (the online softmax of Milakov and Gimelshein, 2018). A long context with few query tokens is split, and its
+parts merged by their maxima and sums, so that one sequence can occupy every thread.
 
-Splits and chunks start at fixed positions of the context, so a sequence's result does not depend on what
-else is in the step.
+Splits and chunks start at fixed positions of the context, so a sequence's result does not depend on what else is in the
+step.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
 
-from headway.kernels.cpu_compile import compiled
+from headway.kernels.cpu_arithmetic import TILE_TOKENS, WIDE_INT8, arithmetic_of
+from headway.kernels.cpu_attention_plan import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS
+from headway.kernels.cpu_cache import key_place, value_place
+from headway.kernels.cpu_compile import compiled, give_back, take_memory
 from headway.kernels.cpu_ir import LANES
 from headway.kernels.cpu_rows import REORDER, exp_of_negative
 from headway.kernels.cpu_simd import (
-    BFLOAT16,
     FLOAT32,
     larger,
     load,
+    nearest,
+    pause,
+    read_byte,
     read_int32,
     read_int64,
+    read_shared,
     store,
     take_ticket,
+    write_integer,
+    write_rounded,
 )
 from headway.kernels.cpu_team import arg, job, once_per_kind, real_arg, tickets
-from headway.kernels.cpu_tiles import pair_rows, product_tile, transpose_words
-from headway.kernels.interface import StepGeometry
+from headway.kernels.cpu_tiles import PANELS_AT_ONCE, multiply_keys, multiply_values
 
 CHUNK = 128
-SPLIT = 512
-_TILE_QUERIES = 112
+_GROUP = PANELS_AT_ONCE * LANES  # keys of one call for scores, elements of one call for values
+_PANELS = CHUNK // LANES
 _MASKED = np.float32(-1e30)
 _ZERO, _ONE = np.float32(0), np.float32(1)
-_ITEM_BYTES = 7 * 8
+_LARGEST = np.float32(32767)
+_WIDE = np.int16(0)
 
 
-@dataclass(slots=True)
-class AttentionPlan:
-    """The tiles of one step, the same for all its layers.
-
-    items int64 [n, 7]: sequence, first query token in the step, number of query tokens, position of the
-    first, first key, end of keys, row of the partial results or -1 where the tile writes its result.
-    merges int64 [m, 4]: query token, its first partial row, number of parts, rows from one part to the next.
-    """
-
-    step: StepGeometry
-    group: int
-    most_rows: int
-    items: np.ndarray
-    merges: np.ndarray
-    partial_rows: int
-
-
-def plan_attention(step: StepGeometry, group: int) -> AttentionPlan:
-    """Cut a step into tiles for `group` query heads per key/value head, costliest first."""
-    tile_tokens = max(1, _TILE_QUERIES // group)
-    items: list[tuple[int, ...]] = []
-    merges: list[tuple[int, ...]] = []
-    start = rows = 0
-    for sequence, (queries, context) in enumerate(zip(step.query_lens_host, step.context_lens_host, strict=True)):
-        first_position = context - queries
-        parts = -(-context // SPLIT) if queries <= tile_tokens else 1
-        if parts > 1:
-            for part in range(parts):
-                end = min((part + 1) * SPLIT, context)
-                items.append((sequence, start, queries, first_position, part * SPLIT, end, rows + part * queries))
-            merges.extend((start + token, rows + token, parts, queries) for token in range(queries))
-            rows += parts * queries
-        else:
-            for token in range(0, queries, tile_tokens):
-                count = min(tile_tokens, queries - token)
-                position = first_position + token
-                items.append((sequence, start + token, count, position, 0, position + count, -1))
-        start += queries
-    items.sort(key=lambda item: item[2] * (item[5] - item[4]), reverse=True)
-    most_rows = group * max((item[2] for item in items), default=0)
-    tiles, joins = (np.array(table, np.int64).reshape(-1, width) for table, width in ((items, 7), (merges, 4)))
-    return AttentionPlan(step, group, most_rows, tiles, joins, rows)
-
-
-@compiled()
-def _rows_of_tiles(compute, rows, panels, left, left_stride, packed, panel_stride, words, out, out_stride, accumulate):
-    """product_tile over all rows and panels; left and out have room for rows up to a multiple of eight."""
-    row = 0
-    while row < rows:
-        at, to, rest = left + row * left_stride, out + row * out_stride, rows - row
-        step = 8 if rest > 4 else 4 if rest > 2 else rest
-        for panel in range(0, panels - 1, 2):
-            source, target = packed + panel * panel_stride, to + panel * 64
-            if step == 8:
-                product_tile(
-                    compute, 8, 2, at, left_stride, source, panel_stride, words, target, out_stride, accumulate
-                )  # fmt: skip
-            elif step == 4:
-                product_tile(
-                    compute, 4, 2, at, left_stride, source, panel_stride, words, target, out_stride, accumulate
-                )  # fmt: skip
-            elif step == 2:
-                product_tile(
-                    compute, 2, 2, at, left_stride, source, panel_stride, words, target, out_stride, accumulate
-                )  # fmt: skip
-            else:
-                product_tile(
-                    compute, 1, 2, at, left_stride, source, panel_stride, words, target, out_stride, accumulate
-                )  # fmt: skip
-        if panels % 2:
-            source, target = packed + (panels - 1) * panel_stride, to + (panels - 1) * 64
-            for single in range(0, step, 4 if step > 2 else step):
-                at_single, to_single = at + single * left_stride, target + single * out_stride
-                if step > 2:
-                    product_tile(
-                        compute, 4, 1, at_single, left_stride, source, panel_stride, words, to_single, out_stride,
-                        accumulate,
-                    )  # fmt: skip
-                elif step == 2:
-                    product_tile(
-                        compute, 2, 1, at, left_stride, source, panel_stride, words, target, out_stride, accumulate
-                    )  # fmt: skip
-                else:
-                    product_tile(
-                        compute, 1, 1, at, left_stride, source, panel_stride, words, target, out_stride, accumulate
-                    )  # fmt: skip
-        row += step
-
-
-@compiled()
-def _pack_keys(kind, compute, direct, addresses, count, width, words, packed):
-    """Keys at addresses[:count] to packed[panel, word, lane]; addresses are filled to whole panels."""
-    for panel in range((count + LANES - 1) // LANES):
-        base = packed + panel * words * 64
-        whole = words // LANES * LANES if direct else 0
-        for word in range(0, whole, LANES):
-            transpose_words(addresses.ctypes.data + panel * LANES * 8, word * 4, base + word * 64)
-        for lane in range(LANES):
-            address = addresses[panel * LANES + lane]
-            if direct:
-                for word in range(whole, words):
-                    store(base, word * LANES + lane, load(address, word, FLOAT32), FLOAT32)
-            else:
-                for word in range(words):
-                    store(base, word * LANES + lane, load(address, word, kind), FLOAT32)
-
-
-@compiled()
-def _pack_values(kind, paired, addresses, distance, width, words, packed):
-    """Values, `distance` bytes from the keys at addresses, to packed[panel, word, lane]; paired, a word has two."""
-    panels = (width + LANES - 1) // LANES
-    for word in range(words):
-        for panel in range(panels):
-            target = packed + (panel * words + word) * 64
-            offset = panel * LANES
-            if paired:
-                first = addresses[2 * word] + distance + offset * 2
-                second = addresses[2 * word + 1] + distance + offset * 2
-                if width - offset >= LANES:
-                    pair_rows(16, first, second, target)
-                elif width - offset == LANES // 2:
-                    pair_rows(8, first, second, target)
-                else:
-                    for lane in range(LANES):
-                        inside = offset + lane < width
-                        store(target, 2 * lane, load(first, lane, kind) if inside else _ZERO, BFLOAT16)
-                        store(target, 2 * lane + 1, load(second, lane, kind) if inside else _ZERO, BFLOAT16)
-            else:
-                address = addresses[word] + distance
-                for lane in range(LANES):
-                    value = load(address, offset + lane, kind) if offset + lane < width else _ZERO
-                    store(target, lane, value, FLOAT32)
-
-
-@compiled(fastmath=True)
-def _softmax_row(compute, scores, low, high, padded, scale, weights, maximum):
-    """exp(score * scale - maximum) of keys low .. high - 1 to weights, 0 elsewhere; (new maximum, sum)."""
+@compiled(fastmath=REORDER)
+def _softmax_row(scores, low, high, scale, maximum):
+    """Turn scores low .. high - 1 into exp(score * scale - maximum); (new maximum, sum)."""
     best = _MASKED
     for j in range(low, high):
         best = larger(best, load(scores, j, FLOAT32))
     best = larger(maximum, best * scale)
     total = _ZERO
-    for j in range(low):
-        store(weights, j, _ZERO, compute)
     for j in range(low, high):
         weight = exp_of_negative(load(scores, j, FLOAT32) * scale - best)
         total += weight
-        store(weights, j, weight, compute)
-    for j in range(high, padded):
-        store(weights, j, _ZERO, compute)
+        store(scores, j, weight, FLOAT32)
     return best, total
 
 
 @compiled(fastmath=REORDER)
-def _softmax(
-    compute, rows, group, position, window, key, count, padded, scale, scores, weights, weight_size, out, out_width,
-    maxima, sums,
-):  # fmt: skip
-    """Turn the scores of one chunk into weights, and rescale what the earlier chunks have left in out."""
-    for row in range(rows):
-        own = position + row // group
-        high = min(count, own + 1 - key)
-        low = max(0, own - window + 1 - key) if window > 0 else 0
-        score_row, weight_row = scores + row * CHUNK * 4, weights + row * CHUNK * weight_size
-        if high <= low:
-            for j in range(padded):
-                store(weight_row, j, _ZERO, compute)
-            continue
-        best, total = _softmax_row(compute, score_row, low, high, padded, scale, weight_row, maxima[row])
-        decay = exp_of_negative(maxima[row] - best)
-        sums[row] = sums[row] * decay + total
-        maxima[row] = best
-        if decay != _ONE:
-            for d in range(out_width):
-                store(out, row * out_width + d, load(out, row * out_width + d, FLOAT32) * decay, FLOAT32)
-
-
-@compiled()
-def _find(table, first, count, head, kv_heads, block_size, row_bytes, cache, addresses):
-    """Where `count` keys from number `first` on start in a cache [N, G, B, D]; the last fills its panel."""
-    block, offset, index = first // block_size, first % block_size, 0
-    while index < count:
-        run = min(block_size - offset, count - index)
-        start = cache + ((read_int32(table, block) * kv_heads + head) * block_size + offset) * row_bytes
-        for step in range(run):
-            addresses[index + step] = start + step * row_bytes
-        index, block, offset = index + run, block + 1, 0
-    for rest in range(count, (count + LANES - 1) // LANES * LANES):
-        addresses[rest] = addresses[count - 1]
-
-
-@compiled()
-def _attend(
-    kind, compute, geometry, item, head, query, keys, values, tables, scale, scratch, maxima, sums, addresses
-):  # fmt: skip
-    """Leave the unnormalised result of one tile in scratch's out, and its maxima and sums."""
-    heads, kv_heads, width, block_size, size, query_stride, table_stride, window, compute_size, direct = geometry
-    sequence, token, tokens, position, first, end = item
-    queries, packed_keys, packed_values, scores, weights, out = scratch
-    group = heads // kv_heads
-    rows, words = tokens * group, width * compute_size // 4
-    out_width = (width + LANES - 1) // LANES * LANES
-    table = tables + sequence * table_stride * 4
-    for row in range(rows):
-        source = (token + row // group) * query_stride + (head * group + row % group) * width
-        for d in range(width):
-            store(queries, row * width + d, load(query, source + d, kind), compute)
-        for d in range(out_width):
-            store(out, row * out_width + d, _ZERO, FLOAT32)
-        maxima[row], sums[row] = _MASKED, _ZERO
-    if window > 0:
-        first = max(first, (position - window + 1) // CHUNK * CHUNK)
-    end = min(end, position + tokens)
-    for key in range(first, end, CHUNK):
-        count = min(CHUNK, end - key)
-        panels = (count + LANES - 1) // LANES
-        pairs = (count + 1) // 2 if compute_size == 2 else count
-        _find(table, key, count, head, kv_heads, block_size, width * size, keys, addresses)
-        _pack_keys(kind, compute, direct, addresses, count, width, words, packed_keys)
-        _pack_values(kind, compute_size == 2, addresses, values - keys, width, pairs, packed_values)
-        _rows_of_tiles(
-            compute, rows, panels, queries, width * compute_size, packed_keys, words * 64, words, scores, CHUNK * 4, 0
-        )  # fmt: skip
-        _softmax(
-            compute, rows, group, position, window, key, count, panels * LANES, scale, scores, weights, compute_size,
-            out, out_width, maxima, sums,
-        )  # fmt: skip
-        _rows_of_tiles(
-            compute, rows, out_width // LANES, weights, CHUNK * compute_size, packed_values, pairs * 64, pairs, out,
-            out_width * 4, 1,
-        )  # fmt: skip
-
-
-@compiled()
-def _finish(kind, geometry, head, token, tokens, partial, scratch_out, maxima, sums, out, partial_out, partial_sums):
-    """Write a tile's result, or, if it is a part of a split, its unnormalised values, maximum and sum."""
-    heads, kv_heads, width = geometry[:3]
-    group = heads // kv_heads
-    out_width = (width + LANES - 1) // LANES * LANES
-    for row in range(tokens * group):
-        query_head = head * group + row % group
-        source = row * out_width
-        if partial < 0:
-            target = ((token + row // group) * heads + query_head) * width
-            factor = _ONE / sums[row]
-            for d in range(width):
-                store(out, target + d, load(scratch_out, source + d, FLOAT32) * factor, kind)
-        else:
-            place = (partial + row // group) * heads + query_head
-            for d in range(width):
-                store(partial_out, place * width + d, load(scratch_out, source + d, FLOAT32), FLOAT32)
-            store(partial_sums, 2 * place, maxima[row], FLOAT32)
-            store(partial_sums, 2 * place + 1, sums[row], FLOAT32)
-
-
-@compiled()
-def _attend_tiles(
-    kind, compute, tickets, geometry, most_rows, items, count, query, keys, values, tables, scale, out, partial_out,
-    partial_sums,
-):  # fmt: skip
-    """Take tiles until none is left, in scratch memory of one thread."""
-    kv_heads, width, compute_size = geometry[1], geometry[2], geometry[8]
-    rows = (most_rows + 7) // 8 * 8
-    out_width = (width + LANES - 1) // LANES * LANES
-    queries = np.zeros(rows * width * compute_size // 4 + LANES, np.float32)
-    packed_keys = np.empty(CHUNK * width * compute_size // 4, np.float32)
-    packed_values = np.empty(CHUNK * out_width * compute_size // 4, np.float32)
-    scores = np.empty(rows * CHUNK, np.float32)
-    weights = np.zeros(rows * CHUNK * compute_size // 4, np.float32)
-    results = np.zeros(rows * out_width, np.float32)
-    maxima, sums = np.empty(rows, np.float32), np.empty(rows, np.float32)
-    addresses = np.empty(CHUNK, np.int64)
-    scratch = (
-        queries.ctypes.data, packed_keys.ctypes.data, packed_values.ctypes.data, scores.ctypes.data,
-        weights.ctypes.data, results.ctypes.data,
-    )  # fmt: skip
-    while True:
-        ticket = take_ticket(tickets)
-        if ticket >= count * kv_heads:
-            break
-        row, head = items + ticket // kv_heads * _ITEM_BYTES, ticket % kv_heads
-        item = (
-            read_int64(row, 0), read_int64(row, 1), read_int64(row, 2), read_int64(row, 3), read_int64(row, 4),
-            read_int64(row, 5),
-        )  # fmt: skip
-        _attend(
-            kind, compute, geometry, item, head, query, keys, values, tables, scale, scratch, maxima, sums, addresses
-        )  # fmt: skip
-        _finish(
-            kind, geometry, head, item[1], item[2], read_int64(row, 6), scratch[5], maxima, sums, out, partial_out,
-            partial_sums,
-        )  # fmt: skip
-
-
-# The ten numbers of the geometry, the rows of the largest tile, the items and how many, eight addresses, the scale.
-ATTEND = struct.Struct("20qd")
-
-
-@once_per_kind
-def attend_job(kind: Any, compute: Any) -> int:
-    """Every tile of items [count, 7]; a kind for memory and one to compute in."""
-
-    def attend(a: int) -> None:
-        geometry = (
-            arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5),
-            arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9),
-        )  # fmt: skip
-        _attend_tiles(
-            kind, compute, tickets(a, 0), geometry, arg(a, 10), arg(a, 11), arg(a, 12),
-            arg(a, 13), arg(a, 14), arg(a, 15), arg(a, 16), real_arg(a, 20),
-            arg(a, 17), arg(a, 18), arg(a, 19),
-        )  # fmt: skip
-
-    return job(attend)
+def _scale_row(scores, count, factor, scales):
+    """int32 scores of quantised queries and keys to float32, in place."""
+    for j in range(count):
+        value = np.float32(read_int32(scores, j)) * factor
+        store(scores, j, value * load(scales, j, FLOAT32), FLOAT32)
 
 
 @compiled(fastmath=REORDER)
-def merge_parts(kind, merges, heads, width, out, partial_out, partial_sums):
-    """Combine the parts of split contexts: each weighs exp(its maximum - the greatest) in sum and values."""
-    for index in range(merges.shape[0]):
-        token, first, parts, stride = merges[index]
-        for head in range(heads):
-            best = _MASKED
-            for part in range(parts):
-                best = larger(best, load(partial_sums, 2 * ((first + part * stride) * heads + head), FLOAT32))
-            total = _ZERO
-            for part in range(parts):
-                place = (first + part * stride) * heads + head
-                decay = exp_of_negative(load(partial_sums, 2 * place, FLOAT32) - best)
-                total += load(partial_sums, 2 * place + 1, FLOAT32) * decay
-                for d in range(width):
-                    value = load(partial_out, place * width + d, FLOAT32) * decay
-                    if part > 0:
-                        value += load(partial_out, first * heads * width + head * width + d, FLOAT32)
-                    store(partial_out, first * heads * width + head * width + d, value, FLOAT32)
-            factor = _ONE / total
+def _round_weights(weights, scales, low, high, padded, target):
+    """Weights times the scales of their values, as int16; returns the scale of the result."""
+    best = _ZERO
+    for j in range(low, high):
+        best = larger(best, load(weights, j, FLOAT32) * load(scales, j, FLOAT32))
+    factor = _LARGEST / best if best > _ZERO else _ZERO
+    for j in range(low):
+        write_rounded(target, j, _ZERO, _WIDE)
+    for j in range(low, high):
+        write_rounded(target, j, nearest(load(weights, j, FLOAT32) * load(scales, j, FLOAT32) * factor), _WIDE)
+    for j in range(high, padded):
+        write_rounded(target, j, _ZERO, _WIDE)
+    return best / _LARGEST
+
+
+@compiled()
+def _copy_weights(weights, low, high, padded, target, kind):
+    for j in range(low):
+        store(target, j, _ZERO, kind)
+    for j in range(low, high):
+        store(target, j, load(weights, j, FLOAT32), kind)
+    for j in range(high, padded):
+        store(target, j, _ZERO, kind)
+
+
+@compiled()
+def _prepare_query(kind, x_kind, integer, query, source, width, row):
+    """A query as it is multiplied with keys; returns its scale."""
+    if not integer:
+        for d in range(width):
+            store(row, d, load(query, source + d, kind), x_kind)
+        return _ONE
+    best = _ZERO
+    for d in range(width):
+        best = larger(best, abs(load(query, source + d, kind)))
+    factor = _LARGEST / best if best > _ZERO else _ZERO
+    for d in range(width):
+        write_rounded(row, d, nearest(load(query, source + d, kind) * factor), _WIDE)
+    return best / _LARGEST
+
+
+@compiled()
+def _copy_element(source, at, target, to, size):
+    if size == 4:
+        write_integer(target, to, read_int32(source, at), 32)
+    elif size == 2:
+        write_integer(target, to, read_byte(source, 2 * at) | read_byte(source, 2 * at + 1) << 8, 16)
+    else:
+        write_integer(target, to, read_byte(source, at), 8)
+
+
+@compiled()
+def _arrange(layout, table, first, count, kv_heads, head, cache, room):
+    """What is plainly [token, element] in the cache, as panels and lines in this thread's memory."""
+    _, inputs, width, block_size, size = layout
+    keys, values, key_scales, value_scales = cache
+    out_width = (width + LANES - 1) // LANES * LANES
+    for j in range(count):
+        block, offset = (first + j) // block_size, (first + j) % block_size
+        base = (read_int32(table, block) * kv_heads + head) * block_size + offset
+        for d in range(width):
+            _copy_element(keys, base * width + d, room.key_room, key_place(1, inputs, width, j, d), size)
+            _copy_element(values, base * width + d, room.value_room, value_place(1, inputs, out_width, j, d), size)
+        if key_scales != 0:
+            store(room.scales, j, load(key_scales, base, FLOAT32), FLOAT32)
+            store(room.scales, CHUNK + j, load(value_scales, base, FLOAT32), FLOAT32)
+    for panel in range(CHUNK // LANES):
+        write_integer(room.panels, panel, room.key_room + panel * LANES * width * size, 64)
+    for line in range((count + inputs - 1) // inputs):
+        write_integer(room.lines, line, room.value_room + line * out_width * inputs * size, 64)
+
+
+@compiled()
+def _find(layout, table, first, count, kv_heads, head, cache, panels, lines, scales):
+    """The addresses of a chunk's panels of keys, the last of them repeated, and lines of values, and their scales."""
+    _, inputs, width, block_size, size = layout
+    keys, values, key_scales, value_scales = cache
+    panel_bytes, line_bytes = LANES * width * size, inputs * width * size
+    block, offset, done = first // block_size, first % block_size, 0
+    panel = line = 0
+    while done < count:
+        run = min(block_size - offset, count - done)
+        base = (read_int32(table, block) * kv_heads + head) * block_size + offset
+        at = keys + base * width * size
+        for number in range((run + LANES - 1) // LANES):
+            write_integer(panels, panel, at + number * panel_bytes, 64)
+            panel += 1
+        at = values + base * width * size
+        for number in range((run + inputs - 1) // inputs):
+            write_integer(lines, line, at + number * line_bytes, 64)
+            line += 1
+        if key_scales != 0:
+            for j in range(run):
+                store(scales, done + j, load(key_scales, base + j, FLOAT32), FLOAT32)
+                store(scales, CHUNK + done + j, load(value_scales, base + j, FLOAT32), FLOAT32)
+        done, block, offset = done + run, block + 1, 0
+    for rest in range(panel, CHUNK // LANES):
+        write_integer(panels, rest, read_int64(panels, panel - 1), 64)
+
+
+@compiled()
+def _close_line(lines, count, inputs, width, size, room):
+    """The last line of values with zeros for the tokens that it has beyond `count`, copied to `room`."""
+    line = count // inputs
+    source = read_int64(lines, line)
+    for d in range(width):
+        for part in range(inputs):
+            if part < count % inputs:
+                _copy_element(source, d * inputs + part, room, d * inputs + part, size)
+            elif size == 2:
+                write_integer(room, d * inputs + part, 0, 16)
+            else:
+                write_integer(room, d * inputs + part, 0, 8)
+    write_integer(lines, line, room, 64)
+
+
+@compiled()
+def _products_of_keys(cache_kind, rows, queries, query_bytes, panels, following, count, words, scores):
+    passes = (rows + TILE_TOKENS - 1) // TILE_TOKENS
+    for group in range((count + _GROUP - 1) // _GROUP):
+        for index in range(passes):
+            row = index * rows // passes
+            multiply_keys(
+                cache_kind, (index + 1) * rows // passes - row, queries + row * query_bytes, query_bytes,
+                panels + group * PANELS_AT_ONCE * 8, following + group * PANELS_AT_ONCE * 8, words,
+                scores + (row * CHUNK + group * _GROUP) * 4, CHUNK * 4,
+            )  # fmt: skip
+
+
+@compiled()
+def _products_of_values(
+    cache_kind, rows, weights, weight_bytes, lines, following, lane_bytes, count, width, out, out_stride
+):
+    passes = (rows + TILE_TOKENS - 1) // TILE_TOKENS
+    for element in range(0, width, _GROUP):
+        for index in range(passes):
+            row = index * rows // passes
+            multiply_values(
+                cache_kind, (index + 1) * rows // passes - row, weights + row * weight_bytes, weight_bytes, lines,
+                following, element * lane_bytes, (width - element + LANES - 1) // LANES - 1, count,
+                out + (row * out_stride + element) * 4, out_stride * 4,
+            )  # fmt: skip
+
+
+@compiled(fastmath=REORDER)
+def _rescale(out, width, factor):
+    for d in range(width):
+        store(out, d, load(out, d, FLOAT32) * factor, FLOAT32)
+
+
+@compiled(fastmath=REORDER)
+def _add_scaled(out, sums, width, factor):
+    """out += int32 sums times a factor."""
+    for d in range(width):
+        store(out, d, load(out, d, FLOAT32) + np.float32(read_int32(sums, d)) * factor, FLOAT32)
+
+
+@compiled()
+def _begin(kind, x_kind, integer, geometry, width, item, head, query, room):
+    """Lay out a tile's queries and clear its results."""
+    heads, kv_heads, query_stride, _, _ = geometry
+    group, out_width = heads // kv_heads, (width + _GROUP - 1) // _GROUP * _GROUP
+    for row in range(item[2] * group):
+        source = (item[1] + row // group) * query_stride + (head * group + row % group) * width
+        to = room.queries + row * room.query_bytes
+        store(room.factors, row, _prepare_query(kind, x_kind, integer, query, source, width, to), FLOAT32)
+        store(room.maxima, row, _MASKED, FLOAT32)
+        store(room.sums, row, _ZERO, FLOAT32)
+        for d in range(out_width):
+            store(room.out, row * out_width + d, _ZERO, FLOAT32)
+
+
+@compiled()
+def _softmax(x_kind, integer, item, group, window, key, count, padded, scale, width, out_width, scales, room):
+    """Turn the scores of one chunk into weights, and rescale what the earlier chunks have left in out."""
+    for row in range(item[2] * group):
+        own = item[3] + row // group
+        high = min(count, own + 1 - key)
+        low = max(0, own - window + 1 - key) if window > 0 else 0
+        scores, weights = room.scores + row * CHUNK * 4, room.weights + row * room.weight_bytes
+        if high <= low:
+            low = high = 0
+        else:
+            if integer:
+                _scale_row(scores, count, load(room.factors, row, FLOAT32), scales)
+            before = load(room.maxima, row, FLOAT32)
+            best, total = _softmax_row(scores, low, high, scale, before)
+            decay = exp_of_negative(before - best)
+            store(room.sums, row, load(room.sums, row, FLOAT32) * decay + total, FLOAT32)
+            store(room.maxima, row, best, FLOAT32)
+            if decay != _ONE:
+                _rescale(room.out + row * out_width * 4, width, decay)
+        if integer:
+            factor = _round_weights(scores, scales + CHUNK * 4, low, high, padded, weights)
+            store(room.weight_factors, row, factor, FLOAT32)
+        else:
+            _copy_weights(scores, low, high, padded, weights, x_kind)
+
+
+@compiled()
+def _attend(kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, cache, tables, scale, room):
+    """Leave the unnormalised result of one tile in the room's out, and its maxima and sums."""
+    heads, kv_heads, _, table_stride, window = geometry
+    arranged, inputs, width, _, size = layout
+    group, table = heads // kv_heads, tables + item[0] * table_stride * 4
+    rows, words = item[2] * group, (width + inputs - 1) // inputs
+    out_width = (width + _GROUP - 1) // _GROUP * _GROUP
+    _begin(kind, x_kind, integer, geometry, width, item, head, query, room)
+    first, end = item[4], min(item[5], item[3] + item[2])
+    if window > 0:
+        first = max(first, (item[3] - window + 1) // CHUNK * CHUNK)
+    panels, lines, scales = room.panels, room.lines, room.scales
+    if arranged:
+        _find(layout, table, first, min(CHUNK, end - first), kv_heads, head, cache, panels, lines, scales)
+    for key in range(first, end, CHUNK):
+        count = min(CHUNK, end - key)
+        next_panels, next_lines, next_scales = panels, lines, scales
+        if not arranged:
+            _arrange(layout, table, key, count, kv_heads, head, cache, room)
+        elif key + CHUNK < end:
+            next_panels = 2 * room.panels + 8 * _PANELS - panels
+            next_lines = 2 * room.lines + 8 * CHUNK - lines
+            next_scales = 2 * room.scales + 8 * CHUNK - scales
+            left = min(CHUNK, end - key - CHUNK)
+            _find(layout, table, key + CHUNK, left, kv_heads, head, cache, next_panels, next_lines, next_scales)
+        if count % inputs:
+            _close_line(lines, count, inputs, width, size, room.line_room)
+        _products_of_keys(
+            cache_kind, rows, room.queries, room.query_bytes, panels, next_panels, count, words, room.scores
+        )
+        used = (count + inputs - 1) // inputs
+        _softmax(x_kind, integer, item, group, window, key, count, used * inputs, scale, width, out_width, scales, room)
+        target = room.chunk_out if integer else room.out
+        following = next_lines if key + 2 * CHUNK <= end else lines
+        _products_of_values(
+            cache_kind, rows, room.weights, room.weight_bytes, lines, following, inputs * size, used, width, target,
+            out_width,
+        )  # fmt: skip
+        if integer:
+            for row in range(rows):
+                place = row * out_width * 4
+                _add_scaled(room.out + place, target + place, width, load(room.weight_factors, row, FLOAT32))
+        panels, lines, scales = next_panels, next_lines, next_scales
+
+
+@compiled()
+def _finish(kind, geometry, width, item, head, room, out, partial_out, partial_sums):
+    """Write a tile's result, or, if it is a part of a split, its unnormalised values, maximum and sum."""
+    heads, partial = geometry[0], item[6]
+    group = heads // geometry[1]
+    out_width = (width + _GROUP - 1) // _GROUP * _GROUP
+    for row in range(item[2] * group):
+        query_head = head * group + row % group
+        source = room.out + row * out_width * 4
+        if partial < 0:
+            target = ((item[1] + row // group) * heads + query_head) * width
+            factor = _ONE / load(room.sums, row, FLOAT32)
             for d in range(width):
-                value = load(partial_out, (first * heads + head) * width + d, FLOAT32) * factor
-                store(out, (token * heads + head) * width + d, value, kind)
+                store(out, target + d, load(source, d, FLOAT32) * factor, kind)
+        else:
+            place = (partial + row // group) * heads + query_head
+            for d in range(width):
+                store(partial_out, place * width + d, load(source, d, FLOAT32), FLOAT32)
+            store(partial_sums, 2 * place, load(room.maxima, row, FLOAT32), FLOAT32)
+            store(partial_sums, 2 * place + 1, load(room.sums, row, FLOAT32), FLOAT32)
+
+
+@compiled(fastmath=REORDER)
+def _merge(kind, merge, head, heads, width, out, partial_out, partial_sums):
+    """Combine the parts of a split context: each weighs exp(its maximum - the greatest) in sum and values."""
+    token, first, parts, stride = merge
+    best, total = _MASKED, _ZERO
+    for part in range(parts):
+        best = larger(best, load(partial_sums, 2 * ((first + part * stride) * heads + head), FLOAT32))
+    into = first * heads + head
+    for part in range(parts):
+        place = (first + part * stride) * heads + head
+        decay = exp_of_negative(load(partial_sums, 2 * place, FLOAT32) - best)
+        total += load(partial_sums, 2 * place + 1, FLOAT32) * decay
+        if part == 0:
+            for d in range(width):
+                store(partial_out, into * width + d, load(partial_out, into * width + d, FLOAT32) * decay, FLOAT32)
+        else:
+            for d in range(width):
+                value = load(partial_out, into * width + d, FLOAT32)
+                value += load(partial_out, place * width + d, FLOAT32) * decay
+                store(partial_out, into * width + d, value, FLOAT32)
+    factor = _ONE / total
+    for d in range(width):
+        store(out, (token * heads + head) * width + d, load(partial_out, into * width + d, FLOAT32) * factor, kind)
+
+
+# The thread's own memory: addresses, and the bytes of a row of queries and of weights.
+_Room = namedtuple(
+    "_Room",
+    "queries query_bytes scores weights weight_bytes weight_factors out chunk_out maxima sums factors scales key_room"
+    " value_room line_room panels lines",
+)
+
+
+@compiled()
+def _room(memory, rows, width, inputs, size):
+    """Cut a thread's memory, whose size _room_bytes tells, into the parts of a _Room."""
+    out_width = (width + _GROUP - 1) // _GROUP * _GROUP
+    line = out_width * inputs * size
+    query_bytes, weight_bytes = (width + inputs - 1) // inputs * 4, CHUNK // inputs * 4
+    scores = memory
+    weights = scores + rows * CHUNK * 4
+    out = weights + rows * weight_bytes
+    chunk_out = out + rows * out_width * 4
+    key_room = chunk_out + rows * out_width * 4
+    value_room = key_room + CHUNK * width * size
+    line_room = value_room + CHUNK * out_width * size
+    panels = line_room + line
+    lines = panels + 2 * 8 * _PANELS
+    scales = lines + 2 * 8 * CHUNK
+    weight_factors = scales + 2 * 8 * CHUNK
+    maxima = weight_factors + 4 * rows
+    sums = maxima + 4 * rows
+    factors = sums + 4 * rows
+    queries = factors + 4 * rows
+    return _Room(
+        queries, query_bytes, scores, weights, weight_bytes, weight_factors, out, chunk_out, maxima, sums, factors,
+        scales, key_room, value_room, line_room, panels, lines,
+    )  # fmt: skip
+
+
+@compiled()
+def _room_bytes(rows, width):
+    """Enough for the parts of a _Room of any kind."""
+    out_width = (width + _GROUP - 1) // _GROUP * _GROUP
+    of_row = CHUNK * 8 + out_width * 8 + width * 4 + 32
+    return rows * of_row + CHUNK * (width + out_width + 8) * 4 + out_width * 4 + CHUNK * 40 + 1024
+
+
+# The plan, ten numbers of the geometry, eleven addresses, then the scale.
+ATTEND = struct.Struct("21qd")
+
+
+@once_per_kind
+def attend_job(kind: Any, cache_kind: Any) -> int:
+    """Every tile of a plan, then its merges; queries and results of `kind` over a cache of cache_kind."""
+    integer = cache_kind is WIDE_INT8
+    x_kind = kind if arithmetic_of(cache_kind).inputs == 2 and not integer else FLOAT32
+
+    def attend(a: int) -> None:
+        plan = arg(a, 0)
+        geometry = (arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5))
+        layout = (arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9), arg(a, 10))
+        query, tables, scale = arg(a, 11), arg(a, 12), np.float32(real_arg(a, 21))
+        cache = (arg(a, 13), arg(a, 14), arg(a, 15), arg(a, 16))
+        out, partial_out, partial_sums = arg(a, 17), arg(a, 18), arg(a, 19)
+        count, most_rows, merges = read_int64(plan, 0), read_int64(plan, 1), read_int64(plan, 2)
+        kv_heads, width = geometry[1], layout[2]
+        tiles, items = count * kv_heads, plan + HEADER_WORDS * 8
+        ticket = take_ticket(tickets(a, 0))
+        if ticket < tiles:
+            memory = take_memory(_room_bytes(most_rows, width))
+            room = _room(memory, most_rows, width, layout[1], layout[4])
+            while ticket < tiles:
+                row, head = items + ticket // kv_heads * ITEM_WORDS * 8, ticket % kv_heads
+                item = (
+                    read_int64(row, 0), read_int64(row, 1), read_int64(row, 2), read_int64(row, 3),
+                    read_int64(row, 4), read_int64(row, 5), read_int64(row, 6),
+                )  # fmt: skip
+                _attend(
+                    kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, cache, tables, scale, room
+                )
+                _finish(kind, geometry, width, item, head, room, out, partial_out, partial_sums)
+                take_ticket(tickets(a, 1))
+                ticket = take_ticket(tickets(a, 0))
+            give_back(memory)
+        if merges > 0:
+            while read_shared(tickets(a, 1)) < tiles:
+                pause()
+            heads, joins = geometry[0], items + count * ITEM_WORDS * 8
+            ticket = take_ticket(tickets(a, 2))
+            while ticket < merges * kv_heads:
+                row = joins + ticket // kv_heads * MERGE_WORDS * 8
+                merge = (read_int64(row, 0), read_int64(row, 1), read_int64(row, 2), read_int64(row, 3))
+                first = ticket % kv_heads * (heads // kv_heads)
+                for head in range(first, first + heads // kv_heads):
+                    _merge(kind, merge, head, heads, width, out, partial_out, partial_sums)
+                ticket = take_ticket(tickets(a, 2))
+
+    return job(attend)

@@ -31,8 +31,13 @@ F32, F16, BF16 = ir.FloatType(), ir.HalfType(), BFloat()
 WORDS = ir.VectorType(I32, LANES)
 FLOATS = ir.VectorType(F32, LANES)
 PAIRS = ir.VectorType(BF16, 2 * LANES)
-_EVEN = [2 * i for i in range(LANES)]
-_ODD = [2 * i + 1 for i in range(LANES)]
+
+
+def literals(*arguments: Any) -> list[int] | None:
+    """The values of arguments that are all known when compiling, or None."""
+    if all(isinstance(argument, types.IntegerLiteral) for argument in arguments):
+        return [argument.literal_value for argument in arguments]
+    return None
 
 
 def index(value: int) -> ir.Constant:
@@ -72,49 +77,24 @@ def prefetch(builder: Any, address: Any) -> None:
     builder.call(touch, [builder.inttoptr(address, I8.as_pointer()), read, near, data])
 
 
-def multiply_add(builder: Any, kind: Any, total: Any, left: Any, right: Any) -> Any:
-    """total + left * right over vectors of words."""
-    if kind == types.uint16:
-        dot = declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [FLOATS, PAIRS, PAIRS])
-        return builder.call(dot, [total, builder.bitcast(left, PAIRS), builder.bitcast(right, PAIRS)])
-    fma = declare(builder, "llvm.fma.v16f32", FLOATS, [FLOATS, FLOATS, FLOATS])
-    return builder.call(fma, [builder.bitcast(left, FLOATS), builder.bitcast(right, FLOATS), total])
-
-
-def loop(builder: Any, words: Any, count: int, body: Any) -> list[Any]:
-    """Run body(word index, totals) -> (totals, words advanced) over the words; return the final totals."""
+def loop(builder: Any, count: Any, initial: list[Any], body: Any) -> list[Any]:
+    """Run body(index, totals) -> (totals, indices advanced) up to count, once at least; return the final totals."""
     entry = builder.block
     loop, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
     builder.branch(loop)
     builder.position_at_end(loop)
-    word = builder.phi(I64)
-    word.add_incoming(index(0), entry)
-    totals = [builder.phi(FLOATS) for _ in range(count)]
-    results, advance = body(word, totals)
-    following = builder.add(word, index(advance))
-    word.add_incoming(following, loop)
-    for total, result in zip(totals, results, strict=True):
-        total.add_incoming(ir.Constant(FLOATS, [0.0] * LANES), entry)
-        total.add_incoming(result, loop)
-    builder.cbranch(builder.icmp_signed("<", following, words), loop, done)
+    number = builder.phi(I64)
+    number.add_incoming(index(0), entry)
+    totals = [builder.phi(value.type) for value in initial]
+    results, advance = body(number, totals)
+    following = builder.add(number, index(advance))
+    number.add_incoming(following, builder.block)
+    for total, start, result in zip(totals, initial, results, strict=True):
+        total.add_incoming(start, entry)
+        total.add_incoming(result, builder.block)
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
     builder.position_at_end(done)
     return list(results)
-
-
-def sums(builder: Any, vectors: list[Any]) -> Any:
-    """Lane i of the result is the sum of the lanes of vectors[i], for at most sixteen vectors."""
-    stages = 0
-    while len(vectors) > 1 or stages < 4:
-        if len(vectors) % 2:
-            vectors = [*vectors, vectors[-1]]
-        vectors = [
-            builder.fadd(shuffle(builder, a, b, _EVEN), shuffle(builder, a, b, _ODD))
-            for a, b in zip(vectors[::2], vectors[1::2], strict=True)
-        ]
-        stages += 1
-        if len(vectors) == 1 and stages < 4:
-            vectors = vectors * 2
-    return vectors[0]
 
 
 def transpose(builder: Any, rows: list[Any]) -> list[Any]:

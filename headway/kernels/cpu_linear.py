@@ -1,14 +1,16 @@
-"""Linear layers on CPU: weights stay row-major as they were loaded, so that nothing is held twice.
+"""Linear layers on CPU: weights packed into panels once at load, in the dtype of the model or quantised.
 
-Few tokens: each weight row is streamed once from memory and dotted with every token. Many tokens: the
-tokens are packed sixteen to a vector (tokens are far fewer bytes than weights) and each weight word is
-broadcast against them. Both read the same memory, so one layout serves decode and prefill, and a tied
-embedding can share it.
+One layout serves decoding and prompts. A thread takes some panels and reads each straight through while it is
+multiplied with the tokens, TILE_TOKENS at a time and a block of inputs at a time, so that what several groups of tokens
+need comes from memory once. Activations of quantised layers are quantised as they come, each token and block of inputs
+by itself.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,230 +18,335 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.kernels.cpu_compile import compiled
-from headway.kernels.cpu_ir import LANES
+from headway.kernels.cpu_arithmetic import INT4, INT8, TILE_TOKENS, WIDE_INT8, Arithmetic, arithmetic_of
+from headway.kernels.cpu_compile import compiled, give_back, take_memory
+from headway.kernels.cpu_memory import LargePages
+from headway.kernels.cpu_packing import PACK, ROWS, pack_job, rows_job
+from headway.kernels.cpu_panels import PANEL, TOTALS_BYTES, multiply_panel
+from headway.kernels.cpu_rows import REORDER, exp_of_negative
 from headway.kernels.cpu_simd import (
+    FLOAT16,
+    FLOAT32,
     KINDS,
-    has_bfloat16_dot,
     has_matrix_tiles,
-    has_wide_vectors,
+    larger,
+    load,
+    nearest,
     pause,
     read_shared,
+    store,
     take_ticket,
+    write_integer,
+    write_rounded,
 )
-from headway.kernels.cpu_team import Team, arg, job, once_per_kind, tickets
-from headway.kernels.cpu_tiles import dot_rows, product_tile_transposed, transpose_words
+from headway.kernels.cpu_team import Team, arg, job, once_per_kind, take_share, tickets
 from headway.kernels.interface import Linear
-from headway.kernels.reference import ReferenceLinear
+from headway.kernels.reference import ReferenceGatedLinear, ReferenceKernels, ReferenceLinear
 
-# Up to so many tokens are dotted, at most _DOTTED_AT_ONCE of them in one pass over a tile of weight rows,
-# which then lies in the first-level cache for the next pass.
-MOST_DOTTED = 24
-_DOTTED_AT_ONCE = 6
-_TILE_ROWS = 8
-_TILE_PANELS = 3
-# A share of weight rows is what one thread takes at a time, small enough that threads finish together.
-_SHARE_BYTES = 256 * 1024
-# Packed tokens that stay in a core's second-level cache while a share of rows passes by.
-_PACKED_BYTES = 384 * 1024
-
-
-@compiled()
-def _dot(kind, tokens, weight, x, words, bias, out, stride):  # type: ignore[no-untyped-def]
-    """dot_rows for a token count known only now."""
-    if tokens == 1:
-        dot_rows(kind, 8, 1, weight, x, words, bias, out, stride)
-    elif tokens == 2:
-        dot_rows(kind, 8, 2, weight, x, words, bias, out, stride)
-    elif tokens == 3:
-        dot_rows(kind, 4, 3, weight, x, words, bias, out, stride)
-    elif tokens == 4:
-        dot_rows(kind, 4, 4, weight, x, words, bias, out, stride)
-    elif tokens == 5:
-        dot_rows(kind, 4, 5, weight, x, words, bias, out, stride)
-    else:
-        dot_rows(kind, 4, 6, weight, x, words, bias, out, stride)
+_ZERO, _ONE = np.float32(0), np.float32(1)
+_QUANTISED = {"int8": INT8, "int8-weight-only": WIDE_INT8, "int4": INT4}
+# A block of a panel, which all tokens are multiplied with before the next, stays in a core's first two caches.
+_BLOCK_BYTES = 32 * 1024
+INT4_GROUP = 64
+# Tokens whose sums a thread keeps at a time, and the least that an item of work is cut down to for many threads.
+_MOST_TOKENS, _LEAST_TOKENS = 256, 24
+_ITEMS_PER_THREAD = 4
+# With more passes over a block than this, its products take longer than fetching the next one when it is due.
+_PASSES_AHEAD = 8
+# Where torch multiplies many tokens faster, it needs the weight unpacked first, which pays from so many on.
+_MANY_FOR_TORCH = 96
 
 
 @compiled()
-def _dot_shares(kind, size, tile, share, tickets, weight, bias, x, out, tokens, in_words, features):  # type: ignore[no-untyped-def]
-    """Take shares of weight rows until none is left; the last tile of all overlaps the one before it."""
-    passes = (tokens + _DOTTED_AT_ONCE - 1) // _DOTTED_AT_ONCE
-    while True:
-        first = take_ticket(tickets) * share
-        if first >= features:
-            return
-        for row in range(first, min(first + share, features), tile):
-            row = min(row, features - tile)
-            row_bias = bias + row * size if bias != 0 else 0
-            for index in range(passes):
-                token = index * tokens // passes
-                _dot(
-                    kind, (index + 1) * tokens // passes - token, weight + row * in_words * 4,
-                    x + token * in_words * 4, in_words, row_bias, out + (token * features + row) * size,
-                    features * size,
-                )  # fmt: skip
+def _prepare_float(source_kind, x, inputs, width, row):
+    """A token as float32."""
+    for i in range(inputs):
+        store(row, i, load(x, i, source_kind), FLOAT32)
+    for i in range(inputs, width):
+        store(row, i, _ZERO, FLOAT32)
 
 
-_FEW = struct.Struct("10q")
+@compiled(fastmath=REORDER)
+def _largest_magnitude(source_kind, x, first, last):
+    """The greatest |x| among first .. last - 1; NaN if one of them is not a finite number."""
+    best, check = _ZERO, _ZERO
+    for i in range(first, last):
+        value = load(x, i, source_kind)
+        best = larger(best, abs(value))
+        check += value * _ZERO
+    return best + check
+
+
+@compiled()
+def _round_block(source_kind, integer, x, first, last, inverse, row):
+    """Elements first .. last - 1 times inverse, as whole numbers of the type of `integer`; returns their sum."""
+    total = np.int32(0)
+    for i in range(first, last):
+        total += write_rounded(row, i, nearest(load(x, i, source_kind) * inverse), integer)
+    return total
+
+
+@compiled()
+def _prepare_integers(source_kind, integer, largest, offset, x, inputs, width, block, row, scales):
+    """A token as integers, and for each block a float32 scale and the int32 that undoes the weights' offset."""
+    for number in range((width + block - 1) // block):
+        first, last = number * block, min(width, (number + 1) * block)
+        inside = max(first, min(last, inputs))
+        best = _largest_magnitude(source_kind, x, first, inside)
+        inverse = largest / best if best > _ZERO and best < np.inf else _ZERO
+        total = _round_block(source_kind, integer, x, first, inside, inverse, row)
+        for i in range(inside, last):
+            write_rounded(row, i, _ZERO, integer)
+        store(scales, 2 * number, best / largest, FLOAT32)
+        write_integer(scales, 2 * number + 1, -np.int64(total) * offset, 32)
+
+
+@compiled()
+def _multiply(kind, tokens, x, x_stride, packed, words, block, step_bytes, totals, scales, group_scales, stride):
+    """A panel with the tokens, block after block of its words; scales has stride bytes between tokens."""
+    passes = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
+    ahead = block * step_bytes if 1 < passes <= _PASSES_AHEAD else 0
+    for i in range(tokens * PANEL):
+        store(totals, i, _ZERO, FLOAT32)
+    for number in range((words + block - 1) // block):
+        first = number * block
+        for index in range(passes):
+            token = index * tokens // passes
+            multiply_panel(
+                kind, (index + 1) * tokens // passes - token, x + token * x_stride + first * 4, x_stride,
+                packed + first * step_bytes, min(block, words - first), totals + token * TOTALS_BYTES,
+                scales + token * stride + number * 8, stride, group_scales, ahead,
+            )  # fmt: skip
+        if group_scales != 0:
+            group_scales += PANEL * 2
+
+
+@compiled(fastmath={"contract"})
+def _finish(out_kind, tokens, count, totals, scales, bias, out, stride):
+    """Sums, scaled and with the bias, to `count` outputs of each token, stride elements between tokens."""
+    for token in range(tokens):
+        for i in range(count):
+            value = load(totals, token * PANEL + i, FLOAT32) * load(scales, i, FLOAT32) + load(bias, i, FLOAT32)
+            store(out, token * stride + i, value, out_kind)
+
+
+@compiled(fastmath={"contract", "arcp"})
+def _finish_gated(out_kind, tokens, count, totals, scales, bias, out, stride):
+    """silu of the first half of a panel's sums, scaled and with the bias, times the second half."""
+    half = PANEL // 2
+    for token in range(tokens):
+        for i in range(count):
+            at = token * PANEL + i
+            gate = load(totals, at, FLOAT32) * load(scales, i, FLOAT32) + load(bias, i, FLOAT32)
+            up = load(totals, at + half, FLOAT32) * load(scales, i + half, FLOAT32) + load(bias, i + half, FLOAT32)
+            decay = exp_of_negative(-abs(gate))
+            numerator = _ONE if gate >= _ZERO else decay
+            store(out, token * stride + i, gate * numerator / (_ONE + decay) * up, out_kind)
+
+
+_PRODUCT = struct.Struct("24q")
 
 
 @once_per_kind
-def _few_job(kind: Any) -> int:
-    def few(a: int) -> None:
-        _dot_shares(
-            kind, arg(a, 0), arg(a, 1), arg(a, 2), tickets(a, 0), arg(a, 3),
-            arg(a, 4), arg(a, 5), arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9),
-        )  # fmt: skip
+def _product_job(x_kind: Any, kind: Any) -> int:
+    """x [tokens, inputs] of x_kind times packed weights of `kind`, to the same kind as x."""
+    layout = arithmetic_of(kind)
+    prepared = layout.integer or kind is not x_kind or kind is FLOAT16
+    integer = np.int8(0) if layout.inputs == 4 else np.int16(0)
+    largest, offset, is_integer = np.float32(np.iinfo(integer.dtype).max), layout.offset, layout.integer
 
-    return job(few)
-
-
-@compiled()
-def _pack_panel(panel, x, packed, tokens, words, rows):  # type: ignore[no-untyped-def]
-    """Sixteen tokens from x [tokens, words] to packed[panel, word, lane]; past the end the last one repeats."""
-    for lane in range(LANES):
-        rows[lane] = x + min(panel * LANES + lane, tokens - 1) * words * 4
-    for word in range(0, words, LANES):
-        transpose_words(rows.ctypes.data, word * 4, packed + (panel * words + word) * 64)
-
-
-@compiled()
-def _pack_panels(tickets, packed_panels, x, packed, tokens, words):  # type: ignore[no-untyped-def]
-    """Pack panels until none is left, then wait for those that other threads are still at."""
-    rows = np.empty(LANES, np.int64)
-    panels = (tokens + LANES - 1) // LANES
-    while True:
-        panel = take_ticket(tickets)
-        if panel >= panels:
-            break
-        _pack_panel(panel, x, packed, tokens, words, rows)
-        take_ticket(packed_panels)
-    while read_shared(packed_panels) < panels:
-        pause()
-
-
-@compiled()
-def _product_row_tile(kind, size, weight, words, bias, packed, out, out_stride, first_token, last_token):  # type: ignore[no-untyped-def]
-    """Eight weight rows against the packed tokens first_token .. last_token - 1."""
-    panel_bytes = words * 64
-    token = first_token
-    while token < last_token:
-        left = last_token - token
-        base = packed + token // LANES * panel_bytes
-        target = out + token * out_stride
-        if left > 2 * LANES and (left <= 3 * LANES or left > 4 * LANES):
-            product_tile_transposed(
-                kind, 8, 3, weight, words * 4, base, panel_bytes, words, bias, target, out_stride, left
-            )  # fmt: skip
-            token += 3 * LANES
-        elif left > LANES:
-            product_tile_transposed(
-                kind, 8, 2, weight, words * 4, base, panel_bytes, words, bias, target, out_stride, left
-            )  # fmt: skip
-            token += 2 * LANES
+    def product(a: int) -> None:
+        threads, panels, tokens, chunks = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3)
+        x, x_stride, x_size, inputs = arg(a, 4), arg(a, 5), arg(a, 6), arg(a, 7)
+        rows, row_bytes, row_stride, width, block_inputs = arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11), arg(a, 12)
+        packed, words, block, step_bytes, panel_bytes = arg(a, 13), arg(a, 14), arg(a, 15), arg(a, 16), arg(a, 17)
+        row_scales, group_scales, bias = arg(a, 18), arg(a, 19), arg(a, 20)
+        out, features, gated = arg(a, 21), arg(a, 22), arg(a, 23)
+        if prepared:
+            token = take_ticket(tickets(a, 0))
+            while token < tokens:
+                source, row = x + token * x_stride * x_size, rows + token * row_stride
+                if is_integer:
+                    _prepare_integers(
+                        x_kind, integer, largest, offset, source, inputs, width, block_inputs, row, row + row_bytes
+                    )
+                else:
+                    _prepare_float(x_kind, source, inputs, width, row)
+                take_ticket(tickets(a, 1))
+                token = take_ticket(tickets(a, 0))
+            while read_shared(tickets(a, 1)) < tokens:
+                pause()
+            source, source_stride = rows, row_stride
         else:
-            product_tile_transposed(
-                kind, 8, 1, weight, words * 4, base, panel_bytes, words, bias, target, out_stride, left
-            )  # fmt: skip
-            token += LANES
-
-
-@compiled()
-def _product_shares(kind, size, share, chunk, tickets, weight, bias, packed, out, tokens, words, features):  # type: ignore[no-untyped-def]
-    while True:
-        first = take_ticket(tickets) * share
-        if first >= features:
-            return
-        last = min(first + share, features)
-        for token in range(0, tokens, chunk):
-            for row in range(first, last, _TILE_ROWS):
-                row = min(row, features - _TILE_ROWS)
-                row_bias = bias + row * size if bias != 0 else 0
-                _product_row_tile(
-                    kind, size, weight + row * words * 4, words, row_bias, packed, out + row * size,
-                    features * size, token, min(token + chunk, tokens),
+            source, source_stride = x, x_stride * x_size
+        most = (tokens + chunks - 1) // chunks
+        totals = take_memory(most * TOTALS_BYTES)
+        each = PANEL // 2 if gated else PANEL
+        groups_bytes = (words + block - 1) // block * PANEL * 2
+        item, end = take_share(tickets(a, 2), panels * chunks, threads)
+        while item < panels * chunks:
+            for number in range(item, end):
+                panel, chunk = number // chunks, number % chunks
+                first, last = chunk * tokens // chunks, (chunk + 1) * tokens // chunks
+                at = source + first * source_stride
+                _multiply(
+                    kind, last - first, at, source_stride, packed + panel * panel_bytes, words, block, step_bytes,
+                    totals, at + row_bytes, group_scales + panel * groups_bytes if group_scales else 0, row_stride,
                 )  # fmt: skip
+                to = out + (first * features + panel * each) * x_size
+                count = min(each, features - panel * each)
+                scales, addends = row_scales + panel * PANEL * 4, bias + panel * PANEL * 4
+                if gated:
+                    _finish_gated(x_kind, last - first, count, totals, scales, addends, to, features)
+                else:
+                    _finish(x_kind, last - first, count, totals, scales, addends, to, features)
+            item, end = take_share(tickets(a, 2), panels * chunks, threads)
+        give_back(totals)
+
+    return job(product)
 
 
-_MANY = struct.Struct("11q")
+class PackedLinear:
+    """A weight in panels; see cpu_arithmetic for the kinds.
 
-
-@once_per_kind
-def _many_job(kind: Any) -> int:
-    def many(a: int) -> None:
-        x, packed, tokens, words = arg(a, 5), arg(a, 6), arg(a, 8), arg(a, 9)
-        _pack_panels(tickets(a, 0), tickets(a, 1), x, packed, tokens, words)
-        _product_shares(
-            kind, arg(a, 0), arg(a, 1), arg(a, 2), tickets(a, 2), arg(a, 3),
-            arg(a, 4), packed, arg(a, 7), tokens, words, arg(a, 10),
-        )  # fmt: skip
-
-    return job(many)
-
-
-class TiledLinear:
-    """A row-major weight multiplied by our own tiles; bfloat16 with AVX512-BF16, or float32.
-
-    Steps of more than most_tokens tokens go to torch.
+    Args:
+        weight: [out, in], float32, bfloat16 or float16; its memory is not needed afterwards.
+        bias: [out] or None.
+        memory: what the packed weight is cut from.
+        quantization: "none" or a key of _QUANTISED.
+        gated: the first half of the rows is a gate and the second half is what it lets through: the result is
+            silu(gate) * up, half as wide.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, team: Team, most_tokens: int | None = None) -> None:
-        self.weight = weight.contiguous()
-        self.bias = bias.contiguous() if bias is not None else None
-        self.out_features, in_features = weight.shape
-        self._team = team
-        self._most_tokens = most_tokens
-        self._kind = KINDS[weight.dtype]
-        self._size = weight.element_size()
-        self._words = in_features * self._size // 4
-        self._weight_address = self.weight.data_ptr()
-        self._bias_address = self.bias.data_ptr() if self.bias is not None else 0
-        row_bytes = self._words * 4
-        self._share = max(_TILE_ROWS, _SHARE_BYTES // row_bytes // _TILE_ROWS * _TILE_ROWS)
-        self._chunk = max(LANES, _PACKED_BYTES // row_bytes // LANES * LANES)
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        team: Team,
+        memory: LargePages,
+        quantization: str = "none",
+        gated: bool = False,
+    ) -> None:
+        features, self.in_features = weight.shape
+        self.out_features = features // 2 if gated else features
+        self._team, self._gated, self._dtype = team, gated, weight.dtype
+        self._x_kind = KINDS[weight.dtype]
+        self._kind = kind = _QUANTISED.get(quantization, self._x_kind)
+        layout = arithmetic_of(kind)
+        self._group = INT4_GROUP if kind is INT4 else layout.inputs
+        self._padded = -(-self.in_features // self._group) * self._group
+        self._words = self._padded // layout.inputs
+        self._step_bytes = PANEL * layout.lane_bytes // layout.words
+        self._block = INT4_GROUP // layout.inputs if kind is INT4 else _BLOCK_BYTES // self._step_bytes
+        self._row_bytes = self._words * layout.lane_bytes // layout.words
+        self._panels = -(-self.out_features // (PANEL // 2 if gated else PANEL))
+        self._packed = memory.empty(self._panels * PANEL * self._row_bytes)
+        self._row_scales = torch.ones(self._panels * PANEL)
+        self._group_scales = torch.empty(0, dtype=torch.float16)
+        if kind is INT4:
+            self._group_scales = torch.empty(self._panels * PANEL * (self._padded // INT4_GROUP), dtype=torch.float16)
+        self._bias = torch.zeros(self._panels * PANEL)
+        if bias is not None:
+            self._bias = _in_lanes(bias, self._panels, gated)
+        self._fill(weight.contiguous(), layout)
+        # A token as it is multiplied: four bytes a word, then scale and start of each block of an integer kind.
+        self._x_bytes = -(-self._words * 4 // 64) * 64
+        self._x_stride = self._x_bytes + (-(-self._words // self._block) * 8 if layout.integer else 0)
+        self._prepared = layout.integer or kind is FLOAT16
+        self._code = _product_job(self._x_kind, kind)
+
+    def _fill(self, weight: Tensor, layout: Arithmetic) -> None:
+        arguments = (
+            1, self._panels, weight.data_ptr(), *weight.shape, weight.element_size(), self._padded, self._group,
+            self._row_bytes, layout.lane_bytes, self._packed.data_ptr(), self._row_scales.data_ptr(),
+            self._group_scales.data_ptr(), int(self._gated),
+        )  # fmt: skip
+        self._team.run(pack_job(self._x_kind, self._kind), PACK, arguments)
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Whether tiles cover this weight: whole vectors along its input, at least one tile along its output."""
-        return (
-            weight.dtype in (torch.bfloat16, torch.float32)
-            and weight.shape[1] * weight.element_size() % (4 * LANES) == 0
-            and weight.shape[0] >= _TILE_ROWS
-        )
+        """Whether a row is whole words; integer kinds pad theirs."""
+        return weight.shape[1] % arithmetic_of(KINDS[weight.dtype]).inputs == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
         tokens = x.shape[0]
-        if self._most_tokens is not None and tokens > self._most_tokens:
-            return F.linear(x, self.weight, self.bias)
-        x = x.contiguous()
+        if x.stride(1) != 1:
+            x = x.contiguous()
         out = torch.empty((tokens, self.out_features), dtype=x.dtype)
         if tokens == 0:
             return out
-        weight, bias, size, words = self._weight_address, self._bias_address, self._size, self._words
-        if tokens <= MOST_DOTTED:
-            tile = 8 if tokens <= 2 else 4
-            arguments = (size, tile, self._share, weight, bias, x.data_ptr(), out.data_ptr(), tokens, words)
-            self._team.run(_few_job(self._kind), _FEW, (*arguments, self.out_features))
-            return out
-        packed = torch.empty(-(-tokens // LANES) * words * LANES, dtype=torch.int32)
-        self._team.run(
-            _many_job(self._kind),
-            _MANY,
-            (
-                size, self._share, self._chunk, weight, bias, x.data_ptr(), packed.data_ptr(), out.data_ptr(), tokens,
-                words, self.out_features,
-            ),
+        rows = torch.empty(tokens * self._x_stride if self._prepared else 0, dtype=torch.uint8)
+        arguments = (
+            self._team.threads, self._panels, tokens, self._chunks(tokens), x.data_ptr(), x.stride(0),
+            x.element_size(), self.in_features, rows.data_ptr(), self._x_bytes, self._x_stride, self._padded,
+            self._block * self._padded // self._words, self._packed.data_ptr(), self._words, self._block,
+            self._step_bytes, PANEL * self._row_bytes, self._row_scales.data_ptr(), self._group_scales.data_ptr(),
+            self._bias.data_ptr(), out.data_ptr(), self.out_features, int(self._gated),
         )  # fmt: skip
+        self._team.run(self._code, _PRODUCT, arguments)
+        return out
+
+    def _chunks(self, tokens: int) -> int:
+        """Into how many pieces the tokens are cut, so that sums stay in cache and every thread has work."""
+        wanted = -(-_ITEMS_PER_THREAD * self._team.threads // self._panels)
+        return max(-(-tokens // _MOST_TOKENS), min(wanted, tokens // _LEAST_TOKENS), 1)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Rows [T] int64 of the weight -> [T, in], in the model's dtype."""
+        numbers = numbers.contiguous()
+        out = torch.empty((numbers.shape[0], self.in_features), dtype=self._dtype)
+        layout = arithmetic_of(self._kind)
+        arguments = (
+            4, numbers.shape[0], numbers.data_ptr(), self._packed.data_ptr(), self.in_features, self._padded,
+            self._group, self._row_bytes, layout.lane_bytes, out.element_size(), self._row_scales.data_ptr(),
+            self._group_scales.data_ptr(), out.data_ptr(), int(self._group_scales.numel() > 0),
+        )  # fmt: skip
+        self._team.run(rows_job(self._x_kind, self._kind), ROWS, arguments)
         return out
 
 
-def linear_for(weight: Tensor, bias: Tensor | None, team: Team) -> Linear:
-    """The fastest way to multiply weight [out, in] on this processor, sharing the weight's memory."""
-    has_tiles = has_bfloat16_dot() if weight.dtype == torch.bfloat16 else has_wide_vectors()
-    if not (has_tiles and TiledLinear.takes(weight)):
+def _in_lanes(bias: Tensor, panels: int, gated: bool) -> Tensor:
+    """bias [out] in the order of the panels' lanes, float32."""
+    parts = bias.float().chunk(2) if gated else (bias.float(),)
+    width = PANEL // len(parts)
+    lanes = [F.pad(part, (0, panels * width - len(part))).view(panels, width) for part in parts]
+    return torch.cat(lanes, dim=1).view(-1)
+
+
+class _TorchForMany:
+    """A packed bfloat16 weight whose larger products are left to torch, which has the processor's matrix tiles."""
+
+    def __init__(self, packed: PackedLinear, bias: Tensor | None) -> None:
+        self.out_features = packed.out_features
+        self._packed, self._bias = packed, bias
+        self._numbers = torch.arange(packed.out_features)
+        self.rows = packed.rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out]."""
+        if x.shape[0] < _MANY_FOR_TORCH:
+            return self._packed(x)
+        return F.linear(x, self._packed.rows(self._numbers), self._bias)
+
+
+def linear_for(
+    weight: Tensor, bias: Tensor | None, team: Team, memory: LargePages, quantization: str = "none"
+) -> Linear:
+    """The fastest way to multiply with weight [out, in] on this processor."""
+    if quantization == "none" and not PackedLinear.takes(weight):
         return ReferenceLinear(weight, bias)
+    packed = PackedLinear(weight, bias, team, memory, quantization)
     # AMX multiplies many tokens several times faster than vectors do, and oneDNN, under torch, has it.
-    leave_to_torch = weight.dtype == torch.bfloat16 and has_matrix_tiles()
-    return TiledLinear(weight, bias, team, most_tokens=MOST_DOTTED if leave_to_torch else None)
+    if quantization == "none" and weight.dtype == torch.bfloat16 and has_matrix_tiles():
+        return _TorchForMany(packed, bias)
+    return packed
+
+
+def gated_linear_for(
+    weight: Tensor, bias: Tensor | None, team: Team, memory: LargePages, quantization: str = "none"
+) -> Callable[[Tensor], Tensor]:
+    """The fastest way to a gated product with weight [2 * F, in] on this processor."""
+    if quantization == "none" and not PackedLinear.takes(weight):
+        return ReferenceGatedLinear(ReferenceLinear(weight, bias), ReferenceKernels().silu_and_mul)
+    return PackedLinear(weight, bias, team, memory, quantization, gated=True)

@@ -1,4 +1,4 @@
-"""The operations on CPU that go over rows once: norms, RoPE, the gate of the feed-forward, the cache's writes.
+"""The operations on CPU that go over rows once: norms, RoPE, the cache's writes.
 
 At a few tokens these take less than a microsecond of work each, so they run on the calling thread; from
 some thousands of elements on, the team shares the rows. Each job's arguments begin with the rows that are
@@ -107,35 +107,6 @@ def add_rms_norm_job(kind: Any) -> int:
 
 
 @compiled(fastmath=REORDER)
-def silu_and_mul_rows(kind, first, last, x, width, out):
-    """out[i, d] = silu(x[i, d]) * x[i, width + d], dense."""
-    for i in range(first, last):
-        gate = i * 2 * width
-        for d in range(width):
-            value = load(x, gate + d, kind)
-            decay = exp_of_negative(-abs(value))
-            numerator = _ONE if value >= 0 else decay
-            store(out, i * width + d, value * numerator / (_ONE + decay) * load(x, gate + width + d, kind), kind)
-
-
-SILU_AND_MUL = struct.Struct("5q")
-
-
-@once_per_kind
-def silu_and_mul_job(kind: Any) -> int:
-    def rows(a: int) -> None:
-        step, count = arg(a, 0), arg(a, 1)
-        first = take_rows(a, step)
-        while first < count:
-            silu_and_mul_rows(
-                kind, first, min(first + step, count), arg(a, 2), arg(a, 3), arg(a, 4),
-            )  # fmt: skip
-            first = take_rows(a, step)
-
-    return job(rows)
-
-
-@compiled(fastmath=REORDER)
 def rotate_rows(kind, first, last, x, stride, heads, width, half, cos, sin, positions):
     """RoPE in place on tokens first .. last - 1 of x, `stride` elements between tokens."""
     for token in range(first, last):
@@ -169,40 +140,6 @@ def rotate_both_job(kind: Any) -> int:
             rotate_both_rows(
                 kind, first, min(first + step, count), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5), arg(a, 6),
                 arg(a, 7), arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11), arg(a, 12),
-            )  # fmt: skip
-            first = take_rows(a, step)
-
-    return job(rows)
-
-
-@compiled()
-def store_rows(
-    kind, first, last, key, key_stride, value, value_stride, keys, values, slots, kv_heads, block_size, width
-):
-    """Tokens first .. last - 1 of key and value to their slots of keys and values [N, G, B, D]."""
-    for token in range(first, last):
-        slot = read_int64(slots, token)
-        block, offset = slot // block_size, slot % block_size
-        for head in range(kv_heads):
-            at = ((block * kv_heads + head) * block_size + offset) * width
-            for d in range(width):
-                store(keys, at + d, load(key, token * key_stride + head * width + d, kind), kind)
-            for d in range(width):
-                store(values, at + d, load(value, token * value_stride + head * width + d, kind), kind)
-
-
-STORE = struct.Struct("12q")
-
-
-@once_per_kind
-def store_job(kind: Any) -> int:
-    def rows(a: int) -> None:
-        step, count = arg(a, 0), arg(a, 1)
-        first = take_rows(a, step)
-        while first < count:
-            store_rows(
-                kind, first, min(first + step, count), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5), arg(a, 6),
-                arg(a, 7), arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11),
             )  # fmt: skip
             first = take_rows(a, step)
 

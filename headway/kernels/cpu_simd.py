@@ -18,7 +18,7 @@ from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
-from headway.kernels.cpu_ir import BF16, F16, F32, I16, I32, I64, declare, index
+from headway.kernels.cpu_ir import BF16, F16, F32, I8, I16, I32, I64, declare, index
 
 FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
@@ -30,22 +30,12 @@ def cpu_features() -> set[str]:
     return {name for name, present in binding.get_host_cpu_features().items() if present}
 
 
-def has_bfloat16_dot() -> bool:
-    """Whether this processor multiplies bfloat16 pairs in vectors of 512 bits."""
-    return platform.machine() in ("x86_64", "AMD64") and "avx512bf16" in cpu_features()
-
-
-def has_wide_vectors() -> bool:
-    """Whether this processor has the 32 vector registers of 512 bits that the larger tiles fill."""
-    return platform.machine() in ("x86_64", "AMD64") and "avx512f" in cpu_features()
-
-
 def has_matrix_tiles() -> bool:
     """Whether this processor has AMX, where oneDNN's matrix product is far ahead of any vector code."""
     return "amx-bf16" in cpu_features()
 
 
-_HAS_BFLOAT16_DOT = has_bfloat16_dot()
+_ROUNDS_TO_BFLOAT16 = platform.machine() in ("x86_64", "AMD64") and "avx512bf16" in cpu_features()
 
 
 @intrinsic
@@ -85,7 +75,7 @@ def store(typing: Any, address: Any, index: Any, value: Any, kind: Any) -> Any:
 
 def _round_to_bfloat16(builder: Any, value: Any) -> Any:
     """The upper half of a float32 after rounding to nearest even; NaN stays NaN."""
-    if _HAS_BFLOAT16_DOT:
+    if _ROUNDS_TO_BFLOAT16:
         return builder.bitcast(builder.fptrunc(value, BF16), I16)
     bits = builder.bitcast(value, I32)
     odd = builder.and_(builder.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
@@ -126,6 +116,58 @@ def read_float64(typing: Any, address: Any, index: Any) -> Any:
         return builder.load(builder.gep(builder.inttoptr(arguments[0], double), [arguments[1]]))
 
     return types.float64(types.int64, types.int64), generate
+
+
+@intrinsic
+def read_byte(typing: Any, address: Any, index: Any) -> Any:
+    """Byte index of the memory at address, 0 to 255, as int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.gep(builder.inttoptr(arguments[0], I8.as_pointer()), [arguments[1]])
+        return builder.zext(builder.load(pointer), I64)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def write_integer(typing: Any, address: Any, index: Any, value: Any, bits: Any) -> Any:
+    """The low `bits`, a literal, of an int64 as element index of the memory at address."""
+    if not isinstance(bits, types.IntegerLiteral):
+        return None
+    element = ir.IntType(bits.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.gep(builder.inttoptr(arguments[0], element.as_pointer()), [arguments[1]])
+        builder.store(builder.trunc(arguments[2], element) if element.width < 64 else arguments[2], pointer)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, bits), generate
+
+
+@intrinsic
+def nearest(typing: Any, value: Any) -> Any:
+    """The whole number nearest to a float32, halves to even, as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.call(declare(builder, "llvm.nearbyint.f32", F32, [F32]), arguments)
+
+    return types.float32(types.float32), generate
+
+
+@intrinsic
+def write_rounded(typing: Any, address: Any, index: Any, value: Any, kind: Any) -> Any:
+    """Write a whole float32 as element index of int8 (kind np.int8) or int16 memory, and return it as int32."""
+    element = {types.int8: I8, types.int16: I16}.get(kind)
+    if element is None:
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.gep(builder.inttoptr(arguments[0], element.as_pointer()), [arguments[1]])
+        whole = builder.fptosi(arguments[2], I32)
+        builder.store(builder.trunc(whole, element), pointer)
+        return whole
+
+    return types.int32(types.int64, types.int64, types.float32, kind), generate
 
 
 @intrinsic

@@ -117,6 +117,21 @@ def take_rows(arguments, step):
     return take_ticket(tickets(arguments, 0)) * step
 
 
+@compiled()
+def take_share(counter, total, threads):
+    """Some of `total` items that nobody has taken, as (first, end): fewer and fewer, so that all finish together.
+
+    first is `total` when none is left.
+    """
+    while True:
+        first = read_shared(counter)
+        if first >= total:
+            return total, total
+        end = first + max(1, (total - first) // (2 * threads))
+        if swap_if(counter, first, end):
+            return first, end
+
+
 class Team:
     """A calling thread and its helpers, together as many as torch uses when the team is made, 128 at most.
 

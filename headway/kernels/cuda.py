@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from headway.kernels import cuda_attention, cuda_rows
 from headway.kernels.heads import check_heads
 from headway.kernels.interface import LayerCache, Linear, StepGeometry
-from headway.kernels.reference import ReferenceLinear
+from headway.kernels.reference import ReferenceGatedLinear, ReferenceLinear, check_unquantized
 
 _GATE_BLOCK = 1024
 # What Triton's interpreter, which has no device to ask, is taken to be: few, so that splits occur in tests.
@@ -30,9 +32,16 @@ class CudaKernels:
         if torch.cuda.is_available():
             self._multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Tensor, bias: Tensor | None, quantization: str = "none") -> Linear:
         """cuBLAS takes weight [out, in] as it is."""
+        check_unquantized(quantization, self.name)
         return ReferenceLinear(weight, bias)
+
+    def gated_linear(
+        self, weight: Tensor, bias: Tensor | None, quantization: str = "none"
+    ) -> Callable[[Tensor], Tensor]:
+        """See Kernels."""
+        return ReferenceGatedLinear(self.linear(weight, bias, quantization), self.silu_and_mul)
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
         """See Kernels."""

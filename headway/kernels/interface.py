@@ -6,6 +6,7 @@ heads, D head dimension, N blocks in the pool, B tokens in a block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,10 +37,24 @@ class StepGeometry:
 
 @dataclass(slots=True)
 class LayerCache:
-    """Keys and values of one layer; each is [N, G, B, D] in the cache's dtype."""
+    """Keys and values of one layer; each is [N, G, B, D] in the cache's dtype.
+
+    That is their size: how the kernels of a device arrange them within a block is their own affair. An int8 cache has a
+    float32 scale for each token and head beside it, [N, G, B].
+    """
 
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that a block has a part of."""
+        return [t for t in (self.keys, self.values, self.key_scales, self.value_scales) if t is not None]
+
+
+QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4")
 
 
 class Linear(Protocol):
@@ -51,14 +66,31 @@ class Linear(Protocol):
         """x [T, in] -> [T, out]."""
         ...
 
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Rows [T] int64 of the weight -> [T, in]: the embedding of tokens where it shares the head's weight."""
+        ...
+
 
 class Kernels(Protocol):
     """The operations of a decoder layer on one device."""
 
     name: str
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Lay out weight [out, in] for repeated use; the caller drops its own reference afterwards."""
+    def linear(self, weight: Tensor, bias: Tensor | None, quantization: str = "none") -> Linear:
+        """Lay out weight [out, in] for repeated use; the caller drops its own reference afterwards.
+
+        Raises:
+            ValueError: a quantization, one of QUANTIZATIONS, that these kernels do not have.
+        """
+        ...
+
+    def gated_linear(
+        self, weight: Tensor, bias: Tensor | None, quantization: str = "none"
+    ) -> Callable[[Tensor], Tensor]:
+        """Lay out weight [2 * F, in], gate rows above up rows, as x [T, in] -> silu(gate x) * up x [T, F].
+
+        Raises as `linear`.
+        """
         ...
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
@@ -78,10 +110,6 @@ class Kernels(Protocol):
 
         cos and sin are float32 tables [context, R // 2], R <= D the rotated part of the head.
         """
-        ...
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 * F] -> [T, F]: silu of the first half times the second."""
         ...
 
     def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from headway.kernels.interface import LayerCache, Linear, StepGeometry
+
+
+def check_unquantized(quantization: str, kernels: str) -> None:
+    """Refuse what only the CPU's kernels have.
+
+    Raises:
+        ValueError: quantization is not "none".
+    """
+    if quantization != "none":
+        raise ValueError(f"quantization is {quantization!r}; the {kernels} kernels have none, only those of the CPU do")
 
 
 class ReferenceLinear:
@@ -21,15 +33,38 @@ class ReferenceLinear:
         """x [T, in] -> [T, out]."""
         return F.linear(x, self.weight, self.bias)
 
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Rows [T] of the weight -> [T, in]."""
+        return self.weight.index_select(0, numbers)
+
+
+class ReferenceGatedLinear:
+    """silu(gate x) * up x as a product of [2 * F, in] and an operation on its result [T, 2 * F]."""
+
+    def __init__(self, linear: Linear, silu_and_mul: Callable[[Tensor], Tensor]) -> None:
+        self.linear = linear
+        self._silu_and_mul = silu_and_mul
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, F]."""
+        return self._silu_and_mul(self.linear(x))
+
 
 class ReferenceKernels:
     """Every operation in float32 arithmetic, rounded to the input's dtype at its end."""
 
     name = "reference"
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Tensor, bias: Tensor | None, quantization: str = "none") -> Linear:
         """Wrap weight [out, in] without copying it."""
+        check_unquantized(quantization, self.name)
         return ReferenceLinear(weight, bias)
+
+    def gated_linear(
+        self, weight: Tensor, bias: Tensor | None, quantization: str = "none"
+    ) -> Callable[[Tensor], Tensor]:
+        """See Kernels."""
+        return ReferenceGatedLinear(self.linear(weight, bias, quantization), self.silu_and_mul)
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
         """See Kernels."""

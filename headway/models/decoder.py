@@ -6,6 +6,7 @@ added to a residual stream. What differs between families (biases, QK norm, wind
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from headway.models.rope import rope_tables
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer, laid out by the device's kernels: qkv stacks query, key and value rows, gate_up gate and up."""
+    """One layer, laid out by the device's kernels; qkv stacks query, key and value rows, gate_up gate and up rows."""
 
     attention_norm: Tensor  # [hidden]
     qkv: Linear
@@ -26,16 +27,16 @@ class LayerWeights:
     key_norm: Tensor | None  # [head_dim]
     o: Linear
     mlp_norm: Tensor  # [hidden]
-    gate_up: Linear
+    gate_up: Callable[[Tensor], Tensor]  # with its gate applied
     down: Linear
     sliding_window: int | None
 
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """All weights of a decoder; with tied embeddings lm_head is laid out from the embedding."""
+    """All weights of a decoder; with tied embeddings `embedding` takes rows of lm_head's weight."""
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Callable[[Tensor], Tensor]  # [T] int64 -> [T, hidden]
     layers: list[LayerWeights]
     final_norm: Tensor  # [hidden]
     lm_head: Linear
@@ -84,12 +85,12 @@ class Decoder:
         """
         kernels = self.kernels
         rms_norm, add_rms_norm, attention = kernels.rms_norm, kernels.add_rms_norm, kernels.attention
-        rotate, store, silu_and_mul = kernels.rotate, kernels.store, kernels.silu_and_mul
+        rotate, store = kernels.rotate, kernels.store
         config, cos, sin, scale, head_split = self.config, self._cos, self._sin, self._scale, self._head_split
         eps, heads, head_dim = config.rms_norm_eps, sum(head_split), config.head_dim
         positions, slots = step.positions, step.slots
 
-        residual = kernels.take(self.weights.embedding, token_ids)
+        residual = self.weights.embedding(token_ids)
         num_tokens = residual.shape[0]
         hidden = rms_norm(residual, self._layers[0][0].attention_norm, eps)
         for (layer, next_norm), cache in zip(self._layers, caches, strict=True):
@@ -101,8 +102,7 @@ class Decoder:
             store(key, value, cache, slots)
             attended = attention(query, cache, step, scale, layer.sliding_window)
             hidden, residual = add_rms_norm(layer.o(attended.flatten(1)), residual, layer.mlp_norm, eps)
-            mlp = layer.down(silu_and_mul(layer.gate_up(hidden)))
-            hidden, residual = add_rms_norm(mlp, residual, next_norm, eps)
+            hidden, residual = add_rms_norm(layer.down(layer.gate_up(hidden)), residual, next_norm, eps)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

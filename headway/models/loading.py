@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from headway.kernels.interface import Kernels, Linear
+from headway.kernels.interface import QUANTIZATIONS, Kernels, Linear
 from headway.models.checkpoint import Checkpoint, RandomWeights, Shapes, StageClock, WeightSource, expected_tensors
 from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import Decoder, DecoderWeights, LayerWeights
@@ -17,6 +18,8 @@ from headway.models.folder import resolve_model as resolve_model
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+# The head, and with tied embeddings every token's first vector, suffers most from few bits.
+_HEAD_QUANTIZATION = {"int4": "int8"}
 
 
 def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
@@ -39,6 +42,7 @@ def load_model(
     seed: int = 0,
     on_stage: Callable[[str, int], None] | None = None,
     max_model_len: int | None = None,
+    quantization: str = "none",
 ) -> Decoder:
     """Build the decoder of a model folder.
 
@@ -50,19 +54,23 @@ def load_model(
         seed: of the dummy weights.
         on_stage: called at the end with each stage of StageClock and its nanoseconds.
         max_model_len: see Decoder.
+        quantization: one of QUANTIZATIONS, for matrices; norms and biases stay as they are.
 
     Raises:
         ModelError: the folder's files are missing, damaged, contradict each other or ask for what is not supported.
     """
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
+    if quantization not in QUANTIZATIONS:
+        raise ModelError(f"quantization is {quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}")
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
     expected = expected_tensors(config)
     clock = StageClock()
     source = nullcontext(RandomWeights(seed, clock)) if load_format == "dummy" else Checkpoint(folder, expected, clock)
     with source as opened:
-        weights = _Assembler(opened, expected, kernels, dtype, torch.device(device), clock).decoder_weights(config)
+        assembler = _Assembler(opened, expected, kernels, dtype, torch.device(device), clock, quantization)
+        weights = assembler.decoder_weights(config)
     if on_stage is not None:
         for stage, elapsed_ns in clock.ns.items():
             on_stage(stage, elapsed_ns)
@@ -80,6 +88,7 @@ class _Assembler:
         dtype: torch.dtype,
         device: torch.device,
         clock: StageClock,
+        quantization: str,
     ) -> None:
         self._source = source
         self._shapes = shapes
@@ -87,13 +96,20 @@ class _Assembler:
         self._dtype = dtype
         self._device = device
         self._clock = clock
+        self._quantization = quantization
 
     def decoder_weights(self, config: ModelConfig) -> DecoderWeights:
-        embedding = self._stack("model.embed_tokens.weight")
+        embeddings = self._stack("model.embed_tokens.weight")
+        head = _HEAD_QUANTIZATION.get(self._quantization, self._quantization)
+        if config.tie_word_embeddings:
+            lm_head = self._pack(embeddings, None, head)
+            embedding = lm_head.rows
+        else:
+            lm_head = self._pack(self._stack("lm_head.weight"), None, head)
+            embedding = partial(self._kernels.take, embeddings)
+        del embeddings
         layers = [self._layer(config, i) for i in range(config.num_layers)]
-        final_norm = self._stack("model.norm.weight")
-        lm_head = self._pack(embedding, None) if config.tie_word_embeddings else self._linear("lm_head")
-        return DecoderWeights(embedding, layers, final_norm, lm_head)
+        return DecoderWeights(embedding, layers, self._stack("model.norm.weight"), lm_head)
 
     def _layer(self, config: ModelConfig, index: int) -> LayerWeights:
         layer = f"model.layers.{index}"
@@ -105,20 +121,27 @@ class _Assembler:
             key_norm=self._stack(f"{attention}.k_norm.weight") if config.qk_norm else None,
             o=self._linear(f"{attention}.o_proj"),
             mlp_norm=self._stack(f"{layer}.post_attention_layernorm.weight"),
-            gate_up=self._linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+            gate_up=self._gated(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
             down=self._linear(f"{mlp}.down_proj"),
             sliding_window=config.sliding_windows[index],
         )
 
     def _linear(self, *names: str) -> Linear:
-        weight = self._stack(*(f"{name}.weight" for name in names))
+        return self._pack(*self._weight_and_bias(*names), self._quantization)
+
+    def _gated(self, *names: str) -> Callable[[Tensor], Tensor]:
+        weight, bias = self._weight_and_bias(*names)
+        with self._clock.measure("layout"):
+            return self._kernels.gated_linear(weight, bias, self._quantization)
+
+    def _weight_and_bias(self, *names: str) -> tuple[Tensor, Tensor | None]:
         has_bias = f"{names[0]}.bias" in self._shapes
         bias = self._stack(*(f"{name}.bias" for name in names)) if has_bias else None
-        return self._pack(weight, bias)
+        return self._stack(*(f"{name}.weight" for name in names)), bias
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def _pack(self, weight: Tensor, bias: Tensor | None, quantization: str) -> Linear:
         with self._clock.measure("layout"):
-            return self._kernels.linear(weight, bias)
+            return self._kernels.linear(weight, bias, quantization)
 
     def _stack(self, *names: str) -> Tensor:
         """The named tensors one under the other, in the model's dtype on its device."""

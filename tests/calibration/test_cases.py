@@ -63,6 +63,20 @@ class CountingKernels:
 
         return call
 
+    def gated_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """Counted as the product alone, whose result is twice as wide."""
+        assert bias is None
+        inner = self._kernels.gated_linear(weight, None)
+
+        def call(x: Tensor) -> Tensor:
+            out = inner(x)
+            self._done(x, out, out)
+            self.flops += 2 * len(x) * weight.numel()
+            self.weight_bytes += weight.nbytes
+            return out
+
+        return call
+
     def attention(
         self, query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, window: int | None
     ) -> Tensor:
@@ -83,11 +97,6 @@ class CountingKernels:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         out = self._kernels.add_rms_norm(x, residual, weight, eps)
         self._done(x, residual, *out)
-        return out
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        out = self._kernels.silu_and_mul(gate_up)
-        self._done(gate_up, out)
         return out
 
 

@@ -70,11 +70,12 @@ def parameters_of(decoder):
         parts = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
         return sum(part.numel() for part in parts if part is not None)
 
-    tied = weights.lm_head.weight.data_ptr() == weights.embedding.data_ptr()
+    tied = weights.embedding == weights.lm_head.rows
+    table = weights.lm_head.weight if tied else weights.embedding.args[0]
     return {
-        "embedding": weights.embedding.numel(),
+        "embedding": table.numel(),
         "attention": sum(linear(layer.qkv) + linear(layer.o) for layer in weights.layers),
-        "ffn": sum(linear(layer.gate_up) + linear(layer.down) for layer in weights.layers),
+        "ffn": sum(linear(layer.gate_up.linear) + linear(layer.down) for layer in weights.layers),
         "norms": sum(norms(layer) for layer in weights.layers) + weights.final_norm.numel(),
         "head": 0 if tied else linear(weights.lm_head),
     }

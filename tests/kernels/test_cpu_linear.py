@@ -1,110 +1,198 @@
-"""Linear layers on CPU against float32 arithmetic."""
+"""Linear layers on CPU against arithmetic in float64, in the model's dtype and quantised."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from headway.kernels import cpu_linear
 from headway.kernels.cpu import CpuKernels
-from headway.kernels.cpu_linear import MOST_DOTTED, TiledLinear
-from headway.kernels.cpu_simd import has_bfloat16_dot, has_wide_vectors
+from headway.kernels.interface import QUANTIZATIONS
 from headway.kernels.reference import ReferenceLinear
 from tests.kernels.steps import random
 from tests.kernels.test_cpu import with_threads
 
 pytestmark = pytest.mark.timeout(600)
 
-# Around every change of path: passes of six tokens, the last dotted count, panels of sixteen and their groups.
-TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, MOST_DOTTED, MOST_DOTTED + 1, 32, 33, 48, 49, 64, 65, 100, 130]
-NEEDS = {torch.bfloat16: has_bfloat16_dot, torch.float32: has_wide_vectors}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Around every change of path: tiles of up to six tokens, passes that fetch ahead, chunks of sums.
+TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 24, 25, 33, 48, 49, 65, 100, 257, 300]
+SHAPES = [(160, 64), (9, 128), (1003, 352), (8, 32), (5, 64), (24, 40), (300, 1030), (65, 2050)]
+# The result's own rounding, relative to its norm, and what quantising adds for normal weights and activations: half a
+# step, uniform, of weights (largest of a row / 127, or of a group / 8) and of activations.
+ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+QUANTISING = {"none": 0.0, "int8": 0.016, "int8-weight-only": 0.011, "int4": 0.105}
+# Inputs that share a scale, and the largest whole number.
+BLOCKS = {"int8": (512, 127), "int8-weight-only": (512, 32767), "int4": (cpu_linear.INT4_GROUP, 127)}
 
 
-def expected_and_scale(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, float]:
-    result = F.linear(x.double(), weight.double(), bias.double() if bias is not None else None)
-    return result, result.abs().max().item()
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    return ((got.double() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def rounded(x: Tensor, quantization: str) -> Tensor:
+    """Activations as the documentation says that they are rounded, in float64."""
+    if quantization == "none":
+        return x.double()
+    block, largest = BLOCKS[quantization]
+    padded = F.pad(x.float(), (0, -x.shape[1] % block)).unflatten(1, (-1, block))
+    best = padded.abs().amax(2, keepdim=True).clamp_min(1e-30)
+    # The same operations in float32 as in the kernel, so that ties between two steps fall the same way.
+    whole = (padded * (torch.full_like(best, largest) / best)).round().double()
+    return (whole * (best.double() / largest)).flatten(1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("out", "width"), [(160, 64), (9, 128), (1003, 352), (8, 32), (5, 64), (24, 40), (300, 7)])
-def test_linear(dtype: torch.dtype, biased: bool, out: int, width: int) -> None:
-    """Whatever path the shape takes: tiles, or torch where tiles do not cover it."""
+@pytest.mark.parametrize(("out", "width"), SHAPES)
+def test_linear(quantization: str, dtype: torch.dtype, biased: bool, out: int, width: int) -> None:
+    """The product of the weights as they were packed and of the activations as they are rounded."""
     weight, bias = random(0, dtype, out, width), random(1, dtype, out) if biased else None
-    linear = CpuKernels().linear(weight, bias)
+    linear = CpuKernels().linear(weight, bias, quantization)
     assert linear.out_features == out
+    # In float32, so that what is packed comes out as it is.
+    packed = CpuKernels().linear(weight.float(), None, quantization).rows(torch.arange(out)).double()
     for tokens in TOKENS:
         x = random(2, dtype, tokens, width)
-        expected, scale = expected_and_scale(x, weight, bias)
-        error = (linear(x).double() - expected).abs().max().item() / scale
-        assert error < (1e-5 if dtype == torch.float32 else 5e-3), tokens
+        expected = F.linear(rounded(x, quantization), packed, bias.double() if bias is not None else None)
+        assert relative_error(linear(x), expected) < ROUNDING[dtype], tokens
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shares_of_several_threads(dtype: torch.dtype) -> None:
-    """Enough rows for many shares, so that every thread takes some; equal, bit for bit, to one thread."""
-    weight, bias = random(0, dtype, 1237, 1024), random(1, dtype, 1237)
-    one, three = with_threads(1).linear(weight, bias), with_threads(3).linear(weight, bias)
-    for tokens in (1, 4, 11, 24, 25, 70):
-        x = random(2, dtype, tokens, 1024)
-        for _ in range(5):
-            assert torch.equal(one(x), three(x))
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_how_much_quantising_loses(quantization: str, dtype: torch.dtype) -> None:
+    """On normal weights and activations, enough of them for chance to play no part."""
+    weight, x = random(0, dtype, 1003, 1500), random(2, dtype, 40, 1500)
+    got = CpuKernels().linear(weight, None, quantization)(x)
+    assert relative_error(got, F.linear(x.double(), weight.double())) < ROUNDING[dtype] + QUANTISING[quantization]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tiles_share_the_weights_memory(dtype: torch.dtype) -> None:
-    if not NEEDS[dtype]():
-        pytest.skip("this processor has no instructions for tiles of this dtype")
-    weight = random(0, dtype, 64, 128)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_is_not_whole_words_is_multiplied_by_torch(dtype: torch.dtype) -> None:
+    weight, x = random(0, dtype, 30, 7), random(1, dtype, 5, 7)
     linear = CpuKernels().linear(weight, None)
-    assert isinstance(linear, TiledLinear)
-    assert linear.weight.data_ptr() == weight.data_ptr()
-    x = random(1, dtype, 2, 128)
+    assert isinstance(linear, ReferenceLinear) == (dtype == torch.bfloat16)
+    assert relative_error(linear(x), F.linear(x.double(), weight.double())) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("features", "width"), [(32, 96), (100, 64), (7, 96), (7, 5)])
+def test_gate(quantization: str, dtype: torch.dtype, biased: bool, features: int, width: int) -> None:
+    """Half as many results as rows; the gate opens by its sigmoid, also where that is 0 or 1."""
+    weight, x = random(0, dtype, 2 * features, width), random(1, dtype, 9, width)
+    bias = random(2, dtype, 2 * features) if biased else None
+    x[0] *= 6
+    kernels = CpuKernels()
+    packed = kernels.linear(weight.float(), None, quantization).rows(torch.arange(2 * features)).double()
+    both = F.linear(rounded(x, quantization), packed, bias.double() if bias is not None else None)
+    gate, up = both.chunk(2, dim=1)
+    got = kernels.gated_linear(weight, bias, quantization)(x)
+    assert got.shape == (9, features)
+    assert relative_error(got, F.silu(gate) * up) < 2 * ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows(quantization: str, dtype: torch.dtype) -> None:
+    """What was packed comes out again: as it was, or off by half a step of its scale."""
+    weight = random(0, dtype, 203, 66)
+    numbers = torch.tensor([0, 202, 64, 63, 5, 5])
+    rows = CpuKernels().linear(weight, None, quantization).rows(numbers)
+    assert rows.dtype == dtype
+    if quantization == "none":
+        assert torch.equal(rows, weight[numbers])
+    else:
+        wide = weight[numbers].double()
+        groups = wide.abs().amax(1, keepdim=True) / (127 if quantization != "int4" else 8 / 1.1)
+        limit = groups * (0.5 if quantization != "int4" else 1.6) + wide.abs() * ROUNDING[dtype] * 2
+        assert ((rows.double() - wide).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_s_result_depends_on_nothing_else(quantization: str, dtype: torch.dtype) -> None:
+    """Equal, bit for bit, alone and among any number of others, with one thread and with several."""
+    weight, bias = random(0, dtype, 1237, 1024), random(1, dtype, 1237)
+    one, three = (with_threads(n).linear(weight, bias, quantization) for n in (1, 3))
+    x = random(2, dtype, 300, 1024)
+    alone = torch.cat([one(x[i : i + 1]) for i in range(300)])
+    for tokens in (1, 4, 11, 24, 70, 300):
+        for _ in range(3):
+            assert torch.equal(three(x[:tokens]), alone[:tokens])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_one_large_activation_spoils_its_own_block_alone(quantization: str) -> None:
+    """A scale for each block of inputs: an outlier costs precision among its neighbours and nowhere else."""
+    weight, x = torch.zeros(64, 1536), random(1, torch.float32, 1, 1536) * 0.1
+    weight[:, 1000:] = random(0, torch.float32, 64, 536)
+    x[0, 3] = 1e4
+    got = CpuKernels().linear(weight, None, quantization)(x)
+    assert relative_error(got, F.linear(x.double(), weight.double())) < 1.5 * QUANTISING[quantization]
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_activations_that_are_not_numbers_spoil_their_token_alone(quantization: str, bad: float) -> None:
+    weight, x = random(0, torch.float32, 80, 600), random(1, torch.float32, 8, 600)
+    linear = CpuKernels().linear(weight, None, quantization)
+    sound = linear(x)
+    x[3, 17] = bad
+    got = linear(x)
+    assert not got[3].isfinite().any()
+    others = [0, 1, 2, 4, 5, 6, 7]
+    assert torch.equal(got[others], sound[others])
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_zeros(quantization: str) -> None:
+    """Rows and tokens of zeros have no scale of their own."""
+    weight, x = random(0, torch.float32, 70, 128), random(1, torch.float32, 4, 128)
+    weight[5], x[2] = 0, 0
+    got = CpuKernels().linear(weight, None, quantization)(x)
+    assert (got[:, 5] == 0).all() and (got[2] == 0).all() and got.isfinite().all()
+
+
+def test_the_weight_s_memory_is_not_needed_afterwards() -> None:
+    weight, x = random(0, torch.float32, 64, 128), random(1, torch.float32, 2, 128)
+    linear = CpuKernels().linear(weight, None)
+    before = linear(x)
     weight.zero_()
-    assert not linear(x).any()
+    assert torch.equal(linear(x), before)
 
 
-def test_a_slice_of_a_weight_is_made_dense() -> None:
-    weight = random(0, torch.float32, 64, 256)
-    x = random(1, torch.float32, 3, 128)
+def test_a_slice_of_a_weight() -> None:
+    weight, x = random(0, torch.float32, 64, 256), random(1, torch.float32, 3, 128)
     linear = CpuKernels().linear(weight[:, 128:], None)
     torch.testing.assert_close(linear(x), F.linear(x, weight[:, 128:]), atol=1e-4, rtol=1e-4)
 
 
 def test_strided_tokens() -> None:
     weight, wide = random(0, torch.float32, 40, 64), random(1, torch.float32, 30, 128)
-    linear = CpuKernels().linear(weight, None)
-    for tokens in (3, 30):
-        x = wide[:tokens, 64:]
-        torch.testing.assert_close(linear(x), F.linear(x, weight), atol=1e-4, rtol=1e-4)
+    for quantization in QUANTIZATIONS:
+        linear = CpuKernels().linear(weight, None, quantization)
+        for tokens in (3, 30):
+            assert torch.equal(linear(wide[:tokens, 64:]), linear(wide[:tokens, 64:].contiguous()))
+            assert torch.equal(linear(wide[:tokens].T[:64].T), linear(wide[:tokens, :64].contiguous()))
 
 
-def test_no_tokens() -> None:
-    assert CpuKernels().linear(random(0, torch.float32, 16, 64), None)(torch.empty(0, 64)).shape == (0, 16)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_processors_without_the_instructions_use_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(cpu_linear, "has_bfloat16_dot", lambda: False)
-    monkeypatch.setattr(cpu_linear, "has_wide_vectors", lambda: False)
-    weight, bias = random(0, dtype, 48, 64), random(1, dtype, 48)
-    linear = CpuKernels().linear(weight, bias)
-    assert isinstance(linear, ReferenceLinear)
-    x = random(2, dtype, 9, 64)
-    assert torch.equal(linear(x), F.linear(x, weight, bias))
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_no_tokens(quantization: str) -> None:
+    linear = CpuKernels().linear(random(0, torch.float32, 16, 64), None, quantization)
+    assert linear(torch.empty(0, 64)).shape == (0, 16)
+    assert linear.rows(torch.empty(0, dtype=torch.int64)).shape == (0, 64)
 
 
 def test_processors_with_matrix_tiles_use_torch_for_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_bfloat16_dot():
-        pytest.skip("this processor has no instructions for tiles of bfloat16")
     monkeypatch.setattr(cpu_linear, "has_matrix_tiles", lambda: True)
-    weight = random(0, torch.bfloat16, 48, 64)
-    linear = CpuKernels().linear(weight, None)
-    few, many = random(2, torch.bfloat16, 3, 64), random(3, torch.bfloat16, MOST_DOTTED + 1, 64)
-    calls = []
-    monkeypatch.setattr(cpu_linear.F, "linear", lambda *arguments: calls.append(arguments) or many)
-    linear(few)
-    assert not calls
-    linear(many)
-    assert len(calls) == 1
+    weight, bias = random(0, torch.bfloat16, 48, 64), random(1, torch.bfloat16, 48)
+    linear = CpuKernels().linear(weight, bias)
+    few, many = random(2, torch.bfloat16, 3, 64), random(3, torch.bfloat16, 200, 64)
+    assert torch.equal(linear(many), F.linear(many, weight, bias))
+    assert torch.equal(linear(few), CpuKernels().linear(weight, bias)(few))
+    assert torch.equal(linear.rows(torch.tensor([7])), weight[[7]])

@@ -1,0 +1,69 @@
+"""How a step's attention is cut into tiles for the threads of a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headway.kernels.interface import StepGeometry
+
+SPLIT = 512
+_TILE_QUERIES = 112
+HEADER_WORDS, ITEM_WORDS, MERGE_WORDS = 3, 7, 4
+
+
+class AttentionPlan:
+    """The tiles of a step, the same for all its layers, in memory that stays where it is while it suffices.
+
+    The memory is int64: the number of tiles, the rows of the largest and the number of merges; then the tiles,
+    costliest first, each of ITEM_WORDS: sequence, first query token in the step, number of query tokens, position of
+    the first, first key, end of keys, row of the partial results or -1 where the tile writes its result; and the
+    merges, each of MERGE_WORDS: query token, its first partial row, number of parts, rows from one part to the next.
+    """
+
+    def __init__(self) -> None:
+        self._memory = np.zeros(4096, np.int64)
+        self.partial_rows = 0
+        self._step: StepGeometry | None = None
+        self._group = 0
+
+    @property
+    def address(self) -> int:
+        return int(self._memory.ctypes.data)
+
+    def make(self, step: StepGeometry, group: int) -> None:
+        """Plan a step for `group` query heads to each key/value head, unless it is the one that was planned last."""
+        if step is self._step and group == self._group:
+            return
+        self._step, self._group = step, group
+        tiles, merges, self.partial_rows = _cut(step, max(1, _TILE_QUERIES // group))
+        tiles.sort(key=lambda tile: tile[2] * (tile[5] - tile[4]), reverse=True)
+        most_rows = group * max((tile[2] for tile in tiles), default=0)
+        numbers = [len(tiles), most_rows, len(merges)]
+        for row in (*tiles, *merges):
+            numbers.extend(row)
+        if len(numbers) > len(self._memory):
+            self._memory = np.zeros(2 * len(numbers), np.int64)
+        self._memory[: len(numbers)] = numbers
+
+
+def _cut(step: StepGeometry, tile_tokens: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]:
+    """(tiles, merges, rows of partial results)."""
+    tiles: list[tuple[int, ...]] = []
+    merges: list[tuple[int, ...]] = []
+    start = rows = 0
+    for sequence, (queries, context) in enumerate(zip(step.query_lens_host, step.context_lens_host, strict=True)):
+        first_position = context - queries
+        parts = -(-context // SPLIT) if queries <= tile_tokens else 1
+        if parts > 1:
+            for part in range(parts):
+                end = min((part + 1) * SPLIT, context)
+                tiles.append((sequence, start, queries, first_position, part * SPLIT, end, rows + part * queries))
+            merges.extend((start + token, rows + token, parts, queries) for token in range(queries))
+            rows += parts * queries
+        else:
+            for token in range(0, queries, tile_tokens):
+                count = min(tile_tokens, queries - token)
+                position = first_position + token
+                tiles.append((sequence, start + token, count, position, 0, position + count, -1))
+        start += queries
+    return tiles, merges, rows
