@@ -98,7 +98,7 @@ class Runner:
             LayerCache(zero_pages(shape, dtype, device), zero_pages(shape, dtype, device))
             for _ in range(config.num_layers)
         ]
-        self.sampler = Sampler(config.vocab_size, device)
+        self.sampler = Sampler(config.vocab_size, device, kernels.most_likely if device.type == "cpu" else None)
         self.tables = BlockTables(max_num_seqs, -(-max_model_len // block_size))
 
     @torch.inference_mode()

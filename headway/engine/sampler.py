@@ -14,6 +14,8 @@ are reported and do not disturb the others.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +33,9 @@ __all__ = ["BAD_TOKEN", "GREEDY_BELOW", "Sampled", "Sampler", "prompt_logprobs"]
 
 BAD_TOKEN = -1
 OK, BAD, UNDECIDED = 0, 1, 2
+
+
+MostLikely = Callable[[Tensor], tuple[list[int], list[float]]]
 
 
 @dataclass(slots=True)
@@ -52,11 +57,13 @@ class Sampler:
     Args:
         vocab_size: tokens in the vocabulary; ids in logit_bias and in sequences must be below it.
         device: where the logits are.
+        most_likely: Kernels.most_likely of that device; without it, greedy batches are sampled as all others are.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, most_likely: MostLikely | None = None) -> None:
         self.vocab_size = vocab_size
         self.device = device
+        self._most_likely = most_likely
         self._penalties = PenaltyTable(device)
         self._batch: SamplingBatch | None = None
         self._memory = torch.empty(0, 0, device=device)
@@ -78,6 +85,8 @@ class Sampler:
         if self._batch is None or self._batch.sequences != sequences:
             self._batch = describe(sequences, self.vocab_size, self._penalties, self.device)
         batch = self._batch
+        if self._most_likely is not None and not (batch.groups or batch.edits_logits or batch.asking):
+            return _greedy(*self._most_likely(logits))
         raw = draws.padded(logits, self._room(len(sequences)))
         rows = self._prepare(raw, raw is logits, batch)
         ids, state = self._choose(rows, batch)
@@ -199,3 +208,10 @@ class Sampler:
             ids = torch.tensor([decided[row] for row in late], device=self.device)
             table = logprob_table(raw[torch.tensor(late, device=self.device)], ids, top)
             entries.update(zip(late, table.tolist(), strict=True))
+
+
+def _greedy(token_ids: list[int], best: list[float]) -> Sampled:
+    bad = [row for row, logit in enumerate(best) if not math.isfinite(logit)]
+    for row in bad:
+        token_ids[row] = BAD_TOKEN
+    return Sampled(token_ids, [None] * len(token_ids), bad)

@@ -22,7 +22,9 @@ from headway.kernels.interface import LayerCache, Linear, StepGeometry
 from headway.kernels.threads import one_thread
 
 # Below so many elements, waking the team costs more than it saves.
-_ALONE = 32768
+_ALONE = 8192
+# An element of a key or value costs as much as so many of others: it goes where nothing is in a cache.
+_SCATTERED = 16
 CACHE_KINDS = {**KINDS, torch.int8: WIDE_INT8}
 
 
@@ -106,7 +108,7 @@ class CpuKernels:
             *_scale_addresses(cache),
         )  # fmt: skip
         code = cpu_cache.store_job(KINDS[key.dtype], CACHE_KINDS[cache.keys.dtype])
-        self._share(code, cpu_cache.STORE, tokens, 2 * key.numel(), arguments)
+        self._share(code, cpu_cache.STORE, tokens, _SCATTERED * key.numel(), arguments)
 
     def attention(
         self, query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, sliding_window: int | None
@@ -128,6 +130,19 @@ class CpuKernels:
         code = cpu_attention.attend_job(KINDS[query.dtype], CACHE_KINDS[cache.keys.dtype])
         self._team.run(code, cpu_attention.ATTEND, arguments)
         return out
+
+    def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        """The token of the greatest logit of each row of [R, V], the lowest of equals, and that logit."""
+        logits = logits.contiguous()
+        rows, size = logits.shape
+        found = torch.empty((rows, 2), dtype=torch.int32)
+        arguments = (logits.data_ptr(), size * logits.element_size(), size, found.data_ptr())
+        code = cpu_rows.most_likely_job(KINDS[logits.dtype])
+        if rows == 1:
+            self._team.run_alone(code, cpu_rows.MOST_LIKELY, (1, rows, *arguments))
+        else:
+            self._team.run(code, cpu_rows.MOST_LIKELY, (1, rows, *arguments))
+        return found[:, 0].tolist(), found[:, 1].view(torch.float32).tolist()
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headway.kernels.cpu_compile import compiled
-from headway.kernels.cpu_simd import FLOAT32, exponential_of_two, load, read_int64, store
+from headway.kernels.cpu_simd import FLOAT32, exponential_of_two, larger, load, read_int64, store, write_integer
 from headway.kernels.cpu_team import arg, job, once_per_kind, real_arg, take_rows
 
 # Sums may be reordered into vectors; NaN and infinity keep their meaning.
@@ -66,7 +66,7 @@ def rms_norm_job(kind: Any) -> int:
         while first < count:
             rms_norm_rows(
                 kind, first, min(first + step, count), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5), arg(a, 6),
-                arg(a, 7), real_arg(a, 9), arg(a, 8),
+                arg(a, 7), np.float32(real_arg(a, 9)), arg(a, 8),
             )  # fmt: skip
             first = take_rows(a, step)
 
@@ -99,7 +99,8 @@ def add_rms_norm_job(kind: Any) -> int:
         first = take_rows(a, step)
         while first < count:
             add_rms_norm_rows(
-                kind, first, min(first + step, count), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5), real_arg(a, 6),
+                kind, first, min(first + step, count), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5),
+                np.float32(real_arg(a, 6)),
             )  # fmt: skip
             first = take_rows(a, step)
 
@@ -142,5 +143,38 @@ def rotate_both_job(kind: Any) -> int:
                 arg(a, 7), arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11), arg(a, 12),
             )  # fmt: skip
             first = take_rows(a, step)
+
+    return job(rows)
+
+
+@compiled(fastmath=REORDER)
+def _most_likely_row(kind, logits, count):
+    """(index of the greatest, the first of equals, and the greatest); NaN as the greatest if there is one."""
+    best, unknown = -np.float32(np.inf), 0
+    for i in range(count):
+        value = load(logits, i, kind)
+        best = larger(best, value)
+        unknown |= value != value
+    if unknown != 0:
+        return np.int32(0), np.float32(np.nan)
+    place = np.int32(count)
+    for i in range(count):  # to the end, as vectors do; ending at the first would go one by one
+        place = min(place, np.int32(i) if load(logits, i, kind) == best else np.int32(count))
+    return place, best
+
+
+MOST_LIKELY = struct.Struct("6q")
+
+
+@once_per_kind
+def most_likely_job(kind: Any) -> int:
+    def rows(a: int) -> None:
+        count = arg(a, 1)
+        row = take_rows(a, 1)
+        while row < count:
+            place, best = _most_likely_row(kind, arg(a, 2) + row * arg(a, 3), arg(a, 4))
+            write_integer(arg(a, 5), 2 * row, np.int64(place), 32)
+            store(arg(a, 5), 2 * row + 1, best, FLOAT32)
+            row = take_rows(a, 1)
 
     return job(rows)

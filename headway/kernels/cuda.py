@@ -11,7 +11,7 @@ from torch import Tensor
 from headway.kernels import cuda_attention, cuda_rows
 from headway.kernels.heads import check_heads
 from headway.kernels.interface import LayerCache, Linear, StepGeometry
-from headway.kernels.reference import ReferenceGatedLinear, ReferenceLinear, check_unquantized
+from headway.kernels.reference import ReferenceGatedLinear, ReferenceLinear, check_unquantized, most_likely
 
 _GATE_BLOCK = 1024
 # What Triton's interpreter, which has no device to ask, is taken to be: few, so that splits occur in tests.
@@ -115,6 +115,10 @@ class CudaKernels:
         """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D]."""
         check_heads("query", query)
         return cuda_attention.attention(query, cache, step, scale, sliding_window, self._multiprocessors)
+
+    def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        """See Kernels."""
+        return most_likely(logits)
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes."""

@@ -126,6 +126,13 @@ class Kernels(Protocol):
         """
         ...
 
+    def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        """The token of the greatest logit of each row of [R, V], the lowest of equals, and that logit.
+
+        A row that holds a NaN has NaN as its greatest. Waits for the device.
+        """
+        ...
+
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Copy whole blocks inside every layer's cache, for copy-on-write."""
         ...

@@ -21,6 +21,14 @@ def check_unquantized(quantization: str, kernels: str) -> None:
         raise ValueError(f"quantization is {quantization!r}; the {kernels} kernels have none, only those of the CPU do")
 
 
+def most_likely(logits: Tensor) -> tuple[list[int], list[float]]:
+    """See Kernels; argmax does not promise the first of equals."""
+    best = logits.amax(dim=1, keepdim=True)
+    places = torch.arange(logits.shape[1], device=logits.device)
+    first = torch.where(logits == best, places, logits.shape[1] - 1).amin(dim=1)
+    return first.tolist(), best.squeeze(1).tolist()
+
+
 class ReferenceLinear:
     """A weight [out, in] kept as it came."""
 
@@ -117,6 +125,10 @@ class ReferenceKernels:
             out[start:end] = _attend(query[start:end], keys, values, scale, sliding_window)
             start = end
         return out
+
+    def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        """See Kernels."""
+        return most_likely(logits)
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes."""

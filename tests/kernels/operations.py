@@ -80,6 +80,26 @@ def check_store(kernels: Kernels, device: str, dtype: torch.dtype, block_size: i
     assert torch.equal(ours.values.cpu(), cache.values)
 
 
+def check_most_likely(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
+    """The first of equals; NaN and infinities named; nothing of one row in another."""
+    inf, nan = math.inf, math.nan
+    rows = {
+        (0.0, 3.0, 3.0, -1.0): (1, 3.0), (-inf, -inf, -5.0, -inf): (2, -5.0), (1.0, inf, 0.0, 2.0): (1, inf),
+        (-inf, -inf, -inf, -inf): (0, -inf),
+    }  # fmt: skip
+    logits = torch.tensor([list(row) for row in rows], dtype=dtype, device=device)
+    tokens, best = kernels.most_likely(logits)
+    assert list(zip(tokens, best, strict=True)) == list(rows.values())
+    for bad in ([nan, 1.0], [1.0, nan], [inf, nan]):
+        assert math.isnan(kernels.most_likely(torch.tensor([bad], dtype=dtype, device=device))[1][0])
+    wide = random(0, dtype, 37, 5003)
+    tokens, best = kernels.most_likely(wide.to(device))
+    for row in range(37):
+        assert best[row] == wide[row].max().item()
+        assert tokens[row] == int((wide[row] == best[row]).nonzero()[0])
+        assert kernels.most_likely(wide[row : row + 1].to(device)) == ([tokens[row]], [best[row]])
+
+
 def check_copy_blocks(kernels: Kernels, device: str) -> None:
     caches = [cache_of(6, 2, 8, 16, torch.float32, seed) for seed in (0, 10)]
     before = [cache.keys.clone() for cache in caches], [cache.values.clone() for cache in caches]

@@ -72,6 +72,11 @@ def test_rotate(kernels: CpuKernels, dtype: torch.dtype, tokens: int, width: int
     operations.check_rotate(kernels, "cpu", dtype, tokens, width, half)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_most_likely(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    operations.check_most_likely(kernels, "cpu", dtype)
+
+
 def test_copy_blocks(kernels: CpuKernels) -> None:
     operations.check_copy_blocks(kernels, "cpu")
 

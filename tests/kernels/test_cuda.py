@@ -57,6 +57,11 @@ def test_store(kernels: CudaKernels, dtype: torch.dtype, block_size: int, width:
     operations.check_store(kernels, DEVICE, dtype, block_size, width)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_most_likely(kernels: CudaKernels, dtype: torch.dtype) -> None:
+    operations.check_most_likely(kernels, DEVICE, dtype)
+
+
 def test_copy_blocks(kernels: CudaKernels) -> None:
     operations.check_copy_blocks(kernels, DEVICE)
     kernels.copy_blocks([], [], [])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from headway.kernels import kernels_for
 from headway.kernels.interface import LayerCache
 from headway.kernels.reference import ReferenceKernels
+from tests.kernels import operations
 from tests.kernels.steps import cache_of, random, step_of
 
 REFERENCE = ReferenceKernels()
@@ -82,3 +83,8 @@ def test_importing_the_package_loads_no_compiler() -> None:
     code = "import headway.kernels, sys; print([name for name in ('numba', 'triton') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_most_likely() -> None:
+    for dtype in operations.DTYPES:
+        operations.check_most_likely(REFERENCE, "cpu", dtype)
