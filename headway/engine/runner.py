@@ -22,6 +22,8 @@ from headway.policy.scheduler import StepPlan
 
 _PROMPT_LOGPROB_ROWS = 256
 _ALONE_BELOW = 2**21
+# Steps of up to so many tokens have their tensors at the same addresses, so that kernels can repeat them.
+_MOST_REPEATED = 64
 
 
 @dataclass(slots=True)
@@ -100,6 +102,9 @@ class Runner:
         ]
         self.sampler = Sampler(config.vocab_size, device, kernels.most_likely if device.type == "cpu" else None)
         self.tables = BlockTables(max_num_seqs, -(-max_model_len // block_size))
+        fixed = _MOST_REPEATED if device.type == "cpu" else 0
+        self._fixed = torch.zeros(4, fixed, dtype=torch.int64)
+        self._fixed_tables = torch.zeros(fixed, self.tables.array.shape[1], dtype=torch.int32)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -113,7 +118,10 @@ class Runner:
         launched = time.monotonic_ns()
         hidden = self.model.forward(token_ids, geometry, self.caches)
         sampling = [item for item in plan.scheduled if item.samples]
-        logits = self.model.logits(self.kernels.take(hidden, last_rows)) if sampling else None
+        logits = None
+        if sampling:
+            everyone = len(last_rows) == len(hidden)
+            logits = self.model.logits(hidden if everyone else self.kernels.take(hidden, last_rows))
         timer = _DeviceTimer(self.device)
         result = StepResult(StepTimes(launched, launched, launched))
         if logits is not None:
@@ -158,23 +166,34 @@ class Runner:
             rows.append(self.tables.row(sequence))
             if item.samples:
                 last.append(len(tokens) - 1)
-        wide = self._to_device(np.array(tokens + positions + slots + last, dtype=np.int64))
-        n = len(tokens)
         most = -(-max(contexts) // size)
+        repeatable = len(tokens) <= self._fixed.shape[1]
+        if repeatable:
+            token_row, position_row, slot_row, last_row = self._fixed.numpy()
+            n = len(tokens)
+            token_row[:n], position_row[:n], slot_row[:n], last_row[: len(last)] = tokens, positions, slots, last
+            wide = [self._fixed[0, :n], self._fixed[1, :n], self._fixed[2, :n], self._fixed[3, : len(last)]]
+            np.take(self.tables.array[:, :most], rows, axis=0, out=self._fixed_tables.numpy()[: len(rows), :most])
+            tables = self._fixed_tables[: len(rows)]
+        else:
+            lengths_of = [len(tokens)] * 3 + [len(last)]
+            wide = list(self._to_device(np.array(tokens + positions + slots + last, dtype=np.int64)).split(lengths_of))
+            tables = self._to_device(self.tables.array[rows, :most])
         narrow = self._to_device(np.array(starts + contexts, dtype=np.int32))
         geometry = StepGeometry(
             query_start=narrow[: len(starts)],
             context_lens=narrow[len(starts) :],
-            block_tables=self._to_device(self.tables.array[rows, :most]),
-            slots=wide[2 * n : 3 * n],
-            positions=wide[n : 2 * n],
+            block_tables=tables,
+            slots=wide[2],
+            positions=wide[1],
             num_sequences=len(scheduled),
             max_query_len=max(lengths),
             max_context_len=max(contexts),
             query_lens_host=lengths,
             context_lens_host=contexts,
+            repeatable=repeatable,
         )
-        return wide[:n], geometry, wide[3 * n :]
+        return wide[0], geometry, wide[3]
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         host = torch.from_numpy(array)

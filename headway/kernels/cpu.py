@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,16 +13,19 @@ from headway.kernels import cpu_attention, cpu_cache, cpu_rows
 from headway.kernels.cpu_arithmetic import WIDE_INT8, arithmetic_of
 from headway.kernels.cpu_attention_plan import AttentionPlan
 from headway.kernels.cpu_cache import is_arranged
-from headway.kernels.cpu_linear import gated_linear_for, linear_for
+from headway.kernels.cpu_linear import PackedLinear, TorchForMany, gated_linear_for, linear_for
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.cpu_simd import KINDS
-from headway.kernels.cpu_team import Team
+from headway.kernels.cpu_team import Program, Team
 from headway.kernels.heads import check_heads
 from headway.kernels.interface import LayerCache, Linear, StepGeometry
 from headway.kernels.threads import one_thread
 
 # Below so many elements, waking the team costs more than it saves.
 _ALONE = 8192
+# Steps that are kept as programs; each has a different number of tokens.
+_MOST_PROGRAMS = 128
+_Linear = TypeVar("_Linear")
 # An element of a key or value costs as much as so many of others: it goes where nothing is in a cache.
 _SCATTERED = 16
 CACHE_KINDS = {**KINDS, torch.int8: WIDE_INT8}
@@ -41,21 +44,54 @@ class CpuKernels:
         self._team = Team()
         self._memory = LargePages()
         self._plan = AttentionPlan()
+        self._heads = 0, 0  # of the last attention: query heads and their dimension
+        self._programs: dict[Hashable, Program] = {}
+        self._unrecordable = False
 
     def linear(self, weight: Tensor, bias: Tensor | None, quantization: str = "none") -> Linear:
         """Pack weight [out, in]; its memory is not needed afterwards."""
-        return linear_for(weight, bias, self._team, self._memory, quantization)
+        return self._noted(linear_for(weight, bias, self._team, self._memory, quantization))
 
     def gated_linear(
         self, weight: Tensor, bias: Tensor | None, quantization: str = "none"
     ) -> Callable[[Tensor], Tensor]:
         """Pack weight [2 * F, in], gate rows beside the up rows that they let through."""
-        return gated_linear_for(weight, bias, self._team, self._memory, quantization)
+        return self._noted(gated_linear_for(weight, bias, self._team, self._memory, quantization))
+
+    def _noted(self, linear: _Linear) -> _Linear:
+        """Products that torch does are no jobs, so nothing that has one can be recorded."""
+        self._unrecordable |= not isinstance(linear, PackedLinear | TorchForMany)
+        return linear
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
-        """Copies of rows, by torch on this thread: no more than memory allows, and OpenMP stays asleep."""
-        with one_thread():
-            return table.index_select(0, rows)
+        """Copies of rows [T] of table [N, D]; a job of the team, as torch would wake OpenMP's threads."""
+        width = table.shape[1]
+        if table.stride(1) != 1 or table.stride(0) != width or width * table.element_size() % 4:
+            with one_thread():
+                return table.index_select(0, rows)
+        rows = rows.contiguous()
+        out = self._team.empty((rows.shape[0], width), table.dtype)
+        arguments = (table.data_ptr(), rows.data_ptr(), width * table.element_size() // 4, out.data_ptr())
+        self._share(cpu_rows.take_job(), cpu_rows.TAKE, rows.shape[0], _SCATTERED * out.numel(), arguments)
+        return out
+
+    def repeat(self, key: Hashable, step: StepGeometry, group: int, run: Callable[[], Tensor]) -> Tensor:
+        """The jobs of `run` without the Python around them, from the second time on."""
+        self._plan.make(step, group)
+        program = self._programs.get((key, *self._places()))
+        if program is not None:
+            return self._team.replay(program)
+        if self._unrecordable:
+            return run()
+        program = self._team.record(run)
+        if len(self._programs) >= _MOST_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        self._programs[key, *self._places()] = program
+        return program.result
+
+    def _places(self) -> tuple[int, ...]:
+        """Where the memory is that every attention uses; what was recorded before it moved is of no use."""
+        return self._plan.address, *self._plan.partials(*self._heads)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last dimension of x [T, D] or [T, H, D], strided along T and H or not."""
@@ -67,7 +103,7 @@ class CpuKernels:
         if x.dim() == 3:
             inner, outer_stride, inner_stride = x.shape[1], x.stride(0), x.stride(1)
         weight = _match(weight, x)
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = self._team.empty(tuple(x.shape), x.dtype)
         arguments = (
             x.data_ptr(), outer_stride, inner, inner_stride, width, weight.data_ptr(), out.data_ptr(), eps,
         )  # fmt: skip
@@ -118,14 +154,13 @@ class CpuKernels:
         tokens, heads, width = query.shape
         kv_heads = cache.keys.shape[1]
         self._plan.make(step, heads // kv_heads)
-        out = torch.empty((tokens, heads, width), dtype=query.dtype)
-        partial_out = torch.empty(self._plan.partial_rows * heads * width)
-        partial_sums = torch.empty(self._plan.partial_rows * heads * 2)
+        out = self._team.empty((tokens, heads, width), query.dtype)
+        self._heads = heads, width
         arguments = (
             self._plan.address, heads, kv_heads, query.stride(0), step.block_tables.stride(0), sliding_window or 0,
             *_layout(cache), query.data_ptr(), step.block_tables.data_ptr(), cache.keys.data_ptr(),
-            cache.values.data_ptr(), *_scale_addresses(cache), out.data_ptr(), partial_out.data_ptr(),
-            partial_sums.data_ptr(), 0, scale,
+            cache.values.data_ptr(), *_scale_addresses(cache), out.data_ptr(),
+            *self._plan.partials(heads, width), 0, scale,
         )  # fmt: skip
         code = cpu_attention.attend_job(KINDS[query.dtype], CACHE_KINDS[cache.keys.dtype])
         self._team.run(code, cpu_attention.ATTEND, arguments)

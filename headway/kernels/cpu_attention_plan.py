@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from headway.kernels.interface import StepGeometry
 
@@ -23,12 +24,20 @@ class AttentionPlan:
     def __init__(self) -> None:
         self._memory = np.zeros(4096, np.int64)
         self.partial_rows = 0
+        self._values, self._sums = torch.empty(0), torch.empty(0)
         self._step: StepGeometry | None = None
         self._group = 0
 
     @property
     def address(self) -> int:
         return int(self._memory.ctypes.data)
+
+    def partials(self, heads: int, width: int) -> tuple[int, int]:
+        """Addresses of room for parts: their values, float32 [rows, H, D], their maxima and sums [rows, H, 2]."""
+        parts = self.partial_rows * heads
+        if parts * width > len(self._values) or 2 * parts > len(self._sums):
+            self._values, self._sums = torch.empty(2 * parts * width), torch.empty(4 * parts)
+        return self._values.data_ptr(), self._sums.data_ptr()
 
     def make(self, step: StepGeometry, group: int) -> None:
         """Plan a step for `group` query heads to each key/value head, unless it is the one that was planned last."""

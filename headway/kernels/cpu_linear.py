@@ -273,10 +273,10 @@ class PackedLinear:
         tokens = x.shape[0]
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = torch.empty((tokens, self.out_features), dtype=x.dtype)
+        out = self._team.empty((tokens, self.out_features), x.dtype)
         if tokens == 0:
             return out
-        rows = torch.empty(tokens * self._x_stride if self._prepared else 0, dtype=torch.uint8)
+        rows = self._team.empty((tokens * self._x_stride if self._prepared else 0,), torch.uint8)
         arguments = (
             self._team.threads, self._panels, tokens, self._chunks(tokens), x.data_ptr(), x.stride(0),
             x.element_size(), self.in_features, rows.data_ptr(), self._x_bytes, self._x_stride, self._padded,
@@ -295,7 +295,7 @@ class PackedLinear:
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows [T] int64 of the weight -> [T, in], in the model's dtype."""
         numbers = numbers.contiguous()
-        out = torch.empty((numbers.shape[0], self.in_features), dtype=self._dtype)
+        out = self._team.empty((numbers.shape[0], self.in_features), self._dtype)
         layout = arithmetic_of(self._kind)
         arguments = (
             4, numbers.shape[0], numbers.data_ptr(), self._packed.data_ptr(), self.in_features, self._padded,
@@ -314,7 +314,7 @@ def _in_lanes(bias: Tensor, panels: int, gated: bool) -> Tensor:
     return torch.cat(lanes, dim=1).view(-1)
 
 
-class _TorchForMany:
+class TorchForMany:
     """A packed bfloat16 weight whose larger products are left to torch, which has the processor's matrix tiles."""
 
     def __init__(self, packed: PackedLinear, bias: Tensor | None) -> None:
@@ -339,7 +339,7 @@ def linear_for(
     packed = PackedLinear(weight, bias, team, memory, quantization)
     # AMX multiplies many tokens several times faster than vectors do, and oneDNN, under torch, has it.
     if quantization == "none" and weight.dtype == torch.bfloat16 and has_matrix_tiles():
-        return _TorchForMany(packed, bias)
+        return TorchForMany(packed, bias)
     return packed
 
 

@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 
 from headway.kernels.cpu_compile import compiled
-from headway.kernels.cpu_simd import FLOAT32, exponential_of_two, larger, load, read_int64, store, write_integer
+from headway.kernels.cpu_simd import (
+    FLOAT32,
+    exponential_of_two,
+    larger,
+    load,
+    read_int32,
+    read_int64,
+    store,
+    write_integer,
+)
 from headway.kernels.cpu_team import arg, job, once_per_kind, real_arg, take_rows
 
 # Sums may be reordered into vectors; NaN and infinity keep their meaning.
@@ -161,6 +170,26 @@ def _most_likely_row(kind, logits, count):
     for i in range(count):  # to the end, as vectors do; ending at the first would go one by one
         place = min(place, np.int32(i) if load(logits, i, kind) == best else np.int32(count))
     return place, best
+
+
+TAKE = struct.Struct("6q")
+
+
+@once_per_kind
+def take_job() -> int:
+    """Copies of rows of so many words of four bytes."""
+
+    def rows(a: int) -> None:
+        step, count, table, numbers, words, out = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5)
+        first = take_rows(a, step)
+        while first < count:
+            for index in range(first, min(first + step, count)):
+                source, target = table + read_int64(numbers, index) * words * 4, out + index * words * 4
+                for word in range(words):
+                    write_integer(target, word, read_int32(source, word), 32)
+            first = take_rows(a, step)
+
+    return job(rows)
 
 
 MOST_LIKELY = struct.Struct("6q")

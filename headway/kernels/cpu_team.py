@@ -16,13 +16,16 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from numba import cfunc, types
+from torch import Tensor
 
+from headway.kernels.cpu_arena import Arena
 from headway.kernels.cpu_compile import cached, compiled
 from headway.kernels.cpu_simd import (
     add_to,
@@ -34,6 +37,7 @@ from headway.kernels.cpu_simd import (
     reset_tickets,
     swap_if,
     take_ticket,
+    write_integer,
     write_shared,
 )
 
@@ -41,6 +45,7 @@ LINE = 64  # bytes of a cache line; what different threads write stands on lines
 COUNTERS = 3
 _COUNTERS_AT, _JOB_AT, _ARGUMENTS_AT = LINE, LINE * (1 + COUNTERS), LINE * (2 + COUNTERS)
 _MOST_ARGUMENTS = 32
+_ENTRY_WORDS = 2 + _MOST_ARGUMENTS  # of a program: whether all threads run it, the job's code, its arguments
 _OPEN, _INSIDE = 128, 127
 # A helper looks for the next job for some microseconds, then lets others have the core while it looks on
 # for a few milliseconds, which is longer than the pause between two steps; then it sleeps.
@@ -105,6 +110,20 @@ def _run_alone(board, code):
     call_address(code, board + _ARGUMENTS_AT)
 
 
+@compiled()
+def _replay(board, program, count):
+    """Run the jobs of a program one after the other."""
+    for number in range(count):
+        entry = program + number * _ENTRY_WORDS * 8
+        for word in range(_MOST_ARGUMENTS):
+            write_integer(board + _ARGUMENTS_AT, word, read_int64(entry, 2 + word), 64)
+        code = read_int64(entry, 1)
+        if read_int64(entry, 0):
+            _run(board, code)
+        else:
+            _run_alone(board, code)
+
+
 @compiled(inline="always")
 def tickets(arguments, counter):
     """The address of one of the job's counters, which stand before its arguments."""
@@ -145,6 +164,8 @@ class Team:
         self._memory: Any = memory
         self._board = memory.ctypes.data + offset
         self._arguments_at = offset + _ARGUMENTS_AT
+        self._arena = Arena()
+        self._recorded: list[list[int]] | None = None
         self._doors = [_Door() for _ in range(self.threads - 1)]
         for number, door in enumerate(self._doors):
             threading.Thread(
@@ -155,15 +176,52 @@ class Team:
     def run(self, code: int, layout: struct.Struct, arguments: tuple[Any, ...]) -> None:
         """Run a job by all threads; `layout` packs its arguments in words of eight bytes."""
         layout.pack_into(self._memory, self._arguments_at, *arguments)
-        for door in self._doors:
-            if door.asleep:
-                door.wanted.set()
+        self._note(1, code)
+        self._wake()
         _run(self._board, code)
 
     def run_alone(self, code: int, layout: struct.Struct, arguments: tuple[Any, ...]) -> None:
         """Run a job by the calling thread, where waking others costs more than it saves."""
         layout.pack_into(self._memory, self._arguments_at, *arguments)
+        self._note(0, code)
         _run_alone(self._board, code)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for a job's result, where a recorded job finds it again."""
+        return torch.empty(shape, dtype=dtype) if self._recorded is None else self._arena.empty(shape, dtype)
+
+    def record(self, run: Callable[[], Tensor]) -> Program:
+        """Do `run`, and keep its jobs with their arguments, whose memory must be the caller's or come from `empty`."""
+        self._recorded = []
+        try:
+            result = run()
+            return Program(np.array(self._recorded, np.int64).reshape(-1, _ENTRY_WORDS), result)
+        finally:
+            self._recorded = None
+
+    def replay(self, program: Program) -> Tensor:
+        """Do it again; the result stands where it stood."""
+        self._wake()
+        _replay(self._board, program.entries.ctypes.data, len(program.entries))
+        return program.result
+
+    def _note(self, together: int, code: int) -> None:
+        if self._recorded is not None:
+            words = self._memory[self._arguments_at : self._arguments_at + 8 * _MOST_ARGUMENTS].view(np.int64)
+            self._recorded.append([together, code, *words.tolist()])
+
+    def _wake(self) -> None:
+        for door in self._doors:
+            if door.asleep:
+                door.wanted.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Jobs that were run one after the other, int64 [jobs, _ENTRY_WORDS], and the tensor that came of them."""
+
+    entries: np.ndarray
+    result: Tensor
 
 
 class _Door:

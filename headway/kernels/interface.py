@@ -6,7 +6,7 @@ heads, D head dimension, N blocks in the pool, B tokens in a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +33,7 @@ class StepGeometry:
     max_context_len: int
     query_lens_host: list[int]  # [S], the same lengths on the host, so that dispatch needs no sync
     context_lens_host: list[int]  # [S]
+    repeatable: bool = False  # whether steps of as many tokens have their tensors at these addresses too
 
 
 @dataclass(slots=True)
@@ -130,6 +131,15 @@ class Kernels(Protocol):
         """The token of the greatest logit of each row of [R, V], the lowest of equals, and that logit.
 
         A row that holds a NaN has NaN as its greatest. Waits for the device.
+        """
+        ...
+
+    def repeat(self, key: Hashable, step: StepGeometry, group: int, run: Callable[[], Tensor]) -> Tensor:
+        """run(), which does the same operations on the same addresses whenever it is given with this key.
+
+        So what it did the first time may be done again without it. What it reads at those addresses may differ, and
+        the step's sequences. Its result may be at the same address each time. `group` is query heads to each
+        key/value head. It must leave `run`'s tensors alone but for kernels' own operations.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 import torch.nn.functional as F
@@ -129,6 +129,10 @@ class ReferenceKernels:
     def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
         """See Kernels."""
         return most_likely(logits)
+
+    def repeat(self, key: Hashable, step: StepGeometry, group: int, run: Callable[[], Tensor]) -> Tensor:
+        """See Kernels; nothing is kept."""
+        return run()
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes."""

@@ -70,6 +70,8 @@ class Decoder:
         self.weights = weights
         self.max_model_len = max_model_len or config.max_model_len
         self._scale = config.head_dim**-0.5
+        self._identity = object()
+        self._group = config.num_heads // config.num_kv_heads
         self._head_split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         self._cos, self._sin = rope_tables(config.rope, self.max_model_len, self.device)
         # Each layer with the norm that follows it: a layer's closing residual addition is fused with the next norm.
@@ -80,9 +82,16 @@ class Decoder:
         """Run token_ids [T] int64 through all layers, storing their keys and values -> [T, hidden], final norm applied.
 
         Args:
-            step: where each token stands; positions are below max_model_len.
+            step: where each token stands; positions are below max_model_len. Where it is repeatable, token_ids has
+                its address too, the caches are always the same, and the result holds until the next step.
             caches: one for each layer, as shaped by ModelConfig.kv_cache_shape.
         """
+        if not step.repeatable:
+            return self._layers_of(token_ids, step, caches)
+        key = (self._identity, len(token_ids))
+        return self.kernels.repeat(key, step, self._group, lambda: self._layers_of(token_ids, step, caches))
+
+    def _layers_of(self, token_ids: Tensor, step: StepGeometry, caches: list[LayerCache]) -> Tensor:
         kernels = self.kernels
         rms_norm, add_rms_norm, attention = kernels.rms_norm, kernels.add_rms_norm, kernels.attention
         rotate, store = kernels.rotate, kernels.store

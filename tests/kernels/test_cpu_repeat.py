@@ -1,0 +1,147 @@
+"""Steps that are done again as a program: the memory of their results, and what they give."""
+
+from __future__ import annotations
+
+import gc
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headway.kernels.cpu import CpuKernels
+from headway.kernels.cpu_arena import Arena
+from headway.kernels.interface import LayerCache, StepGeometry
+from tests.kernels.operations import empty_cache
+from tests.kernels.steps import random, step_of
+
+pytestmark = pytest.mark.timeout(600)
+
+HEADS, KV_HEADS, WIDTH, BLOCK, HIDDEN = 4, 2, 32, 16, 96
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 9)), max_size=60))
+def test_tensors_that_are_held_do_not_overlap(orders: list[tuple[int, int]]) -> None:
+    """Each order makes a tensor and lets go of one of those before it."""
+    arena, held = Arena(), []
+    for size, let_go in orders:
+        tensor = arena.empty((size,), torch.int32).fill_(len(held))
+        held.append((tensor[size // 2 :], size))  # a view keeps the memory
+        del tensor
+        if let_go < len(held):
+            del held[let_go]
+        spans = sorted((view.data_ptr() - size // 2 * 4, size * 4) for view, size in held if size)
+        assert all(start + length <= after for (start, length), (after, _) in pairwise(spans))
+        assert all(start % 64 == 0 for start, _ in spans)
+
+
+def test_memory_is_used_again_and_joined() -> None:
+    arena = Arena()
+    parts = [arena.empty((1000,), torch.float32) for _ in range(5)]
+    addresses = [part.data_ptr() for part in parts]
+    for order in (3, 1, 1, 1, 0):
+        del parts[order]
+    gc.collect()
+    assert arena.empty((5000,), torch.float32).data_ptr() == addresses[0]
+
+
+class Layer:
+    """One decoder layer's operations over steps at fixed addresses, as the engine has them."""
+
+    def __init__(self, kernels: CpuKernels, cache: LayerCache, dtype: torch.dtype) -> None:
+        self.kernels, self.cache, self.dtype = kernels, cache, dtype
+        fused = (HEADS + 2 * KV_HEADS) * WIDTH
+        self.table = random(0, dtype, 50, HIDDEN)
+        self.qkv = kernels.linear(random(1, dtype, fused, HIDDEN), None)
+        self.out = kernels.linear(random(2, dtype, HIDDEN, HEADS * WIDTH), None, "int8")
+        self.norm, angles = random(3, dtype, HIDDEN), random(4, torch.float32, 4096, WIDTH // 2)
+        self.cos, self.sin = angles.cos(), angles.sin()  # kept, as a program knows their addresses alone
+        self.numbers = torch.zeros(3, 64, dtype=torch.int64)
+        self.tables = torch.zeros(64, 256, dtype=torch.int32)
+
+    def fix(self, step: StepGeometry, tokens: Tensor) -> StepGeometry:
+        count = len(tokens)
+        for row, values in enumerate((tokens, step.positions, step.slots)):
+            self.numbers[row, :count] = values
+        self.tables[: len(step.block_tables), : step.block_tables.shape[1]] = step.block_tables
+        step.positions, step.slots = self.numbers[1, :count], self.numbers[2, :count]
+        step.block_tables = self.tables[: len(step.block_tables)]
+        return step
+
+    def run(self, step: StepGeometry) -> Tensor:
+        kernels, count = self.kernels, len(step.positions)
+        residual = kernels.take(self.table, self.numbers[0, :count])
+        hidden = kernels.rms_norm(residual, self.norm, 1e-6)
+        query, key, value = self.qkv(hidden).view(count, -1, WIDTH).split([HEADS, KV_HEADS, KV_HEADS], 1)
+        kernels.rotate(query, key, self.cos, self.sin, step.positions)
+        kernels.store(key, value, self.cache, step.slots)
+        attended = kernels.attention(query, self.cache, step, 0.2, None)
+        return kernels.add_rms_norm(self.out(attended.flatten(1)), residual, self.norm, 1e-6)[0]
+
+    def repeated(self, step: StepGeometry) -> Tensor:
+        key = ("layer", len(step.positions))
+        return self.kernels.repeat(key, step, HEADS // KV_HEADS, lambda: self.run(step))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_program_gives_what_its_operations_give(dtype: torch.dtype) -> None:
+    """Other tokens, sequences and contexts, so many parts too that memory has to move; bit for bit."""
+    loads = [
+        ([1, 1, 1], [5, 9, 1]), ([1, 1, 1], [6, 10, 2]), ([3], [40]), ([1, 1, 1], [700, 1300, 2]), ([2, 1], [600, 33]),
+        ([1, 1, 1], [2000, 2000, 2000]), ([3], [3]), ([1], [8]), ([1, 1, 1], [701, 1301, 3]),
+    ]  # fmt: skip
+    eager, again = (
+        Layer(CpuKernels(), empty_cache((500, KV_HEADS, BLOCK, WIDTH), dtype, "cpu"), dtype) for _ in range(2)
+    )
+    for layer in (eager, again):
+        layer.cache.keys.zero_()
+        layer.cache.values.zero_()
+    for number, (queries, contexts) in enumerate(loads * 2):
+        tokens = torch.randint(0, 50, (sum(queries),), generator=torch.Generator().manual_seed(number))
+        expected = eager.run(eager.fix(step_of(queries, contexts, BLOCK, number)[0], tokens))
+        got = again.repeated(again.fix(step_of(queries, contexts, BLOCK, number)[0], tokens))
+        assert torch.equal(got, expected)
+
+
+def test_the_second_time_nothing_is_called() -> None:
+    layer = Layer(CpuKernels(), empty_cache((20, KV_HEADS, BLOCK, WIDTH), torch.float32, "cpu"), torch.float32)
+    layer.cache.keys.zero_()
+    layer.cache.values.zero_()
+    step = layer.fix(step_of([1], [5], BLOCK)[0], torch.tensor([3]))
+    first = layer.repeated(step)
+    place, kept = first.data_ptr(), first.clone()
+    del first
+
+    def never() -> Tensor:
+        raise AssertionError("called again")
+
+    second = layer.kernels.repeat(("layer", 1), step, HEADS // KV_HEADS, never)
+    assert second.data_ptr() == place
+    assert torch.equal(second, kept)
+
+
+def test_operations_that_torch_does_are_not_recorded() -> None:
+    kernels = CpuKernels()
+    odd = kernels.linear(random(0, torch.bfloat16, 8, 7), None)
+    x = random(1, torch.bfloat16, 2, 7)
+    step, calls = step_of([1], [1], BLOCK)[0], []
+
+    def run() -> Tensor:
+        calls.append(1)
+        return odd(x)
+
+    for _ in range(3):
+        kernels.repeat("odd", step, 1, run)
+    assert len(calls) == 3
+
+
+def test_only_so_many_programs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.kernels.cpu._MOST_PROGRAMS", 3)
+    kernels, step = CpuKernels(), step_of([1], [1], BLOCK)[0]
+    x, weight = random(0, torch.float32, 4, 16), torch.ones(16)
+    for key in (1, 2, 3, 4, 1, 4):
+        kernels.repeat(key, step, 1, lambda: kernels.rms_norm(x, weight, 1e-6))
+        assert len(kernels._programs) <= 3
