@@ -16,16 +16,22 @@ PROMPTS = [[(7 * i + 3 * j) % 500 + 5 for j in range(9 + 5 * i)] for i in range(
 class Model(NamedTuple):
     folder: str
     device: str
+    quantization: str
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    scope="module",
+    params=[("cpu", "none"), ("cpu", "int8"), ("cpu", "int4"), pytest.param(("cuda", "none"), marks=pytest.mark.gpu)],
+    ids="-".join,
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(write_config(tmp_path_factory.mktemp("tiny")), request.param)
+    return Model(write_config(tmp_path_factory.mktemp("tiny")), *request.param)
 
 
 def build(model: Model, **settings: Any) -> LLM:
     defaults: dict[str, Any] = {
         "device": model.device,
+        "quantization": model.quantization,
         "dtype": "float32",
         "load_format": "dummy",
         "num_threads": 1,
