@@ -1,12 +1,14 @@
 """Checkpoint folders without weights: the config of a known shape and a tokenizer that spans its vocabulary.
 
-Engines fill them with random weights (`load_format="dummy"`), which cost the same to compute as trained ones.
+Engines fill them with random weights (`load_format="dummy"`), which cost the same to compute as trained ones, or read
+those that benchmarks.weights writes.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -29,6 +31,14 @@ _QWEN2_05B = {
     "eos_token_id": 0,
 }
 
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 _LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -43,19 +53,23 @@ _LLAMA_8B = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
+    "rope_scaling": _LLAMA3_ROPE,
     "max_position_embeddings": 131072,
     "attention_bias": False,
     "mlp_bias": False,
     "tie_word_embeddings": False,
     "bos_token_id": 0,
     "eos_token_id": 0,
+}
+
+_LLAMA_1B = {
+    **_LLAMA_8B,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "rope_scaling": {**_LLAMA3_ROPE, "factor": 32.0},
+    "tie_word_embeddings": True,
 }
 
 _TINY = {
@@ -67,7 +81,12 @@ _TINY = {
     "num_attention_heads": 4,
 }
 
-SHAPES: dict[str, dict[str, object]] = {"qwen2.5-0.5b": _QWEN2_05B, "llama-3.1-8b": _LLAMA_8B, "tiny": _TINY}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": _QWEN2_05B,
+    "llama-3.2-1b": _LLAMA_1B,
+    "llama-3.1-8b": _LLAMA_8B,
+    "tiny": _TINY,
+}
 
 
 def write_checkpoint(shape: str, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""A GGUF file of a known shape with random bfloat16 weights, so that llama.cpp can be measured on the same model.
+"""The checkpoint of benchmarks.weights as a GGUF file in bfloat16, so that llama.cpp reads the same weights.
 
     python -m benchmarks.gguf_checkpoint --shape qwen2.5-0.5b
 
@@ -10,77 +10,117 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.checkpoint import SHAPES, write_checkpoint
+from benchmarks.checkpoint import SHAPES
+from benchmarks.weights import CHECKPOINTS, read_weights, write_weights
 
-_UINT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 6, 7, 8, 9  # types of values
-_INT32 = 5
+_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9  # types of values
 _F32, _BF16 = 0, 30  # types of tensors
 _MOSTLY_BF16 = 32  # general.file_type
 _NORMAL, _CONTROL = 1, 3  # types of tokens
 _ALIGNMENT = 32
-_STD = 0.02  # the usual initializer_range
-_DRAW = 1 << 22  # weights drawn at a time
+_FAMILIES = {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of the file; `shape` is torch's, outermost first.
-
-    fill: "random" for weights, "ones" for norms, "zeros" for biases.
-    """
+    """One tensor of the file; values in torch's shape, bfloat16 as its bits (uint16) or float32."""
 
     name: str
-    shape: tuple[int, ...]
-    fill: str
+    values: npt.NDArray[Any]
 
     @property
-    def bytes(self) -> int:
-        return int(np.prod(self.shape)) * (2 if self.fill == "random" else 4)
+    def kind(self) -> int:
+        return _BF16 if self.values.dtype == np.uint16 else _F32
 
 
-def tensors(config: dict[str, Any]) -> Iterator[Tensor]:
-    """Of a Qwen2 model with tied embeddings, in llama.cpp's names."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    head = hidden // config["num_attention_heads"]
-    queries, keys = hidden, config["num_key_value_heads"] * head
-    yield Tensor("token_embd.weight", (config["vocab_size"], hidden), "random")
-    for layer in range(config["num_hidden_layers"]):
-        block = f"blk.{layer}"
-        yield Tensor(f"{block}.attn_norm.weight", (hidden,), "ones")
-        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-            yield Tensor(f"{block}.attn_{name}.weight", (rows, hidden), "random")
-            yield Tensor(f"{block}.attn_{name}.bias", (rows,), "zeros")
-        yield Tensor(f"{block}.attn_output.weight", (hidden, queries), "random")
-        yield Tensor(f"{block}.ffn_norm.weight", (hidden,), "ones")
-        yield Tensor(f"{block}.ffn_gate.weight", (inner, hidden), "random")
-        yield Tensor(f"{block}.ffn_up.weight", (inner, hidden), "random")
-        yield Tensor(f"{block}.ffn_down.weight", (hidden, inner), "random")
-    yield Tensor("output_norm.weight", (hidden,), "ones")
+def tensors(config: dict[str, Any], weights: dict[str, npt.NDArray[np.uint16]]) -> Iterator[Tensor]:
+    """What llama.cpp's converter makes of a checkpoint's tensors, in its names."""
+    llama = _family(config) == "llama"
+    if llama and "rope_scaling" in config:
+        yield Tensor("rope_freqs.weight", _rope_factors(config))
+    for name, values in weights.items():
+        if len(values.shape) == 1:
+            yield Tensor(_name(name), (values.astype("<u4") << 16).view("<f4"))
+        elif llama and (".q_proj." in name or ".k_proj." in name):
+            which = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
+            yield Tensor(_name(name), _interleaved(values, config[which]))
+        else:
+            yield Tensor(_name(name), values)
+
+
+def _name(name: str) -> str:
+    stem, _, ending = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        layer, _, part = stem.removeprefix("model.layers.").partition(".")
+        return f"blk.{layer}.{_NAMES[part]}.{ending}"
+    return f"{_NAMES[stem]}.{ending}"
+
+
+def _interleaved(values: npt.NDArray[np.uint16], heads: int) -> npt.NDArray[np.uint16]:
+    """Rows in llama.cpp's order for this architecture: it turns neighbours, transformers turns halves of a head."""
+    rows, width = values.shape
+    return values.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
+
+
+def _rope_factors(config: dict[str, Any]) -> npt.NDArray[np.float32]:
+    """By how much Llama 3.1's scaling of positions divides each frequency."""
+    scaling, head = config["rope_scaling"], config["head_dim"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    factors = []
+    for index in range(0, head, 2):
+        wavelength = 2 * math.pi * config["rope_theta"] ** (index / head)
+        turns = scaling["original_max_position_embeddings"] / wavelength
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
+    return np.array(factors, "<f4")
+
+
+def _family(config: dict[str, Any]) -> str:
+    return _FAMILIES[config["architectures"][0]]
 
 
 def metadata(config: dict[str, Any], tokens: list[str], name: str) -> list[tuple[str, int, Any]]:
     """Key, type and value of each entry; an array's value is the type of its items and the items."""
+    family = _family(config)
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return [
-        ("general.architecture", _STRING, "qwen2"),
+        ("general.architecture", _STRING, family),
         ("general.name", _STRING, name),
         ("general.file_type", _UINT32, _MOSTLY_BF16),
-        ("qwen2.context_length", _UINT32, config["max_position_embeddings"]),
-        ("qwen2.embedding_length", _UINT32, config["hidden_size"]),
-        ("qwen2.block_count", _UINT32, config["num_hidden_layers"]),
-        ("qwen2.feed_forward_length", _UINT32, config["intermediate_size"]),
-        ("qwen2.attention.head_count", _UINT32, config["num_attention_heads"]),
-        ("qwen2.attention.head_count_kv", _UINT32, config["num_key_value_heads"]),
-        ("qwen2.attention.layer_norm_rms_epsilon", _FLOAT32, config["rms_norm_eps"]),
-        ("qwen2.rope.freq_base", _FLOAT32, config["rope_theta"]),
+        (f"{family}.context_length", _UINT32, config["max_position_embeddings"]),
+        (f"{family}.embedding_length", _UINT32, config["hidden_size"]),
+        (f"{family}.block_count", _UINT32, config["num_hidden_layers"]),
+        (f"{family}.feed_forward_length", _UINT32, config["intermediate_size"]),
+        (f"{family}.attention.head_count", _UINT32, config["num_attention_heads"]),
+        (f"{family}.attention.head_count_kv", _UINT32, config["num_key_value_heads"]),
+        (f"{family}.attention.layer_norm_rms_epsilon", _FLOAT32, config["rms_norm_eps"]),
+        (f"{family}.rope.freq_base", _FLOAT32, config["rope_theta"]),
+        (f"{family}.rope.dimension_count", _UINT32, head),
+        (f"{family}.vocab_size", _UINT32, config["vocab_size"]),
         ("tokenizer.ggml.model", _STRING, "gpt2"),
         ("tokenizer.ggml.pre", _STRING, "gpt-2"),
         ("tokenizer.ggml.tokens", _ARRAY, (_STRING, tokens)),
@@ -115,65 +155,42 @@ def _header(entries: list[tuple[str, int, Any]], contents: list[Tensor]) -> byte
     parts += [_string(key) + struct.pack("<I", kind) + _value(kind, value) for key, kind, value in entries]
     offset = 0
     for tensor in contents:
-        kind = _BF16 if tensor.fill == "random" else _F32
-        dimensions = tensor.shape[::-1]  # innermost first
+        dimensions, size = tensor.values.shape[::-1], tensor.values.nbytes  # innermost first
         parts.append(_string(tensor.name))
-        parts.append(struct.pack(f"<I{len(dimensions)}QIQ", len(dimensions), *dimensions, kind, offset))
-        offset += tensor.bytes + len(_padding(tensor.bytes))
+        parts.append(struct.pack(f"<I{len(dimensions)}QIQ", len(dimensions), *dimensions, tensor.kind, offset))
+        offset += size + len(_padding(size))
     header = b"".join(parts)
     return header + _padding(len(header))
 
 
-def _bfloat16(weights: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The upper half of each float32; which way it rounds does not matter to a random weight."""
-    return (weights.view(np.uint32) >> 16).astype(np.uint16)
-
-
-def _write_tensor(file: BinaryIO, tensor: Tensor, draw: np.random.Generator) -> None:
-    size = int(np.prod(tensor.shape))
-    if tensor.fill == "random":
-        for start in range(0, size, _DRAW):
-            weights = draw.standard_normal(min(_DRAW, size - start), dtype=np.float32) * np.float32(_STD)
-            file.write(_bfloat16(weights).astype("<u2").tobytes())
-    else:
-        file.write(np.full(size, 1.0 if tensor.fill == "ones" else 0.0, "<f4").tobytes())
-    file.write(_padding(tensor.bytes))
-
-
 def write_gguf(shape: str, folder: Path) -> Path:
-    """Write folder / shape / random-bf16.gguf, unless it is there already; return its path.
+    """Write folder / shape / bf16.gguf of the checkpoint there, unless it is there already; return its path.
 
     Raises:
         KeyError: `shape` is not one of SHAPES.
-        ValueError: its architecture is not Qwen2 with tied embeddings.
+        ValueError: weights of its architecture are not known here.
     """
-    config = SHAPES[shape]
-    if config["architectures"] != ["Qwen2ForCausalLM"] or not config["tie_word_embeddings"]:
-        raise ValueError(f"{shape} is not a Qwen2 model with tied embeddings; only those can be written as GGUF")
-    checkpoint = write_checkpoint(shape, folder)
-    target = checkpoint / "random-bf16.gguf"
+    config, checkpoint = SHAPES[shape], write_weights(shape, folder)
+    target = checkpoint / "bf16.gguf"
     if target.exists():
         return target
     vocabulary: dict[str, int] = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
-    contents = list(tensors(config))
-    draw = np.random.default_rng(0)
+    contents = list(tensors(config, read_weights(checkpoint)))
     partial = target.with_suffix(".partial")
     with partial.open("wb") as file:
         file.write(_header(metadata(config, sorted(vocabulary, key=vocabulary.__getitem__), shape), contents))
         for tensor in contents:
-            _write_tensor(file, tensor, draw)
+            file.write(np.ascontiguousarray(tensor.values).data)
+            file.write(_padding(tensor.values.nbytes))
     return partial.replace(target)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gguf_checkpoint", description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "checkpoints")
+    parser.add_argument("--folder", type=Path, default=CHECKPOINTS)
     arguments = parser.parse_args(argv)
-    try:
-        print(write_gguf(arguments.shape, arguments.folder))
-    except ValueError as error:
-        parser.error(str(error))
+    print(write_gguf(arguments.shape, arguments.folder))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Speed without a server: Headway and its peers in turn, on one model of random weights.
+"""Speed without a server: Headway beside OpenVINO GenAI, llama.cpp and vLLM, at every precision of the weights.
 
-    python -m benchmarks.offline --peer vllm=/path/to/vllm-venv/bin/python
+    python -m benchmarks.offline --peer openvino=PYTHON --peer llama.cpp=PYTHON --peer vllm=PYTHON
 
-Every engine runs in a process of its own that stays up for the whole sitting and is stopped (SIGSTOP) while another
-one is measured. Each point is measured on all engines, one right after the other, before the next point: a shared
-machine drifts by more than the engines differ, and only neighbours in time can be compared. See benchmarks/README.md.
+All read the same random weights. A sitting is of one shape and one precision: every engine runs in a process of its own
+that stays up and is stopped (SIGSTOP) while another one is measured. Each point is measured on all engines, one right
+after the other, before the next point: a shared machine drifts by more than the engines differ, and only neighbours in
+time can be compared. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -14,151 +15,31 @@ import json
 import os
 import platform
 import signal
-import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from benchmarks.checkpoint import SHAPES, write_checkpoint
-from benchmarks.offline_worker import ENGINES
+from benchmarks.checkpoint import SHAPES
+from benchmarks.engines.worker import ENGINES
+from benchmarks.exports import PRECISIONS
+from benchmarks.points import Point, decode, held, named, prefill, product
+from benchmarks.sitting import Sitting, entries, sit, sit_held
+from benchmarks.start import PROMPT, start_times
+from benchmarks.tables import compared, rows, table
+from benchmarks.weights import CHECKPOINTS
 
-HERE = Path(__file__).parent
-
-
-@dataclass(frozen=True)
-class Point:
-    """One row of the table: what runs, and which of its rates counts."""
-
-    label: str
-    rate: str  # decode or prefill
-    batch: int
-    prompt: int
-    new: int
+RESULTS = Path(__file__).parent / "results"
+_POINTS = ("decode:1", "decode:4", "decode:16", "prefill:1x512", "prefill:8x128")
+_AT_LEAST_ONE = ("rounds", "threads", "prompt_len")
 
 
-def points(batches: list[int], prompt: int, new: int, prefill: int) -> list[Point]:
-    rows = [Point(f"decode, batch {b}", "decode", b, prompt, new) for b in batches]
-    return [*rows, Point(f"prefill, 1 x {prefill}", "prefill", 1, prefill, 1)]
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
 
-
-class Worker:
-    """An engine's process. It is stopped but while it is asked something."""
-
-    def __init__(self, name: str, python: str, arguments: list[str]) -> None:
-        self.name = name
-        self.log = tempfile.NamedTemporaryFile(prefix=f"offline-{name}-", suffix=".log", delete=False)  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [python, str(HERE / "offline_worker.py"), name, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            env={**os.environ, "PYTHONPATH": str(HERE.parent)} if name == "headway" else None,
-            start_new_session=True,
-            text=True,
-        )
-        self.about = self._reply()
-        self._signal(signal.SIGSTOP)
-
-    def _reply(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            tail = "".join(Path(self.log.name).read_text(errors="replace").splitlines(keepends=True)[-15:])
-            raise SystemExit(
-                f"{self.name} ended with exit code {self._process.wait()}; its log ({self.log.name}):\n{tail}"
-            )
-        reply: dict[str, Any] = json.loads(line)
-        return reply
-
-    def _signal(self, which: signal.Signals) -> None:
-        os.killpg(self._process.pid, which)
-
-    def measure(self, point: Point, seed: int) -> float:
-        """Tokens a second."""
-        assert self._process.stdin is not None
-        self._signal(signal.SIGCONT)
-        ask = {"batch": point.batch, "prompt": point.prompt, "new": point.new, "seed": seed}
-        self._process.stdin.write(json.dumps(ask) + "\n")
-        self._process.stdin.flush()
-        reply = self._reply()
-        self._signal(signal.SIGSTOP)
-        return float(reply[point.rate])
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            self._signal(signal.SIGCONT)
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                self._signal(signal.SIGKILL)
-                self._process.wait()
-        Path(self.log.name).unlink(missing_ok=True)
-
-
-@contextmanager
-def running(name: str, python: str, arguments: list[str]) -> Iterator[Worker]:
-    print(f"starting {name} ...", file=sys.stderr)
-    worker = Worker(name, python, arguments)
-    try:
-        print(f"{name} {worker.about['version']} ready after {worker.about['start_seconds']:.1f} s", file=sys.stderr)
-        yield worker
-    finally:
-        worker.close()
-
-
-@dataclass
-class Results:
-    """Rates by point label and engine name, in the order measured."""
-
-    rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-
-    def add(self, point: Point, engine: str, rate: float) -> None:
-        self.rates.setdefault(point.label, {}).setdefault(engine, []).append(rate)
-
-    def summary(self, first: str) -> list[dict[str, Any]]:
-        """For each point and engine: median, range, and the ratio of `first`'s median to this one's.
-
-        The range of the ratio is over rounds, each round's neighbours compared with one another.
-        """
-        rows = []
-        for label, engines in self.rates.items():
-            for engine, rates in engines.items():
-                pairs = [a / b for a, b in zip(engines[first], rates, strict=True)]
-                rows.append(
-                    {
-                        "point": label,
-                        "engine": engine,
-                        "median": statistics.median(rates),
-                        "low": min(rates),
-                        "high": max(rates),
-                        "ratio": statistics.median(engines[first]) / statistics.median(rates),
-                        "ratio_low": min(pairs),
-                        "ratio_high": max(pairs),
-                    }
-                )
-        return rows
-
-
-def table(rows: list[dict[str, Any]], first: str) -> str:
-    lines = [
-        f"| tokens/s | engine | median | lowest .. highest | {first} / engine | by round |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        ratio, by_round = f"{row['ratio']:.2f}", f"{row['ratio_low']:.2f} .. {row['ratio_high']:.2f}"
-        if row["engine"] == first:
-            ratio = by_round = ""
-        spread = f"{row['low']:.1f} .. {row['high']:.1f}"
-        lines.append(f"| {row['point']} | {row['engine']} | {row['median']:.1f} | {spread} | {ratio} | {by_round} |")
-    return "\n".join(lines)
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def processor() -> str:
@@ -171,62 +52,120 @@ def processor() -> str:
 
 def peer(text: str) -> tuple[str, str]:
     name, separator, python = text.partition("=")
-    if not separator or not Path(python).exists():
+    if not separator or not Path(python).is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PYTHON with the path of a Python interpreter")
-    if name not in ENGINES:
-        raise argparse.ArgumentTypeError(f"{name!r} is not an engine known here; choose one of {', '.join(ENGINES)}")
-    return name, python
+    if name not in ENGINES[1:]:
+        raise argparse.ArgumentTypeError(f"{name!r} is not a peer known here; choose one of {', '.join(ENGINES[1:])}")
+    return name, str(Path(python).absolute())
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.offline", description=__doc__.splitlines()[0])
+    parser = _Parser(prog="python -m benchmarks.offline", description=__doc__.splitlines()[0])
     parser.add_argument("--peer", type=peer, action="append", default=[], metavar="NAME=PYTHON", dest="peers")
     parser.add_argument("--no-headway", action="store_true", help="measure the peers alone")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--prompt-len", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--prefill-len", type=int, default=512)
+    parser.add_argument("--variants", action="store_true", help="more settings of Headway and OpenVINO, as more rows")
+    parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["qwen2.5-0.5b"])
+    parser.add_argument("--precisions", choices=PRECISIONS, nargs="+", default=list(PRECISIONS))
+    parser.add_argument(
+        "--points", type=named, nargs="*", default=[named(each) for each in _POINTS], metavar="POINT",
+        help="decode:BATCH or prefill:BATCHxTOKENS; default: " + " ".join(_POINTS),
+    )  # fmt: skip
+    parser.add_argument("--prompt-len", type=int, default=128, help="of decode:BATCH; default: 128")
+    parser.add_argument("--new-tokens", type=int, default=64, help="of decode:BATCH; default: 64")
+    parser.add_argument(
+        "--contexts", type=product, nargs="*", default=[], metavar="BATCHxTOKENS",
+        help="decode after long prompts that are kept over the rounds, such as 1x4096 8x4096",
+    )  # fmt: skip
+    parser.add_argument("--context-tokens", type=int, default=16, help="new tokens of each round; default: 16")
+    parser.add_argument("--start", action="store_true", help="time processes from start to first token, in bf16")
+    parser.add_argument("--llama-simple", metavar="PROGRAM", help="of llama.cpp, for --start")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "offline.json")
+    parser.add_argument("--folder", type=Path, default=CHECKPOINTS, help="of the models' files")
+    parser.add_argument("--output", type=Path, default=RESULTS / "offline.json")
     arguments = parser.parse_args(argv)
-    for name in ("batches", "rounds", "threads", "prompt_len", "prefill_len"):
-        value = min(getattr(arguments, name)) if name == "batches" else getattr(arguments, name)
-        if value < 1:
-            parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-    if arguments.new_tokens < 2:
-        parser.error(f"--new-tokens is {arguments.new_tokens}; a decode rate needs at least 2")
-    if arguments.no_headway and not arguments.peers:
-        parser.error("--no-headway leaves nothing to measure; name a --peer")
+    _check(parser, arguments)
     return arguments
 
 
-def run(engines: list[tuple[str, str]], arguments: argparse.Namespace) -> tuple[Results, dict[str, Any]]:
-    checkpoint = write_checkpoint(arguments.shape, HERE / "checkpoints")
-    results = Results()
-    rows = points(arguments.batches, arguments.prompt_len, arguments.new_tokens, arguments.prefill_len)
-    with ExitStack() as stack:
-        settings = [str(checkpoint), arguments.dtype, str(arguments.threads)]
-        workers = [stack.enter_context(running(name, python, settings)) for name, python in engines]
-        for round_number in range(arguments.rounds + 1):
-            for point in rows:
-                for worker in workers:
-                    rate = worker.measure(point, seed=round_number)
-                    print(f"round {round_number}: {point.label}: {worker.name} {rate:.1f}", file=sys.stderr)
-                    if round_number:  # the first round only warms up
-                        results.add(point, worker.name, rate)
-                workers.append(workers.pop(0))  # nobody always comes first
-        return results, {worker.name: worker.about for worker in workers}
+def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    for name in _AT_LEAST_ONE:
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1")
+    for name in ("new_tokens", "context_tokens"):
+        if getattr(arguments, name) < 2:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; a decode rate needs at least 2")
+    if arguments.no_headway and not arguments.peers:
+        parser.error("--no-headway leaves nothing to measure; name a --peer")
+    if not (arguments.points or arguments.contexts or arguments.start):
+        parser.error("there is nothing to measure; give --points, --contexts or --start")
+    if arguments.llama_simple and not os.access(arguments.llama_simple, os.X_OK):
+        parser.error(f"--llama-simple is {arguments.llama_simple!r}, which is no program")
+    for shape in arguments.shapes:
+        limit = SHAPES[shape]["max_position_embeddings"]
+        longest = max(point.longest(arguments.rounds) for point in points(arguments)) if points(arguments) else 0
+        if longest > limit:
+            parser.error(f"a sequence would have {longest} tokens, and {shape} has room for {limit}")
+
+
+def points(arguments: argparse.Namespace) -> list[Point]:
+    found = [
+        decode(batch, arguments.prompt_len, arguments.new_tokens) if kind == "decode" else prefill(batch, tokens)
+        for kind, batch, tokens in arguments.points
+    ]
+    return found + [held(batch, tokens, arguments.context_tokens) for batch, tokens in arguments.contexts]
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All sittings, their tables on stdout as they end; the report's parts."""
+    sittings = []
+    settings = (arguments.rounds, arguments.threads, arguments.folder)
+    for shape in arguments.shapes if points(arguments) else []:
+        for precision in arguments.precisions:
+            found = entries(precision, arguments.peers, not arguments.no_headway, arguments.variants)
+            if not found:
+                continue
+            sitting = Sitting(shape, precision, points(arguments), found)
+            if arguments.points:
+                sit(sitting, *settings)
+            sit_held(sitting, *settings)
+            summary = rows(sitting)
+            print(table(f"{shape}, {precision}: tokens/s", summary, sitting.left_out), flush=True)
+            sittings.append(_content(sitting) | {"summary": [asdict(row) for row in summary]})
+    starts = {shape: _start(arguments, shape) for shape in arguments.shapes if arguments.start}
+    return {"sittings": sittings, "starts": starts}
+
+
+def _content(sitting: Sitting) -> dict[str, Any]:
+    """All of it but where its engines are installed."""
+    content = asdict(sitting)
+    for entry in content["entries"]:
+        del entry["python"]
+    return content
+
+
+def _start(arguments: argparse.Namespace, shape: str) -> dict[str, Any]:
+    engines = entries("bf16", arguments.peers, not arguments.no_headway, variants=False)
+    seconds = start_times(engines, shape, arguments.rounds, arguments.threads, arguments.folder, arguments.llama_simple)
+    summary = compared(PROMPT.label, seconds, set(), min)
+    print(table(f"{shape}, bf16: seconds", summary, {}), flush=True)
+    return {"seconds": seconds, "summary": [asdict(row) for row in summary]}
+
+
+def save(report: dict[str, Any], output: Path) -> None:
+    """Write it whole or not at all."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_suffix(".partial")
+    text = json.dumps(report, indent=1)
+    partial.write_text(text.replace(str(CHECKPOINTS.parent.parent) + "/", "").replace(str(Path.home()), "~") + "\n")
+    partial.replace(output)
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines are ended too
-    engines = ([] if arguments.no_headway else [("headway", sys.executable)]) + arguments.peers
-    results, about = run(engines, arguments)
-    rows = results.summary(engines[0][0])
+    left_out = ("peers", "output", "folder", "no_headway", "llama_simple")
+    measured = measure(arguments)
     report = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
@@ -234,14 +173,9 @@ def main(argv: list[str] | None = None) -> None:
             "cores": os.cpu_count(),
             "system": f"{platform.system()} {platform.machine()}",
         },
-        "settings": {k: v for k, v in vars(arguments).items() if k not in ("peers", "output", "no_headway")},
-        "engines": about,
-        "summary": rows,
-        "rates": results.rates,
+        "settings": {name: value for name, value in vars(arguments).items() if name not in left_out},
     }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(rows, engines[0][0]))
+    save(report | measured, arguments.output)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,23 @@
-"""The benchmark's arithmetic, without an engine: what counts as decode and prefill, and how ratios are formed."""
+"""The benchmark without a server: arguments, what an engine is asked, and a whole sitting of the tiny shape."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks import offline, offline_worker
+from benchmarks import exports, offline, sitting
 from benchmarks.checkpoint import SHAPES, write_checkpoint
+from benchmarks.engines import worker
+from benchmarks.points import Point, decode, held, prefill
+from benchmarks.processes import ROOT, Child, finish
 from headway.models.config import ModelConfig
 from headway.text.tokenizer import Tokenizer
 
@@ -20,62 +27,53 @@ class Scripted:
 
     version = "scripted"
 
-    def __init__(self, steps: list[tuple[float, list[int]]]) -> None:
-        self.steps = steps
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: list[tuple[float, list[int]]]) -> None:
+        self.steps = list(steps)
         self.prompts: list[list[list[int]]] = []
+        self.now = 0.0
+        monkeypatch.setattr(worker.time, "perf_counter", lambda: self.now)
 
-    def run(self, prompts: list[list[int]], new_tokens: int) -> list[tuple[float, list[int]]]:
+    def start(self, prompts: list[list[int]], new_tokens: int) -> None:
         self.prompts.append(prompts)
-        began = offline_worker.time.perf_counter()
-        return [(began + at, counts) for at, counts in self.steps]
+
+    def step(self) -> list[int]:
+        self.now, counts = self.steps.pop(0)
+        return counts
 
 
-@pytest.fixture
-def frozen_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offline_worker.time, "perf_counter", lambda: 100.0)
-
-
-@pytest.mark.usefixtures("frozen_clock")
-def test_decode_counts_only_after_the_last_prompt_has_begun() -> None:
-    engine = Scripted([(1.0, [1, 0]), (2.0, [2, 1]), (2.5, [3, 2]), (4.0, [4, 4])])
-    rates = offline_worker.measure(engine, 512, batch=2, prompt=10, new=4, seed=0)
+def test_decode_counts_only_after_the_last_prompt_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Scripted(monkeypatch, [(1.0, [1, 0]), (2.0, [2, 1]), (2.5, [3, 2]), (4.0, [4, 4])])
+    rates = worker.Measured(engine, 512).run(batch=2, prompt=10, new=4, seed=0)
     assert rates == {"decode": 5 / 2.0, "prefill": 20 / 2.0, "seconds": 4.0}
 
 
-@pytest.mark.usefixtures("frozen_clock")
-def test_prefill_alone_has_no_decode_rate() -> None:
-    rates = offline_worker.measure(Scripted([(0.5, [1])]), 512, batch=1, prompt=512, new=1, seed=0)
+def test_prefill_alone_has_no_decode_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = worker.Measured(Scripted(monkeypatch, [(0.5, [1])]), 512).run(batch=1, prompt=512, new=1, seed=0)
     assert rates == {"decode": None, "prefill": 1024.0, "seconds": 0.5}
 
 
-@pytest.mark.usefixtures("frozen_clock")
-def test_an_engine_that_stops_early_is_not_measured() -> None:
-    with pytest.raises(RuntimeError, match=r"asked for 4 tokens of each of 2 prompts, got \[4, 3\]"):
-        offline_worker.measure(Scripted([(1.0, [1, 1]), (2.0, [4, 3])]), 512, batch=2, prompt=8, new=4, seed=0)
+def test_an_engine_that_gives_other_numbers_of_tokens_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Scripted(monkeypatch, [(1.0, [1, 1]), (2.0, [5, 4])])
+    with pytest.raises(RuntimeError, match=r"asked for 4 tokens of each of 2 prompts, got \[5, 4\]"):
+        worker.Measured(engine, 512).run(batch=2, prompt=8, new=4, seed=0)
+
+
+def test_held_prompts_go_on_where_they_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Scripted(
+        monkeypatch,
+        [(1.0, [1, 0]), (3.0, [2, 1]), (4.0, [3, 2]), (5.0, [4, 3]), (7.0, [5, 4]), (9.0, [6, 5])],
+    )
+    measured = worker.Measured(engine, 512)
+    assert measured.hold(batch=2, prompt=8, new=99, seed=0) == {"seconds": 3.0}
+    assert measured.advance(new=2) == {"decode": 4 / 2.0, "seconds": 2.0}
+    assert measured.advance(new=2) == {"decode": 4 / 4.0, "seconds": 4.0}
+    assert len(engine.prompts) == 1
 
 
 def test_prompts_differ_within_a_batch_and_between_rounds_but_not_between_engines() -> None:
-    first, second = Scripted([(1.0, [1, 1])]), Scripted([(1.0, [1, 1])])
-    for engine in (first, second):
-        for seed in (1, 2):
-            offline_worker.measure(engine, 512, batch=2, prompt=16, new=1, seed=seed)
-    assert first.prompts == second.prompts
-    distinct = {tuple(prompt) for batch in first.prompts for prompt in batch}
-    assert len(distinct) == 4
-
-
-def test_ratios_compare_medians_and_neighbouring_rounds() -> None:
-    results = offline.Results()
-    point = offline.points([4], 128, 64, 512)[0]
-    for ours, theirs in ((10.0, 5.0), (40.0, 40.0), (30.0, 10.0)):
-        results.add(point, "headway", ours)
-        results.add(point, "peer", theirs)
-    mine, other = results.summary("headway")
-    assert (mine["engine"], mine["median"], mine["low"], mine["high"], mine["ratio"]) == ("headway", 30, 10, 40, 1)
-    assert (other["median"], other["ratio"], other["ratio_low"], other["ratio_high"]) == (10, 3, 1, 3)
-    assert offline.table([mine, other], "headway").splitlines()[-1] == (
-        "| decode, batch 4 | peer | 10.0 | 5.0 .. 40.0 | 3.00 | 1.00 .. 3.00 |"
-    )
+    first, again, other = (worker.random_prompts(512, 2, 16, seed) for seed in (1, 1, 2))
+    assert first == again
+    assert len({tuple(prompt) for prompt in first + other}) == 4
 
 
 @pytest.mark.parametrize(
@@ -83,18 +81,30 @@ def test_ratios_compare_medians_and_neighbouring_rounds() -> None:
     [
         (["--peer", "vllm"], "'vllm' is not NAME=PYTHON"),
         (["--peer", "vllm=/no/such/python"], "is not NAME=PYTHON"),
-        (["--peer", f"unheard-of={sys.executable}"], "'unheard-of' is not an engine"),
+        (["--peer", f"unheard-of={sys.executable}"], "'unheard-of' is not a peer"),
+        (["--peer", f"headway={sys.executable}"], "'headway' is not a peer"),
         (["--rounds", "0"], "--rounds is 0; it must be at least 1"),
-        (["--batches", "4", "0"], "--batches is 0; it must be at least 1"),
+        (["--points", "decode:0"], "'decode:0' is not decode:BATCH"),
+        (["--points", "prefill:8"], "'8' is not BATCHxTOKENS"),
+        (["--points", "speed:8"], "'speed:8' is not decode:BATCH or prefill:BATCHxTOKENS"),
+        (["--contexts", "1x0"], "'1x0' is not BATCHxTOKENS"),
+        (["--contexts", "1x40000"], "a sequence would have 40144 tokens, and qwen2.5-0.5b has room for 32768"),
         (["--new-tokens", "1"], "--new-tokens is 1; a decode rate needs at least 2"),
-        (["--no-headway"], "nothing to measure"),
+        (["--precisions", "int2"], "invalid choice: 'int2'"),
+        (["--shapes", "gpt-5"], "invalid choice: 'gpt-5'"),
+        (["--llama-simple", "/no/such/program"], "which is no program"),
+        (["--points", "--rounds", "1"], "nothing to measure; give --points, --contexts or --start"),
+        (["--no-headway"], "nothing to measure; name a --peer"),
     ],
 )
-def test_bad_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         offline.parse(arguments)
     assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said and len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -107,17 +117,117 @@ def test_checkpoint_is_one_that_headway_reads(shape: str, tmp_path: Path) -> Non
     assert len(tokenizer.encode("one token a byte")) == 16
 
 
-def test_a_whole_sitting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_precision_has_its_engines() -> None:
+    peers = [("openvino", "a"), ("llama.cpp", "b"), ("vllm", "c")]
+    labels = {
+        precision: [entry.label for entry in sitting.entries(precision, peers, headway=True, variants=False)]
+        for precision in exports.PRECISIONS
+    }
+    assert labels == {
+        "bf16": ["headway", "openvino", "llama.cpp", "vllm"],
+        "int8": ["headway", "openvino", "llama.cpp"],
+        "int4": ["headway", "openvino", "llama.cpp"],
+    }
+    more = sitting.entries("int8", peers, headway=True, variants=True)
+    assert [entry.label for entry in more if entry.variant] == ["headway, weights only", "openvino, 8-bit KV cache"]
+
+
+def test_settings_have_room_for_the_largest_point(tmp_path: Path) -> None:
+    points = [decode(16, 128, 64), prefill(2, 512), held(3, 1000, 16)]
+    entry = sitting.entries("bf16", [], headway=True, variants=False)[0]
+    *_, name, text = sitting.worker_command(entry, "tiny", "bf16", points, 5, 2, tmp_path)
+    settings = json.loads(text)
+    assert name == "headway"
+    assert (settings["longest"], settings["sequences"], settings["threads"]) == (1000 + 7 * 16, 16, 2)
+    assert settings["vocabulary"] == 512 and settings["quantization"] == "none"
+    assert (Path(settings["model"]) / "model.safetensors").exists()
+    assert sitting.cache_bytes("qwen2.5-0.5b", [held(8, 16384, 16)], 3) == 8 * (16384 + 256) * 2 * 6144
+
+
+def test_a_point_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sitting, "_available_bytes", lambda: 10**9)
+    entry = sitting.entries("bf16", [], headway=True, variants=False)
+    point = held(8, 16384, 16)
+    found = sitting.Sitting("qwen2.5-0.5b", "bf16", [point], entry)
+    sitting.sit_held(found, 3, 1, tmp_path)
+    assert found.left_out[point.label] == "as 1 engines need 3 GB at once and 1 GB are free"
+    assert not found.rates
+
+
+def test_a_whole_sitting(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_once(sat: sitting.Sitting, points: list[Point], peaks: Child, number: int) -> None:
+        for point in points if number else []:
+            sat.peaks.setdefault(point.label, []).append({"read": 1e9, "bf16": 1e9, "int8": 1e9})
+
+    monkeypatch.setattr(sitting, "_measure_peaks", at_once)
     output = tmp_path / "results" / "tiny.json"
-    shape = "--shape tiny --batches 1 3 --prompt-len 9 --new-tokens 5 --prefill-len 32 --rounds 2 --threads 1"
-    offline.main([*shape.split(), "--output", str(output)])
+    chosen = "--shapes tiny --precisions bf16 --points decode:1 decode:3 prefill:2x32 --contexts 2x64 --start"
+    sizes = "--prompt-len 9 --new-tokens 5 --context-tokens 4 --rounds 2 --threads 1"
+    offline.main([*chosen.split(), *sizes.split(), "--folder", str(tmp_path), "--output", str(output)])
     report = json.loads(output.read_text())
-    assert list(report["rates"]) == ["decode, batch 1", "decode, batch 3", "prefill, 1 x 32"]
-    assert all(len(rates["headway"]) == 2 and min(rates["headway"]) > 0 for rates in report["rates"].values())
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 3
+    measured = report["sittings"][0]["rates"]
+    assert list(measured) == ["decode, batch 1", "decode, batch 3", "prefill, 2 x 32", "decode, batch 2 at 64 tokens"]
+    assert all(len(rates["headway"]) == 2 and min(rates["headway"]) > 0 for rates in measured.values())
+    assert len(report["starts"]["tiny"]["seconds"]["headway"]) == 2
+    assert len(report["sittings"][0]["summary"]) == 4
+    assert capsys.readouterr().out.count("| headway |") == 4 + 1
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    entry = sitting.entries("bf16", [], headway=True, variants=False)[0]
+    command = sitting.worker_command(entry, "tiny", "bf16", [decode(1, 8, 4)], 1, 1, tmp_path)
+    (tmp_path / "tiny" / "config.json").unlink()
     with pytest.raises(SystemExit, match=r"(?s)headway ended with exit code 1;.*config.json"):
-        offline.Worker("headway", sys.executable, [str(tmp_path), "bfloat16", "1"])
+        Child("headway", command)
+
+
+def test_a_conversion_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"(?s)convert ended with exit code 3;.*no such layer"):
+        finish("convert", [sys.executable, "-c", "import sys; print('no such layer'); sys.exit(3)"])
+    finish("convert", [sys.executable, "-c", "print('fine')"])
+    assert len(list(tmp_path.glob("convert-*.log"))) == 1, "only the failure's log is kept"
+
+
+def test_a_child_is_stopped_but_while_it_is_asked_and_ends_with_its_parent(tmp_path: Path) -> None:
+    program = (
+        "import json, os, sys\n"
+        "print(json.dumps({'version': '1', 'start_seconds': 0, 'pid': os.getpid()}), flush=True)\n"
+        "for line in sys.stdin: print(line, end='', flush=True)\n"
+    )
+    child = Child("echo", [sys.executable, "-c", program])
+    pid = child.about["pid"]
+    assert child.ask({"twice": 2}) == {"twice": 2}
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}/stat").read_text().split()[2] != "T" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert Path(f"/proc/{pid}/stat").read_text().split()[2] == "T"
+    child.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_an_interrupted_sitting_ends_its_engines(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.offline", "--shapes", "tiny", "--precisions", "bf16", "--threads", "1"]
+    command += ["--folder", str(tmp_path), "--output", str(tmp_path / "result.json")]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "headway" in line and "ready" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    process.stderr.read()
+    assert process.wait(timeout=60) == 143
+    workers = [path for path in Path("/proc").glob("[0-9]*/cmdline") if _mentions(path, str(tmp_path))]
+    assert workers == []
+    assert not (tmp_path / "result.json").exists()
+
+
+def _mentions(cmdline: Path, text: str) -> bool:
+    try:
+        return text in cmdline.read_text(errors="replace")
+    except OSError:
+        return False

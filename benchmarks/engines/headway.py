@@ -1,0 +1,48 @@
+"""Headway, driven at its engine core: no server, no tokenizer, no process of its own."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from benchmarks.engines.interface import STEP_TOKENS, Settings
+
+
+class Headway:
+    """See benchmarks.engines.interface.Engine."""
+
+    def __init__(self, settings: Settings) -> None:
+        import headway
+        from headway.engine.messages import AddRequest
+
+        self.version = headway.__version__
+        self._params = headway.SamplingParams
+        self._request = AddRequest
+        extra: dict[str, Any] = {} if settings.quantization == "none" else {"quantization": settings.quantization}
+        self._core = headway.LLM(
+            settings.model,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            num_threads=settings.threads,
+            max_model_len=settings.longest,
+            max_num_batched_tokens=STEP_TOKENS,
+            kv_cache_memory=settings.kv_bytes,
+            enable_prefix_caching=False,
+            **extra,
+        ).engine.core
+        self._counts: dict[str, int] = {}
+
+    def start(self, prompts: list[list[int]], new_tokens: int) -> None:
+        """See Engine."""
+        params = self._params(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        self._counts = {str(number): 0 for number in range(len(prompts))}
+        for name, prompt in zip(self._counts, prompts, strict=True):
+            self._core.add(self._request(name, prompt, params, eos_token_ids=[], sent_ns=time.monotonic_ns()))
+
+    def step(self) -> list[int]:
+        """See Engine. Raises RuntimeError when a request fails."""
+        for output in self._core.step().outputs:
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            self._counts[output.request_id] += len(output.token_ids)
+        return list(self._counts.values())

@@ -1,0 +1,50 @@
+"""What a measurement needs of an engine, and what an engine is told. Only the standard library is used here.
+
+Engines live in environments without this project's dependencies; a driver imports its engine when it is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+STEP_TOKENS = 4096  # token budget of a step, for every engine alike
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The same for every engine of a sitting, but for the model's files.
+
+    Args:
+        model: folder or file with the weights, in the form that this engine reads.
+        precision: bf16, int8 or int4.
+        threads: of computation.
+        longest: prompt plus output of a sequence, in tokens.
+        sequences: most of them at once.
+        kv_bytes: of the KV cache at 16 bits a number; enough for all sequences.
+        quantization: what the engine is to do with the weights as it reads them; "none" leaves them as they are.
+        kv_bits: of a number in the KV cache, 16 or 8; engines without a cache of 8 bits ignore it.
+    """
+
+    model: str
+    precision: str
+    threads: int
+    longest: int
+    sequences: int
+    kv_bytes: int
+    quantization: str = "none"
+    kv_bits: int = 16
+
+
+class Engine(Protocol):
+    """An engine with a model: one batch of prompts at a time, greedy, end token ignored, no prefix cache."""
+
+    version: str
+
+    def start(self, prompts: list[list[int]], new_tokens: int) -> None:
+        """Hand over prompts (token ids), each to get so many new tokens."""
+        ...
+
+    def step(self) -> list[int]:
+        """Compute one step; return how many new tokens each prompt has by now, in their order."""
+        ...

@@ -1,0 +1,94 @@
+"""llama.cpp, driven through the C interface that llama-cpp-python binds, as its own batched programs use it.
+
+There is no scheduler in llama.cpp: prompts go in together, up to the step budget, then every sequence gets a token a
+step. The next token is the largest logit, found here by numpy; llama.cpp's own greedy sampler takes longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.engines.interface import STEP_TOKENS, Settings
+
+_ROUND_UP = 256  # llama.cpp pads each sequence's part of the cache to it
+_AT_ONCE = 2048  # tokens that go through the layers together; no slower than the default of 512, and often faster
+
+
+class LlamaCpp:
+    """See benchmarks.engines.interface.Engine."""
+
+    def __init__(self, settings: Settings) -> None:
+        import llama_cpp  # type: ignore[import-not-found]
+        import numpy
+
+        self._numpy: Any = numpy
+        self._lib: Any = llama_cpp.llama_cpp
+        self.version = llama_cpp.__version__
+        self._lib.llama_backend_init()
+        self._model = self._lib.llama_model_load_from_file(
+            settings.model.encode(), self._lib.llama_model_default_params()
+        )
+        if not self._model:
+            raise RuntimeError(f"llama.cpp cannot read {settings.model}")
+        params = self._lib.llama_context_default_params()
+        params.n_ctx = settings.sequences * -(-settings.longest // _ROUND_UP) * _ROUND_UP
+        params.n_seq_max = settings.sequences
+        params.n_batch = STEP_TOKENS
+        params.n_ubatch = _AT_ONCE
+        params.flash_attn_type = self._lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        params.n_threads = params.n_threads_batch = settings.threads
+        params.no_perf = True
+        self._context = self._lib.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise RuntimeError("llama.cpp cannot make a context; see above")
+        vocabulary = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model))
+        self._logits_shape = (vocabulary,)
+        self._batch = self._lib.llama_batch_init(STEP_TOKENS, 0, 1)
+        self._waiting: list[tuple[int, int, int, bool]] = []
+        self._last: list[int] = []
+        self._lengths: list[int] = []
+        self._counts: list[int] = []
+
+    def start(self, prompts: list[list[int]], new_tokens: int) -> None:
+        """See Engine. How many tokens each is to get is the caller's to know: a sequence here has no end."""
+        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
+        self._counts, self._last = [0] * len(prompts), [0] * len(prompts)
+        self._lengths = [len(prompt) for prompt in prompts]
+        self._waiting = [
+            (token, place, number, place == len(prompt) - 1)
+            for number, prompt in enumerate(prompts)
+            for place, token in enumerate(prompt)
+        ]
+
+    def step(self) -> list[int]:
+        """See Engine. Raises RuntimeError when llama.cpp refuses the batch."""
+        if self._waiting:
+            rows, self._waiting = self._waiting[:STEP_TOKENS], self._waiting[STEP_TOKENS:]
+        else:
+            rows = [
+                (token, length + count - 1, number, True)
+                for number, (token, length, count) in enumerate(
+                    zip(self._last, self._lengths, self._counts, strict=True)
+                )
+            ]
+        self._decode(rows)
+        for place, (_, _, number, wanted) in enumerate(rows):
+            if wanted:
+                self._last[number] = self._largest(place)
+                self._counts[number] += 1
+        return list(self._counts)
+
+    def _decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
+        """Of each row the token, its position, its sequence, and whether its logits are wanted."""
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for place, (token, position, number, wanted) in enumerate(rows):
+            batch.token[place], batch.pos[place], batch.logits[place] = token, position, wanted
+            batch.n_seq_id[place] = 1
+            batch.seq_id[place][0] = number
+        if code := self._lib.llama_decode(self._context, batch):
+            raise RuntimeError(f"llama_decode returned {code} on {len(rows)} tokens; see above")
+
+    def _largest(self, place: int) -> int:
+        logits = self._lib.llama_get_logits_ith(self._context, place)
+        return int(self._numpy.ctypeslib.as_array(logits, self._logits_shape).argmax())

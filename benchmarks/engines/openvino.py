@@ -1,0 +1,65 @@
+"""OpenVINO GenAI, driven at its continuous batching pipeline."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from benchmarks.engines.interface import STEP_TOKENS, Settings
+
+_GIB = 1 << 30
+
+
+def _properties(settings: Settings) -> dict[str, Any]:
+    """Of the CPU plugin; what was fastest where its default was not."""
+    properties: dict[str, Any] = {
+        "INFERENCE_NUM_THREADS": settings.threads,
+        "INFERENCE_PRECISION_HINT": "bf16",
+        "KV_CACHE_PRECISION": "bf16" if settings.kv_bits == 16 else "u8",
+    }
+    if settings.precision != "bf16":  # activations in 8 bits by groups as long as those of the weights; default: 32
+        properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 128
+    return properties
+
+
+class OpenVino:
+    """See benchmarks.engines.interface.Engine."""
+
+    def __init__(self, settings: Settings) -> None:
+        import numpy
+        import openvino  # type: ignore[import-not-found]
+        import openvino_genai  # type: ignore[import-not-found]
+
+        self.version = openvino_genai.__version__
+        self._genai: Any = openvino_genai
+        self._tensor = lambda prompt: openvino.Tensor(numpy.array([prompt], dtype=numpy.int64))
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.max_num_batched_tokens = STEP_TOKENS
+        scheduler.max_num_seqs = settings.sequences
+        scheduler.cache_size = math.ceil(settings.kv_bytes / _GIB)
+        scheduler.dynamic_split_fuse = True
+        scheduler.enable_prefix_caching = False
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(
+            settings.model, scheduler, "CPU", _properties(settings)
+        )
+        self._handles: list[Any] = []
+        self._counts: list[int] = []
+
+    def start(self, prompts: list[list[int]], new_tokens: int) -> None:
+        """See Engine."""
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens = new_tokens
+        config.ignore_eos = True
+        config.do_sample = False
+        self._counts = [0] * len(prompts)
+        self._handles = [
+            self._pipeline.add_request(number, self._tensor(prompt), config) for number, prompt in enumerate(prompts)
+        ]
+
+    def step(self) -> list[int]:
+        """See Engine."""
+        self._pipeline.step()
+        for number, handle in enumerate(self._handles):
+            while handle.can_read():
+                self._counts[number] += sum(len(output.generated_ids) for output in handle.read().values())
+        return list(self._counts)

@@ -1,0 +1,67 @@
+"""The model's files as each engine reads them, made once of the one checkpoint: OpenVINO's IR and llama.cpp's GGUF.
+
+Precisions are bf16, int8 and int4. What was chosen where an engine leaves a choice is in benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from benchmarks.gguf_checkpoint import write_gguf
+from benchmarks.processes import finish
+from benchmarks.weights import write_weights
+
+PRECISIONS = ("bf16", "int8", "int4")
+_OPENVINO_FLAGS = {
+    "bf16": ["--weight-format", "fp16"],
+    "int8": ["--weight-format", "int8", "--sym"],
+    "int4": ["--weight-format", "int4", "--sym", "--group-size", "128", "--ratio", "1.0"],
+}
+_GGUF_KINDS = {"int8": "q8_0", "int4": "q4_0"}
+
+
+def model_for(engine: str, precision: str, shape: str, python: str, folder: Path) -> Path:
+    """The model of `shape` in the form that `engine` reads, written to folder / shape unless it is there already.
+
+    Args:
+        engine: headway, vllm, openvino or llama.cpp.
+        python: that the engine is installed in; it does the conversion.
+
+    Raises:
+        SystemExit: the conversion failed; with the tail of its log.
+        ValueError: weights of this shape are not known here.
+    """
+    checkpoint = write_weights(shape, folder)
+    if engine == "openvino":
+        return _openvino(checkpoint, precision, python)
+    if engine == "llama.cpp":
+        return _gguf(write_gguf(shape, folder), precision, python)
+    return checkpoint
+
+
+def _openvino(checkpoint: Path, precision: str, python: str) -> Path:
+    target = checkpoint / f"openvino-{precision}"
+    if target.exists():
+        return target
+    print(f"exporting {checkpoint.name} in {precision} for openvino ...", file=sys.stderr)
+    partial = target.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    program = Path(python).parent / "optimum-cli"
+    command = [str(program), "export", "openvino", "--model", str(checkpoint), "--task", "text-generation-with-past"]
+    finish("optimum-cli", [*command, *_OPENVINO_FLAGS[precision], str(partial)])
+    return partial.replace(target)
+
+
+def _gguf(source: Path, precision: str, python: str) -> Path:
+    if precision == "bf16":
+        return source
+    kind = _GGUF_KINDS[precision]
+    target = source.with_name(f"{kind}.gguf")
+    if target.exists():
+        return target
+    print(f"quantizing {source.parent.name} to {kind} for llama.cpp ...", file=sys.stderr)
+    partial = target.with_suffix(".partial")
+    finish("llama.cpp quantize", [python, "-m", "benchmarks.engines.quantize", str(source), str(partial), kind])
+    return partial.replace(target)

@@ -1,0 +1,136 @@
+"""Processes that are measured: they answer a line of JSON with a line of JSON, and are stopped while nobody asks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+_TAIL = 15  # lines of a log that are shown when something fails
+_PATIENCE_S = 15.0
+
+
+def environment() -> dict[str, str]:
+    """Where benchmarks' own modules are found by any Python, and nothing is looked up on the network."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+def tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
+
+
+class Child:
+    """A process and its children, in a group of their own. Its standard error goes to a log that outlives a failure.
+
+    Args:
+        command: the first line that it writes says what it is (`about`).
+
+    Raises:
+        SystemExit: it ended before it answered; with its name and the tail of its log. So does ask().
+    """
+
+    def __init__(self, name: str, command: list[str]) -> None:
+        self.name = name
+        with tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log", delete=False) as log:
+            self._log = Path(log.name)
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment(),
+                start_new_session=True,
+                text=True,
+            )
+        try:
+            self.about = self._reply()
+        except BaseException as failure:
+            self.close(keep_log=isinstance(failure, SystemExit))
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Wake it, hand over the request, and stop it again when it has answered."""
+        assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        with suppress(BrokenPipeError):  # then there is no reply either, and the log says why
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        reply = self._reply()
+        self._signal(signal.SIGSTOP)
+        return reply
+
+    def close(self, keep_log: bool = False) -> None:
+        """End it, by the end of its input or else by force."""
+        assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=0 if keep_log else _PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+        self._signal(signal.SIGKILL)  # an engine may leave children behind
+        if not keep_log:
+            self._log.unlink(missing_ok=True)
+
+    def _reply(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            raise SystemExit(f"{self.name} ended with exit code {code}; its log ({self._log}):\n{tail(self._log)}")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _signal(self, which: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, which)
+
+
+@contextmanager
+def running(name: str, command: list[str]) -> Iterator[Child]:
+    """A child that has said what it is, stopped; ended with the block. Says on stderr how it goes."""
+    print(f"starting {name} ...", file=sys.stderr)
+    child = Child(name, command)
+    failed = False
+    try:
+        print(f"{name} {child.about['version']} ready after {child.about['start_seconds']:.1f} s", file=sys.stderr)
+        yield child
+    except SystemExit as end:
+        failed = str(end).startswith(f"{name} ended")
+        raise
+    finally:
+        child.close(keep_log=failed)
+
+
+def finish(name: str, command: list[str]) -> None:
+    """Run a program to its end; it is ended with this process.
+
+    Raises:
+        SystemExit: it failed; with its name and the tail of what it wrote.
+    """
+    with tempfile.NamedTemporaryFile(prefix=f"{name.replace(' ', '-')}-", suffix=".log", delete=False) as output:
+        log = Path(output.name)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment(), start_new_session=True
+        )
+    try:
+        code = process.wait()
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        log.unlink(missing_ok=True)
+        raise
+    if code:
+        raise SystemExit(f"{name} ended with exit code {code}; its log ({log}):\n{tail(log)}")
+    log.unlink()

@@ -1,0 +1,184 @@
+"""One sitting: the engines of one precision on one model, point by point and round by round, in turn."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoint import SHAPES
+from benchmarks.engines.interface import Settings
+from benchmarks.exports import model_for
+from benchmarks.points import Point
+from benchmarks.processes import Child, running
+from benchmarks.work import kv_bytes, shape_of, weight_bytes
+
+_LEAST_KV_BYTES = 1 << 30
+_ROUND_UP = 256  # some engines give each sequence a multiple of so many tokens
+_COPIES = 1.5  # of its weights that an engine may hold in memory, the cache apart
+_HEADWAY = {"bf16": "none", "int8": "int8", "int4": "int4"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One engine in one setting, a row of the table.
+
+    Args:
+        python: that it is installed in.
+        quantization: of Headway, as it reads the weights.
+        kv_bits: of a number in the KV cache.
+        variant: shown beside the others, but never the best peer.
+    """
+
+    label: str
+    engine: str
+    python: str
+    quantization: str = "none"
+    kv_bits: int = 16
+    variant: bool = False
+
+
+def entries(precision: str, peers: list[tuple[str, str]], headway: bool, variants: bool) -> list[Entry]:
+    """Headway first, then the peers (name, python) that have this precision; vLLM's CPU build has bf16 alone."""
+    found = [Entry("headway", "headway", sys.executable, _HEADWAY[precision])] if headway else []
+    if headway and variants and precision == "int8":
+        found.append(Entry("headway, weights only", "headway", sys.executable, "int8-weight-only", variant=True))
+    for name, python in peers:
+        if precision == "bf16" or name != "vllm":
+            found.append(Entry(name, name, python))
+        if variants and name == "openvino":
+            found.append(Entry("openvino, 8-bit KV cache", name, python, kv_bits=8, variant=True))
+    return found
+
+
+@dataclass
+class Sitting:
+    """What was measured; every list is by round.
+
+    Args:
+        rates: tokens a second, by point label and entry label.
+        peaks: of the machine, by point label; see benchmarks.engines.peaks.
+        about: what each entry says of itself.
+        left_out: labels of points that could not be measured, and why.
+    """
+
+    shape: str
+    precision: str
+    points: list[Point]
+    entries: list[Entry]
+    rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    peaks: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    about: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def add(self, point: Point, label: str, rate: float) -> None:
+        rates = self.rates.setdefault(point.label, {entry.label: [] for entry in self.entries})
+        rates[label].append(rate)
+
+
+def cache_bytes(shape: str, points: list[Point], rounds: int) -> int:
+    """Of the KV cache that the largest point needs, 1 GiB at least."""
+    padded = (point.batch * -(-point.longest(rounds) // _ROUND_UP) * _ROUND_UP for point in points)
+    return max(_LEAST_KV_BYTES, kv_bytes(shape_of(SHAPES[shape]), max(padded)))
+
+
+def worker_command(
+    entry: Entry, shape: str, precision: str, points: list[Point], rounds: int, threads: int, folder: Path
+) -> list[str]:
+    """The entry's process, with room for all the points. Makes the entry's model files, which may take minutes."""
+    settings = Settings(
+        model=str(model_for(entry.engine, precision, shape, entry.python, folder)),
+        precision=precision,
+        threads=threads,
+        longest=max(point.longest(rounds) for point in points),
+        sequences=max(point.batch for point in points),
+        kv_bytes=cache_bytes(shape, points, rounds),
+        quantization=entry.quantization,
+        kv_bits=entry.kv_bits,
+    )
+    content = asdict(settings) | {"vocabulary": SHAPES[shape]["vocab_size"]}
+    return [entry.python, "-m", "benchmarks.engines.worker", entry.engine, json.dumps(content)]
+
+
+def sit(sitting: Sitting, rounds: int, threads: int, folder: Path) -> None:
+    """Measure every point that is not held on every entry, `rounds` times after one round that does not count."""
+    points = [point for point in sitting.points if not point.held]
+    with ExitStack() as stack:
+        children, peaks = _start(stack, sitting, points, rounds, threads, folder)
+        for number in range(rounds + 1):
+            _measure_peaks(sitting, points, peaks, number)
+            for point in points:
+                for child in children:
+                    ask = {"do": "run", "batch": point.batch, "prompt": point.prompt, "new": point.new, "seed": number}
+                    _take(sitting, point, child.name, float(child.ask(ask)[point.rate]), number)
+                children.append(children.pop(0))  # nobody always comes first
+
+
+def sit_held(sitting: Sitting, rounds: int, threads: int, folder: Path) -> None:
+    """Measure the held points, one after the other, each with processes of its own that have room for it alone."""
+    for point in sitting.points:
+        if not point.held:
+            continue
+        if reason := _too_large(sitting, point, rounds):
+            sitting.left_out[point.label] = reason
+            print(f"{point.label}: left out, {reason}", file=sys.stderr)
+            continue
+        with ExitStack() as stack:
+            children, peaks = _start(stack, sitting, [point], rounds, threads, folder)
+            for child in children:
+                new = point.total_new(rounds)
+                held = child.ask({"do": "hold", "batch": point.batch, "prompt": point.prompt, "new": new, "seed": 0})
+                print(f"{point.label}: {child.name} took its prompts in {held['seconds']:.1f} s", file=sys.stderr)
+            for number in range(rounds + 1):
+                _measure_peaks(sitting, [point], peaks, number)
+                for child in children:
+                    rate = child.ask({"do": "advance", "new": point.new})["decode"]
+                    _take(sitting, point, child.name, float(rate), number)
+                children.append(children.pop(0))
+
+
+def _start(
+    stack: ExitStack, sitting: Sitting, points: list[Point], rounds: int, threads: int, folder: Path
+) -> tuple[list[Child], Child]:
+    """The entries' processes, and the one that measures the machine."""
+    children = []
+    for entry in sitting.entries:
+        command = worker_command(entry, sitting.shape, sitting.precision, points, rounds, threads, folder)
+        children.append(stack.enter_context(running(entry.label, command)))
+    sitting.about |= {child.name: child.about for child in children}
+    command = [sys.executable, "-m", "benchmarks.engines.peaks", str(threads)]
+    return children, stack.enter_context(running("the machine", command))
+
+
+def _measure_peaks(sitting: Sitting, points: list[Point], peaks: Child, number: int) -> None:
+    found = peaks.ask({})
+    read, bf16, int8 = found["read"] / 1e9, found["bf16"] / 1e9, found["int8"] / 1e9
+    print(f"round {number}: reads {read:.1f} GB/s, products {bf16:.0f} and {int8:.0f} GFLOP/s", file=sys.stderr)
+    if number:
+        for point in points:
+            sitting.peaks.setdefault(point.label, []).append(found)
+
+
+def _take(sitting: Sitting, point: Point, label: str, rate: float, number: int) -> None:
+    print(f"round {number}: {point.label}: {label} {rate:.1f}", file=sys.stderr)
+    if number:  # the first round only warms up
+        sitting.add(point, label, rate)
+
+
+def _too_large(sitting: Sitting, point: Point, rounds: int) -> str | None:
+    """Why not all engines can hold the point at the same time; None where they can."""
+    weights = weight_bytes(shape_of(SHAPES[sitting.shape]), sitting.precision) * _COPIES
+    needed = len(sitting.entries) * (weights + cache_bytes(sitting.shape, [point], rounds))
+    free = _available_bytes()
+    if needed <= free:
+        return None
+    return f"as {len(sitting.entries)} engines need {needed / 1e9:.0f} GB at once and {free / 1e9:.0f} GB are free"
+
+
+def _available_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kib = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return int(kib) * 1024

@@ -1,0 +1,82 @@
+"""How long an engine takes from the start of its process to its first token: imports, weights, a prompt of 16 tokens.
+
+The weights are in the page cache. llama.cpp is started as a program of its own, llama-simple, where that is given.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks.points import Point
+from benchmarks.processes import Child, environment
+from benchmarks.sitting import Entry, worker_command
+
+PROMPT = Point("start to first token", "prefill", 1, 16, 1)
+_TEXT = "sixteen letters!"  # a token a byte
+_TOKENS = len(_TEXT)
+
+
+def start_times(
+    engines: list[Entry], shape: str, rounds: int, threads: int, folder: Path, llama_simple: str | None
+) -> dict[str, list[float]]:
+    """Seconds by entry label and round, in bf16, after a round that does not count."""
+    found: dict[str, list[float]] = {entry.label: [] for entry in engines}
+    commands = {
+        entry.label: worker_command(entry, shape, "bf16", [PROMPT], rounds, threads, folder) for entry in engines
+    }
+    order = list(engines)
+    for number in range(rounds + 1):
+        for entry in order:
+            if entry.engine == "llama.cpp" and llama_simple is not None:
+                seconds = _program(llama_simple, folder / shape / "bf16.gguf", threads)
+            else:
+                seconds = _worker(entry.label, commands[entry.label], number)
+            print(f"round {number}: {PROMPT.label}: {entry.label} {seconds:.2f} s", file=sys.stderr)
+            if number:
+                found[entry.label].append(seconds)
+        order.append(order.pop(0))
+    return found
+
+
+def _worker(label: str, command: list[str], seed: int) -> float:
+    began = time.perf_counter()
+    child = Child(label, command)
+    try:
+        child.ask({"do": "run", "batch": PROMPT.batch, "prompt": PROMPT.prompt, "new": PROMPT.new, "seed": seed})
+        return time.perf_counter() - began
+    finally:
+        child.close()
+
+
+def _program(llama_simple: str, model: Path, threads: int) -> float:
+    """Until it has written more than the prompt. It has no flag for threads and would take four.
+
+    Raises:
+        SystemExit: it wrote no token.
+    """
+    command = [llama_simple, "-m", str(model), "-n", "1", _TEXT]
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**environment(), "OMP_THREAD_LIMIT": str(threads)},
+    )
+    try:
+        assert process.stdout is not None
+        written = b""
+        while len(written) <= _TOKENS:
+            piece = os.read(process.stdout.fileno(), 4096)
+            if not piece:
+                raise SystemExit(f"{' '.join(command)} ended with exit code {process.wait()} before its first token")
+            written += piece
+        return time.perf_counter() - began
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
