@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from headway.engine import sampler as sampler_module
 from headway.engine.sampler import BAD_TOKEN, Sampler
-from headway.kernels.cpu import CpuKernels
 from headway.policy.request import Sequence
 from tests.engine.sampling_oracle import acceptable, distribution, kept, make_sequence
 
@@ -492,21 +491,3 @@ def test_only_kept_tokens_are_drawn(size: int, top_k: int, seed: int) -> None:
     sequences = [make_sequence(seed=seed + row, top_k=top_k) for row in range(8)]
     for row, token in enumerate(sample(logits, sequences)):
         assert token in kept(logits[row].numpy(), sequences[row])[0]
-
-
-# --- the short way of greedy batches ---------------------------------------------------------------------
-
-
-def test_a_greedy_batch_is_sampled_alike_with_and_without_kernels() -> None:
-    """With ties and with rows that are not numbers; one sequence that wants more than a token takes the long way."""
-    logits = logits_of(9, 700, 5, step=0.5)
-    logits[2, 3], logits[4, 7], logits[6] = math.nan, math.inf, -math.inf
-    greedy = [make_sequence(temperature=0.0) for _ in range(9)]
-    asking = [*greedy[:8], make_sequence(temperature=0.0, logprobs=2)]
-    for sequences in (greedy, asking):
-        for dtype in (torch.float32, torch.bfloat16):
-            plain = Sampler(700, CPU).sample(logits.to(dtype), sequences)
-            short = Sampler(700, CPU, CpuKernels().most_likely).sample(logits.to(dtype), sequences)
-            assert (short.token_ids, short.bad_rows) == (plain.token_ids, plain.bad_rows)
-            assert short.bad_rows == [2, 4, 6]
-            assert [entry is None for entry in short.logprobs] == [entry is None for entry in plain.logprobs]
