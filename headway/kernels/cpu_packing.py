@@ -101,25 +101,24 @@ def _row_to_nibbles(source, source_kind, width, padded, group, row, scales, plac
 
 
 @compiled()
-def _interleave(rows, row_bytes, lane_bytes, packed):
-    """PANEL dense rows to [step, vector, lane], lane_bytes of a row in each lane."""
-    addresses = take_memory(8 * LANES)
+def _interleave(addresses, row_bytes, lane_bytes, packed):
+    """The PANEL rows at addresses to [step, vector, lane], lane_bytes of a row in each lane."""
     steps = row_bytes // lane_bytes
     for vector in range(PANEL_VECTORS):
-        for lane in range(LANES):
-            write_integer(addresses, lane, rows + (vector * LANES + lane) * row_bytes, 64)
         done = steps // LANES * LANES if lane_bytes == 4 else 0
         for step in range(0, done, LANES):
             to = packed + (step * PANEL_VECTORS + vector) * LANES * 4
-            transpose_words(addresses, step * 4, to, PANEL_VECTORS * LANES * 4)
+            transpose_words(addresses + vector * LANES * 8, step * 4, to, PANEL_VECTORS * LANES * 4)
         for lane in range(LANES):
             for step in range(done, steps):
                 to = ((step * PANEL_VECTORS + vector) * LANES + lane) * lane_bytes
                 for byte in range(lane_bytes):
                     write_integer(
-                        packed, to + byte, read_byte(read_int64(addresses, lane), step * lane_bytes + byte), 8
+                        packed,
+                        to + byte,
+                        read_byte(read_int64(addresses, vector * LANES + lane), step * lane_bytes + byte),
+                        8,
                     )
-    give_back(addresses)
 
 
 @compiled()
@@ -148,12 +147,17 @@ def pack_job(source_kind: Any, kind: Any) -> int:
         panels, weight, features, width, size = arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5)
         padded, group, row_bytes, lane_bytes, packed = arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9), arg(a, 10)
         row_scales, group_scales, gated = arg(a, 11), arg(a, 12), arg(a, 13)
-        rows = take_memory(PANEL * row_bytes)
+        # What is stored as it comes is read where it lies; there is one row of zeros for lanes without a row.
+        rows, addresses = take_memory(row_bytes if is_float else PANEL * row_bytes), take_memory(8 * PANEL)
+        if is_float:
+            for i in range(row_bytes):
+                write_integer(rows, i, 0, 8)
         panel = take_rows(a, 1)
         while panel < panels:
             for lane in range(PANEL):
                 number = source_row(panel, lane, features, gated)
-                row, source = rows + lane * row_bytes, weight + number * width * size
+                row, source = rows + (0 if is_float else lane * row_bytes), weight + number * width * size
+                write_integer(addresses, lane, source if is_float and number >= 0 else row, 64)
                 place = panel * (padded // group) * PANEL + lane
                 if is_int8:
                     scale = _row_to_bytes(source, source_kind, width if number >= 0 else 0, row, offset)
@@ -163,12 +167,10 @@ def pack_job(source_kind: Any, kind: Any) -> int:
                 if is_int4:
                     inside = width if number >= 0 else 0
                     _row_to_nibbles(source, source_kind, inside, padded, group, row, group_scales, place)
-                if is_float:
-                    for i in range(row_bytes):
-                        write_integer(row, i, read_byte(source, i) if number >= 0 and i < width * size else 0, 8)
-            _interleave(rows, row_bytes, lane_bytes, packed + panel * PANEL * row_bytes)
+            _interleave(addresses, row_bytes, lane_bytes, packed + panel * PANEL * row_bytes)
             panel = take_rows(a, 1)
         give_back(rows)
+        give_back(addresses)
 
     return job(pack)
 
