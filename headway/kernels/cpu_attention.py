@@ -26,11 +26,11 @@ from headway.kernels.cpu_ir import LANES
 from headway.kernels.cpu_rows import REORDER, exp_of_negative
 from headway.kernels.cpu_simd import (
     FLOAT32,
+    copy_element,
     larger,
     load,
     nearest,
     pause,
-    read_byte,
     read_int32,
     read_int64,
     read_shared,
@@ -117,16 +117,6 @@ def _prepare_query(kind, x_kind, integer, query, source, width, row):
 
 
 @compiled()
-def _copy_element(source, at, target, to, size):
-    if size == 4:
-        write_integer(target, to, read_int32(source, at), 32)
-    elif size == 2:
-        write_integer(target, to, read_byte(source, 2 * at) | read_byte(source, 2 * at + 1) << 8, 16)
-    else:
-        write_integer(target, to, read_byte(source, at), 8)
-
-
-@compiled()
 def _arrange(layout, table, first, count, kv_heads, head, cache, room):
     """What is plainly [token, element] in the cache, as panels and lines in this thread's memory."""
     _, inputs, width, block_size, size = layout
@@ -136,8 +126,8 @@ def _arrange(layout, table, first, count, kv_heads, head, cache, room):
         block, offset = (first + j) // block_size, (first + j) % block_size
         base = (read_int32(table, block) * kv_heads + head) * block_size + offset
         for d in range(width):
-            _copy_element(keys, base * width + d, room.key_room, key_place(1, inputs, width, j, d), size)
-            _copy_element(values, base * width + d, room.value_room, value_place(1, inputs, out_width, j, d), size)
+            copy_element(keys, base * width + d, room.key_room, key_place(1, inputs, width, j, d), size)
+            copy_element(values, base * width + d, room.value_room, value_place(1, inputs, out_width, j, d), size)
         if key_scales != 0:
             store(room.scales, j, load(key_scales, base, FLOAT32), FLOAT32)
             store(room.scales, CHUNK + j, load(value_scales, base, FLOAT32), FLOAT32)
@@ -183,7 +173,7 @@ def _close_line(lines, count, inputs, width, size, room):
     for d in range(width):
         for part in range(inputs):
             if part < count % inputs:
-                _copy_element(source, d * inputs + part, room, d * inputs + part, size)
+                copy_element(source, d * inputs + part, room, d * inputs + part, size)
             elif size == 2:
                 write_integer(room, d * inputs + part, 0, 16)
             else:

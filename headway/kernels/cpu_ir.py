@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 
 LANES = 16
 VECTOR_BYTES = 64
@@ -31,13 +30,6 @@ F32, F16, BF16 = ir.FloatType(), ir.HalfType(), BFloat()
 WORDS = ir.VectorType(I32, LANES)
 FLOATS = ir.VectorType(F32, LANES)
 PAIRS = ir.VectorType(BF16, 2 * LANES)
-
-
-def literals(*arguments: Any) -> list[int] | None:
-    """The values of arguments that are all known when compiling, or None."""
-    if all(isinstance(argument, types.IntegerLiteral) for argument in arguments):
-        return [argument.literal_value for argument in arguments]
-    return None
 
 
 def index(value: int) -> ir.Constant:

@@ -18,10 +18,10 @@ from headway.kernels.cpu_panels import PANEL, PANEL_VECTORS
 from headway.kernels.cpu_simd import (
     FLOAT16,
     FLOAT32,
+    copy_element,
     load,
     nearest,
     read_byte,
-    read_int32,
     read_int64,
     store,
     write_integer,
@@ -110,15 +110,10 @@ def _interleave(addresses, row_bytes, lane_bytes, packed):
             to = packed + (step * PANEL_VECTORS + vector) * LANES * 4
             transpose_words(addresses + vector * LANES * 8, step * 4, to, PANEL_VECTORS * LANES * 4)
         for lane in range(LANES):
+            row = read_int64(addresses, vector * LANES + lane)
             for step in range(done, steps):
-                to = ((step * PANEL_VECTORS + vector) * LANES + lane) * lane_bytes
-                for byte in range(lane_bytes):
-                    write_integer(
-                        packed,
-                        to + byte,
-                        read_byte(read_int64(addresses, vector * LANES + lane), step * lane_bytes + byte),
-                        8,
-                    )
+                to = (step * PANEL_VECTORS + vector) * LANES + lane
+                copy_element(row, step, packed, to, lane_bytes)
 
 
 @compiled()
@@ -209,12 +204,8 @@ def rows_job(out_kind: Any, kind: Any) -> int:
                 base, to = packed + panel * PANEL * row_bytes, out + index * width * size
                 lane_at = lane * lane_bytes
                 if is_float:
-                    for number in range(row_bytes // lane_bytes):
-                        at = base + number * step_bytes + lane_at
-                        if lane_bytes == 4:
-                            write_integer(to, number, read_int32(at, 0), 32)
-                        else:
-                            write_integer(to, number, read_byte(at, 0) | (read_byte(at, 1) << 8), 16)
+                    for place in range(row_bytes // lane_bytes):
+                        copy_element(base, place * PANEL + lane, to, place, lane_bytes)
                 else:
                     scale = _ONE if group_scaled else load(row_scales, number, FLOAT32)
                     for i in range(width):

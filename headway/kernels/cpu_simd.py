@@ -18,6 +18,7 @@ from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
+from headway.kernels.cpu_compile import compiled
 from headway.kernels.cpu_ir import BF16, F16, F32, I8, I16, I32, I64, declare, index
 
 FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
@@ -280,3 +281,14 @@ def larger(typing: Any, first: Any, second: Any) -> Any:
         return builder.call(function, arguments, fastmath=("nnan", "nsz"))
 
     return types.float32(types.float32, types.float32), generate
+
+
+@compiled()
+def copy_element(source: int, at: int, target: int, to: int, size: int) -> None:
+    """Element `at` of the memory at source, of 1, 2 or 4 bytes, as element `to` of the memory at target."""
+    if size == 4:
+        write_integer(target, to, read_int32(source, at), 32)
+    elif size == 2:
+        write_integer(target, to, read_byte(source, 2 * at) | read_byte(source, 2 * at + 1) << 8, 16)
+    else:
+        write_integer(target, to, read_byte(source, at), 8)

@@ -1,8 +1,6 @@
-"""The Kernels protocol on CUDA: Triton for everything but the matrix products, which are cuBLAS's."""
+"""The Kernels protocol on CUDA: Triton for everything but what TorchKernels has; its matrix products are cuBLAS's."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Hashable
 
 import torch
 import triton
@@ -10,15 +8,15 @@ from torch import Tensor
 
 from headway.kernels import cuda_attention, cuda_rows
 from headway.kernels.heads import check_heads
-from headway.kernels.interface import LayerCache, Linear, StepGeometry
-from headway.kernels.reference import ReferenceGatedLinear, ReferenceLinear, check_unquantized, most_likely
+from headway.kernels.interface import LayerCache, StepGeometry
+from headway.kernels.reference import TorchKernels
 
 _GATE_BLOCK = 1024
 # What Triton's interpreter, which has no device to ask, is taken to be: few, so that splits occur in tests.
 _INTERPRETED_MULTIPROCESSORS = 8
 
 
-class CudaKernels:
+class CudaKernels(TorchKernels):
     """Kernels for float32, bfloat16 and float16 on a CUDA device.
 
     No operation waits for the device or reads back from it; every grid follows from tensor shapes and the
@@ -31,21 +29,6 @@ class CudaKernels:
         self._multiprocessors = _INTERPRETED_MULTIPROCESSORS
         if torch.cuda.is_available():
             self._multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-
-    def linear(self, weight: Tensor, bias: Tensor | None, quantization: str = "none") -> Linear:
-        """cuBLAS takes weight [out, in] as it is."""
-        check_unquantized(quantization, self.name)
-        return ReferenceLinear(weight, bias)
-
-    def gated_linear(
-        self, weight: Tensor, bias: Tensor | None, quantization: str = "none"
-    ) -> Callable[[Tensor], Tensor]:
-        """See Kernels."""
-        return ReferenceGatedLinear(self.linear(weight, bias, quantization), self.silu_and_mul)
-
-    def take(self, table: Tensor, rows: Tensor) -> Tensor:
-        """See Kernels."""
-        return table.index_select(0, rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last dimension of x [T, D] or [T, H, D], strided along T and H or not."""
@@ -115,14 +98,6 @@ class CudaKernels:
         """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D]."""
         check_heads("query", query)
         return cuda_attention.attention(query, cache, step, scale, sliding_window, self._multiprocessors)
-
-    def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
-        """See Kernels."""
-        return most_likely(logits)
-
-    def repeat(self, key: Hashable, step: StepGeometry, group: int, run: Callable[[], Tensor]) -> Tensor:
-        """See Kernels; nothing is kept."""
-        return run()
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes."""

@@ -21,14 +21,6 @@ def check_unquantized(quantization: str, kernels: str) -> None:
         raise ValueError(f"quantization is {quantization!r}; the {kernels} kernels have none, only those of the CPU do")
 
 
-def most_likely(logits: Tensor) -> tuple[list[int], list[float]]:
-    """See Kernels; argmax does not promise the first of equals."""
-    best = logits.amax(dim=1, keepdim=True)
-    places = torch.arange(logits.shape[1], device=logits.device)
-    first = torch.where(logits == best, places, logits.shape[1] - 1).amin(dim=1)
-    return first.tolist(), best.squeeze(1).tolist()
-
-
 class ReferenceLinear:
     """A weight [out, in] kept as it came."""
 
@@ -58,10 +50,14 @@ class ReferenceGatedLinear:
         return self._silu_and_mul(self.linear(x))
 
 
-class ReferenceKernels:
-    """Every operation in float32 arithmetic, rounded to the input's dtype at its end."""
+class TorchKernels:
+    """The operations that are left to torch alike on any device; what a device has of its own stands in a subclass."""
 
-    name = "reference"
+    name: str
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 * F] -> [T, F]: silu of the first half times the second."""
+        raise NotImplementedError
 
     def linear(self, weight: Tensor, bias: Tensor | None, quantization: str = "none") -> Linear:
         """Wrap weight [out, in] without copying it."""
@@ -77,6 +73,23 @@ class ReferenceKernels:
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
         """See Kernels."""
         return table.index_select(0, rows)
+
+    def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        """See Kernels; argmax does not promise the first of equals."""
+        best = logits.amax(dim=1, keepdim=True)
+        places = torch.arange(logits.shape[1], device=logits.device)
+        first = torch.where(logits == best, places, logits.shape[1] - 1).amin(dim=1)
+        return first.tolist(), best.squeeze(1).tolist()
+
+    def repeat(self, key: Hashable, step: StepGeometry, group: int, run: Callable[[], Tensor]) -> Tensor:
+        """See Kernels; nothing is kept."""
+        return run()
+
+
+class ReferenceKernels(TorchKernels):
+    """Every operation in float32 arithmetic, rounded to the input's dtype at its end."""
+
+    name = "reference"
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019)."""
@@ -125,14 +138,6 @@ class ReferenceKernels:
             out[start:end] = _attend(query[start:end], keys, values, scale, sliding_window)
             start = end
         return out
-
-    def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
-        """See Kernels."""
-        return most_likely(logits)
-
-    def repeat(self, key: Hashable, step: StepGeometry, group: int, run: Callable[[], Tensor]) -> Tensor:
-        """See Kernels; nothing is kept."""
-        return run()
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes."""
