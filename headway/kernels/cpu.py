@@ -19,7 +19,6 @@ from headway.kernels.cpu_simd import KINDS
 from headway.kernels.cpu_team import Program, Team
 from headway.kernels.heads import check_heads
 from headway.kernels.interface import LayerCache, Linear, StepGeometry
-from headway.kernels.threads import one_thread
 
 # Below so many elements, waking the team costs more than it saves.
 _ALONE = 8192
@@ -65,13 +64,10 @@ class CpuKernels:
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
         """Copies of rows [T] of table [N, D]; a job of the team, as torch would wake OpenMP's threads."""
+        table, rows = table.contiguous(), rows.contiguous()
         width = table.shape[1]
-        if table.stride(1) != 1 or table.stride(0) != width or width * table.element_size() % 4:
-            with one_thread():
-                return table.index_select(0, rows)
-        rows = rows.contiguous()
         out = self._team.empty((rows.shape[0], width), table.dtype)
-        arguments = (table.data_ptr(), rows.data_ptr(), width * table.element_size() // 4, out.data_ptr())
+        arguments = (table.data_ptr(), rows.data_ptr(), out.data_ptr(), width, table.element_size())
         self._share(cpu_rows.take_job(), cpu_rows.TAKE, rows.shape[0], _SCATTERED * out.numel(), arguments)
         return out
 
@@ -173,10 +169,7 @@ class CpuKernels:
         found = torch.empty((rows, 2), dtype=torch.int32)
         arguments = (logits.data_ptr(), size * logits.element_size(), size, found.data_ptr())
         code = cpu_rows.most_likely_job(KINDS[logits.dtype])
-        if rows == 1:
-            self._team.run_alone(code, cpu_rows.MOST_LIKELY, (1, rows, *arguments))
-        else:
-            self._team.run(code, cpu_rows.MOST_LIKELY, (1, rows, *arguments))
+        self._share(code, cpu_rows.MOST_LIKELY, rows, logits.numel(), arguments)
         return found[:, 0].tolist(), found[:, 1].view(torch.float32).tolist()
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:

@@ -16,10 +16,10 @@ import numpy as np
 from headway.kernels.cpu_compile import compiled
 from headway.kernels.cpu_simd import (
     FLOAT32,
+    copy_element,
     exponential_of_two,
     larger,
     load,
-    read_int32,
     read_int64,
     store,
     write_integer,
@@ -172,21 +172,22 @@ def _most_likely_row(kind, logits, count):
     return place, best
 
 
-TAKE = struct.Struct("6q")
+TAKE = struct.Struct("7q")
 
 
 @once_per_kind
 def take_job() -> int:
-    """Copies of rows of so many words of four bytes."""
+    """Copies of rows of so many elements of `size` bytes."""
 
     def rows(a: int) -> None:
-        step, count, table, numbers, words, out = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5)
+        step, count, table, numbers, out = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4)
+        elements, size = arg(a, 5), arg(a, 6)
         first = take_rows(a, step)
         while first < count:
             for index in range(first, min(first + step, count)):
-                source, target = table + read_int64(numbers, index) * words * 4, out + index * words * 4
-                for word in range(words):
-                    write_integer(target, word, read_int32(source, word), 32)
+                source, target = table + read_int64(numbers, index) * elements * size, out + index * elements * size
+                for element in range(elements):
+                    copy_element(source, element, target, element, size)
             first = take_rows(a, step)
 
     return job(rows)

@@ -41,7 +41,7 @@ def test_norm_of_heads(kernels: CpuKernels, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 896), (7, 40), (60, 768)])
+@pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 896), (7, 40), (60, 768), (5, 7)])
 def test_take(kernels: CpuKernels, dtype: torch.dtype, tokens: int, width: int) -> None:
     before = torch.get_num_threads()
     operations.check_take(kernels, "cpu", dtype, tokens, width)
