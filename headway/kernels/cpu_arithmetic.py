@@ -10,7 +10,9 @@ belongs to a weight row and holds the row's weights for that word.
 | BFLOAT16 | two bfloat16 | two bfloat16 | float32 |
 | INT8 | four int8 | four uint8, 128 more than the weight | int32 |
 | WIDE_INT8 | two int16 | two int8 | int32 |
-| INT4 | two words of four int8 | eight of four bits, 8 more than the weight | int32 |
+| INT4 | eight words of four int8 | a scale of one byte, 32 of four bits, 8 more than the weight | int32 |
+
+A weight of INT4 times its scale, a whole number from 1 to 16, is multiplied like one of INT8.
 
 Where the processor has an instruction that multiplies and adds a whole word (VNNI, AVX512-BF16), it is used; elsewhere
 the same sums are put together from multiplications that LLVM has for every processor.
@@ -26,7 +28,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from headway.kernels.cpu_ir import F16, FLOATS, I8, I16, LANES, PAIRS, WORDS, declare
+from headway.kernels.cpu_ir import F16, FLOATS, I8, I16, LANES, PAIRS, VECTOR_BYTES, WORDS, declare, index, read
 from headway.kernels.cpu_simd import BFLOAT16, FLOAT16, FLOAT32, cpu_features
 
 INT8, WIDE_INT8, INT4 = np.uint8(0), np.int8(0), np.uint32(0)
@@ -34,6 +36,9 @@ INT8, WIDE_INT8, INT4 = np.uint8(0), np.int8(0), np.uint32(0)
 _WIDE = platform.machine() in ("x86_64", "AMD64") and "avx512f" in cpu_features()
 _HAS_BF16 = _WIDE and "avx512bf16" in cpu_features()
 _HAS_VNNI = _WIDE and "avx512vnni" in cpu_features()
+# Weight rows that are multiplied together: a panel.
+PANEL_VECTORS = 4
+PANEL = PANEL_VECTORS * LANES
 # How many tokens and vectors of weight rows a tile has, so that its sums and operands fit into the registers.
 TILE_TOKENS, TILE_VECTORS = (6, 4) if _WIDE else (3, 2)
 
@@ -44,11 +49,11 @@ class Arithmetic:
 
     Args:
         stored: what is read of sixteen rows at a time.
-        words: of activations, that one read of weights is multiplied with.
+        words: of activations, that a step is multiplied with; it is the least that is stored of a row.
         inputs: weights of a row in one word.
         integer: whether sums are int32, to be scaled.
-        lane_bytes: that one lane of it takes.
-        offset: how much more than the weight is stored.
+        lane_bytes: that a step takes of one row.
+        offset: how much more than the weight is multiplied.
     """
 
     stored: Any
@@ -60,7 +65,8 @@ class Arithmetic:
 
 
 _HALVES = ir.VectorType(F16, LANES)
-_BYTES = ir.VectorType(I8, 2 * LANES)
+_BYTES, _SCALES = ir.VectorType(I8, 2 * LANES), ir.VectorType(I8, LANES)
+_SHORTS = ir.VectorType(I16, 2 * LANES)
 
 ARITHMETIC = {
     types.float32: Arithmetic(WORDS, 1, 1, False, 4),
@@ -68,7 +74,7 @@ ARITHMETIC = {
     types.uint16: Arithmetic(WORDS, 1, 2, False, 4),
     types.uint8: Arithmetic(WORDS, 1, 4, True, 4, offset=128),
     types.int8: Arithmetic(_BYTES, 1, 2, True, 2),
-    types.uint32: Arithmetic(WORDS, 2, 4, True, 4, offset=8),
+    types.uint32: Arithmetic(WORDS, 8, 4, True, 17, offset=128),
 }
 _TYPE_OF = {
     np.float32: types.float32, np.int16: types.int16, np.uint16: types.uint16, np.uint8: types.uint8,
@@ -86,16 +92,44 @@ def _constant(value: int) -> ir.Constant:
     return ir.Constant(WORDS, [value] * LANES)
 
 
-def operands(builder: Any, kind: Any, stored: Any) -> list[Any]:
-    """What was read of sixteen rows, one operand for each word of activations."""
-    if kind == types.int16:
-        return [builder.fpext(stored, FLOATS)]
-    if kind == types.int8:
-        return [builder.bitcast(builder.sext(stored, ir.VectorType(I16, 2 * LANES)), WORDS)]
+def _short(value: int) -> ir.Constant:
+    return ir.Constant(_SHORTS, [value] * (2 * LANES))
+
+
+def operands(builder: Any, kind: Any, step: Any, vector: int) -> list[Any]:
+    """One operand for each word of activations, of sixteen rows: a vector of the panel step at an address."""
     if kind == types.uint32:
-        mask = _constant(0x0F0F0F0F)
-        return [builder.and_(stored, mask), builder.and_(builder.lshr(stored, _constant(4)), mask)]
-    return [stored]
+        return _scaled_nibbles(builder, step, vector)
+    layout = ARITHMETIC[kind]
+    return [operand(builder, kind, builder.add(step, index(vector * LANES * layout.lane_bytes)))]
+
+
+def operand(builder: Any, kind: Any, address: Any) -> Any:
+    """Sixteen rows at an address, for one word of activations; not of INT4."""
+    stored = read(builder, address, ARITHMETIC[kind].stored)
+    if kind == types.int16:
+        return builder.fpext(stored, FLOATS)
+    if kind == types.int8:
+        return builder.bitcast(builder.sext(stored, _SHORTS), WORDS)
+    return stored
+
+
+def _scaled_nibbles(builder: Any, step: Any, vector: int) -> list[Any]:
+    """Words of bytes, 128 more than weight times scale, from [row] scales, then [half word, row] two words of weights.
+
+    A stored weight is at most 15 and a scale at most 16, so that bytes are multiplied in pairs without a carry.
+    """
+    scales = builder.zext(read(builder, builder.add(step, index(vector * LANES)), _SCALES), WORDS)
+    scales = builder.bitcast(builder.or_(scales, builder.shl(scales, _constant(16))), _SHORTS)
+    starts = builder.sub(_short(0x8080), builder.mul(scales, _short(8 * 0x0101)))
+    result = []
+    for pair in range(4):
+        place = PANEL + (pair * PANEL_VECTORS + vector) * VECTOR_BYTES
+        stored = read(builder, builder.add(step, index(place)), WORDS)
+        for nibbles in (stored, builder.lshr(stored, _constant(4))):
+            weights = builder.bitcast(builder.and_(nibbles, _constant(0x0F0F0F0F)), _SHORTS)
+            result.append(builder.bitcast(builder.add(builder.mul(weights, scales), starts), WORDS))
+    return result
 
 
 def multiply_add(builder: Any, kind: Any, total: Any, weights: Any, x: Any) -> Any:

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.kernels.cpu_arithmetic import INT4, INT8, TILE_TOKENS, WIDE_INT8, Arithmetic, arithmetic_of
+from headway.kernels.cpu_arithmetic import INT4, INT8, PANEL, TILE_TOKENS, WIDE_INT8, Arithmetic, arithmetic_of
 from headway.kernels.cpu_compile import compiled, give_back, take_memory
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.cpu_packing import PACK, ROWS, pack_job, rows_job
-from headway.kernels.cpu_panels import PANEL, TOTALS_BYTES, multiply_panel
+from headway.kernels.cpu_panels import TOTALS_BYTES, multiply_panel, unpack_panel
 from headway.kernels.cpu_rows import REORDER, exp_of_negative
 from headway.kernels.cpu_simd import (
     FLOAT16,
@@ -45,14 +45,16 @@ from headway.kernels.reference import ReferenceGatedLinear, ReferenceKernels, Re
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _QUANTISED = {"int8": INT8, "int8-weight-only": WIDE_INT8, "int4": INT4}
-# A block of a panel, which all tokens are multiplied with before the next, stays in a core's first two caches.
-_BLOCK_BYTES = 32 * 1024
-INT4_GROUP = 64
+# A block of a panel, which all tokens are multiplied with before the next, stays in a core's first two caches. For
+# integer kinds it is so many inputs, which share a scale of the activations.
+_BLOCK_BYTES, _BLOCK_INPUTS = 32 * 1024, 512
 # Tokens whose sums a thread keeps at a time, and the least that an item of work is cut down to for many threads.
 _MOST_TOKENS, _LEAST_TOKENS = 256, 24
 _ITEMS_PER_THREAD = 4
 # With more passes over a block than this, its products take longer than fetching the next one when it is due.
 _PASSES_AHEAD = 8
+# Up to so many tokens, 4-bit weights are unpacked in registers by every tile, with more once for all tiles.
+_MOST_FROM_NIBBLES = 8
 # Where torch multiplies many tokens faster, it needs the weight unpacked first, which pays from so many on.
 _MANY_FOR_TORCH = 96
 
@@ -102,23 +104,39 @@ def _prepare_integers(source_kind, integer, largest, offset, x, inputs, width, b
 
 
 @compiled()
-def _multiply(kind, tokens, x, x_stride, packed, words, block, step_bytes, totals, scales, group_scales, stride):
-    """A panel with the tokens, block after block of its words; scales has stride bytes between tokens."""
+def _tiles(kind, tokens, x, x_stride, packed, words, totals, scales, stride, ahead):
+    """A block of a panel with the tokens, as many at a time as a tile has."""
     passes = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
-    ahead = block * step_bytes if 1 < passes <= _PASSES_AHEAD else 0
+    for index in range(passes):
+        token = index * tokens // passes
+        count = (index + 1) * tokens // passes - token
+        to, scale = totals + token * TOTALS_BYTES, scales + token * stride
+        multiply_panel(kind, count, x + token * x_stride, x_stride, packed, words, to, scale, stride, ahead)
+
+
+@compiled()
+def _multiply(
+    kind, tokens, x, x_stride, packed, words, block, step_bytes, totals, scales, stride, unpacked_kind, unpacked
+):
+    """A panel with the tokens, block after block of its words; scales has stride bytes between tokens.
+
+    Where `unpacked` is not 0, each block is put there first, as what its weights are multiplied as.
+    """
+    passes = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
+    fetches = 1 < passes <= _PASSES_AHEAD
     for i in range(tokens * PANEL):
         store(totals, i, _ZERO, FLOAT32)
     for number in range((words + block - 1) // block):
         first = number * block
-        for index in range(passes):
-            token = index * tokens // passes
-            multiply_panel(
-                kind, (index + 1) * tokens // passes - token, x + token * x_stride + first * 4, x_stride,
-                packed + first * step_bytes, min(block, words - first), totals + token * TOTALS_BYTES,
-                scales + token * stride + number * 8, stride, group_scales, ahead,
-            )  # fmt: skip
-        if group_scales != 0:
-            group_scales += PANEL * 2
+        inputs, at, count = x + first * 4, packed + first * step_bytes, min(block, words - first)
+        following, of_block = at + block * step_bytes, scales + number * 8
+        if unpacked != 0:
+            unpack_panel(kind, at, count, unpacked)
+            ahead = following - unpacked if fetches else 0
+            _tiles(unpacked_kind, tokens, inputs, x_stride, unpacked, count, totals, of_block, stride, ahead)
+        else:
+            ahead = following - at if fetches else 0
+            _tiles(kind, tokens, inputs, x_stride, at, count, totals, of_block, stride, ahead)
 
 
 @compiled(fastmath={"contract"})
@@ -144,7 +162,7 @@ def _finish_gated(out_kind, tokens, count, totals, scales, bias, out, stride):
             store(out, token * stride + i, gate * numerator / (_ONE + decay) * up, out_kind)
 
 
-_PRODUCT = struct.Struct("24q")
+_PRODUCT = struct.Struct("23q")
 
 
 @once_per_kind
@@ -154,14 +172,14 @@ def _product_job(x_kind: Any, kind: Any) -> int:
     prepared = layout.integer or kind is not x_kind or kind is FLOAT16
     integer = np.int8(0) if layout.inputs == 4 else np.int16(0)
     largest, offset, is_integer = np.float32(np.iinfo(integer.dtype).max), layout.offset, layout.integer
+    unpacks, unpacked_kind = kind is INT4, INT8 if kind is INT4 else kind
 
     def product(a: int) -> None:
         threads, panels, tokens, chunks = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3)
         x, x_stride, x_size, inputs = arg(a, 4), arg(a, 5), arg(a, 6), arg(a, 7)
         rows, row_bytes, row_stride, width, block_inputs = arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11), arg(a, 12)
         packed, words, block, step_bytes, panel_bytes = arg(a, 13), arg(a, 14), arg(a, 15), arg(a, 16), arg(a, 17)
-        row_scales, group_scales, bias = arg(a, 18), arg(a, 19), arg(a, 20)
-        out, features, gated = arg(a, 21), arg(a, 22), arg(a, 23)
+        row_scales, bias, out, features, gated = arg(a, 18), arg(a, 19), arg(a, 20), arg(a, 21), arg(a, 22)
         if prepared:
             token = take_ticket(tickets(a, 0))
             while token < tokens:
@@ -182,7 +200,7 @@ def _product_job(x_kind: Any, kind: Any) -> int:
         most = (tokens + chunks - 1) // chunks
         totals = take_memory(most * TOTALS_BYTES)
         each = PANEL // 2 if gated else PANEL
-        groups_bytes = (words + block - 1) // block * PANEL * 2
+        unpacked = take_memory(block * PANEL * 4) if unpacks and most > _MOST_FROM_NIBBLES else 0
         item, end = take_share(tickets(a, 2), panels * chunks, threads)
         while item < panels * chunks:
             for number in range(item, end):
@@ -191,7 +209,7 @@ def _product_job(x_kind: Any, kind: Any) -> int:
                 at = source + first * source_stride
                 _multiply(
                     kind, last - first, at, source_stride, packed + panel * panel_bytes, words, block, step_bytes,
-                    totals, at + row_bytes, group_scales + panel * groups_bytes if group_scales else 0, row_stride,
+                    totals, at + row_bytes, row_stride, unpacked_kind, unpacked,
                 )  # fmt: skip
                 to = out + (first * features + panel * each) * x_size
                 count = min(each, features - panel * each)
@@ -202,6 +220,8 @@ def _product_job(x_kind: Any, kind: Any) -> int:
                     _finish(x_kind, last - first, count, totals, scales, addends, to, features)
             item, end = take_share(tickets(a, 2), panels * chunks, threads)
         give_back(totals)
+        if unpacked != 0:
+            give_back(unpacked)
 
     return job(product)
 
@@ -233,18 +253,15 @@ class PackedLinear:
         self._x_kind = KINDS[weight.dtype]
         self._kind = kind = _QUANTISED.get(quantization, self._x_kind)
         layout = arithmetic_of(kind)
-        self._group = INT4_GROUP if kind is INT4 else layout.inputs
-        self._padded = -(-self.in_features // self._group) * self._group
+        step = layout.words * layout.inputs
+        self._padded = -(-self.in_features // step) * step
         self._words = self._padded // layout.inputs
-        self._step_bytes = PANEL * layout.lane_bytes // layout.words
-        self._block = INT4_GROUP // layout.inputs if kind is INT4 else _BLOCK_BYTES // self._step_bytes
+        self._step_bytes = PANEL * layout.lane_bytes // layout.words  # a word of the panel's rows, with its scales
+        self._block = _BLOCK_INPUTS // layout.inputs if layout.integer else _BLOCK_BYTES // self._step_bytes
         self._row_bytes = self._words * layout.lane_bytes // layout.words
         self._panels = -(-self.out_features // (PANEL // 2 if gated else PANEL))
         self._packed = memory.empty(self._panels * PANEL * self._row_bytes)
         self._row_scales = torch.ones(self._panels * PANEL)
-        self._group_scales = torch.empty(0, dtype=torch.float16)
-        if kind is INT4:
-            self._group_scales = torch.empty(self._panels * PANEL * (self._padded // INT4_GROUP), dtype=torch.float16)
         self._bias = torch.zeros(self._panels * PANEL)
         if bias is not None:
             self._bias = _in_lanes(bias, self._panels, gated)
@@ -257,9 +274,8 @@ class PackedLinear:
 
     def _fill(self, weight: Tensor, layout: Arithmetic) -> None:
         arguments = (
-            1, self._panels, weight.data_ptr(), *weight.shape, weight.element_size(), self._padded, self._group,
-            self._row_bytes, layout.lane_bytes, self._packed.data_ptr(), self._row_scales.data_ptr(),
-            self._group_scales.data_ptr(), int(self._gated),
+            1, self._panels, weight.data_ptr(), *weight.shape, weight.element_size(), self._padded, self._row_bytes,
+            layout.lane_bytes, self._packed.data_ptr(), self._row_scales.data_ptr(), int(self._gated),
         )  # fmt: skip
         self._team.run(pack_job(self._x_kind, self._kind), PACK, arguments)
 
@@ -281,8 +297,8 @@ class PackedLinear:
             self._team.threads, self._panels, tokens, self._chunks(tokens), x.data_ptr(), x.stride(0),
             x.element_size(), self.in_features, rows.data_ptr(), self._x_bytes, self._x_stride, self._padded,
             self._block * self._padded // self._words, self._packed.data_ptr(), self._words, self._block,
-            self._step_bytes, PANEL * self._row_bytes, self._row_scales.data_ptr(), self._group_scales.data_ptr(),
-            self._bias.data_ptr(), out.data_ptr(), self.out_features, int(self._gated),
+            self._step_bytes, PANEL * self._row_bytes, self._row_scales.data_ptr(), self._bias.data_ptr(),
+            out.data_ptr(), self.out_features, int(self._gated),
         )  # fmt: skip
         self._team.run(self._code, _PRODUCT, arguments)
         return out
@@ -298,9 +314,8 @@ class PackedLinear:
         out = self._team.empty((numbers.shape[0], self.in_features), self._dtype)
         layout = arithmetic_of(self._kind)
         arguments = (
-            4, numbers.shape[0], numbers.data_ptr(), self._packed.data_ptr(), self.in_features, self._padded,
-            self._group, self._row_bytes, layout.lane_bytes, out.element_size(), self._row_scales.data_ptr(),
-            self._group_scales.data_ptr(), out.data_ptr(), int(self._group_scales.numel() > 0),
+            4, numbers.shape[0], numbers.data_ptr(), self._packed.data_ptr(), self.in_features, self._row_bytes,
+            layout.lane_bytes, out.element_size(), self._row_scales.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         self._team.run(rows_job(self._x_kind, self._kind), ROWS, arguments)
         return out

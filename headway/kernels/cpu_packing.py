@@ -1,7 +1,7 @@
 """Weights on their way into panels, once at load, and single rows on their way out again.
 
-A panel holds PANEL weight rows; see cpu_panels. Integer kinds have a float32 scale for each row, and INT4 one in
-float16 for each row and group of inputs instead; a weight is its stored value, less the kind's offset, times its scale.
+A panel holds PANEL weight rows; see cpu_panels. Integer kinds have a float32 scale for each row, and INT4 a whole
+number besides for each row and GROUP inputs, which the row's scale is multiplied with.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from headway.kernels.cpu_arithmetic import PANEL, PANEL_VECTORS
 from headway.kernels.cpu_compile import compiled, give_back, take_memory
 from headway.kernels.cpu_ir import LANES
-from headway.kernels.cpu_panels import PANEL, PANEL_VECTORS
 from headway.kernels.cpu_simd import (
-    FLOAT16,
     FLOAT32,
     copy_element,
     load,
@@ -30,10 +29,11 @@ from headway.kernels.cpu_team import arg, job, once_per_kind, take_rows
 from headway.kernels.cpu_tiles import transpose_words
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
-_LARGEST_INT8, _LOWEST_INT4 = np.float32(127), np.float32(-8)
-# The scale of a group of 4-bit weights is the one of these fractions of the plain choice that loses least.
-_FRACTIONS = 9
-_LARGEST_FRACTION, _FRACTION_STEP = np.float32(1.1), np.float32(0.05)
+_LARGEST_INT8, _LOWEST_INT4, _HIGHEST_INT4 = np.float32(127), np.float32(-8), np.float32(7)
+# INT4: inputs that share a scale, the largest scale in units of the row's, and what a row's largest weight becomes.
+GROUP, LARGEST_SCALE, _LARGEST_INT4 = 32, 16, np.float32(7.5)
+# Of the scales between these fractions of the one that keeps a group's largest weight, the one that loses least.
+_LEAST_FRACTION, _MOST_FRACTION = np.float32(0.65), np.float32(1.1)
 
 
 @compiled()
@@ -61,43 +61,52 @@ def _row_to_bytes(source, source_kind, width, row, offset):
 
 @compiled(inline="always")
 def _four_bits(value, inverse):
-    return min(np.float32(7), max(_LOWEST_INT4, nearest(value * inverse)))
+    return min(_HIGHEST_INT4, max(_LOWEST_INT4, nearest(value * inverse)))
 
 
 @compiled()
-def _choose_scale(source, source_kind, first, last, scales, place):
-    """Write the float16 scale of a group of 4-bit weights: the largest becomes -8, or is clipped if that loses less."""
-    plain = _largest(source, source_kind, first, last) / _LOWEST_INT4
-    if plain == _ZERO:
-        plain = _ONE
-    best, least = plain, np.float32(np.inf)
-    for number in range(_FRACTIONS):
-        store(scales, place, plain * (_LARGEST_FRACTION - _FRACTION_STEP * np.float32(number)), FLOAT16)
-        scale = load(scales, place, FLOAT16)
-        inverse, error = _ONE / scale, _ZERO
-        for i in range(first, last):
-            value = load(source, i, source_kind)
-            lost = value - _four_bits(value, inverse) * scale
-            error += lost * lost
+def _lost(source, source_kind, first, last, scale):
+    """The sum of the squares of what rounding a group to four bits loses."""
+    inverse, error = _ONE / scale, _ZERO
+    for i in range(first, last):
+        value = load(source, i, source_kind)
+        lost = value - _four_bits(value, inverse) * scale
+        error += lost * lost
+    return error
+
+
+@compiled()
+def _choose_scale(source, source_kind, first, last, unit):
+    """The scale of a group of 4-bit weights, in units of the row's."""
+    plain = abs(_largest(source, source_kind, first, last)) / (_LARGEST_INT4 * unit)
+    lowest = max(1, int(plain * _LEAST_FRACTION))
+    best, least = lowest, np.float32(np.inf)
+    for scale in range(lowest, min(LARGEST_SCALE, int(plain * _MOST_FRACTION) + 1) + 1):
+        error = _lost(source, source_kind, first, last, np.float32(scale) * unit)
         if error < least:
             best, least = scale, error
-    store(scales, place, best, FLOAT16)
+    return best
 
 
 @compiled()
-def _row_to_nibbles(source, source_kind, width, padded, group, row, scales, place):
-    """A row as words of eight 4-bit weights: byte b of a word has weights b and 4 + b. Scales are PANEL apart."""
-    for first in range(0, padded, group):
-        last = max(first, min(first + group, width))
-        at = place + first // group * PANEL
-        _choose_scale(source, source_kind, first, last, scales, at)
-        inverse = _ONE / load(scales, at, FLOAT16)
-        for word in range(first, first + group, 8):
+def _row_to_nibbles(source, source_kind, width, padded, row):
+    """A row as words of eight weights, byte b of which has weights b and 4 + b, then a byte of scale for each group.
+
+    Returns the row's scale.
+    """
+    largest = abs(_largest(source, source_kind, 0, width))
+    unit = (largest if largest > _ZERO else _ONE) / (_LARGEST_INT4 * np.float32(LARGEST_SCALE))
+    for first in range(0, padded, GROUP):
+        scale = _choose_scale(source, source_kind, first, max(first, min(first + GROUP, width)), unit)
+        inverse = _ONE / (np.float32(scale) * unit)
+        write_integer(row, padded // 2 + first // GROUP, scale, 8)
+        for word in range(first, first + GROUP, 8):
             for byte in range(4):
                 low, high = word + byte, word + 4 + byte
                 a = np.int64(_four_bits(load(source, low, source_kind), inverse)) if low < width else 0
                 b = np.int64(_four_bits(load(source, high, source_kind), inverse)) if high < width else 0
                 write_integer(row, word // 2 + byte, (a + 8) | ((b + 8) << 4), 8)
+    return unit
 
 
 @compiled()
@@ -117,6 +126,20 @@ def _interleave(addresses, row_bytes, lane_bytes, packed):
 
 
 @compiled()
+def _interleave_groups(addresses, row_bytes, packed):
+    """The PANEL rows of 4-bit weights at addresses to [group, PANEL scales, then [word, row] weights]."""
+    words = GROUP // 8
+    groups = row_bytes // (4 * words + 1)
+    for group in range(groups):
+        to = packed + group * PANEL * (4 * words + 1)
+        for lane in range(PANEL):
+            row = read_int64(addresses, lane)
+            copy_element(row, groups * 4 * words + group, to, lane, 1)
+            for word in range(words):
+                copy_element(row, group * words + word, to + PANEL, word * PANEL + lane, 4)
+
+
+@compiled()
 def source_row(panel, lane, features, gated):
     """The weight row in a lane of a panel, or -1; gated, half of the lanes are gate rows, half the up rows of them."""
     if gated == 0:
@@ -129,7 +152,7 @@ def source_row(panel, lane, features, gated):
     return row if lane < half else features // 2 + row
 
 
-PACK = struct.Struct("14q")
+PACK = struct.Struct("12q")
 
 
 @once_per_kind
@@ -140,8 +163,8 @@ def pack_job(source_kind: Any, kind: Any) -> int:
 
     def pack(a: int) -> None:
         panels, weight, features, width, size = arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5)
-        padded, group, row_bytes, lane_bytes, packed = arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9), arg(a, 10)
-        row_scales, group_scales, gated = arg(a, 11), arg(a, 12), arg(a, 13)
+        padded, row_bytes, lane_bytes, packed = arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9)
+        row_scales, gated = arg(a, 10), arg(a, 11)
         # What is stored as it comes is read where it lies; there is one row of zeros for lanes without a row.
         rows, addresses = take_memory(row_bytes if is_float else PANEL * row_bytes), take_memory(8 * PANEL)
         if is_float:
@@ -153,16 +176,19 @@ def pack_job(source_kind: Any, kind: Any) -> int:
                 number = source_row(panel, lane, features, gated)
                 row, source = rows + (0 if is_float else lane * row_bytes), weight + number * width * size
                 write_integer(addresses, lane, source if is_float and number >= 0 else row, 64)
-                place = panel * (padded // group) * PANEL + lane
+                inside = width if number >= 0 else 0
                 if is_int8:
-                    scale = _row_to_bytes(source, source_kind, width if number >= 0 else 0, row, offset)
+                    scale = _row_to_bytes(source, source_kind, inside, row, offset)
                     store(row_scales, panel * PANEL + lane, scale, FLOAT32)
-                    for i in range(width if number >= 0 else 0, row_bytes):
+                    for i in range(inside, row_bytes):
                         write_integer(row, i, offset, 8)
                 if is_int4:
-                    inside = width if number >= 0 else 0
-                    _row_to_nibbles(source, source_kind, inside, padded, group, row, group_scales, place)
-            _interleave(addresses, row_bytes, lane_bytes, packed + panel * PANEL * row_bytes)
+                    scale = _row_to_nibbles(source, source_kind, inside, padded, row)
+                    store(row_scales, panel * PANEL + lane, scale, FLOAT32)
+            if is_int4:
+                _interleave_groups(addresses, row_bytes, packed + panel * PANEL * row_bytes)
+            else:
+                _interleave(addresses, row_bytes, lane_bytes, packed + panel * PANEL * row_bytes)
             panel = take_rows(a, 1)
         give_back(rows)
         give_back(addresses)
@@ -171,18 +197,19 @@ def pack_job(source_kind: Any, kind: Any) -> int:
 
 
 @compiled()
-def _stored(packed, lane_at, step_bytes, lane_bytes, input_, kind_code):
-    """The stored value of one input of a row of integers."""
+def _stored(panel, lane, lane_bytes, input_, kind_code):
+    """One input of a row of integers, in units of the row's scale."""
     if kind_code == 4:
-        byte = read_byte(packed, input_ // 8 * step_bytes + lane_at + input_ % 4)
-        return (byte >> 4 if input_ % 8 >= 4 else byte & 15) - 8
-    byte = read_byte(packed, input_ // lane_bytes * step_bytes + lane_at + input_ % lane_bytes)
+        group, place = panel + input_ // GROUP * PANEL * lane_bytes, input_ % GROUP
+        byte = read_byte(group, PANEL + (place // 8 * PANEL + lane) * 4 + place % 4)
+        return ((byte >> 4 if place % 8 >= 4 else byte & 15) - 8) * read_byte(group, lane)
+    byte = read_byte(panel, (input_ // lane_bytes * PANEL + lane) * lane_bytes + input_ % lane_bytes)
     if kind_code == 8:
         return byte - 128
     return byte - 256 if byte >= 128 else byte
 
 
-ROWS = struct.Struct("14q")
+ROWS = struct.Struct("10q")
 
 
 @once_per_kind
@@ -193,27 +220,20 @@ def rows_job(out_kind: Any, kind: Any) -> int:
 
     def rows(a: int) -> None:
         step, count, numbers, packed, width = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4)
-        padded, group, row_bytes, lane_bytes, size = arg(a, 5), arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9)
-        row_scales, group_scales, out, group_scaled = arg(a, 10), arg(a, 11), arg(a, 12), arg(a, 13)
-        step_bytes = PANEL * lane_bytes
+        row_bytes, lane_bytes, size, row_scales, out = arg(a, 5), arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9)
         first = take_rows(a, step)
         while first < count:
             for index in range(first, min(first + step, count)):
                 number = read_int64(numbers, index)
                 panel, lane = number // PANEL, number % PANEL
                 base, to = packed + panel * PANEL * row_bytes, out + index * width * size
-                lane_at = lane * lane_bytes
                 if is_float:
                     for place in range(row_bytes // lane_bytes):
                         copy_element(base, place * PANEL + lane, to, place, lane_bytes)
                 else:
-                    scale = _ONE if group_scaled else load(row_scales, number, FLOAT32)
+                    scale = load(row_scales, number, FLOAT32)
                     for i in range(width):
-                        if group_scaled:
-                            place = (panel * (padded // group) + i // group) * PANEL + lane
-                            scale = load(group_scales, place, FLOAT16)
-                        value = np.float32(_stored(base, lane_at, step_bytes, lane_bytes, i, code))
-                        store(to, i, value * scale, out_kind)
+                        store(to, i, np.float32(_stored(base, lane, lane_bytes, i, code)) * scale, out_kind)
             first = take_rows(a, step)
 
     return job(rows)

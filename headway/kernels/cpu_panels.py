@@ -11,18 +11,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from headway.kernels.cpu_arithmetic import ARITHMETIC, TILE_TOKENS, TILE_VECTORS, fused, multiply_add, operands
-from headway.kernels.cpu_ir import F16, F32, FLOATS, I32, LANES, WORDS, index, loop, prefetch, read, splat, write
+from headway.kernels.cpu_arithmetic import (
+    ARITHMETIC,
+    PANEL,
+    PANEL_VECTORS,
+    TILE_TOKENS,
+    TILE_VECTORS,
+    fused,
+    multiply_add,
+    operands,
+)
+from headway.kernels.cpu_ir import (
+    F32,
+    FLOATS,
+    I32,
+    LANES,
+    VECTOR_BYTES,
+    WORDS,
+    index,
+    loop,
+    prefetch,
+    read,
+    splat,
+    write,
+)
 
-PANEL_VECTORS = 4
-PANEL = PANEL_VECTORS * LANES
 TOTALS_BYTES = PANEL * 4  # of one token's sums
 _LINE = 64
-_HALVES = ir.VectorType(F16, LANES)
 # A tile of fewer tokens is done before what it could ask for ahead would come.
 _LEAST_AHEAD = 3
 
@@ -30,14 +48,13 @@ _LEAST_AHEAD = 3
 @intrinsic
 def multiply_panel(
     typing: Any, kind: Any, tokens: Any, x: Any, x_stride: Any, packed: Any, words: Any, totals: Any, scales: Any,
-    scales_stride: Any, weight_scales: Any, ahead: Any,
+    scales_stride: Any, ahead: Any,
 ) -> Any:  # fmt: skip
     """totals[t, row] += the sum over words of a panel's weights packed[step, row] times x[t, word].
 
     For 1 to TILE_TOKENS tokens. x has x_stride bytes between tokens; totals are float32, TOTALS_BYTES a token. For an
     integer kind, scales has scales_stride bytes between tokens and gives a float32 that this block's sums are
-    multiplied with, and an int32 that they start from; weight_scales, where it is not 0, a float16 for each row
-    besides. What lies `ahead` bytes on in packed is prefetched.
+    multiplied with, and an int32 that they start from. What lies `ahead` bytes on in packed is prefetched.
     """
     if kind not in ARITHMETIC:
         return None
@@ -56,7 +73,7 @@ def multiply_panel(
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(kind, *[types.int64] * 10), generate
+    return types.void(kind, *[types.int64] * 9), generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +88,6 @@ class _Block:
     totals: Any
     scales: Any
     scales_stride: Any
-    weight_scales: Any
     ahead: Any
 
 
@@ -83,13 +99,12 @@ def _tile(builder: Any, block: _Block, tokens: int, vector: int) -> None:
     vectors = range(vector, vector + TILE_VECTORS)
 
     def body(word: Any, sums: list[Any]) -> tuple[list[Any], int]:
-        step = builder.sdiv(word, index(layout.words)) if layout.words > 1 else word
+        step = builder.sdiv(word, index(layout.words))
         at = builder.add(block.packed, builder.mul(step, index(PANEL_VECTORS * vector_bytes)))
         if tokens >= _LEAST_AHEAD:
             for line in range(vector * vector_bytes, vectors.stop * vector_bytes, _LINE):
                 prefetch(builder, builder.add(builder.add(at, block.ahead), index(line)))
-        stored = [read(builder, builder.add(at, index(v * vector_bytes)), layout.stored) for v in vectors]
-        weights = [operands(builder, block.kind, lanes) for lanes in stored]
+        weights = [operands(builder, block.kind, at, v) for v in vectors]
         sums = list(sums)
         for part in range(layout.words):
             place = builder.mul(builder.add(word, index(part)), index(4))
@@ -107,9 +122,7 @@ def _tile(builder: Any, block: _Block, tokens: int, vector: int) -> None:
         scales = [builder.add(block.scales, builder.mul(block.scales_stride, index(t))) for t in range(tokens)]
         starts = [splat(builder, read(builder, builder.add(at, index(4)), I32), WORDS) for at in scales]
         sums = loop(builder, block.words, [start for start in starts for _ in vectors], body)
-        of_rows = _row_scales(builder, block.weight_scales, vectors)
-        of_tokens = [splat(builder, read(builder, at, F32), FLOATS) for at in scales]
-        factors = [builder.fmul(token, row) for token in of_tokens for row in of_rows]
+        factors = [splat(builder, read(builder, at, F32), FLOATS) for at in scales for _ in vectors]
         results = [
             fused(builder, read(builder, place, FLOATS), builder.sitofp(total, FLOATS), factor)
             for place, total, factor in zip(places, sums, factors, strict=True)
@@ -120,20 +133,25 @@ def _tile(builder: Any, block: _Block, tokens: int, vector: int) -> None:
         write(builder, result, place)
 
 
-def _row_scales(builder: Any, address: Any, vectors: range) -> list[Any]:
-    """The float16 scales at address of the rows of some vectors, as float32; ones where the address is 0."""
-    ones = ir.Constant(FLOATS, [1.0] * LANES)
-    with builder.if_else(builder.icmp_signed("!=", address, index(0))) as (then, otherwise):
-        with then:
-            places = [builder.add(address, index(v * LANES * 2)) for v in vectors]
-            loaded = [builder.fpext(read(builder, place, _HALVES), FLOATS) for place in places]
-            then_block = builder.block
-        with otherwise:
-            else_block = builder.block
-    scales = []
-    for lanes in loaded:
-        scale = builder.phi(FLOATS)
-        scale.add_incoming(lanes, then_block)
-        scale.add_incoming(ones, else_block)
-        scales.append(scale)
-    return scales
+@intrinsic
+def unpack_panel(typing: Any, kind: Any, packed: Any, words: Any, unpacked: Any) -> Any:
+    """What a panel's words are multiplied with, to unpacked[word, row], where several tiles read it."""
+    if kind not in ARITHMETIC:
+        return None
+    layout = ARITHMETIC[kind]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def body(word: Any, nothing: list[Any]) -> tuple[list[Any], int]:
+            step = builder.sdiv(word, index(layout.words))
+            at = builder.add(arguments[1], builder.mul(step, index(PANEL * layout.lane_bytes)))
+            to = builder.add(arguments[3], builder.mul(word, index(PANEL_VECTORS * VECTOR_BYTES)))
+            for vector in range(PANEL_VECTORS):
+                for part, lanes in enumerate(operands(builder, kind, at, vector)):
+                    place = (part * PANEL_VECTORS + vector) * VECTOR_BYTES
+                    write(builder, lanes, builder.add(to, index(place)))
+            return nothing, layout.words
+
+        loop(builder, arguments[2], [], body)
+        return context.get_dummy_value()
+
+    return types.void(kind, types.int64, types.int64, types.int64), generate

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from headway.kernels.cpu_arithmetic import ARITHMETIC, TILE_TOKENS, TILE_VECTORS, multiply_add, operands
+from headway.kernels.cpu_arithmetic import ARITHMETIC, TILE_TOKENS, TILE_VECTORS, multiply_add, operand
 from headway.kernels.cpu_ir import FLOATS, I32, I64, LANES, WORDS, index, loop, prefetch, read, splat, transpose, write
 
 PANELS_AT_ONCE = 4
@@ -118,7 +118,7 @@ def _tile(
     def body(word: Any, sums: list[Any]) -> tuple[list[Any], int]:
         for v in vectors:
             prefetch(builder, following(word, v))
-        stored = [operands(builder, kind, read(builder, address(word, v), layout.stored))[0] for v in vectors]
+        stored = [operand(builder, kind, address(word, v)) for v in vectors]
         at = builder.mul(word, index(4))
         results = []
         for r, row in enumerate(inputs):

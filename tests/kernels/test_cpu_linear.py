@@ -23,9 +23,9 @@ SHAPES = [(160, 64), (9, 128), (1003, 352), (8, 32), (5, 64), (24, 40), (300, 10
 # The result's own rounding, relative to its norm, and what quantising adds for normal weights and activations: half a
 # step, uniform, of weights (largest of a row / 127, or of a group / 8) and of activations.
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}
-QUANTISING = {"none": 0.0, "int8": 0.016, "int8-weight-only": 0.011, "int4": 0.105}
+QUANTISING = {"none": 0.0, "int8": 0.016, "int8-weight-only": 0.011, "int4": 0.1}
 # Inputs that share a scale, and the largest whole number.
-BLOCKS = {"int8": (512, 127), "int8-weight-only": (512, 32767), "int4": (cpu_linear.INT4_GROUP, 127)}
+BLOCKS = {"int8": (512, 127), "int8-weight-only": (512, 32767), "int4": (512, 127)}
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
