@@ -9,6 +9,7 @@ copies of its operands that none is in a cache when it is used, and the ratio is
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -110,6 +111,34 @@ def bench_attention(kernels: CpuKernels, rounds: int) -> None:
         report(name, queries, seconds, moved, 4 * pairs * HEADS * WIDTH, "SDPA, dense")
 
 
+def copies_of(shape: tuple[int, ...], dtype: torch.dtype) -> list[LayerCache]:
+    """Caches of the same random content, so many that none is in the processor's caches when its turn comes."""
+    keys, values = (torch.randint(-127, 128, shape, dtype=torch.int8).to(dtype) for _ in range(2))
+    scales = [torch.full(shape[:3], 0.01)] * 2 if dtype == torch.int8 else []
+    size = sum(each.numel() * each.element_size() for each in (keys, values, *scales))
+    return [
+        LayerCache(keys.clone(), values.clone(), *(each.clone() for each in scales))
+        for _ in range(max(2, COLD_BYTES // size + 1))
+    ]
+
+
+def bench_int8_cache(kernels: CpuKernels, rounds: int) -> None:
+    for sequences, context in itertools.product((1, 8), (1024, 4096, 16384)):
+        geometry = step(1, context, sequences)
+        query = torch.randn(sequences, HEADS, WIDTH).to(DTYPE)
+        shape = (geometry.block_tables.numel(), KV_HEADS, BLOCK_SIZE, WIDTH)
+        narrow, wide = copies_of(shape, torch.int8), copies_of(shape, DTYPE)
+        seconds = interleaved(
+            lambda i: kernels.attention(query, narrow[i % len(narrow)], geometry, 0.125, None),  # noqa: B023
+            lambda i: kernels.attention(query, wide[i % len(wide)], geometry, 0.125, None),  # noqa: B023
+            rounds,
+            max(len(narrow), len(wide)),
+        )
+        pairs = sequences * context
+        moved = 2.0 * pairs * KV_HEADS * (WIDTH + 4)
+        report(f"{sequences} x {context} i8", 1, seconds, moved, 4.0 * pairs * HEADS * WIDTH, "bfloat16 cache")
+
+
 def bench_rows(kernels: CpuKernels, tokens: Sequence[int], rounds: int) -> None:
     plain = ReferenceKernels()
     for count in tokens:
@@ -137,6 +166,7 @@ def main() -> None:
     with torch.inference_mode():
         bench_linear(kernels, arguments.tokens, arguments.rounds)
         bench_attention(kernels, arguments.rounds)
+        bench_int8_cache(kernels, arguments.rounds)
         bench_rows(kernels, arguments.tokens, arguments.rounds)
 
 

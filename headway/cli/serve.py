@@ -40,6 +40,9 @@ def serve(
         Literal["none", "int8", "int8-weight-only", "int4"],
         typer.Option("--quantization", "-q", help="Quantise the weights of an ordinary checkpoint while loading; CPU."),
     ] = "none",
+    kv_cache_dtype: Annotated[
+        Literal["auto", "int8"], typer.Option(help="Type of keys and values in the KV cache; auto: --dtype. int8: CPU.")
+    ] = "auto",
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"], typer.Option(help="dummy makes random weights from config.json.")
     ] = "auto",
@@ -100,6 +103,7 @@ def serve(
         model=str(folder),
         dtype=dtype,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         load_format=load_format,
         device=device,
         seed=seed,

@@ -11,8 +11,9 @@ import torch
 
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
-from headway.engine.memory import kv_pool_bytes
+from headway.engine.memory import bytes_per_block, kv_pool_bytes
 from headway.engine.runner import Runner
+from headway.kernels.interface import KV_CACHE_DTYPES
 from headway.kernels.select import kernels_for
 from headway.models.config import ModelConfig
 from headway.models.loading import load_model, resolve_dtype, resolve_model
@@ -39,6 +40,7 @@ class Engine:
     num_blocks: int
     block_size: int
     device: str
+    kv_cache_dtype: str
     startup_ns: dict[str, int] = field(default_factory=dict)
 
 
@@ -67,6 +69,7 @@ def build_engine(config: EngineConfig, on_stage: StageListener | None = None) ->
     dtype = resolve_dtype(config.dtype, model_config)
     if config.quantization != "none" and device.type != "cpu":
         raise EngineError(f"quantization is {config.quantization}; on {device.type} there is none yet, leave it out")
+    cache_dtype = _cache_dtype(config.kv_cache_dtype, dtype, device)
     kernels = kernels_for(str(device), dtype)
     done("prepare", time.monotonic_ns() - began)
     asked_len = _asked_model_len(config, model_config)
@@ -76,10 +79,10 @@ def build_engine(config: EngineConfig, on_stage: StageListener | None = None) ->
 
     began = time.monotonic_ns()
     batched = config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[device.type], config.max_num_seqs)
-    bytes_per_block = model_config.kv_bytes_per_block(config.block_size, dtype.itemsize)
+    block_bytes = bytes_per_block(model_config, config.block_size, cache_dtype)
     useful = config.max_num_seqs * -(-asked_len // config.block_size) + 1
-    num_blocks = min(useful, kv_pool_bytes(config, device, model_config, batched) // bytes_per_block)
-    max_model_len = _fitting_model_len(config, asked_len, num_blocks, bytes_per_block)
+    num_blocks = min(useful, kv_pool_bytes(config, device, model_config, batched) // block_bytes)
+    max_model_len = _fitting_model_len(config, asked_len, num_blocks, block_bytes)
     scheduler_config = SchedulerConfig(
         config.max_num_seqs,
         batched,
@@ -89,13 +92,17 @@ def build_engine(config: EngineConfig, on_stage: StageListener | None = None) ->
     )
     blocks = KVBlocks(num_blocks, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(scheduler_config, blocks)
-    runner = Runner(model, kernels, device, dtype, num_blocks, config.block_size, config.max_num_seqs, max_model_len)
+    runner = Runner(
+        model, kernels, device, cache_dtype, num_blocks, config.block_size, config.max_num_seqs, max_model_len
+    )
     done("kv_allocation", time.monotonic_ns() - began)
 
     began = time.monotonic_ns()
     warm_up(scheduler_config, runner, config.block_size, num_blocks)
     done("warm_up", time.monotonic_ns() - began)
-    return Engine(EngineCore(scheduler, runner), max_model_len, num_blocks, config.block_size, str(device), startup)
+    shown = str(cache_dtype).removeprefix("torch.")
+    core = EngineCore(scheduler, runner)
+    return Engine(core, max_model_len, num_blocks, config.block_size, str(device), shown, startup)
 
 
 def warm_up(config: SchedulerConfig, runner: Runner, block_size: int, num_blocks: int) -> None:
@@ -125,6 +132,17 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def _cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What --kv-cache-dtype names; auto is the model's own."""
+    if name not in KV_CACHE_DTYPES:
+        raise EngineError(f"kv_cache_dtype is {name!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}")
+    if name == "auto":
+        return dtype
+    if device.type != "cpu":
+        raise EngineError(f"kv_cache_dtype is {name}; on {device.type} there is none yet, leave it out")
+    return torch.int8
+
+
 def _asked_model_len(config: EngineConfig, model: ModelConfig) -> int:
     longest = model.longest_model_len
     if config.max_model_len is None:
@@ -134,15 +152,15 @@ def _asked_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _fitting_model_len(config: EngineConfig, asked: int, num_blocks: int, bytes_per_block: int) -> int:
+def _fitting_model_len(config: EngineConfig, asked: int, num_blocks: int, block_bytes: int) -> int:
     """The context that the pool can hold: what was asked for, or as much as fits when nothing was."""
     fits = num_blocks * config.block_size
     if asked <= fits:
         return asked
     if config.max_model_len is not None or fits < 2:
-        needed = -(-asked // config.block_size) * bytes_per_block
+        needed = -(-asked // config.block_size) * block_bytes
         raise EngineError(
             f"one sequence of {asked} tokens needs {needed / 2**20:.0f} MiB of KV cache, the pool has "
-            f"{num_blocks * bytes_per_block / 2**20:.0f} MiB; raise --kv-cache-memory or lower --max-model-len"
+            f"{num_blocks * block_bytes / 2**20:.0f} MiB; raise --kv-cache-memory or lower --max-model-len"
         )
     return fits

@@ -13,6 +13,7 @@ class EngineConfig:
         model: folder of a Hugging Face checkpoint.
         dtype: auto (the checkpoint's), float32, bfloat16 or float16.
         quantization: none, int8, int8-weight-only or int4, of the weights of an ordinary checkpoint; CPU only.
+        kv_cache_dtype: of keys and values in the KV cache: auto (as dtype) or int8; int8 on a CPU only.
         load_format: auto, safetensors, or dummy for random weights.
         device: auto, cpu or cuda.
         max_model_len: longest prompt plus output in tokens; None takes the model's, lowered to what the KV pool holds.
@@ -26,6 +27,7 @@ class EngineConfig:
     model: str
     dtype: str = "auto"
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
     load_format: str = "auto"
     device: str = "auto"
     seed: int = 0

@@ -1,17 +1,43 @@
-"""How much memory the KV pool may take."""
+"""The KV pool: how much memory it may take, and how it is taken."""
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from headway.engine.config import EngineConfig
+from headway.kernels.interface import LayerCache
 from headway.models.config import ModelConfig
 
 CPU_SHARE = 0.5  # of the memory that is free once the weights are loaded
 ACTIVATION_COPIES = 8  # tensors of the widest activation that live at once in a step
+SCALE_DTYPE = torch.float32  # of a token and head in a cache of int8
+
+
+def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """What a block takes in all layers, with the scales that a cache of int8 has (ModelConfig.kv_bytes_per_token)."""
+    scale_size = SCALE_DTYPE.itemsize if dtype == torch.int8 else 0
+    return model.kv_bytes_per_block(block_size, dtype.itemsize, scale_size)
+
+
+def zero_cache(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> LayerCache:
+    """An empty cache of one layer, [N, G, B, D] of keys and of values; one of int8 with its scales."""
+    keys, values = (_zero_pages(shape, dtype, device) for _ in range(2))
+    if dtype != torch.int8:
+        return LayerCache(keys, values)
+    return LayerCache(keys, values, *(_zero_pages(shape[:3], SCALE_DTYPE, device) for _ in range(2)))
+
+
+def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that a CPU takes from the system page by page when they are first written, not all at start-up."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def kv_pool_bytes(config: EngineConfig, device: torch.device, model: ModelConfig, batched_tokens: int) -> int:

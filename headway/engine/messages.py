@@ -66,6 +66,7 @@ class Ready(_Message):
     block_size: int
     max_model_len: int
     device: str
+    kv_cache_dtype: str  # what auto came to
 
 
 class Failed(_Message):

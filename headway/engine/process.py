@@ -109,9 +109,8 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
         return 1
     quiet_garbage_collector()
     startup = {"import": imported, **engine.startup_ns}
-    channel.send(
-        Ready(PROTOCOL_VERSION, startup, engine.num_blocks, engine.block_size, engine.max_model_len, engine.device)
-    )
+    shape = engine.num_blocks, engine.block_size, engine.max_model_len
+    channel.send(Ready(PROTOCOL_VERSION, startup, *shape, engine.device, engine.kv_cache_dtype))
     return _step_loop(channel, engine.core, parent)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -11,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.engine.memory import zero_cache
 from headway.engine.messages import TokenLogprobs
 from headway.engine.sampler import Sampler, prompt_logprobs
-from headway.kernels.interface import Kernels, LayerCache, StepGeometry
+from headway.kernels.interface import Kernels, StepGeometry
 from headway.kernels.threads import one_thread
 from headway.models.decoder import Decoder
 from headway.policy.accounting import ScheduledSequence, StepTimes
@@ -74,6 +74,7 @@ class Runner:
     """Owns the model, the KV caches and the sampler.
 
     Args:
+        cache_dtype: of keys and values in the KV pool; the model's, or int8.
         num_blocks, block_size: shape of the KV pool.
         max_num_seqs, max_model_len: bounds of the block table array.
     """
@@ -83,7 +84,7 @@ class Runner:
         model: Decoder,
         kernels: Kernels,
         device: torch.device,
-        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
         num_blocks: int,
         block_size: int,
         max_num_seqs: int,
@@ -96,10 +97,7 @@ class Runner:
         self.kernels = kernels
         self.device = device
         self.block_size = block_size
-        self.caches = [
-            LayerCache(zero_pages(shape, dtype, device), zero_pages(shape, dtype, device))
-            for _ in range(config.num_layers)
-        ]
+        self.caches = [zero_cache(shape, cache_dtype, device) for _ in range(config.num_layers)]
         self.sampler = Sampler(config.vocab_size, device, kernels.most_likely if device.type == "cpu" else None)
         self.tables = BlockTables(max_num_seqs, -(-max_model_len // block_size))
         fixed = _MOST_REPEATED if device.type == "cpu" else 0
@@ -234,13 +232,6 @@ def threads_for(logits: Tensor) -> AbstractContextManager[None]:
     """Small tensor operations on a CPU on this thread alone."""
     alone = logits.device.type == "cpu" and logits.numel() <= _ALONE_BELOW
     return one_thread() if alone else nullcontext()
-
-
-def zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that a CPU takes from the system page by page when they are first written, not all at start-up."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 class _DeviceTimer:

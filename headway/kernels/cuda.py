@@ -9,7 +9,7 @@ from torch import Tensor
 from headway.kernels import cuda_attention, cuda_rows
 from headway.kernels.heads import check_heads
 from headway.kernels.interface import LayerCache, StepGeometry
-from headway.kernels.reference import TorchKernels
+from headway.kernels.reference import TorchKernels, check_unscaled
 
 _GATE_BLOCK = 1024
 # What Triton's interpreter, which has no device to ask, is taken to be: few, so that splits occur in tests.
@@ -82,6 +82,7 @@ class CudaKernels(TorchKernels):
 
     def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Write key and value [T, G, D], strided along T or not, to their slots [T]."""
+        check_unscaled(cache, self.name)
         check_heads("key", key)
         check_heads("value", value)
         tokens, kv_heads, width = key.shape

@@ -55,6 +55,7 @@ class LayerCache:
         return [t for t in (self.keys, self.values, self.key_scales, self.value_scales) if t is not None]
 
 
+KV_CACHE_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4")
 
 
@@ -114,7 +115,11 @@ class Kernels(Protocol):
         ...
 
     def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        """Write key and value [T, G, D] to their slots [T]."""
+        """Write key and value [T, G, D] to their slots [T].
+
+        Raises:
+            ValueError: an int8 cache, which these kernels do not have.
+        """
         ...
 
     def attention(

@@ -21,6 +21,16 @@ def check_unquantized(quantization: str, kernels: str) -> None:
         raise ValueError(f"quantization is {quantization!r}; the {kernels} kernels have none, only those of the CPU do")
 
 
+def check_unscaled(cache: LayerCache, kernels: str) -> None:
+    """Refuse a cache that only the CPU's kernels can fill and read.
+
+    Raises:
+        ValueError: it has scales.
+    """
+    if cache.key_scales is not None:
+        raise ValueError(f"the KV cache is int8; the {kernels} kernels have none, only those of the CPU do")
+
+
 class ReferenceLinear:
     """A weight [out, in] kept as it came."""
 
@@ -119,6 +129,7 @@ class ReferenceKernels(TorchKernels):
 
     def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Write key and value [T, G, D] to slots [T] of the cache."""
+        check_unscaled(cache, self.name)
         block_size = cache.keys.shape[2]
         block, offset = slots // block_size, slots % block_size
         cache.keys[block, :, offset] = key.to(cache.keys.dtype)

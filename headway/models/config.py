@@ -165,13 +165,17 @@ class ModelConfig:
         """[N, G, B, D] of the keys of one layer, and of its values."""
         return (num_blocks, self.num_kv_heads, block_size, self.head_dim)
 
-    def kv_bytes_per_token(self, dtype_size: int) -> int:
-        """Bytes of cache for one token in all layers: 2 (keys, values) * layers * KV heads * head_dim * dtype_size."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_size
+    def kv_bytes_per_token(self, dtype_size: int, scale_size: int = 0) -> int:
+        """Bytes of cache for one token in all layers.
 
-    def kv_bytes_per_block(self, block_size: int, dtype_size: int) -> int:
-        """Bytes of cache for one block of block_size tokens in all layers."""
-        return block_size * self.kv_bytes_per_token(dtype_size)
+        2 (keys, values) * layers * KV heads * (head_dim * dtype_size + scale_size); scale_size is that of the one scale
+        that a token and head has in a cache of int8, 0 where there is none.
+        """
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * dtype_size + scale_size)
+
+    def kv_bytes_per_block(self, block_size: int, dtype_size: int, scale_size: int = 0) -> int:
+        """Bytes of cache for one block of block_size tokens in all layers: as many times those of a token."""
+        return block_size * self.kv_bytes_per_token(dtype_size, scale_size)
 
 
 def read_json(path: Path, hint: str) -> dict[str, Any]:

@@ -68,6 +68,6 @@ class StartupDisplay:
         self._console.print(table)
         self._console.print(
             f"Ready after {total_ns / 1e9:.2f} s on {ready.device}: context {ready.max_model_len:,} tokens, "
-            f"KV cache {ready.num_blocks:,} blocks of {ready.block_size} tokens"
+            f"KV cache {ready.num_blocks:,} blocks of {ready.block_size} tokens in {ready.kv_cache_dtype}"
         )
         self._console.print(f"Serving {self._title} at {url}/v1")

@@ -17,11 +17,23 @@ class Model(NamedTuple):
     folder: str
     device: str
     quantization: str
+    kv_cache_dtype: str
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token in the cache: keys and values, 2 layers, 2 heads, 16 float32 or 16 int8 with a scale."""
+        return 2 * 2 * 2 * (16 * 4 if self.kv_cache_dtype == "auto" else 16 + 4)
 
 
 @pytest.fixture(
     scope="module",
-    params=[("cpu", "none"), ("cpu", "int8"), ("cpu", "int4"), pytest.param(("cuda", "none"), marks=pytest.mark.gpu)],
+    params=[
+        ("cpu", "none", "auto"),
+        ("cpu", "int8", "auto"),
+        ("cpu", "int4", "auto"),
+        ("cpu", "none", "int8"),
+        pytest.param(("cuda", "none", "auto"), marks=pytest.mark.gpu),
+    ],
     ids="-".join,
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
@@ -32,6 +44,7 @@ def build(model: Model, **settings: Any) -> LLM:
     defaults: dict[str, Any] = {
         "device": model.device,
         "quantization": model.quantization,
+        "kv_cache_dtype": model.kv_cache_dtype,
         "dtype": "float32",
         "load_format": "dummy",
         "num_threads": 1,
@@ -74,8 +87,8 @@ def test_with_other_block_sizes(model: Model, alone: list[list[int]], block_size
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_and_recomputed(model: Model, alone: list[list[int]], caching: bool) -> None:
-    # 512 bytes a token: room for 480 tokens where the batch wants 3,600.
-    llm = build(model, kv_cache_memory=480 * 512, max_num_seqs=32, enable_prefix_caching=caching)
+    # Room for 480 tokens where the batch wants 3,600.
+    llm = build(model, kv_cache_memory=480 * model.token_bytes, max_num_seqs=32, enable_prefix_caching=caching)
     assert tokens_of(llm, PROMPTS) == alone
     assert llm.engine.core.scheduler.num_preemptions > 0
 
@@ -87,6 +100,17 @@ def test_prefix_cached(model: Model, alone: list[list[int]]) -> None:
     assert [o.outputs[0].token_ids for o in again] == alone
     assert all(o.num_cached_tokens >= (len(o.prompt_token_ids) - 1) // 16 * 16 for o in again)
     assert sum(o.num_cached_tokens for o in again) > 0
+
+
+def test_prompt_logprobs_in_chunks(model: Model) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
+    prompts = [{"prompt_token_ids": p} for p in PROMPTS[8:12]]
+    whole, parts = (
+        build(model, max_num_batched_tokens=budget, max_num_seqs=4).generate(prompts, params) for budget in (512, 7)
+    )
+    for one, other in zip(whole, parts, strict=True):
+        assert one.prompt_logprobs is not None and len(one.prompt_logprobs) == len(one.prompt_token_ids)
+        assert one.prompt_logprobs == other.prompt_logprobs
 
 
 def test_all_choices_of_a_greedy_request_are_the_same(model: Model, alone: list[list[int]]) -> None:
@@ -101,7 +125,7 @@ def test_a_seed_draws_the_same_whatever_else_is_in_the_batch(model: Model) -> No
     first = build(model).generate([prompt], params)[0]
     crowd = [{"prompt_token_ids": p} for p in PROMPTS]
     noise = SamplingParams(temperature=1.3, max_tokens=30, ignore_eos=True)
-    llm = build(model, max_num_batched_tokens=16, max_num_seqs=16, kv_cache_memory=600 * 512)
+    llm = build(model, max_num_batched_tokens=16, max_num_seqs=16, kv_cache_memory=600 * model.token_bytes)
     mixed = llm.generate([*crowd, prompt], [*[noise] * len(crowd), params])[-1]
     assert [c.token_ids for c in mixed.outputs] == [c.token_ids for c in first.outputs]
     assert first.outputs[0].token_ids != first.outputs[1].token_ids

@@ -1,9 +1,10 @@
-"""Weights that are rounded while a checkpoint is loaded."""
+"""Weights that are rounded while a checkpoint is loaded, and keys and values that are rounded as they are stored."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ TEXT = (
 )
 # How much of the plain model's perplexity on this text may be added.
 ADDED = {"int8": 0.015, "int8-weight-only": 0.002, "int4": 0.05}
+ADDED_BY_CACHE = {"none": 0.002, "int8": 0.005}
 
 
 def perplexity(**settings: str) -> float:
@@ -45,6 +47,27 @@ def test_the_bundled_model_still_knows_its_text(plain: float, quantization: str)
     assert abs(rounded / plain - 1) < ADDED[quantization]
 
 
+@pytest.mark.parametrize("quantization", ADDED_BY_CACHE)
+def test_the_bundled_model_with_an_int8_cache(quantization: str) -> None:
+    exact, rounded = (perplexity(quantization=quantization, kv_cache_dtype=dtype) for dtype in ("auto", "int8"))
+    assert rounded != exact
+    assert abs(rounded / exact - 1) < ADDED_BY_CACHE[quantization]
+
+
+@pytest.mark.parametrize(("dtype", "element"), [("float32", 4), ("bfloat16", 2)])
+def test_an_int8_cache_has_room_for_more(tmp_path: Path, dtype: str, element: int) -> None:
+    """A token of TINY_LLAMA: keys and values, 2 layers, 2 heads, 16 elements and the scale of an int8 head."""
+    settings: dict[str, Any] = {"dtype": dtype, "load_format": "dummy", "device": "cpu", "kv_cache_memory": 1 << 20}
+    folder = write_config(tmp_path)
+    plain, narrow = (build_engine(EngineConfig(folder, kv_cache_dtype=d, **settings)) for d in ("auto", "int8"))
+    assert plain.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * 16 * element)
+    assert narrow.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * (16 + 4))
+    assert (plain.kv_cache_dtype, narrow.kv_cache_dtype) == (dtype, "int8")
+    for engine in (plain, narrow):
+        held = sum(t.numel() * t.element_size() for cache in engine.core.runner.caches for t in cache.tensors)
+        assert 0.98 * 2**20 < held <= 2**20
+
+
 def test_an_unknown_scheme(tmp_path: Path) -> None:
     config = EngineConfig(write_config(tmp_path), quantization="int3", load_format="dummy", device="cpu")
     message = "quantization is 'int3'; it must be one of none, int8, int8-weight-only, int4"
@@ -52,8 +75,15 @@ def test_an_unknown_scheme(tmp_path: Path) -> None:
         build_engine(config)
 
 
-def test_a_gpu_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    config = EngineConfig(write_config(tmp_path), quantization="int8", load_format="dummy", device="cuda")
-    with pytest.raises(EngineError, match="quantization is int8; on cuda there is none yet, leave it out"):
+def test_an_unknown_cache(tmp_path: Path) -> None:
+    config = EngineConfig(write_config(tmp_path), kv_cache_dtype="fp8", load_format="dummy", device="cpu")
+    with pytest.raises(EngineError, match="kv_cache_dtype is 'fp8'; it must be one of auto, int8"):
         build_engine(config)
+
+
+@pytest.mark.parametrize("field", ["quantization", "kv_cache_dtype"])
+def test_a_gpu_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    settings: dict[str, Any] = {field: "int8", "load_format": "dummy", "device": "cuda"}
+    with pytest.raises(EngineError, match=f"{field} is int8; on cuda there is none yet, leave it out"):
+        build_engine(EngineConfig(write_config(tmp_path), **settings))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from headway.kernels.interface import Kernels, LayerCache
@@ -144,6 +145,12 @@ def check_attention(
     else:
         error = (got.double().cpu() - expected.double()).norm() / expected.double().norm()
         assert error < INT8_CACHE_ERROR + ROUNDING[dtype]
+
+
+def check_int8_cache_is_refused(kernels: Kernels) -> None:
+    cache, key = empty_cache((2, 1, 16, 8), torch.int8, "cpu"), torch.zeros(1, 1, 8)
+    with pytest.raises(ValueError, match=f"the KV cache is int8; the {kernels.name} kernels have none"):
+        kernels.store(key, key, cache, torch.zeros(1, dtype=torch.int64))
 
 
 def empty_cache(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> LayerCache:

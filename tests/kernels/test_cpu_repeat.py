@@ -86,19 +86,21 @@ class Layer:
         return self.kernels.repeat(key, step, HEADS // KV_HEADS, lambda: self.run(step))
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_program_gives_what_its_operations_give(dtype: torch.dtype) -> None:
+def test_a_program_gives_what_its_operations_give(dtype: torch.dtype, is_int8: bool) -> None:
     """Other tokens, sequences and contexts, so many parts too that memory has to move; bit for bit."""
     loads = [
         ([1, 1, 1], [5, 9, 1]), ([1, 1, 1], [6, 10, 2]), ([3], [40]), ([1, 1, 1], [700, 1300, 2]), ([2, 1], [600, 33]),
         ([1, 1, 1], [2000, 2000, 2000]), ([3], [3]), ([1], [8]), ([1, 1, 1], [701, 1301, 3]),
     ]  # fmt: skip
     eager, again = (
-        Layer(CpuKernels(), empty_cache((500, KV_HEADS, BLOCK, WIDTH), dtype, "cpu"), dtype) for _ in range(2)
+        Layer(CpuKernels(), empty_cache((500, KV_HEADS, BLOCK, WIDTH), torch.int8 if is_int8 else dtype, "cpu"), dtype)
+        for _ in range(2)
     )
     for layer in (eager, again):
-        layer.cache.keys.zero_()
-        layer.cache.values.zero_()
+        for blocks in layer.cache.tensors:
+            blocks.zero_()
     for number, (queries, contexts) in enumerate(loads * 2):
         tokens = torch.randint(0, 50, (sum(queries),), generator=torch.Generator().manual_seed(number))
         expected = eager.run(eager.fix(step_of(queries, contexts, BLOCK, number)[0], tokens))

@@ -51,6 +51,10 @@ def test_rotate(kernels: CudaKernels, dtype: torch.dtype, tokens: int, width: in
     operations.check_rotate(kernels, DEVICE, dtype, tokens, width, half)
 
 
+def test_an_int8_cache_is_refused(kernels: CudaKernels) -> None:
+    operations.check_int8_cache_is_refused(kernels)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("block_size", "width"), [(8, 8), (16, 80)])
 def test_store(kernels: CudaKernels, dtype: torch.dtype, block_size: int, width: int) -> None:

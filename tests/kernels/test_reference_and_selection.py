@@ -66,6 +66,10 @@ def test_copy_blocks_reads_before_it_writes() -> None:
     assert torch.equal(cache.keys, keys[[0, 0, 1, 3]])
 
 
+def test_an_int8_cache_is_refused() -> None:
+    operations.check_int8_cache_is_refused(REFERENCE)
+
+
 def test_kernels_for_cpu() -> None:
     assert kernels_for("cpu", torch.bfloat16).name == "cpu"
 

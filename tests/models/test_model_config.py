@@ -51,6 +51,7 @@ def test_sizes_and_cache():
     assert config.kv_cache_shape(10, 16) == (10, 2, 16, 8)
     assert config.kv_bytes_per_token(2) == 2 * 4 * 2 * 8 * 2
     assert config.kv_bytes_per_block(16, 2) == 16 * config.kv_bytes_per_token(2)
+    assert config.kv_bytes_per_block(16, 1, 4) == 16 * 2 * 4 * 2 * (8 * 1 + 4)
     assert (config.dtype, config.eos_token_ids) == ("bfloat16", (7,))
 
 

@@ -68,7 +68,8 @@ class FakeEngine:
             self.finish_loading()
 
     def finish_loading(self) -> None:
-        self.ready = Ready(1, {"storage_read": 5_000_000, "warm_up": 7_000_000}, 64, 16, self.max_model_len, "cpu")
+        stages = {"storage_read": 5_000_000, "warm_up": 7_000_000}
+        self.ready = Ready(1, stages, 64, 16, self.max_model_len, "cpu", "float32")
         self.state = "ready"
 
     async def wait_ready(self) -> Ready:

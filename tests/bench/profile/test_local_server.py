@@ -20,7 +20,7 @@ from headway.bench.profile.local_server import LocalServer, Startup
 from headway.engine.messages import Ready
 from headway.server.startup_display import StartupDisplay
 
-READY = "Ready after 1.50 s on cpu: context 1,024 tokens, KV cache 16,385 blocks of 16 tokens\n"
+READY = "Ready after 1.50 s on cpu: context 1,024 tokens, KV cache 16,385 blocks of 16 tokens in int8\n"
 SERVING = "Serving a model at http://127.0.0.1:8123/v1\n"
 
 
@@ -55,8 +55,9 @@ def test_what_the_server_prints_is_understood():
     display.on_server_stage("imports", 812_300_000)
     display.on_server_stage("tokenizer", 1_234_000_000)
     ready = Ready(
-        protocol=1, max_model_len=32768, num_blocks=16385, block_size=16, device="cuda:0", startup_ns={"warm_up": 10}
-    )
+        protocol=1, max_model_len=32768, num_blocks=16385, block_size=16, device="cuda:0", startup_ns={"warm_up": 10},
+        kv_cache_dtype="bfloat16",
+    )  # fmt: skip
     display.on_ready(ready, "http://127.0.0.1:4321")
     startup = Startup()
     for line in file.getvalue().splitlines():
