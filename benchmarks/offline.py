@@ -32,6 +32,7 @@ from benchmarks.weights import CHECKPOINTS
 
 RESULTS = Path(__file__).parent / "results"
 _POINTS = ("decode:1", "decode:4", "decode:16", "prefill:1x512", "prefill:8x128")
+_KV_BITS = {"auto": 16, "int8": 8}
 _AT_LEAST_ONE = ("rounds", "threads", "prompt_len")
 
 
@@ -64,6 +65,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer", type=peer, action="append", default=[], metavar="NAME=PYTHON", dest="peers")
     parser.add_argument("--no-headway", action="store_true", help="measure the peers alone")
     parser.add_argument("--variants", action="store_true", help="more settings of Headway and OpenVINO, as more rows")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=_KV_BITS, default="auto", help="int8: of every engine; auto: 16 bits (default)"
+    )
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["qwen2.5-0.5b"])
     parser.add_argument("--precisions", choices=PRECISIONS, nargs="+", default=list(PRECISIONS))
     parser.add_argument(
@@ -122,7 +126,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     settings = (arguments.rounds, arguments.threads, arguments.folder)
     for shape in arguments.shapes if points(arguments) else []:
         for precision in arguments.precisions:
-            found = entries(precision, arguments.peers, not arguments.no_headway, arguments.variants)
+            kv_bits = _KV_BITS[arguments.kv_cache_dtype]
+            found = entries(precision, arguments.peers, not arguments.no_headway, arguments.variants, kv_bits)
             if not found:
                 continue
             sitting = Sitting(shape, precision, points(arguments), found)
@@ -130,7 +135,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 sit(sitting, *settings)
             sit_held(sitting, *settings)
             summary = rows(sitting)
-            print(table(f"{shape}, {precision}: tokens/s", summary, sitting.left_out), flush=True)
+            cache = "" if kv_bits == 16 else ", 8-bit KV cache"
+            print(table(f"{shape}, {precision}{cache}: tokens/s", summary, sitting.left_out), flush=True)
             sittings.append(_content(sitting) | {"summary": [asdict(row) for row in summary]})
     starts = {shape: _start(arguments, shape) for shape in arguments.shapes if arguments.start}
     return {"sittings": sittings, "starts": starts}

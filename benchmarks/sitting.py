@@ -41,16 +41,23 @@ class Entry:
     variant: bool = False
 
 
-def entries(precision: str, peers: list[tuple[str, str]], headway: bool, variants: bool) -> list[Entry]:
-    """Headway first, then the peers (name, python) that have this precision; vLLM's CPU build has bf16 alone."""
-    found = [Entry("headway", "headway", sys.executable, _HEADWAY[precision])] if headway else []
-    if headway and variants and precision == "int8":
-        found.append(Entry("headway, weights only", "headway", sys.executable, "int8-weight-only", variant=True))
-    for name, python in peers:
-        if precision == "bf16" or name != "vllm":
-            found.append(Entry(name, name, python))
-        if variants and name == "openvino":
-            found.append(Entry("openvino, 8-bit KV cache", name, python, kv_bits=8, variant=True))
+def entries(
+    precision: str, peers: list[tuple[str, str]], headway: bool, variants: bool, kv_bits: int = 16
+) -> list[Entry]:
+    """Headway first, then the peers (name, python) that have this precision and a KV cache of so many bits.
+
+    vLLM's CPU build has bf16 alone.
+    """
+    listed = [("headway", sys.executable)] * headway + peers
+    found = []
+    for name, python in listed:
+        quantization = _HEADWAY[precision] if name == "headway" else "none"
+        if name != "vllm" or (precision, kv_bits) == ("bf16", 16):
+            found.append(Entry(name, name, python, quantization, kv_bits))
+        if variants and name == "headway" and precision == "int8":
+            found.append(Entry("headway, weights only", name, python, "int8-weight-only", kv_bits, variant=True))
+        if variants and name in ("headway", "openvino") and kv_bits == 16:
+            found.append(Entry(f"{name}, 8-bit KV cache", name, python, quantization, 8, variant=True))
     return found
 
 

@@ -26,6 +26,7 @@ class Headway:
             num_threads=settings.threads,
             max_model_len=settings.longest,
             max_num_batched_tokens=STEP_TOKENS,
+            kv_cache_dtype="auto" if settings.kv_bits == 16 else "int8",
             kv_cache_memory=settings.kv_bytes,
             enable_prefix_caching=False,
             **extra,

@@ -23,7 +23,7 @@ class Settings:
         sequences: most of them at once.
         kv_bytes: of the KV cache at 16 bits a number; enough for all sequences.
         quantization: what the engine is to do with the weights as it reads them; "none" leaves them as they are.
-        kv_bits: of a number in the KV cache, 16 or 8; engines without a cache of 8 bits ignore it.
+        kv_bits: of a number in the KV cache, 16 or 8; 8 is not asked of engines that have none.
     """
 
     model: str

@@ -36,6 +36,8 @@ class LlamaCpp:
         params.n_batch = STEP_TOKENS
         params.n_ubatch = _AT_ONCE
         params.flash_attn_type = self._lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        if settings.kv_bits == 8:
+            params.type_k = params.type_v = self._lib.GGML_TYPE_Q8_0
         params.n_threads = params.n_threads_batch = settings.threads
         params.no_perf = True
         self._context = self._lib.llama_init_from_model(self._model, params)

@@ -25,6 +25,9 @@ def profile(
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type of weights and activations.")
     ] = "auto",
+    kv_cache_dtype: Annotated[
+        Literal["auto", "int8"], typer.Option(help="Type of keys and values in the KV cache; auto: --dtype. int8: CPU.")
+    ] = "auto",
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"], typer.Option(help="dummy makes random weights from config.json.")
     ] = "auto",
@@ -66,6 +69,7 @@ def profile(
             percentiles=as_percentiles(metric_percentiles),
             device=device,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             load_format=load_format,
             threads=threads,
             max_model_len=max_model_len,

@@ -90,6 +90,7 @@ def test_prompts_differ_within_a_batch_and_between_rounds_but_not_between_engine
         (["--contexts", "1x0"], "'1x0' is not BATCHxTOKENS"),
         (["--contexts", "1x40000"], "a sequence would have 40144 tokens, and qwen2.5-0.5b has room for 32768"),
         (["--new-tokens", "1"], "--new-tokens is 1; a decode rate needs at least 2"),
+        (["--kv-cache-dtype", "fp8"], "invalid choice: 'fp8'"),
         (["--precisions", "int2"], "invalid choice: 'int2'"),
         (["--shapes", "gpt-5"], "invalid choice: 'gpt-5'"),
         (["--llama-simple", "/no/such/program"], "which is no program"),
@@ -129,7 +130,20 @@ def test_each_precision_has_its_engines() -> None:
         "int4": ["headway", "openvino", "llama.cpp"],
     }
     more = sitting.entries("int8", peers, headway=True, variants=True)
-    assert [entry.label for entry in more if entry.variant] == ["headway, weights only", "openvino, 8-bit KV cache"]
+    assert [entry.label for entry in more if entry.variant] == [
+        "headway, weights only",
+        "headway, 8-bit KV cache",
+        "openvino, 8-bit KV cache",
+    ]
+    assert [entry.kv_bits for entry in more] == [16, 16, 8, 16, 8, 16]
+
+
+def test_an_8_bit_cache_is_every_engine_s(tmp_path: Path) -> None:
+    peers = [("openvino", sys.executable), ("llama.cpp", "b"), ("vllm", "c")]
+    found = sitting.entries("bf16", peers, headway=True, variants=True, kv_bits=8)
+    assert [entry.label for entry in found] == ["headway", "openvino", "llama.cpp"]
+    *_, text = sitting.worker_command(found[0], "tiny", "bf16", [decode(1, 8, 4)], 1, 1, tmp_path)
+    assert json.loads(text)["kv_bits"] == 8
 
 
 def test_settings_have_room_for_the_largest_point(tmp_path: Path) -> None:
@@ -162,7 +176,7 @@ def test_a_whole_sitting(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setattr(sitting, "_measure_peaks", at_once)
     output = tmp_path / "results" / "tiny.json"
     chosen = "--shapes tiny --precisions bf16 --points decode:1 decode:3 prefill:2x32 --contexts 2x64 --start"
-    sizes = "--prompt-len 9 --new-tokens 5 --context-tokens 4 --rounds 2 --threads 1"
+    sizes = "--kv-cache-dtype int8 --prompt-len 9 --new-tokens 5 --context-tokens 4 --rounds 2 --threads 1"
     offline.main([*chosen.split(), *sizes.split(), "--folder", str(tmp_path), "--output", str(output)])
     report = json.loads(output.read_text())
     measured = report["sittings"][0]["rates"]
@@ -170,7 +184,8 @@ def test_a_whole_sitting(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert all(len(rates["headway"]) == 2 and min(rates["headway"]) > 0 for rates in measured.values())
     assert len(report["starts"]["tiny"]["seconds"]["headway"]) == 2
     assert len(report["sittings"][0]["summary"]) == 4
-    assert capsys.readouterr().out.count("| headway |") == 4 + 1
+    said = capsys.readouterr().out
+    assert said.count("| headway |") == 4 + 1 and "tiny, bf16, 8-bit KV cache" in said
     assert not list(tmp_path.rglob("*.partial"))
 
 

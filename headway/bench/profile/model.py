@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headway.bench.errors import BenchError
 from headway.bundled import STORY
 from headway.cost.config import read_shape
-from headway.cost.memory import kv_bytes_per_token, weight_bytes
-from headway.cost.precision import Precision
+from headway.cost.memory import weight_bytes
+from headway.cost.precision import Format, Precision
 from headway.cost.shape import ModelShape, ShapeError
 from headway.models.config import ModelConfig
 from headway.models.folder import resolve_model
@@ -25,6 +25,7 @@ class ProfiledModel:
         dtype: that it runs in: float32, bfloat16 or float16.
         checkpoint_bytes: of its weight files; 0 where it has none (--load-format dummy).
         max_model_len: the context that is served where nothing else is asked for and the cache has room.
+        kv_cache_dtype: auto (dtype) or int8, with a float32 scale for each token and head.
     """
 
     name: str
@@ -33,10 +34,14 @@ class ProfiledModel:
     dtype: str
     checkpoint_bytes: int
     max_model_len: int
+    kv_cache_dtype: str = "auto"
 
     @property
     def precision(self) -> Precision:
-        return Precision.of(self.dtype)
+        plain = Precision.of(self.dtype)
+        if self.kv_cache_dtype == "auto":
+            return plain
+        return replace(plain, kv=Format("int8", 8, "int8", group=self.shape.head_dim, scale_bits=32))
 
     @property
     def weight_bytes(self) -> int:
@@ -44,11 +49,12 @@ class ProfiledModel:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        shape = self.shape
-        return kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, self.precision.kv.bits)
+        return self.precision.kv.bytes_of(self.shape.kv_elements_per_token)
 
 
-def find_model(name: str | None, dtype: str = "auto", load_format: str = "auto") -> ProfiledModel:
+def find_model(
+    name: str | None, dtype: str = "auto", load_format: str = "auto", kv_cache_dtype: str = "auto"
+) -> ProfiledModel:
     """A folder or Hugging Face id (None: the bundled model) as what will be served.
 
     Raises:
@@ -63,9 +69,11 @@ def find_model(name: str | None, dtype: str = "auto", load_format: str = "auto")
     runs_in = (config.dtype or "float32") if dtype == "auto" else dtype
     if runs_in not in ("float32", "bfloat16", "float16"):
         raise BenchError(f"--dtype is {dtype!r}; it must be auto, float32, bfloat16 or float16")
+    if kv_cache_dtype not in ("auto", "int8"):
+        raise BenchError(f"--kv-cache-dtype is {kv_cache_dtype!r}; it must be auto or int8")
     files = [] if load_format == "dummy" else sorted(folder.glob("*.safetensors"))
     if not files and load_format != "dummy":
         raise BenchError(f"{folder} holds no *.safetensors; give a complete checkpoint, or --load-format dummy")
     shown = f"headway/{STORY.name}" if name is None else name
     checkpoint_bytes = sum(file.stat().st_size for file in files)
-    return ProfiledModel(shown, folder, shape, runs_in, checkpoint_bytes, config.max_model_len)
+    return ProfiledModel(shown, folder, shape, runs_in, checkpoint_bytes, config.max_model_len, kv_cache_dtype)

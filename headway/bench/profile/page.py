@@ -169,7 +169,7 @@ def _memory(result: ProfileResult) -> Section:
     text = (
         f"Weights: {model.shape.num_parameters:,} parameters in {model.dtype}, {model.weight_bytes / 1e6:,.1f} MB. "
         f"KV cache: 2 x {model.shape.layers} layers x {model.shape.kv_heads} KV heads x {model.shape.head_dim} "
-        f"dimensions x {model.precision.kv.bits // 8} bytes = {model.kv_bytes_per_token:,} bytes a token."
+        f"dimensions x {model.precision.kv.bits_per_element / 8:g} bytes = {model.kv_bytes_per_token:,} bytes a token."
     )
     more = (
         f"The server made a cache of {result.startup.num_blocks:,} blocks of {result.startup.block_size} tokens, "

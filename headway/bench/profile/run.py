@@ -53,7 +53,7 @@ async def run_profile(options: ProfileOptions, console: Console, stop: asyncio.E
     """
     check_options(options)
     stop = stop or asyncio.Event()
-    model = find_model(options.model, options.dtype, options.load_format)
+    model = find_model(options.model, options.dtype, options.load_format, options.kv_cache_dtype)
     fitting_lengths(options, options.max_model_len or model.max_model_len)
     began = datetime.now().astimezone()
     folder = options.result_dir / (options.result_name or _folder_name(model, began))
@@ -173,6 +173,7 @@ def serve_arguments(options: ProfileOptions, model: ProfiledModel) -> list[str]:
     given = {
         "--device": options.device,
         "--dtype": options.dtype,
+        "--kv-cache-dtype": options.kv_cache_dtype,
         "--load-format": options.load_format,
         "--threads": options.threads,
         "--max-model-len": options.max_model_len,

@@ -19,6 +19,9 @@ def test_the_bundled_model():
     # The file holds the same weights and a header.
     assert 0 < model.checkpoint_bytes - model.weight_bytes < 20_000
     assert model.kv_bytes_per_token == 2 * 5 * 2 * 64 * 2
+    narrow = find_model(None, kv_cache_dtype="int8")
+    assert narrow.kv_bytes_per_token == 2 * 5 * 2 * (64 + 4)
+    assert narrow.weight_bytes == model.weight_bytes
     assert find_model(None, "float32").weight_bytes == 2 * model.weight_bytes
 
 
@@ -41,3 +44,5 @@ def test_bad_models_are_refused(tmp_path):
         find_model(str(tmp_path))
     with pytest.raises(BenchError, match="--dtype is 'int3'; it must be auto, float32"):
         find_model(None, "int3")
+    with pytest.raises(BenchError, match="--kv-cache-dtype is 'fp8'; it must be auto or int8"):
+        find_model(None, kv_cache_dtype="fp8")
