@@ -6,11 +6,11 @@ import math
 import os
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from headway.engine.config import EngineConfig
+from headway.kernels.cpu_memory import LargePages
 from headway.kernels.interface import LayerCache
 from headway.models.config import ModelConfig
 
@@ -25,19 +25,22 @@ def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> 
     return model.kv_bytes_per_block(block_size, dtype.itemsize, scale_size)
 
 
-def zero_cache(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> LayerCache:
-    """An empty cache of one layer, [N, G, B, D] of keys and of values; one of int8 with its scales."""
-    keys, values = (_zero_pages(shape, dtype, device) for _ in range(2))
-    if dtype != torch.int8:
-        return LayerCache(keys, values)
-    return LayerCache(keys, values, *(_zero_pages(shape[:3], SCALE_DTYPE, device) for _ in range(2)))
+def zero_caches(
+    layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> list[LayerCache]:
+    """Empty caches, each with keys and values [N, G, B, D]; those of int8 with their scales.
 
+    A CPU takes their memory from the system page by page when it is first written, not all at start-up.
+    """
+    memory = LargePages()
 
-def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that a CPU takes from the system page by page when they are first written, not all at start-up."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return memory.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+    parts = [(shape, dtype)] * 2 + ([(shape[:3], SCALE_DTYPE)] * 2 if dtype == torch.int8 else [])
+    return [LayerCache(*(zeros(*part) for part in parts)) for _ in range(layers)]
 
 
 def kv_pool_bytes(config: EngineConfig, device: torch.device, model: ModelConfig, batched_tokens: int) -> int:

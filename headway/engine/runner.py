@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.engine.memory import zero_cache
+from headway.engine.memory import zero_caches
 from headway.engine.messages import TokenLogprobs
 from headway.engine.sampler import Sampler, prompt_logprobs
 from headway.kernels.interface import Kernels, StepGeometry
@@ -97,7 +97,7 @@ class Runner:
         self.kernels = kernels
         self.device = device
         self.block_size = block_size
-        self.caches = [zero_cache(shape, cache_dtype, device) for _ in range(config.num_layers)]
+        self.caches = zero_caches(config.num_layers, shape, cache_dtype, device)
         self.sampler = Sampler(config.vocab_size, device, kernels.most_likely if device.type == "cpu" else None)
         self.tables = BlockTables(max_num_seqs, -(-max_model_len // block_size))
         fixed = _MOST_REPEATED if device.type == "cpu" else 0

@@ -20,13 +20,12 @@ import numpy as np
 
 from headway.kernels.cpu_arithmetic import TILE_TOKENS, WIDE_INT8, arithmetic_of
 from headway.kernels.cpu_attention_plan import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS
-from headway.kernels.cpu_cache import key_place, value_place
+from headway.kernels.cpu_chunks import CHUNK, arrange, ask_for_all, close_line, copy_scales, find
 from headway.kernels.cpu_compile import compiled, give_back, take_memory
 from headway.kernels.cpu_ir import LANES
 from headway.kernels.cpu_rows import REORDER, exp_of_negative
 from headway.kernels.cpu_simd import (
     FLOAT32,
-    copy_element,
     larger,
     load,
     nearest,
@@ -36,13 +35,11 @@ from headway.kernels.cpu_simd import (
     read_shared,
     store,
     take_ticket,
-    write_integer,
     write_rounded,
 )
 from headway.kernels.cpu_team import arg, job, once_per_kind, real_arg, tickets
 from headway.kernels.cpu_tiles import PANELS_AT_ONCE, multiply_keys, multiply_values
 
-CHUNK = 128
 _GROUP = PANELS_AT_ONCE * LANES  # keys of one call for scores, elements of one call for values
 _PANELS = CHUNK // LANES
 _MASKED = np.float32(-1e30)
@@ -114,71 +111,6 @@ def _prepare_query(kind, x_kind, integer, query, source, width, row):
     for d in range(width):
         write_rounded(row, d, nearest(load(query, source + d, kind) * factor), _WIDE)
     return best / _LARGEST
-
-
-@compiled()
-def _arrange(layout, table, first, count, kv_heads, head, cache, room):
-    """What is plainly [token, element] in the cache, as panels and lines in this thread's memory."""
-    _, inputs, width, block_size, size = layout
-    keys, values, key_scales, value_scales = cache
-    out_width = (width + LANES - 1) // LANES * LANES
-    for j in range(count):
-        block, offset = (first + j) // block_size, (first + j) % block_size
-        base = (read_int32(table, block) * kv_heads + head) * block_size + offset
-        for d in range(width):
-            copy_element(keys, base * width + d, room.key_room, key_place(1, inputs, width, j, d), size)
-            copy_element(values, base * width + d, room.value_room, value_place(1, inputs, out_width, j, d), size)
-        if key_scales != 0:
-            store(room.scales, j, load(key_scales, base, FLOAT32), FLOAT32)
-            store(room.scales, CHUNK + j, load(value_scales, base, FLOAT32), FLOAT32)
-    for panel in range(CHUNK // LANES):
-        write_integer(room.panels, panel, room.key_room + panel * LANES * width * size, 64)
-    for line in range((count + inputs - 1) // inputs):
-        write_integer(room.lines, line, room.value_room + line * out_width * inputs * size, 64)
-
-
-@compiled()
-def _find(layout, table, first, count, kv_heads, head, cache, panels, lines, scales):
-    """The addresses of a chunk's panels of keys, the last of them repeated, and lines of values, and their scales."""
-    _, inputs, width, block_size, size = layout
-    keys, values, key_scales, value_scales = cache
-    panel_bytes, line_bytes = LANES * width * size, inputs * width * size
-    block, offset, done = first // block_size, first % block_size, 0
-    panel = line = 0
-    while done < count:
-        run = min(block_size - offset, count - done)
-        base = (read_int32(table, block) * kv_heads + head) * block_size + offset
-        at = keys + base * width * size
-        for number in range((run + LANES - 1) // LANES):
-            write_integer(panels, panel, at + number * panel_bytes, 64)
-            panel += 1
-        at = values + base * width * size
-        for number in range((run + inputs - 1) // inputs):
-            write_integer(lines, line, at + number * line_bytes, 64)
-            line += 1
-        if key_scales != 0:
-            for j in range(run):
-                store(scales, done + j, load(key_scales, base + j, FLOAT32), FLOAT32)
-                store(scales, CHUNK + done + j, load(value_scales, base + j, FLOAT32), FLOAT32)
-        done, block, offset = done + run, block + 1, 0
-    for rest in range(panel, CHUNK // LANES):
-        write_integer(panels, rest, read_int64(panels, panel - 1), 64)
-
-
-@compiled()
-def _close_line(lines, count, inputs, width, size, room):
-    """The last line of values with zeros for the tokens that it has beyond `count`, copied to `room`."""
-    line = count // inputs
-    source = read_int64(lines, line)
-    for d in range(width):
-        for part in range(inputs):
-            if part < count % inputs:
-                copy_element(source, d * inputs + part, room, d * inputs + part, size)
-            elif size == 2:
-                write_integer(room, d * inputs + part, 0, 16)
-            else:
-                write_integer(room, d * inputs + part, 0, 8)
-    write_integer(lines, line, room, 64)
 
 
 @compiled()
@@ -278,20 +210,23 @@ def _attend(kind, x_kind, cache_kind, integer, geometry, layout, item, head, que
         first = max(first, (item[3] - window + 1) // CHUNK * CHUNK)
     panels, lines, scales = room.panels, room.lines, room.scales
     if arranged:
-        _find(layout, table, first, min(CHUNK, end - first), kv_heads, head, cache, panels, lines, scales)
+        find(layout, table, first, min(CHUNK, end - first), kv_heads, head, cache, panels, lines)
+        ask_for_all(layout, min(CHUNK, end - first), panels, lines)
     for key in range(first, end, CHUNK):
         count = min(CHUNK, end - key)
-        next_panels, next_lines, next_scales = panels, lines, scales
+        next_panels, next_lines = panels, lines
         if not arranged:
-            _arrange(layout, table, key, count, kv_heads, head, cache, room)
-        elif key + CHUNK < end:
-            next_panels = 2 * room.panels + 8 * _PANELS - panels
-            next_lines = 2 * room.lines + 8 * CHUNK - lines
-            next_scales = 2 * room.scales + 8 * CHUNK - scales
-            left = min(CHUNK, end - key - CHUNK)
-            _find(layout, table, key + CHUNK, left, kv_heads, head, cache, next_panels, next_lines, next_scales)
+            arrange(layout, table, key, count, kv_heads, head, cache, room)
+        else:
+            if integer:
+                copy_scales(layout[3], table, key, count, kv_heads, head, cache, scales)
+            if key + CHUNK < end:
+                next_panels = 2 * room.panels + 8 * _PANELS - panels
+                next_lines = 2 * room.lines + 8 * CHUNK - lines
+                left = min(CHUNK, end - key - CHUNK)
+                find(layout, table, key + CHUNK, left, kv_heads, head, cache, next_panels, next_lines)
         if count % inputs:
-            _close_line(lines, count, inputs, width, size, room.line_room)
+            close_line(lines, count, inputs, width, size, room.line_room)
         _products_of_keys(
             cache_kind, rows, room.queries, room.query_bytes, panels, next_panels, count, words, room.scores
         )
@@ -307,7 +242,7 @@ def _attend(kind, x_kind, cache_kind, integer, geometry, layout, item, head, que
             for row in range(rows):
                 place = row * out_width * 4
                 _add_scaled(room.out + place, target + place, width, load(room.weight_factors, row, FLOAT32))
-        panels, lines, scales = next_panels, next_lines, next_scales
+        panels, lines = next_panels, next_lines
 
 
 @compiled()
@@ -381,7 +316,7 @@ def _room(memory, rows, width, inputs, size):
     panels = line_room + line
     lines = panels + 2 * 8 * _PANELS
     scales = lines + 2 * 8 * CHUNK
-    weight_factors = scales + 2 * 8 * CHUNK
+    weight_factors = scales + 2 * 4 * CHUNK
     maxima = weight_factors + 4 * rows
     sums = maxima + 4 * rows
     factors = sums + 4 * rows
@@ -397,7 +332,7 @@ def _room_bytes(rows, width):
     """Enough for the parts of a _Room of any kind."""
     out_width = (width + _GROUP - 1) // _GROUP * _GROUP
     of_row = CHUNK * 8 + out_width * 8 + width * 4 + 32
-    return rows * of_row + CHUNK * (width + out_width + 8) * 4 + out_width * 4 + CHUNK * 40 + 1024
+    return rows * of_row + CHUNK * (width + out_width + 8) * 4 + out_width * 4 + CHUNK * 32 + 1024
 
 
 # The plan, ten numbers of the geometry, eleven addresses, then the scale.

@@ -135,6 +135,17 @@ def _tile(
 
 
 @intrinsic
+def ask_for(typing: Any, address: Any) -> Any:
+    """Prefetch the line at address, which need not be any memory's."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        prefetch(builder, arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
 def transpose_words(typing: Any, addresses: Any, offset: Any, out: Any, stride: Any) -> Any:
     """out[word, lane] = word of the row at addresses[lane] + offset: sixteen words of sixteen rows.
 

@@ -66,6 +66,7 @@ def test_an_int8_cache_has_room_for_more(tmp_path: Path, dtype: str, element: in
     for engine in (plain, narrow):
         held = sum(t.numel() * t.element_size() for cache in engine.core.runner.caches for t in cache.tensors)
         assert 0.98 * 2**20 < held <= 2**20
+        assert all(t.data_ptr() % 64 == 0 for cache in engine.core.runner.caches for t in cache.tensors)
 
 
 def test_an_unknown_scheme(tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""A chunk of a context's keys and values: where it lies in the cache's blocks, and how it comes near in time.
+
+A layout is (arranged, inputs of a word, head dimension, block size, bytes of an element); a cache is the addresses of
+keys, values and their scales, 0 where there are none. A room is what cpu_attention has of memory for each thread.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from headway.kernels.cpu_cache import key_place, value_place
+from headway.kernels.cpu_compile import compiled
+from headway.kernels.cpu_ir import LANES
+from headway.kernels.cpu_simd import FLOAT32, copy_element, load, read_int32, read_int64, store, write_integer
+from headway.kernels.cpu_tiles import ask_for
+
+CHUNK = 128
+LINE_BYTES = 64
+
+
+@compiled()
+def arrange(layout, table, first, count, kv_heads, head, cache, room):
+    """What is plainly [token, element] in the cache, as panels and lines in this thread's memory."""
+    _, inputs, width, block_size, size = layout
+    keys, values, key_scales, value_scales = cache
+    out_width = (width + LANES - 1) // LANES * LANES
+    for j in range(count):
+        block, offset = (first + j) // block_size, (first + j) % block_size
+        base = (read_int32(table, block) * kv_heads + head) * block_size + offset
+        for d in range(width):
+            copy_element(keys, base * width + d, room.key_room, key_place(1, inputs, width, j, d), size)
+            copy_element(values, base * width + d, room.value_room, value_place(1, inputs, out_width, j, d), size)
+        if key_scales != 0:
+            store(room.scales, j, load(key_scales, base, FLOAT32), FLOAT32)
+            store(room.scales, CHUNK + j, load(value_scales, base, FLOAT32), FLOAT32)
+    for panel in range(CHUNK // LANES):
+        write_integer(room.panels, panel, room.key_room + panel * LANES * width * size, 64)
+    for line in range((count + inputs - 1) // inputs):
+        write_integer(room.lines, line, room.value_room + line * out_width * inputs * size, 64)
+
+
+@compiled()
+def find(layout, table, first, count, kv_heads, head, cache, panels, lines):
+    """The addresses of a chunk's panels of keys, the last of them repeated, and lines of values; asks for scales."""
+    _, inputs, width, block_size, size = layout
+    keys, values, key_scales, value_scales = cache
+    panel_bytes, line_bytes = LANES * width * size, inputs * width * size
+    block, offset, done = first // block_size, first % block_size, 0
+    panel = line = 0
+    while done < count:
+        run = min(block_size - offset, count - done)
+        base = (read_int32(table, block) * kv_heads + head) * block_size + offset
+        at = keys + base * width * size
+        for number in range((run + LANES - 1) // LANES):
+            write_integer(panels, panel, at + number * panel_bytes, 64)
+            panel += 1
+        at = values + base * width * size
+        for number in range((run + inputs - 1) // inputs):
+            write_integer(lines, line, at + number * line_bytes, 64)
+            line += 1
+        if key_scales != 0:
+            for j in range(0, run, LANES):
+                ask_for(key_scales + (base + j) * 4)
+                ask_for(value_scales + (base + j) * 4)
+        done, block, offset = done + run, block + 1, 0
+    for rest in range(panel, CHUNK // LANES):
+        write_integer(panels, rest, read_int64(panels, panel - 1), 64)
+
+
+@compiled()
+def ask_for_all(layout, count, panels, lines):
+    """Prefetch the keys and values of a tile's first chunk, which no chunk before it has asked for."""
+    _, inputs, width, _, size = layout
+    for panel in range((count + LANES - 1) // LANES):
+        for at in range(0, LANES * width * size, LINE_BYTES):
+            ask_for(read_int64(panels, panel) + at)
+    for line in range((count + inputs - 1) // inputs):
+        for at in range(0, inputs * width * size, LINE_BYTES):
+            ask_for(read_int64(lines, line) + at)
+
+
+@compiled()
+def copy_scales(block_size, table, first, count, kv_heads, head, cache, scales):
+    """The scales of a chunk's keys, one after the other, and those of its values from CHUNK on."""
+    _, _, key_scales, value_scales = cache
+    block, offset, done = first // block_size, first % block_size, 0
+    while done < count:
+        run = min(block_size - offset, count - done)
+        base = (read_int32(table, block) * kv_heads + head) * block_size + offset
+        for j in range(run):
+            store(scales, done + j, load(key_scales, base + j, FLOAT32), FLOAT32)
+            store(scales, CHUNK + done + j, load(value_scales, base + j, FLOAT32), FLOAT32)
+        done, block, offset = done + run, block + 1, 0
+
+
+@compiled()
+def close_line(lines, count, inputs, width, size, room):
+    """The last line of values with zeros for the tokens that it has beyond `count`, copied to `room`."""
+    line = count // inputs
+    source = read_int64(lines, line)
+    for d in range(width):
+        for part in range(inputs):
+            if part < count % inputs:
+                copy_element(source, d * inputs + part, room, d * inputs + part, size)
+            elif size == 2:
+                write_integer(room, d * inputs + part, 0, 16)
+            else:
+                write_integer(room, d * inputs + part, 0, 8)
+    write_integer(lines, line, room, 64)
