@@ -9,13 +9,13 @@ float32 for itself, uint16 for bfloat16, int16 for float16 (Numba has no 16-bit 
 
 from __future__ import annotations
 
-import platform
 from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import binding, ir
 from numba import types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from headway.kernels.cpu_compile import compiled
@@ -26,17 +26,31 @@ KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT1
 _STORED = {types.float32: F32, types.uint16: I16, types.int16: F16}
 
 
+# What Numba compiles for, by LLVM's names: architecture-vendor-system, the processor, and "+" or "-" its extensions.
+_TRIPLE, _PROCESSOR, _EXTENSIONS = cpu_target.target_context.codegen().magic_tuple()
+IS_X86, IS_ARM = _TRIPLE.startswith("x86_64"), _TRIPLE.startswith(("aarch64", "arm64"))
+
+
 def cpu_features() -> set[str]:
-    """The instruction set extensions of this processor, by LLVM's names."""
-    return {name for name, present in binding.get_host_cpu_features().items() if present}
+    """The instruction set extensions that Numba compiles for, by LLVM's names.
+
+    They are this processor's unless NUMBA_CPU_FEATURES lists others. What a processor of NUMBA_CPU_NAME has besides
+    is not known here: with an empty list the code is right, and does without instructions that not all have.
+    """
+    marks = {mark[1:]: mark[0] == "+" for mark in _EXTENSIONS.split(",") if mark}
+    return {name for name, present in marks.items() if present}
 
 
 def has_matrix_tiles() -> bool:
-    """Whether this processor has AMX, where oneDNN's matrix product is far ahead of any vector code."""
-    return "amx-bf16" in cpu_features()
+    """Whether this processor has AMX, where oneDNN's matrix product is far ahead of any vector code.
+
+    LLVM says so only if the system saves the tiles' state, too. Permission to use them is asked for by oneDNN, which
+    takes vectors if it is refused.
+    """
+    return bool(binding.get_host_cpu_features().get("amx-bf16"))
 
 
-_ROUNDS_TO_BFLOAT16 = platform.machine() in ("x86_64", "AMD64") and "avx512bf16" in cpu_features()
+_ROUNDS_TO_BFLOAT16 = IS_X86 and {"avx512bf16", "avx512vl"} <= cpu_features()
 
 
 @intrinsic
@@ -241,10 +255,10 @@ def pause(typing: Any) -> Any:
     """Tell the processor that this is a loop that waits."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if platform.machine() in ("x86_64", "AMD64"):
+        if IS_X86:
             builder.call(declare(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
-        elif platform.machine() in ("aarch64", "arm64"):
-            builder.call(declare(builder, "llvm.aarch64.hint", ir.VoidType(), [I32]), [ir.Constant(I32, 1)])
+        elif IS_ARM:  # isb; most of these processors do nothing at a yield, and would look far more often
+            builder.call(declare(builder, "llvm.aarch64.isb", ir.VoidType(), [I32]), [ir.Constant(I32, 15)])
         return context.get_dummy_value()
 
     return types.void(), generate
