@@ -14,13 +14,13 @@ belongs to a weight row and holds the row's weights for that word.
 
 A weight of INT4 times its scale, a whole number from 1 to 16, is multiplied like one of INT8.
 
-Where the processor has an instruction that multiplies and adds a whole word (VNNI, AVX512-BF16), it is used; elsewhere
-the same sums are put together from multiplications that LLVM has for every processor.
+Where the processor has an instruction that multiplies and adds a whole word (VNNI, AVX512-BF16), it is used. Other x86
+multiplies pairs of int16 and adds the two products (AVX2, AVX512-BW); elsewhere the same sums are put together from
+multiplications that LLVM has for every processor. Sums of integers are exact, and so the same, whichever way is taken.
 """
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,19 +28,42 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from headway.kernels.cpu_ir import F16, FLOATS, I8, I16, LANES, PAIRS, VECTOR_BYTES, WORDS, declare, index, read
-from headway.kernels.cpu_simd import BFLOAT16, FLOAT16, FLOAT32, cpu_features
+from headway.kernels.cpu_ir import (
+    F16,
+    FLOATS,
+    I8,
+    I16,
+    I32,
+    LANES,
+    PAIRS,
+    VECTOR_BYTES,
+    WORDS,
+    declare,
+    index,
+    read,
+    shuffle,
+)
+from headway.kernels.cpu_simd import BFLOAT16, FLOAT16, FLOAT32, IS_X86, cpu_features
 
 INT8, WIDE_INT8, INT4 = np.uint8(0), np.int8(0), np.uint32(0)
 
-_WIDE = platform.machine() in ("x86_64", "AMD64") and "avx512f" in cpu_features()
-_HAS_BF16 = _WIDE and "avx512bf16" in cpu_features()
-_HAS_VNNI = _WIDE and "avx512vnni" in cpu_features()
+_FEATURES = cpu_features() if IS_X86 else set()
+_WIDE = "avx512f" in _FEATURES
+_HAS_BF16 = _WIDE and "avx512bf16" in _FEATURES
+# Bits of a vector for the instructions that multiply four bytes with four and that multiply pairs; 0 without them.
+_VNNI = 512 if _WIDE and "avx512vnni" in _FEATURES else 256 if "avxvnni" in _FEATURES else 0
+_PAIRS = 512 if _WIDE and "avx512bw" in _FEATURES else 256 if "avx2" in _FEATURES else 0
 # Weight rows that are multiplied together: a panel.
 PANEL_VECTORS = 4
 PANEL = PANEL_VECTORS * LANES
-# How many tokens and vectors of weight rows a tile has, so that its sums and operands fit into the registers.
-TILE_TOKENS, TILE_VECTORS = (6, 4) if _WIDE else (3, 2)
+# The most tokens of a tile. Where vectors are not wide, sixteen registers of 32 bytes (on ARM, 32 of 16) hold the sums
+# of five tokens and sixteen rows, and what is multiplied; more would be put aside in memory at every word.
+TILE_TOKENS = 6 if _WIDE else 5
+
+
+def tile_vectors(tokens: int) -> int:
+    """Vectors of weight rows in a tile of so many tokens: for few tokens more, so that multiplications overlap."""
+    return PANEL_VECTORS if _WIDE or tokens == 1 else 2 if tokens == 2 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +88,8 @@ class Arithmetic:
 
 
 _HALVES = ir.VectorType(F16, LANES)
-_BYTES, _SCALES = ir.VectorType(I8, 2 * LANES), ir.VectorType(I8, LANES)
 _SHORTS = ir.VectorType(I16, 2 * LANES)
+_BYTES, _SCALES = ir.VectorType(I8, 2 * LANES), ir.VectorType(I8, LANES)
 
 ARITHMETIC = {
     types.float32: Arithmetic(WORDS, 1, 1, False, 4),
@@ -143,13 +166,17 @@ def multiply_add(builder: Any, kind: Any, total: Any, weights: Any, x: Any) -> A
         for half in (_low_half, _high_half):
             total = fused(builder, total, half(builder, weights), half(builder, x))
         return total
+    if _VNNI:
+        name = "vpdpwssd" if kind == types.int8 else "vpdpbusd"
+        return _x86(builder, f"llvm.x86.avx512.{name}.{_VNNI}", I32, [total, weights, x], I32, _VNNI)
     if kind == types.int8:
-        if _HAS_VNNI:
-            return _dot(builder, "llvm.x86.avx512.vpdpwssd.512", total, weights, x)
-        return _sum_of_parts(builder, total, weights, x, 16, signed=True)
-    if _HAS_VNNI:
-        return _dot(builder, "llvm.x86.avx512.vpdpbusd.512", total, weights, x)
-    return _sum_of_parts(builder, total, weights, x, 8, signed=False)
+        return builder.add(total, _sum_of_pairs(builder, weights, x))
+    left, right = builder.bitcast(weights, _SHORTS), builder.bitcast(x, _SHORTS)
+    for odd in (False, True):
+        unsigned = builder.lshr(left, _short(8)) if odd else builder.and_(left, _short(0xFF))
+        signed = builder.ashr(right if odd else builder.shl(right, _short(8)), _short(8))
+        total = builder.add(total, _sum_of_pairs(builder, unsigned, signed))
+    return total
 
 
 def fused(builder: Any, total: Any, left: Any, right: Any) -> Any:
@@ -157,8 +184,29 @@ def fused(builder: Any, total: Any, left: Any, right: Any) -> Any:
     return builder.call(declare(builder, "llvm.fma.v16f32", FLOATS, [FLOATS, FLOATS, FLOATS]), [left, right, total])
 
 
-def _dot(builder: Any, name: str, total: Any, weights: Any, x: Any) -> Any:
-    return builder.call(declare(builder, name, WORDS, [WORDS, WORDS, WORDS]), [total, weights, x])
+def _sum_of_pairs(builder: Any, left: Any, right: Any) -> Any:
+    """The products of the two int16 of each word, added, in int32."""
+    if _PAIRS:
+        name = "avx2.pmadd.wd" if _PAIRS == 256 else "avx512.pmaddw.d.512"
+        return _x86(builder, f"llvm.x86.{name}", I32, [left, right], I16, _PAIRS)
+    words, sixteen = [builder.bitcast(lanes, WORDS) for lanes in (left, right)], _constant(16)
+    high = [builder.ashr(word, sixteen) for word in words]
+    low = [builder.ashr(builder.shl(word, sixteen), sixteen) for word in words]
+    return builder.add(builder.mul(*low), builder.mul(*high))
+
+
+def _x86(builder: Any, name: str, result: Any, vectors: list[Any], lane: Any, bits: int) -> Any:
+    """An instruction on operands of sixteen words, taken `bits` at a time as vectors of `lane`; it gives `result`s."""
+    taken, given = ir.VectorType(lane, bits // lane.width), ir.VectorType(result, bits // result.width)
+    function = declare(builder, name, given, [taken] * len(vectors))
+    words = [builder.bitcast(vector, WORDS) for vector in vectors]
+    if bits == 512:
+        return builder.bitcast(builder.call(function, [builder.bitcast(word, taken) for word in words]), WORDS)
+    halves = []
+    for numbers in (list(range(8)), list(range(8, 16))):
+        parts = [builder.bitcast(shuffle(builder, word, word, numbers), taken) for word in words]
+        halves.append(builder.bitcast(builder.call(function, parts), ir.VectorType(I32, 8)))
+    return shuffle(builder, *halves, list(range(LANES)))
 
 
 def _low_half(builder: Any, words: Any) -> Any:
@@ -167,12 +215,3 @@ def _low_half(builder: Any, words: Any) -> Any:
 
 def _high_half(builder: Any, words: Any) -> Any:
     return builder.bitcast(builder.and_(words, _constant(0xFFFF0000)), FLOATS)
-
-
-def _sum_of_parts(builder: Any, total: Any, weights: Any, x: Any, bits: int, signed: bool) -> Any:
-    """The parts of a word, `bits` wide, multiplied one after the other; those of x are signed."""
-    for low in range(0, 32, bits):
-        left, right = (builder.shl(word, _constant(32 - bits - low)) for word in (weights, x))
-        left = (builder.ashr if signed else builder.lshr)(left, _constant(32 - bits))
-        total = builder.add(total, builder.mul(left, builder.ashr(right, _constant(32 - bits))))
-    return total

@@ -19,10 +19,10 @@ from headway.kernels.cpu_arithmetic import (
     PANEL,
     PANEL_VECTORS,
     TILE_TOKENS,
-    TILE_VECTORS,
     fused,
     multiply_add,
     operands,
+    tile_vectors,
 )
 from headway.kernels.cpu_ir import (
     F32,
@@ -41,8 +41,6 @@ from headway.kernels.cpu_ir import (
 
 TOTALS_BYTES = PANEL * 4  # of one token's sums
 _LINE = 64
-# A tile of fewer tokens is done before what it could ask for ahead would come.
-_LEAST_AHEAD = 3
 
 
 @intrinsic
@@ -67,7 +65,7 @@ def multiply_panel(
             case = builder.append_basic_block(f"tokens_{tokens}")
             choice.add_case(index(tokens), case)
             builder.position_at_end(case)
-            for vector in range(0, PANEL_VECTORS, TILE_VECTORS):
+            for vector in range(0, PANEL_VECTORS, tile_vectors(tokens)):
                 _tile(builder, block, tokens, vector)
             builder.branch(end)
         builder.position_at_end(end)
@@ -92,27 +90,26 @@ class _Block:
 
 
 def _tile(builder: Any, block: _Block, tokens: int, vector: int) -> None:
-    """The product of `tokens` tokens with TILE_VECTORS vectors from number `vector` on."""
+    """The product of `tokens` tokens with as many vectors as suit them, from number `vector` on."""
     layout = ARITHMETIC[block.kind]
     vector_bytes = layout.lane_bytes * LANES
     inputs = [builder.add(block.x, builder.mul(block.x_stride, index(t))) for t in range(tokens)]
-    vectors = range(vector, vector + TILE_VECTORS)
+    vectors = range(vector, vector + tile_vectors(tokens))
 
     def body(word: Any, sums: list[Any]) -> tuple[list[Any], int]:
         step = builder.sdiv(word, index(layout.words))
         at = builder.add(block.packed, builder.mul(step, index(PANEL_VECTORS * vector_bytes)))
-        if tokens >= _LEAST_AHEAD:
-            for line in range(vector * vector_bytes, vectors.stop * vector_bytes, _LINE):
-                prefetch(builder, builder.add(builder.add(at, block.ahead), index(line)))
+        for line in range(vector * vector_bytes, vectors.stop * vector_bytes, _LINE):
+            prefetch(builder, builder.add(builder.add(at, block.ahead), index(line)))
         weights = [operands(builder, block.kind, at, v) for v in vectors]
         sums = list(sums)
         for part in range(layout.words):
             place = builder.mul(builder.add(word, index(part)), index(4))
             for t, address in enumerate(inputs):
                 value = splat(builder, read(builder, builder.add(address, place), I32), WORDS)
-                for v in range(TILE_VECTORS):
-                    number = t * TILE_VECTORS + v
-                    sums[number] = multiply_add(builder, block.kind, sums[number], weights[v][part], value)
+                for v, lanes in enumerate(weights):
+                    number = t * len(weights) + v
+                    sums[number] = multiply_add(builder, block.kind, sums[number], lanes[part], value)
         return sums, layout.words
 
     places = [

@@ -50,6 +50,10 @@ def has_matrix_tiles() -> bool:
     return bool(binding.get_host_cpu_features().get("amx-bf16"))
 
 
+# Without an instruction for it LLVM calls this library, of GCC 12 or later, to convert from and to float16.
+if not IS_ARM and "f16c" not in cpu_features():
+    binding.load_library_permanently("libgcc_s.so.1")
+
 _ROUNDS_TO_BFLOAT16 = IS_X86 and {"avx512bf16", "avx512vl"} <= cpu_features()
 
 

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from headway.kernels.cpu_arithmetic import ARITHMETIC, TILE_TOKENS, TILE_VECTORS, multiply_add, operand
+from headway.kernels.cpu_arithmetic import ARITHMETIC, TILE_TOKENS, multiply_add, operand, tile_vectors
 from headway.kernels.cpu_ir import FLOATS, I32, I64, LANES, WORDS, index, loop, prefetch, read, splat, transpose, write
 
 PANELS_AT_ONCE = 4
@@ -99,8 +99,8 @@ def _by_rows(
         case = builder.append_basic_block(f"rows_{count}")
         choice.add_case(index(count), case)
         builder.position_at_end(case)
-        for vector in range(0, PANELS_AT_ONCE, TILE_VECTORS):
-            _tile(builder, kind, count, range(vector, vector + TILE_VECTORS), x, lanes, words, out, add)
+        for vector in range(0, PANELS_AT_ONCE, tile_vectors(count)):
+            _tile(builder, kind, count, range(vector, vector + tile_vectors(count)), x, lanes, words, out, add)
         builder.branch(end)
     builder.position_at_end(end)
 

@@ -1,0 +1,82 @@
+"""Representative kernels against the reference, for whatever processor NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name.
+
+    python -m tests.kernels.on_processor [what cpu_features is to answer, with commas]
+
+A process of its own: what the kernels are compiled for is settled when they are imported. It prints the bits of the
+instructions that it chose: for words of four bytes, for pairs of int16.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.nn.functional as F
+
+from headway.kernels import cpu_simd
+
+
+def pretend(features: str) -> None:
+    """Choose instructions as for a processor with these extensions; Numba goes on compiling for this one."""
+    present = set(features.split(","))
+    cpu_simd.cpu_features = lambda: present  # type: ignore[assignment]
+
+
+def check_products(dtype: torch.dtype, quantization: str) -> None:
+    """Of 1 to 9 tokens, with rows and inputs that are not whole panels and words."""
+    from headway.kernels.cpu import CpuKernels
+    from tests.kernels.steps import random
+    from tests.kernels.test_cpu_linear import ROUNDING, relative_error, rounded
+
+    kernels, weight = CpuKernels(), random(0, dtype, 70, 1030)
+    # The largest weights and activations of one sign: an instruction that cuts sums off would show.
+    weight[:2] = torch.tensor([[3.0], [-3.0]])
+    linear = kernels.linear(weight, None, quantization)
+    packed = linear.rows(torch.arange(70)).double()
+    for tokens in range(1, 10):
+        for x in (random(1, dtype, tokens, 1030), torch.full((tokens, 1030), 2.0, dtype=dtype)):
+            error = relative_error(linear(x), F.linear(rounded(x, quantization), packed))
+            assert error < ROUNDING[dtype], (dtype, quantization, tokens, error)
+
+
+def check_attention(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
+    """A long context that is decoded, its parts merged; a prompt; the middle of a prompt."""
+    from headway.kernels.cpu import CpuKernels
+    from tests.kernels import operations
+
+    operations.check_attention(
+        CpuKernels(), "cpu", dtype, [1, 40, 7], [700, 40, 150], 6, 2, 32, 16, None, cache_dtype=cache_dtype
+    )
+
+
+def check_rows(dtype: torch.dtype) -> None:
+    from headway.kernels.cpu import CpuKernels
+    from tests.kernels import operations
+
+    kernels = CpuKernels()
+    operations.check_norms(kernels, "cpu", dtype, 3, 40)
+    operations.check_gate(kernels, "cpu", dtype, 2, 24)
+    operations.check_rotate(kernels, "cpu", dtype, 5, 24, 12)
+    operations.check_take(kernels, "cpu", dtype, 7, 40)
+    operations.check_most_likely(kernels, "cpu", dtype)
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        pretend(sys.argv[1])
+    torch.set_num_threads(2)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        check_products(dtype, "none")
+    for quantization in ("int8", "int8-weight-only", "int4"):
+        check_products(torch.float32, quantization)
+    check_attention(torch.bfloat16, None)
+    check_attention(torch.bfloat16, torch.int8)
+    check_rows(torch.bfloat16)
+
+    from headway.kernels import cpu_arithmetic
+
+    print(cpu_arithmetic._VNNI, cpu_arithmetic._PAIRS)
+
+
+if __name__ == "__main__":
+    main()

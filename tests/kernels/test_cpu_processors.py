@@ -1,0 +1,68 @@
+"""The kernels on processors other than this one, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from llvmlite import binding
+
+from headway.kernels.cpu_simd import IS_X86
+
+pytestmark = pytest.mark.timeout(600)
+
+AVX2 = "+avx2,+fma,+f16c"
+AVX512 = f"{AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl"
+HERE = {name for name, present in binding.get_host_cpu_features().items() if present}
+
+
+def run(module: str, *arguments: str, **environment: str) -> str:
+    """What `python -m module` prints; it must end well."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(not {"avx2", "fma", "f16c"} <= HERE, reason="needs AVX2")
+def test_avx2(tmp_path: Path) -> None:
+    """Pairs of int16, vectors of 256 bits. Compiled in a hurry, so its code is kept apart."""
+    kept = {"NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_OPT": "1"}
+    printed = run("tests.kernels.on_processor", NUMBA_CPU_NAME="x86-64-v3", NUMBA_CPU_FEATURES=AVX2, **kept)
+    assert printed == "0 256"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_X86, reason="x86 alone")
+@pytest.mark.parametrize(
+    ("name", "features", "printed"),
+    [("x86-64", "", "0 0"), ("x86-64-v3", AVX2, "0 256"), ("x86-64-v4", AVX512, "0 512")],
+)
+def test_x86(name: str, features: str, printed: str) -> None:
+    """As they are compiled for it in use."""
+    missing = {mark[1:] for mark in features.split(",") if mark} - HERE
+    if missing:
+        pytest.skip(f"this processor lacks {', '.join(sorted(missing))}")
+    assert run("tests.kernels.on_processor", NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features) == printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("avxvnni" not in HERE and not {"avx512vnni", "avx512vl"} <= HERE, reason="needs VNNI of 256 bits")
+def test_vnni_without_avx512(tmp_path: Path) -> None:
+    """The same instruction has another encoding with AVX-512, which Numba takes here."""
+    assert run("tests.kernels.on_processor", "avx2,avxvnni", NUMBA_CACHE_DIR=str(tmp_path)) == "256 256"
+
+
+def test_code_for_two_processors_is_kept_apart() -> None:
+    """Numba's index of kept code has, beside a signature, what the code was compiled for."""
+    program = "from numba.core.registry import cpu_target as t; print(t.target_context.codegen().magic_tuple())"
+    keys = set()
+    for features in (AVX2, AVX512):
+        for name in ("x86-64-v3", "znver3"):
+            environment = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+            keys.add(subprocess.check_output([sys.executable, "-c", program], env=environment))
+    assert len(keys) == 4
