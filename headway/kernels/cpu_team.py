@@ -41,7 +41,7 @@ from headway.kernels.cpu_simd import (
     write_shared,
 )
 
-LINE = 64  # bytes of a cache line; what different threads write stands on lines of its own
+LINE = 128  # bytes of the longest cache line; what different threads write stands on lines of its own
 COUNTERS = 3
 _COUNTERS_AT, _JOB_AT, _ARGUMENTS_AT = LINE, LINE * (1 + COUNTERS), LINE * (2 + COUNTERS)
 _MOST_ARGUMENTS = 32

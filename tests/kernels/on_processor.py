@@ -64,7 +64,7 @@ def check_rows(dtype: torch.dtype) -> None:
 def main() -> None:
     if len(sys.argv) > 1:
         pretend(sys.argv[1])
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         check_products(dtype, "none")
     for quantization in ("int8", "int8-weight-only", "int4"):

@@ -19,6 +19,15 @@ AVX512 = f"{AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl"
 HERE = {name for name, present in binding.get_host_cpu_features().items() if present}
 
 
+def _compiles_for_arm() -> bool:
+    binding.initialize_all_targets()
+    try:
+        binding.Target.from_triple("aarch64-unknown-linux-gnu")
+    except RuntimeError:
+        return False
+    return True
+
+
 def run(module: str, *arguments: str, **environment: str) -> str:
     """What `python -m module` prints; it must end well."""
     done = subprocess.run(
@@ -55,6 +64,20 @@ def test_x86(name: str, features: str, printed: str) -> None:
 def test_vnni_without_avx512(tmp_path: Path) -> None:
     """The same instruction has another encoding with AVX-512, which Numba takes here."""
     assert run("tests.kernels.on_processor", "avx2,avxvnni", NUMBA_CACHE_DIR=str(tmp_path)) == "256 256"
+
+
+@pytest.mark.skipif(not _compiles_for_arm(), reason="this LLVM has no ARM")
+def test_arm_compiles(tmp_path: Path) -> None:
+    """Every kind of job, without running it."""
+    assert run("tests.kernels.on_arm", "compile", NUMBA_CACHE_DIR=str(tmp_path), NUMBA_OPT="1") == "31"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _compiles_for_arm(), reason="this LLVM has no ARM")
+def test_arm(tmp_path: Path) -> None:
+    """In an emulator, which has one thread and sees nothing of how memory is ordered."""
+    pytest.importorskip("unicorn")
+    assert run("tests.kernels.on_arm", NUMBA_CACHE_DIR=str(tmp_path)) == "0 0"
 
 
 def test_code_for_two_processors_is_kept_apart() -> None:
