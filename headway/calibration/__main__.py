@@ -14,7 +14,7 @@ def main() -> None:
     """Exits with code 2 and one line on stderr when it can't measure what was asked."""
     parser = argparse.ArgumentParser(prog="python -m headway.calibration", description="Measure this machine's peaks.")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="What to measure.")
-    parser.add_argument("--threads", type=int, help="CPU threads. Default: one a core.")
+    parser.add_argument("--threads", type=int, help="CPU threads. Default: one a physical core.")
     parser.add_argument("--dtype", action="append", help="Of matrix products; may be repeated. Not with --machine.")
     parser.add_argument("--full", action="store_true", help="More sizes and repeats: minutes instead of seconds.")
     parser.add_argument("--quick", action="store_true", help="Fewer of them; only with --machine.")

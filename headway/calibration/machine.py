@@ -35,15 +35,6 @@ def largest_cache_bytes(folder: Path = _CACHES) -> int:
     return max(sizes)
 
 
-def memory_bytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """Of the machine, or what this process's cgroup may use of it."""
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        return min(installed, int(cgroup.read_text()))
-    except (OSError, ValueError):  # no such file, or "max"
-        return installed
-
-
 def others_cpu_seconds(stat: Path = Path("/proc/stat")) -> float | None:
     """Processor seconds since the machine started that went to anybody but this process; None where nobody counts them.
 
@@ -60,5 +51,5 @@ def others_cpu_seconds(stat: Path = Path("/proc/stat")) -> float | None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Logical processors that this process may run on."""
     return len(os.sched_getaffinity(0))

@@ -18,6 +18,7 @@ from torch import Tensor
 from headway.calibration import machine
 from headway.calibration.peaks import MachinePeaks, Rate
 from headway.calibration.stopwatch import CudaStopwatch, HostStopwatch, Stopwatch, measure_rate
+from headway.engine.host import total_memory, usable_threads
 from headway.kernels.select import kernels_for
 
 MIB = 2**20
@@ -66,7 +67,7 @@ def measure(
 
     Args:
         device: auto, cpu or cuda.
-        threads: of a CPU; None takes one for each core that this process may use.
+        threads: of a CPU; None takes as many as the engine would.
         quick: some seconds; otherwise more sizes and repeats, about a minute.
         on_stage: hears what is measured next.
 
@@ -80,7 +81,7 @@ def measure(
     if threads is not None and threads < 1:
         raise CalibrationError(f"threads is {threads}; it must be at least 1")
     if kind == "cpu":
-        torch.set_num_threads(threads or machine.usable_cores())
+        torch.set_num_threads(threads or usable_threads())
     with torch.inference_mode():
         return _Bench(kind, EFFORTS[kind, quick], on_stage).run(dtypes)
 
@@ -103,7 +104,7 @@ class _Bench:
     def run(self, dtypes: Sequence[str]) -> MachinePeaks:
         began, others = time.perf_counter(), machine.others_cpu_seconds()
         cuda = torch.cuda.get_device_properties(0) if self._kind == "cuda" else None
-        memory = cuda.total_memory if cuda else machine.memory_bytes()
+        memory = cuda.total_memory if cuda else total_memory()
         cache = int(getattr(cuda, "L2_cache_size", 0)) if cuda else machine.largest_cache_bytes()
         peaks = MachinePeaks(
             device=self._kind,

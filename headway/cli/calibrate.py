@@ -26,7 +26,7 @@ _REDRAWS = 2  # a second: drawing takes time of the machine that is measured
 def calibrate(
     name: Annotated[str | None, typer.Option(help="Of the entry. Default: from the processor's or GPU's name.")] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: one a core.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: as headway serve.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Some seconds, and coarse.")] = False,
     full: Annotated[bool, typer.Option("--full", help="More sizes and repeats: some minutes.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write the entry here, and store nothing.")] = None,

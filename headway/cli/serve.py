@@ -67,7 +67,7 @@ def serve(
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], typer.Option(help="Order of requests; priority: lower goes first.")
     ] = "fcfs",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine. Default: one a core.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: one a physical core.")] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="File with a chat template, or the template itself. Default: the model's.")
     ] = None,

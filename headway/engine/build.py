@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ import torch
 
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
+from headway.engine.host import usable_threads
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
 from headway.engine.runner import Runner
 from headway.kernels.interface import KV_CACHE_DTYPES
@@ -63,7 +63,7 @@ def build_engine(config: EngineConfig, on_stage: StageListener | None = None) ->
     began = time.monotonic_ns()
     device = _device(config.device)
     if device.type == "cpu":
-        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(config.num_threads or usable_threads())
     folder = resolve_model(config.model)
     model_config = ModelConfig.from_folder(folder)
     dtype = resolve_dtype(config.dtype, model_config)

@@ -21,7 +21,7 @@ class EngineConfig:
         gpu_memory_utilization: share of device memory that may be used when kv_cache_memory is None.
         max_num_batched_tokens: token budget of a step; None picks one for the device.
         scheduling_policy: fcfs or priority.
-        num_threads: CPU threads of the engine; None takes one for each core.
+        num_threads: CPU threads of the engine; None takes one for each physical core, within the CPU quota.
     """
 
     model: str

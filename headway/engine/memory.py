@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from headway.engine.config import EngineConfig
+from headway.engine.host import available_memory
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.interface import LayerCache
 from headway.models.config import ModelConfig
@@ -59,17 +58,3 @@ def kv_pool_bytes(config: EngineConfig, device: torch.device, model: ModelConfig
     logits = config.max_num_seqs * model.vocab_size * 4 * 3
     activations = batched_tokens * widest * 2 * ACTIVATION_COPIES + logits
     return max(0, int(total * config.gpu_memory_utilization) - (total - free) - activations)
-
-
-def available_memory() -> int:
-    """Bytes that can be allocated without swapping, within the limits of the machine and of its cgroup."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
-    return max(0, available)

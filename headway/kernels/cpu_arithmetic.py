@@ -206,7 +206,7 @@ def _x86(builder: Any, name: str, result: Any, vectors: list[Any], lane: Any, bi
     for numbers in (list(range(8)), list(range(8, 16))):
         parts = [builder.bitcast(shuffle(builder, word, word, numbers), taken) for word in words]
         halves.append(builder.bitcast(builder.call(function, parts), ir.VectorType(I32, 8)))
-    return shuffle(builder, *halves, list(range(LANES)))
+    return shuffle(builder, halves[0], halves[1], list(range(LANES)))
 
 
 def _low_half(builder: Any, words: Any) -> Any:

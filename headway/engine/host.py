@@ -1,0 +1,104 @@
+"""What this process may use of the machine: processors and memory, as Linux and its control groups say.
+
+`root` is where the system's files are looked for, "/" but in tests.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+def usable_threads(root: Path = _ROOT, processors: Collection[int] | None = None) -> int:
+    """How many threads are worth having: one for each physical core, and no more than the CPU quota lets run.
+
+    Two threads of one core share its caches and vector units, and one that spins slows the other. Threads beyond the
+    quota would use up a period's share early, and all of them stand still for the rest of it.
+
+    Args:
+        processors: numbers of the logical ones that this process may run on; None asks the system.
+    """
+    numbers = os.sched_getaffinity(0) if processors is None else processors
+    topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = {_text(root / topology.format(number)) or str(number) for number in numbers}
+    return max(1, math.floor(min(len(cores), _quota(root))))
+
+
+def available_memory(root: Path = _ROOT) -> int:
+    """Bytes that can be allocated without swapping, within the limits of the machine and of the control groups.
+
+    What a group holds of files can be given up for memory, as it can for the machine as a whole.
+    """
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = _entries(root / "proc/meminfo").get("MemAvailable:", available // 1024) * 1024
+    for folder in _groups(root, "memory"):
+        limit, used = _memory_files(folder)
+        if limit is None or used is None:
+            continue
+        held = _entries(folder / "memory.stat")
+        prefix = "total_" if "total_inactive_file" in held else ""
+        files = held.get(prefix + "active_file", 0) + held.get(prefix + "inactive_file", 0)
+        available = min(available, limit - max(0, used - files))
+    return max(0, available)
+
+
+def total_memory(root: Path = _ROOT) -> int:
+    """Bytes of the machine, or what the control groups let this process have of them."""
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [_memory_files(folder)[0] for folder in _groups(root, "memory")]
+    return min([installed, *(limit for limit in limits if limit is not None)])
+
+
+def _quota(root: Path) -> float:
+    """Processors' worth of time that the control groups allow; infinity where they do not limit it."""
+    least = math.inf
+    for folder in _groups(root, "cpu"):
+        words = _text(folder / "cpu.max").split()
+        if not words:
+            words = [_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")]
+        if words[0].isdecimal() and words[1].isdecimal():  # neither "max" nor -1
+            least = min(least, int(words[0]) / int(words[1]))
+    return least
+
+
+def _memory_files(folder: Path) -> tuple[int | None, int | None]:
+    """(limit, in use) of a control group of version 2 or 1, each None where it is not told or not limited."""
+    versions = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for names in versions:
+        limit, used = (_text(folder / name) for name in names)
+        if limit:
+            return int(limit) if limit.isdecimal() else None, int(used) if used.isdecimal() else None
+    return None, None
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's control group and of those around it, where they are: any of them may set a limit.
+
+    In a container of version 1 the path is the host's and only the outermost folder exists, which is the container's.
+    """
+    mounts = root / "sys/fs/cgroup"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = mounts / controller if controllers else mounts
+        folder = mount / path.strip("/")
+        yield from (each for each in (folder, *folder.parents) if each.is_relative_to(mount) and each.is_dir())
+
+
+def _entries(file: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    rows = (line.split() for line in _text(file).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
+
+
+def _text(file: Path) -> str:
+    """What a file says; nothing where it cannot be read."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
