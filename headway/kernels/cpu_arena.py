@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
+from collections import deque
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ class Arena:
     def __init__(self) -> None:
         self._chunks: list[np.ndarray] = []
         self._free: list[tuple[int, int]] = []  # (address, size), by address
+        # Whoever drops the last reference, in whichever thread, only leaves word here.
+        self._returned: deque[tuple[int, int]] = deque()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of any numbers; its memory is free when the last tensor that shares its storage is gone."""
@@ -33,10 +36,12 @@ class Arena:
         size = -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         address = self._take(size)
         memory = (ctypes.c_uint8 * size).from_address(address)
-        weakref.finalize(memory, self._give_back, address, size).atexit = False
+        weakref.finalize(memory, self._returned.append, (address, size)).atexit = False
         return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
     def _take(self, size: int) -> int:
+        while self._returned:
+            self._give_back(*self._returned.popleft())
         for index, (address, room) in enumerate(self._free):
             if room >= size:
                 if room == size:

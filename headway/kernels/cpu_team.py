@@ -12,6 +12,7 @@ The board is one int64: job number * 256 + OPEN + the number of helpers inside t
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import math
 import struct
 import threading
 import weakref
@@ -51,6 +52,9 @@ _OPEN, _INSIDE = 128, 127
 # for a few milliseconds, which is longer than the pause between two steps; then it sleeps.
 _LOOKS = 1000
 _YIELDING_LOOKS = 6000
+# Results of so many bytes are kept mapped: malloc would map and unmap each of 32 MB and more, whose pages the system
+# clears one by one.
+_LARGE = 16 << 20
 
 # A job's arguments, by their number.
 arg, real_arg = read_int64, read_float64
@@ -164,7 +168,7 @@ class Team:
         self._memory: Any = memory
         self._board = memory.ctypes.data + offset
         self._arguments_at = offset + _ARGUMENTS_AT
-        self._arena = Arena()
+        self._arena, self._large = Arena(), Arena()
         self._recorded: list[list[int]] | None = None
         self._doors = [_Door() for _ in range(self.threads - 1)]
         for number, door in enumerate(self._doors):
@@ -188,7 +192,11 @@ class Team:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for a job's result, where a recorded job finds it again."""
-        return torch.empty(shape, dtype=dtype) if self._recorded is None else self._arena.empty(shape, dtype)
+        if self._recorded is not None:
+            return self._arena.empty(shape, dtype)
+        if math.prod(shape) * dtype.itemsize >= _LARGE:
+            return self._large.empty(shape, dtype)
+        return torch.empty(shape, dtype=dtype)
 
     def record(self, run: Callable[[], Tensor]) -> Program:
         """Do `run`, and keep its jobs with their arguments, whose memory must be the caller's or come from `empty`."""

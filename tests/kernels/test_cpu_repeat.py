@@ -48,6 +48,18 @@ def test_memory_is_used_again_and_joined() -> None:
     assert arena.empty((5000,), torch.float32).data_ptr() == addresses[0]
 
 
+def test_a_large_result_takes_the_memory_of_one_that_is_gone() -> None:
+    linear = CpuKernels().linear(random(0, torch.float32, 70_000, 16), None)
+    x = random(1, torch.float32, 64, 16)
+    first, second = linear(x), linear(x)
+    assert first.data_ptr() != second.data_ptr()
+    gone = first.data_ptr()
+    del first
+    third = linear(x)
+    assert third.data_ptr() == gone
+    assert torch.equal(second, third)
+
+
 class Layer:
     """One decoder layer's operations over steps at fixed addresses, as the engine has them."""
 
