@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
@@ -186,7 +187,8 @@ class LLM:
     Args:
         model: folder or hub id of a checkpoint.
         skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs carry no text.
-        engine_args: fields of EngineConfig, as dtype, max_model_len, load_format.
+        engine_args: fields of EngineConfig, as dtype, max_model_len, load_format. Nobody reads along with a batch, so
+            prompts are computed as fast as they can be unless max_prefill_stall_ms says otherwise.
 
     Raises:
         ValueError: the model or a setting cannot be used; one line that says why.
@@ -196,6 +198,7 @@ class LLM:
         from headway.engine.build import build_engine
 
         self._front = _Front(model, skip_tokenizer_init)
+        engine_args = {"max_prefill_stall_ms": math.inf, **engine_args}
         self.engine = build_engine(EngineConfig(model=str(self._front.folder), **engine_args))
 
     @property

@@ -62,6 +62,13 @@ def serve(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="Token budget of a step. Default: chosen for the device.")
     ] = None,
+    max_prefill_stall_ms: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Longest that prompts may hold up others in a step, in ms, unless these take longer themselves.",
+        ),
+    ] = 50.0,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Share KV blocks of equal prompt beginnings.")] = True,
     enable_chunked_prefill: Annotated[bool, typer.Option(help="Split long prompts over steps.")] = True,
     scheduling_policy: Annotated[
@@ -113,6 +120,7 @@ def serve(
         gpu_memory_utilization=gpu_memory_utilization,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_stall_ms=max_prefill_stall_ms,
         enable_prefix_caching=enable_prefix_caching,
         enable_chunked_prefill=enable_chunked_prefill,
         scheduling_policy=scheduling_policy,

@@ -89,6 +89,7 @@ def build_engine(config: EngineConfig, on_stage: StageListener | None = None) ->
         max_model_len,
         config.enable_chunked_prefill,
         config.scheduling_policy,
+        max_prefill_stall_ms=config.max_prefill_stall_ms,
     )
     blocks = KVBlocks(num_blocks, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(scheduler_config, blocks)

@@ -20,6 +20,8 @@ class EngineConfig:
         kv_cache_memory: bytes of the KV pool; None measures free memory.
         gpu_memory_utilization: share of device memory that may be used when kv_cache_memory is None.
         max_num_batched_tokens: token budget of a step; None picks one for the device.
+        max_prefill_stall_ms: for which prompts may hold up others in a step, where these do not take longer themselves;
+            may be infinite.
         scheduling_policy: fcfs or priority.
         num_threads: CPU threads of the engine; None takes one for each physical core, within the CPU quota.
     """
@@ -37,6 +39,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
+    max_prefill_stall_ms: float = 50.0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"

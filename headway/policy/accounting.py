@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from headway.policy.ledger import Phase, PhaseClock
 from headway.policy.request import Sequence, Status
-from headway.policy.step_time import StepTimeModel, StepWork
+from headway.policy.step_time import StepTimeModel, StepWork, pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,8 @@ def work_of(scheduled: list[ScheduledSequence]) -> StepWork:
             decode_tokens += 1
             decode_context += item.start + 1
         else:
-            n = item.num_tokens
-            prefill_tokens += n
-            prefill_pairs += n * item.start + n * (n + 1) // 2
+            prefill_tokens += item.num_tokens
+            prefill_pairs += pairs(item.start, item.num_tokens)
     return StepWork(prefill_tokens, decode_tokens, prefill_pairs, decode_context)
 
 

@@ -1,7 +1,8 @@
 """What the next step computes: a function of state, `schedule(now) -> StepPlan`, `complete(plan, ...)`.
 
-Sequences that decode come first, one token each; prompts under way share what is left of the token
-budget in order; then waiting sequences are admitted. A waiting sequence is admitted when all its known
+Sequences that decode come first, one token each; prompts under way share what is left of the step's
+budget (`step_budget`: tokens, and the time for which others wait) in order; then waiting sequences are
+admitted. A waiting sequence is admitted when all its known
 tokens have blocks, so a prompt under way is never out of memory. One that does not fit lets up to
 `lookahead` others past it, but only `max_bypasses` times: after that nothing behind it is admitted
 until it fits. When a decoding sequence finds no block, the last in order is preempted: its blocks are
@@ -11,13 +12,15 @@ sequence alone fits in the pool, so every preempted sequence comes back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headway.policy.accounting import Accounting, ScheduledSequence, StepTimes
+from headway.policy.accounting import Accounting, ScheduledSequence, StepTimes, work_of
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.ledger import Phase
 from headway.policy.request import FinishReason, Sequence, Status
+from headway.policy.step_budget import StepBudget
 from headway.policy.waiting import ORDERS, OrderedSequences
 
 
@@ -31,6 +34,8 @@ class SchedulerConfig:
         max_model_len: longest sequence; the pool must hold one of it.
         lookahead: waiting sequences examined behind the first that does not fit.
         max_bypasses: times a sequence that does not fit may be overtaken.
+        max_prefill_stall_ms: for which a step's prompts may hold up others in it, where these do not take longer
+            themselves; may be infinite. Whole prompts, without chunked prefill, are not bounded.
 
     Raises:
         ValueError: when the limits contradict each other; the message names both.
@@ -43,8 +48,11 @@ class SchedulerConfig:
     policy: str = "fcfs"
     lookahead: int = 16
     max_bypasses: int = 32
+    max_prefill_stall_ms: float = math.inf
 
     def __post_init__(self) -> None:
+        if not self.max_prefill_stall_ms >= 0:
+            raise ValueError(f"max_prefill_stall_ms is {self.max_prefill_stall_ms:g}; it must be 0 or more")
         if self.policy not in ORDERS:
             raise ValueError(f"scheduling policy {self.policy!r} is unknown; choose one of {', '.join(ORDERS)}")
         if self.max_num_seqs < 1:
@@ -146,9 +154,9 @@ class Scheduler:
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         others = len(self.running) > len(decoding)
         self._schedule_decodes(decoding, plan, now)
-        budget = self.config.max_num_batched_tokens - len(plan.scheduled)
+        budget = self._budget_beside(plan.scheduled)
         if others:
-            budget -= self._schedule_prefills(plan, budget)
+            self._schedule_prefills(plan, budget)
         if not len(self.waiting):
             reason = Phase.QUEUE_CAPACITY
         elif plan.preempted:
@@ -158,6 +166,20 @@ class Scheduler:
         self.accounting.queue_stands_at(reason, now)
         return plan
 
+    def _budget_beside(self, decodes: list[ScheduledSequence]) -> StepBudget:
+        """What the step has left for prompts."""
+        config = self.config
+        stall_ms = config.max_prefill_stall_ms if config.enable_chunked_prefill else math.inf
+        budget = StepBudget(
+            config.max_num_batched_tokens - len(decodes),
+            self.accounting.step_time,
+            stall_ms * 1e6,
+            self.blocks.block_size,
+        )
+        if decodes:
+            budget.share_with(work_of(decodes))
+        return budget
+
     def _schedule_decodes(self, decoding: list[Sequence], plan: StepPlan, now: int) -> None:
         """Give every decoding sequence its token, in order, preempting from the end where blocks run out."""
         for sequence in decoding:
@@ -166,25 +188,22 @@ class Scheduler:
             if sequence.status is Status.RUNNING:
                 plan.scheduled.append(ScheduledSequence(sequence, sequence.num_computed, 1, True, True))
 
-    def _schedule_prefills(self, plan: StepPlan, budget: int) -> int:
+    def _schedule_prefills(self, plan: StepPlan, budget: StepBudget) -> None:
         """Continue prompts under way; their blocks are already theirs."""
-        used = 0
         for sequence in self.running:
-            if used == budget:
+            if budget.is_spent:
                 break
             if not sequence.is_decoding:
-                used += self._schedule_chunk(sequence, budget - used, plan)
-        return used
+                self._schedule_chunk(sequence, budget, plan)
 
-    def _schedule_chunk(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
-        count = min(sequence.num_to_compute, budget)
-        if count < sequence.num_to_compute and not self.config.enable_chunked_prefill:
-            return 0
-        if not self._make_room(sequence, count, plan):
-            return 0
-        samples = count == sequence.num_to_compute
-        plan.scheduled.append(ScheduledSequence(sequence, sequence.num_computed, count, sequence.is_decoding, samples))
-        return count
+    def _schedule_chunk(self, sequence: Sequence, budget: StepBudget, plan: StepPlan) -> None:
+        start, wanted = sequence.num_computed, sequence.num_to_compute
+        count = budget.fit(start, wanted)
+        if count == 0 or (count < wanted and not self.config.enable_chunked_prefill):
+            return
+        if self._make_room(sequence, count, plan):
+            plan.scheduled.append(ScheduledSequence(sequence, start, count, sequence.is_decoding, count == wanted))
+            budget.spend(start, count)
 
     def _make_room(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
         """Give the sequence blocks of its own for its next `count` tokens; False when none are free."""
@@ -219,16 +238,16 @@ class Scheduler:
 
     # --- admission ----------------------------------------------------------------------------------
 
-    def _admit(self, plan: StepPlan, budget: int, now: int) -> Phase:
+    def _admit(self, plan: StepPlan, budget: StepBudget, now: int) -> Phase:
         """Admit waiting sequences in order; returns why it stopped."""
         passed: list[Sequence] = []
         for sequence in self._candidates():
-            if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
+            if budget.is_spent or len(self.running) >= self.config.max_num_seqs:
                 return Phase.QUEUE_CAPACITY
-            if not self.config.enable_chunked_prefill and sequence.num_to_compute > budget:
+            if not self.config.enable_chunked_prefill and sequence.num_to_compute > budget.tokens:
                 return Phase.QUEUE_CAPACITY
             if self._take_blocks(sequence):
-                budget -= self._start(sequence, budget, plan, now)
+                self._start(sequence, budget, plan, now)
                 for overtaken in passed:
                     overtaken.times_bypassed += 1
             else:
@@ -291,7 +310,7 @@ class Scheduler:
             return []  # every prompt token's logits are wanted, so every one is computed
         return self.blocks.match(sequence.tokens, sequence.cache_salt)
 
-    def _start(self, sequence: Sequence, budget: int, plan: StepPlan, now: int) -> int:
+    def _start(self, sequence: Sequence, budget: StepBudget, plan: StepPlan, now: int) -> None:
         if sequence.preemptions == 0:
             sequence.cached_tokens = sequence.num_computed
             self.blocks.prefix_stats.queries += sequence.prompt_len
@@ -302,7 +321,7 @@ class Scheduler:
         sequence.parent = None
         sequence.times_bypassed = 0
         self.running.add(sequence)
-        return self._schedule_chunk(sequence, budget, plan)
+        self._schedule_chunk(sequence, budget, plan)
 
     # --- results ------------------------------------------------------------------------------------
 

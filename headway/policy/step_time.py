@@ -9,11 +9,15 @@ Identification, 1999, section 11.2).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 
 _FORGETTING = 0.998
-_PRIOR_VARIANCE = 1e3
+# Attention's parts are known to be small beside their tokens', from which few steps tell them apart.
+_PRIOR_VARIANCE = (1e3, 1e3, 1e3, 30.0, 30.0)
 _MIN_STEPS = 16
 _MAX_VARIANCE = 1e6
+_PREFILL_TOKENS, _DECODE_TOKENS, _PREFILL_PAIRS, _DECODE_CONTEXT = 256.0, 16.0, 65536.0, 8192.0
+_UNBOUNDED = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +37,10 @@ class StepWork:
         """Scaled to the order of one, so that the regression is well conditioned."""
         return (
             1.0,
-            self.prefill_tokens / 256.0,
-            self.decode_tokens / 16.0,
-            self.prefill_pairs / 65536.0,
-            self.decode_context / 8192.0,
+            self.prefill_tokens / _PREFILL_TOKENS,
+            self.decode_tokens / _DECODE_TOKENS,
+            self.prefill_pairs / _PREFILL_PAIRS,
+            self.decode_context / _DECODE_CONTEXT,
         )
 
 
@@ -44,9 +48,8 @@ class StepTimeModel:
     """Predicts nanoseconds of a step from its StepWork."""
 
     def __init__(self) -> None:
-        size = len(StepWork().features())
-        self._milliseconds = [0.0] * size
-        self._covariance = [[_PRIOR_VARIANCE * (i == j) for j in range(size)] for i in range(size)]
+        self._milliseconds = [0.0] * len(_PRIOR_VARIANCE)
+        self._covariance = _prior()
         self.steps_seen = 0
 
     @property
@@ -68,12 +71,30 @@ class StepTimeModel:
                 row[j] = (row[j] - px[i] * px[j] / scale) / _FORGETTING
         # Without excitation in some direction forgetting lets its variance grow without bound.
         if max(p[i][i] for i in size) > _MAX_VARIANCE:
-            self._covariance = [[_PRIOR_VARIANCE * (i == j) for j in size] for i in size]
+            self._covariance = _prior()
         self.steps_seen += 1
 
     def predict_ns(self, work: StepWork) -> float:
-        """Expected duration in nanoseconds; no part of a step is taken to have negative cost."""
-        return 1e6 * sum(max(0.0, c) * f for c, f in zip(self._milliseconds, work.features(), strict=True))
+        """Expected duration in nanoseconds. Parts that always come together may each be wrong and their sum right."""
+        return 1e6 * max(0.0, sum(c * f for c, f in zip(self._milliseconds, work.features(), strict=True)))
+
+    def _prefill_costs(self) -> tuple[float, float]:
+        """Nanoseconds of a prompt's token, and of a query-key pair."""
+        _, token, _, pair, _ = self._milliseconds
+        return 1e6 * max(0.0, token) / _PREFILL_TOKENS, 1e6 * max(0.0, pair) / _PREFILL_PAIRS
+
+    def prefill_ns(self, count: int, start: int) -> float:
+        """What `count` tokens of a prompt, after the first `start`, add to a step."""
+        token, pair = self._prefill_costs()
+        return count * token + pairs(start, count) * pair
+
+    def prefill_tokens_within(self, duration_ns: float, start: int) -> int:
+        """Most tokens of a prompt, after the first `start`, that add no more than `duration_ns` to a step."""
+        token, pair = self._prefill_costs()
+        # n tokens cost n * slope + n**2 * pair / 2; this form of the root is good for a pair that costs nothing.
+        slope = token + pair * (start + 0.5)
+        steepest = slope + sqrt(slope * slope + 2.0 * pair * duration_ns)
+        return int(min(2.0 * duration_ns / steepest, _UNBOUNDED)) if steepest else _UNBOUNDED
 
     def share_without(self, work: StepWork, without: StepWork) -> float:
         """Fraction of a step with `work` that a step with only `without` of it would have taken, 0 to 1.
@@ -84,3 +105,13 @@ class StepTimeModel:
         if whole <= 0.0:
             return without.tokens / work.tokens if work.tokens else 1.0
         return min(1.0, self.predict_ns(without) / whole)
+
+
+def _prior() -> list[list[float]]:
+    size = range(len(_PRIOR_VARIANCE))
+    return [[_PRIOR_VARIANCE[i] * (i == j) for j in size] for i in size]
+
+
+def pairs(start: int, count: int) -> int:
+    """Query-key pairs of `count` tokens of a sequence after its first `start`."""
+    return count * start + count * (count + 1) // 2

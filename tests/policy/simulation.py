@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 
-from headway.policy.accounting import ScheduledSequence, StepTimes
+from headway.policy.accounting import ScheduledSequence, StepTimes, work_of
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.request import Sequence, Status
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler, SchedulerConfig
+from headway.policy.step_time import StepWork
 
 
 def make_sequence(
@@ -57,6 +59,7 @@ class Simulation:
     caching: bool = True
     lookahead: int = 16
     max_bypasses: int = 32
+    max_prefill_stall_ms: float = math.inf
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     now: int = 1_000
 
@@ -69,6 +72,7 @@ class Simulation:
             self.policy,
             self.lookahead,
             self.max_bypasses,
+            self.max_prefill_stall_ms,
         )
         self.scheduler = Scheduler(config, KVBlocks(self.num_blocks, self.block_size, self.caching))
         self.sequences: list[Sequence] = []
@@ -87,6 +91,10 @@ class Simulation:
         """The next token of an item."""
         return self.rng.randrange(3, 100)
 
+    def duration(self, work: StepWork) -> int:
+        """Nanoseconds of a step's forward pass."""
+        return self.rng.randrange(0, 10_000)
+
     def step(self) -> list[ScheduledSequence]:
         """One step; returns what ran."""
         self.now += self.rng.randrange(0, 50)
@@ -94,7 +102,7 @@ class Simulation:
         self.check_plan(plan.scheduled)
         self.run_on_fake_cache(plan.copies, plan.scheduled)
         launched = self.now + self.rng.randrange(0, 20)
-        computed = launched + self.rng.randrange(0, 10_000)
+        computed = launched + self.duration(work_of(plan.scheduled))
         sampled = computed + self.rng.randrange(0, 100)
         self.now = sampled
         items = list(plan.scheduled)
@@ -119,8 +127,22 @@ class Simulation:
             assert len(sequence.block_table) * size >= end
             for block in sequence.block_table[item.start // size : -(-end // size)]:
                 assert scheduler.blocks.references[block] == 1, "a step would write into a shared block"
+        self.check_stall(items)
         decoding = [s for s in scheduler.running if s.is_decoding]
         assert {id(s) for s in decoding} <= {id(item.sequence) for item in items}, "a decoding sequence was left out"
+
+    def check_stall(self, items: list[ScheduledSequence]) -> None:
+        """Prompts hold up others no longer than they may, as far as was known, but for the first one's least."""
+        step_time = self.scheduler.accounting.step_time
+        prompts = [item for item in items if not item.decoding]
+        if not prompts or not self.chunked or not step_time.is_trained:
+            return
+        waiting = [item for item in items if item.decoding] or prompts[:1]
+        added = [item for item in prompts if item is not waiting[0]]
+        stall = sum(step_time.prefill_ns(item.num_tokens, item.start) for item in added)
+        allowed = max(self.max_prefill_stall_ms * 1e6, step_time.predict_ns(work_of(waiting)))
+        least = waiting[0].decoding and len(added) == 1 and added[0].num_tokens <= self.block_size
+        assert stall <= allowed * (1 + 1e-9) or least
 
     def run_on_fake_cache(self, copies: list[tuple[int, int]], items: list[ScheduledSequence]) -> None:
         """A cache that stores, in place of keys and values, the tokens they depend on."""

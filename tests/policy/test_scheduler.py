@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -188,6 +189,7 @@ def test_logits_that_are_not_numbers_end_only_their_own_sequence() -> None:
     [
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_batched_tokens": 3}, "less than max_num_seqs"),
+        ({"max_prefill_stall_ms": -1.0}, "max_prefill_stall_ms is -1; it must be 0 or more"),
         ({"policy": "random"}, "'random' is unknown; choose one of fcfs, priority"),
         ({"chunked": False}, "without chunked prefill"),
         ({"num_blocks": 15}, "needs 16 KV blocks, the pool has 15"),
@@ -218,6 +220,7 @@ def test_a_pool_must_hold_the_longest_sequence() -> None:
     caching=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority"]),
     max_bypasses=st.integers(0, 4),
+    max_prefill_stall_ms=st.sampled_from([0.0, 0.001, 0.01, math.inf]),
 )
 def test_random_traffic_leaks_nothing_starves_nobody_and_every_ledger_closes(
     seed: int,
@@ -227,6 +230,7 @@ def test_random_traffic_leaks_nothing_starves_nobody_and_every_ledger_closes(
     caching: bool,
     policy: str,
     max_bypasses: int,
+    max_prefill_stall_ms: float,
 ) -> None:
     rng = random.Random(seed)
     sim = Simulation(
@@ -236,6 +240,7 @@ def test_random_traffic_leaks_nothing_starves_nobody_and_every_ledger_closes(
         caching=caching,
         policy=policy,
         max_bypasses=max_bypasses,
+        max_prefill_stall_ms=max_prefill_stall_ms,
         rng=rng,
     )
     shared_prefix = [rng.randrange(4) for _ in range(20)]

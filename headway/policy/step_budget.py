@@ -1,0 +1,64 @@
+"""How much of prompts a step may compute: tokens, and the time for which others wait.
+
+Everybody in a step waits for all of it. Those who decode wait for the prompts beside them, and where nobody decodes,
+the first prompt waits for the others. What is added to them may make the step longer by `max_stall_ns`, or by as long
+as they take themselves where that is longer, by the coefficients of `step_time`. On a fast device the first is the
+bound; on a slow one the second keeps prompts from being starved.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from headway.policy.step_time import StepTimeModel, StepWork, pairs
+
+# Of prompts beside others, as long as too few steps were measured to know what they cost.
+TOKENS_UNTIL_LEARNT = 32
+
+
+@dataclass(slots=True)
+class StepBudget:
+    """What is left of a step.
+
+    Args:
+        tokens: of prompts.
+        step_time: what tokens cost.
+        max_stall_ns: for which others may be held up; may be infinite.
+        least: tokens that the first prompt gets beside decoding sequences whatever they cost.
+    """
+
+    tokens: int
+    step_time: StepTimeModel
+    max_stall_ns: float = math.inf
+    least: int = 1
+    _stall_ns: float = math.inf  # that may still be added
+    _shared: bool = False
+
+    def share_with(self, others: StepWork) -> None:
+        """`others` are in the step and wait for what is added from here on."""
+        if self._shared or math.isinf(self.max_stall_ns):
+            return
+        self._shared = True
+        if self.step_time.is_trained:
+            self._stall_ns = max(self.max_stall_ns, self.step_time.predict_ns(others))
+        else:
+            self.tokens = min(self.tokens, TOKENS_UNTIL_LEARNT)
+
+    @property
+    def is_spent(self) -> bool:
+        return self.fit(0, 1) == 0
+
+    def fit(self, start: int, wanted: int) -> int:
+        """How many of `wanted` tokens of a prompt, of which `start` are computed, the step has room for."""
+        if math.isinf(self._stall_ns):
+            return min(wanted, self.tokens)
+        affordable = self.step_time.prefill_tokens_within(self._stall_ns, start)
+        return min(wanted, self.tokens, max(affordable, self.least))
+
+    def spend(self, start: int, count: int) -> None:
+        """`count` tokens of a prompt are in the step now; the first prompt of a step waits for later ones."""
+        self.tokens -= count
+        self._stall_ns = max(0.0, self._stall_ns - self.step_time.prefill_ns(count, start))
+        self.least = 0
+        self.share_with(StepWork(prefill_tokens=count, prefill_pairs=pairs(start, count)))

@@ -1,0 +1,131 @@
+"""Prompts in a step: how many tokens of them, so that nobody else in it waits too long."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.policy.request import Status
+from headway.policy.step_budget import TOKENS_UNTIL_LEARNT, StepBudget
+from headway.policy.step_time import StepTimeModel, StepWork, pairs
+from tests.policy.simulation import Simulation
+
+FIXED_NS, TOKEN_NS, DECODE_NS, PAIR_NS = 11e6, 2e6, 1e6, 100.0
+
+
+def cost(work: StepWork) -> int:
+    """A machine whose steps are as the model has them."""
+    ns = FIXED_NS + TOKEN_NS * work.prefill_tokens + DECODE_NS * work.decode_tokens + PAIR_NS * work.prefill_pairs
+    return int(ns)
+
+
+def learnt() -> StepTimeModel:
+    model = StepTimeModel()
+    for number in range(200):
+        prompt, start, decodes = number * 7 % 50, number % 5 * 1000, number * 3 % 20
+        work = StepWork(prompt, decodes, pairs(start, prompt))
+        model.observe(work, cost(work))
+    return model
+
+
+LEARNT = learnt()
+
+
+def test_without_a_bound_only_tokens_count() -> None:
+    budget = StepBudget(100, LEARNT)
+    budget.share_with(StepWork(decode_tokens=4))
+    assert budget.fit(0, 500) == 100
+    budget.spend(0, 60)
+    assert budget.fit(0, 500) == 40 and not budget.is_spent
+    budget.spend(0, 40)
+    assert budget.is_spent
+
+
+def test_prompts_hold_decodes_up_for_no_longer_than_they_may() -> None:
+    budget = StepBudget(1000, LEARNT, max_stall_ns=51e6)
+    budget.share_with(StepWork(decode_tokens=4))  # 15 ms alone
+    assert budget.fit(0, 500) == 25  # 2 ms each, and a little for attention
+    budget.spend(0, 20)
+    assert budget.fit(0, 500) == 5
+    assert budget.fit(20_000, 500) == 2, "a token far into a prompt reads more keys"
+    budget.spend(0, 5)
+    assert budget.fit(0, 500) == 0 and budget.is_spent
+
+
+def test_where_decodes_take_longer_prompts_may_take_as_long() -> None:
+    budget = StepBudget(1000, LEARNT, max_stall_ns=51e6)
+    budget.share_with(StepWork(decode_tokens=90))  # 101 ms alone
+    assert budget.fit(0, 500) == 50
+
+
+def test_the_first_prompt_beside_decodes_gets_its_least() -> None:
+    budget = StepBudget(1000, LEARNT, max_stall_ns=0, least=16)
+    budget.share_with(StepWork(decode_tokens=2))  # 13 ms alone
+    assert budget.fit(0, 500) == 16
+    budget.spend(0, 16)
+    assert budget.is_spent, "and no other does"
+
+
+def test_alone_a_prompt_is_held_up_by_nobody_and_holds_up_the_first() -> None:
+    budget = StepBudget(512, LEARNT, max_stall_ns=51e6)
+    assert budget.fit(0, 500) == 500
+    budget.spend(0, 40)  # 91 ms alone
+    assert budget.fit(0, 500) == 45
+    small = StepBudget(512, LEARNT, max_stall_ns=51e6)
+    small.spend(0, 4)  # 19 ms alone
+    assert small.fit(0, 500) == 25
+
+
+def test_until_steps_are_measured_tokens_are_counted() -> None:
+    budget = StepBudget(512, StepTimeModel(), max_stall_ns=51e6)
+    budget.share_with(StepWork(decode_tokens=4))
+    assert budget.fit(0, 500) == TOKENS_UNTIL_LEARNT
+    budget.spend(0, TOKENS_UNTIL_LEARNT)
+    assert budget.is_spent
+
+
+@given(duration=st.floats(0, 1e9), start=st.integers(0, 100_000))
+def test_tokens_within_a_time_are_all_that_fit(duration: float, start: int) -> None:
+    count = LEARNT.prefill_tokens_within(duration, start)
+    assert LEARNT.prefill_ns(count, start) <= duration * (1 + 1e-9)
+    assert LEARNT.prefill_ns(count + 1, start) > duration * (1 - 1e-9)
+
+
+def test_tokens_that_cost_nothing_fit_without_end() -> None:
+    assert StepTimeModel().prefill_tokens_within(1.0, 0) > 2**30
+
+
+@pytest.mark.parametrize("stall_ms", [5.0, 50.0, math.inf])
+def test_the_gap_between_tokens_is_bounded_while_prompts_come_in(stall_ms: float) -> None:
+    sim = Simulation(
+        num_blocks=4096,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        max_model_len=1024,
+        caching=False,
+        max_prefill_stall_ms=stall_ms,
+    )
+    sim.duration = cost  # type: ignore[method-assign]
+    for length in (300, 40, 7, 128):  # of which it learns
+        sim.submit(list(range(length)), 30)
+        sim.run_until_done()
+    readers = [sim.submit([1, 2, 3], 200) for _ in range(8)]
+    while any(reader.output_len == 0 for reader in readers):
+        sim.step()
+    prompts = [sim.submit(list(range(300)), 4) for _ in range(3)]
+    longest = 0
+    while any(prompt.output_len == 0 for prompt in prompts):
+        before = sim.now
+        sim.step()
+        longest = max(longest, sim.now - before)
+    alone_ms = cost(StepWork(decode_tokens=11)) / 1e6
+    if math.isinf(stall_ms):
+        assert longest > 500e6
+    else:
+        assert longest < (alone_ms + max(alone_ms, stall_ms)) * 1.1e6
+    assert all(reader.status is Status.RUNNING for reader in readers)
+    sim.run_until_done()
+    sim.check_all_closed()
