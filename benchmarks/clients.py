@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -57,11 +58,26 @@ def measure(client: list[str], base_url: str, model: str, tokenizer: Path, load:
         file = Path(folder) / "result.json"
         command = [*client, "--backend", "openai", "--base-url", base_url, "--model", model]
         command += ["--tokenizer", str(tokenizer), "--seed", str(seed), *load.flags()]
-        command += ["--save-result", "--result-dir", folder, "--result-filename", file.name]
+        command += ["--save-result", "--save-detailed", "--result-dir", folder, "--result-filename", file.name]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     if not result.get("completed"):
         said = "\n".join((done.stdout + done.stderr).splitlines()[-_LINES_OF_A_FAILURE:])
         what = "answered none of the requests" if result else "left no results"
         raise SystemExit(f"{' '.join(command)}\n{what} (exit code {done.returncode}):\n{said}")
+    if result["total_output_tokens"] != result["completed"] * load.output_len:
+        count_anew(result, load.output_len)
     return result
+
+
+def count_anew(result: dict[str, Any], output_len: int) -> None:
+    """Put right what depends on how many tokens came, where each answer is known to have `output_len`.
+
+    `vllm bench serve` reads `usage` only in a chunk without choices. Of a server that sends it otherwise, it takes the
+    tokens of the text instead, which are others than those that were generated.
+    """
+    tokens = result["completed"] * output_len
+    seconds_each = [sum(gaps) / (output_len - 1) for gaps in result["itls"] if gaps]
+    result["total_output_tokens"] = tokens
+    result["output_throughput"] = tokens / result["duration"]
+    result["median_tpot_ms"] = 1e3 * statistics.median(seconds_each)

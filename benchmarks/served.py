@@ -1,10 +1,12 @@
 """Speed over HTTP: Headway's server and its peers in turn, under the same load, on one model of random weights.
 
-    python -m benchmarks.served --peer vllm=/path/to/vllm-venv/bin/vllm --peer llama.cpp=/path/to/llama-server
+    python -m benchmarks.served --peer vllm=/path/to/vllm-venv/bin/vllm --peer llama.cpp=/path/to/llama-server \
+        --client /path/to/vllm-venv/bin/vllm
 
-`headway bench` is the client of all. Every server stays up for the whole sitting and is stopped (SIGSTOP) while another
-one is measured. Each load is put on all servers, one right after the other, before the next load: a shared machine
-drifts by more than the servers differ, and only neighbours in time can be compared. See benchmarks/README.md.
+One client, `vllm bench serve` or `headway bench`, loads all. Every server stays up for the whole sitting and is stopped
+(SIGSTOP) while another one is measured. Each load is put on all servers, one right after the other, before the next
+load: a shared machine drifts by more than the servers differ, and only neighbours in time can be compared. See
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -15,17 +17,21 @@ import os
 import platform
 import signal
 import sys
+import urllib.request
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoint import SHAPES, write_checkpoint
+from benchmarks.checkpoint import SHAPES
 from benchmarks.clients import HEADWAY, Load, measure
-from benchmarks.offline import processor
+from benchmarks.offline import processor, save
+from benchmarks.processes import Child
+from benchmarks.processes import running as running_child
 from benchmarks.rounds import Rounds, number, spread
-from benchmarks.servers import CHECKPOINTS, ENGINES, MODEL, Server, Settings, running
+from benchmarks.servers import CHECKPOINTS, ENGINES, KV_CACHE_GIB, MODEL, OURS, Server, Settings, running
+from benchmarks.weights import write_weights
 
 HERE = Path(__file__).parent
 
@@ -37,6 +43,7 @@ MEASURES = {
     "p99_itl_ms": "ITL P99, ms",
     "median_tpot_ms": "TPOT median, ms",
 }
+RATE = "output_throughput"
 COUNTS = {"failed": "requests failed, all rounds", "client_bound": "runs marked client-bound"}
 
 
@@ -54,38 +61,85 @@ def loads(arguments: argparse.Namespace) -> list[Load]:
     return rows
 
 
-def put_load(server: Server, load: Load, tokenizer: Path, seed: int) -> dict[str, float]:
-    """MEASURES, requests that failed, and whether the client said that it could not keep up."""
+def put_load(client: list[str], server: Server, load: Load, tokenizer: Path, seed: int) -> dict[str, float]:
+    """MEASURES, requests that failed, and whether the client said that it could not keep up, if it can tell."""
     with server.awake():
-        result = measure(HEADWAY, server.url, MODEL, tokenizer, load, seed)
-    counts = {"failed": float(result["failed"]), "client_bound": float(result["headway"]["client"]["bound"])}
-    return {key: float(result[key]) for key in MEASURES} | counts
+        result = measure(client, server.url, MODEL, tokenizer, load, seed)
+    bound = result.get("headway", {}).get("client", {}).get("bound", False)
+    return {key: float(result[key]) for key in MEASURES} | {
+        "failed": float(result["failed"]),
+        "client_bound": float(bound),
+    }
 
 
-def tables(rounds: Rounds, servers: list[str]) -> str:
+def check_length(server: Server, tokens: int) -> None:
+    """Every answer has the tokens asked for, as the client relies on.
+
+    Raises:
+        SystemExit: this one has not.
+    """
+    body = {"model": MODEL, "prompt": "a b c", "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with server.awake(), urllib.request.urlopen(request, timeout=60) as reply:
+        made = json.loads(reply.read())["usage"]["completion_tokens"]
+    if made != tokens:
+        raise SystemExit(f"{server.name} was asked for {tokens} tokens and made {made}")
+
+
+def offline(name: str) -> str:
+    """What the engine of one of our servers is called where it does the same work without a server."""
+    return f"{name}, offline"
+
+
+def offline_engine(name: str, settings: Settings, checkpoint: Path) -> list[str]:
+    """The command of its process."""
+    content = {
+        "model": str(checkpoint),
+        "quantization": OURS[name],
+        "threads": settings.threads,
+        "context": settings.context,
+        "kv_bytes": KV_CACHE_GIB << 30,
+        "vocabulary": SHAPES[settings.shape]["vocab_size"],
+    }
+    return [sys.executable, "-m", "benchmarks.closed_loop", json.dumps(content)]
+
+
+def offline_rate(engine: Child, load: Load, seed: int) -> dict[str, float]:
+    lengths = {"input_len": load.input_len, "output_len": load.output_len}
+    return {RATE: engine.ask({"streams": load.streams, "prompts": load.prompts, "seed": seed, **lengths})["rate"]}
+
+
+def tables(rounds: Rounds, first: str, peers: list[str]) -> str:
     """One for each load; in each cell the median over the rounds, then the range."""
-    first, *peers = servers
     lines = []
-    for load in rounds.values:
+    for load, measured in rounds.values.items():
         head = [load, first] + [title for peer in peers for title in (peer, f"{first} / {peer}")]
         lines += [f"| {' | '.join(head)} |", "|---" + "|---:" * (len(head) - 1) + "|"]
         for key, title in MEASURES.items():
             cells = [title]
-            for name in servers:
+            for name in [first, *peers]:
                 row = rounds.compared(load, name, key, first)
                 cells.append(spread(row.median, row.low, row.high))
                 if name != first:
                     cells.append(spread(row.ratio, row.ratio_low, row.ratio_high))
             lines.append(f"| {' | '.join(cells)} |")
         for key, title in COUNTS.items():
-            counts = [f"{rounds.total(load, name, key):.0f}" for name in servers]
+            counts = [f"{rounds.total(load, name, key):.0f}" for name in [first, *peers]]
             lines.append(f"| {title} | {counts[0]} |" + "".join(f" {count} | |" for count in counts[1:]))
+        if offline(first) in measured:
+            row = rounds.compared(load, offline(first), RATE, first)
+            blank = " | |" * len(peers)
+            lines.append(f"| the same work offline, tokens/s | {spread(row.median, row.low, row.high)} |{blank}")
+            lines.append(f"| share of it served | {spread(row.ratio, row.ratio_low, row.ratio_high)} |{blank}")
         lines.append("")
     return "\n".join(lines[:-1])
 
 
 def report(arguments: argparse.Namespace, servers: list[Server], rounds: Rounds, finished: int) -> dict[str, Any]:
     names = [server.name for server in servers]
+    ours = [name for name in names if name in OURS]
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
@@ -93,17 +147,46 @@ def report(arguments: argparse.Namespace, servers: list[Server], rounds: Rounds,
             "cores": os.cpu_count(),
             "system": f"{platform.system()} {platform.machine()}",
         },
-        "settings": {k: v for k, v in vars(arguments).items() if k not in ("peers", "output")},
+        "settings": settings_of(arguments),
         "rounds_finished": finished,
         "servers": {server.name: {"version": server.version, "arguments": server.arguments} for server in servers},
         "summary": [
-            {"load": load, "server": name, "measure": key, **asdict(rounds.compared(load, name, key, names[0]))}
-            for load in rounds.values
-            for name in names
+            {"load": load, "beside": first, "server": name, "measure": key}
+            | asdict(rounds.compared(load, name, key, first))
+            for load, measured in rounds.values.items()
+            for first in ours
+            for name, measures in measured.items()
             for key in MEASURES
+            if key in measures
         ],
         "values": rounds.values,
     }
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What decides what is measured."""
+    left_out = ("peers", "output", "rounds", "append")
+    settings = {name: value for name, value in vars(arguments).items() if name not in left_out}
+    return settings | {"client": "vllm bench serve" if arguments.client else "headway bench"}
+
+
+def earlier(arguments: argparse.Namespace) -> tuple[Rounds, int]:
+    """Rounds that --append adds to, and their number.
+
+    Raises:
+        SystemExit: they were measured with other settings.
+    """
+    if not arguments.append or not arguments.output.exists():
+        return Rounds(), 0
+    content = json.loads(arguments.output.read_text())
+    named = {*ours_of(arguments), *dict(arguments.peers)}
+    if content["settings"] != settings_of(arguments) or set(content["servers"]) != named:
+        raise SystemExit(f"{arguments.output} was measured with other settings or servers; --append needs the same")
+    return Rounds(content["values"]), content["rounds_finished"]
+
+
+def ours_of(arguments: argparse.Namespace) -> list[str]:
+    return [name for name, quantization in OURS.items() if quantization in arguments.quantization]
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -111,35 +194,48 @@ def run(arguments: argparse.Namespace) -> None:
     most = max([*arguments.streams, 16])
     context = arguments.input_len + arguments.output_len + 64
     settings = Settings(arguments.shape, arguments.threads, context, most)
-    tokenizer = write_checkpoint(arguments.shape, CHECKPOINTS)
-    rounds = Rounds()
+    checkpoint = write_weights(arguments.shape, CHECKPOINTS)
+    client = [arguments.client, "bench", "serve", "--disable-tqdm"] if arguments.client else HEADWAY
+    ours = ours_of(arguments)
+    rounds, done = earlier(arguments)
     with ExitStack() as stack:
-        engines = [("headway", sys.executable), *arguments.peers]
+        engines = [*((name, sys.executable) for name in ours), *arguments.peers]
         servers = [stack.enter_context(running(name, binary, settings)) for name, binary in engines]
+        offlines = {
+            name: stack.enter_context(running_child(offline(name), offline_engine(name, settings, checkpoint)))
+            for name in ours
+        }
         order = list(servers)
+        opening = Load("opening", 32, 8, prompts=2 * most, streams=most)
         for server in servers:  # nothing is at its speed from the start
-            put_load(server, Load("opening", 32, 8, prompts=2 * most, streams=most), tokenizer, seed=0)
-        for number_of_round in range(1, arguments.rounds + 1):
+            check_length(server, arguments.output_len)
+            put_load(client, server, opening, checkpoint, seed=0)
+        for engine in offlines.values():
+            offline_rate(engine, opening, seed=0)
+        for number_of_round in range(done + 1, done + arguments.rounds + 1):
             for load in rows:
                 for server in order:
-                    measured = put_load(server, load, tokenizer, seed=number_of_round)
-                    rounds.add(load.label, server.name, measured)
-                    rate = number(measured["output_throughput"])
-                    print(f"round {number_of_round}: {load.label}: {server.name} {rate} tokens/s", file=sys.stderr)
+                    measured = {server.name: put_load(client, server, load, checkpoint, seed=number_of_round)}
+                    if server.name in offlines and load.streams:
+                        engine = offlines[server.name]
+                        measured[offline(server.name)] = offline_rate(engine, load, seed=number_of_round)
+                    for name, values in measured.items():
+                        rounds.add(load.label, name, values)
+                        rate = number(values[RATE])
+                        print(f"round {number_of_round}: {load.label}: {name} {rate} tokens/s", file=sys.stderr)
                 order.append(order.pop(0))  # nobody always comes first
             # A sitting that is cut short leaves its whole rounds.
-            content = report(arguments, servers, rounds, number_of_round)
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps(content, indent=1) + "\n")
-        print(tables(rounds, [server.name for server in servers]))
+            save(report(arguments, servers, rounds, number_of_round), arguments.output)
+        peers = [name for name, _ in arguments.peers]
+        print("\n\n".join(tables(rounds, name, peers) for name in ours))
 
 
 def peer(text: str) -> tuple[str, str]:
     name, separator, binary = text.partition("=")
     if not separator or not os.access(binary, os.X_OK) or Path(binary).is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PROGRAM with the path of a server's program")
-    if name not in ENGINES or name == "headway":
-        known = ", ".join(each for each in ENGINES if each != "headway")
+    if name not in ENGINES or name in OURS:
+        known = ", ".join(each for each in ENGINES if each not in OURS)
         raise argparse.ArgumentTypeError(f"{name!r} is not a peer known here; choose one of {known}")
     return name, binary
 
@@ -147,6 +243,8 @@ def peer(text: str) -> tuple[str, str]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.served", description=__doc__.splitlines()[0])
     parser.add_argument("--peer", type=peer, action="append", default=[], metavar="NAME=PROGRAM", dest="peers")
+    parser.add_argument("--client", metavar="PROGRAM", help="vllm, whose `bench serve` replaces headway bench")
+    parser.add_argument("--quantization", choices=OURS.values(), nargs="+", default=["none"], help="of Headway")
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16], help="closed loops to run")
     parser.add_argument(
@@ -158,6 +256,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of computation, for every server")
+    parser.add_argument("--append", action="store_true", help="add the rounds to those in --output")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "served.json")
     arguments = parser.parse_args(argv)
     for name in ("streams", "prompts_per_stream", "rate_prompts", "input_len", "rounds", "threads"):
@@ -168,6 +267,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--output-len is {arguments.output_len}; the time between tokens needs at least 2")
     if arguments.rate < 0:
         parser.error(f"--rate is {arguments.rate:g}; it must not be negative")
+    if arguments.client and not os.access(arguments.client, os.X_OK):
+        parser.error(f"--client {arguments.client!r} is not a program; name bin/vllm of vLLM's environment")
     if len(dict(arguments.peers)) < len(arguments.peers):
         parser.error("a peer is named twice")
     return arguments

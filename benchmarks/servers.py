@@ -14,14 +14,15 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from benchmarks.checkpoint import write_checkpoint
 from benchmarks.gguf_checkpoint import write_gguf
+from benchmarks.weights import write_weights
 
 MODEL = "model"  # the name under which every server serves it
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
-_KV_CACHE_GIB = 1
+KV_CACHE_GIB = 1
 
 
 @dataclass(frozen=True)
@@ -49,25 +50,25 @@ class Launch:
     environment: dict[str, str]
 
 
-def headway(binary: str, port: int, settings: Settings) -> Launch:
+def headway(binary: str, port: int, settings: Settings, quantization: str = "none") -> Launch:
     """`binary` is a Python with Headway."""
-    command = [binary, "-m", "headway", "serve", str(write_checkpoint(settings.shape, CHECKPOINTS))]
+    command = [binary, "-m", "headway", "serve", str(write_weights(settings.shape, CHECKPOINTS))]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL, "--log-level", "error"]
-    command += ["--load-format", "dummy", "--dtype", "bfloat16", "--kv-cache-memory", f"{_KV_CACHE_GIB}G"]
+    command += ["--quantization", quantization, "--dtype", "bfloat16", "--kv-cache-memory", f"{KV_CACHE_GIB}G"]
     command += ["--max-model-len", str(settings.context), "--threads", str(settings.threads)]
     return Launch([*command, "--no-enable-prefix-caching"], {"PYTHONPATH": str(Path(__file__).parent.parent)})
 
 
 def vllm(binary: str, port: int, settings: Settings) -> Launch:
     """Eager, as it is fastest at few streams and starts in seconds; VLLM_COMPILED=1 in the environment compiles."""
-    command = [binary, "serve", str(write_checkpoint(settings.shape, CHECKPOINTS))]
+    command = [binary, "serve", str(write_weights(settings.shape, CHECKPOINTS))]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
-    command += ["--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", str(settings.context)]
+    command += ["--dtype", "bfloat16", "--max-model-len", str(settings.context)]
     command += ["--no-enable-prefix-caching"]
     if os.environ.get("VLLM_COMPILED") != "1":
         command.append("--enforce-eager")
     environment = {
-        "VLLM_CPU_KVCACHE_SPACE": str(_KV_CACHE_GIB),
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{settings.threads - 1}",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
@@ -83,8 +84,9 @@ def llama_cpp(binary: str, port: int, settings: Settings) -> Launch:
     return Launch([*command, "--no-cache-prompt", "--cache-ram", "0", "--no-webui", "--temp", "0"], {})
 
 
+OURS = {"headway": "none", "headway int8": "int8"}  # and their --quantization
 ENGINES: dict[str, Callable[[str, int, Settings], Launch]] = {
-    "headway": headway,
+    **{name: partial(headway, quantization=quantization) for name, quantization in OURS.items()},
     "vllm": vllm,
     "llama.cpp": llama_cpp,
 }
@@ -92,7 +94,7 @@ ENGINES: dict[str, Callable[[str, int, Settings], Launch]] = {
 
 def version(binary: str, name: str) -> str:
     """What the program says of itself."""
-    command = [binary, "-m", "headway", "--version"] if name == "headway" else [binary, "--version"]
+    command = [binary, "-m", "headway", "--version"] if name in OURS else [binary, "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     lines = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
     return next((line for line in lines if any(character.isdigit() for character in line)), "unknown")

@@ -15,6 +15,11 @@ class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({{"usage": {{"completion_tokens": {answered}}}}}).encode())
     def log_message(self, *arguments):
         pass
 
@@ -34,6 +39,7 @@ _CLIENT = """
     with open({log!r}, "a") as log:
         log.write(json.dumps(sys.argv[1:]) + "\\n")
     result = {result}
+    result.setdefault("total_output_tokens", result["completed"] * int(flag("--random-output-len")))
     (pathlib.Path(flag("--result-dir")) / flag("--result-filename")).write_text(json.dumps(result))
 """
 
@@ -44,15 +50,18 @@ RESULT = """{
     }"""
 
 
-def program(folder: Path, name: str, *, client: str | None = None, result: str = RESULT) -> Path:
+def program(
+    folder: Path, name: str, *, client: str | None = None, result: str = RESULT, answered: str = 'asked["max_tokens"]'
+) -> Path:
     """Write an executable to folder / name; as a client it appends its arguments to folder / name.log.
 
     Args:
         client: what it does as a client, instead of saving `result`.
         result: Python expression of what it saves; `prompts` and `seed` are those of its flags.
+        answered: Python expression of the tokens that it says to have generated, as a server.
     """
     path = folder / name
     body = client or _CLIENT.format(log=str(folder / f"{name}.log"), result=result).strip()
-    path.write_text(_PROGRAM.format(python=sys.executable, client=body))
+    path.write_text(_PROGRAM.format(python=sys.executable, client=body, answered=answered))
     path.chmod(0o755)
     return path

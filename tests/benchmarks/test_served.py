@@ -77,11 +77,16 @@ def test_table_has_each_server_and_its_ratio() -> None:
         others = dict.fromkeys(served.MEASURES, 8.0) | {"output_throughput": other, "failed": 1.0, "client_bound": 0.0}
         measured.add("4 streams", "headway", others | {"output_throughput": tokens, "failed": 0.0})
         measured.add("4 streams", "vllm", others)
-    lines = served.tables(measured, ["headway", "vllm"]).splitlines()
+        measured.add("4 streams", "headway, offline", {"output_throughput": 125.0})
+    lines = served.tables(measured, "headway", ["vllm"]).splitlines()
     assert lines[0] == "| 4 streams | headway | vllm | headway / vllm |"
     assert lines[2] == "| output tokens/s | 110 (100 .. 120) | 44.0 (40.0 .. 50.0) | 2.50 (2.00 .. 3.00) |"
     assert lines[3] == "| TTFT median, ms | 8.00 | 8.00 | 1.00 |"
-    assert lines[-2] == "| requests failed, all rounds | 0 | 3 | |"
+    assert lines[-4] == "| requests failed, all rounds | 0 | 3 | |"
+    assert lines[-2:] == [
+        "| the same work offline, tokens/s | 125 | | |",
+        "| share of it served | 0.880 (0.800 .. 0.960) | | |",
+    ]
     assert {line.count("|") for line in lines} == {5}
 
 
@@ -93,6 +98,7 @@ def test_table_has_each_server_and_its_ratio() -> None:
         (["--peer", "vllm=/tmp"], "is not NAME=PROGRAM"),
         (["--peer", f"headway={sys.executable}"], "'headway' is not a peer known here; choose one of vllm, llama.cpp"),
         (["--peer", f"vllm={sys.executable}"] * 2, "a peer is named twice"),
+        (["--client", "/no/such/program"], "--client '/no/such/program' is not a program"),
         (["--rounds", "0"], "--rounds is 0; it must be at least 1"),
         (["--streams", "4", "0"], "--streams is 0; it must be at least 1"),
         (["--output-len", "1"], "--output-len is 1; the time between tokens needs at least 2"),
@@ -119,7 +125,8 @@ def test_client_gets_the_load_and_its_result_is_read(tmp_path: Path) -> None:
 
 
 def test_results_of_a_run_with_failures_count(tmp_path: Path) -> None:
-    saved = RESULT.replace('"failed": 0', '"failed": 2').replace('"completed": prompts', '"completed": 1')
+    some = '"completed": 1, "total_output_tokens": 4'
+    saved = RESULT.replace('"failed": 0', '"failed": 2').replace('"completed": prompts', some)
     body = (
         f'prompts, seed = 3, 0; result = {saved}; (pathlib.Path(flag("--result-dir")) / flag("--result-filename"))'
         ".write_text(json.dumps(result)); sys.exit(1)"
@@ -135,6 +142,21 @@ def test_client_without_results_says_why(tmp_path: Path) -> None:
 def test_run_without_an_answer_is_not_measured(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="answered none of the requests"):
         _measure(program(tmp_path, "client", result='{"completed": 0, "failed": 3}'))
+
+
+def test_tokens_counted_by_the_text_are_counted_anew(tmp_path: Path) -> None:
+    gaps = [[0.1, 0.2, 0.3], [0.1, 0.1, 0.1], [0.5, 0.1, 0.3]]
+    saved = {"completed": 3, "total_output_tokens": 88, "output_throughput": 44, "duration": 2.0, "itls": gaps}
+    result = _measure(program(tmp_path, "client", result=repr(saved | {"median_tpot_ms": 1.0})))
+    assert (result["total_output_tokens"], result["output_throughput"]) == (12, 6.0)
+    assert result["median_tpot_ms"] == pytest.approx(200)
+
+
+def test_a_server_that_cuts_answers_short_is_not_measured(tmp_path: Path) -> None:
+    short = program(tmp_path, "vllm", answered='asked["max_tokens"] - 1')
+    wrong = pytest.raises(SystemExit, match="vllm was asked for 8 tokens and made 7")
+    with servers.running("vllm", str(short), TINY) as server, wrong:
+        served.check_length(server, 8)
 
 
 def _until_stopped(process: psutil.Process, stopped: bool) -> None:
@@ -211,7 +233,9 @@ def test_a_sitting_measures_every_server_on_every_load(
     assert list(report["values"]) == ["1 stream", "2 streams", "Poisson, 5 requests/s"]
     for load in report["values"].values():
         assert load["headway"]["output_throughput"] == load["vllm"]["output_throughput"] == [101.0, 102.0]
-    assert len(report["summary"]) == 3 * 2 * len(served.MEASURES)
+    rates = [load["headway, offline"]["output_throughput"] for load in list(report["values"].values())[:2]]
+    assert all(rate > 0 for both in rates for rate in both) and [len(both) for both in rates] == [2, 2]
+    assert len(report["summary"]) == 3 * 2 * len(served.MEASURES) + len(rates)
     assert str(tmp_path) not in json.dumps(report["settings"])
     arguments = [json.loads(line) for line in (tmp_path / "fake.log").read_text().splitlines()]
     urls = [each[each.index("--base-url") + 1] for each in arguments]
@@ -220,6 +244,12 @@ def test_a_sitting_measures_every_server_on_every_load(
     assert all(first != second for first, second in pairs), "both servers under one load, before the next load"
     assert pairs[1] == pairs[2][::-1] == pairs[3], "they take turns in going first"
     assert capsys.readouterr().out.count("| headway / vllm |") == 3
+    served.main([*sizes.split(), "--peer", f"vllm={binary}", "--output", str(output), "--append", "--rounds", "1"])
+    added = json.loads(output.read_text())
+    assert added["rounds_finished"] == 3
+    assert added["values"]["1 stream"]["vllm"]["output_throughput"] == [101.0, 102.0, 103.0]
+    with pytest.raises(SystemExit, match="was measured with other settings or servers"):
+        served.main([*sizes.split(), "--output", str(output), "--append"])
 
 
 def test_a_sitting_with_the_real_server_and_client(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
