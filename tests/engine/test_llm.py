@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ def test_bad_prompts_are_refused_and_the_engine_goes_on(llm: LLM, prompt: Any, m
         ({"dtype": "int3"}, "dtype is 'int3'"),
         ({"max_model_len": 100_000}, "max_model_len is 100000; for this model it must be between 2 and 256"),
         ({"kv_cache_memory": 4096, "max_model_len": 128}, "raise --kv-cache-memory or lower --max-model-len"),
+        ({"max_prefill_stall_ms": -5.0}, "max_prefill_stall_ms is -5; it must be 0 or more"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, "less than max_num_seqs"),
         ({"load_format": "gguf"}, "load_format is 'gguf'"),
     ],
@@ -137,6 +139,16 @@ def test_bad_settings_are_one_line(folder: Path, settings: dict[str, Any], messa
     with pytest.raises(ValueError, match=message) as caught:
         LLM(str(folder), **(ENGINE | settings))
     assert "\n" not in str(caught.value)
+
+
+def test_prompts_of_a_batch_hold_up_as_they_like_unless_bounded(llm: LLM, folder: Path) -> None:
+    assert llm.engine.core.scheduler.config.max_prefill_stall_ms == math.inf
+    bounded = LLM(str(folder), **ENGINE, max_prefill_stall_ms=20.0)
+    assert bounded.engine.core.scheduler.config.max_prefill_stall_ms == 20
+    outputs = bounded.generate([[token] * 40 for token in range(5, 25)], GREEDY)
+    assert [o.outputs[0].token_ids for o in outputs] == [
+        o.outputs[0].token_ids for o in llm.generate([[token] * 40 for token in range(5, 25)], GREEDY)
+    ]
 
 
 def test_the_context_shrinks_to_the_pool_when_none_was_asked_for(folder: Path) -> None:

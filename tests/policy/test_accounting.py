@@ -90,6 +90,16 @@ def test_the_step_time_model_survives_steps_that_are_all_alike() -> None:
     assert model.predict_ns(StepWork(decode_tokens=1, decode_context=100)) == pytest.approx(5e6, rel=0.01)
 
 
+def test_the_step_time_model_is_right_about_the_sum_of_what_always_comes_together() -> None:
+    rng, model = random.Random(4), StepTimeModel()
+    for _ in range(300):
+        decodes = rng.randrange(8, 16)
+        work = StepWork(rng.choice([0, 24]), decodes, 1_500, decodes * rng.randrange(140, 180))
+        model.observe(work, int((20e6 + 2e6 * work.prefill_tokens + 2e6 * decodes) * rng.uniform(0.7, 1.3)))
+    alone = StepWork(0, 12, 1_500, 12 * 160)
+    assert model.predict_ns(alone) == pytest.approx(44e6, rel=0.15)
+
+
 def test_until_it_has_seen_enough_steps_tokens_divide() -> None:
     work = StepWork(prefill_tokens=30, decode_tokens=10)
     assert StepTimeModel().share_without(work, StepWork(decode_tokens=10)) == 0.25
