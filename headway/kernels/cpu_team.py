@@ -83,7 +83,8 @@ def _help(board):
     while looks < _LOOKS + _YIELDING_LOOKS:
         word = read_shared(board)
         if word >> 8 == seen or word & _OPEN == 0:
-            looks += 1
+            # While a job is open, others are in the middle of it, and more will follow.
+            looks = looks + 1 if word & _OPEN == 0 else min(looks + 1, _LOOKS)
             if looks < _LOOKS:
                 pause()
             else:
@@ -220,6 +221,7 @@ class Team:
 
     def _wake(self) -> None:
         for door in self._doors:
+            door.due = True
             if door.asleep:
                 door.wanted.set()
 
@@ -238,16 +240,22 @@ class _Door:
     def __init__(self) -> None:
         self.wanted = threading.Event()
         self.asleep = True
+        self.due = False  # there was work since it last began to look for some
         self.dismissed = False
 
 
 def _helper(memory: np.ndarray, board: int, door: _Door) -> None:
-    """A helper's life; holding `memory` keeps the board's address good."""
+    """A helper's life; holding `memory` keeps the board's address good.
+
+    When it has given up looking it waits for the interpreter's lock. Who wakes the helpers meanwhile finds it not
+    asleep, and is heard by `due`.
+    """
     while True:
         door.asleep = True
-        door.wanted.wait()
+        if not door.due:
+            door.wanted.wait()
         door.wanted.clear()
-        door.asleep = False
+        door.asleep = door.due = False
         if door.dismissed:
             return
         _help(board)

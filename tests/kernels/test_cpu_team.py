@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 
+from headway.kernels import cpu_team
 from headway.kernels.cpu_simd import add_to, pause, read_int64, read_shared, take_ticket
 from headway.kernels.cpu_team import Team, job, tickets
 from tests.kernels.steps import torch_threads
@@ -108,3 +109,34 @@ def test_a_team_that_is_dropped_ends_its_threads(code: int) -> None:
     for thread in mine:
         thread.join(timeout=10)
         assert not thread.is_alive()
+
+
+def board_with(code: int, word: int) -> np.ndarray:
+    """A board, at its address, on which the job is published."""
+    board = np.zeros(cpu_team._ARGUMENTS_AT + 8 * cpu_team._MOST_ARGUMENTS, np.uint8)
+    words = board.view(np.int64)
+    words[0], words[cpu_team._JOB_AT // 8] = word, code
+    return board
+
+
+def test_a_helper_stays_while_a_job_is_open(code: int) -> None:
+    """Its publisher may have lost its core in the middle of it; the jobs that follow want help too."""
+    board = board_with(code, 1 << 8 | cpu_team._OPEN)
+    helper = threading.Thread(target=cpu_team._help, args=(board.ctypes.data,), daemon=True)
+    cpu_team._help(board_with(code, 0).ctypes.data)  # compiled before
+    helper.start()
+    time.sleep(0.5)
+    stayed = helper.is_alive()
+    board.view(np.int64)[0] = 1 << 8
+    helper.join(10)
+    assert stayed and not helper.is_alive()
+
+
+def test_a_helper_that_is_not_asleep_yet_hears_of_work() -> None:
+    """Who has work sees it awake and does not knock; it must not lie down."""
+    door = cpu_team._Door()
+    door.due = door.dismissed = True
+    helper = threading.Thread(target=cpu_team._helper, args=(np.zeros(1), 0, door), daemon=True)
+    helper.start()
+    helper.join(10)
+    assert not helper.is_alive()
