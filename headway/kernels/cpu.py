@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
@@ -13,12 +14,12 @@ from headway.kernels import cpu_attention, cpu_cache, cpu_rows
 from headway.kernels.cpu_arithmetic import WIDE_INT8, arithmetic_of
 from headway.kernels.cpu_attention_plan import AttentionPlan
 from headway.kernels.cpu_cache import is_arranged
-from headway.kernels.cpu_linear import PackedLinear, TorchForMany, gated_linear_for, linear_for
+from headway.kernels.cpu_linear import MANY_FOR_TORCH, PackedLinear, TorchForMany, gated_linear_for, linear_for
 from headway.kernels.cpu_memory import LargePages
-from headway.kernels.cpu_simd import KINDS
+from headway.kernels.cpu_simd import KINDS, has_matrix_tiles
 from headway.kernels.cpu_team import Program, Team
 from headway.kernels.heads import check_heads
-from headway.kernels.interface import LayerCache, Linear, StepGeometry
+from headway.kernels.interface import LayerCache, Linear, StepGeometry, Weight
 
 # Below so many elements, waking the team costs more than it saves.
 _ALONE = 8192
@@ -35,24 +36,29 @@ class CpuKernels:
 
     Threads are as many as `torch.get_num_threads()` says when the object is made. One thread at a time
     may call one object. Compiled code is kept on disk, so that only the first start on a machine compiles.
+
+    Args:
+        memory: see LargePages.
     """
 
     name = "cpu"
+    # A loop over tokens is the same code for one as for many, but for products that torch takes from so many on.
+    warm_up_tokens: int | None = MANY_FOR_TORCH if has_matrix_tiles() else 1
 
-    def __init__(self) -> None:
+    def __init__(self, memory: mmap.mmap | None = None) -> None:
         self._team = Team()
-        self._memory = LargePages()
+        self._memory = LargePages(memory)
         self._plan = AttentionPlan()
         self._heads = 0, 0  # of the last attention: query heads and their dimension
         self._programs: dict[Hashable, Program] = {}
         self._unrecordable = False
 
-    def linear(self, weight: Tensor, bias: Tensor | None, quantization: str = "none") -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None, quantization: str = "none") -> Linear:
         """Pack weight [out, in]; its memory is not needed afterwards."""
         return self._noted(linear_for(weight, bias, self._team, self._memory, quantization))
 
     def gated_linear(
-        self, weight: Tensor, bias: Tensor | None, quantization: str = "none"
+        self, weight: Weight, bias: Tensor | None, quantization: str = "none"
     ) -> Callable[[Tensor], Tensor]:
         """Pack weight [2 * F, in], gate rows beside the up rows that they let through."""
         return self._noted(gated_linear_for(weight, bias, self._team, self._memory, quantization))

@@ -9,6 +9,7 @@ by itself.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,7 @@ from headway.kernels.cpu_simd import (
     write_rounded,
 )
 from headway.kernels.cpu_team import Team, arg, job, once_per_kind, take_share, tickets
-from headway.kernels.interface import Linear
+from headway.kernels.interface import Linear, Weight
 from headway.kernels.reference import ReferenceGatedLinear, ReferenceKernels, ReferenceLinear
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -56,7 +57,7 @@ _PASSES_AHEAD = 8
 # Up to so many tokens, 4-bit weights are unpacked in registers by every tile, with more once for all tiles.
 _MOST_FROM_NIBBLES = 8
 # Where torch multiplies many tokens faster, it needs the weight unpacked first, which pays from so many on.
-_MANY_FOR_TORCH = 96
+MANY_FOR_TORCH = 96
 
 
 @compiled()
@@ -230,7 +231,7 @@ class PackedLinear:
     """A weight in panels; see cpu_arithmetic for the kinds.
 
     Args:
-        weight: [out, in], float32, bfloat16 or float16; its memory is not needed afterwards.
+        weight: [out, in], float32, bfloat16 or float16, or its rows in parts; its memory is not needed afterwards.
         bias: [out] or None.
         memory: what the packed weight is cut from.
         quantization: "none" or a key of _QUANTISED.
@@ -240,17 +241,18 @@ class PackedLinear:
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         team: Team,
         memory: LargePages,
         quantization: str = "none",
         gated: bool = False,
     ) -> None:
-        features, self.in_features = weight.shape
-        self.out_features = features // 2 if gated else features
-        self._team, self._gated, self._dtype = team, gated, weight.dtype
-        self._x_kind = KINDS[weight.dtype]
+        parts = _parts(weight)
+        self.in_features, self._dtype = parts[0].shape[1], parts[0].dtype
+        self.out_features = sum(map(len, parts)) // (2 if gated else 1)
+        self._team, self._gated = team, gated
+        self._x_kind = KINDS[self._dtype]
         self._kind = kind = _QUANTISED.get(quantization, self._x_kind)
         layout = arithmetic_of(kind)
         step = layout.words * layout.inputs
@@ -265,24 +267,28 @@ class PackedLinear:
         self._bias = torch.zeros(self._panels * PANEL)
         if bias is not None:
             self._bias = _in_lanes(bias, self._panels, gated)
-        self._fill(weight.contiguous(), layout)
+        self._fill([part.contiguous() for part in parts], layout)
         # A token as it is multiplied: four bytes a word, then scale and start of each block of an integer kind.
         self._x_bytes = -(-self._words * 4 // 64) * 64
         self._x_stride = self._x_bytes + (-(-self._words // self._block) * 8 if layout.integer else 0)
         self._prepared = layout.integer or kind is FLOAT16
         self._code = _product_job(self._x_kind, kind)
 
-    def _fill(self, weight: Tensor, layout: Arithmetic) -> None:
+    def _fill(self, parts: list[Tensor], layout: Arithmetic) -> None:
+        starts = itertools.accumulate((len(part) for part in parts), initial=0)
+        table = np.array([(start, part.data_ptr()) for start, part in zip(starts, parts, strict=False)], np.int64)
         arguments = (
-            1, self._panels, weight.data_ptr(), *weight.shape, weight.element_size(), self._padded, self._row_bytes,
-            layout.lane_bytes, self._packed.data_ptr(), self._row_scales.data_ptr(), int(self._gated),
+            1, self._panels, table.ctypes.data, len(table), sum(map(len, parts)), self.in_features,
+            parts[0].element_size(), self._padded, self._row_bytes, layout.lane_bytes, self._packed.data_ptr(),
+            self._row_scales.data_ptr(), int(self._gated),
         )  # fmt: skip
         self._team.run(pack_job(self._x_kind, self._kind), PACK, arguments)
 
     @staticmethod
-    def takes(weight: Tensor) -> bool:
+    def takes(weight: Weight) -> bool:
         """Whether a row is whole words; integer kinds pad theirs."""
-        return weight.shape[1] % arithmetic_of(KINDS[weight.dtype]).inputs == 0
+        part = _parts(weight)[0]
+        return part.shape[1] % arithmetic_of(KINDS[part.dtype]).inputs == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
@@ -321,6 +327,10 @@ class PackedLinear:
         return out
 
 
+def _parts(weight: Weight) -> list[Tensor]:
+    return [weight] if isinstance(weight, Tensor) else weight
+
+
 def _in_lanes(bias: Tensor, panels: int, gated: bool) -> Tensor:
     """bias [out] in the order of the panels' lanes, float32."""
     parts = bias.float().chunk(2) if gated else (bias.float(),)
@@ -340,26 +350,26 @@ class TorchForMany:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
-        if x.shape[0] < _MANY_FOR_TORCH:
+        if x.shape[0] < MANY_FOR_TORCH:
             return self._packed(x)
         return F.linear(x, self._packed.rows(self._numbers), self._bias)
 
 
 def linear_for(
-    weight: Tensor, bias: Tensor | None, team: Team, memory: LargePages, quantization: str = "none"
+    weight: Weight, bias: Tensor | None, team: Team, memory: LargePages, quantization: str = "none"
 ) -> Linear:
     """The fastest way to multiply with weight [out, in] on this processor."""
     if quantization == "none" and not PackedLinear.takes(weight):
         return ReferenceLinear(weight, bias)
     packed = PackedLinear(weight, bias, team, memory, quantization)
     # AMX multiplies many tokens several times faster than vectors do, and oneDNN, under torch, has it.
-    if quantization == "none" and weight.dtype == torch.bfloat16 and has_matrix_tiles():
+    if quantization == "none" and _parts(weight)[0].dtype == torch.bfloat16 and has_matrix_tiles():
         return TorchForMany(packed, bias)
     return packed
 
 
 def gated_linear_for(
-    weight: Tensor, bias: Tensor | None, team: Team, memory: LargePages, quantization: str = "none"
+    weight: Weight, bias: Tensor | None, team: Team, memory: LargePages, quantization: str = "none"
 ) -> Callable[[Tensor], Tensor]:
     """The fastest way to a gated product with weight [2 * F, in] on this processor."""
     if quantization == "none" and not PackedLinear.takes(weight):

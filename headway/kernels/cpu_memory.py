@@ -26,11 +26,16 @@ _MOST_NODES = 1024
 
 
 class LargePages:
-    """Tensors cut from large mappings, which are given back when the last tensor of one is gone."""
+    """Tensors cut from large mappings, which are given back when the last tensor of one is gone.
 
-    def __init__(self) -> None:
-        self._mapping: mmap.mmap | None = None
-        self._used = self._size = 0
+    Args:
+        first: a private, anonymous mapping to begin with, where somebody has prepared one.
+    """
+
+    def __init__(self, first: mmap.mmap | None = None) -> None:
+        self._mapping = first
+        self._used = 0 if first is None else _first_page(first)
+        self._size = 0 if first is None else len(first)
 
     def empty(self, size: int) -> Tensor:
         """`size` bytes, uint8, zeros as the system hands them out."""
@@ -49,9 +54,17 @@ def _map(least: int) -> tuple[mmap.mmap, int, int]:
     mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
-    interleave(address, size, nodes_of(os.sched_getaffinity(0)))
-    return mapping, size, -address % _PAGE
+    interleave(_address(mapping), size, nodes_of(os.sched_getaffinity(0)))
+    return mapping, size, _first_page(mapping)
+
+
+def _first_page(mapping: mmap.mmap) -> int:
+    return -_address(mapping) % _PAGE
+
+
+def _address(mapping: mmap.mmap) -> int:
+    address: int = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
+    return address
 
 
 def nodes_of(processors: Collection[int], folder: Path = Path("/sys/devices/system/node")) -> list[int]:

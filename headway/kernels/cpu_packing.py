@@ -14,129 +14,22 @@ import numpy as np
 
 from headway.kernels.cpu_arithmetic import PANEL, PANEL_VECTORS
 from headway.kernels.cpu_compile import compiled, give_back, take_memory
-from headway.kernels.cpu_ir import LANES
-from headway.kernels.cpu_simd import (
-    FLOAT32,
-    copy_element,
-    load,
-    nearest,
-    read_byte,
-    read_int64,
-    store,
-    write_integer,
+from headway.kernels.cpu_ir import LANES, VECTOR_BYTES
+from headway.kernels.cpu_rounding import (
+    GROUP,
+    LARGEST_INT4,
+    LARGEST_SCALE,
+    largest_of_rows,
+    write_bytes,
+    write_groups,
+    write_words,
 )
+from headway.kernels.cpu_simd import FLOAT32, copy_element, load, read_byte, read_int64, store, write_integer
 from headway.kernels.cpu_team import arg, job, once_per_kind, take_rows
 from headway.kernels.cpu_tiles import transpose_words
 
-_ZERO, _ONE = np.float32(0), np.float32(1)
-_LARGEST_INT8, _LOWEST_INT4, _HIGHEST_INT4 = np.float32(127), np.float32(-8), np.float32(7)
-# INT4: inputs that share a scale, the largest scale in units of the row's, and what a row's largest weight becomes.
-GROUP, LARGEST_SCALE, _LARGEST_INT4 = 32, 16, np.float32(7.5)
-# Of the scales between these fractions of the one that keeps a group's largest weight, the one that loses least.
-_LEAST_FRACTION, _MOST_FRACTION = np.float32(0.65), np.float32(1.1)
-
-
-@compiled()
-def _largest(source, kind, first, last):
-    """The element of the greatest magnitude among first .. last - 1, with its sign."""
-    best = _ZERO
-    for i in range(first, last):
-        value = load(source, i, kind)
-        if abs(value) > abs(best):
-            best = value
-    return best
-
-
-@compiled()
-def _row_to_bytes(source, source_kind, width, row, offset):
-    """A row as int8 plus offset; returns its scale."""
-    largest = abs(_largest(source, source_kind, 0, width))
-    if largest == _ZERO:
-        largest = _ONE
-    inverse = _LARGEST_INT8 / largest
-    for i in range(width):
-        write_integer(row, i, np.int64(nearest(load(source, i, source_kind) * inverse)) + offset, 8)
-    return largest / _LARGEST_INT8
-
-
-@compiled(inline="always")
-def _four_bits(value, inverse):
-    return min(_HIGHEST_INT4, max(_LOWEST_INT4, nearest(value * inverse)))
-
-
-@compiled()
-def _lost(source, source_kind, first, last, scale):
-    """The sum of the squares of what rounding a group to four bits loses."""
-    inverse, error = _ONE / scale, _ZERO
-    for i in range(first, last):
-        value = load(source, i, source_kind)
-        lost = value - _four_bits(value, inverse) * scale
-        error += lost * lost
-    return error
-
-
-@compiled()
-def _choose_scale(source, source_kind, first, last, unit):
-    """The scale of a group of 4-bit weights, in units of the row's."""
-    plain = abs(_largest(source, source_kind, first, last)) / (_LARGEST_INT4 * unit)
-    lowest = max(1, int(plain * _LEAST_FRACTION))
-    best, least = lowest, np.float32(np.inf)
-    for scale in range(lowest, min(LARGEST_SCALE, int(plain * _MOST_FRACTION) + 1) + 1):
-        error = _lost(source, source_kind, first, last, np.float32(scale) * unit)
-        if error < least:
-            best, least = scale, error
-    return best
-
-
-@compiled()
-def _row_to_nibbles(source, source_kind, width, padded, row):
-    """A row as words of eight weights, byte b of which has weights b and 4 + b, then a byte of scale for each group.
-
-    Returns the row's scale.
-    """
-    largest = abs(_largest(source, source_kind, 0, width))
-    unit = (largest if largest > _ZERO else _ONE) / (_LARGEST_INT4 * np.float32(LARGEST_SCALE))
-    for first in range(0, padded, GROUP):
-        scale = _choose_scale(source, source_kind, first, max(first, min(first + GROUP, width)), unit)
-        inverse = _ONE / (np.float32(scale) * unit)
-        write_integer(row, padded // 2 + first // GROUP, scale, 8)
-        for word in range(first, first + GROUP, 8):
-            for byte in range(4):
-                low, high = word + byte, word + 4 + byte
-                a = np.int64(_four_bits(load(source, low, source_kind), inverse)) if low < width else 0
-                b = np.int64(_four_bits(load(source, high, source_kind), inverse)) if high < width else 0
-                write_integer(row, word // 2 + byte, (a + 8) | ((b + 8) << 4), 8)
-    return unit
-
-
-@compiled()
-def _interleave(addresses, row_bytes, lane_bytes, packed):
-    """The PANEL rows at addresses to [step, vector, lane], lane_bytes of a row in each lane."""
-    steps = row_bytes // lane_bytes
-    for vector in range(PANEL_VECTORS):
-        done = steps // LANES * LANES if lane_bytes == 4 else 0
-        for step in range(0, done, LANES):
-            to = packed + (step * PANEL_VECTORS + vector) * LANES * 4
-            transpose_words(addresses + vector * LANES * 8, step * 4, to, PANEL_VECTORS * LANES * 4)
-        for lane in range(LANES):
-            row = read_int64(addresses, vector * LANES + lane)
-            for step in range(done, steps):
-                to = (step * PANEL_VECTORS + vector) * LANES + lane
-                copy_element(row, step, packed, to, lane_bytes)
-
-
-@compiled()
-def _interleave_groups(addresses, row_bytes, packed):
-    """The PANEL rows of 4-bit weights at addresses to [group, PANEL scales, then [word, row] weights]."""
-    words = GROUP // 8
-    groups = row_bytes // (4 * words + 1)
-    for group in range(groups):
-        to = packed + group * PANEL * (4 * words + 1)
-        for lane in range(PANEL):
-            row = read_int64(addresses, lane)
-            copy_element(row, groups * 4 * words + group, to, lane, 1)
-            for word in range(words):
-                copy_element(row, group * words + word, to + PANEL, word * PANEL + lane, 4)
+# What the largest weight of a row becomes in units of the row's scale.
+_LARGEST_INT8, _LARGEST_INT4 = np.float32(127), np.float32(LARGEST_INT4 * LARGEST_SCALE)
 
 
 @compiled()
@@ -152,46 +45,90 @@ def source_row(panel, lane, features, gated):
     return row if lane < half else features // 2 + row
 
 
-PACK = struct.Struct("12q")
+@compiled()
+def _fill_zeros(memory, size):
+    for i in range(size):
+        write_integer(memory, i, 0, 8)
+
+
+@compiled()
+def _row_address(parts, count, number, row_bytes):
+    """Where a row lies; `parts` are pairs of int64, the number of the first row of a part and its address."""
+    part = count - 1
+    while number < read_int64(parts, 2 * part):
+        part -= 1
+    return read_int64(parts, 2 * part + 1) + (number - read_int64(parts, 2 * part)) * row_bytes
+
+
+@compiled()
+def _transpose_rows(rows, row_bytes, edge, out):
+    """The words of the sixteen rows whose addresses stand at `rows` to [word, lane], zeros up to a whole line of words.
+
+    edge has room for sixteen addresses and as many lines.
+    """
+    whole = row_bytes // VECTOR_BYTES * VECTOR_BYTES
+    for first in range(0, whole, VECTOR_BYTES):
+        transpose_words(rows, first, out + first * LANES, VECTOR_BYTES)
+    if whole == row_bytes:
+        return
+    for lane in range(LANES):
+        row, line = read_int64(rows, lane), edge + LANES * 8 + lane * VECTOR_BYTES
+        write_integer(edge, lane, line, 64)
+        for i in range(VECTOR_BYTES):
+            write_integer(line, i, read_byte(row, whole + i) if whole + i < row_bytes else 0, 8)
+    transpose_words(edge, 0, out + whole * LANES, VECTOR_BYTES)
+
+
+PACK = struct.Struct("13q")
 
 
 @once_per_kind
 def pack_job(source_kind: Any, kind: Any) -> int:
-    """Every panel of a dense weight [features, width]; padded is the width as stored, and rows are row_bytes long."""
+    """Every panel of a weight [features, width] in parts; padded is the width as stored, and rows are row_bytes long.
+
+    Sixteen rows at a time are transposed, so that a lane is a row, and rounded lane by lane.
+    """
+    is_bytes, is_nibbles = isinstance(kind, np.uint8 | np.int8), isinstance(kind, np.uint32)
+    largest_integer = _LARGEST_INT4 if is_nibbles else _LARGEST_INT8
     offset = 128 if isinstance(kind, np.uint8) else 0
-    is_int8, is_int4, is_float = isinstance(kind, np.uint8 | np.int8), isinstance(kind, np.uint32), kind is source_kind
 
     def pack(a: int) -> None:
-        panels, weight, features, width, size = arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5)
-        padded, row_bytes, lane_bytes, packed = arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9)
-        row_scales, gated = arg(a, 10), arg(a, 11)
-        # What is stored as it comes is read where it lies; there is one row of zeros for lanes without a row.
-        rows, addresses = take_memory(row_bytes if is_float else PANEL * row_bytes), take_memory(8 * PANEL)
-        if is_float:
-            for i in range(row_bytes):
-                write_integer(rows, i, 0, 8)
+        panels, parts, count, features, width, size = arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5), arg(a, 6)
+        padded, row_bytes, lane_bytes, packed = arg(a, 7), arg(a, 8), arg(a, 9), arg(a, 10)
+        row_scales, gated = arg(a, 11), arg(a, 12)
+        source_bytes, steps, step_bytes = width * size, row_bytes // lane_bytes, PANEL * lane_bytes
+        words = (padded * size + VECTOR_BYTES - 1) // VECTOR_BYTES * LANES
+        # Lanes without a row read zeros, and so do inputs beyond the width.
+        nothing, turned = take_memory(source_bytes), take_memory(words * VECTOR_BYTES)
+        rows, edge = take_memory(8 * LANES), take_memory(LANES * (8 + VECTOR_BYTES))
+        largest = take_memory(VECTOR_BYTES)
+        _fill_zeros(nothing, source_bytes)
+        _fill_zeros(turned, words * VECTOR_BYTES)
         panel = take_rows(a, 1)
         while panel < panels:
-            for lane in range(PANEL):
-                number = source_row(panel, lane, features, gated)
-                row, source = rows + (0 if is_float else lane * row_bytes), weight + number * width * size
-                write_integer(addresses, lane, source if is_float and number >= 0 else row, 64)
-                inside = width if number >= 0 else 0
-                if is_int8:
-                    scale = _row_to_bytes(source, source_kind, inside, row, offset)
-                    store(row_scales, panel * PANEL + lane, scale, FLOAT32)
-                    for i in range(inside, row_bytes):
-                        write_integer(row, i, offset, 8)
-                if is_int4:
-                    scale = _row_to_nibbles(source, source_kind, inside, padded, row)
-                    store(row_scales, panel * PANEL + lane, scale, FLOAT32)
-            if is_int4:
-                _interleave_groups(addresses, row_bytes, packed + panel * PANEL * row_bytes)
-            else:
-                _interleave(addresses, row_bytes, lane_bytes, packed + panel * PANEL * row_bytes)
+            for vector in range(PANEL_VECTORS):
+                for lane in range(LANES):
+                    number = source_row(panel, vector * LANES + lane, features, gated)
+                    address = _row_address(parts, count, number, source_bytes) if number >= 0 else nothing
+                    write_integer(rows, lane, address, 64)
+                _transpose_rows(rows, source_bytes, edge, turned)
+                to = packed + panel * PANEL * row_bytes
+                if is_bytes or is_nibbles:
+                    scales = row_scales + (panel * PANEL + vector * LANES) * 4
+                    largest_of_rows(source_kind, turned, words, largest)
+                    for lane in range(LANES):
+                        store(scales, lane, load(largest, lane, FLOAT32) / largest_integer, FLOAT32)
+                if is_bytes:
+                    write_bytes(
+                        source_kind, kind, turned, steps, largest, offset, to + vector * LANES * lane_bytes, step_bytes
+                    )
+                elif is_nibbles:
+                    write_groups(source_kind, turned, steps, scales, vector, to, step_bytes)
+                else:
+                    write_words(kind, turned, steps, to + vector * LANES * lane_bytes, step_bytes)
             panel = take_rows(a, 1)
-        give_back(rows)
-        give_back(addresses)
+        for memory in (nothing, turned, rows, edge, largest):
+            give_back(memory)
 
     return job(pack)
 

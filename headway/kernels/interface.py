@@ -59,6 +59,10 @@ KV_CACHE_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4")
 
 
+# A weight [out, in] that is handed over; or its rows in parts, one under the other, lent until the call returns.
+Weight = Tensor | list[Tensor]
+
+
 class Linear(Protocol):
     """A weight in the layout that the device multiplies fastest."""
 
@@ -74,11 +78,15 @@ class Linear(Protocol):
 
 
 class Kernels(Protocol):
-    """The operations of a decoder layer on one device."""
+    """The operations of a decoder layer on one device.
+
+    warm_up_tokens: a prompt of so many tokens runs the same code as any longer one; None where that is not known.
+    """
 
     name: str
+    warm_up_tokens: int | None
 
-    def linear(self, weight: Tensor, bias: Tensor | None, quantization: str = "none") -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None, quantization: str = "none") -> Linear:
         """Lay out weight [out, in] for repeated use; the caller drops its own reference afterwards.
 
         Raises:
@@ -87,7 +95,7 @@ class Kernels(Protocol):
         ...
 
     def gated_linear(
-        self, weight: Tensor, bias: Tensor | None, quantization: str = "none"
+        self, weight: Weight, bias: Tensor | None, quantization: str = "none"
     ) -> Callable[[Tensor], Tensor]:
         """Lay out weight [2 * F, in], gate rows above up rows, as x [T, in] -> silu(gate x) * up x [T, F].
 

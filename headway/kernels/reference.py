@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.kernels.interface import LayerCache, Linear, StepGeometry
+from headway.kernels.interface import LayerCache, Linear, StepGeometry, Weight
 
 
 def check_unquantized(quantization: str, kernels: str) -> None:
@@ -32,12 +32,12 @@ def check_unscaled(cache: LayerCache, kernels: str) -> None:
 
 
 class ReferenceLinear:
-    """A weight [out, in] kept as it came."""
+    """A weight [out, in] kept as it came; of parts that were lent, a copy."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
+    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+        self.weight = weight if isinstance(weight, Tensor) else torch.cat(weight)
         self.bias = bias
-        self.out_features = weight.shape[0]
+        self.out_features = self.weight.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
@@ -64,18 +64,19 @@ class TorchKernels:
     """The operations that are left to torch alike on any device; what a device has of its own stands in a subclass."""
 
     name: str
+    warm_up_tokens: int | None = None
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 * F] -> [T, F]: silu of the first half times the second."""
         raise NotImplementedError
 
-    def linear(self, weight: Tensor, bias: Tensor | None, quantization: str = "none") -> Linear:
-        """Wrap weight [out, in] without copying it."""
+    def linear(self, weight: Weight, bias: Tensor | None, quantization: str = "none") -> Linear:
+        """Wrap weight [out, in] without copying it, unless it is lent."""
         check_unquantized(quantization, self.name)
         return ReferenceLinear(weight, bias)
 
     def gated_linear(
-        self, weight: Tensor, bias: Tensor | None, quantization: str = "none"
+        self, weight: Weight, bias: Tensor | None, quantization: str = "none"
     ) -> Callable[[Tensor], Tensor]:
         """See Kernels."""
         return ReferenceGatedLinear(self.linear(weight, bias, quantization), self.silu_and_mul)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import torch
 
 from headway.kernels.interface import Kernels
@@ -9,8 +11,10 @@ from headway.kernels.interface import Kernels
 CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def kernels_for(device: str, dtype: torch.dtype) -> Kernels:
+def kernels_for(device: str, dtype: torch.dtype, memory: mmap.mmap | None = None) -> Kernels:
     """The kernels for device ("cpu", "cuda", "cuda:1") and the dtype of weights, activations and cache.
+
+    A CPU's weights are packed into `memory` first, where there is some (see LargePages).
 
     Raises ValueError for a device or dtype that no implementation covers.
     """
@@ -20,7 +24,7 @@ def kernels_for(device: str, dtype: torch.dtype) -> Kernels:
     if kind == "cpu":
         from headway.kernels.cpu import CpuKernels
 
-        return CpuKernels()
+        return CpuKernels(memory)
     if kind == "cuda":
         from headway.kernels.cuda import CudaKernels
 

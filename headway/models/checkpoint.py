@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from collections.abc import Iterator
@@ -14,9 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headway.models.config import ModelConfig, ModelError, read_json
-
-Shapes = dict[str, tuple[int, ...]]
+from headway.models.config import ModelError, read_json
+from headway.models.tensors import Shapes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -29,9 +27,10 @@ DUMMY_POOL = 1_048_573  # a prime, so that rows of a matrix do not repeat
 class StageClock:
     """Nanoseconds spent in each stage of loading, added up over tensors.
 
-    Stages: storage_read (bringing mapped pages into memory; next to nothing when the file is in the page
-    cache), convert (copying into the fused layout of the model with the cast to its dtype, or making random
-    weights), layout (packing by the kernels, and the transfer to a device other than the CPU).
+    Stages: storage_read (finding tensors in the files, and bringing into memory what is then converted), convert
+    (copying into the fused layout of the model with the cast to its dtype, or making random weights), layout (packing
+    by the kernels, which read what is lent to them from the mapped file, and the transfer to a device other than the
+    CPU).
     """
 
     def __init__(self) -> None:
@@ -50,46 +49,20 @@ class StageClock:
 class WeightSource(Protocol):
     """Gives tensors by their Hugging Face names."""
 
+    def lend(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """The tensor where it lies, good until the source is closed; None if none lies in memory in this dtype."""
+        ...
+
     def copy_into(self, name: str, out: Tensor) -> None:
         """Fill `out`, of the tensor's shape, any dtype and device."""
         ...
-
-
-def expected_tensors(config: ModelConfig) -> Shapes:
-    """Name and shape of every tensor that a checkpoint of this config holds, in the order of use."""
-    c = config
-    query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    shapes: Shapes = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
-
-    def linear(name: str, rows: int, columns: int, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (rows, columns)
-        if bias:
-            shapes[f"{name}.bias"] = (rows,)
-
-    for i in range(c.num_layers):
-        layer = f"model.layers.{i}"
-        shapes[f"{layer}.input_layernorm.weight"] = (c.hidden_size,)
-        for part, rows in (("q_proj", query), ("k_proj", kv), ("v_proj", kv)):
-            linear(f"{layer}.self_attn.{part}", rows, c.hidden_size, c.qkv_bias)
-        if c.qk_norm:
-            shapes[f"{layer}.self_attn.q_norm.weight"] = (c.head_dim,)
-            shapes[f"{layer}.self_attn.k_norm.weight"] = (c.head_dim,)
-        linear(f"{layer}.self_attn.o_proj", c.hidden_size, query, c.o_bias)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (c.hidden_size,)
-        linear(f"{layer}.mlp.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias)
-        linear(f"{layer}.mlp.up_proj", c.intermediate_size, c.hidden_size, c.mlp_bias)
-        linear(f"{layer}.mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias)
-    shapes["model.norm.weight"] = (c.hidden_size,)
-    if not c.tie_word_embeddings:
-        shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
-    return shapes
 
 
 class Checkpoint:
     """The safetensors files of a model folder, memory-mapped.
 
     Everything is checked on opening, before any weight is read: files, names, shapes and dtypes. Use as a
-    context manager; tensors stay mapped until it is left.
+    context manager; tensors stay mapped until it is left. To have the files in memory in time, see read_ahead().
 
     Raises:
         ModelError: naming the file, and the tensor where there is one.
@@ -98,7 +71,6 @@ class Checkpoint:
     def __init__(self, folder: Path, expected: Shapes, clock: StageClock) -> None:
         self._clock = clock
         self._stack = ExitStack()
-        self._read_ahead: set[Path] = set()
         try:
             self._file_of = self._locate(folder, expected)
             self._handles = {path: self._open(path) for path in sorted(set(self._file_of.values()))}
@@ -113,14 +85,16 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def lend(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """The mapped tensor, whose pages whoever reads it brings into memory."""
+        with self._clock.measure("storage_read"):
+            mapped = self._mapped(name)
+        return mapped if mapped.dtype == dtype else None
+
     def copy_into(self, name: str, out: Tensor) -> None:
         """Fill `out` from the mapped tensor, one pass over the file's pages and one over `out`."""
-        path = self._file_of[name]
         with self._clock.measure("storage_read"):
-            if path not in self._read_ahead:
-                self._read_ahead.add(path)
-                _start_read_ahead(path)
-            mapped = self._handles[path].get_tensor(name)
+            mapped = self._mapped(name)
             mapped.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()
         if out.device.type != "cpu":
             with self._clock.measure("convert"):
@@ -130,6 +104,10 @@ class Checkpoint:
         else:
             with self._clock.measure("convert"):
                 out.copy_(mapped)
+
+    def _mapped(self, name: str) -> Tensor:
+        mapped: Tensor = self._handles[self._file_of[name]].get_tensor(name)
+        return mapped
 
     def _locate(self, folder: Path, expected: Shapes) -> dict[str, Path]:
         if (folder / INDEX_FILE).is_file():
@@ -199,16 +177,6 @@ def _no_weights(folder: Path) -> str:
     )
 
 
-def _start_read_ahead(path: Path) -> None:
-    """Ask the kernel for the whole file, in large reads, ahead of the page faults."""
-    if hasattr(os, "posix_fadvise"):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(descriptor)
-
-
 class RandomWeights:
     """Small normal weights (standard deviation 0.02) and norms of 1, the same for the same seed.
 
@@ -221,6 +189,9 @@ class RandomWeights:
         self._drawn = torch.randn(DUMMY_POOL, generator=generator) * DUMMY_STD
         self._pools: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._clock = clock
+
+    def lend(self, name: str, dtype: torch.dtype) -> None:
+        """Nothing lies in memory: a tensor is made when it is asked for."""
 
     def copy_into(self, name: str, out: Tensor) -> None:
         """Fill `out`, which must be contiguous."""

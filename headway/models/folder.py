@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -26,6 +27,18 @@ def resolve_model(name_or_path: str) -> Path:
     if not HUB_ID.fullmatch(name_or_path):
         raise ModelError(f"{name_or_path!r}: no such folder; give a model folder or a Hugging Face id like owner/name")
     return _download(name_or_path)
+
+
+def read_ahead(folder: Path) -> None:
+    """Ask the system for the weights' files, in large reads, long before they are looked into."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in folder.glob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
 
 
 def _download(model_id: str) -> Path:

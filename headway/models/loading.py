@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headway.kernels.interface import QUANTIZATIONS, Kernels, Linear
-from headway.models.checkpoint import Checkpoint, RandomWeights, Shapes, StageClock, WeightSource, expected_tensors
+from headway.kernels.interface import QUANTIZATIONS, Kernels, Linear, Weight
+from headway.models.checkpoint import Checkpoint, RandomWeights, StageClock, WeightSource
 from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import Decoder, DecoderWeights, LayerWeights
+from headway.models.folder import read_ahead
 from headway.models.folder import resolve_model as resolve_model
+from headway.models.tensors import Shapes, expected_tensors
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -67,6 +69,8 @@ def load_model(
     config = ModelConfig.from_folder(folder)
     expected = expected_tensors(config)
     clock = StageClock()
+    if load_format != "dummy":
+        read_ahead(folder)
     source = nullcontext(RandomWeights(seed, clock)) if load_format == "dummy" else Checkpoint(folder, expected, clock)
     with source as opened:
         assembler = _Assembler(opened, expected, kernels, dtype, torch.device(device), clock, quantization)
@@ -99,15 +103,13 @@ class _Assembler:
         self._quantization = quantization
 
     def decoder_weights(self, config: ModelConfig) -> DecoderWeights:
-        embeddings = self._stack("model.embed_tokens.weight")
         head = _HEAD_QUANTIZATION.get(self._quantization, self._quantization)
         if config.tie_word_embeddings:
-            lm_head = self._pack(embeddings, None, head)
+            lm_head = self._pack(self._weight("model.embed_tokens.weight"), None, head)
             embedding = lm_head.rows
         else:
-            lm_head = self._pack(self._stack("lm_head.weight"), None, head)
-            embedding = partial(self._kernels.take, embeddings)
-        del embeddings
+            embedding = partial(self._kernels.take, self._stack("model.embed_tokens.weight"))
+            lm_head = self._pack(self._weight("lm_head.weight"), None, head)
         layers = [self._layer(config, i) for i in range(config.num_layers)]
         return DecoderWeights(embedding, layers, self._stack("model.norm.weight"), lm_head)
 
@@ -134,12 +136,21 @@ class _Assembler:
         with self._clock.measure("layout"):
             return self._kernels.gated_linear(weight, bias, self._quantization)
 
-    def _weight_and_bias(self, *names: str) -> tuple[Tensor, Tensor | None]:
+    def _weight_and_bias(self, *names: str) -> tuple[Weight, Tensor | None]:
         has_bias = f"{names[0]}.bias" in self._shapes
         bias = self._stack(*(f"{name}.bias" for name in names)) if has_bias else None
-        return self._stack(*(f"{name}.weight" for name in names)), bias
+        return self._weight(*(f"{name}.weight" for name in names)), bias
 
-    def _pack(self, weight: Tensor, bias: Tensor | None, quantization: str) -> Linear:
+    def _weight(self, *names: str) -> Weight:
+        """The named tensors one under the other: where they lie in the file, if the kernels can read them there."""
+        if self._device.type == "cpu":
+            lent = [self._source.lend(name, self._dtype) for name in names]
+            parts = [part for part in lent if part is not None]
+            if len(parts) == len(names):
+                return parts
+        return self._stack(*names)
+
+    def _pack(self, weight: Weight, bias: Tensor | None, quantization: str) -> Linear:
         with self._clock.measure("layout"):
             return self._kernels.linear(weight, bias, quantization)
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from headway.models import ModelConfig, ModelError
-from headway.models.checkpoint import expected_tensors
+from headway.models.tensors import expected_tensors
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from headway.kernels.reference import ReferenceKernels
 from headway.models import ModelConfig, ModelError
-from headway.models.checkpoint import DUMMY_POOL, INDEX_FILE, SINGLE_FILE, RandomWeights, StageClock, expected_tensors
+from headway.models.checkpoint import DUMMY_POOL, INDEX_FILE, SINGLE_FILE, RandomWeights, StageClock
 from headway.models.decoder import Decoder
 from headway.models.loading import load_model, resolve_dtype, resolve_model
+from headway.models.tensors import expected_tensors
 from tests.models import tiny
 from tests.models.paging import whole
 
