@@ -195,11 +195,11 @@ class LLM:
     """
 
     def __init__(self, model: str, *, skip_tokenizer_init: bool = False, **engine_args: Any) -> None:
-        from headway.engine.build import build_engine
+        from headway.engine.start import start_engine
 
         self._front = _Front(model, skip_tokenizer_init)
         engine_args = {"max_prefill_stall_ms": math.inf, **engine_args}
-        self.engine = build_engine(EngineConfig(model=str(self._front.folder), **engine_args))
+        self.engine = start_engine(EngineConfig(model=str(self._front.folder), **engine_args))
 
     @property
     def tokenizer(self) -> Tokenizer | None:

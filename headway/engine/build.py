@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,11 +45,14 @@ class Engine:
     startup_ns: dict[str, int] = field(default_factory=dict)
 
 
-def build_engine(config: EngineConfig, on_stage: StageListener | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig, on_stage: StageListener | None = None, memory: mmap.mmap | None = None
+) -> Engine:
     """Load the model and make everything that a step needs.
 
     The stages are storage_read, convert, layout (as far as a memory-mapped file tells them apart),
-    kv_allocation and warm_up; `on_stage` hears of each when it is done.
+    kv_allocation and warm_up; `on_stage` hears of each when it is done. `memory` is for a CPU's weights, see
+    LargePages.
 
     Raises:
         EngineError, ModelError, ValueError: one line naming the value, the limit and what to do.
@@ -70,7 +74,7 @@ def build_engine(config: EngineConfig, on_stage: StageListener | None = None) ->
     if config.quantization != "none" and device.type != "cpu":
         raise EngineError(f"quantization is {config.quantization}; on {device.type} there is none yet, leave it out")
     cache_dtype = _cache_dtype(config.kv_cache_dtype, dtype, device)
-    kernels = kernels_for(str(device), dtype)
+    kernels = kernels_for(str(device), dtype, memory)
     done("prepare", time.monotonic_ns() - began)
     asked_len = _asked_model_len(config, model_config)
     model = load_model(
@@ -107,14 +111,20 @@ def build_engine(config: EngineConfig, on_stage: StageListener | None = None) ->
 
 
 def warm_up(config: SchedulerConfig, runner: Runner, block_size: int, num_blocks: int) -> None:
-    """Run a prompt of a whole step and then decode, so that kernels are compiled before the first request."""
+    """Run two prompts and decode, so that kernels are compiled before the first request.
+
+    The prompts are as long as it takes for that: a whole step, or few tokens where the kernels say that these do. The
+    last step is the second of its kind, which is what repeats the first.
+    """
     blocks = KVBlocks(num_blocks, block_size, enable_prefix_caching=False)
     scheduler = Scheduler(config, blocks)
     longest = max(1, min(config.max_model_len - 4, config.max_num_batched_tokens))
-    for index, length in enumerate((longest, min(2, longest))):
-        params = SamplingParams(temperature=float(index), max_tokens=3, ignore_eos=True)
+    longest = min(longest, runner.kernels.warm_up_tokens or longest)
+    new = 2 if longest == 1 else 3
+    for index, length in enumerate((longest, 1)):
+        params = SamplingParams(temperature=float(index), max_tokens=new, ignore_eos=True)
         prompt = [1] * length
-        scheduler.add(Sequence("warm-up", index, params, prompt, length, length + 3, frozenset(), 0), 0)
+        scheduler.add(Sequence("warm-up", index, params, prompt, length, length + new, frozenset(), 0), 0)
     while scheduler.has_work:
         plan = scheduler.schedule(0)
         result = runner.run(plan)

@@ -10,7 +10,6 @@ import gc
 import os
 import signal
 import sys
-import time
 import traceback
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,7 @@ from headway.engine.messages import (
     Shutdown,
     ToEngine,
 )
+from headway.engine.start import start_engine
 
 if TYPE_CHECKING:
     from headway.engine.core import EngineCore
@@ -96,21 +96,15 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
         channel.send(Failed(f"engine protocol {PROTOCOL_VERSION} does not match the server's {configure.protocol}"))
         return 1
     try:
-        began = time.monotonic_ns()
-        from headway.engine.build import build_engine
-
-        imported = time.monotonic_ns() - began
-        channel.send(Progress("import", imported))
-        engine = build_engine(configure.config, lambda stage, ns: channel.send(Progress(stage, ns)))
+        engine = start_engine(configure.config, lambda stage, ns: channel.send(Progress(stage, ns)))
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         if not isinstance(error, ValueError):
             traceback.print_exc()
         channel.send(Failed(" ".join(str(error).split()) or type(error).__name__))
         return 1
     quiet_garbage_collector()
-    startup = {"import": imported, **engine.startup_ns}
     shape = engine.num_blocks, engine.block_size, engine.max_model_len
-    channel.send(Ready(PROTOCOL_VERSION, startup, *shape, engine.device, engine.kv_cache_dtype))
+    channel.send(Ready(PROTOCOL_VERSION, engine.startup_ns, *shape, engine.device, engine.kv_cache_dtype))
     return _step_loop(channel, engine.core, parent)
 
 

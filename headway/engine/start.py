@@ -1,0 +1,106 @@
+"""An engine from its configuration in the least time: what needs no torch is done beside the import of torch.
+
+That import takes one core a second. Meanwhile another thread asks for the weights' files and takes the memory that they
+are packed into from the system, which has to fill it with zeros.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import mmap
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headway.engine.config import EngineConfig
+from headway.models.config import ModelConfig
+from headway.models.folder import read_ahead
+from headway.models.tensors import expected_tensors
+
+if TYPE_CHECKING:
+    from headway.engine.build import Engine
+
+# Bytes that a weight takes at least when it is packed.
+_PACKED_BYTES = {"int8": 1.0, "int8-weight-only": 1.0, "int4": 0.53}
+_DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+_POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE, of Linux 5.14; it changes nothing that is written meanwhile
+_PIECE = 32 << 20
+
+
+def start_engine(config: EngineConfig, on_stage: Callable[[str, int], None] | None = None) -> Engine:
+    """Import what the engine consists of and build it; `import` is a stage before those of build_engine.
+
+    Raises as build_engine.
+    """
+    with uncollected():
+        began = time.monotonic_ns()
+        memory = _prepare(config)
+        from headway.engine.build import build_engine
+
+        imported = time.monotonic_ns() - began
+        if on_stage is not None:
+            on_stage("import", imported)
+        engine = build_engine(config, on_stage, memory)
+    engine.startup_ns = {"import": imported, **engine.startup_ns}
+    return engine
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection inside: it would look through ever more objects that all stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _prepare(config: EngineConfig) -> mmap.mmap | None:
+    """Begin to bring in the weights' files, and the memory that a CPU's weights will take, which is returned.
+
+    What is wrong with the model is left to build_engine to say.
+    """
+    with_gpu = config.device == "cuda" or (config.device == "auto" and Path("/dev/nvidiactl").exists())
+    # LargePages says from which of several memory nodes its pages come, before they do.
+    several_nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) > 1
+    try:
+        folder = Path(config.model)
+        if config.load_format != "dummy":
+            read_ahead(folder)
+        size = packed_bytes(config, ModelConfig.from_folder(folder))
+        if with_gpu or several_nodes or size < _PIECE or sys.platform != "linux":
+            return None
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except (ValueError, OSError):
+        return None
+    threading.Thread(target=_populate, args=(mapping,), daemon=True, name="headway-memory").start()
+    return mapping
+
+
+def packed_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """What the matrices of the model take at least when they are packed; with an unknown dtype 0."""
+    dtype = model.dtype or "float32" if config.dtype == "auto" else config.dtype
+    size = _PACKED_BYTES.get(config.quantization, _DTYPE_BYTES.get(dtype, 0.0))
+    shapes = expected_tensors(model)
+    if not model.tie_word_embeddings:
+        del shapes["model.embed_tokens.weight"]  # it is kept as it is
+    return int(size * sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2))
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    """Have the system fill the mapping with zeros now, in pieces, without the interpreter's lock."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    for done in range(0, len(mapping), _PIECE):
+        if madvise(start + done, min(_PIECE, len(mapping) - done), _POPULATE_WRITE) != 0:
+            return  # an older system gives the memory when it is written

@@ -1,0 +1,107 @@
+"""What is done beside the import of torch, and what is compiled when an engine says that it is ready."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import mmap
+
+import pytest
+
+from headway.bundled import STORY
+from headway.engine import start
+from headway.engine.build import Engine
+from headway.engine.config import EngineConfig
+from headway.engine.messages import AddRequest
+from headway.engine.start import packed_bytes, start_engine, uncollected
+from headway.kernels import cpu_compile, cpu_team
+from headway.models.config import ModelConfig
+from headway.policy.sampling_params import SamplingParams
+from tests.models import tiny
+
+BUILT = ["import", "prepare", "storage_read", "convert", "layout", "kv_allocation", "warm_up"]
+
+
+def bundled(**settings: object) -> EngineConfig:
+    return EngineConfig(str(STORY), device="cpu", num_threads=2, kv_cache_memory=1 << 24, **settings)
+
+
+def run(engine: Engine, name: str, prompt: int, temperature: float) -> list[int]:
+    """The tokens of one request."""
+    params = SamplingParams(temperature=temperature, max_tokens=4, ignore_eos=True)
+    engine.core.add(AddRequest(name, list(range(1, prompt + 1)), params, eos_token_ids=[]))
+    tokens: list[int] = []
+    while engine.core.has_work:
+        tokens += [token for output in engine.core.step().outputs for token in output.token_ids]
+    return tokens
+
+
+def test_the_import_is_the_first_stage() -> None:
+    heard: list[tuple[str, int]] = []
+    engine = start_engine(bundled(), lambda stage, ns: heard.append((stage, ns)))
+    assert [stage for stage, _ in heard] == BUILT
+    assert engine.startup_ns == dict(heard)
+    assert len(run(engine, "a", 5, 0.0)) == 4
+
+
+def test_memory_is_taken_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pieces so small that even the bundled model is worth it; what it says does not depend on that."""
+    expected = run(start_engine(bundled()), "a", 20, 0.0)
+    monkeypatch.setattr(start, "_PIECE", 1 << 16)
+    memory = start._prepare(bundled())
+    assert memory is not None
+    assert len(memory) == packed_bytes(bundled(), ModelConfig.from_folder(STORY))
+    assert run(start_engine(bundled()), "a", 20, 0.0) == expected
+
+
+def test_taking_memory_leaves_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "_PIECE", 1 << 16)
+    mapping = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping[:] = bytes(range(256)) * (1 << 12)
+    start._populate(mapping)
+    assert mapping[:] == bytes(range(256)) * (1 << 12)
+
+
+def test_no_memory_for_a_model_that_is_not_there(tmp_path) -> None:
+    config = EngineConfig(str(tmp_path / "nowhere"), device="cpu")
+    assert start._prepare(config) is None
+    with pytest.raises(ValueError, match="nowhere"):
+        start_engine(config)
+
+
+@pytest.mark.parametrize(("quantization", "bytes_each"), [("none", 4.0), ("int8", 1.0), ("int4", 0.53)])
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_tied"])
+def test_packed_bytes_are_those_of_the_matrices(tmp_path, family: str, quantization: str, bytes_each: float) -> None:
+    model = tiny.save(family, tmp_path)
+    matrices = {id(m.weight): m.weight.numel() for m in model.modules() if m.__class__.__name__ == "Linear"}
+    config = EngineConfig(str(tmp_path), dtype="float32", quantization=quantization)
+    assert packed_bytes(config, ModelConfig.from_folder(tmp_path)) == int(bytes_each * sum(matrices.values()))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_again_afterwards(enabled: bool) -> None:
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with contextlib.suppress(LookupError), uncollected():
+            assert not gc.isenabled()
+            raise LookupError
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_nothing_is_compiled_after_the_warm_up(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start_engine(bundled(quantization=quantization, enable_prefix_caching=False))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("compiled or loaded after the start")
+
+    monkeypatch.setattr(cpu_compile, "cached", refuse)
+    monkeypatch.setattr(cpu_team, "cached", refuse)
+    functions = [cpu_team._run, cpu_team._run_alone, cpu_team._replay]
+    compiled = [function.signatures for function in functions]
+    assert all(compiled)
+    for number, (prompt, temperature) in enumerate([(1, 0.0), (16, 0.0), (65, 1.0), (100, 0.0), (130, 1.0)]):
+        assert len(run(engine, str(number), prompt, temperature)) == 4
+    assert [function.signatures for function in functions] == compiled
