@@ -109,8 +109,10 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
 
 
 def quiet_garbage_collector() -> None:
-    """Keep what was loaded out of garbage collections, of which one stalls a step by milliseconds."""
-    gc.collect()
+    """Keep what was loaded out of garbage collections, of which one stalls a step by milliseconds.
+
+    What loading left behind in cycles stays too: to look for it would take longer than to load a small model.
+    """
     gc.freeze()
 
 

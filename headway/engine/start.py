@@ -53,12 +53,15 @@ def start_engine(config: EngineConfig, on_stage: Callable[[str, int], None] | No
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage collection inside: it would look through ever more objects that all stay."""
+    """No garbage collection inside, nor of all that is new at once afterwards: it would look through what stays."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        if gc.get_freeze_count() == 0:  # then freezing and thawing moves everything to the oldest generation
+            gc.freeze()
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 

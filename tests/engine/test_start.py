@@ -90,6 +90,13 @@ def test_garbage_is_collected_again_afterwards(enabled: bool) -> None:
         gc.enable()
 
 
+def test_what_is_new_is_not_looked_through_afterwards() -> None:
+    with uncollected():
+        kept = [[] for _ in range(10_000)]
+    assert not any(each is kept for each in gc.get_objects(0))
+    assert any(each is kept for each in gc.get_objects(2))
+
+
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_nothing_is_compiled_after_the_warm_up(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start_engine(bundled(quantization=quantization, enable_prefix_caching=False))
