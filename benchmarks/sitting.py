@@ -6,6 +6,7 @@ import json
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from benchmarks.engines.interface import Settings
 from benchmarks.exports import model_for
 from benchmarks.points import Point
 from benchmarks.processes import Child, running
+from benchmarks.steal import MOST, undisturbed
 from benchmarks.work import kv_bytes, shape_of, weight_bytes
 
 _LEAST_KV_BYTES = 1 << 30
@@ -111,7 +113,10 @@ def worker_command(
 
 
 def sit(sitting: Sitting, rounds: int, threads: int, folder: Path) -> None:
-    """Measure every point that is not held on every entry, `rounds` times after one round that does not count."""
+    """Measure every point that is not held on every entry, `rounds` times after one round that does not count.
+
+    A measurement during which the machine's host took processors away is repeated, see undisturbed().
+    """
     points = [point for point in sitting.points if not point.held]
     with ExitStack() as stack:
         children, peaks = _start(stack, sitting, points, rounds, threads, folder)
@@ -120,7 +125,10 @@ def sit(sitting: Sitting, rounds: int, threads: int, folder: Path) -> None:
             for point in points:
                 for child in children:
                     ask = {"do": "run", "batch": point.batch, "prompt": point.prompt, "new": point.new, "seed": number}
-                    _take(sitting, point, child.name, float(child.ask(ask)[point.rate]), number)
+                    reply, stolen = undisturbed(partial(child.ask, ask))
+                    if stolen > MOST:
+                        print(f"{stolen:.0%} of the processors' time was stolen from what follows", file=sys.stderr)
+                    _take(sitting, point, child.name, float(reply[point.rate]), number)
                 children.append(children.pop(0))  # nobody always comes first
 
 

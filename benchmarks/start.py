@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from benchmarks.points import Point
 from benchmarks.processes import Child, environment
 from benchmarks.sitting import Entry, worker_command
+from benchmarks.steal import undisturbed
 
 PROMPT = Point("start to first token", "prefill", 1, 16, 1)
 _TEXT = "sixteen letters!"  # a token a byte
@@ -33,9 +35,10 @@ def start_times(
     for number in range(rounds + 1):
         for entry in order:
             if entry.engine == "llama.cpp" and llama_simple is not None:
-                seconds = _program(llama_simple, folder / shape / "bf16.gguf", threads)
+                measure = partial(_program, llama_simple, folder / shape / "bf16.gguf", threads)
             else:
-                seconds = _worker(entry.label, commands[entry.label], number)
+                measure = partial(_worker, entry.label, commands[entry.label], number)
+            seconds, _ = undisturbed(measure)
             print(f"round {number}: {PROMPT.label}: {entry.label} {seconds:.2f} s", file=sys.stderr)
             if number:
                 found[entry.label].append(seconds)
