@@ -12,15 +12,13 @@ import os
 import sys
 
 from benchmarks.engines.worker import answer
-from headway.calibration.describe import hardware_of
 from headway.calibration.measure import measure
 from headway.calibration.peaks import MachinePeaks
 
 
 def rates(peaks: MachinePeaks) -> dict[str, float]:
-    """int8 is 0 where torch has no such product."""
-    flops = hardware_of(None, peaks).flops_per_s
-    return {"read": peaks.memory_read.best, "bf16": flops["bf16"], "int8": flops.get("int8", 0.0)}
+    flops = peaks.gemm_flops_per_s
+    return {"read": peaks.memory_read.best, "bf16": flops["bfloat16"].best, "int8": flops["int8"].best}
 
 
 def main() -> None:
@@ -29,7 +27,7 @@ def main() -> None:
     os.dup2(2, 1)
     answer(replies, {"version": "", "start_seconds": 0.0})
     for _ in sys.stdin:
-        answer(replies, rates(measure("cpu", threads, ["bfloat16"], quick=True)))
+        answer(replies, rates(measure("cpu", threads, ["bfloat16", "int8"], quick=True)))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,9 @@ def hardware_of(name: str | None, peaks: MachinePeaks) -> Hardware:
         name: of the entry; None makes one from the device's name.
     """
     cuda = peaks.device == "cuda"
-    flops = {FORMATS[DTYPES[dtype]]: rate.best for dtype, rate in peaks.gemm_flops_per_s.items()}
+    flops = {
+        FORMATS[DTYPES[name]] if name in DTYPES else name: rate.best for name, rate in peaks.gemm_flops_per_s.items()
+    }
     sides = {"fp16": (torch.float16, _FP16_SIDE), "int8": (torch.int8, _INT8_SIDES[peaks.device])}
     for format_, (dtype, side) in sides.items():
         if format_ not in flops and (rate := _rate(torch.ones((side, side), dtype=dtype, device=peaks.device))):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,6 +24,7 @@ from headway.kernels.select import kernels_for
 
 MIB = 2**20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PRODUCTS = (*DTYPES, "int8")
 _ROW = 4096  # elements in a row of streamed weights
 _PASSES = 3
 
@@ -75,9 +77,9 @@ def measure(
         CalibrationError: no such device, dtype or number of threads.
     """
     kind = device_kind(device)
-    unknown = [name for name in dtypes if name not in DTYPES]
+    unknown = [name for name in dtypes if name not in PRODUCTS]
     if unknown or not dtypes:
-        raise CalibrationError(f"dtype is {', '.join(unknown) or 'missing'}; choose of {', '.join(DTYPES)}")
+        raise CalibrationError(f"dtype is {', '.join(unknown) or 'missing'}; choose of {', '.join(PRODUCTS)}")
     if threads is not None and threads < 1:
         raise CalibrationError(f"threads is {threads}; it must be at least 1")
     if kind == "cpu":
@@ -167,15 +169,28 @@ class _Bench:
         self._on_stage(f"products in {name}")
         rates = []
         for side in self._effort.gemm_sizes:
-            left = torch.full((side, side), 0.01, dtype=DTYPES[name], device=self._kind)
-            right = torch.full((side, side), 0.01, dtype=DTYPES[name], device=self._kind)
-            linear = kernels_for(self._kind, left.dtype).linear(right, None)
-            calls: dict[str, Callable[[], object]] = {
-                "torch": partial(torch.mm, left, right),
-                "headway": partial(linear, left),
-            }
+            calls = self._int8_products(side) if name == "int8" else self._products(side, DTYPES[name])
             rates.append(self._best(2 * side**3, side, calls))
         return max(rates, key=lambda rate: rate.best)
+
+    def _products(self, side: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+        left, right = (torch.full((side, side), 0.01, dtype=dtype, device=self._kind) for _ in range(2))
+        linear = kernels_for(self._kind, dtype).linear(right, None)
+        return {"torch": partial(torch.mm, left, right), "headway": partial(linear, left)}
+
+    def _int8_products(self, side: int) -> dict[str, Callable[[], object]]:
+        """The engine's own, which rounds what comes in, and torch's where it has one."""
+        calls: dict[str, Callable[[], object]] = {}
+        if self._kind == "cpu":
+            left, right = (torch.full((side, side), 0.01, dtype=torch.bfloat16) for _ in range(2))
+            calls["headway"] = partial(kernels_for("cpu", left.dtype).linear(right, None, "int8"), left)
+        whole = torch.ones((side, side), dtype=torch.int8, device=self._kind)
+        with suppress(RuntimeError):
+            torch._int_mm(whole, whole)
+            calls["torch"] = partial(torch._int_mm, whole, whole)
+        if not calls:
+            raise CalibrationError(f"this {self._kind} has no products in int8; leave that dtype out")
+        return calls
 
     def _best(
         self, amount: float, size: int, calls: dict[str, Callable[[], object]], budget_s: float | None = None

@@ -25,6 +25,10 @@ def profile(
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type of weights and activations.")
     ] = "auto",
+    quantization: Annotated[
+        Literal["none", "int8", "int8-weight-only", "int4"],
+        typer.Option("--quantization", "-q", help="Quantise the weights of an ordinary checkpoint while loading; CPU."),
+    ] = "none",
     kv_cache_dtype: Annotated[
         Literal["auto", "int8"], typer.Option(help="Type of keys and values in the KV cache; auto: --dtype. int8: CPU.")
     ] = "auto",
@@ -69,6 +73,7 @@ def profile(
             percentiles=as_percentiles(metric_percentiles),
             device=device,
             dtype=dtype,
+            quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
             load_format=load_format,
             threads=threads,

@@ -10,6 +10,7 @@ import torch
 
 from headway.calibration import __main__ as command
 from headway.calibration import machine
+from headway.calibration.describe import hardware_of
 from headway.calibration.measure import EFFORTS, MIB, CalibrationError, Effort, measure
 from headway.calibration.peaks import MachinePeaks
 from headway.calibration.stopwatch import MIN_REPEATS, MOST_REPEATS, measure_rate
@@ -76,9 +77,10 @@ def check(peaks: MachinePeaks) -> None:
 
 def test_a_cpu_is_measured(little_effort):
     stages = []
-    peaks = measure("cpu", threads=1, dtypes=["bfloat16", "float32"], on_stage=stages.append)
+    peaks = measure("cpu", threads=1, dtypes=["bfloat16", "float32", "int8"], on_stage=stages.append)
     check(peaks)
-    assert (peaks.device, peaks.threads, list(peaks.gemm_flops_per_s)) == ("cpu", 1, ["bfloat16", "float32"])
+    assert (peaks.device, peaks.threads, list(peaks.gemm_flops_per_s)) == ("cpu", 1, ["bfloat16", "float32", "int8"])
+    assert hardware_of(None, peaks).flops_per_s["int8"] == peaks.gemm_flops_per_s["int8"].best
     assert stages[0] == "reads of 1 MiB" and "products in float32" in stages
 
 
@@ -109,6 +111,14 @@ def test_a_missing_gpu_is_named():
         measure("cuda")
 
 
+def test_products_in_int8_need_no_torch(little_effort, monkeypatch):
+    def unknown(*_):
+        raise RuntimeError("not implemented")
+
+    monkeypatch.setattr(torch, "_int_mm", unknown)
+    assert measure("cpu", threads=1, dtypes=["int8"]).gemm_flops_per_s["int8"].by == "headway"
+
+
 def test_the_command_prints_json_and_progress(little_effort, monkeypatch, capfdbinary):
     monkeypatch.setattr("sys.argv", ["calibration", "--device", "cpu", "--dtype", "float32", "--threads", "1"])
     command.main()
@@ -123,7 +133,7 @@ def test_the_command_refuses_in_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         command.main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "headway: dtype is int3; choose of float32, bfloat16, float16\n"
+    assert capsys.readouterr().err == "headway: dtype is int3; choose of float32, bfloat16, float16, int8\n"
 
 
 def test_the_machine_is_described():

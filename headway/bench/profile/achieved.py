@@ -99,11 +99,11 @@ def achieved(
     model: ProfiledModel, peaks: MachinePeaks, flops: float, kept_bytes: float, measured_ms: float
 ) -> Achieved:
     """A pass with so much work that took `measured_ms`, above 0."""
-    roof = peaks.roofline(model.dtype, int(kept_bytes))
+    roof = peaks.roofline(model.products, int(kept_bytes))
     least = floor_ms(model, peaks, flops, kept_bytes)
     return Achieved(measured_ms, least, flops, kept_bytes, roof.flops_per_s, roof.bytes_per_s)
 
 
 def floor_ms(model: ProfiledModel, peaks: MachinePeaks, flops: float, kept_bytes: float) -> float:
     """The least time for so many FLOPs and bytes, which are read over and over."""
-    return 1e3 * peaks.roofline(model.dtype, int(kept_bytes)).least_seconds(flops, kept_bytes)
+    return 1e3 * peaks.roofline(model.products, int(kept_bytes)).least_seconds(flops, kept_bytes)

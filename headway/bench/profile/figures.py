@@ -209,7 +209,7 @@ def roofline(result: ProfileResult) -> Figure:
 
 def _roofs(result: ProfileResult, points: Sequence[Achieved]) -> dict[str, Roofline]:
     """Memory's roof, and the caches' where the model fits in them, by label."""
-    peaks, dtype = result.peaks, result.model.dtype
+    peaks, dtype = result.peaks, result.model.products
     memory = peaks.roofline(dtype)
     smallest = int(min(p.kept_bytes for p in points))
     nearer = peaks.roofline(dtype, smallest)

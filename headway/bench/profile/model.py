@@ -10,11 +10,14 @@ from headway.bench.errors import BenchError
 from headway.bundled import STORY
 from headway.cost.config import read_shape
 from headway.cost.memory import weight_bytes
-from headway.cost.precision import Format, Precision
+from headway.cost.precision import INT8, Format, Precision
 from headway.cost.shape import ModelShape, ShapeError
 from headway.models.config import ModelConfig
 from headway.models.folder import resolve_model
 from headway.models.values import ModelError
+
+QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4")
+_INT4 = Format("int4", 4, "int8", group=32, scale_bits=8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ class ProfiledModel:
         checkpoint_bytes: of its weight files; 0 where it has none (--load-format dummy).
         max_model_len: the context that is served where nothing else is asked for and the cache has room.
         kv_cache_dtype: auto (dtype) or int8, with a float32 scale for each token and head.
+        quantization: of the matrices, as `headway serve` has it; docs/quantization.md says what each keeps.
     """
 
     name: str
@@ -35,13 +39,31 @@ class ProfiledModel:
     checkpoint_bytes: int
     max_model_len: int
     kv_cache_dtype: str = "auto"
+    quantization: str = "none"
 
     @property
     def precision(self) -> Precision:
-        plain = Precision.of(self.dtype)
-        if self.kv_cache_dtype == "auto":
-            return plain
-        return replace(plain, kv=Format("int8", 8, "int8", group=self.shape.head_dim, scale_bits=32))
+        precision = Precision.of(self.dtype)
+        if self.quantization != "none":
+            linear = _INT4 if self.quantization == "int4" else INT8
+            precision = replace(precision, linear=linear, head=INT8)
+        if self.kv_cache_dtype == "int8":
+            kv = Format("int8", 8, "int8", group=self.shape.head_dim, scale_bits=32)
+            precision = replace(precision, kv=kv)
+        return precision
+
+    @property
+    def products(self) -> str:
+        """The fastest arithmetic that its products are done in: what of `MachinePeaks.gemm_flops_per_s` bounds them.
+
+        Weights of 8 bits alone are multiplied in words of 16 bits, as many at a time as of bfloat16.
+        """
+        return {"none": self.dtype, "int8-weight-only": "bfloat16"}.get(self.quantization, "int8")
+
+    @property
+    def kept_in(self) -> str:
+        """What its weights are kept in, for a reader."""
+        return self.dtype if self.quantization == "none" else f"{self.quantization}, the rest in {self.dtype}"
 
     @property
     def weight_bytes(self) -> int:
@@ -53,7 +75,11 @@ class ProfiledModel:
 
 
 def find_model(
-    name: str | None, dtype: str = "auto", load_format: str = "auto", kv_cache_dtype: str = "auto"
+    name: str | None,
+    dtype: str = "auto",
+    load_format: str = "auto",
+    kv_cache_dtype: str = "auto",
+    quantization: str = "none",
 ) -> ProfiledModel:
     """A folder or Hugging Face id (None: the bundled model) as what will be served.
 
@@ -71,9 +97,13 @@ def find_model(
         raise BenchError(f"--dtype is {dtype!r}; it must be auto, float32, bfloat16 or float16")
     if kv_cache_dtype not in ("auto", "int8"):
         raise BenchError(f"--kv-cache-dtype is {kv_cache_dtype!r}; it must be auto or int8")
+    if quantization not in QUANTIZATIONS:
+        raise BenchError(f"--quantization is {quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}")
     files = [] if load_format == "dummy" else sorted(folder.glob("*.safetensors"))
     if not files and load_format != "dummy":
         raise BenchError(f"{folder} holds no *.safetensors; give a complete checkpoint, or --load-format dummy")
     shown = f"headway/{STORY.name}" if name is None else name
     checkpoint_bytes = sum(file.stat().st_size for file in files)
-    return ProfiledModel(shown, folder, shape, runs_in, checkpoint_bytes, config.max_model_len, kv_cache_dtype)
+    return ProfiledModel(
+        shown, folder, shape, runs_in, checkpoint_bytes, config.max_model_len, kv_cache_dtype, quantization
+    )

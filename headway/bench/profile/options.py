@@ -24,8 +24,8 @@ class ProfileOptions:
         output_len: tokens of each answer; at least 2, as the first comes from the prompt's step.
         repeats: requests of each length.
         percentiles: of TTFT, TPOT and TTLT, between 0 and 100.
-        device, dtype, kv_cache_dtype, load_format, threads, max_model_len, kv_cache_memory: as `headway serve` has
-            them.
+        device, dtype, quantization, kv_cache_dtype, load_format, threads, max_model_len, kv_cache_memory: as `headway
+            serve` has them.
         serve_arguments: more arguments for `headway serve`, as they are.
         calibration: a file with the output of `python -m headway.calibration`; None measures the machine.
         result_dir: where the folder of this profile is made.
@@ -42,6 +42,7 @@ class ProfileOptions:
     percentiles: tuple[float, ...] = DEFAULT_PERCENTILES
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str = "none"
     kv_cache_dtype: str = "auto"
     load_format: str = "auto"
     threads: int | None = None

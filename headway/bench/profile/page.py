@@ -16,7 +16,7 @@ def page_of(result: ProfileResult) -> Page:
     return Page(
         title=f"Profile of {model.name}",
         subtitle=(
-            f"One request at a time on {startup.device} ({result.peaks.name}), {model.dtype}, "
+            f"One request at a time on {startup.device} ({result.peaks.name}), {model.kept_in}, "
             f"Headway {result.server_version}, {result.began_at}"
         ),
         verdict=banners(result),
@@ -167,7 +167,7 @@ def _achieved(result: ProfileResult) -> Section:
 def _memory(result: ProfileResult) -> Section:
     model, peaks = result.model, result.peaks
     text = (
-        f"Weights: {model.shape.num_parameters:,} parameters in {model.dtype}, {model.weight_bytes / 1e6:,.1f} MB. "
+        f"Weights: {model.shape.num_parameters:,} parameters in {model.kept_in}, {model.weight_bytes / 1e6:,.1f} MB. "
         f"KV cache: 2 x {model.shape.layers} layers x {model.shape.kv_heads} KV heads x {model.shape.head_dim} "
         f"dimensions x {model.precision.kv.bits_per_element / 8:g} bytes = {model.kv_bytes_per_token:,} bytes a token."
     )

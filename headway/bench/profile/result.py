@@ -131,6 +131,7 @@ class ProfileResult:
             "model": {
                 "name": model.name,
                 "dtype": model.dtype,
+                "quantization": model.quantization,
                 "parameters": model.shape.num_parameters,
                 "parameters_by_part": model.shape.parameters(),
                 "weights_bytes": model.weight_bytes,

@@ -53,7 +53,7 @@ async def run_profile(options: ProfileOptions, console: Console, stop: asyncio.E
     """
     check_options(options)
     stop = stop or asyncio.Event()
-    model = find_model(options.model, options.dtype, options.load_format, options.kv_cache_dtype)
+    model = find_model(options.model, options.dtype, options.load_format, options.kv_cache_dtype, options.quantization)
     fitting_lengths(options, options.max_model_len or model.max_model_len)
     began = datetime.now().astimezone()
     folder = options.result_dir / (options.result_name or _folder_name(model, began))
@@ -124,18 +124,18 @@ def _done(outcome: LoadOutcome) -> list[RequestRecord]:
 async def _peaks(options: ProfileOptions, model: ProfiledModel, progress: Progress) -> MachinePeaks:
     if options.calibration is not None:
         peaks = read_peaks(options.calibration)
-        if model.dtype not in peaks.gemm_flops_per_s:
+        if model.products not in peaks.gemm_flops_per_s:
             known = ", ".join(peaks.gemm_flops_per_s)
             raise BenchError(
-                f"--calibration {options.calibration} knows products in {known}, the model runs in {model.dtype}; "
-                f"make it again with --dtype {model.dtype}"
+                f"--calibration {options.calibration} knows products in {known}, the model runs in {model.products}; "
+                f"make it again with --dtype {model.products}"
             )
         return peaks
     task = progress.add_task("measuring the machine", total=None)
     try:
         return await measure_peaks(
             options.device,
-            model.dtype,
+            model.products,
             options.threads,
             lambda stage: progress.update(task, description=f"measuring the machine: {stage}"),
         )
@@ -173,6 +173,7 @@ def serve_arguments(options: ProfileOptions, model: ProfiledModel) -> list[str]:
     given = {
         "--device": options.device,
         "--dtype": options.dtype,
+        "--quantization": options.quantization,
         "--kv-cache-dtype": options.kv_cache_dtype,
         "--load-format": options.load_format,
         "--threads": options.threads,

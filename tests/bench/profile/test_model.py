@@ -25,6 +25,22 @@ def test_the_bundled_model():
     assert find_model(None, "float32").weight_bytes == 2 * model.weight_bytes
 
 
+@pytest.mark.parametrize(
+    ("quantization", "bits", "products"),
+    [("none", 16, "bfloat16"), ("int8", 8, "int8"), ("int8-weight-only", 8, "bfloat16"), ("int4", 4.25, "int8")],
+)
+def test_a_quantised_model(quantization: str, bits: float, products: str) -> None:
+    """Matrices have that many bits a weight, an int4 model's tied head eight, and norms those of the dtype."""
+    model = find_model(None, quantization=quantization)
+    parameters = model.shape.parameters()
+    head = parameters["embedding"]
+    norms = sum(count for name, count in parameters.items() if "norm" in name)
+    matrices = model.shape.num_parameters - head - norms
+    assert model.weight_bytes == matrices * bits / 8 + head * (8 if quantization == "int4" else bits) / 8 + norms * 2
+    assert model.products == products
+    assert (model.kept_in == "bfloat16") == (quantization == "none")
+
+
 def test_dummy_weights_need_no_checkpoint(tmp_path):
     config = {**published.QWEN2_5_05B, "rms_norm_eps": 1e-6, "dtype": "float16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -44,5 +60,7 @@ def test_bad_models_are_refused(tmp_path):
         find_model(str(tmp_path))
     with pytest.raises(BenchError, match="--dtype is 'int3'; it must be auto, float32"):
         find_model(None, "int3")
+    with pytest.raises(BenchError, match="--quantization is 'int3'; it must be one of none, int8"):
+        find_model(None, quantization="int3")
     with pytest.raises(BenchError, match="--kv-cache-dtype is 'fp8'; it must be auto or int8"):
         find_model(None, kv_cache_dtype="fp8")
