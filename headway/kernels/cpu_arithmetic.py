@@ -12,7 +12,7 @@ belongs to a weight row and holds the row's weights for that word.
 | WIDE_INT8 | two int16 | two int8 | int32 |
 | INT4 | eight words of four int8 | a scale of one byte, 32 of four bits, 8 more than the weight | int32 |
 
-A weight of INT4 times its scale, a whole number from 1 to 16, is multiplied like one of INT8.
+A weight of INT4 times its scale, a whole number from -15 to 16, is multiplied like one of INT8.
 
 Where the processor has an instruction that multiplies and adds a whole word (VNNI, AVX512-BF16), it is used. Other x86
 multiplies pairs of int16 and adds the two products (AVX2, AVX512-BW); elsewhere the same sums are put together from
@@ -140,10 +140,12 @@ def operand(builder: Any, kind: Any, address: Any) -> Any:
 def _scaled_nibbles(builder: Any, step: Any, vector: int) -> list[Any]:
     """Words of bytes, 128 more than weight times scale, from [row] scales, then [half word, row] two words of weights.
 
-    A stored weight is at most 15 and a scale at most 16, so that bytes are multiplied in pairs without a carry.
+    A stored weight is 0 .. 15 and a scale -15 .. 16, stored as 128 more. So every byte of the result is one and none
+    carries into the next, whatever becomes of the pair of bytes on the way.
     """
     scales = builder.zext(read(builder, builder.add(step, index(vector * LANES)), _SCALES), WORDS)
     scales = builder.bitcast(builder.or_(scales, builder.shl(scales, _constant(16))), _SHORTS)
+    scales = builder.sub(scales, _short(128))
     starts = builder.sub(_short(0x8080), builder.mul(scales, _short(8 * 0x0101)))
     result = []
     for pair in range(4):

@@ -139,7 +139,7 @@ def _stored(panel, lane, lane_bytes, input_, kind_code):
     if kind_code == 4:
         group, place = panel + input_ // GROUP * PANEL * lane_bytes, input_ % GROUP
         byte = read_byte(group, PANEL + (place // 8 * PANEL + lane) * 4 + place % 4)
-        return ((byte >> 4 if place % 8 >= 4 else byte & 15) - 8) * read_byte(group, lane)
+        return ((byte >> 4 if place % 8 >= 4 else byte & 15) - 8) * (read_byte(group, lane) - 128)
     byte = read_byte(panel, (input_ // lane_bytes * PANEL + lane) * lane_bytes + input_ % lane_bytes)
     if kind_code == 8:
         return byte - 128

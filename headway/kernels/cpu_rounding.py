@@ -32,6 +32,8 @@ from headway.kernels.cpu_ir import (
 
 # INT4: inputs that share a scale, the largest scale in units of the row's, and what a group's largest weight becomes.
 GROUP, LARGEST_SCALE, LARGEST_INT4 = 32, 16, 7.5
+# -8 times the least scale still is a byte.
+_LEAST_SCALE = -15
 # Of the scales between these fractions of the one that keeps a group's largest weight, the one that loses least.
 _LEAST_FRACTION, _MOST_FRACTION = 0.65, 1.1
 _CANDIDATES = 9  # the most that lie between them
@@ -109,7 +111,8 @@ def write_groups(
             first = _place(builder, rows, builder.mul(step, index(group_words)))
             to = builder.add(out, builder.mul(step, stride))
             scale = _best_scale(builder, source, first, group_words, unit)
-            write(builder, builder.trunc(scale, _BYTES), builder.add(to, builder.mul(vector, index(LANES))))
+            stored = builder.trunc(builder.add(scale, _words(128)), _BYTES)
+            write(builder, stored, builder.add(to, builder.mul(vector, index(LANES))))
             inverse = builder.fdiv(_floats(1.0), builder.fmul(builder.sitofp(scale, FLOATS), unit))
             for number in range(GROUP // 8):
                 total = _words(0)
@@ -129,15 +132,23 @@ def write_groups(
 
 
 def _best_scale(builder: Any, source: Any, rows: Any, words: int, unit: Any) -> Any:
-    """Of each row's group, the scale in units that loses least in the square; int32."""
-    largest = _largest(builder, source, rows, index(words))
+    """Of each row's group, the scale in units that loses least in the square; int32.
+
+    Its sign is the one with which the group's weight of greatest magnitude is below zero, where there is a number more.
+    """
+    least, greatest = _range(builder, source, rows, index(words))
+    negative = builder.fcmp_ordered(">", builder.fadd(least, greatest), _floats(0.0))
+    sign = builder.select(negative, _words(-1), _words(1))
+    largest = _if_greater(builder, greatest, builder.fneg(least), greatest, builder.fneg(least))
     plain = builder.fdiv(largest, builder.fmul(_floats(LARGEST_INT4), unit))
     lowest = builder.fptosi(builder.fmul(plain, _floats(_LEAST_FRACTION)), WORDS)
     lowest = builder.select(builder.icmp_signed(">", lowest, _words(1)), lowest, _words(1))
     highest = builder.fptosi(builder.fmul(plain, _floats(_MOST_FRACTION)), WORDS)
     highest = builder.add(highest, _words(1))
-    highest = builder.select(builder.icmp_signed("<", highest, _words(LARGEST_SCALE)), highest, _words(LARGEST_SCALE))
+    limit = builder.select(negative, _words(-_LEAST_SCALE), _words(LARGEST_SCALE))
+    highest = builder.select(builder.icmp_signed("<", highest, limit), highest, limit)
     scales = [builder.add(lowest, _words(number)) for number in range(_CANDIDATES)]
+    unit = builder.fmul(unit, builder.sitofp(sign, FLOATS))
     wide = [builder.fmul(builder.sitofp(scale, FLOATS), unit) for scale in scales]
     inverses = [builder.fdiv(_floats(1.0), each) for each in wide]
 
@@ -150,12 +161,12 @@ def _best_scale(builder: Any, source: Any, rows: Any, words: int, unit: Any) -> 
         return losses, 1
 
     losses = loop(builder, index(words), [_floats(0.0)] * _CANDIDATES, add_losses)
-    best, least = lowest, _floats(float("inf"))
+    best, lowest_loss = lowest, _floats(float("inf"))
     for scale, loss in zip(scales, losses, strict=True):
         inside = builder.icmp_signed("<=", scale, highest)
-        less = builder.and_(inside, builder.fcmp_ordered("<", loss, least))
-        best, least = builder.select(less, scale, best), builder.select(less, loss, least)
-    return best
+        less = builder.and_(inside, builder.fcmp_ordered("<", loss, lowest_loss))
+        best, lowest_loss = builder.select(less, scale, best), builder.select(less, loss, lowest_loss)
+    return builder.mul(best, sign)
 
 
 @intrinsic
@@ -195,6 +206,20 @@ def _largest(builder: Any, source: Any, rows: Any, words: Any) -> Any:
         return [greatest], 1
 
     return loop(builder, words, [_floats(0.0)], body)[0]
+
+
+def _range(builder: Any, source: Any, rows: Any, words: Any) -> tuple[Any, Any]:
+    """The least and the greatest in some words of each row, float32, as if there were a zero too."""
+
+    def body(word: Any, so_far: list[Any]) -> tuple[list[Any], int]:
+        least, greatest = so_far
+        for value in _elements(builder, source, rows, word, 1):
+            least = _if_greater(builder, least, value, value, least)
+            greatest = _if_greater(builder, value, greatest, value, greatest)
+        return [least, greatest], 1
+
+    least, greatest = loop(builder, words, [_floats(0.0)] * 2, body)
+    return least, greatest
 
 
 def _elements(builder: Any, source: Any, rows: Any, first: Any, words: int) -> list[Any]:

@@ -98,7 +98,7 @@ def test_four_bits(dtype: torch.dtype, out: int, width: int, gated: bool) -> Non
     whole, scales = four_bits(rows.reshape(len(rows), -1, 32), unit[:, :, None])
     low, high = (whole.reshape(len(rows), -1, 4, 2, 4)[..., i, :] + 8 for i in (0, 1))
     words = (low | high << 4).reshape(-1, PANEL, scales.shape[1], 4, 4)
-    of_groups = scales.reshape(-1, PANEL, scales.shape[1])
+    of_groups = scales.reshape(-1, PANEL, scales.shape[1]) + 128
     expected = [
         np.concatenate([of_groups[p, :, g], words[p, :, g].transpose(1, 0, 2).ravel()])
         for p in range(len(words))
@@ -110,17 +110,23 @@ def test_four_bits(dtype: torch.dtype, out: int, width: int, gated: bool) -> Non
 
 
 def four_bits(groups: np.ndarray, unit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """([rows, groups, 32] of -8 .. 7, scales [rows, groups]): every scale of 1 to 16 in range is tried, in float32."""
+    """([rows, groups, 32] of -8 .. 7, scales [rows, groups]): every scale of -15 to 16 in range is tried, in float32.
+
+    Its sign is such that the weight of greatest magnitude is below zero.
+    """
     plain = np.abs(groups).max(2, keepdims=True) / (np.float32(7.5) * unit)
+    negative = groups.max(2, keepdims=True) > -groups.min(2, keepdims=True)
+    sign = np.where(negative, -1, 1)
     lowest = np.maximum(1, (plain * np.float32(0.65)).astype(np.int32))
-    highest = np.minimum(16, (plain * np.float32(1.1)).astype(np.int32) + 1)
+    highest = np.minimum(np.where(negative, 15, 16), (plain * np.float32(1.1)).astype(np.int32) + 1)
     best, least = lowest, np.full(plain.shape, np.inf, np.float32)
     for scale in range(1, 17):
-        step = np.float32(scale) * unit
+        step = (scale * sign).astype(np.float32) * unit
         lost = groups - np.clip(np.rint(groups * (np.float32(1) / step)), -8, 7) * step
         loss = np.cumsum(lost * lost, axis=2, dtype=np.float32)[:, :, -1:]  # one after the other, as they are added
         better = (lowest <= scale) & (scale <= highest) & (loss < least)
         best, least = np.where(better, scale, best), np.where(better, loss, least)
+    best = best * sign
     whole = np.clip(np.rint(groups * (np.float32(1) / (best.astype(np.float32) * unit))), -8, 7)
     return whole.astype(np.int32), best[:, :, 0]
 
