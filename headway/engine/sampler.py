@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,12 +28,14 @@ from headway.engine.logprobs import logprob_table, prompt_logprobs, token_logpro
 from headway.engine.messages import TokenLogprobs
 from headway.engine.penalties import PenaltyTable
 from headway.engine.sampling_batch import GREEDY_BELOW, Group, SamplingBatch, describe, wider
+from headway.kernels.threads import one_thread
 from headway.policy.request import Sequence
 
 __all__ = ["BAD_TOKEN", "GREEDY_BELOW", "Sampled", "Sampler", "prompt_logprobs"]
 
 BAD_TOKEN = -1
 OK, BAD, UNDECIDED = 0, 1, 2
+_ALONE_BELOW = 2**21  # elements
 
 
 MostLikely = Callable[[Tensor], tuple[list[int], list[float]]]
@@ -68,7 +71,6 @@ class Sampler:
         self._batch: SamplingBatch | None = None
         self._memory = torch.empty(0, 0, device=device)
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> Sampled:
         """Choose one token for each sequence, at position len(sequence.tokens).
 
@@ -83,11 +85,16 @@ class Sampler:
         if not sequences:
             return Sampled([], [], [])
         if self._batch is None or self._batch.sequences != sequences:
-            self._batch = describe(sequences, self.vocab_size, self._penalties, self.device)
+            with torch.inference_mode():
+                self._batch = describe(sequences, self.vocab_size, self._penalties, self.device)
         batch = self._batch
         if self._most_likely is not None and not (batch.groups or batch.edits_logits or batch.asking):
             return _greedy(*self._most_likely(logits))
-        raw = draws.padded(logits, self._room(len(sequences)))
+        with torch.inference_mode(), _threads_for(logits):
+            return self._sample(logits, batch)
+
+    def _sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+        raw = draws.padded(logits, self._room(len(batch.sequences)))
         rows = self._prepare(raw, raw is logits, batch)
         ids, state = self._choose(rows, batch)
         return self._read(raw, rows, batch, ids, state)
@@ -208,6 +215,12 @@ class Sampler:
             ids = torch.tensor([decided[row] for row in late], device=self.device)
             table = logprob_table(raw[torch.tensor(late, device=self.device)], ids, top)
             entries.update(zip(late, table.tolist(), strict=True))
+
+
+def _threads_for(logits: Tensor) -> AbstractContextManager[None]:
+    """Small tensor operations on a CPU on this thread alone."""
+    alone = logits.device.type == "cpu" and logits.numel() <= _ALONE_BELOW
+    return one_thread() if alone else nullcontext()
 
 
 def _greedy(token_ids: list[int], best: list[float]) -> Sampled:

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -172,11 +173,11 @@ class CpuKernels:
         """The token of the greatest logit of each row of [R, V], the lowest of equals, and that logit."""
         logits = logits.contiguous()
         rows, size = logits.shape
-        found = torch.empty((rows, 2), dtype=torch.int32)
-        arguments = (logits.data_ptr(), size * logits.element_size(), size, found.data_ptr())
+        found = np.empty((2, rows), np.int32)
+        arguments = (logits.data_ptr(), size * logits.element_size(), size, found.ctypes.data)
         code = cpu_rows.most_likely_job(KINDS[logits.dtype])
-        self._share(code, cpu_rows.MOST_LIKELY, rows, logits.numel(), arguments)
-        return found[:, 0].tolist(), found[:, 1].view(torch.float32).tolist()
+        self._share(code, cpu_rows.MOST_LIKELY, rows, logits.numel() if rows > 1 else 0, arguments)
+        return found[0].tolist(), found[1].view(np.float32).tolist()
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes.

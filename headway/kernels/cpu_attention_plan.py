@@ -22,15 +22,15 @@ class AttentionPlan:
     """
 
     def __init__(self) -> None:
-        self._memory = np.zeros(4096, np.int64)
+        self._take(4096)
         self.partial_rows = 0
         self._values, self._sums = torch.empty(0), torch.empty(0)
         self._step: StepGeometry | None = None
         self._group = 0
 
-    @property
-    def address(self) -> int:
-        return int(self._memory.ctypes.data)
+    def _take(self, words: int) -> None:
+        self._memory = np.zeros(words, np.int64)
+        self.address = int(self._memory.ctypes.data)
 
     def partials(self, heads: int, width: int) -> tuple[int, int]:
         """Addresses of room for parts: their values, float32 [rows, H, D], their maxima and sums [rows, H, 2]."""
@@ -51,7 +51,7 @@ class AttentionPlan:
         for row in (*tiles, *merges):
             numbers.extend(row)
         if len(numbers) > len(self._memory):
-            self._memory = np.zeros(2 * len(numbers), np.int64)
+            self._take(2 * len(numbers))
         self._memory[: len(numbers)] = numbers
 
 

@@ -29,6 +29,9 @@ from headway.kernels.cpu_team import arg, job, once_per_kind, real_arg, take_row
 # Sums may be reordered into vectors; NaN and infinity keep their meaning.
 REORDER = {"reassoc", "contract", "nsz", "arcp"}
 
+# Elements among which the greatest is sought before the place is.
+_SEARCHED = 8192
+
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
@@ -157,19 +160,35 @@ def rotate_both_job(kind: Any) -> int:
 
 
 @compiled(fastmath=REORDER)
-def _most_likely_row(kind, logits, count):
-    """(index of the greatest, the first of equals, and the greatest); NaN as the greatest if there is one."""
+def _greatest(kind, logits, first, last):
+    """The greatest of elements first .. last - 1, and whether one of them is NaN."""
     best, unknown = -np.float32(np.inf), 0
-    for i in range(count):
+    for i in range(first, last):
         value = load(logits, i, kind)
         best = larger(best, value)
         unknown |= value != value
-    if unknown != 0:
-        return np.int32(0), np.float32(np.nan)
-    place = np.int32(count)
-    for i in range(count):  # to the end, as vectors do; ending at the first would go one by one
-        place = min(place, np.int32(i) if load(logits, i, kind) == best else np.int32(count))
-    return place, best
+    return best, unknown
+
+
+@compiled()
+def _place_of(kind, logits, first, last, wanted):
+    place = np.int32(last)
+    for i in range(first, last):  # to the end, as vectors do; ending at the first would go one by one
+        place = min(place, np.int32(i) if load(logits, i, kind) == wanted else np.int32(last))
+    return place
+
+
+@compiled()
+def _most_likely_row(kind, logits, count):
+    """(index of the greatest, the first of equals, and the greatest); NaN as the greatest if there is one."""
+    best, begin = -np.float32(np.inf), 0
+    for first in range(0, count, _SEARCHED):
+        greatest, unknown = _greatest(kind, logits, first, min(first + _SEARCHED, count))
+        if unknown != 0:
+            return np.int32(0), np.float32(np.nan)
+        if greatest > best:
+            best, begin = greatest, first
+    return _place_of(kind, logits, begin, min(begin + _SEARCHED, count), best), best
 
 
 TAKE = struct.Struct("7q")
@@ -203,8 +222,8 @@ def most_likely_job(kind: Any) -> int:
         row = take_rows(a, 1)
         while row < count:
             place, best = _most_likely_row(kind, arg(a, 2) + row * arg(a, 3), arg(a, 4))
-            write_integer(arg(a, 5), 2 * row, np.int64(place), 32)
-            store(arg(a, 5), 2 * row + 1, best, FLOAT32)
+            write_integer(arg(a, 5), row, np.int64(place), 32)
+            store(arg(a, 5), count + row, best, FLOAT32)
             row = take_rows(a, 1)
 
     return job(rows)

@@ -99,6 +99,13 @@ def check_most_likely(kernels: Kernels, device: str, dtype: torch.dtype) -> None
         assert best[row] == wide[row].max().item()
         assert tokens[row] == int((wide[row] == best[row]).nonzero()[0])
         assert kernels.most_likely(wide[row : row + 1].to(device)) == ([tokens[row]], [best[row]])
+    many = torch.full((3, 20_001), -1.0, dtype=dtype)
+    many[0, [8191, 8192, 20_000]] = 2.0
+    many[1, [16_384, 20_000]] = 2.0
+    many[2, 100], many[2, 20_000] = inf, nan
+    tokens, best = kernels.most_likely(many.to(device))
+    assert (tokens[:2], best[:2]) == ([8191, 16_384], [2.0, 2.0])
+    assert math.isnan(best[2])
 
 
 def check_copy_blocks(kernels: Kernels, device: str) -> None:
