@@ -30,6 +30,17 @@ class LaidOut:
     last_rows: Tensor
 
 
+@dataclass(slots=True)
+class _Tensors:
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    query_start: Tensor
+    context_lens: Tensor
+    last_rows: Tensor
+
+
 class BlockTables:
     """Block tables of the running sequences as one array, updated only where they changed; `version` counts that."""
 
@@ -81,16 +92,14 @@ class StepLayout:
         self._block_size = block_size
         fixed = _MOST_REPEATED if device.type == "cpu" else 0
         self._most_repeated = fixed
-        self._numbers = np.zeros((4, fixed), np.int64)
+        self._numbers = np.zeros((3, fixed), np.int64)
         self._contexts = np.zeros(fixed, np.int32)
         self._tables = np.zeros((fixed, self.tables.array.shape[1]), np.int32)
         self._taken: tuple[list[int], int, int] | None = None  # the rows, blocks and version that _tables has
-        self._decodes: dict[int, _DecodeTensors] = {}  # by the number of sequences
+        self._decodes: dict[int, _Tensors] = {}  # by the number of sequences
 
     def lay_out(self, scheduled: list[ScheduledSequence]) -> LaidOut:
         """The tensors of a step, good until the next one is laid out."""
-        if len(scheduled) <= self._most_repeated and all(item.num_tokens == 1 and item.samples for item in scheduled):
-            return self._lay_out_decodes(scheduled)
         size = self._block_size
         tokens: list[int] = []
         positions: list[int] = []
@@ -100,100 +109,99 @@ class StepLayout:
         for item in scheduled:
             sequence, start, count = item.sequence, item.start, item.num_tokens
             table = sequence.block_table
-            span = range(start, start + count)
-            tokens.extend(sequence.tokens[start : start + count])
-            positions.extend(span)
-            slots.extend([table[p // size] * size + p % size for p in span])
+            if count == 1:
+                tokens.append(sequence.tokens[start])
+                positions.append(start)
+                slots.append(table[start // size] * size + start % size)
+            else:
+                span = range(start, start + count)
+                tokens.extend(sequence.tokens[start : start + count])
+                positions.extend(span)
+                slots.extend([table[p // size] * size + p % size for p in span])
             starts.append(len(tokens))
             lengths.append(count)
             contexts.append(start + count)
             rows.append(self.tables.row(sequence))
             if item.samples:
                 last.append(len(tokens) - 1)
-        most = -(-max(contexts) // size)
-        n = len(tokens)
-        repeatable = n <= self._most_repeated
-        if repeatable:
-            numbers = self._numbers
-            numbers[0, :n], numbers[1, :n], numbers[2, :n], numbers[3, : len(last)] = tokens, positions, slots, last
-            fixed = torch.from_numpy(numbers)
-            wide = [fixed[0, :n], fixed[1, :n], fixed[2, :n], fixed[3, : len(last)]]
-            tables = torch.from_numpy(self._tables_of(rows, most))
+        longest = max(contexts)
+        most = -(-longest // size)
+        repeatable = len(tokens) <= self._most_repeated
+        if not repeatable:
+            tensors = self._anew(tokens, positions, slots, starts, contexts, last, self.tables.array[rows, :most])
         else:
-            all_numbers = self._to_device(np.array(tokens + positions + slots + last, dtype=np.int64))
-            wide = list(all_numbers.split([n, n, n, len(last)]))
-            tables = self._to_device(self.tables.array[rows, :most])
-        narrow = self._to_device(np.array(starts + contexts, dtype=np.int32))
+            self._fill(tokens, positions, slots, rows, most)
+            if len(last) == len(tokens):
+                tensors = self._of_decodes(contexts)
+            else:
+                tensors = self._in_place(len(tokens), starts, contexts, last)
         geometry = StepGeometry(
-            query_start=narrow[: len(starts)],
-            context_lens=narrow[len(starts) :],
-            block_tables=tables,
-            slots=wide[2],
-            positions=wide[1],
+            query_start=tensors.query_start,
+            context_lens=tensors.context_lens,
+            block_tables=tensors.block_tables,
+            slots=tensors.slots,
+            positions=tensors.positions,
             num_sequences=len(scheduled),
             max_query_len=max(lengths),
-            max_context_len=max(contexts),
+            max_context_len=longest,
             query_lens_host=lengths,
             context_lens_host=contexts,
             repeatable=repeatable,
         )
-        return LaidOut(wide[0], geometry, wide[3])
+        return LaidOut(tensors.token_ids, geometry, tensors.last_rows)
 
-    def _lay_out_decodes(self, scheduled: list[ScheduledSequence]) -> LaidOut:
-        """One token of each sequence, in tensors that are only filled anew."""
-        size, count = self._block_size, len(scheduled)
-        tokens, positions, slots, contexts, rows = [], [], [], [], []
-        for item in scheduled:
-            sequence, position = item.sequence, item.start
-            tokens.append(sequence.tokens[position])
-            positions.append(position)
-            slots.append(sequence.block_table[position // size] * size + position % size)
-            contexts.append(position + 1)
-            rows.append(self.tables.row(sequence))
-        self._numbers[:3, :count] = tokens, positions, slots
-        self._contexts[:count] = contexts
-        longest = max(contexts)
-        self._tables_of(rows, -(-longest // size))
-        fixed = self._decodes.get(count)
-        if fixed is None:
-            fixed = self._decodes[count] = _DecodeTensors(self._numbers, self._contexts, self._tables, count)
-        geometry = StepGeometry(
-            query_start=fixed.query_start,
-            context_lens=fixed.context_lens,
-            block_tables=fixed.block_tables,
-            slots=fixed.slots,
-            positions=fixed.positions,
-            num_sequences=count,
-            max_query_len=1,
-            max_context_len=longest,
-            query_lens_host=fixed.query_lens,
-            context_lens_host=contexts,
-            repeatable=True,
-        )
-        return LaidOut(fixed.token_ids, geometry, fixed.last_rows)
+    def _anew(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        slots: list[int],
+        starts: list[int],
+        contexts: list[int],
+        last: list[int],
+        tables: np.ndarray,
+    ) -> _Tensors:
+        """On the device, in two transfers and that of the tables."""
+        count = len(tokens)
+        wide = self._to_device(np.array(tokens + positions + slots + last, dtype=np.int64))
+        token_ids, position_ids, slot_ids, last_rows = wide.split([count, count, count, len(last)])
+        narrow = self._to_device(np.array(starts + contexts, dtype=np.int32))
+        query_start, context_lens = narrow.split([len(starts), len(contexts)])
+        block_tables = self._to_device(tables)
+        return _Tensors(token_ids, position_ids, slot_ids, block_tables, query_start, context_lens, last_rows)
 
-    def _tables_of(self, rows: list[int], most: int) -> np.ndarray:
-        """The block tables of a repeatable step, [S, all blocks], of which the first `most` count."""
+    def _fill(self, tokens: list[int], positions: list[int], slots: list[int], rows: list[int], most: int) -> None:
+        """Write a repeatable step to its place; of its block tables the first `most` entries, unless they are there."""
+        self._numbers[:, : len(tokens)] = tokens, positions, slots
         wanted = rows, most, self.tables.version
         if self._taken != wanted:
             np.take(self.tables.array[:, :most], rows, axis=0, out=self._tables[: len(rows), :most])
             self._taken = wanted
-        return self._tables[: len(rows)]
+
+    def _of_decodes(self, contexts: list[int]) -> _Tensors:
+        """Of a step in which each sequence decodes a token, kept for the next one of as many."""
+        count = len(contexts)
+        self._contexts[:count] = contexts
+        if count not in self._decodes:
+            ones = list(range(count))
+            self._decodes[count] = self._in_place(count, [*ones, count], contexts, ones)
+            self._decodes[count].context_lens = torch.from_numpy(self._contexts[:count])
+        return self._decodes[count]
+
+    def _in_place(self, count: int, starts: list[int], contexts: list[int], last: list[int]) -> _Tensors:
+        """Views of the memory of repeatable steps, for one of `count` tokens."""
+        numbers, narrow = torch.from_numpy(self._numbers), torch.tensor([*starts, *contexts], dtype=torch.int32)
+        return _Tensors(
+            token_ids=numbers[0, :count],
+            positions=numbers[1, :count],
+            slots=numbers[2, :count],
+            block_tables=torch.from_numpy(self._tables[: len(contexts)]),
+            query_start=narrow[: len(starts)],
+            context_lens=narrow[len(starts) :],
+            last_rows=torch.tensor(last, dtype=torch.int64),
+        )
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         host = torch.from_numpy(array)
         if self._device.type == "cpu":
             return host
         return host.pin_memory().to(self._device, non_blocking=True)
-
-
-class _DecodeTensors:
-    """Views of the memory of a step in which each of `count` sequences decodes a token."""
-
-    def __init__(self, numbers: np.ndarray, contexts: np.ndarray, tables: np.ndarray, count: int) -> None:
-        self.token_ids, self.positions, self.slots, _ = torch.from_numpy(numbers)[:, :count]
-        self.context_lens = torch.from_numpy(contexts)[:count]
-        self.block_tables = torch.from_numpy(tables)[:count]
-        self.query_start = torch.arange(count + 1, dtype=torch.int32)
-        self.last_rows = torch.arange(count)
-        self.query_lens = [1] * count

@@ -42,6 +42,7 @@ from headway.kernels.cpu_ir import (
     index,
     read,
     shuffle,
+    word_constant,
 )
 from headway.kernels.cpu_simd import BFLOAT16, FLOAT16, FLOAT32, IS_X86, cpu_features
 
@@ -111,10 +112,6 @@ def arithmetic_of(kind: Any) -> Arithmetic:
     return ARITHMETIC[_TYPE_OF[type(kind)]]
 
 
-def _constant(value: int) -> ir.Constant:
-    return ir.Constant(WORDS, [value] * LANES)
-
-
 def _short(value: int) -> ir.Constant:
     return ir.Constant(_SHORTS, [value] * (2 * LANES))
 
@@ -144,15 +141,15 @@ def _scaled_nibbles(builder: Any, step: Any, vector: int) -> list[Any]:
     carries into the next, whatever becomes of the pair of bytes on the way.
     """
     scales = builder.zext(read(builder, builder.add(step, index(vector * LANES)), _SCALES), WORDS)
-    scales = builder.bitcast(builder.or_(scales, builder.shl(scales, _constant(16))), _SHORTS)
+    scales = builder.bitcast(builder.or_(scales, builder.shl(scales, word_constant(16))), _SHORTS)
     scales = builder.sub(scales, _short(128))
     starts = builder.sub(_short(0x8080), builder.mul(scales, _short(8 * 0x0101)))
     result = []
     for pair in range(4):
         place = PANEL + (pair * PANEL_VECTORS + vector) * VECTOR_BYTES
         stored = read(builder, builder.add(step, index(place)), WORDS)
-        for nibbles in (stored, builder.lshr(stored, _constant(4))):
-            weights = builder.bitcast(builder.and_(nibbles, _constant(0x0F0F0F0F)), _SHORTS)
+        for nibbles in (stored, builder.lshr(stored, word_constant(4))):
+            weights = builder.bitcast(builder.and_(nibbles, word_constant(0x0F0F0F0F)), _SHORTS)
             result.append(builder.bitcast(builder.add(builder.mul(weights, scales), starts), WORDS))
     return result
 
@@ -191,7 +188,7 @@ def _sum_of_pairs(builder: Any, left: Any, right: Any) -> Any:
     if _PAIRS:
         name = "avx2.pmadd.wd" if _PAIRS == 256 else "avx512.pmaddw.d.512"
         return _x86(builder, f"llvm.x86.{name}", I32, [left, right], I16, _PAIRS)
-    words, sixteen = [builder.bitcast(lanes, WORDS) for lanes in (left, right)], _constant(16)
+    words, sixteen = [builder.bitcast(lanes, WORDS) for lanes in (left, right)], word_constant(16)
     high = [builder.ashr(word, sixteen) for word in words]
     low = [builder.ashr(builder.shl(word, sixteen), sixteen) for word in words]
     return builder.add(builder.mul(*low), builder.mul(*high))
@@ -212,8 +209,8 @@ def _x86(builder: Any, name: str, result: Any, vectors: list[Any], lane: Any, bi
 
 
 def _low_half(builder: Any, words: Any) -> Any:
-    return builder.bitcast(builder.shl(words, _constant(16)), FLOATS)
+    return builder.bitcast(builder.shl(words, word_constant(16)), FLOATS)
 
 
 def _high_half(builder: Any, words: Any) -> Any:
-    return builder.bitcast(builder.and_(words, _constant(0xFFFF0000)), FLOATS)
+    return builder.bitcast(builder.and_(words, word_constant(0xFFFF0000)), FLOATS)

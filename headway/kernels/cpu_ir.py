@@ -55,6 +55,11 @@ def shuffle(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
+def word_constant(value: int) -> ir.Constant:
+    """The value in all lanes of WORDS."""
+    return ir.Constant(WORDS, [value] * LANES)
+
+
 def splat(builder: Any, scalar: Any, vector_type: Any) -> Any:
     undefined = ir.Constant(vector_type, ir.Undefined)
     return shuffle(

@@ -27,6 +27,7 @@ from headway.kernels.cpu_ir import (
     loop,
     read,
     splat,
+    word_constant,
     write,
 )
 
@@ -49,7 +50,7 @@ def largest_of_rows(typing: Any, source: Any, rows: Any, words: Any, out: Any) -
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rows, words, out = arguments[1:]
-        largest = _largest(builder, source, rows, words)
+        largest = _largest(builder, *_range(builder, source, rows, words))
         write(builder, _if_greater(builder, largest, _floats(0.0), largest, _floats(1.0)), out)
         return context.get_dummy_value()
 
@@ -75,12 +76,12 @@ def write_bytes(
         more = splat(builder, builder.trunc(offset, I32), WORDS)
 
         def body(step: Any, _: list[Any]) -> tuple[list[Any], int]:
-            total = _words(0)
+            total = word_constant(0)
             first = builder.mul(step, index(words))
             for place, value in enumerate(_elements(builder, source, rows, first, words)):
                 whole = builder.fptosi(_nearest(builder, builder.fmul(value, inverse)), WORDS)
-                byte = builder.and_(builder.add(whole, more), _words(255))
-                total = builder.or_(total, builder.shl(byte, _words(8 * place)))
+                byte = builder.and_(builder.add(whole, more), word_constant(255))
+                total = builder.or_(total, builder.shl(byte, word_constant(8 * place)))
             lanes = total if stored is WORDS else builder.trunc(total, stored)
             write(builder, lanes, builder.add(out, builder.mul(step, stride)))
             return [], 1
@@ -111,16 +112,16 @@ def write_groups(
             first = _place(builder, rows, builder.mul(step, index(group_words)))
             to = builder.add(out, builder.mul(step, stride))
             scale = _best_scale(builder, source, first, group_words, unit)
-            stored = builder.trunc(builder.add(scale, _words(128)), _BYTES)
+            stored = builder.trunc(builder.add(scale, word_constant(128)), _BYTES)
             write(builder, stored, builder.add(to, builder.mul(vector, index(LANES))))
             inverse = builder.fdiv(_floats(1.0), builder.fmul(builder.sitofp(scale, FLOATS), unit))
             for number in range(GROUP // 8):
-                total = _words(0)
+                total = word_constant(0)
                 elements = _elements(builder, source, first, index(number * step_words), step_words)
                 for place, value in enumerate(elements):
                     whole = builder.fptosi(_four_bits(builder, value, inverse), WORDS)
                     shift = 8 * (place % 4) + 4 * (place // 4)
-                    total = builder.or_(total, builder.shl(builder.add(whole, _words(8)), _words(shift)))
+                    total = builder.or_(total, builder.shl(builder.add(whole, word_constant(8)), word_constant(shift)))
                 at = builder.add(to, builder.mul(vector, index(VECTOR_BYTES)))
                 write(builder, total, builder.add(at, index(PANEL + number * PANEL * 4)))
             return [], 1
@@ -138,16 +139,16 @@ def _best_scale(builder: Any, source: Any, rows: Any, words: int, unit: Any) -> 
     """
     least, greatest = _range(builder, source, rows, index(words))
     negative = builder.fcmp_ordered(">", builder.fadd(least, greatest), _floats(0.0))
-    sign = builder.select(negative, _words(-1), _words(1))
-    largest = _if_greater(builder, greatest, builder.fneg(least), greatest, builder.fneg(least))
+    sign = builder.select(negative, word_constant(-1), word_constant(1))
+    largest = _largest(builder, least, greatest)
     plain = builder.fdiv(largest, builder.fmul(_floats(LARGEST_INT4), unit))
     lowest = builder.fptosi(builder.fmul(plain, _floats(_LEAST_FRACTION)), WORDS)
-    lowest = builder.select(builder.icmp_signed(">", lowest, _words(1)), lowest, _words(1))
+    lowest = builder.select(builder.icmp_signed(">", lowest, word_constant(1)), lowest, word_constant(1))
     highest = builder.fptosi(builder.fmul(plain, _floats(_MOST_FRACTION)), WORDS)
-    highest = builder.add(highest, _words(1))
-    limit = builder.select(negative, _words(-_LEAST_SCALE), _words(LARGEST_SCALE))
+    highest = builder.add(highest, word_constant(1))
+    limit = builder.select(negative, word_constant(-_LEAST_SCALE), word_constant(LARGEST_SCALE))
     highest = builder.select(builder.icmp_signed("<", highest, limit), highest, limit)
-    scales = [builder.add(lowest, _words(number)) for number in range(_CANDIDATES)]
+    scales = [builder.add(lowest, word_constant(number)) for number in range(_CANDIDATES)]
     unit = builder.fmul(unit, builder.sitofp(sign, FLOATS))
     wide = [builder.fmul(builder.sitofp(scale, FLOATS), unit) for scale in scales]
     inverses = [builder.fdiv(_floats(1.0), each) for each in wide]
@@ -195,17 +196,9 @@ def write_words(typing: Any, kind: Any, rows: Any, steps: Any, out: Any, stride:
     return types.void(kind, *[types.int64] * 4), generate
 
 
-def _largest(builder: Any, source: Any, rows: Any, words: Any) -> Any:
-    """The greatest magnitude in some words of each row, float32."""
-
-    def body(word: Any, best: list[Any]) -> tuple[list[Any], int]:
-        greatest = best[0]
-        for value in _elements(builder, source, rows, word, 1):
-            magnitude = builder.call(declare(builder, "llvm.fabs.v16f32", FLOATS, [FLOATS]), [value])
-            greatest = _if_greater(builder, magnitude, greatest, magnitude, greatest)
-        return [greatest], 1
-
-    return loop(builder, words, [_floats(0.0)], body)[0]
+def _largest(builder: Any, least: Any, greatest: Any) -> Any:
+    """The greatest magnitude of what _range() gave."""
+    return _if_greater(builder, greatest, builder.fneg(least), greatest, builder.fneg(least))
 
 
 def _range(builder: Any, source: Any, rows: Any, words: Any) -> tuple[Any, Any]:
@@ -230,10 +223,10 @@ def _elements(builder: Any, source: Any, rows: Any, first: Any, words: int) -> l
         if source == types.float32:
             elements.append(builder.bitcast(word, FLOATS))
         elif source == types.uint16:
-            elements.append(builder.bitcast(builder.shl(word, _words(16)), FLOATS))
-            elements.append(builder.bitcast(builder.and_(word, _words(0xFFFF0000)), FLOATS))
+            elements.append(builder.bitcast(builder.shl(word, word_constant(16)), FLOATS))
+            elements.append(builder.bitcast(builder.and_(word, word_constant(0xFFFF0000)), FLOATS))
         else:
-            for half in (word, builder.lshr(word, _words(16))):
+            for half in (word, builder.lshr(word, word_constant(16))):
                 elements.append(builder.fpext(builder.bitcast(builder.trunc(half, _SHORTS), _HALVES), FLOATS))
     return elements
 
@@ -260,7 +253,3 @@ def _if_greater(builder: Any, left: Any, right: Any, then: Any, otherwise: Any) 
 
 def _floats(value: float) -> ir.Constant:
     return ir.Constant(FLOATS, [float(value)] * LANES)
-
-
-def _words(value: int) -> ir.Constant:
-    return ir.Constant(WORDS, [value] * LANES)
