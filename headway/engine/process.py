@@ -10,7 +10,10 @@ import gc
 import os
 import signal
 import sys
+import time
 import traceback
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
     from headway.engine.core import EngineCore
 
 IDLE_POLL_MS = 500
+# Between two steps messages are taken up for so long: a crowd that arrives at once adds no more than this to a step.
+INTAKE_NS = 2_000_000
+_CHECKED = object()
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ToEngine)
 
@@ -51,16 +57,19 @@ class Channel:
     def send(self, message: FromEngine) -> None:
         self._socket.send(_encoder.encode(message), copy=True)
 
-    def receive(self, timeout_ms: int) -> list[ToEngine]:
-        """All messages that are there, after waiting up to timeout_ms for the first."""
-        messages: list[ToEngine] = []
+    def receive(self, timeout_ms: int) -> Iterator[ToEngine]:
+        """The messages that are there, after waiting up to timeout_ms for the first.
+
+        What is not taken up within INTAKE_NS is left for the next call: a step comes first.
+        """
         if timeout_ms and not self._socket.poll(timeout_ms):
-            return messages
-        while True:
-            try:
-                messages.append(_decoder.decode(self._socket.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                return messages
+            return
+        until = time.monotonic_ns() + INTAKE_NS
+        with suppress(zmq.Again):
+            while True:
+                yield _decoder.decode(self._socket.recv(zmq.NOBLOCK))
+                if time.monotonic_ns() >= until:
+                    return
 
     def close(self) -> None:
         self._socket.close()
@@ -117,13 +126,10 @@ def quiet_garbage_collector() -> None:
 
 
 def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
-    checked = True
+    checking: Iterator[None] | None = None  # the pool's integrity, while there is nothing else to do
     while True:
         busy = core.has_work
-        if not busy and not checked:
-            core.check()
-            checked = True
-        for message in channel.receive(0 if busy else IDLE_POLL_MS):
+        for message in channel.receive(0 if busy or checking else IDLE_POLL_MS):
             if isinstance(message, AddRequest):
                 core.add(message)
             elif isinstance(message, AbortRequest):
@@ -131,10 +137,12 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
             elif isinstance(message, Shutdown):
                 return 0
         if core.has_work:
-            checked = False
             channel.send(core.step())
+            checking = core.check_by_parts()
         elif busy:  # everything was aborted between two steps
             channel.send(core.idle())
+        elif checking is not None and next(checking, _CHECKED) is _CHECKED:
+            checking = None
         if os.getppid() != parent:
             return 0
 

@@ -13,7 +13,7 @@ sequence alone fits in the pool, so every preempted sequence comes back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from headway.policy.accounting import Accounting, ScheduledSequence, StepTimes, work_of
@@ -377,7 +377,12 @@ class Scheduler:
         Raises:
             RuntimeError: naming the block.
         """
-        self.blocks.check(sequence.block_table for sequence in self.running)
+        for _ in self.check_by_parts():
+            pass
+
+    def check_by_parts(self) -> Iterator[None]:
+        """check() with pauses, as KVBlocks.check_by_parts()."""
+        yield from self.blocks.check_by_parts(sequence.block_table for sequence in self.running)
         if any(sequence.block_table for sequence in self.waiting):
             raise RuntimeError("a waiting sequence holds blocks")
 

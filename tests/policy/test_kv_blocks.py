@@ -91,6 +91,12 @@ def test_the_check_finds_leaks_and_double_use() -> None:
     with pytest.raises(RuntimeError, match="1 references, but 2 sequences"):
         pool.check([table, table[:1]])
     pool.release(table)
+    pool._free.append(table[0])
+    with pytest.raises(RuntimeError, match=f"block {table[0]} is twice among the free"):
+        pool.check([])
+    del pool._free[-2:]
+    with pytest.raises(RuntimeError, match="has 0 references and is not idle"):
+        pool.check([])
     with pytest.raises(RuntimeError, match="released more often"):
         pool.release(table[:1])
 

@@ -14,7 +14,7 @@ def test_each_row_names_tests_that_exist() -> None:
     assert len(rows) > 30
     for row in rows:
         cell = row.split(" | ")[-1]
-        named = re.findall(r"`([\w/]+\.py)?::(test_\w+)`", cell)
+        named = re.findall(r"`([\w./]+\.py)?::(test_\w+)`", cell)
         assert named, row
         file = ""
         for path, test in named:

@@ -1,0 +1,118 @@
+"""The step loop between two steps: how much it takes up, and when it looks after the pool."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from headway.engine import process
+from headway.engine.messages import AddRequest, Shutdown, StepOutputs, StepStats
+from headway.policy.kv_blocks import CHECKED_AT_ONCE, KVBlocks
+from headway.policy.sampling_params import SamplingParams
+
+
+class Socket:
+    """Frames that have all come already."""
+
+    def __init__(self, messages: list[Any]) -> None:
+        self.frames = [process._encoder.encode(message) for message in messages]
+
+    def recv(self, flags: int) -> bytes:
+        if not self.frames:
+            raise zmq.Again
+        return self.frames.pop(0)
+
+    def poll(self, timeout_ms: int) -> int:
+        return len(self.frames)
+
+
+class Core:
+    """Notes in `log` what it was asked to do; has work until `steps` steps are done."""
+
+    def __init__(self, steps: int = 10**9, parts: int = 0) -> None:
+        self.log: list[str] = []
+        self.left = 0
+        self._steps = steps
+        self._parts = parts
+
+    @property
+    def has_work(self) -> bool:
+        return self.left > 0
+
+    def add(self, request: AddRequest) -> None:
+        self.log.append("add")
+        self.left = self._steps
+
+    def step(self) -> StepOutputs:
+        self.log.append("step")
+        self.left -= 1
+        return StepOutputs([], StepStats(0, 0, 0.0), 0)
+
+    def check_by_parts(self) -> Iterator[None]:
+        for _ in range(self._parts):
+            self.log.append("part")
+            yield
+        self.log.append("checked")
+
+
+class Script:
+    """A channel: each receive() yields the next of `turns` and notes its timeout; at the end comes Shutdown."""
+
+    def __init__(self, turns: list[list[Any]]) -> None:
+        self.turns = iter([*turns, [Shutdown()]])
+        self.timeouts: list[int] = []
+
+    def receive(self, timeout_ms: int) -> Iterator[Any]:
+        self.timeouts.append(timeout_ms)
+        yield from next(self.turns)
+
+    def send(self, message: Any) -> None:
+        pass
+
+
+def request(number: int) -> AddRequest:
+    return AddRequest(str(number), [1, 2, 3], SamplingParams(), [0])
+
+
+def test_a_crowd_is_taken_up_a_few_milliseconds_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0
+
+    def clock() -> int:  # a message costs 50 microseconds
+        nonlocal now
+        now += 50_000
+        return now
+
+    monkeypatch.setattr("headway.engine.process.time.monotonic_ns", clock)
+    channel = process.Channel.__new__(process.Channel)
+    channel._socket = Socket([*(request(i) for i in range(10_000)), Shutdown()])  # type: ignore[assignment]
+    channel.send = lambda message: None  # type: ignore[method-assign]
+    core = Core()
+    assert process._step_loop(channel, core, os.getppid()) == 0  # type: ignore[arg-type]
+    between = [len(turn) // len("add,") for turn in ",".join([*core.log, ""]).split("step,")]
+    assert sum(between) == 10_000
+    assert max(between) == process.INTAKE_NS // 50_000
+
+
+def test_the_pool_is_checked_when_nothing_else_is_to_do_and_a_request_does_not_wait_for_it() -> None:
+    core = Core(steps=1, parts=50)
+    turns = [[request(1)], [], [], [], [request(2)], *([[]] * 60)]
+    channel = Script(turns)
+    process._step_loop(channel, core, os.getppid())  # type: ignore[arg-type]
+    assert core.log == ["add", "step", *["part"] * 3, "add", "step", *["part"] * 50, "checked"]
+    assert channel.timeouts[:6] == [process.IDLE_POLL_MS, 0, 0, 0, 0, 0]
+    assert channel.timeouts[-1] == process.IDLE_POLL_MS  # checked once
+
+
+def test_a_part_of_the_check_is_small_however_large_the_pool() -> None:
+    pool = KVBlocks(100_000, 16)
+    table = pool.allocate(60_000)
+    pool.register(table[0], "", tuple(range(16)))
+    pool.release(table)
+    assert sum(1 for _ in pool.check_by_parts([])) >= 2 * 100_000 // CHECKED_AT_ONCE
+    pool.references[99_999] = 1  # a leak at the very end is still found
+    with pytest.raises(RuntimeError, match="block 99999 has 1 references, but 0"):
+        pool.check([])
