@@ -85,6 +85,12 @@ def serve(
         int | None, typer.Option(min=1, help="Answer 503 while this many wait. Default: never.")
     ] = None,
     max_body_size: Annotated[Any, typer.Option(**_SIZE_OPTION, help="Largest request body.")] = "8M",
+    max_queued_text: Annotated[
+        Any, typer.Option(**_SIZE_OPTION, help="Most characters of text that wait to be tokenized; then 429.")
+    ] = "16M",
+    request_read_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a request may take from its first byte to its last.")
+    ] = 60.0,
     max_stream_buffer: Annotated[
         Any, typer.Option(**_SIZE_OPTION, help="Most bytes of a stream that wait for a slow client.")
     ] = "1M",
@@ -133,6 +139,8 @@ def serve(
         api_keys=api_key or [],
         max_num_queued_reqs=max_num_queued_reqs,
         max_body_size=max_body_size,
+        max_queued_text=max_queued_text,
+        request_read_timeout=request_read_timeout,
         max_stream_buffer=max_stream_buffer,
         send_timeout=send_timeout,
         shutdown_timeout=shutdown_timeout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
@@ -27,13 +28,77 @@ logger = logging.getLogger("headway.server")
 
 
 class Connection(HttpToolsProtocol):
-    """Uvicorn's connection, which also tells when a request's first byte came and can be cut off."""
+    """Uvicorn's connection, which also tells when a request's first byte came and can be cut off.
+
+    Args:
+        read_timeout_s: seconds that a request may take from its first byte to its last, and a new connection to its
+            first request.
+    """
+
+    def __init__(self, *args: Any, read_timeout_s: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._read_timeout_s = read_timeout_s
+        self._reading: asyncio.TimerHandle | None = None  # runs while a request is expected or incomplete
+        self._is_incomplete = False  # the first byte of a request has come and its last has not
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_reading()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        # Bytes between requests end the keep-alive timeout without beginning a request.
+        if self._reading is None and self.cycle.response_complete:
+            self._start_reading()
+        super().data_received(data)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._is_incomplete = True
+        self._start_reading()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope[ARRIVED] = time.monotonic_ns()
         scope[ABORT_CONNECTION] = self.reset
+
+    def on_message_complete(self) -> None:
+        self._is_incomplete = False
+        self._stop_reading()
+        super().on_message_complete()
+        if self.cycle.response_complete:  # it was refused before its end, and nothing else limits what comes next
+            self._start_reading()
+
+    def _start_reading(self) -> None:
+        self._stop_reading()
+        self._reading = self.loop.call_later(self._read_timeout_s, self._on_read_timeout)
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def _on_read_timeout(self) -> None:
+        is_own = self.cycle is not None and self.cycle.scope is self.scope
+        if self.pipeline or (self.cycle is not None and not is_own and not self.cycle.response_complete):
+            return self._start_reading()  # an earlier request of this connection is being answered
+        self._reading = None
+        if self._is_incomplete and not (is_own and self.cycle.response_started):
+            logger.warning("cut off %s: its request was not complete in time", self.client)
+            self.transport.write(self._timed_out())
+        self.transport.close()
+
+    def _timed_out(self) -> bytes:
+        error = ApiError(
+            408,
+            f"the request was not complete {self._read_timeout_s:g} s after its first byte (--request-read-timeout)",
+            code="request_timeout",
+            headers={"connection": "close", "x-request-id": _request_id(dict(self.headers).get(b"x-request-id", b""))},
+        )
+        answer = error.response()
+        head = b"".join(b"%b: %b\r\n" % header for header in answer.raw_headers)
+        return b"HTTP/1.1 408 Request Timeout\r\n%b\r\n%b" % (head, bytes(answer.body))
 
     def reset(self) -> None:
         """Cut the connection, and let the kernel forget what the client has not read."""

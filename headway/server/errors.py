@@ -69,6 +69,12 @@ def unavailable(message: str, code: str, retry_after_s: int) -> ApiError:
     return ApiError(503, message, code=code, kind="service_unavailable_error", headers=headers)
 
 
+def too_many(message: str, code: str, retry_after_s: int) -> ApiError:
+    """429: nothing is wrong with the request, but others are waiting; it may be sent again later."""
+    headers = {"retry-after": str(retry_after_s)}
+    return ApiError(429, message, code=code, kind="rate_limit_error", headers=headers)
+
+
 def internal(message: str) -> ApiError:
     return ApiError(500, message, kind="server_error", code="internal_error")
 

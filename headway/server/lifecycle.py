@@ -8,6 +8,7 @@ import errno
 import logging
 import socket
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -85,7 +86,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Connection,
+                http=partial(Connection, read_timeout_s=settings.request_read_timeout),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="on",
                 log_config=_log_config(settings.log_level),

@@ -32,7 +32,7 @@ async def completion_prompts(service: Service, given: Any, add_special_tokens: b
         def encode() -> list[Prompt]:
             return [Prompt(tokenizer.encode(text, add_special_tokens), text) for text in texts]
 
-        encoded = await service.compute(sum(map(len, texts)), encode)
+        encoded = await service.text_work.run(sum(map(len, texts)), encode)
     else:
         encoded = [Prompt(token_ids) for token_ids in prompts]
         for prompt in encoded:
@@ -72,7 +72,7 @@ async def chat_prompt(service: Service, body: ChatFields) -> Prompt:
 
     try:
         size = sum(len(message["content"]) + CHARS_OF_A_TURN for message in messages)
-        prompt = await service.compute(size, encode)
+        prompt = await service.text_work.run(size, encode)
     except TextError as error:
         raise bad_request(str(error), "messages") from None
     if not prompt.token_ids:

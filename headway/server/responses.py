@@ -121,7 +121,9 @@ _ERRORS = {
     400: "Bad or unsupported input; `param` names the field",
     401: "No valid API key",
     404: "No such model",
+    408: "The request was not complete in time",
     413: "The body is too large",
+    429: "Too much is waiting; Retry-After says when to come back",
     500: "The server failed",
     503: "Loading, shutting down, too many requests waiting, or the engine is dead; Retry-After says when to come back",
 }

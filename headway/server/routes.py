@@ -35,7 +35,7 @@ from headway.server.streaming import EventStream, unless_gone
 B = TypeVar("B", bound=Body)
 BODIES = (CompletionBody, ChatBody, TokenizeText, TokenizeChat, DetokenizeBody)
 MAX_CHOICES_OF_ALL_PROMPTS = 4096
-_GENERATING = responses.errors(400, 401, 404, 413, 500, 503)
+_GENERATING = responses.errors(400, 401, 404, 408, 413, 429, 500, 503)
 
 
 def _json(content: Any) -> Response:
@@ -222,7 +222,7 @@ class Routes:
             token_ids = (await chat_prompt(service, body)).token_ids
         else:
             text, special = body.prompt, body.add_special_tokens
-            token_ids = await service.compute(len(text), lambda: service.tokenizer.encode(text, special))
+            token_ids = await service.text_work.run(len(text), lambda: service.tokenizer.encode(text, special))
         strings = [service.tokenizer.token_text(i) for i in token_ids] if body.return_token_strs else None
         return _json(
             {
@@ -239,7 +239,7 @@ class Routes:
         service.check_model(body.model)
         service.check_ready()
         check_ids(body.tokens, service.tokenizer.vocab_size, "tokens")
-        text = await service.compute(len(body.tokens), lambda: service.tokenizer.decode(body.tokens, False))
+        text = await service.text_work.run(len(body.tokens), lambda: service.tokenizer.decode(body.tokens, False))
         return _json({"prompt": text})
 
     # --- status -------------------------------------------------------------------------------------

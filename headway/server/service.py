@@ -6,21 +6,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from headway.engine.messages import AddRequest, Ready, SequenceOutput, StepStats
 from headway.server.errors import ApiError, unavailable
 from headway.server.metrics import Metrics
 from headway.server.parameters import server_defaults
 from headway.server.settings import ServerSettings
+from headway.server.text_work import TextWork
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
-
-T = TypeVar("T")
-TOKENIZER_THREADS = 2
-# A hop to another thread costs more than encoding a text this short.
-INLINE_CHARS = 2000
 
 
 class Engine(Protocol):
@@ -67,6 +62,7 @@ class Service:
         self.template = template
         self.settings = settings
         self.defaults = {} if settings.generation_config == "none" else server_defaults(tokenizer.generation_config)
+        self.text_work = TextWork(settings.max_queued_text)
         self.metrics = Metrics(settings.metrics_prefix, settings.served_model_names[0], engine)
         self.created = int(time.time())
         self.draining = False
@@ -75,7 +71,6 @@ class Service:
         self.handing_over = 0  # choices admitted and not yet sent to the engine
         self._refusal: ApiError | None = None
         self._idle = asyncio.Event()
-        self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self._background: set[asyncio.Task[Any]] = set()
         engine.subscribe(self.metrics.on_step)
 
@@ -133,14 +128,6 @@ class Service:
             raise self._refusal
         self.generations.add(generation)
 
-    # --- work beside the event loop -----------------------------------------------------------------
-
-    async def compute(self, size: int, function: Callable[[], T]) -> T:
-        """Run text work on `size` characters: at once when it is short, else in a thread."""
-        if size <= INLINE_CHARS:
-            return function()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
-
     def background(self, work: Coroutine[Any, Any, None]) -> None:
         """Let `work` go on after the answer that began it."""
         task = asyncio.create_task(work)
@@ -179,4 +166,4 @@ class Service:
         for task in list(self._background):
             task.cancel()
         await self.engine.stop()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.text_work.close()

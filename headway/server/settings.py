@@ -16,6 +16,8 @@ class ServerSettings:
         api_keys: any of them opens the API; none leaves it open.
         max_num_queued_reqs: refuse requests while this many choices wait in the engine; None never refuses.
         max_body_size: bytes of a request's body.
+        max_queued_text: characters of requests' texts that may wait for a thread that tokenizes them.
+        request_read_timeout: seconds that a request may take from its first byte to its last.
         max_stream_buffer: bytes of a stream that may wait for a client that does not read.
         send_timeout: seconds that a write may wait for a client that does not read.
         shutdown_timeout: seconds that requests have to finish after SIGTERM.
@@ -29,6 +31,8 @@ class ServerSettings:
     api_keys: list[str] = field(default_factory=list)
     max_num_queued_reqs: int | None = None
     max_body_size: int = DEFAULT_MAX_BODY_SIZE
+    max_queued_text: int = 16 * 2**20
+    request_read_timeout: float = 60.0
     max_stream_buffer: int = 2**20
     send_timeout: float = 30.0
     shutdown_timeout: float = 30.0

@@ -1,0 +1,70 @@
+"""Text work beside the event loop: a few threads, and a bounded queue of what waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from headway.server.errors import too_many
+
+T = TypeVar("T")
+THREADS = 2
+# A hop to another thread costs more than encoding a text this short.
+INLINE_CHARS = 2000
+
+
+class TextWork:
+    """Runs what is done with texts: at once when they are short, else in a thread.
+
+    Args:
+        max_waiting: characters, or tokens, that may wait for a thread; one text may be longer when none waits.
+    """
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
+        self._free = asyncio.Semaphore(THREADS)
+        self.waiting = 0
+
+    async def run(self, size: int, function: Callable[[], T]) -> T:
+        """The result of `function`, which works on `size` characters or tokens.
+
+        Raises:
+            ApiError: 429, too much waits already.
+        """
+        if size <= INLINE_CHARS:
+            return function()
+        if self.waiting and self.waiting + size > self._max_waiting:
+            raise too_many(
+                f"{self.waiting} characters of other requests wait to be tokenized, and this one has {size}; at most "
+                f"{self._max_waiting} may wait (--max-queued-text)",
+                "text_queue_full",
+                1,
+            )
+        return await self.finish(size, function)
+
+    async def finish(self, size: int, function: Callable[[], T]) -> T:
+        """The same for work that ends a request: it waits however much waits before it."""
+        if size <= INLINE_CHARS:
+            return function()
+        self.waiting += size
+        try:
+            await self._free.acquire()
+        finally:
+            self.waiting -= size
+        loop = asyncio.get_running_loop()
+
+        def release(done: Future[Any]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._free.release)
+
+        running = self._pool.submit(function)
+        running.add_done_callback(release)
+        # A thread cannot be interrupted: it is free when it has finished, not when its client has gone away.
+        return await asyncio.shield(asyncio.wrap_future(running))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
