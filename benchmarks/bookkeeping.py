@@ -23,7 +23,8 @@ from headway.engine.runner import Runner
 from headway.kernels.reference import ReferenceKernels
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.sampling_params import SamplingParams
-from headway.policy.scheduler import Scheduler, SchedulerConfig
+from headway.policy.scheduler import Scheduler
+from headway.policy.scheduler_config import SchedulerConfig
 
 PARAMS = {
     "greedy": {"temperature": 0.0},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import time
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from headway.models.loading import load_model, resolve_dtype, resolve_model
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.request import Sequence
 from headway.policy.sampling_params import SamplingParams
-from headway.policy.scheduler import Scheduler, SchedulerConfig
+from headway.policy.scheduler import Scheduler
+from headway.policy.scheduler_config import SchedulerConfig
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 
@@ -94,6 +96,7 @@ def build_engine(
         config.enable_chunked_prefill,
         config.scheduling_policy,
         max_prefill_stall_ms=config.max_prefill_stall_ms,
+        max_queue_time=math.inf if config.max_queue_time is None else config.max_queue_time,
     )
     blocks = KVBlocks(num_blocks, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(scheduler_config, blocks)

@@ -23,6 +23,7 @@ class EngineConfig:
         max_prefill_stall_ms: for which prompts may hold up others in a step, where these do not take longer themselves;
             may be infinite.
         scheduling_policy: fcfs or priority.
+        max_queue_time: seconds that a request may wait without being begun; None sets no limit.
         num_threads: CPU threads of the engine; None takes one for each physical core, within the CPU quota.
     """
 
@@ -43,4 +44,5 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
+    max_queue_time: float | None = None
     num_threads: int | None = None

@@ -137,6 +137,9 @@ class EngineCore:
         """Run one step; its outputs may be empty where nothing could run."""
         outputs, self._pending = self._pending, []
         plan = self.scheduler.schedule(self._clock())
+        for sequence in plan.expired:
+            outputs.append(SequenceOutput(sequence.request_id, sequence.index, []))
+            self._finish_output(outputs[-1], sequence)
         for sequence in plan.preempted:
             self.runner.forget(sequence)
             self._prompt_logprobs.pop(id(sequence), None)  # it will compute its prompt again
@@ -185,6 +188,9 @@ class EngineCore:
             output.stop_token_id = sequence.tokens[-1]
         if sequence.finish_reason == "error":
             output.error = NOT_NUMBERS
+        if sequence.finish_reason == "timeout":
+            limit = self.scheduler.config.max_queue_time
+            output.error = f"it waited longer than {limit:g} s and was not begun (--max-queue-time)"
         ledger = sequence.ledger
         output.timings = SequenceTimings(
             {str(phase): ns for phase, ns in ledger.phases_ns.items() if ns},

@@ -97,13 +97,13 @@ class SequenceOutput(_Message):
     request_id: str
     index: int
     token_ids: list[int]  # new tokens since the last output
-    finish_reason: str | None = None  # stop | length | abort | error
+    finish_reason: str | None = None  # stop | length | abort | error | timeout
     stop_token_id: int | None = None  # the stop or eos token that ended it, which is also the last of token_ids
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     logprobs: list[TokenLogprobs] | None = None  # one for each of token_ids
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output only
     timings: SequenceTimings | None = None  # with the last output, for finished choices
-    error: str | None = None  # with finish_reason "error": what happened, for the user
+    error: str | None = None  # with finish_reason "error" and "timeout": what happened, for the user
 
 
 class StepStats(_Message):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 # In one part of the integrity check: about a fifth of a millisecond.
@@ -32,6 +32,15 @@ class PrefixStats:
     hits: int = 0
 
 
+@dataclass(slots=True)
+class PrefixMatch:
+    """The known prefix of some tokens, as the index said at its `version`: blocks, and the node of each."""
+
+    blocks: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    version: int = -1
+
+
 class KVBlocks:
     """A pool of `num_blocks` blocks of `block_size` tokens; every operation on a block is O(1).
 
@@ -49,9 +58,11 @@ class KVBlocks:
         self.prefix_stats = PrefixStats()
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._index: dict[BlockKey, tuple[int, int]] = {}  # key -> (node, block)
+        self._index: dict[BlockKey, int] = {}  # key -> block
         self._key_of: dict[int, BlockKey] = {}  # registered block -> its key
+        self._nodes = [0] * num_blocks  # of each registered block; no node is given twice
         self._next_node = 1
+        self._version = 0  # of the index: changes with every block that is registered or forgotten
 
     @property
     def num_free(self) -> int:
@@ -106,27 +117,46 @@ class KVBlocks:
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
         del self._index[self._key_of.pop(block)]
+        self._nodes[block] = 0
+        self._version += 1
         return block
 
     # --- prefixes -----------------------------------------------------------------------------------
 
-    def match(self, tokens: Sequence[int], salt: str) -> list[int]:
+    def match(self, tokens: Sequence[int], salt: str, known: PrefixMatch | None = None) -> list[int]:
         """Blocks that hold the longest known prefix of `tokens`, the last token excluded.
 
         One token is always left to compute, because its logits are wanted. Takes no references.
+
+        Args:
+            known: what an earlier call with the same tokens and salt found; brought up to date. What still holds of
+                it is not looked up again.
         """
-        blocks: list[int] = []
         if not self.enable_prefix_caching:
-            return blocks
-        parent: int | str = salt
+            return []
+        known = PrefixMatch() if known is None else known
+        if known.version == self._version:
+            return known.blocks
+        self._drop_forgotten(known)
+        parent: int | str = known.nodes[-1] if known.nodes else salt
         size = self.block_size
-        for start in range(0, (len(tokens) - 1) // size * size, size):
-            found = self._index.get((parent, tuple(tokens[start : start + size])))
-            if found is None:
+        for start in range(len(known.blocks) * size, (len(tokens) - 1) // size * size, size):
+            block = self._index.get((parent, tuple(tokens[start : start + size])))
+            if block is None:
                 break
-            parent, block = found
-            blocks.append(block)
-        return blocks
+            parent = self._nodes[block]
+            known.blocks.append(block)
+            known.nodes.append(parent)
+        known.version = self._version
+        return known.blocks
+
+    def _drop_forgotten(self, known: PrefixMatch) -> None:
+        """A block that has kept its node still holds the same tokens, if those before it have kept theirs."""
+        nodes = self._nodes
+        for at, (block, node) in enumerate(zip(known.blocks, known.nodes, strict=True)):
+            if nodes[block] != node:
+                del known.blocks[at:], known.nodes[at:]
+                return
 
     def register(self, block: int, parent: int | str, tokens: tuple[int, ...]) -> int:
         """Enter a full block under its parent node and return the node that later blocks hang from.
@@ -136,20 +166,21 @@ class KVBlocks:
         key = (parent, tokens)
         found = self._index.get(key)
         if found is not None:
-            return found[0]
+            return self._nodes[found]
         held = self._key_of.get(block)
         if held is None:
-            node = self._next_node
+            self._nodes[block] = self._next_node
             self._next_node += 1
         else:  # shared, and known under a parent that was evicted since: it moves, with what hangs from it
-            node, _ = self._index.pop(held)
-        self._index[key] = (node, block)
+            del self._index[held]
+        self._index[key] = block
         self._key_of[block] = key
-        return node
+        self._version += 1
+        return self._nodes[block]
 
     def node_of(self, block: int) -> int:
         """The node of a registered block."""
-        return self._index[self._key_of[block]][0]
+        return self._nodes[block]
 
     def reset_prefix_cache(self) -> None:
         """Forget every registered prefix; blocks in use stay with their sequences."""
@@ -157,6 +188,8 @@ class KVBlocks:
         self._cached.clear()
         self._index.clear()
         self._key_of.clear()
+        self._nodes = [0] * self.num_blocks
+        self._version += 1
 
     # --- integrity ----------------------------------------------------------------------------------
 
@@ -170,7 +203,7 @@ class KVBlocks:
             pass
 
     def check_by_parts(self, tables: Iterable[Sequence[int]]) -> Iterator[None]:
-        """check(), with a pause after every CHECKED_AT_ONCE blocks; where the pool has changed meanwhile, do not go on."""
+        """check() with a pause after every CHECKED_AT_ONCE blocks; once the pool has changed, do not go on with it."""
         expected = [0] * self.num_blocks
         for table in tables:
             for block in table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from headway.policy.kv_blocks import PrefixMatch
 from headway.policy.ledger import Ledger, Phase
 from headway.policy.sampling_params import SamplingParams
 
@@ -14,6 +15,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    TIMEOUT = "timeout"  # it waited longer than max_queue_time
 
 
 class Status(StrEnum):
@@ -52,7 +54,9 @@ class Sequence:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
     preemptions: int = 0
     steps: int = 0
+    displacements: int = 0  # of its preemptions, those that gave its place to a better priority
     times_bypassed: int = 0
+    prefix_match: PrefixMatch | None = None  # while it waits: what was found of its tokens in the prefix index
     ordinal: int = 0  # order of arrival at the scheduler, unique
     clock_marks: dict[Phase, int] | None = None  # reading of the shared clock that this sequence lives on
     finish_reason: FinishReason | None = None

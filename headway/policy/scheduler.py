@@ -7,7 +7,8 @@ tokens have blocks, so a prompt under way is never out of memory. One that does 
 `lookahead` others past it, but only `max_bypasses` times: after that nothing behind it is admitted
 until it fits. When a decoding sequence finds no block, the last in order is preempted: its blocks are
 freed and it computes its tokens again when it returns. The first in order is never a victim, and any
-sequence alone fits in the pool, so every preempted sequence comes back.
+sequence alone fits in the pool, so every preempted sequence comes back. A sequence of a better priority
+takes the place of a running one (`victims`), and one that was never served in time is ended (`waiting`).
 """
 
 from __future__ import annotations
@@ -17,56 +18,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from headway.policy.accounting import Accounting, ScheduledSequence, StepTimes, work_of
-from headway.policy.kv_blocks import KVBlocks
+from headway.policy.kv_blocks import KVBlocks, PrefixMatch
 from headway.policy.ledger import Phase
 from headway.policy.request import FinishReason, Sequence, Status
+from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.step_budget import StepBudget
-from headway.policy.waiting import ORDERS, OrderedSequences
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits of a step.
-
-    Args:
-        max_num_seqs: sequences that may run at once.
-        max_num_batched_tokens: tokens of one step; at least max_num_seqs, so that decoding never waits.
-        max_model_len: longest sequence; the pool must hold one of it.
-        lookahead: waiting sequences examined behind the first that does not fit.
-        max_bypasses: times a sequence that does not fit may be overtaken.
-        max_prefill_stall_ms: for which a step's prompts may hold up others in it, where these do not take longer
-            themselves; may be infinite. Whole prompts, without chunked prefill, are not bounded.
-
-    Raises:
-        ValueError: when the limits contradict each other; the message names both.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    enable_chunked_prefill: bool = True
-    policy: str = "fcfs"
-    lookahead: int = 16
-    max_bypasses: int = 32
-    max_prefill_stall_ms: float = math.inf
-
-    def __post_init__(self) -> None:
-        if not self.max_prefill_stall_ms >= 0:
-            raise ValueError(f"max_prefill_stall_ms is {self.max_prefill_stall_ms:g}; it must be 0 or more")
-        if self.policy not in ORDERS:
-            raise ValueError(f"scheduling policy {self.policy!r} is unknown; choose one of {', '.join(ORDERS)}")
-        if self.max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs is {self.max_num_seqs}; it must be at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "
-                f"({self.max_num_seqs}); raise the first or lower the second"
-            )
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ValueError(
-                f"without chunked prefill a whole prompt must fit in a step: raise max_num_batched_tokens "
-                f"({self.max_num_batched_tokens}) to max_model_len ({self.max_model_len}) or lower the latter"
-            )
+from headway.policy.victims import victims_for
+from headway.policy.waiting import ORDERS, OrderedSequences, Unserved
 
 
 @dataclass(slots=True)
@@ -76,6 +34,7 @@ class StepPlan:
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source block, target block)
     preempted: list[Sequence] = field(default_factory=list)
+    expired: list[Sequence] = field(default_factory=list)  # waited too long and are finished
 
     @property
     def num_tokens(self) -> int:
@@ -96,13 +55,14 @@ class Scheduler:
                 f"{blocks.blocks_for(config.max_model_len)} KV blocks, the pool has {blocks.num_blocks}; "
                 f"lower --max-model-len or raise --kv-cache-memory"
             )
-        order = ORDERS[config.policy]
+        self._order = order = ORDERS[config.policy]
         self.config = config
         self.blocks = blocks
         self.accounting = Accounting()
         self.waiting = OrderedSequences(order)
         self.running = OrderedSequences(order)
         self.num_preemptions = 0
+        self._unserved = Unserved(config.max_queue_time * 1e9)
         self._watermark = max(1, blocks.num_blocks // 100)
         self._next_ordinal = 0
 
@@ -128,6 +88,7 @@ class Scheduler:
         self._next_ordinal += 1
         self.accounting.begin_waiting(sequence, now)
         self.waiting.add(sequence)
+        self._unserved.add(sequence)
 
     def abort(self, sequence: Sequence, now: int) -> None:
         """Drop a sequence in any state and free its blocks."""
@@ -137,6 +98,7 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: FinishReason, now: int) -> None:
         self.accounting.finish(sequence, now)
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
+        self._unserved.discard(sequence)
         self._free(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
@@ -151,18 +113,23 @@ class Scheduler:
     def schedule(self, now: int) -> StepPlan:
         """Decide the next step. An empty plan means there is nothing to run."""
         plan = StepPlan()
+        for sequence in self._unserved.expired(now):
+            self.finish(sequence, FinishReason.TIMEOUT, now)
+            plan.expired.append(sequence)
+        self._make_way(plan, now)
+        displaced = len(plan.preempted)
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         others = len(self.running) > len(decoding)
         self._schedule_decodes(decoding, plan, now)
+        out_of_blocks = len(plan.preempted) > displaced
         budget = self._budget_beside(plan.scheduled)
         if others:
-            self._schedule_prefills(plan, budget)
+            self._schedule_prefills(plan, budget, now, may_admit=not out_of_blocks)
+        reason = Phase.QUEUE_BLOCKS if out_of_blocks else self._admit(plan, budget, now)
         if not len(self.waiting):
             reason = Phase.QUEUE_CAPACITY
-        elif plan.preempted:
-            reason = Phase.QUEUE_BLOCKS
-        else:
-            reason = self._admit(plan, budget, now)
+        elif self._is_outranked(self.waiting.first()):
+            reason = Phase.QUEUE_POLICY
         self.accounting.queue_stands_at(reason, now)
         return plan
 
@@ -188,13 +155,14 @@ class Scheduler:
             if sequence.status is Status.RUNNING:
                 plan.scheduled.append(ScheduledSequence(sequence, sequence.num_computed, 1, True, True))
 
-    def _schedule_prefills(self, plan: StepPlan, budget: StepBudget) -> None:
-        """Continue prompts under way; their blocks are already theirs."""
-        for sequence in self.running:
+    def _schedule_prefills(self, plan: StepPlan, budget: StepBudget, now: int, may_admit: bool) -> None:
+        """Continue prompts under way, whose blocks are theirs; who comes before one of them is admitted first."""
+        for sequence in [sequence for sequence in self.running if not sequence.is_decoding]:
+            if may_admit and len(self.waiting) and self._order(self.waiting.first()) < self._order(sequence):
+                self._admit(plan, budget, now, before=sequence)
             if budget.is_spent:
                 break
-            if not sequence.is_decoding:
-                self._schedule_chunk(sequence, budget, plan)
+            self._schedule_chunk(sequence, budget, plan)
 
     def _schedule_chunk(self, sequence: Sequence, budget: StepBudget, plan: StepPlan) -> None:
         start, wanted = sequence.num_computed, sequence.num_to_compute
@@ -238,10 +206,37 @@ class Scheduler:
 
     # --- admission ----------------------------------------------------------------------------------
 
-    def _admit(self, plan: StepPlan, budget: StepBudget, now: int) -> Phase:
-        """Admit waiting sequences in order; returns why it stopped."""
+    def _make_way(self, plan: StepPlan, now: int) -> None:
+        """Preempt those whose places waiting sequences of a better priority take; these are admitted as any other."""
+        if not (len(self.waiting) and len(self.running)) or self.config.policy != "priority":
+            return
+        seats, promised = self.config.max_num_seqs - len(self.running), 0
+        for candidate in self._candidates():
+            if not len(self.running) or self._order(candidate) > self._order(self.running.last()):
+                return
+            missing = self._missing_blocks(candidate) + promised - self.blocks.num_free
+            references = self.blocks.references
+            victims = victims_for(candidate, reversed(self.running), self._order, seats, missing, references)
+            if victims is None:
+                return
+            for victim in victims:
+                victim.displacements += 1
+                self._preempt(victim, plan, now)
+            seats += len(victims) - 1
+            promised += self._missing_blocks(candidate) - self._spare
+
+    def _is_outranked(self, sequence: Sequence) -> bool:
+        """A waiting sequence would run by now if a better priority had not put others before it."""
+        return self.config.policy == "priority" and any(
+            other.priority < sequence.priority and other.arrival_ns > sequence.arrival_ns for other in self.running
+        )
+
+    def _admit(self, plan: StepPlan, budget: StepBudget, now: int, before: Sequence | None = None) -> Phase:
+        """Admit waiting sequences in order, or only those who come `before` another; returns why it stopped."""
         passed: list[Sequence] = []
         for sequence in self._candidates():
+            if before is not None and self._order(sequence) > self._order(before):
+                break
             if budget.is_spent or len(self.running) >= self.config.max_num_seqs:
                 return Phase.QUEUE_CAPACITY
             if not self.config.enable_chunked_prefill and sequence.num_to_compute > budget.tokens:
@@ -277,26 +272,32 @@ class Scheduler:
             return False
         return parent.num_computed < sequence.prompt_len - 1
 
+    def _missing_blocks(self, sequence: Sequence) -> int:
+        """Free blocks that admitting it takes, or must leave: of all known tokens, less those shared and in use."""
+        prefix, references = self._known_prefix(sequence), self.blocks.references
+        in_use = sum(1 for block in prefix if references[block])
+        return self.blocks.blocks_for(len(sequence.tokens)) - in_use + self._can_fork(sequence) + self._spare
+
+    @property
+    def _spare(self) -> int:
+        """Blocks that admission leaves to those who run."""
+        return self._watermark if len(self.running) else 0
+
     def _take_blocks(self, sequence: Sequence) -> bool:
         """Find blocks for all known tokens: shared with the parent or a cached prefix where possible."""
         blocks = self.blocks
-        prefix = self._known_prefix(sequence)
-        fresh_copy = 1 if self._can_fork(sequence) else 0
-        missing = blocks.blocks_for(len(sequence.tokens)) - len(prefix) + fresh_copy
-        revived = sum(1 for block in prefix if blocks.references[block] == 0)
-        spare = self._watermark if len(self.running) else 0
-        if missing + revived + spare > blocks.num_free:
+        if self._missing_blocks(sequence) > blocks.num_free:
             return False
-        blocks.share(prefix)
-        sequence.block_table = prefix
+        table = list(self._known_prefix(sequence))
+        blocks.share(table)
         if self._can_fork(sequence):
             sequence.num_computed = sequence.prompt_len - 1
         else:
-            sequence.num_computed = len(prefix) * blocks.block_size
-            sequence.num_registered = len(prefix)
-            sequence.cache_node = blocks.node_of(prefix[-1]) if prefix else 0
-        if missing - fresh_copy > 0:
-            sequence.block_table.extend(blocks.allocate(missing - fresh_copy))
+            sequence.num_computed = len(table) * blocks.block_size
+            sequence.num_registered = len(table)
+            sequence.cache_node = blocks.node_of(table[-1]) if table else 0
+        table.extend(blocks.allocate(blocks.blocks_for(len(sequence.tokens)) - len(table)))
+        sequence.block_table = table
         return True
 
     def _can_fork(self, sequence: Sequence) -> bool:
@@ -308,7 +309,9 @@ class Scheduler:
             return sequence.parent.block_table[: self.blocks.blocks_for(sequence.prompt_len)]
         if sequence.params.prompt_logprobs is not None and sequence.output_len == 0:
             return []  # every prompt token's logits are wanted, so every one is computed
-        return self.blocks.match(sequence.tokens, sequence.cache_salt)
+        if sequence.prefix_match is None:
+            sequence.prefix_match = PrefixMatch()
+        return self.blocks.match(sequence.tokens, sequence.cache_salt, sequence.prefix_match)
 
     def _start(self, sequence: Sequence, budget: StepBudget, plan: StepPlan, now: int) -> None:
         if sequence.preemptions == 0:
@@ -318,8 +321,9 @@ class Scheduler:
         self.accounting.begin_running(sequence, now)
         self.waiting.remove(sequence)
         sequence.status = Status.RUNNING
-        sequence.parent = None
+        sequence.parent = sequence.prefix_match = None
         sequence.times_bypassed = 0
+        self._unserved.discard(sequence)
         self.running.add(sequence)
         self._schedule_chunk(sequence, budget, plan)
 

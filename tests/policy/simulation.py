@@ -10,8 +10,10 @@ from headway.policy.accounting import ScheduledSequence, StepTimes, work_of
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.request import Sequence, Status
 from headway.policy.sampling_params import SamplingParams
-from headway.policy.scheduler import Scheduler, SchedulerConfig
+from headway.policy.scheduler import Scheduler
+from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.step_time import StepWork
+from headway.policy.victims import MAX_DISPLACEMENTS
 
 
 def make_sequence(
@@ -60,6 +62,8 @@ class Simulation:
     lookahead: int = 16
     max_bypasses: int = 32
     max_prefill_stall_ms: float = math.inf
+    max_queue_time: float = math.inf
+    longest_step_ns: int = 10_000
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     now: int = 1_000
 
@@ -73,6 +77,7 @@ class Simulation:
             self.lookahead,
             self.max_bypasses,
             self.max_prefill_stall_ms,
+            self.max_queue_time,
         )
         self.scheduler = Scheduler(config, KVBlocks(self.num_blocks, self.block_size, self.caching))
         self.sequences: list[Sequence] = []
@@ -93,7 +98,7 @@ class Simulation:
 
     def duration(self, work: StepWork) -> int:
         """Nanoseconds of a step's forward pass."""
-        return self.rng.randrange(0, 10_000)
+        return self.rng.randrange(0, self.longest_step_ns)
 
     def step(self) -> list[ScheduledSequence]:
         """One step; returns what ran."""
@@ -179,6 +184,7 @@ class Simulation:
         for sequence in self.sequences:
             assert sequence.status is Status.FINISHED
             assert sequence.block_table == []
+            assert sequence.displacements <= MAX_DISPLACEMENTS
             check_ledger(sequence)
 
 

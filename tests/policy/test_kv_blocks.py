@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headway.policy.kv_blocks import KVBlocks, OutOfBlocks
+from headway.policy.kv_blocks import KVBlocks, OutOfBlocks, PrefixMatch
 
 
 def fill(pool: KVBlocks, tokens: list[int], salt: str = "") -> list[int]:
@@ -113,6 +113,12 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = KVBlocks(12, 2)
         self.live: list[tuple[list[int], list[int]]] = []
+        self.known: dict[tuple[int, ...], PrefixMatch] = {}
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8))
+    def look_for_what_was_looked_for_before(self, tokens: list[int]) -> None:
+        known = self.known.setdefault(tuple(tokens), PrefixMatch())
+        assert self.pool.match(tokens, "", known) == self.pool.match(tokens, "")
 
     @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=12))
     def begin(self, tokens: list[int]) -> None:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.ledger import Phase
 from headway.policy.request import FinishReason, Status
-from headway.policy.scheduler import Scheduler, SchedulerConfig
+from headway.policy.scheduler import Scheduler
+from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.waiting import AGEING_NS
 from tests.policy.simulation import Simulation, check_ledger
 
 
@@ -190,6 +192,7 @@ def test_logits_that_are_not_numbers_end_only_their_own_sequence() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_batched_tokens": 3}, "less than max_num_seqs"),
         ({"max_prefill_stall_ms": -1.0}, "max_prefill_stall_ms is -1; it must be 0 or more"),
+        ({"max_queue_time": 0.0}, "max_queue_time is 0; it must be more than 0"),
         ({"policy": "random"}, "'random' is unknown; choose one of fcfs, priority"),
         ({"chunked": False}, "without chunked prefill"),
         ({"num_blocks": 15}, "needs 16 KV blocks, the pool has 15"),
@@ -221,6 +224,7 @@ def test_a_pool_must_hold_the_longest_sequence() -> None:
     policy=st.sampled_from(["fcfs", "priority"]),
     max_bypasses=st.integers(0, 4),
     max_prefill_stall_ms=st.sampled_from([0.0, 0.001, 0.01, math.inf]),
+    longest_step_ns=st.sampled_from([10_000, AGEING_NS // 4]),
 )
 def test_random_traffic_leaks_nothing_starves_nobody_and_every_ledger_closes(
     seed: int,
@@ -231,6 +235,7 @@ def test_random_traffic_leaks_nothing_starves_nobody_and_every_ledger_closes(
     policy: str,
     max_bypasses: int,
     max_prefill_stall_ms: float,
+    longest_step_ns: int,
 ) -> None:
     rng = random.Random(seed)
     sim = Simulation(
@@ -241,6 +246,7 @@ def test_random_traffic_leaks_nothing_starves_nobody_and_every_ledger_closes(
         policy=policy,
         max_bypasses=max_bypasses,
         max_prefill_stall_ms=max_prefill_stall_ms,
+        longest_step_ns=longest_step_ns,
         rng=rng,
     )
     shared_prefix = [rng.randrange(4) for _ in range(20)]

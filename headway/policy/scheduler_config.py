@@ -1,0 +1,57 @@
+"""What an operator chooses for the scheduler."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from headway.policy.waiting import ORDERS
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step.
+
+    Args:
+        max_num_seqs: sequences that may run at once.
+        max_num_batched_tokens: tokens of one step; at least max_num_seqs, so that decoding never waits.
+        max_model_len: longest sequence; the pool must hold one of it.
+        lookahead: waiting sequences examined behind the first that does not fit.
+        max_bypasses: times a sequence that does not fit may be overtaken.
+        max_prefill_stall_ms: for which a step's prompts may hold up others in it, where these do not take longer
+            themselves; may be infinite. Whole prompts, without chunked prefill, are not bounded.
+        max_queue_time: seconds after which a sequence that was never served is ended; may be infinite.
+
+    Raises:
+        ValueError: when the limits contradict each other; the message names both.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool = True
+    policy: str = "fcfs"
+    lookahead: int = 16
+    max_bypasses: int = 32
+    max_prefill_stall_ms: float = math.inf
+    max_queue_time: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.max_queue_time > 0:
+            raise ValueError(f"max_queue_time is {self.max_queue_time:g}; it must be more than 0")
+        if not self.max_prefill_stall_ms >= 0:
+            raise ValueError(f"max_prefill_stall_ms is {self.max_prefill_stall_ms:g}; it must be 0 or more")
+        if self.policy not in ORDERS:
+            raise ValueError(f"scheduling policy {self.policy!r} is unknown; choose one of {', '.join(ORDERS)}")
+        if self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs is {self.max_num_seqs}; it must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "
+                f"({self.max_num_seqs}); raise the first or lower the second"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"without chunked prefill a whole prompt must fit in a step: raise max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}) to max_model_len ({self.max_model_len}) or lower the latter"
+            )
