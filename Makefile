@@ -1,7 +1,7 @@
 # Everything here needs Python 3.11 or newer, git and make; the rest is installed into .venv from constraints.txt.
 #
 #   make serve  ARGS="MODEL --port 8000"   serve a model; without arguments, the bundled one
-#   make test   ARGS="-k scheduler"        the tests; `make test-slow` runs those that take minutes
+#   make test   ARGS="-k scheduler"        the tests, on all cores; `make test-slow`: those that take minutes
 #   make lint                              ruff and mypy; `make format` mends what ruff can mend
 #   make bench-offline ARGS="--rounds 3"   speed without a server, beside other engines (see benchmarks/README.md)
 #
@@ -48,7 +48,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest -m "slow or hypothesis" -n 0 --timeout 600 $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	@failed=0; for check in "ruff check ." "ruff format --check ." mypy; do \

@@ -1,8 +1,12 @@
-"""What all tests share: quiet threads, reproducible hypothesis runs, GPU tests only where there is a GPU."""
+"""What all tests share: workers, quiet threads, reproducible hypothesis runs, GPU tests only where there is a GPU."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -16,10 +20,45 @@ if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # No deadline, as machines are shared; the same examples on every run, so that a failure is the change's.
-# HYPOTHESIS_PROFILE=explore looks for new ones.
+# HYPOTHESIS_PROFILE=explore looks for new ones, as `make test-slow` does.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """For -n auto: a worker of 1.5 GB for each processor, but none for few tests, which start sooner without."""
+    options = config.option
+    few = options.keyword or options.lf or options.collectonly or any(".py" in argument for argument in config.args)
+    if few or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return 0 if few else None
+    return min(len(os.sched_getaffinity(0)), 8)
+
+
+@contextlib.contextmanager
+def locked(path: Path, how: int) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, how)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A quiet test has all workers' cores to itself. It queues at the door, or there would always be others inside.
+
+    Outside of the test's own timeout, as this hook comes first.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    here = Path(__file__)
+    with contextlib.ExitStack() as inside:
+        with locked(here.parent, fcntl.LOCK_EX):
+            quiet = item.get_closest_marker("quiet")
+            inside.enter_context(locked(here, fcntl.LOCK_EX if quiet else fcntl.LOCK_SH))
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

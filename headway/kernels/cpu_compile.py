@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from numba import njit, types
+from numba import cfunc, njit, types
+from numba.core.caching import FunctionCache
+from numba.core.compiler_lock import global_compiler_lock
+
+_held: set[Path] = set()
+
+
+@contextlib.contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """Inside, no other process that asks for the same lock file is, nor another thread of this one.
+
+    A lock that cannot be had, as its folder cannot be written or its file system has none, keeps nobody out.
+    """
+    with contextlib.ExitStack() as stack:
+        # Numba's own lock comes first: a thread that waited for it holding a file would wait for itself.
+        stack.enter_context(global_compiler_lock)
+        if lock not in _held:
+            with contextlib.suppress(OSError):
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                fcntl.flock(stack.enter_context(lock.open("ab")), fcntl.LOCK_EX)
+            _held.add(lock)
+            stack.callback(_held.discard, lock)
+        yield
 
 
 def drop_stale_code(folder: Path) -> None:
@@ -19,34 +42,56 @@ def drop_stale_code(folder: Path) -> None:
     """
     sources = b"".join(path.read_bytes() for path in sorted(folder.glob("cpu*.py")))
     stamp, digest = folder / "__pycache__" / "cpu.sources", hashlib.sha256(sources).hexdigest()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), alone(stamp.with_suffix(".lock")):
         if stamp.exists() and stamp.read_text() == digest:
             return
         for code in stamp.parent.glob("cpu*.nb[ic]"):
             code.unlink(missing_ok=True)
-        stamp.parent.mkdir(exist_ok=True)
         stamp.write_text(digest)
 
 
 drop_stale_code(Path(__file__).parent)
 
 
-def cached(compile_it: Callable[[bool], Any]) -> Any:
-    """compile_it(True), which keeps the code on disk; compile_it(False) where Numba can write to no folder."""
-    try:
-        return compile_it(True)
-    except RuntimeError:
-        return compile_it(False)
-
-
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile with Numba: without the interpreter lock, dividing as C does, and kept on disk between starts."""
+    """Compile with Numba: without the interpreter lock, dividing as C does, and kept on disk between starts.
+
+    Processes that start together compile each function once, in the first that needs it. Without a lock they would
+    also write code for different types under the same name, as Numba numbers it by what it finds.
+    """
     options = {"nogil": True, "error_model": "numpy", **options}
 
     def decorate(function: Callable[..., Any]) -> Any:
-        return cached(lambda cache: njit(cache=cache, **options)(function))
+        lock = _lock_of(function)
+        dispatcher = njit(cache=lock is not None, **options)(function)
+        compile_or_load = dispatcher.compile
+        if lock is not None:
+
+            def compile_alone(signature: Any) -> Any:
+                with alone(lock):
+                    return compile_or_load(signature)
+
+            dispatcher.compile = compile_alone
+        return dispatcher
 
     return decorate
+
+
+def compiled_callback(function: Callable[[int], None]) -> Any:
+    """Compile a function of one address for callers that know its own, kept on disk as `compiled` does."""
+    lock = _lock_of(function)
+    with alone(lock) if lock is not None else contextlib.nullcontext():
+        return cfunc("void(int64)", nopython=True, cache=lock is not None, error_model="numpy")(function)
+
+
+def _lock_of(function: Callable[..., Any]) -> Path | None:
+    """Beside a function's compiled code; None where Numba can write to no folder."""
+    try:
+        folder = FunctionCache(function).cache_path
+    except RuntimeError:
+        return None
+    name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}.lock"
+    return Path(folder) / name.replace("<", "").replace(">", "")
 
 
 _aligned_alloc = types.ExternalFunction("aligned_alloc", types.int64(types.int64, types.int64))

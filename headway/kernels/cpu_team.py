@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, types
+from numba import types
 from torch import Tensor
 
 from headway.kernels.cpu_arena import Arena
-from headway.kernels.cpu_compile import cached, compiled
+from headway.kernels.cpu_compile import compiled, compiled_callback
 from headway.kernels.cpu_simd import (
     add_to,
     call_address,
@@ -64,7 +64,7 @@ _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 def job(function: Callable[[int], None]) -> int:
     """Compile a function of the arguments' address and return the address of its code."""
-    code = cached(lambda cache: cfunc("void(int64)", nopython=True, cache=cache, error_model="numpy")(function))
+    code = compiled_callback(function)
     _compiled_jobs.append(code)
     return int(code.address)
 

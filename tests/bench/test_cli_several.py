@@ -121,6 +121,7 @@ def test_a_sweep_with_failures_is_not_valid(headway: CommandLine, tmp_path: Path
     assert ran.code == 1 and "Not valid: 0 of 2" in ran.out and len(ran.files(".json")) == 2
 
 
+@pytest.mark.quiet
 def test_the_highest_rate(headway: CommandLine, tmp_path: Path) -> None:
     """A server with 10 ms of work for each request bears less than 100 a second; they may wait ten times as long."""
     report = tmp_path / "search.html"
@@ -171,6 +172,7 @@ def two_sides(headway: CommandLine, scripted: ScriptedServer) -> tuple[list[Path
     return sides[0], sides[1]
 
 
+@pytest.mark.quiet
 def test_comparisons(headway: CommandLine, two_sides: tuple[list[Path], list[Path]], tmp_path: Path) -> None:
     fast, slow = two_sides
     ran = headway("bench", "--compare", fast[0], slow[0], results=False)

@@ -20,6 +20,8 @@ from headway.bench.request import PlannedRequest, Prompt
 from tests.bench.script import script
 from tests.bench.scripted_server import ScriptedServer
 
+pytestmark = pytest.mark.quiet
+
 RATE = 50.0  # requests/s
 COUNT = 200
 FREEZE_AT_S, FREEZE_S = 1.0, 2.0
