@@ -1,4 +1,4 @@
-"""The KV pool: how much memory it may take, and how it is taken."""
+"""The memory plan: what a step takes, what that leaves for the KV pool, and how the pool is taken."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from headway.engine.config import EngineConfig
+from headway.engine.draws import padded_size
 from headway.engine.host import available_memory
+from headway.engine.penalties import most_bytes as penalty_bytes
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.interface import LayerCache
 from headway.models.config import ModelConfig
+from headway.policy.sampling_params import MAX_LOGIT_BIAS_TOKENS, MAX_STOP_TOKEN_IDS
 
 CPU_SHARE = 0.5  # of the memory that is free once the weights are loaded
 ACTIVATION_COPIES = 8  # tensors of the widest activation that live at once in a step
+PROMPT_LOGPROB_ROWS = 64  # of a prompt's logits that are made at a time
 SCALE_DTYPE = torch.float32  # of a token and head in a cache of int8
 
 
@@ -42,19 +46,33 @@ def zero_caches(
     return [LayerCache(*(zeros(*part) for part in parts)) for _ in range(layers)]
 
 
-def kv_pool_bytes(config: EngineConfig, device: torch.device, model: ModelConfig, batched_tokens: int) -> int:
+def sampling_bytes(max_num_seqs: int, vocab_size: int, max_model_len: int) -> int:
+    """What the sampler takes at most: logits, penalties, logit_bias and stop tokens of so many sequences.
+
+    Logits are there three times: as the model gives them, in float32, and as a draw or an edit changes them.
+    """
+    logits = 3 * 4 * padded_size(vocab_size) * max(max_num_seqs, PROMPT_LOGPROB_ROWS)
+    penalties = penalty_bytes(max_num_seqs, min(vocab_size, max_model_len))
+    edits = max_num_seqs * (MAX_LOGIT_BIAS_TOKENS + MAX_STOP_TOKEN_IDS) * 2 * (8 + 8 + 8)
+    return logits + penalties + edits
+
+
+def kv_pool_bytes(
+    config: EngineConfig, device: torch.device, model: ModelConfig, batched_tokens: int, max_model_len: int
+) -> int:
     """Bytes for keys and values: as configured, or measured now, after the weights were loaded.
 
-    On a GPU: the share --gpu-memory-utilization of its memory, less what is in use and the activations
-    of a full step. On a CPU: half of the memory that is available, so that the page cache, the API
-    process and the neighbours keep the rest.
+    On a GPU: the share --gpu-memory-utilization of its memory, less what is in use and what a full step takes: its
+    activations and the sampler. On a CPU: half of the memory that is available, so that the page cache, the API
+    process and the neighbours keep the rest; less where a full step would not fit into that.
     """
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
-    if device.type == "cpu":
-        return int(available_memory() * CPU_SHARE)
-    free, total = torch.cuda.mem_get_info(device)
     widest = max(2 * model.intermediate_size, model.hidden_size, model.num_heads * model.head_dim)
-    logits = config.max_num_seqs * model.vocab_size * 4 * 3
-    activations = batched_tokens * widest * 2 * ACTIVATION_COPIES + logits
-    return max(0, int(total * config.gpu_memory_utilization) - (total - free) - activations)
+    step = batched_tokens * widest * 2 * ACTIVATION_COPIES
+    step += sampling_bytes(config.max_num_seqs, model.vocab_size, max_model_len)
+    if device.type == "cpu":
+        available = available_memory()
+        return max(0, min(int(available * CPU_SHARE), available - step))
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total * config.gpu_memory_utilization) - (total - free) - step)

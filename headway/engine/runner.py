@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.engine.layout import StepLayout
-from headway.engine.memory import zero_caches
+from headway.engine.memory import PROMPT_LOGPROB_ROWS, zero_caches
 from headway.engine.messages import TokenLogprobs
 from headway.engine.sampler import Sampler, prompt_logprobs
 from headway.kernels.interface import Kernels
@@ -17,8 +17,6 @@ from headway.models.decoder import Decoder
 from headway.policy.accounting import ScheduledSequence, StepTimes
 from headway.policy.request import Sequence
 from headway.policy.scheduler import StepPlan
-
-_PROMPT_LOGPROB_ROWS = 256
 
 
 @dataclass(slots=True)
@@ -115,8 +113,8 @@ class Runner:
             if top is None or sequence.output_len > 0 or item.start >= end:
                 continue
             entries: list[TokenLogprobs] = []
-            for at in range(item.start, end, _PROMPT_LOGPROB_ROWS):
-                stop = min(end, at + _PROMPT_LOGPROB_ROWS)
+            for at in range(item.start, end, PROMPT_LOGPROB_ROWS):
+                stop = min(end, at + PROMPT_LOGPROB_ROWS)
                 rows = hidden[first + at - item.start : first + stop - item.start]
                 targets = torch.tensor(sequence.tokens[at + 1 : stop + 1], device=self.device)
                 entries.extend(prompt_logprobs(self.model.logits(rows), targets, top))

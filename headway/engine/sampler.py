@@ -27,7 +27,7 @@ from headway.engine import draws
 from headway.engine.logprobs import logprob_table, prompt_logprobs, token_logprobs
 from headway.engine.messages import TokenLogprobs
 from headway.engine.penalties import PenaltyTable
-from headway.engine.sampling_batch import GREEDY_BELOW, Group, SamplingBatch, describe, wider
+from headway.engine.sampling_batch import GREEDY_BELOW, EditTable, Group, SamplingBatch, describe, wider
 from headway.kernels.threads import one_thread
 from headway.policy.request import Sequence
 
@@ -36,6 +36,9 @@ __all__ = ["BAD_TOKEN", "GREEDY_BELOW", "Sampled", "Sampler", "prompt_logprobs"]
 BAD_TOKEN = -1
 OK, BAD, UNDECIDED = 0, 1, 2
 _ALONE_BELOW = 2**21  # elements
+# Memory for logits is given back when so many steps in a row used a quarter of it or less, or none is sampled any more.
+_STEPS_BEFORE_SHRINKING = 256
+_KEPT_BYTES = 4 << 20  # even then
 
 
 MostLikely = Callable[[Tensor], tuple[list[int], list[float]]]
@@ -68,8 +71,11 @@ class Sampler:
         self.device = device
         self._most_likely = most_likely
         self._penalties = PenaltyTable(device)
+        self._edits = EditTable(vocab_size)
         self._batch: SamplingBatch | None = None
+        self._known: set[Sequence] = set()
         self._memory = torch.empty(0, 0, device=device)
+        self._steps_with_little = 0
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> Sampled:
         """Choose one token for each sequence, at position len(sequence.tokens).
@@ -86,7 +92,8 @@ class Sampler:
             return Sampled([], [], [])
         if self._batch is None or self._batch.sequences != sequences:
             with torch.inference_mode():
-                self._batch = describe(sequences, self.vocab_size, self._penalties, self.device)
+                self._batch = describe(sequences, self.vocab_size, self._penalties, self._edits, self.device)
+            self._known.update(sequences)
         batch = self._batch
         if self._most_likely is not None and not (batch.groups or batch.edits_logits or batch.asking):
             return _greedy(*self._most_likely(logits))
@@ -102,12 +109,24 @@ class Sampler:
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept for a sequence that is finished or preempted; does nothing for an unknown one."""
         self._penalties.forget(sequence)
+        self._edits.forget(sequence)
+        self._known.discard(sequence)
         self._batch = None
+        if not self._known and self._memory.nbytes > _KEPT_BYTES:
+            self._memory = torch.empty(0, 0, device=self.device)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are kept between steps."""
+        return self._memory.nbytes + self._penalties.nbytes
 
     def _room(self, rows: int) -> Tensor:
         """Memory for the logits of a step in float32, the same at every step: mapping it anew costs milliseconds."""
-        if self._memory.shape[0] < rows:
+        height = len(self._memory)
+        self._steps_with_little = self._steps_with_little + 1 if 4 * rows <= height else 0
+        if height < rows or self._steps_with_little == _STEPS_BEFORE_SHRINKING:
             self._memory = torch.empty(rows, draws.padded_size(self.vocab_size), device=self.device)
+            self._steps_with_little = 0
         return self._memory[:rows]
 
     def _prepare(self, raw: Tensor, borrowed: bool, batch: SamplingBatch) -> draws.Rows:

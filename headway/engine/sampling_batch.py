@@ -47,6 +47,50 @@ class TokenValues:
 
 
 @dataclass(slots=True)
+class _TokenArrays:
+    token_ids: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+
+class EditTable:
+    """logit_bias and stop tokens of each sequence as arrays, made once: their lists can be long."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._biases: dict[Sequence, _TokenArrays] = {}
+        self._stops: dict[Sequence, _TokenArrays] = {}
+
+    def __len__(self) -> int:
+        return len(self._biases) + len(self._stops)
+
+    def forget(self, sequence: Sequence) -> None:
+        self._biases.pop(sequence, None)
+        self._stops.pop(sequence, None)
+
+    def bias(self, sequence: Sequence) -> _TokenArrays:
+        """Its logit_bias."""
+        found = self._biases.get(sequence)
+        if found is None:
+            given = sequence.params.logit_bias
+            found = _TokenArrays(np.array(list(given), np.int64), np.array(list(given.values()), np.float64))
+            self._biases[sequence] = found
+        return found
+
+    def stops(self, sequence: Sequence) -> _TokenArrays:
+        """Its stop tokens, with the first position at which they are allowed."""
+        found = self._stops.get(sequence)
+        if found is None:
+            ids = np.array([token for token in sequence.stop_ids if token < self._vocab_size], np.int64)
+            found = _TokenArrays(ids, np.full(len(ids), _allowed_from(sequence), np.float64))
+            self._stops[sequence] = found
+        return found
+
+
+def _allowed_from(sequence: Sequence) -> int:
+    return sequence.prompt_len + sequence.params.min_tokens
+
+
+@dataclass(slots=True)
 class SamplingBatch:
     sequences: list[Sequence]
     streams: NDArray[np.uint64]
@@ -69,8 +113,10 @@ def wider(width: int, size: int) -> int:
     return next((w for w in WIDTHS if width < w < size), size)
 
 
-def describe(sequences: list[Sequence], vocab_size: int, table: PenaltyTable, device: torch.device) -> SamplingBatch:
-    """Read the parameters of sequences, and enter those with penalties into the table."""
+def describe(
+    sequences: list[Sequence], vocab_size: int, table: PenaltyTable, edits: EditTable, device: torch.device
+) -> SamplingBatch:
+    """Read the parameters of sequences, and enter those with penalties and edits into the tables."""
     batch = SamplingBatch(list(sequences), draws.streams([s.seed for s in sequences]))
     greedy: list[int] = []
     members: dict[tuple[int, bool], list[int]] = {}
@@ -86,7 +132,7 @@ def describe(sequences: list[Sequence], vocab_size: int, table: PenaltyTable, de
         for way, rows in members.items()
         for part in _parts(rows, vocab_size, device)
     ]
-    _describe_edits(batch, vocab_size, table, device)
+    _describe_edits(batch, vocab_size, table, edits, device)
     batch.asking = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
     batch.asking_rows = _index(batch.asking, device)
     most = max((sequences[row].params.logprobs or 0 for row in batch.asking), default=0)
@@ -141,33 +187,34 @@ def _group(
     return Group(rows, _index(rows, device), cut, width, bounded)
 
 
-def _describe_edits(batch: SamplingBatch, vocab_size: int, table: PenaltyTable, device: torch.device) -> None:
-    bias: list[tuple[int, int, float]] = []
-    stops: list[tuple[int, int, float]] = []
+def _describe_edits(
+    batch: SamplingBatch, vocab_size: int, table: PenaltyTable, edits: EditTable, device: torch.device
+) -> None:
+    biases: dict[int, _TokenArrays] = {}
+    stops: dict[int, _TokenArrays] = {}
     penalised: list[int] = []
     for row, sequence in enumerate(batch.sequences):
-        params = sequence.params
-        bias.extend((row, token, value) for token, value in params.logit_bias.items())
-        allowed_from = sequence.prompt_len + params.min_tokens
-        if len(sequence.tokens) < allowed_from:
-            stops.extend((row, token, allowed_from) for token in sequence.stop_ids if token < vocab_size)
+        if sequence.params.logit_bias:
+            biases[row] = edits.bias(sequence)
+        if sequence.params.min_tokens and len(sequence.tokens) < _allowed_from(sequence):
+            stops[row] = edits.stops(sequence)
         if uses_penalties(sequence):
             penalised.append(row)
-    batch.bias = _token_values(bias, torch.float32, device)
+    batch.bias = _token_values(biases, torch.float32, device)
     batch.stops = _token_values(stops, torch.float64, device)
     if penalised:
         chosen = [batch.sequences[row] for row in penalised]
         batch.penalties = table.rows(chosen, penalised, draws.padded_size(vocab_size))
 
 
-def _token_values(
-    entries: list[tuple[int, int, float]], dtype: torch.dtype, device: torch.device
-) -> TokenValues | None:
-    if not entries:
+def _token_values(arrays: dict[int, _TokenArrays], dtype: torch.dtype, device: torch.device) -> TokenValues | None:
+    """The arrays of some rows of a batch, end to end; None where they have no entry."""
+    lengths = [len(each.token_ids) for each in arrays.values()]
+    if not any(lengths):
         return None
-    rows, ids, values = zip(*entries, strict=True)
+    rows = np.repeat(np.array(list(arrays), np.int64), lengths)
+    ids = np.concatenate([each.token_ids for each in arrays.values()])
+    values = np.concatenate([each.values for each in arrays.values()])
     return TokenValues(
-        torch.tensor(rows, device=device),
-        torch.tensor(ids, device=device),
-        torch.tensor(values, dtype=dtype, device=device),
+        torch.from_numpy(rows).to(device), torch.from_numpy(ids).to(device), torch.from_numpy(values).to(device, dtype)
     )

@@ -12,6 +12,9 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 100.0
+# As vLLM has them (vllm/v1/worker/gpu/sample/logit_bias.py).
+MAX_LOGIT_BIAS_TOKENS = 1024
+MAX_STOP_TOKEN_IDS = 128
 MAX_COUNT = 2**31 - 1
 
 _INTEGERS = {
@@ -56,6 +59,12 @@ class InvalidParameter(ValueError):
     def __init__(self, parameter: str, message: str) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+def check_number(name: str, given: int, most: int) -> None:
+    """Raises InvalidParameter when more token ids are given than are allowed."""
+    if given > most:
+        raise InvalidParameter(name, f"{name} has {given} token ids; at most {most} are allowed")
 
 
 def _items(name: str, value: Iterable[Any] | None) -> list[Any]:
@@ -159,6 +168,7 @@ class SamplingParams:
                 raise InvalidParameter("stop", f"stop contains {_shown(text)}; it must contain strings only")
             if not text:
                 raise InvalidParameter("stop", "stop contains an empty string; leave it out")
+        check_number("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         for token in self.stop_token_ids:
             if not _is_integer(token) or token < 0:
                 raise InvalidParameter(
@@ -167,6 +177,7 @@ class SamplingParams:
         self.stop_token_ids = [int(token) for token in self.stop_token_ids]
 
     def _check_logit_bias(self) -> None:
+        check_number("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS_TOKENS)
         for token, bias in self.logit_bias.items():
             if not _is_integer(token) or token < 0:
                 raise InvalidParameter(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from headway.policy.sampling_params import InvalidParameter, SamplingParams
+from headway.policy.sampling_params import MAX_LOGIT_BIAS_TOKENS, InvalidParameter, SamplingParams, check_number
 from headway.server.errors import bad_request
 from headway.server.schemas import ChatBody, CompletionBody
 from headway.text.tokenizer import TextError
@@ -58,12 +58,12 @@ def sampling_params(body: CompletionBody | ChatBody, defaults: dict[str, Any], v
     given |= {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     if body.stop is not None:
         given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
-    given["logit_bias"] = _logit_bias(body.logit_bias or {}, vocab_size)
     check_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids")
     given |= _of_chat(body, defaults) if isinstance(body, ChatBody) else _of_completion(body, defaults)
     if given.get("top_k", 0) > vocab_size:
         given["top_k"] = 0  # more than there are: all of them
     try:
+        given["logit_bias"] = _logit_bias(body.logit_bias or {}, vocab_size)
         return SamplingParams(**given)
     except InvalidParameter as error:
         raise bad_request(str(error), _field_name(body, error.parameter)) from None
@@ -114,6 +114,7 @@ def _field_name(body: CompletionBody | ChatBody, parameter: str) -> str:
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
+    check_number("logit_bias", len(given), MAX_LOGIT_BIAS_TOKENS)
     bias = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):

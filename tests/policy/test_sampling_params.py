@@ -151,6 +151,13 @@ def test_logit_bias() -> None:
     refused("is [1];", "dict", logit_bias=[1])
 
 
+def test_lists_of_tokens_are_as_long_as_vllm_s_at_most() -> None:
+    assert len(make(logit_bias=dict.fromkeys(range(1024), 1.0)).logit_bias) == 1024
+    refused("logit_bias has 1025 token ids", "at most 1024", logit_bias=dict.fromkeys(range(1025), 1.0))
+    assert len(make(stop_token_ids=list(range(128))).stop_token_ids) == 128
+    refused("stop_token_ids has 129 token ids", "at most 128", stop_token_ids=list(range(129)))
+
+
 def test_numbers_of_other_libraries_become_plain_ones() -> None:
     """Whatever is accepted can be sent to the engine, which takes plain numbers only."""
     params = make(

@@ -126,6 +126,8 @@ def test_wrong_type(server: LiveServer, name: str, value: Any) -> None:
         ("stop", ["a"] * 17),
         ("stop_token_ids", [512]),
         ("stop_token_ids", [-1]),
+        ("stop_token_ids", [5] * 129),
+        ("logit_bias", {str(token): 1 for token in range(1025)}),
         ("logit_bias", {"512": 1}),
         ("logit_bias", {"-1": 1}),
         ("logit_bias", {"x": 1}),

@@ -1,0 +1,40 @@
+"""The memory plan: what a step takes comes before the KV pool."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from headway.engine import memory
+from headway.engine.config import EngineConfig
+from headway.engine.memory import kv_pool_bytes, sampling_bytes
+
+GIB = 1 << 30
+MODEL: Any = SimpleNamespace(
+    intermediate_size=4864, hidden_size=896, num_heads=14, head_dim=64, vocab_size=151_936, max_model_len=32_768
+)
+
+
+def pool(available: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> int:
+    monkeypatch.setattr(memory, "available_memory", lambda: available)
+    return kv_pool_bytes(EngineConfig("m", **changes), torch.device("cpu"), MODEL, 512, MODEL.max_model_len)
+
+
+def test_half_of_the_memory_is_the_pool_s_where_a_step_fits_into_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pool(8 * GIB, monkeypatch) == 4 * GIB
+
+
+def test_a_step_that_needs_more_than_half_makes_the_pool_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = sampling_bytes(1024, MODEL.vocab_size, MODEL.max_model_len)
+    assert GIB < many < 4 * GIB
+    left = pool(4 * GIB, monkeypatch, max_num_seqs=1024)
+    assert 0 < left < 4 * GIB - many
+    assert left > pool(4 * GIB, monkeypatch, max_num_seqs=1100)
+    assert pool(GIB // 2, monkeypatch, max_num_seqs=1024) == 0
+
+
+def test_a_pool_that_was_asked_for_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pool(GIB, monkeypatch, max_num_seqs=1024, kv_cache_memory=3 * GIB) == 3 * GIB
