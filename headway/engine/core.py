@@ -154,6 +154,7 @@ class EngineCore:
         elapsed = result.times.sampled_ns - result.times.launched_ns
         stats = self._stats(elapsed, plan.num_tokens, work)
         stats.generation_tokens = len(changed)
+        stats.scheduled_sequences = len(plan.scheduled)
         return StepOutputs(outputs, stats, self._clock())
 
     def idle(self) -> StepOutputs:

@@ -121,6 +121,7 @@ class StepStats(_Message):
     scheduled_tokens: int = 0
     received: int = 0  # requests that have reached the engine since its start
     stall_ns: dict[str, int] = {}  # cause -> nanoseconds of all sequences of this step
+    scheduled_sequences: int = 0
 
 
 class StepOutputs(_Message):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from headway.engine.messages import TokenLogprobs
 from headway.policy.ledger import Phase
@@ -21,6 +23,20 @@ from headway.server.timings import with_timings
 from headway.text.tokenizer import Tokenizer
 
 encode = msgspec.json.encode
+
+
+class _Whole(Response):
+    """An answer in one piece that tells, in time.monotonic_ns(), when it was handed to the connection."""
+
+    media_type = "application/json"
+
+    def __init__(self, encoded: bytes, headers: dict[str, str], when_sent: Callable[[int], None]) -> None:
+        super().__init__(encoded, headers=headers)
+        self._when_sent = when_sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__(scope, receive, send)
+        self._when_sent(clock())
 
 
 class Answer(ABC):
@@ -89,13 +105,18 @@ class Answer(ABC):
         if timings is not None:
             encoded = with_timings(encoded, timings, clock)
             headers["server-timing"] = timings.as_header()
-        return Response(encoded, headers=headers, media_type="application/json")
+        return _Whole(encoded, headers, self._sent)
+
+    def _sent(self, now_ns: int) -> None:
+        for choice in self.generation.choices:
+            self.generation.sent(choice, True, True, now_ns)
 
     # --- in chunks ----------------------------------------------------------------------------------
 
     async def events(self, writer: EventWriter) -> AsyncGenerator[bytes, None]:
         """Server-sent events, to the [DONE] at the end. Raises what Generation.run() raises."""
         opened: set[int] = set()
+        begun: set[int] = set()
         left = len(self.generation.choices)
         async with aclosing(self.generation.run()) as pieces:
             async for choice, piece in pieces:
@@ -106,7 +127,13 @@ class Answer(ABC):
                 left -= piece.finish_reason is not None
                 if self._is_worth_sending(piece):
                     encoded = encode(self._chunk(self.growth(choice, piece)))
-                    yield event(await self._timed_after_sending(encoded, writer) if not left else encoded)
+                    if not left:
+                        encoded = await self._timed_after_sending(encoded, writer)
+                    is_first, is_last = choice.index not in begun, piece.finish_reason is not None
+                    if is_first or is_last:
+                        begun.add(choice.index)
+                        writer.when_sent(partial(self.generation.sent, choice, is_first, is_last))
+                    yield event(encoded)
         if self._usage_at_end:
             yield event(encode({**self._chunk(None), "usage": self.generation.usage()}))
         yield DONE

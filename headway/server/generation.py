@@ -97,6 +97,14 @@ class Generation:
             return None
         return ChoiceTimings(choice.stamps, choice.timings, choice.num_tokens)
 
+    def sent(self, choice: Choice, is_first: bool, is_last: bool, now_ns: int) -> None:
+        """What is first, or last, of a choice's tokens was handed to the connection."""
+        since_arrival_ns = now_ns - choice.stamps.arrived_ns
+        if is_first:
+            self._service.metrics.on_first_sent(since_arrival_ns)
+        if is_last:
+            self._service.metrics.on_last_sent(since_arrival_ns)
+
     # --- running ------------------------------------------------------------------------------------
 
     def abort(self, error: ApiError) -> None:
@@ -171,21 +179,26 @@ class Generation:
             choice.finish_reason = "abort"
             raise self._aborted or unavailable("the engine dropped this request", "aborted", 1)
         stamps = choice.stamps
+        piece = choice.accept(output)
+        detokenized_ns = clock()
+        stamps.detokenizing_ns += detokenized_ns - received_ns
         if output.token_ids:
-            self._service.metrics.on_output(stamps.last_token_ns, received_ns, stamps.arrived_ns)
+            if stamps.last_token_ns:
+                self._service.metrics.on_output(received_ns - stamps.last_token_ns)
             stamps.first_token_ns = stamps.first_token_ns or received_ns
             stamps.last_token_ns = received_ns
-        piece = choice.accept(output)
         if output.finish_reason is not None:
-            self._settle_one(choice, output, received_ns)
+            self._settle_one(choice, output, received_ns, detokenized_ns)
         elif piece.finish_reason is not None:
             self._engine.abort(output.request_id, output.index)
         return piece
 
-    def _settle_one(self, choice: Choice, output: SequenceOutput, received_ns: int) -> None:
+    def _settle_one(
+        self, choice: Choice, output: SequenceOutput, received_ns: int, detokenized_ns: int | None = None
+    ) -> None:
         choice.settle(output)
         choice.stamps.received_ns = received_ns
-        choice.stamps.detokenized_ns = clock()
+        choice.stamps.detokenized_ns = detokenized_ns or received_ns
 
     async def _settle(self, outputs: AsyncGenerator[SequenceOutput, None]) -> None:
         """After the answer: hear the engine's last word on choices that a stop string ended, for the metrics."""

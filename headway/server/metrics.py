@@ -1,4 +1,4 @@
-"""Prometheus metrics, with the names, labels and meanings of vLLM's and buckets that resolve 1 ms to 100 s."""
+"""Prometheus metrics, with the names and labels of vLLM's, in buckets that resolve 1 ms (of a step 10 us) to 100 s."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from headway.policy.ledger import Phase
 from headway.server.timings import Stamps
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
-SECONDS = tuple(round(m * 10.0**e, 6) for e in range(-3, 2) for m in (1, 1.5, 2, 3, 5, 7.5)) + (100.0,)
-STEP_SECONDS = tuple(m * 1e-4 for m in (1, 2, 5)) + SECONDS
+FINE_SECONDS = tuple(round(m * 10.0**e, 7) for e in range(-5, 2) for m in (1, 1.5, 2, 3, 5, 7.5)) + (100.0,)
+SECONDS = tuple(bound for bound in FINE_SECONDS if bound >= 1e-3)
 TOKENS = tuple(2.0**e for e in range(18))
+SEQUENCES = TOKENS[:13]
 LABELS = ("model_name", "engine")
 NS = 1e-9
 
@@ -86,7 +87,11 @@ class Metrics:
             "preemptions": self._counter("num_preemptions", "Sequences put out of the batch for want of blocks."),
         }
         self._iteration_tokens = self._histogram("iteration_tokens_total", "Tokens computed by a step.", TOKENS)
-        self._step_seconds = self._histogram("step_duration_seconds", "Duration of an engine step.", STEP_SECONDS)
+        self._iteration_sequences = self._histogram("iteration_sequences", "Choices in a step.", SEQUENCES)
+        self._step_seconds = self._histogram("step_duration_seconds", "Duration of an engine step.", FINE_SECONDS)
+        self._decode_step_seconds = self._histogram(
+            "decode_step_duration_seconds", "Duration of an engine step without prompts.", FINE_SECONDS
+        )
         self._stall = Counter(
             f"{self._prefix}stall_seconds",
             "Time that sequences waited on others' work, by cause.",
@@ -101,10 +106,16 @@ class Metrics:
             (*LABELS, "finished_reason"),
             registry=self.registry,
         )
-        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.")
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival until the first token is sent.")
         self._itl = self._histogram("inter_token_latency_seconds", "Time between a choice's outputs.")
         self._tpot = self._histogram("request_time_per_output_token_seconds", "Mean time per token after the first.")
-        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.")
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival until the last token is sent.")
+        self._tokenize = self._histogram(
+            "request_tokenize_time_seconds", "Time from the checked body to the engine.", FINE_SECONDS
+        )
+        self._detokenize = self._histogram(
+            "request_detokenize_time_seconds", "Time spent on making text of a choice's tokens.", FINE_SECONDS
+        )
         self._queue = self._histogram("request_queue_time_seconds", "Time waiting for the batch.")
         self._prefill = self._histogram("request_prefill_time_seconds", "Time in the batch before the first token.")
         self._decode = self._histogram("request_decode_time_seconds", "Time in the batch after the first token.")
@@ -124,16 +135,24 @@ class Metrics:
                 counter.inc(increment)
         if stats.scheduled_tokens:
             self._iteration_tokens.observe(stats.scheduled_tokens)
+            self._iteration_sequences.observe(stats.scheduled_sequences)
             self._step_seconds.observe(stats.step_ns * NS)
+            if not stats.prompt_tokens and stats.scheduled_tokens == stats.scheduled_sequences:
+                self._decode_step_seconds.observe(stats.step_ns * NS)
         for cause, length in stats.stall_ns.items():
             self._stall.labels(*self._labels, cause).inc(length * NS)
 
-    def on_output(self, previous_ns: int, now_ns: int, arrived_ns: int) -> None:
-        """A choice got tokens; `previous_ns` is when it last did, 0 for its first."""
-        if previous_ns:
-            self._itl.observe((now_ns - previous_ns) * NS)
-        else:
-            self._ttft.observe((now_ns - arrived_ns) * NS)
+    def on_output(self, gap_ns: int) -> None:
+        """A choice got tokens, so long after it last did."""
+        self._itl.observe(gap_ns * NS)
+
+    def on_first_sent(self, since_arrival_ns: int) -> None:
+        """The first token of a choice was handed to the connection."""
+        self._ttft.observe(since_arrival_ns * NS)
+
+    def on_last_sent(self, since_arrival_ns: int) -> None:
+        """The end of a choice that ended by stop or length was handed to the connection."""
+        self._e2e.observe(since_arrival_ns * NS)
 
     def on_finish(
         self, reason: str, stamps: Stamps, prompt_len: int, num_tokens: int, timings: SequenceTimings | None
@@ -143,7 +162,8 @@ class Metrics:
             return
         self._prompt_len.observe(prompt_len)
         self._output_len.observe(num_tokens)
-        self._e2e.observe((stamps.last_token_ns - stamps.arrived_ns) * NS)
+        self._tokenize.observe((stamps.sent_ns - stamps.checked_ns) * NS)
+        self._detokenize.observe(stamps.detokenizing_ns * NS)
         if num_tokens > 1:
             self._tpot.observe((stamps.last_token_ns - stamps.first_token_ns) * NS / (num_tokens - 1))
         if timings is not None:

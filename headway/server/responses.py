@@ -28,6 +28,7 @@ class Timings(BaseModel):
     e2e_ns: int
     ttft_ns: int
     phases_ns: dict[str, int]
+    detokenize_ns: int
     tokens: int
     steps: int
     preemptions: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -73,6 +74,7 @@ class EventWriter:
         self._timeout_s = timeout_s
         self._pending: list[bytes] = []
         self._pending_bytes = 0
+        self._when_sent: list[Callable[[int], None]] = []
         self._closed = False
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
@@ -94,6 +96,10 @@ class EventWriter:
             if not self.overflow.done():
                 self.overflow.set_result(None)
             raise SlowReader(f"{self._pending_bytes} bytes wait for the client, more than {self._max_buffer}")
+
+    def when_sent(self, callback: Callable[[int], None]) -> None:
+        """Call back, with time.monotonic_ns(), when what is pushed next has been handed to the connection."""
+        self._when_sent.append(callback)
 
     def close(self) -> None:
         """No more will be pushed; run() returns when all is sent."""
@@ -119,7 +125,10 @@ class EventWriter:
                 data = b"".join(self._pending)
                 self._pending.clear()
                 self._pending_bytes = 0
+                callbacks, self._when_sent = self._when_sent, []
                 await self._write(data, more=True)
+                for callback in callbacks:
+                    callback(time.monotonic_ns())
             self._drained.set()
             if self._closed:
                 return await self._write(b"", more=False)

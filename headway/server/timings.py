@@ -25,6 +25,7 @@ class Stamps:
     last_token_ns: int = 0
     received_ns: int = 0  # the engine's last output came
     detokenized_ns: int = 0
+    detokenizing_ns: int = 0  # a length: spent on making text of all tokens, most of it beside the chain
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class ChoiceTimings:
             "e2e_ns": self.ledger.total_ns,
             "ttft_ns": self.stamps.first_token_ns - self.stamps.arrived_ns,
             "phases_ns": {str(phase): length for phase, length in self.ledger.phases_ns.items()},
+            "detokenize_ns": self.stamps.detokenizing_ns,
             "tokens": self.tokens,
             "steps": self.engine.steps,
             "preemptions": self.engine.preemptions,

@@ -131,6 +131,7 @@ class FakeEngine:
             step_ns=2_000_000,
             generation_tokens=len(keys),
             scheduled_tokens=len(keys),
+            scheduled_sequences=len(keys),
             stall_ns={"decode_stall_prefill": 1_000},
         )
         for callback in self._subscribers:

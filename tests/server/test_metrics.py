@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from headway.engine.messages import StepStats
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually
 from tests.server.test_faults import RawClient
@@ -32,7 +36,11 @@ NAMES = [
     "request_decode_time_seconds_bucket",
     "request_inference_time_seconds_bucket",
     "iteration_tokens_total_bucket",
+    "iteration_sequences_bucket",
     "step_duration_seconds_bucket",
+    "decode_step_duration_seconds_bucket",
+    "request_tokenize_time_seconds_bucket",
+    "request_detokenize_time_seconds_bucket",
 ]
 
 
@@ -67,10 +75,19 @@ def test_values_follow_from_requests(start_server: StartServer, engine: FakeEngi
     server.post("/v1/completions", prompt=[5] * 20, max_tokens=200, n=2)
     server.post("/v1/completions", prompt=[5], max_tokens=200, stop="time")
     eventually(lambda: not server.service._background)
+    eventually(lambda: samples(server)["headway:e2e_request_latency_seconds_count"] == 4)
     found = samples(server)
     assert found["headway:request_success_total length"] == 1
     assert found["headway:request_success_total stop"] == 3
-    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_decode_time"):
+    eventually(lambda: samples(server)["headway:e2e_request_latency_seconds_count"] == 4)
+    for name in (
+        "time_to_first_token",
+        "e2e_request_latency",
+        "request_queue_time",
+        "request_decode_time",
+        "request_tokenize_time",
+        "request_detokenize_time",
+    ):
         assert found[f"headway:{name}_seconds_count"] == 4
     tokens = found["headway:request_generation_tokens_sum"]
     assert tokens > 6
@@ -79,6 +96,7 @@ def test_values_follow_from_requests(start_server: StartServer, engine: FakeEngi
     assert found["headway:request_time_per_output_token_seconds_count"] == 4
     assert found["headway:request_prompt_tokens_sum"] == 10 + 20 + 20 + 1
     assert found["headway:iteration_tokens_total_count"] > 6
+    assert found["headway:iteration_sequences_count"] == found["headway:iteration_tokens_total_count"]
     assert found["headway:stall_seconds_total decode_stall_prefill"] > 0
     assert found["headway:kv_cache_usage_perc"] == 0.25
     assert 0 < found["headway:time_to_first_token_seconds_sum"] <= found["headway:e2e_request_latency_seconds_sum"]
@@ -92,6 +110,62 @@ def test_buckets_resolve_milliseconds_to_minutes(start_server: StartServer) -> N
     assert bounds[0] == 0.001
     assert bounds[-2] == 100
     assert all(high / low <= 1.7 for low, high in itertools.pairwise(bounds[:-1]))
+
+
+def test_steps_are_resolved_to_microseconds_and_decodes_told_from_prompts(
+    start_server: StartServer, engine: FakeEngine
+) -> None:
+    server = start_server()
+    steps = [
+        StepStats(2, 0, 0.0, step_ns=20_000, scheduled_tokens=2, scheduled_sequences=2),  # two decode
+        StepStats(2, 0, 0.0, step_ns=9_000_000, prompt_tokens=30, scheduled_tokens=31, scheduled_sequences=2),
+        StepStats(1, 0, 0.0, step_ns=8_000_000, scheduled_tokens=30, scheduled_sequences=1),  # computed again
+        StepStats(0, 0, 0.0),
+    ]
+    for stats in steps:
+        server.service.metrics.on_step(stats)
+    found = samples(server)
+    assert found["headway:step_duration_seconds_count"] == found["headway:iteration_sequences_count"] == 3
+    assert found["headway:iteration_sequences_sum"] == 5
+    assert found["headway:decode_step_duration_seconds_count"] == 1
+    assert found["headway:decode_step_duration_seconds_bucket 2e-05"] == 1
+    assert found["headway:decode_step_duration_seconds_bucket 1.5e-05"] == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_times_end_when_the_bytes_are_handed_to_the_connection(
+    start_server: StartServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """What holds up the sending of a token counts, though the token has long been in the API process."""
+    server = start_server()
+    send = RequestResponseCycle.send
+    texts = {True: [b"time", b"[DONE]"], False: [b"time"]}[stream]
+
+    async def held_up(cycle: RequestResponseCycle, message: Any) -> None:
+        if any(text in message.get("body", b"") for text in texts):
+            await asyncio.sleep(0.2)
+        await send(cycle, message)
+
+    monkeypatch.setattr(RequestResponseCycle, "send", held_up)
+    assert server.post("/v1/completions", prompt="x", max_tokens=200, stream=stream).status_code == 200
+    eventually(lambda: samples(server)["headway:e2e_request_latency_seconds_count"] == 1)
+    found = samples(server)
+    ttft, e2e = (found[f"headway:{name}_seconds_sum"] for name in ("time_to_first_token", "e2e_request_latency"))
+    assert e2e > 0.2
+    assert ttft < 0.2 if stream else ttft == pytest.approx(e2e, abs=0.001)
+    assert found["headway:time_to_first_token_seconds_count"] == 1
+
+
+def test_choice_counts_as_sent_when_its_own_tokens_are(start_server: StartServer, engine: FakeEngine) -> None:
+    """A token without text makes no chunk; the first one that has some is the first that is sent."""
+    server = start_server()
+    words = engine.tokenizer.encode("🧿")
+    assert len(words) > 1
+    engine.reply = lambda request, index: words if index else []
+    answer = server.post("/v1/completions", prompt="x", n=2, stream=True, max_tokens=len(words) + 1)
+    assert answer.text.count('"text":"🧿"') == 1
+    eventually(lambda: samples(server)["headway:e2e_request_latency_seconds_count"] == 2)
+    assert samples(server)["headway:time_to_first_token_seconds_count"] == 2
 
 
 def test_request_of_a_client_that_left_is_an_abort(start_server: StartServer, engine: FakeEngine) -> None:

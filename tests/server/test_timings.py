@@ -96,6 +96,7 @@ def test_every_answer_closes(
     assert {"receive", "tokenize", "prefill_compute", "transport", "send"} <= timings["phases_ns"].keys()
     assert timings["phases_ns"].keys() <= {str(phase) for phase in Phase}
     assert timings["tokens"] > 0
+    assert timings["phases_ns"].get("detokenize", 0) <= timings["detokenize_ns"] < elapsed
 
 
 def test_engine_part_is_exactly_the_engines(server: LiveServer, engine: FakeEngine) -> None:
