@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from headway.bundled import STORY
-from headway.cli.values import fail, size
+from headway.cli.values import fail, limit, size
 
 if TYPE_CHECKING:
     from headway.engine.config import EngineConfig
     from headway.server.settings import ServerSettings
 
 _BEGAN_NS = time.monotonic_ns()
+_LIMIT_OPTION: dict[str, Any] = {"parser": limit, "metavar": "N|none"}
 _SIZE_OPTION: dict[str, Any] = {"parser": size, "metavar": "SIZE"}
 
 
@@ -82,7 +83,21 @@ def serve(
         Literal["auto", "none"], typer.Option(help="Take default sampling parameters from generation_config.json?")
     ] = "auto",
     max_num_queued_reqs: Annotated[
-        int | None, typer.Option(min=1, help="Answer 503 while this many wait. Default: never.")
+        Any,
+        typer.Option(
+            **_LIMIT_OPTION,
+            help="Most choices that wait or run; then 429. Default: 8 times --max-num-seqs.",
+        ),
+    ] = None,
+    max_num_queued_tokens: Annotated[
+        Any,
+        typer.Option(
+            **_LIMIT_OPTION,
+            help="Most tokens of prompts without an output yet; then 429. Default: 8 KV pools.",
+        ),
+    ] = None,
+    max_queue_time: Annotated[
+        float | None, typer.Option(help="Seconds that a request may wait without being begun; then 503. Default: any.")
     ] = None,
     max_body_size: Annotated[Any, typer.Option(**_SIZE_OPTION, help="Largest request body.")] = "8M",
     max_queued_text: Annotated[
@@ -111,6 +126,8 @@ def serve(
 
     if re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*:?", metrics_prefix) is None:
         raise typer.BadParameter(f"--metrics-prefix {metrics_prefix!r} is not a Prometheus name, as headway: is")
+    if max_queue_time is not None and not max_queue_time > 0:
+        raise typer.BadParameter(f"--max-queue-time {max_queue_time:g} is no time to wait; it must be more than 0")
     folder = _model_folder(model)
     config = EngineConfig(
         model=str(folder),
@@ -130,6 +147,7 @@ def serve(
         enable_prefix_caching=enable_prefix_caching,
         enable_chunked_prefill=enable_chunked_prefill,
         scheduling_policy=scheduling_policy,
+        max_queue_time=max_queue_time,
         num_threads=threads,
     )
     settings = ServerSettings(
@@ -138,6 +156,7 @@ def serve(
         port=port,
         api_keys=api_key or [],
         max_num_queued_reqs=max_num_queued_reqs,
+        max_num_queued_tokens=max_num_queued_tokens,
         max_body_size=max_body_size,
         max_queued_text=max_queued_text,
         request_read_timeout=request_read_timeout,

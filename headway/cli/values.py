@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from typing import NoReturn
@@ -18,6 +19,15 @@ def size(text: str) -> int:
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a size; write bytes, or a number with K, M, G or T")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def limit(text: str) -> float:
+    """A whole number from 1, or infinity for `none`."""
+    if text.strip().lower() == "none":
+        return math.inf
+    if not text.strip().isascii() or not text.strip().isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"{text!r} is not a limit; write a whole number from 1, or none for no limit")
+    return int(text)
 
 
 def fail(message: str) -> NoReturn:

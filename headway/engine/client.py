@@ -67,7 +67,7 @@ class EngineClient:
         self._subscribers: list[Callable[[StepStats], None]] = []
         self._streams: dict[str, asyncio.Queue[_StreamItem]] = {}
         self._sent = 0  # requests, to the engine process that runs now
-        self._unreported: dict[str, int] = {}  # request -> its number among those sent
+        self._unreported: dict[str, tuple[int, int]] = {}  # request -> its number among those sent, and its choices
         self._changed = asyncio.Event()
         self._context = zmq.asyncio.Context()
         self._folder = tempfile.TemporaryDirectory(prefix="headway-")
@@ -218,8 +218,9 @@ class EngineClient:
 
     @property
     def num_waiting(self) -> int:
-        """Choices waiting in the engine, with the requests that it had not seen at its last report."""
-        return (self.stats.num_waiting if self.stats is not None else 0) + len(self._unreported)
+        """Choices waiting in the engine, with those that it had not seen at its last report."""
+        on_their_way = sum(choices for _, choices in self._unreported.values())
+        return (self.stats.num_waiting if self.stats is not None else 0) + on_their_way
 
     def subscribe(self, callback: Callable[[StepStats], None]) -> None:
         """Call back with the statistics of every step."""
@@ -244,7 +245,7 @@ class EngineClient:
         try:
             self._send(request)
             self._sent += 1
-            self._unreported[request.request_id] = self._sent
+            self._unreported[request.request_id] = self._sent, request.params.n
             while unfinished:
                 item = await stream.get()
                 if isinstance(item, EngineDead):
@@ -266,8 +267,11 @@ class EngineClient:
 
     def _deliver(self, message: StepOutputs) -> None:
         self.stats = message.stats
-        seen = message.stats.received
-        self._unreported = {name: number for name, number in self._unreported.items() if number > seen}
+        while self._unreported:  # in the order in which they were sent
+            name, (number, _) = next(iter(self._unreported.items()))
+            if number > message.stats.received:
+                break
+            del self._unreported[name]
         for output in message.outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:

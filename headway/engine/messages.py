@@ -67,6 +67,7 @@ class Ready(_Message):
     max_model_len: int
     device: str
     kv_cache_dtype: str  # what auto came to
+    max_num_seqs: int  # that run at once
 
 
 class Failed(_Message):

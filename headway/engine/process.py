@@ -113,7 +113,8 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
         return 1
     quiet_garbage_collector()
     shape = engine.num_blocks, engine.block_size, engine.max_model_len
-    channel.send(Ready(PROTOCOL_VERSION, engine.startup_ns, *shape, engine.device, engine.kv_cache_dtype))
+    seats = engine.core.scheduler.config.max_num_seqs
+    channel.send(Ready(PROTOCOL_VERSION, engine.startup_ns, *shape, engine.device, engine.kv_cache_dtype, seats))
     return _step_loop(channel, engine.core, parent)
 
 

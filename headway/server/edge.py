@@ -24,6 +24,8 @@ from headway.server.streaming import ABORT_CONNECTION
 ARRIVED = "headway.arrived_ns"
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/openapi.json", "/docs", "/redoc"})
 MAX_ID_LENGTH = 128
+# Known, and without effect so far. llm-d's router sets them on all traffic: to refuse them would refuse all of it.
+IGNORED_HEADERS = ("x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms", "x-llm-d-inference-fairness-id")
 logger = logging.getLogger("headway.server")
 
 
@@ -112,7 +114,9 @@ class Connection(HttpToolsProtocol):
 
 
 class Edge:
-    """The outermost layer: x-request-id is echoed or made up, API keys are checked, and failures become a 500."""
+    """The outermost layer: x-request-id is echoed or made up, headers without effect are named, API keys are checked,
+    and failures become a 500.
+    """
 
     def __init__(self, app: ASGIApp, api_keys: list[str]) -> None:
         self._app = app
@@ -124,6 +128,7 @@ class Edge:
         scope.setdefault(ARRIVED, time.monotonic_ns())
         headers = dict(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id", b""))
+        ignored = ", ".join(name for name in IGNORED_HEADERS if name.encode() in headers)
 
         started = False
 
@@ -131,7 +136,10 @@ class Edge:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                answer = MutableHeaders(scope=message)
+                answer["x-request-id"] = request_id
+                if ignored:
+                    answer["x-headway-ignored-headers"] = ignored
             await send(message)
 
         if self._keys and scope["path"] not in OPEN_PATHS and not self._is_known(headers.get(b"authorization", b"")):

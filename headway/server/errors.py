@@ -11,6 +11,9 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+# The name and the values are those of llm-d's router.
+DROPPED_HEADER = "x-llm-d-request-dropped-reason"
+
 
 class ErrorDetail(BaseModel):
     message: str
@@ -63,15 +66,19 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
-def unavailable(message: str, code: str, retry_after_s: int) -> ApiError:
-    """503: nothing is wrong with the request, and it may be sent again later."""
-    headers = {"retry-after": str(retry_after_s)}
+def unavailable(message: str, code: str, retry_after_s: int, dropped: str = "") -> ApiError:
+    """503: nothing is wrong with the request, and it may be sent again later.
+
+    Args:
+        dropped: what llm-d's router calls the reason, for DROPPED_HEADER.
+    """
+    headers = {"retry-after": str(retry_after_s)} | ({DROPPED_HEADER: dropped} if dropped else {})
     return ApiError(503, message, code=code, kind="service_unavailable_error", headers=headers)
 
 
 def too_many(message: str, code: str, retry_after_s: int) -> ApiError:
     """429: nothing is wrong with the request, but others are waiting; it may be sent again later."""
-    headers = {"retry-after": str(retry_after_s)}
+    headers = {"retry-after": str(retry_after_s), DROPPED_HEADER: "rejected-saturated"}
     return ApiError(429, message, code=code, kind="rate_limit_error", headers=headers)
 
 

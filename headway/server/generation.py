@@ -12,6 +12,7 @@ from typing import Any
 from headway.engine.client import EngineDead
 from headway.engine.messages import AddRequest, SequenceOutput
 from headway.policy.sampling_params import SamplingParams
+from headway.server.admission import Place
 from headway.server.choices import Choice, Piece, Prompt
 from headway.server.errors import ApiError, internal, unavailable
 from headway.server.service import Service
@@ -28,6 +29,7 @@ class Generation:
     in the engine.
 
     Args:
+        place: what the request takes of the queue; given back as choices end.
         params: of each prompt, all with the same n.
         arrived_ns, checked_ns: when the request's first byte came, and when its body was found good.
         keep: choices keep their whole text, for an answer in one piece.
@@ -39,6 +41,7 @@ class Generation:
         service: Service,
         prompts: list[Prompt],
         params: list[SamplingParams],
+        place: Place,
         *,
         arrived_ns: int,
         checked_ns: int,
@@ -55,7 +58,8 @@ class Generation:
         self._aborted: ApiError | None = None
         self._requests: list[AddRequest] = []
         self._choice_of: dict[tuple[str, int], Choice] = {}
-        self._claimed = sum(one.n for one in params)
+        self._place = place
+        self._without_output = {id(prompt): len(prompt.token_ids) for prompt in prompts}
         self.last: Choice | None = None  # the one that finished last
         for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             request = AddRequest(
@@ -74,7 +78,6 @@ class Generation:
                 self._choice_of[request.request_id, index] = choice
         self.choices = list(self._choice_of.values())
         service.enlist(self)
-        service.handing_over += self._claimed
 
     # --- usage --------------------------------------------------------------------------------------
 
@@ -116,7 +119,7 @@ class Generation:
 
     def release(self) -> None:
         """Give up what the constructor took; for a generation that run() was never called of, too."""
-        self._hand_over()
+        self._place.close()
         self._service.generations.discard(self)
 
     async def run(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
@@ -174,6 +177,10 @@ class Generation:
             self._settle_one(choice, output, received_ns)
             choice.finish_reason = "error"
             raise internal(output.error or "the engine failed on this request")
+        if output.finish_reason == "timeout":
+            self._settle_one(choice, output, received_ns)
+            choice.finish_reason = "timeout"
+            raise unavailable(output.error or "it waited too long", "queue_timeout", 1, "rejected-ttl-expired")
         if output.finish_reason == "abort":
             self._settle_one(choice, output, received_ns)
             choice.finish_reason = "abort"
@@ -187,6 +194,7 @@ class Generation:
                 self._service.metrics.on_output(received_ns - stamps.last_token_ns)
             stamps.first_token_ns = stamps.first_token_ns or received_ns
             stamps.last_token_ns = received_ns
+            self._place.leave(tokens=self._without_output.pop(id(choice.prompt), 0))
         if output.finish_reason is not None:
             self._settle_one(choice, output, received_ns, detokenized_ns)
         elif piece.finish_reason is not None:
@@ -197,6 +205,7 @@ class Generation:
         self, choice: Choice, output: SequenceOutput, received_ns: int, detokenized_ns: int | None = None
     ) -> None:
         choice.settle(output)
+        self._place.leave(choices=1)
         choice.stamps.received_ns = received_ns
         choice.stamps.detokenized_ns = detokenized_ns or received_ns
 
@@ -223,10 +232,6 @@ class Generation:
             )
 
     # --- the engine's side --------------------------------------------------------------------------
-
-    def _hand_over(self) -> None:
-        self._service.handing_over -= self._claimed
-        self._claimed = 0
 
     async def _outputs(self) -> AsyncGenerator[SequenceOutput, None]:
         """Outputs of all prompts in the order they come."""
@@ -265,7 +270,6 @@ class Generation:
         request.sent_ns = clock()
         for index in range(request.params.n):
             self._choice_of[request.request_id, index].stamps.sent_ns = request.sent_ns
-        self._hand_over()
         outputs = self._engine.generate(request)
         try:
             async for output in outputs:

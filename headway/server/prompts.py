@@ -14,13 +14,18 @@ from headway.text.tokenizer import TextError
 MAX_PROMPTS = 1024
 
 
+def as_list(given: Any) -> list[Any]:
+    """The prompts of a completion request: one given alone is a list of one."""
+    return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+
+
 async def completion_prompts(service: Service, given: Any, add_special_tokens: bool) -> list[Prompt]:
     """Each prompt of a completion request, encoded.
 
     Raises:
         ApiError: 400 when there is none, one is empty, or an id is not in the vocabulary.
     """
-    prompts: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    prompts = as_list(given)
     if not prompts:
         raise bad_request("prompt is an empty list; give at least one prompt", "prompt")
     if len(prompts) > MAX_PROMPTS:

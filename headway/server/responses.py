@@ -126,7 +126,7 @@ _ERRORS = {
     413: "The body is too large",
     429: "Too much is waiting; Retry-After says when to come back",
     500: "The server failed",
-    503: "Loading, shutting down, too many requests waiting, or the engine is dead; Retry-After says when to come back",
+    503: "Loading, shutting down, waited too long, or the engine is dead; Retry-After says when to come back",
 }
 
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from headway import __version__
 from headway.server import responses
+from headway.server.admission import Place
 from headway.server.answers import Answer
 from headway.server.chat import ChatAnswer
 from headway.server.choices import Prompt
@@ -19,7 +20,7 @@ from headway.server.errors import bad_request
 from headway.server.generation import Generation, clock
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.parameters import check_ids, fit_to_context, sampling_params
-from headway.server.prompts import chat_prompt, completion_prompts
+from headway.server.prompts import as_list, chat_prompt, completion_prompts
 from headway.server.request_body import check_body, parse_object, read_body
 from headway.server.schemas import (
     Body,
@@ -116,10 +117,12 @@ class Routes:
     # --- text generation ----------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
+        self._service.refuse_if_full()
         body = await self._read(request, CompletionBody)
         return await self._generate(request, body)
 
     async def chat_completions(self, request: Request) -> Response:
+        self._service.refuse_if_full()
         body = await self._read(request, ChatBody)
         return await self._generate(request, body)
 
@@ -129,8 +132,6 @@ class Routes:
     async def _generate(self, request: Request, body: CompletionBody | ChatBody) -> Response:
         service = self._service
         service.check_model(body.model)
-        service.check_ready()
-        service.check_queue()
         if body.priority and not service.settings.priority_allowed:
             raise bad_request(
                 f"priority is {body.priority}; the server's scheduling policy has none "
@@ -139,29 +140,30 @@ class Routes:
             )
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options needs stream to be true", "stream_options")
+        place = service.admit(self._num_choices(body))
         service.begin()
         streams = False
         try:
-            answer = await unless_gone(request.receive, self._answer(request, body))
+            answer = await unless_gone(request.receive, self._answer(request, body, place))
             if isinstance(answer, Response):
                 return answer
             streams = True
             return EventStream(answer.events, service.settings, lambda: self._end(answer))
         finally:
             if not streams:
+                place.close()
                 service.end()
 
     def _end(self, answer: Answer) -> None:
         answer.generation.release()
         self._service.end()
 
-    async def _answer(self, request: Request, body: CompletionBody | ChatBody) -> Answer | Response:
+    async def _answer(self, request: Request, body: CompletionBody | ChatBody, place: Place) -> Answer | Response:
         """The whole response; for a stream, what will make it."""
         service = self._service
         params = sampling_params(body, service.defaults, service.tokenizer.vocab_size)
         checked_ns = clock()
         prompts = await self._prompts(body)
-        self._check_number(len(prompts), params.n)
         limit = service.check_ready().max_model_len
         max_tokens_field = next(
             (name for name in ("max_completion_tokens", "max_tokens") if getattr(body, name, None) is not None), None
@@ -177,11 +179,12 @@ class Routes:
             )
             for prompt in prompts
         ]
-        service.check_queue()
+        place.add_tokens(sum(len(prompt.token_ids) for prompt in prompts))
         generation = Generation(
             service,
             prompts,
             fitted,
+            place,
             arrived_ns=request.scope[ARRIVED],
             checked_ns=checked_ns,
             priority=body.priority,
@@ -202,13 +205,16 @@ class Routes:
             return [await chat_prompt(self._service, body)]
         return await completion_prompts(self._service, body.prompt, body.add_special_tokens)
 
-    def _check_number(self, prompts: int, n: int) -> None:
+    def _num_choices(self, body: CompletionBody | ChatBody) -> int:
+        n = body.n or 1
+        prompts = 1 if isinstance(body, ChatBody) else len(as_list(body.prompt))
         if prompts * n > MAX_CHOICES_OF_ALL_PROMPTS:
             raise bad_request(
                 f"{prompts} prompts with n = {n} make {prompts * n} choices; "
                 f"at most {MAX_CHOICES_OF_ALL_PROMPTS} are allowed in one request",
                 "n",
             )
+        return prompts * n
 
     # --- tokens -------------------------------------------------------------------------------------
 

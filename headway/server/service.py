@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol
 
 from headway.engine.messages import AddRequest, Ready, SequenceOutput, StepStats
+from headway.server.admission import Admission, Place
 from headway.server.errors import ApiError, unavailable
 from headway.server.metrics import Metrics
 from headway.server.parameters import server_defaults
@@ -68,7 +69,7 @@ class Service:
         self.draining = False
         self.in_flight = 0
         self.generations: set[Abortable] = set()
-        self.handing_over = 0  # choices admitted and not yet sent to the engine
+        self.admission = Admission(settings)
         self._refusal: ApiError | None = None
         self._idle = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
@@ -91,7 +92,7 @@ class Service:
             ApiError: 503 while it loads, when it is dead, and when the server shuts down.
         """
         if self.draining:
-            raise unavailable("the server is shutting down", "shutting_down", 5)
+            raise unavailable("the server is shutting down", "shutting_down", 5, "rejected-shutting-down")
         if self.engine.state == "ready" and self.engine.ready is not None:
             return self.engine.ready
         if self.engine.state == "loading":
@@ -99,14 +100,15 @@ class Service:
             raise unavailable(f"the model is loading{reason}", "engine_loading", 5)
         raise unavailable(f"the engine is not running: {self.engine.last_error}", "engine_dead", 30)
 
-    def check_queue(self) -> None:
-        """Raises ApiError 503 when as many choices wait as --max-num-queued-reqs allows."""
-        limit = self.settings.max_num_queued_reqs
-        waiting = self.engine.num_waiting + self.handing_over
-        if limit is not None and waiting >= limit:
-            raise unavailable(
-                f"{waiting} requests are waiting; at most {limit} may (--max-num-queued-reqs)", "queue_full", 1
-            )
+    def refuse_if_full(self) -> None:
+        """Raises ApiError 429, or as check_ready(), where no request can come in whatever it asks for."""
+        self.admission.fit_to(self.check_ready())
+        self.admission.refuse_if_full()
+
+    def admit(self, choices: int) -> Place:
+        """A place in the queue. Raises ApiError as check_ready() and Admission.admit()."""
+        self.admission.fit_to(self.check_ready())
+        return self.admission.admit(choices)
 
     def begin(self) -> None:
         """A request is in flight, until end()."""

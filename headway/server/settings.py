@@ -14,7 +14,8 @@ class ServerSettings:
     Args:
         served_model_names: names that requests may give; the first is the one in answers.
         api_keys: any of them opens the API; none leaves it open.
-        max_num_queued_reqs: refuse requests while this many choices wait in the engine; None never refuses.
+        max_num_queued_reqs: choices that may wait or run at once; infinite for no limit, None suits the engine's size.
+        max_num_queued_tokens: tokens of prompts without an output yet; infinite and None likewise.
         max_body_size: bytes of a request's body.
         max_queued_text: characters of requests' texts that may wait for a thread that tokenizes them.
         request_read_timeout: seconds that a request may take from its first byte to its last.
@@ -29,7 +30,8 @@ class ServerSettings:
     host: str = "0.0.0.0"
     port: int = 8000
     api_keys: list[str] = field(default_factory=list)
-    max_num_queued_reqs: int | None = None
+    max_num_queued_reqs: float | None = None
+    max_num_queued_tokens: float | None = None
     max_body_size: int = DEFAULT_MAX_BODY_SIZE
     max_queued_text: int = 16 * 2**20
     request_read_timeout: float = 60.0

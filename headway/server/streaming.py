@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from headway.server.errors import ApiError, ClientGone, internal
 from headway.server.settings import ServerSettings
@@ -64,12 +64,15 @@ class EventWriter:
     """Sends what push() is given, as fast as the client reads it; what gathers meanwhile goes out together.
 
     Args:
+        headers: of the answer, which begins with the first bytes.
         max_buffer: bytes that may wait here, beside what the operating system holds.
         timeout_s: seconds that one write may wait.
     """
 
-    def __init__(self, send: Send, max_buffer: int, timeout_s: float) -> None:
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], max_buffer: int, timeout_s: float) -> None:
         self._send = send
+        self._head: Message | None = {"type": "http.response.start", "status": 200, "headers": headers}
+        self.has_begun = False
         self._max_buffer = max_buffer
         self._timeout_s = timeout_s
         self._pending: list[bytes] = []
@@ -87,6 +90,7 @@ class EventWriter:
         Raises:
             SlowReader: more than max_buffer bytes wait; what waits is dropped.
         """
+        self.has_begun = True
         self._pending.append(data)
         self._pending_bytes += len(data)
         self._drained.clear()
@@ -100,6 +104,12 @@ class EventWriter:
     def when_sent(self, callback: Callable[[int], None]) -> None:
         """Call back, with time.monotonic_ns(), when what is pushed next has been handed to the connection."""
         self._when_sent.append(callback)
+
+    def refuse(self, error: ApiError) -> None:
+        """Nothing has been pushed: the answer is no stream, but this error with its status."""
+        answer = error.response()
+        self._head = {"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers}
+        self.push(bytes(answer.body))
 
     def close(self) -> None:
         """No more will be pushed; run() returns when all is sent."""
@@ -138,6 +148,9 @@ class EventWriter:
     async def _write(self, data: bytes, more: bool) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
+                head, self._head = self._head, None
+                if head is not None:
+                    await self._send(head)
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
         except TimeoutError:
             raise SlowReader(f"the client read nothing for {self._timeout_s:g} s") from None
@@ -150,7 +163,8 @@ class EventStream(Response):
     """An answer in server-sent events.
 
     Args:
-        events: makes the events; closing it frees what it uses. An ApiError it raises becomes the last event.
+        events: makes the events; closing it frees what it uses. An ApiError it raises becomes the last event, or the
+            answer where it comes before the first.
         done: called once, when the answer has ended in whatever way.
     """
 
@@ -165,13 +179,13 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._stream(scope, receive, send)
         finally:
             self._done()
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = EventWriter(send, self._settings.max_stream_buffer, self._settings.send_timeout)
+        settings = self._settings
+        writer = EventWriter(send, self.raw_headers, settings.max_stream_buffer, settings.send_timeout)
         producing = asyncio.create_task(self._produce(writer))
         writing = asyncio.create_task(writer.run())
         gone = asyncio.create_task(wait_until_gone(receive))
@@ -199,8 +213,14 @@ class EventStream(Response):
         except SlowReader:
             return
         except ApiError as error:
-            writer.push(event(msgspec.json.encode(error.body())))
+            self._fail(writer, error)
         except Exception:
             logger.exception("a stream failed")
-            writer.push(event(msgspec.json.encode(internal("the server failed on this request").body())))
+            self._fail(writer, internal("the server failed on this request"))
         writer.close()
+
+    def _fail(self, writer: EventWriter, error: ApiError) -> None:
+        if writer.has_begun:
+            writer.push(event(msgspec.json.encode(error.body())))
+        else:
+            writer.refuse(error)

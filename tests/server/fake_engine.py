@@ -28,6 +28,7 @@ class FakeEngine:
     Attributes:
         step_s: seconds a step takes.
         open: while False, steps stand still: requests are parked.
+        expires: requests wait too long for their first step.
         tokens_per_step: tokens in each output.
         requests, aborted: what was asked, and the ids of what was closed before its end.
     """
@@ -37,6 +38,7 @@ class FakeEngine:
         self.reply: Reply = lambda request, index: tokenizer.encode(text)
         self.step_s = 0.0
         self.open = True
+        self.expires = False
         self.tokens_per_step = 1
         self.loads = True
         self.fails_with: str | None = None
@@ -69,7 +71,7 @@ class FakeEngine:
 
     def finish_loading(self) -> None:
         stages = {"storage_read": 5_000_000, "warm_up": 7_000_000}
-        self.ready = Ready(1, stages, 64, 16, self.max_model_len, "cpu", "float32")
+        self.ready = Ready(1, stages, 64, 16, self.max_model_len, "cpu", "float32", 256)
         self.state = "ready"
 
     async def wait_ready(self) -> Ready:
@@ -108,7 +110,7 @@ class FakeEngine:
                 for key, saying in list(mine.items()):
                     if key not in self._drop and not self.open:
                         continue
-                    output = saying.dropped() if key in self._drop else saying.next()
+                    output = saying.dropped() if key in self._drop or self.expires else saying.next()
                     if output.finish_reason is not None:
                         del mine[key]
                         self.running.discard(key)
@@ -172,7 +174,10 @@ class _Saying:
         return output
 
     def dropped(self) -> SequenceOutput:
-        return SequenceOutput(self.request.request_id, self.index, [], finish_reason="abort", timings=self._timings())
+        output = SequenceOutput(self.request.request_id, self.index, [], "abort", timings=self._timings())
+        if self.engine.expires:
+            output.finish_reason, output.error = "timeout", "it waited longer than 1 s (--max-queue-time)"
+        return output
 
     def _cached(self) -> int:
         return len(self.request.prompt_token_ids) // 16 * 16

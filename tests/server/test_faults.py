@@ -70,7 +70,8 @@ def long_talker(engine: FakeEngine) -> FakeEngine:
 
 def is_free(server: LiveServer) -> bool:
     service = server.service
-    return not (server.engine.running or service.in_flight or service.generations or service.handing_over)
+    queue = service.admission.queue
+    return not (server.engine.running or service.in_flight or service.generations or queue.choices or queue.tokens)
 
 
 # --- a client that stops reading ----------------------------------------------------------------------

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.server.fake_engine import FakeEngine
@@ -43,24 +46,104 @@ def test_body_limit_is_a_setting(start_server: StartServer) -> None:
     assert server.post("/tokenize", prompt="x" * 100).status_code == 413
 
 
+@contextmanager
+def parked(server: LiveServer, engine: FakeEngine, **body: Any) -> Iterator[None]:
+    """A request that has come in and gets no token."""
+    engine.open = False
+    asker = threading.Thread(
+        target=lambda: httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", **body}, timeout=20)
+    )
+    there = len(engine.requests)
+    asker.start()
+    eventually(lambda: len(engine.requests) > there)
+    yield
+    engine.open = True
+    asker.join()
+
+
+def is_empty(server: LiveServer) -> bool:
+    queue = server.service.admission.queue
+    return not (queue.choices or queue.tokens or server.service.in_flight)
+
+
 def test_full_queue(start_server: StartServer, engine: FakeEngine) -> None:
-    server = start_server(max_num_queued_reqs=2)
-    engine.num_waiting = 1
+    server = start_server(max_num_queued_reqs=3)
+    with parked(server, engine, n=2):
+        refused = server.post("/v1/completions", prompt="x", n=2)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
+        error = refused.json()["error"]
+        assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
+        assert error["message"].startswith(
+            "2 choices are waiting or running, and this request has 2; at most 3 may (--max"
+        )
+        with parked(server, engine):
+            assert server.client.post("/v1/completions", content=b"{").status_code == 429  # it is not even read
+    assert server.post("/v1/completions", prompt="x", n=3).status_code == 200
+    assert server.client.post("/v1/completions", content=b"{").status_code == 400
+    eventually(lambda: is_empty(server))
+
+
+def test_queue_full_of_tokens(start_server: StartServer, engine: FakeEngine) -> None:
+    server = start_server(max_num_queued_tokens=100)
+    with parked(server, engine, prompt=[5] * 60, n=4):  # computed once for its four choices
+        refused = server.post("/v1/completions", prompt=[[5] * 30, [6] * 30])
+        assert refused.status_code == 429
+        assert "60 prompt tokens wait for their first output, and this request has 60; at most 100 may" in refused.text
+        assert server.service.admission.queue.tokens == 60
+        engine.open = True
+        assert server.post("/v1/completions", prompt=[5] * 40).status_code == 200
+    eventually(lambda: is_empty(server))
+
+
+def test_tokens_count_until_the_first_output_and_choices_until_the_end(
+    start_server: StartServer, engine: FakeEngine
+) -> None:
+    server = start_server(max_num_queued_tokens=100, max_num_queued_reqs=2)
+    body = {"prompt": [5] * 60, "stream": True, "n": 2, "max_tokens": 100, "ignore_eos": True}
+    engine.step_s = 0.01
+    queue = server.service.admission.queue
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=20) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith('data: {"id"')
+        assert (queue.choices, queue.tokens) == (2, 0)
+        assert server.post("/v1/completions", prompt="x").status_code == 429
+    eventually(lambda: is_empty(server))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": "x", "n": 9}, "the request has 9 choices; at most 8 may be here at once (--max-num-queued-reqs)"),
+        ({"prompt": ["x"] * 3, "n": 3}, "the request has 9 choices; at most 8"),
+        (
+            {"prompt": [5] * 101},
+            "the request has 101 prompt tokens; at most 100 may be here at once (--max-num",
+        ),
+        ({"prompt": ["x"] * 512, "n": 9}, "512 prompts with n = 9 make 4608 choices; at most 4096 are allowed"),
+    ],
+)
+def test_what_no_empty_queue_would_hold_is_a_bad_request(
+    start_server: StartServer, body: dict[str, Any], message: str
+) -> None:
+    server = start_server(max_num_queued_reqs=8, max_num_queued_tokens=100)
+    refused = server.post("/v1/completions", **body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith(message)
+    assert is_empty(server)
+
+
+def test_the_queue_is_bounded_by_default(start_server: StartServer) -> None:
+    server = start_server()
     assert server.post("/v1/completions", prompt="x").status_code == 200
-    engine.num_waiting = 2
-    refused = server.post("/v1/completions", prompt="x")
-    assert refused.status_code == 503
-    assert refused.headers["retry-after"] == "1"
-    assert refused.json()["error"]["code"] == "queue_full"
-    assert "--max-num-queued-reqs" in refused.json()["error"]["message"]
-    engine.num_waiting = 0
-    assert server.post("/v1/completions", prompt="x").status_code == 200
-    assert server.service.handing_over == 0
+    limits = server.service.admission.queue.limits
+    assert (limits.choices, limits.tokens) == (8 * 256, 8 * 64 * 16)
 
 
 def test_requests_that_arrive_together_count_each_other(start_server: StartServer, engine: FakeEngine) -> None:
-    """Between the check and the engine's own count there must be no gap to slip through."""
-    server = start_server(max_num_queued_reqs=3)
+    """They count from the moment they are let in: there is no gap to slip through."""
+    server = start_server(max_num_queued_reqs=4)
     engine.open = False
     codes: list[int] = []
 
@@ -68,20 +151,41 @@ def test_requests_that_arrive_together_count_each_other(start_server: StartServe
         codes.append(httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "n": 2}, timeout=20).status_code)
 
     askers = [threading.Thread(target=ask) for _ in range(8)]
-    inner = engine.generate
-
-    def counted(request):  # type: ignore[no-untyped-def]
-        engine.num_waiting += request.params.n
-        return inner(request)
-
-    engine.generate = counted  # type: ignore[method-assign]
     for asker in askers:
         asker.start()
     eventually(lambda: len(codes) == 6)
     engine.open = True
     for asker in askers:
         asker.join()
-    assert sorted(codes) == [200, 200, 503, 503, 503, 503, 503, 503]
+    assert sorted(codes) == [200, 200, 429, 429, 429, 429, 429, 429]
+    eventually(lambda: is_empty(server))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_waits_too_long_is_told_so(start_server: StartServer, engine: FakeEngine, stream: bool) -> None:
+    server = start_server()
+    engine.expires = True
+    refused = server.post("/v1/completions", prompt="x", stream=stream)
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
+    assert refused.headers["x-llm-d-request-dropped-reason"] == "rejected-ttl-expired"
+    assert refused.json()["error"]["code"] == "queue_timeout"
+    assert "--max-queue-time" in refused.json()["error"]["message"]
+    eventually(lambda: is_empty(server))
+    assert 'request_success_total{engine="0",finished_reason="timeout",model_name="tiny"} 1.0' in (
+        server.client.get("/metrics").text
+    )
+
+
+def test_headers_without_effect_are_named(client: openai.OpenAI) -> None:
+    ask = client.completions.with_raw_response.create
+    given = {"X-LLM-D-SLO-TTFT-MS": "200", "x-llm-d-inference-fairness-id": "me", "x-request-id": "r1"}
+    answer = ask(model="tiny", prompt="x", extra_headers=given)
+    assert answer.headers["x-headway-ignored-headers"] == "x-llm-d-slo-ttft-ms, x-llm-d-inference-fairness-id"
+    assert answer.headers["x-request-id"] == "r1"
+    streamed = ask(model="tiny", prompt="x", stream=True, extra_headers={"x-llm-d-slo-tpot-ms": "50"})
+    assert streamed.headers["x-headway-ignored-headers"] == "x-llm-d-slo-tpot-ms"
+    assert "x-headway-ignored-headers" not in ask(model="tiny", prompt="x").headers
 
 
 def test_api_key(start_server: StartServer) -> None:

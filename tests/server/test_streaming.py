@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headway.server.errors import unavailable
 from headway.server.streaming import EventWriter, SlowReader
 
 
@@ -18,16 +19,21 @@ class Pipe:
         self.reads.set()
         self.bodies: list[bytes] = []
         self.ended = False
+        self.status = 0
 
     async def send(self, message: Any) -> None:
         await self.reads.wait()
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            return
+        assert self.status, "a body before its head"
         self.bodies.append(message["body"])
         self.ended = not message["more_body"]
 
 
 async def test_everything_arrives_in_order() -> None:
     pipe = Pipe()
-    writer = EventWriter(pipe.send, 1000, 5)
+    writer = EventWriter(pipe.send, [], 1000, 5)
     running = asyncio.create_task(writer.run())
     for number in range(5):
         writer.push(b"%d" % number)
@@ -44,7 +50,7 @@ async def test_everything_arrives_in_order() -> None:
 
 async def test_what_waits_goes_out_together() -> None:
     pipe = Pipe()
-    writer = EventWriter(pipe.send, 1000, 5)
+    writer = EventWriter(pipe.send, [], 1000, 5)
     running = asyncio.create_task(writer.run())
     pipe.reads.clear()
     for _ in range(10):
@@ -57,10 +63,23 @@ async def test_what_waits_goes_out_together() -> None:
     assert pipe.bodies == [b"x", b"x" * 9, b""]
 
 
+async def test_an_error_before_the_first_event_has_its_own_status() -> None:
+    pipe = Pipe()
+    writer = EventWriter(pipe.send, [], 1000, 5)
+    running = asyncio.create_task(writer.run())
+    await asyncio.sleep(0)
+    assert pipe.status == 0
+    writer.refuse(unavailable("too late", "queue_timeout", 1))
+    writer.close()
+    await running
+    assert pipe.status == 503
+    assert b"too late" in b"".join(pipe.bodies) and pipe.ended
+
+
 async def test_buffer_is_bounded() -> None:
     pipe = Pipe()
     pipe.reads.clear()
-    writer = EventWriter(pipe.send, 100, 5)
+    writer = EventWriter(pipe.send, [], 100, 5)
     running = asyncio.create_task(writer.run())
     for _ in range(11):
         writer.push(b"0123456789")
@@ -74,7 +93,7 @@ async def test_buffer_is_bounded() -> None:
 async def test_write_does_not_wait_for_ever() -> None:
     pipe = Pipe()
     pipe.reads.clear()
-    writer = EventWriter(pipe.send, 100, 0.02)
+    writer = EventWriter(pipe.send, [], 100, 0.02)
     writer.push(b"x")
     with pytest.raises(SlowReader, match=r"0\.02 s"):
         await writer.run()

@@ -1,0 +1,118 @@
+"""How much may be in the server at once, and when who was refused may come back.
+
+Everything is counted in choices: a request with n = 8 and two prompts is sixteen. A choice counts from its admission
+to its end, whether it waits or runs; so nothing can slip through between two counts. Beside that the tokens of prompts
+count until their first token is out: that is the work which a newcomer waits for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+# By default as much may be there as this many full batches: seats for choices, the KV pool for tokens.
+DEFAULT_BATCHES = 8
+MAX_RETRY_AFTER_S = 60
+_RATE_WINDOW_NS = 10e9
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """The most that may be there at once; infinite for no limit.
+
+    Args:
+        choices: waiting or running.
+        tokens: of prompts that have no output yet.
+    """
+
+    choices: float = math.inf
+    tokens: float = math.inf
+
+    @classmethod
+    def for_engine(
+        cls, max_num_seqs: int, pool_tokens: int, choices: float | None = None, tokens: float | None = None
+    ) -> QueueLimits:
+        """What an operator chose, and where that is None what suits an engine of this size."""
+        return cls(
+            DEFAULT_BATCHES * max_num_seqs if choices is None else choices,
+            DEFAULT_BATCHES * pool_tokens if tokens is None else tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request may not come in: with the `asked` units it would be more than `limit`."""
+
+    unit: str  # choices | tokens
+    asked: int
+    present: int
+    limit: int
+
+    @property
+    def is_final(self) -> bool:
+        """It would not fit into an empty server either."""
+        return self.asked > self.limit
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Units a second, of late: counts fade with a time constant of _RATE_WINDOW_NS."""
+
+    began_ns: int = 0
+    last_ns: int = 0
+    faded: float = 0.0
+
+    def add(self, count: int, now: int) -> None:
+        self.began_ns = self.began_ns or now
+        self.faded = self._at(now) + count
+        self.last_ns = now
+
+    def _at(self, now: int) -> float:
+        return self.faded * math.exp((self.last_ns - now) / _RATE_WINDOW_NS)
+
+    def per_second(self, now: int) -> float:
+        """0 until something has been counted for some time."""
+        observed = 1.0 - math.exp((self.began_ns - now) / _RATE_WINDOW_NS) if self.began_ns else 0.0
+        return self._at(now) / observed / (_RATE_WINDOW_NS * 1e-9) if observed > 0 else 0.0
+
+
+@dataclass(slots=True)
+class QueueBound:
+    """Counts who is there, and refuses who would be too many. Times are nanoseconds of the caller's clock."""
+
+    limits: QueueLimits
+    choices: int = 0
+    tokens: int = 0
+    _choice_rate: _Rate = field(default_factory=_Rate)
+    _token_rate: _Rate = field(default_factory=_Rate)
+
+    @property
+    def is_full(self) -> bool:
+        """Nobody can come in, whatever it asks for."""
+        return self.choices >= self.limits.choices or self.tokens >= self.limits.tokens
+
+    def enter(self, choices: int = 0, tokens: int = 0) -> Refusal | None:
+        """Count the units of a request, or say why they are too many and count nothing."""
+        if self.choices + choices > self.limits.choices:
+            return Refusal("choices", choices, self.choices, int(self.limits.choices))
+        if self.tokens + tokens > self.limits.tokens:
+            return Refusal("tokens", tokens, self.tokens, int(self.limits.tokens))
+        self.choices += choices
+        self.tokens += tokens
+        return None
+
+    def leave(self, now: int, choices: int = 0, tokens: int = 0) -> None:
+        """So many choices have ended, and prompts of so many tokens have their first output."""
+        self.choices -= choices
+        self.tokens -= tokens
+        if choices:
+            self._choice_rate.add(choices, now)
+        if tokens:
+            self._token_rate.add(tokens, now)
+
+    def retry_after_s(self, refusal: Refusal, now: int) -> int:
+        """Seconds until there should be room, as fast as units have left of late; 1 where nothing is known."""
+        rate = (self._choice_rate if refusal.unit == "choices" else self._token_rate).per_second(now)
+        if rate <= 0:
+            return 1
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil((refusal.present + refusal.asked - refusal.limit) / rate)))

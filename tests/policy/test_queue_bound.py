@@ -1,0 +1,77 @@
+"""The bound of the queue: nothing gets past it, nothing stays behind, and the time to come back is the measured one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.policy.queue_bound import MAX_RETRY_AFTER_S, QueueBound, QueueLimits
+
+SECOND = 10**9
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    limits=st.tuples(st.integers(1, 20), st.integers(1, 200)),
+    arrivals=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 300), st.booleans()), max_size=40),
+)
+def test_nothing_gets_past_the_bound(limits: tuple[int, int], arrivals: list[tuple[int, int, bool]]) -> None:
+    bound = QueueBound(QueueLimits(*limits))
+    there: list[tuple[int, int]] = []
+    for now, (choices, tokens, leaves) in enumerate(arrivals):
+        refusal = bound.enter(choices, tokens)
+        fits = (
+            sum(c for c, _ in there) + choices <= limits[0],
+            sum(t for _, t in there) + tokens <= limits[1],
+        )
+        assert (refusal is None) == all(fits)
+        if refusal is None:
+            there.append((choices, tokens))
+        else:
+            assert refusal.unit == ("choices" if not fits[0] else "tokens")
+            assert refusal.is_final == ((choices > limits[0]) if not fits[0] else (tokens > limits[1]))
+        if leaves and there:
+            bound.leave(now, *there.pop(0))
+        assert (bound.choices, bound.tokens) == (sum(c for c, _ in there), sum(t for _, t in there))
+        assert bound.is_full == (bound.choices >= limits[0] or bound.tokens >= limits[1])
+
+
+def test_without_limits_everybody_comes_in() -> None:
+    bound = QueueBound(QueueLimits())
+    assert bound.enter(10**9, 10**12) is None and not bound.is_full
+
+
+def test_limits_suit_the_engine_unless_they_are_chosen() -> None:
+    assert QueueLimits.for_engine(256, 10_000) == QueueLimits(2048, 80_000)
+    assert QueueLimits.for_engine(256, 10_000, choices=5, tokens=math.inf) == QueueLimits(5, math.inf)
+
+
+@pytest.mark.parametrize("seconds", [2, 100])
+def test_retry_after_is_as_long_as_the_excess_took_to_leave_of_late(seconds: int) -> None:
+    bound = QueueBound(QueueLimits(1000, 10**6))
+    assert bound.enter(1000) is None
+    refusal = bound.enter(8)
+    assert refusal is not None and not refusal.is_final
+    assert bound.retry_after_s(refusal, SECOND) == 1, "nothing has been measured"
+    now = SECOND
+    for _ in range(seconds * 4):  # four a second
+        now += SECOND // 4
+        bound.leave(now, choices=1)
+        assert bound.enter(1) is None
+    assert bound.retry_after_s(refusal, now) in (2, 3)
+    assert bound.retry_after_s(refusal, now + 20 * SECOND) > 5, "nothing has left since"
+    assert bound.retry_after_s(refusal, now + 3600 * SECOND) == MAX_RETRY_AFTER_S
+
+
+def test_tokens_have_a_rate_of_their_own() -> None:
+    bound = QueueBound(QueueLimits(1000, 10_000))
+    assert bound.enter(1, 10_000) is None
+    refusal = bound.enter(1, 3_000)
+    assert refusal is not None and refusal.unit == "tokens"
+    for second in range(1, 9):
+        bound.leave(second * SECOND, choices=1, tokens=500)
+        assert bound.enter(1, 500) is None
+    assert bound.retry_after_s(refusal, 8 * SECOND) in (5, 6, 7)
