@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer.main
 from hypothesis import settings
 
 # Before anything imports torch: tests are small, and threads that spin for each other only slow them down.
@@ -24,6 +26,10 @@ if not os.path.exists("/dev/nvidiactl"):
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+# A test gives commands in this process, and Typer would build all of them anew for each, in a tenth of a second.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headway.calibration import measure
-from tests.calibration.little import LITTLE_OF_PEAKS
+from tests.calibration.little import LITTLE_MEMORY, LITTLE_OF_PEAKS
 from tests.planner.command_line import CommandLine
 
 
@@ -38,3 +38,4 @@ def small_peaks(monkeypatch: pytest.MonkeyPatch, threads_as_before: None) -> Non
     """Peaks from sizes that take no time."""
     for key in measure.EFFORTS:
         monkeypatch.setitem(measure.EFFORTS, key, LITTLE_OF_PEAKS)
+    monkeypatch.setattr(measure, "total_memory", lambda: LITTLE_MEMORY)

@@ -14,6 +14,7 @@ from headway.calibration.describe import hardware_of
 from headway.calibration.measure import EFFORTS, MIB, CalibrationError, Effort, measure
 from headway.calibration.peaks import MachinePeaks
 from headway.calibration.stopwatch import MIN_REPEATS, MOST_REPEATS, measure_rate
+from tests.calibration.little import LITTLE_MEMORY
 
 
 class ScriptedStopwatch:
@@ -59,6 +60,7 @@ def little_effort(monkeypatch):
     threads = torch.get_num_threads()
     for key in EFFORTS:
         monkeypatch.setitem(EFFORTS, key, Effort(0.0, (MIB,), (64, 128)))
+    monkeypatch.setattr("headway.calibration.measure.total_memory", lambda: LITTLE_MEMORY)
     yield
     torch.set_num_threads(threads)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from headway.engine.client import EngineClient, EngineDead
 from headway.engine.config import EngineConfig
@@ -30,13 +32,26 @@ def request(name: str, max_tokens: int = 8, n: int = 1, prompt: list[int] | None
     return AddRequest(name, prompt or [5, 6, 7], params, [0])
 
 
-@pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[EngineClient]:
+@contextlib.asynccontextmanager
+async def running(tmp_path: Path) -> AsyncIterator[EngineClient]:
     client = EngineClient(config(tmp_path))
     await client.start()
     await client.wait_ready()
     yield client
     await client.stop()
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[EngineClient]:
+    async with running(tmp_path) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineClient]:
+    """Of the tests that leave an engine as it was, in an event loop of theirs."""
+    async with running(tmp_path_factory.mktemp("shared")) as client:
+        yield client
 
 
 async def collect(outputs: AsyncIterator[SequenceOutput]) -> list[SequenceOutput]:
@@ -50,10 +65,11 @@ async def until_idle(client: EngineClient, seconds: float = 10.0) -> StepStats:
     return client.stats
 
 
-async def test_results_and_timings_come_back(client: EngineClient) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_results_and_timings_come_back(shared: EngineClient) -> None:
     steps: list[StepStats] = []
-    client.subscribe(steps.append)
-    outputs = await collect(client.generate(request("a", max_tokens=8, n=2)))
+    shared.subscribe(steps.append)
+    outputs = await collect(shared.generate(request("a", max_tokens=8, n=2)))
     for index in (0, 1):
         mine = [o for o in outputs if o.index == index]
         assert sum(len(o.token_ids) for o in mine) == 8
@@ -62,43 +78,47 @@ async def test_results_and_timings_come_back(client: EngineClient) -> None:
         assert timings is not None and timings.steps == 8 and timings.phases_ns["decode_compute"] > 0
     assert sum(s.generation_tokens for s in steps) == 16
     assert all(s.step_ns > 0 for s in steps if s.scheduled_tokens)
-    assert client.ready is not None and set(client.ready.startup_ns) >= {"import", "kv_allocation", "warm_up", "layout"}
+    assert shared.ready is not None and set(shared.ready.startup_ns) >= {"import", "kv_allocation", "warm_up", "layout"}
 
 
-async def test_leaving_a_stream_frees_its_blocks(client: EngineClient) -> None:
-    stream = client.generate(request("long", max_tokens=4000))
+@pytest.mark.asyncio(loop_scope="module")
+async def test_leaving_a_stream_frees_its_blocks(shared: EngineClient) -> None:
+    stream = shared.generate(request("long", max_tokens=4000))
     await anext(stream)
-    assert client.stats is not None and client.stats.kv_cache_usage > 0
+    assert shared.stats is not None and shared.stats.kv_cache_usage > 0
     await stream.aclose()  # type: ignore[attr-defined]
-    await until_idle(client)
-    assert [o.finish_reason for o in await collect(client.generate(request("next")))][-1] == "length"
+    await until_idle(shared)
+    assert [o.finish_reason for o in await collect(shared.generate(request("next")))][-1] == "length"
 
 
-async def test_one_choice_can_be_stopped(client: EngineClient) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_one_choice_can_be_stopped(shared: EngineClient) -> None:
     finished: dict[int, SequenceOutput] = {}
     tokens = {0: 0, 1: 0}
-    async for output in client.generate(request("two", max_tokens=60, n=2)):
+    async for output in shared.generate(request("two", max_tokens=60, n=2)):
         tokens[output.index] += len(output.token_ids)
         if output.finish_reason:
             finished[output.index] = output
         elif output.index == 1 and tokens[1] == 5:
-            client.abort("two", 1)
+            shared.abort("two", 1)
     assert finished[0].finish_reason == "length" and tokens[0] == 60
     assert finished[1].finish_reason == "abort" and tokens[1] < 60
     assert finished[1].timings is not None
 
 
-async def test_a_duplicate_id_is_refused_without_harm_to_the_first(client: EngineClient) -> None:
-    first = client.generate(request("same", max_tokens=2000))
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_duplicate_id_is_refused_without_harm_to_the_first(shared: EngineClient) -> None:
+    first = shared.generate(request("same", max_tokens=2000))
     await anext(first)
     with pytest.raises(ValueError, match="'same' is in use"):
-        await collect(client.generate(request("same")))
+        await collect(shared.generate(request("same")))
     assert (await anext(first)).token_ids
     await first.aclose()  # type: ignore[attr-defined]
 
 
-async def test_a_prompt_beyond_the_context_ends_with_an_error(client: EngineClient) -> None:
-    outputs = await collect(client.generate(request("big", prompt=[5] * 5000)))
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_prompt_beyond_the_context_ends_with_an_error(shared: EngineClient) -> None:
+    outputs = await collect(shared.generate(request("big", prompt=[5] * 5000)))
     assert [o.finish_reason for o in outputs] == ["error"]
     assert outputs[0].error is not None and "the prompt has 5000 tokens" in outputs[0].error
 
@@ -165,15 +185,16 @@ async def test_a_signal_to_the_whole_group_leaves_the_end_to_the_server(client: 
     assert client.restarts == 0
 
 
-async def test_a_request_that_cannot_be_sent_leaves_nothing_behind(client: EngineClient) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_request_that_cannot_be_sent_leaves_nothing_behind(shared: EngineClient) -> None:
     for _ in range(2):  # the same id twice: the first is forgotten
         with pytest.raises(OverflowError):
-            await collect(client.generate(request("huge", prompt=[2**70])))
-    assert client.num_waiting == 0
-    assert (await collect(client.generate(request("huge"))))[-1].finish_reason == "length"
-    stream = client.generate(request("next", max_tokens=4000))
+            await collect(shared.generate(request("huge", prompt=[2**70])))
+    assert shared.num_waiting == 0
+    assert (await collect(shared.generate(request("huge"))))[-1].finish_reason == "length"
+    stream = shared.generate(request("next", max_tokens=4000))
     await anext(stream)
-    assert client.num_waiting == 0
+    assert shared.num_waiting == 0
     await stream.aclose()  # type: ignore[attr-defined]
 
 

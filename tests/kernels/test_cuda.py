@@ -85,9 +85,9 @@ def test_attention_of_a_mixed_step(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 300])
 def test_attention_of_long_contexts_is_split(kernels: CudaKernels, dtype: torch.dtype, window: int | None) -> None:
-    step, _ = step_of([1, 1], [1300, 90], 16)
+    step, _ = step_of([1, 1], [700, 90], 16)
     assert count_splits(step, 1, 1, kernels._multiprocessors) > 1
-    check_attention(kernels, DEVICE, dtype, [1, 1], [1300, 90], 7, 1, 64, 16, window)
+    check_attention(kernels, DEVICE, dtype, [1, 1], [700, 90], 7, 1, 64, 16, window)
 
 
 def test_splits_fill_the_device_but_stay_long(kernels: CudaKernels) -> None:
