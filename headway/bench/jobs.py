@@ -191,6 +191,7 @@ class Bench:
                 max_concurrency=load.max_concurrency,
                 warm_ups=warm_ups,
                 duration_s=load.spec.duration_s,
+                drain_s=self.options.drain_timeout_s,
                 stop=self.stop,
                 listener=view,
                 keep_text=self.options.output.detailed,

@@ -116,6 +116,7 @@ class BenchOptions:
     Args:
         max_concurrency: with a rate, most requests under way; without, users of a closed loop.
         num_warmups: requests sent first and not measured.
+        drain_timeout_s: a run ends when nothing is left to send and no request has ended for so long.
         find_max_rate: look for the highest rate at which the objectives hold.
         max_search_seconds: after which no probe of that search begins.
         sweep: measure at several values.
@@ -125,6 +126,7 @@ class BenchOptions:
     workload: WorkloadSpec
     max_concurrency: int | None = None
     num_warmups: int = 3
+    drain_timeout_s: float = 600.0
     find_max_rate: bool = False
     max_search_seconds: float = 3600.0
     sweep: Sweep | None = None

@@ -26,6 +26,7 @@ class FailureKind(StrEnum):
     MALFORMED = "malformed"  # not HTTP, not SSE, not JSON, or not an OpenAI object
     STREAM_ERROR = "stream_error"  # an error event inside the stream
     NO_TOKENS = "no_tokens"  # it ended well, without a token
+    DRAIN_LIMIT = "drain_limit"  # had not ended when the run had waited for it as long as it may
     ABANDONED = "abandoned"  # still running, or never sent, when the run was interrupted
 
 
@@ -52,6 +53,7 @@ class RequestRecord:
         end_ns: when the response was complete, or failed.
         prompt_tokens, output_tokens, cached_tokens: by the server's `usage`; None where it gave none.
         planned_prompt_tokens, planned_output_tokens: what was asked for.
+        resent: how often it was sent again on a new connection, as the server had closed the one that was kept open.
         timings: Headway's `timings` object, where asked for and given.
         text: the answer, where asked to keep it.
     """
@@ -72,6 +74,7 @@ class RequestRecord:
     output_tokens: int | None = None
     cached_tokens: int | None = None
     finish_reason: str | None = None
+    resent: int = 0
     failure: Failure | None = None
     timings: dict[str, Any] | None = None
     text: str | None = None

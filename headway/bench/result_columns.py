@@ -31,6 +31,7 @@ PLAIN: dict[str, tuple[Any, Any]] = {
     "output_tokens": (Count | None, None),
     "cached_tokens": (Count | None, None),
     "finish_reason": (str | None, None),
+    "resent": (int, 0),
     "timings": (dict[str, Any] | None, None),
     "text": (str | None, None),
 }

@@ -37,6 +37,7 @@ COLUMNS = (
     "planned_output_tokens",
     "chunks",
     "finish_reason",
+    "resent",
     "failure",
     "status",
     "message",
@@ -97,6 +98,7 @@ def _request(record: RequestRecord, began_ns: int) -> dict[str, object]:
         "planned_output_tokens": record.planned_output_tokens,
         "chunks": len(record.chunk_ns),
         "finish_reason": record.finish_reason,
+        "resent": record.resent,
     }
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from headway.bench.client.asking import Asker, asking
 from headway.bench.client.endpoint import Endpoint, OpenAIClient
 from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, run_load
 from headway.bench.client.probe import ServerFacts, probe
+from headway.bench.client.serving_process import runs_here
 from headway.bench.errors import BenchError
 from headway.bench.measures.energy import EnergyMeter, energy_meter
 from headway.bench.measures.server_metrics import read_gauges, server_metrics
@@ -25,7 +26,6 @@ from headway.bench.workload.build import Workload
 from headway.bench.workload.prompts import TokenSource
 
 EVERY_S = 1.0
-LOOPBACK = ("127.", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class Session:
         source, tokens = await token_source(target, facts, endpoint)
         return cls(endpoint, facts, source, tokens)
 
-    @property
-    def is_local(self) -> bool:
-        """The server is on this machine, so that the machine's energy is its."""
-        return self.endpoint.address.host.startswith(LOOPBACK)
+    async def is_here(self) -> bool:
+        """Whether the server is known to be on this machine, so that the machine's energy is its."""
+        address = self.endpoint.address
+        return await asyncio.to_thread(runs_here, address.host, address.port)
 
     async def measure(
         self,
@@ -74,6 +74,7 @@ class Session:
         max_concurrency: int | None = None,
         warm_ups: Sequence[PlannedRequest] = (),
         duration_s: float | None = None,
+        drain_s: float | None = None,
         stop: asyncio.Event | None = None,
         listener: LoadListener | None = None,
         keep_text: bool = False,
@@ -90,8 +91,7 @@ class Session:
         """
         follow = any(request.follows is not None for request in workload.requests)
         endpoint = dataclasses.replace(self.endpoint, keep_text=keep_text or follow)
-        meter = energy_meter if self.is_local else None
-        async with OpenAIClient(endpoint) as client, _surroundings(self.facts, endpoint, meter) as surroundings:
+        async with OpenAIClient(endpoint) as client, _surroundings(self, endpoint) as surroundings:
             outcome = await run_load(
                 client,
                 workload.requests,
@@ -99,6 +99,7 @@ class Session:
                 max_concurrency=max_concurrency,
                 warm_ups=warm_ups,
                 duration_s=duration_s,
+                drain_s=drain_s,
                 as_messages=endpoint.api == "chat",
                 before_load=surroundings.begin,
                 stop=stop,
@@ -115,14 +116,14 @@ class Session:
             ended_ns=outcome.ended_ns,
             client=outcome.client,
             interrupted=outcome.interrupted,
-            server=self._about_server() | ({"metrics": metrics} if metrics else {}),
+            server=self._about_server(surroundings.is_here) | ({"metrics": metrics} if metrics else {}),
             energy_joules=joules,
         )
 
-    def _about_server(self) -> dict[str, Any]:
+    def _about_server(self, is_here: bool) -> dict[str, Any]:
         facts = self.facts
         about = {"name": facts.name, "version": facts.version, "model": facts.model}
-        return {**about, "max_model_len": facts.max_model_len}
+        return {**about, "max_model_len": facts.max_model_len, "on_this_machine": is_here}
 
 
 def endpoint_of(target: Target) -> Endpoint:
@@ -159,12 +160,13 @@ def _what_happened(outcome: LoadOutcome) -> dict[str, Any]:
 
 class _Surroundings:
     """What a run can be seen by besides its answers: the server's metrics before and after and its gauges each second,
-    and the machine's energy.
+    and the machine's energy, where the server is known to be on it.
     """
 
-    def __init__(self, asker: Asker | None, new_meter: Callable[[], EnergyMeter] | None) -> None:
+    def __init__(self, asker: Asker | None, look: Callable[[], Awaitable[bool]]) -> None:
+        self.is_here = False
         self._asker = asker
-        self._new_meter = new_meter
+        self._look = look
         self._meter: EnergyMeter | None = None
         self._before = ""
         self._gauges: list[tuple[int, dict[str, float]]] = []
@@ -173,7 +175,8 @@ class _Surroundings:
     async def begin(self) -> None:
         """The measured part begins."""
         self._before = await self._scrape()
-        self._meter = self._new_meter() if self._new_meter is not None else None
+        self.is_here = await self._look()
+        self._meter = energy_meter() if self.is_here else None
         self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -195,6 +198,8 @@ class _Surroundings:
         """The change of the server's metrics since begin(), {} where it has none; and the joules."""
         joules = self._meter.read() if self._meter is not None else None
         await self.stop()
+        self.is_here = self.is_here and await self._look()  # a proxy may have had no connection to show before
+        joules = joules if self.is_here else None
         after = await self._scrape() if self._before else ""
         if not after:
             return {}, joules
@@ -210,11 +215,9 @@ class _Surroundings:
 
 
 @contextlib.asynccontextmanager
-async def _surroundings(
-    facts: ServerFacts, endpoint: Endpoint, new_meter: Callable[[], EnergyMeter] | None
-) -> AsyncIterator[_Surroundings]:
+async def _surroundings(session: Session, endpoint: Endpoint) -> AsyncIterator[_Surroundings]:
     async with asking(endpoint) as asker:
-        surroundings = _Surroundings(asker if facts.metrics else None, new_meter)
+        surroundings = _Surroundings(asker if session.facts.metrics else None, session.is_here)
         try:
             yield surroundings
         finally:

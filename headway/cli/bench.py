@@ -102,6 +102,10 @@ def bench(
     ] = None,
     time_scale: Annotated[float, _flag(LOAD, "Replay a trace so many times as fast.")] = 1.0,
     num_warmups: Annotated[int, _flag(LOAD, "Requests that are sent first and not measured.", min=0)] = 3,
+    drain_timeout: Annotated[
+        float,
+        _flag(LOAD, "When all is sent and no request has ended for so many seconds, the rest has failed.", min=0.001),
+    ] = 600.0,
     seed: Annotated[int, _flag(LOAD, "Of arrivals, lengths and prompts.", min=0)] = 0,
     find_max_rate: Annotated[
         bool, _flag(LOAD, "Look for the highest rate at which --goodput still holds.", "--find-max-rate")
@@ -258,6 +262,7 @@ def _measure(flags: dict[str, Any]) -> int:
         workload=_workload(flags),
         max_concurrency=flags["max_concurrency"],
         num_warmups=flags["num_warmups"],
+        drain_timeout_s=flags["drain_timeout"],
         find_max_rate=flags["find_max_rate"],
         max_search_seconds=flags["max_search_seconds"],
         sweep=sweep,

@@ -257,3 +257,29 @@ def test_a_frozen_server_is_seen_from_the_schedule(headway: CommandLine, tmp_pat
 def value_at(measured: dict[str, Any], p: float) -> float:
     (found,) = (each["value"] for each in measured["percentiles"] if each["p"] == p)
     return float(found)
+
+
+def test_a_request_sent_again_and_one_that_never_ends_are_shown(
+    headway: CommandLine, scripted: ScriptedServer, tmp_path: Path
+) -> None:
+    """One user: the second request loses the connection that was kept open, the third hangs in mid-stream."""
+    path, report = tmp_path / "scripts.jsonl", tmp_path / "run.html"
+    scripts = [script(), script(fail="close_if_reused"), script(fail="hang", fail_at=2)]
+    path.write_text("".join(json.dumps({"prompt": each, "output_tokens": 4}) + "\n" for each in scripts))
+    ran = headway(
+        "bench", "--base-url", scripted.url, "--dataset-name", "custom", "--dataset-path", path, "--disable-shuffle",
+        "--max-concurrency", 1, "--num-prompts", 3, "--num-warmups", 0, "--drain-timeout", 0.3, "--csv",
+        "--goodput", "ttft:5000", "--report", report,
+    )  # fmt: skip
+    assert ran.code == 1
+    ours = ran.result()["headway"]
+    assert ours["requests"]["resent"] == [0, 1, 0] and ours["summaries"][0]["resent"] == 1
+    assert ours["failures"]["drain_limit"]["count"] == 1
+    assert (ours["summaries"][0]["attainment"]["met"], ours["summaries"][0]["attainment"]["total"]) == (2, 3)
+    assert ours["summaries"][0]["attainment"]["missed_by"] == {"ttft": 0, "failed": 1}
+    (table,) = ran.files(".csv")
+    with table.open() as file:
+        assert [row["resent"] for row in csv.DictReader(file)] == ["0", "1", "0"]
+    for text in (ran.out, report.read_text()):
+        assert "requests sent again" in text and "1 request sent again, as the server" in text
+        assert "drain_limit" in text and "drain limit: nothing was left to send" in text

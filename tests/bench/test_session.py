@@ -74,7 +74,8 @@ async def test_what_a_run_keeps(scripted: ScriptedServer, monkeypatch: pytest.Mo
     result = await measured(session, workload_of(session, 40))
     assert len(result.records) == 40 and all(record.ok and record.text is None for record in result.records)
     assert result.settings == {"label": "a"}
-    about = {"name": "vLLM", "version": "0.32.0", "model": "scripted", "max_model_len": 4096, "metrics": {"tokens": 9}}
+    about = {"name": "vLLM", "version": "0.32.0", "model": "scripted", "max_model_len": 4096}
+    about |= {"on_this_machine": True, "metrics": {"tokens": 9}}
     assert result.server == about
     assert result.energy_joules is not None and result.energy_joules > 0
     ((before, after, gauges),) = seen
@@ -91,20 +92,20 @@ async def test_a_server_elsewhere_has_its_own_energy(
     scripted: ScriptedServer, meters: list[CountingMeter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await Session.open(Target(scripted.url))
-    assert session.is_local
-    monkeypatch.setattr(session_module, "LOOPBACK", ("10.",))
+    seen = iter([False])
+    monkeypatch.setattr(session_module, "runs_here", lambda host, port: next(seen))
     result = await measured(session, workload_of(session))
-    assert result.energy_joules is None and not meters
+    assert result.energy_joules is None and result.server["on_this_machine"] is False and not meters
 
 
-@pytest.mark.parametrize(
-    ("host", "is_local"),
-    [("127.0.0.1", True), ("localhost", True), ("[::1]", True), ("127.8.0.1", True), ("192.0.2.1", False)],
-)
-async def test_what_is_local(scripted: ScriptedServer, host: str, is_local: bool) -> None:
+async def test_a_proxy_that_is_seen_only_after_the_run_has_no_energy(
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = await Session.open(Target(scripted.url))
-    elsewhere = dataclasses.replace(session.endpoint, base_url=f"http://{host}:8000")
-    assert dataclasses.replace(session, endpoint=elsewhere).is_local is is_local
+    seen = iter([True, False])
+    monkeypatch.setattr(session_module, "runs_here", lambda host, port: next(seen))
+    result = await measured(session, workload_of(session))
+    assert result.energy_joules is None and result.server["on_this_machine"] is False
 
 
 async def test_all_warm_ups_failed(scripted: ScriptedServer) -> None:

@@ -126,6 +126,9 @@ class StreamedAnswer:
     def connected(self, now_ns: int) -> None:
         self._record.connected_ns = now_ns
 
+    def resent(self) -> None:
+        self._record.resent += 1
+
     def headers(self, status: int, headers: dict[bytes, bytes], now_ns: int) -> None:
         self._status, self._headers = status, headers
         self._record.headers_ns = now_ns

@@ -37,6 +37,9 @@ class Reply:
     def connected(self, now_ns: int) -> None:
         """When does not matter here."""
 
+    def resent(self) -> None:
+        """How often does not matter here."""
+
     def headers(self, status: int, headers: dict[bytes, bytes], now_ns: int) -> None:
         self.status, self.headers_by_name = status, headers
 

@@ -30,6 +30,9 @@ class Receiver(Protocol):
     def connected(self, now_ns: int) -> None:
         """The connection stands; not called for one that was kept open."""
 
+    def resent(self) -> None:
+        """A kept connection lost the request before any byte of the response; it is sent again on a new one."""
+
     def headers(self, status: int, headers: dict[bytes, bytes], now_ns: int) -> None:
         """The status line and all headers, with lower-case names."""
 

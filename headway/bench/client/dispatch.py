@@ -113,23 +113,29 @@ class Dispatch:
         self._under_way: dict[asyncio.Task[None], tuple[_Due, RequestRecord]] = {}
         self._ready_ns: list[tuple[RequestRecord, int]] = []
         self._draining = self._no_more_waiting = self._closing = False
+        self._last_ns = self.began_ns  # when a request was sent last, or ended
+        self._end: Failure | None = None  # of what the drain limit ends
         self._finished = asyncio.Event()
         self._error: BaseException | None = None
 
     async def go(self, stop: asyncio.Event, drain_s: float | None, grace_s: float) -> None:
-        """Until all is done, or time is up and drained, or `stop` is set and the grace over."""
+        """Until all is done, or nothing happens for `drain_s`, or `stop` is set and the grace over."""
         self._alarm = Alarm(self._ring)
         try:
             self._begin()
-            if not await self._finish_within(self._duration_s, stop) and not stop.is_set():
+            await self._wait(stop, self._deadline_ns, drain_s)
+            if self._is_too_late(time.monotonic_ns()) and not (self._finished.is_set() or stop.is_set()):
                 self._drain()
                 self._no_more_waiting = True
                 self._give_up_waiting("it still had no place when the time was up")
-                await self._finish_within(drain_s, stop)
+                await self._wait(stop, None, drain_s)
             if not self._finished.is_set():
                 self.interrupted = stop.is_set()
                 self._closing = True
                 self._later.clear()
+                if not self.interrupted:
+                    limit = f"nothing was left to send and no request ended for {drain_s or 0.0:g} s (--drain-timeout)"
+                    self._end = Failure(FailureKind.DRAIN_LIMIT, f"drain limit: {limit}")
                 self._give_up_waiting("it still had no place when the run was stopped")
                 if self.interrupted and self._under_way:
                     await asyncio.wait(self._under_way, timeout=grace_s)
@@ -154,6 +160,7 @@ class Dispatch:
             self._deadline_ns = self.began_ns + round(self._duration_s * 1e9)
         self._listener.phase(Phase.LOAD)
         self._listener.began(self.began_ns)
+        self._last_ns = self.began_ns
         if self._mode is LoadMode.CLOSED:
             for _ in range(min(self._max_concurrency or 1, len(firsts))):
                 self._next_conversation(self.began_ns)
@@ -164,18 +171,26 @@ class Dispatch:
                 self._at(_Due(first, self.began_ns + round(offset_s * 1e9), None, []))
         self._check_finished()
 
-    async def _finish_within(self, seconds: float | None, stop: asyncio.Event) -> bool:
-        """Whether all was done before that time, counted from time 0 or now, and before `stop`."""
-        if seconds is not None:
-            seconds += max(0, self.began_ns - time.monotonic_ns()) / 1e9
+    async def _wait(self, stop: asyncio.Event, until_ns: int | None, drain_s: float | None) -> None:
+        """Until all is done, `stop` is set, it is `until_ns`, or the drain limit is reached."""
         waits = [asyncio.create_task(self._finished.wait()), asyncio.create_task(stop.wait())]
         try:
-            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            while not (self._finished.is_set() or stop.is_set()):
+                limits = [] if until_ns is None else [until_ns]
+                if drain_s is not None:
+                    limits.append(self._last_event_ns() + round(drain_s * 1e9))
+                left_s = (min(limits) - time.monotonic_ns()) / 1e9 if limits else None
+                if left_s is not None and left_s <= 0.0:
+                    break
+                await asyncio.wait(waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for each in waits:
                 each.cancel()
             await asyncio.wait(waits)
-        return self._finished.is_set()
+
+    def _last_event_ns(self) -> int:
+        """When a request was sent last, or ended; or is still to be sent."""
+        return max(self._last_ns, self._later[0][0]) if self._later else self._last_ns
 
     def _drain(self) -> None:
         if not self._draining:
@@ -239,6 +254,7 @@ class Dispatch:
 
     def _start(self, due: _Due, ready_ns: int) -> None:
         record = self._record(due)
+        self._last_ns = time.monotonic_ns()
         self._ready_ns.append((record, ready_ns))
         task = asyncio.get_running_loop().create_task(self._serve(due, record))
         self._under_way[task] = (due, record)
@@ -270,6 +286,7 @@ class Dispatch:
 
     def _ended(self, due: _Due, record: RequestRecord) -> None:
         record.end_ns = record.end_ns or time.monotonic_ns()
+        self._last_ns = time.monotonic_ns()
         self._listener.ended(record)
         followers = self._followers(due, record)
         if self._mode is LoadMode.CLOSED:
@@ -341,7 +358,7 @@ class Dispatch:
 
     def _abandon(self, record: RequestRecord, reason: str) -> None:
         record.end_ns = record.end_ns or time.monotonic_ns()
-        record.failure = record.failure or Failure(FailureKind.ABANDONED, reason)
+        record.failure = self._end or record.failure or Failure(FailureKind.ABANDONED, reason)
         self._listener.ended(record)
 
     def _give_up_waiting(self, reason: str) -> None:

@@ -68,6 +68,7 @@ class HttpClient:
                 if connection.response_began or error.failure.kind is not FailureKind.CUT:
                     raise
                 self.retried += 1
+                receiver.resent()
         connection = await self._connect(deadline, timeout_s)
         receiver.connected(connection.connected_ns)
         await self._send(connection, request, receiver, timeout_s, deadline)

@@ -43,7 +43,7 @@ class LoadOutcome:
         waited_for_place: requests of an open loop with a max_concurrency that were due and had to wait: as far as they
             did, the load was not that of the schedule. Their latency from the schedule holds the wait.
         longest_wait_ms: of these.
-        abandoned_in_flight: requests cancelled because the run was stopped or its drain time was over.
+        abandoned_in_flight: requests cancelled because the run was stopped or its drain limit reached.
         warm_up_failures: of those warm-ups that failed.
         gave_up: why nothing was measured: all warm-ups failed. None otherwise.
     """
@@ -86,7 +86,8 @@ async def run_load(
         max_concurrency: most requests under way; in mode CLOSED the number of users, and needed.
         warm_ups: sent first, a few at a time, and not recorded. Where all of them fail, the run is not begun.
         duration_s: what is due later is not sent; what is under way then is awaited.
-        drain_s: for how long; None for as long as it takes.
+        drain_s: the run ends when no request is left to be sent at a known time, and for so long none was sent and none
+            has ended; what is under way then has failed with DRAIN_LIMIT. None waits for as long as it takes.
         grace_s: how long requests under way are awaited after `stop`.
         as_messages: later turns go out as messages, as a chat needs them; else text that follows text goes out as one
             text.

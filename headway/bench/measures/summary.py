@@ -107,6 +107,7 @@ def summarise(
         },
         rates=rates,
         tokens=tokens,
+        resent=sum(record.resent > 0 for record in records),
         attainment=attainment(
             records,
             objectives,
@@ -171,6 +172,11 @@ def _notes(result: RunResult, records: Sequence[RequestRecord], latencies: Laten
         notes.append(f"{_requests(abandoned)} abandoned by this client, in no latency")
     if failed:
         notes.append(f"{_requests(failed)} failed, in no latency; where there are objectives they count as missed")
+    if resent := sum(record.resent > 0 for record in records):
+        notes.append(
+            f"{_requests(resent)} sent again, as the server had closed the connection that was kept open: their "
+            "latency holds both, and the server may have begun on them twice"
+        )
     uncounted = sum(record.output_tokens is None for record in latencies.records)
     if uncounted:
         notes.append(f"{_requests(uncounted)} without `usage`: their output tokens are counted by chunks")

@@ -38,6 +38,7 @@ def overview(summaries: Sequence[Summary]) -> Table:
     rows: list[Row] = [
         ("requests answered", [f"{view.completed:,}" for view in views]),
         ("requests failed", [Cell(f"{view.failed:,}", "bad" if view.failed else "") for view in views]),
+        ("requests sent again", [Cell(f"{view.resent:,}", "warn" if view.resent else "") for view in views]),
         ("seconds", [number((view.window.ended_ns - view.window.began_ns) / 1e9) for view in views]),
     ]
     rows += [(label, [number(view.rates.get(key, 0.0)) for view in views]) for key, label in RATES]

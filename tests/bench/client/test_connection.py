@@ -53,7 +53,7 @@ async def test_a_request_lost_on_a_stale_connection_is_sent_once_more(
     assert (await send(client, 0)).ok
     record = await send(client, 1, fail="close_if_reused", chunks=3)
     assert record.ok and len(record.chunk_ns) == 3
-    assert client.http.retried == 1 and client.http.opened == 2
+    assert client.http.retried == record.resent == 1 and client.http.opened == 2
     log = server.log("1")
     assert log["before"]["received_ns"] >= record.sent_ns  # the time that was lost is not left out
     assert record.connected_ns > log["before"]["received_ns"]
@@ -65,14 +65,14 @@ async def test_a_request_is_not_sent_again_when_its_response_had_begun(
     assert (await send(client, 0)).ok
     record = await send(client, 1, fail="half_headers")
     assert record.failure is not None and record.failure.kind is FailureKind.CUT
-    assert client.http.retried == 0 and "before" not in server.log("1")
+    assert client.http.retried == record.resent == 0 and "before" not in server.log("1")
 
 
 async def test_a_request_is_sent_again_only_once(client: OpenAIClient, server: ScriptedServer) -> None:
     assert (await send(client, 0)).ok
     record = await send(client, 1, fail="close")
     assert record.failure is not None and record.failure.kind is FailureKind.CUT
-    assert client.http.retried == 1 and "before" not in server.log("1")["before"]
+    assert client.http.retried == record.resent == 1 and "before" not in server.log("1")["before"]
 
 
 # --- ends -------------------------------------------------------------------------------------------

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from typing import Any
 
 import pytest
 
 from headway.bench.client.endpoint import Endpoint, OpenAIClient
 from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, Phase, run_load
+from headway.bench.measures.slo import missed_objectives
 from headway.bench.record import RequestRecord
 from headway.bench.request import PlannedRequest, Prompt
 from tests.bench.client.senders import FakeClient, Listening, Run, at, indices, kinds, turns
@@ -39,8 +41,59 @@ def test_the_duration_ends_conversations_too(run: Run, mode: LoadMode, client: F
 def test_draining_has_an_end(run: Run) -> None:
     client = FakeClient(answer_after=99)
     outcome = run(run_load(client, at(0.0, 0.0), duration_s=0.03, drain_s=0.02))
-    assert kinds(outcome) == {0: "abandoned", 1: "abandoned"} and outcome.abandoned_in_flight == 2
+    assert kinds(outcome) == {0: "drain_limit", 1: "drain_limit"} and outcome.abandoned_in_flight == 2
     assert client.now == 0 and not outcome.interrupted
+
+
+class Hung(FakeClient):
+    """Answers all but some, which never end."""
+
+    def __init__(self, hung: tuple[int, ...], delay_s: float = 0.0) -> None:
+        super().__init__(delay_s=delay_s)
+        self.hung = hung
+
+    async def send(self, planned: PlannedRequest, record: RequestRecord, prompt: Prompt | None = None) -> None:
+        self.may_answer = asyncio.Event()
+        self.answer_after = 99 if planned.index in self.hung else 0
+        await super().send(planned, record, prompt)
+
+
+@pytest.mark.parametrize(
+    ("options", "failed", "never_due"),
+    [
+        ({}, {1}, 0),
+        ({"mode": LoadMode.CLOSED, "max_concurrency": 1}, {1}, 1),  # its only user waits for ever
+        ({"max_concurrency": 1}, {1, 2}, 0),  # the third is due and gets no place
+    ],
+)
+def test_a_hung_stream_ends_with_the_drain_limit(
+    run: Run, options: dict[str, Any], failed: set[int], never_due: int
+) -> None:
+    outcome = run(run_load(Hung((1,)), at(0.0, 0.0, 0.01), drain_s=0.1, **options))
+    assert kinds(outcome) == dict.fromkeys(failed, "drain_limit") and outcome.never_due == never_due
+    assert all(record.ok for record in outcome.records if record.index not in failed) and not outcome.interrupted
+    failure = outcome.records[1].failure
+    assert failure is not None and failure.message.startswith("drain limit: ") and "for 0.1 s" in failure.message
+    waited_s = (outcome.records[1].end_ns - outcome.began_ns) / 1e9
+    assert waited_s >= 0.1
+    assert missed_objectives(outcome.records, {"ttft": 1e6})[1] == ("failed",)
+
+
+def test_the_drain_limit_waits_for_who_is_still_to_be_sent_and_as_long_as_requests_end(run: Run) -> None:
+    # Ten of them one after the other take far longer than the limit, and so does the pause before the last.
+    outcome = run(run_load(FakeClient(delay_s=0.04), at(*[0.0] * 9, 0.8), max_concurrency=1, drain_s=0.2))
+    assert len(outcome.records) == 10 and not kinds(outcome)
+
+
+def test_stopping_ends_the_wait_for_the_drain_limit(run: Run) -> None:
+    async def measure() -> LoadOutcome:
+        listener = Listening(stop_after_starts=2, stop_after_ends=1)
+        return await run_load(
+            Hung((1,)), at(0.0, 0.01), stop=listener.stop, drain_s=600, grace_s=0.05, listener=listener
+        )
+
+    outcome = run(measure())
+    assert outcome.interrupted and kinds(outcome) == {1: "abandoned"}
 
 
 def test_who_was_due_and_had_no_place_when_the_time_was_up_has_failed(run: Run) -> None:

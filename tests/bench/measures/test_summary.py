@@ -151,6 +151,9 @@ def test_notes_say_what_to_know_before_believing_the_numbers() -> None:
     assert summarise(run([failed(0, FailureKind.ABANDONED)])).notes == [
         "1 request abandoned by this client, in no latency"
     ]
+    assert summarise(run([request(0, [1, 2]), request(1, [1, 2], resent=1), failed(2)])).resent == 1
+    (note,) = summarise(run([request(0, [1, 2], resent=1)])).notes
+    assert note.startswith("1 request sent again, as the server had closed the connection")
     assert summarise(run([request(0, [1, 2], tokens=6)])).notes == [
         "3.00 tokens per chunk: ITL is the gap between chunks, not tokens"
     ]
