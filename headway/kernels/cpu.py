@@ -15,9 +15,10 @@ from headway.kernels import cpu_attention, cpu_cache, cpu_rows
 from headway.kernels.cpu_arithmetic import WIDE_INT8, arithmetic_of
 from headway.kernels.cpu_attention_plan import AttentionPlan
 from headway.kernels.cpu_cache import is_arranged
-from headway.kernels.cpu_linear import MANY_FOR_TORCH, PackedLinear, TorchForMany, gated_linear_for, linear_for
+from headway.kernels.cpu_linear import PackedLinear, gated_linear_for, linear_for
+from headway.kernels.cpu_matrix import has_matrix_tiles
 from headway.kernels.cpu_memory import LargePages
-from headway.kernels.cpu_simd import KINDS, has_matrix_tiles
+from headway.kernels.cpu_simd import KINDS
 from headway.kernels.cpu_team import Program, Team
 from headway.kernels.heads import check_heads
 from headway.kernels.interface import LayerCache, Linear, StepGeometry, Weight
@@ -40,13 +41,15 @@ class CpuKernels:
 
     Args:
         memory: see LargePages.
+        tiles: whether to multiply on the processor's matrix tiles; None where it has them and the system permits it.
     """
 
     name = "cpu"
-    # A loop over tokens is the same code for one as for many, but for products that torch takes from so many on.
-    warm_up_tokens: int | None = MANY_FOR_TORCH if has_matrix_tiles() else 1
+    # A loop over tokens is the same code for one as for many.
+    warm_up_tokens: int | None = 1
 
-    def __init__(self, memory: mmap.mmap | None = None) -> None:
+    def __init__(self, memory: mmap.mmap | None = None, tiles: bool | None = None) -> None:
+        self._tiles = has_matrix_tiles() if tiles is None else tiles
         self._team = Team()
         self._memory = LargePages(memory)
         self._plan = AttentionPlan()
@@ -56,17 +59,17 @@ class CpuKernels:
 
     def linear(self, weight: Weight, bias: Tensor | None, quantization: str = "none") -> Linear:
         """Pack weight [out, in]; its memory is not needed afterwards."""
-        return self._noted(linear_for(weight, bias, self._team, self._memory, quantization))
+        return self._noted(linear_for(weight, bias, self._team, self._memory, quantization, self._tiles))
 
     def gated_linear(
         self, weight: Weight, bias: Tensor | None, quantization: str = "none"
     ) -> Callable[[Tensor], Tensor]:
         """Pack weight [2 * F, in], gate rows beside the up rows that they let through."""
-        return self._noted(gated_linear_for(weight, bias, self._team, self._memory, quantization))
+        return self._noted(gated_linear_for(weight, bias, self._team, self._memory, quantization, self._tiles))
 
     def _noted(self, linear: _Linear) -> _Linear:
         """Products that torch does are no jobs, so nothing that has one can be recorded."""
-        self._unrecordable |= not isinstance(linear, PackedLinear | TorchForMany)
+        self._unrecordable |= not isinstance(linear, PackedLinear)
         return linear
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:

@@ -165,7 +165,7 @@ def rows_job(out_kind: Any, kind: Any) -> int:
                 panel, lane = number // PANEL, number % PANEL
                 base, to = packed + panel * PANEL * row_bytes, out + index * width * size
                 if is_float:
-                    for place in range(row_bytes // lane_bytes):
+                    for place in range(width * size // lane_bytes):
                         copy_element(base, place * PANEL + lane, to, place, lane_bytes)
                 else:
                     scale = load(row_scales, number, FLOAT32)

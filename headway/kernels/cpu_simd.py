@@ -41,15 +41,6 @@ def cpu_features() -> set[str]:
     return {name for name, present in marks.items() if present}
 
 
-def has_matrix_tiles() -> bool:
-    """Whether this processor has AMX, where oneDNN's matrix product is far ahead of any vector code.
-
-    LLVM says so only if the system saves the tiles' state, too. Permission to use them is asked for by oneDNN, which
-    takes vectors if it is refused.
-    """
-    return bool(binding.get_host_cpu_features().get("amx-bf16"))
-
-
 # Without an instruction for it LLVM calls this library, of GCC 12 or later, to convert from and to float16.
 if not IS_ARM and "f16c" not in cpu_features():
     binding.load_library_permanently("libgcc_s.so.1")

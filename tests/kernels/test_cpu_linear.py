@@ -7,16 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.kernels import cpu_linear
 from headway.kernels.cpu import CpuKernels
+from headway.kernels.cpu_matrix import has_matrix_tiles, may_use_tiles
 from headway.kernels.interface import QUANTIZATIONS
 from headway.kernels.reference import ReferenceLinear
 from tests.kernels.steps import random
 from tests.kernels.test_cpu import with_threads
+from tests.kernels.tile_sums import products_of_tiles, sums_of_tiles
 
 pytestmark = pytest.mark.timeout(600)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+needs_tiles = pytest.mark.skipif(not has_matrix_tiles(), reason="no AMX, or the system refuses it")
 # Around every change of path: tiles of up to six tokens, passes that fetch ahead, chunks of sums.
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 24, 25, 33, 48, 49, 65, 100, 257, 300]
 SHAPES = [(160, 64), (9, 128), (1003, 352), (8, 32), (5, 64), (24, 40), (300, 1030), (65, 2050)]
@@ -114,7 +116,7 @@ def test_rows(quantization: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_s_result_depends_on_nothing_else(quantization: str, dtype: torch.dtype) -> None:
     """Equal, bit for bit, alone and among any number of others, with one thread and with several."""
     weight, bias = random(0, dtype, 1237, 1024), random(1, dtype, 1237)
@@ -188,11 +190,58 @@ def test_no_tokens(quantization: str) -> None:
     assert linear.rows(torch.empty(0, dtype=torch.int64)).shape == (0, 64)
 
 
-def test_processors_with_matrix_tiles_use_torch_for_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_linear, "has_matrix_tiles", lambda: True)
-    weight, bias = random(0, torch.bfloat16, 48, 64), random(1, torch.bfloat16, 48)
-    linear = CpuKernels().linear(weight, bias)
-    few, many = random(2, torch.bfloat16, 3, 64), random(3, torch.bfloat16, 200, 64)
-    assert torch.equal(linear(many), F.linear(many, weight, bias))
-    assert torch.equal(linear(few), CpuKernels().linear(weight, bias)(few))
-    assert torch.equal(linear.rows(torch.tensor([7])), weight[[7]])
+@pytest.mark.parametrize(
+    ("features", "permitted", "used"),
+    [
+        ({"amx-tile", "amx-bf16", "avx512f"}, True, True),
+        ({"amx-tile", "amx-bf16"}, False, False),
+        ({"amx-tile", "amx-int8"}, True, False),
+        (set(), True, False),
+    ],
+)
+def test_tiles_need_the_processor_and_the_system(features: set[str], permitted: bool, used: bool) -> None:
+    asked = []
+
+    def ask() -> bool:
+        asked.append(True)
+        return permitted
+
+    assert may_use_tiles(features, ask) == used
+    assert bool(asked) == ("amx-bf16" in features)
+
+
+@pytest.mark.parametrize(("out", "width"), SHAPES)
+def test_bfloat16_without_tiles(out: int, width: int) -> None:
+    """As where the system refuses them, on any processor."""
+    weight, x = random(0, torch.bfloat16, out, width), random(2, torch.bfloat16, 100, width)
+    linear = CpuKernels(tiles=False).linear(weight, None)
+    alone = torch.cat([linear(x[i : i + 1]) for i in range(100)])
+    assert relative_error(alone, F.linear(x.double(), weight.double())) < ROUNDING[torch.bfloat16]
+    assert torch.equal(linear(x), alone)
+
+
+@needs_tiles
+@pytest.mark.parametrize("gated", [False, True])
+def test_sums_on_tiles_are_in_the_order_that_is_documented(gated: bool) -> None:
+    """Bit for bit; gated, to what the exponential may be off."""
+    weight, bias, x = (random(i, torch.bfloat16, *shape) for i, shape in enumerate([(200, 1090), (200,), (75, 1090)]))
+    if gated:
+        gate, up = (torch.from_numpy(sums_of_tiles(x, part)) for part in weight.chunk(2))
+        got = CpuKernels(tiles=True).gated_linear(weight, None)(x)
+        torch.testing.assert_close(got, (F.silu(gate) * up).bfloat16(), rtol=8e-3, atol=1e-6)
+    else:
+        got = CpuKernels(tiles=True).linear(weight, bias)(x)
+        assert torch.equal(got, products_of_tiles(x, weight, bias))
+
+
+@needs_tiles
+def test_a_token_of_no_numbers_spoils_no_other_on_tiles() -> None:
+    """Also where the inputs are padded and the next token follows at once."""
+    weight, x = random(0, torch.bfloat16, 80, 1030), random(1, torch.bfloat16, 40, 1030)
+    linear = CpuKernels(tiles=True).linear(weight, None)
+    sound = linear(x)
+    x[17] = float("nan")
+    got = linear(x)
+    assert got[17].isnan().all()
+    others = [i for i in range(40) if i != 17]
+    assert torch.equal(got[others], sound[others])

@@ -80,6 +80,11 @@ def test_arm(tmp_path: Path) -> None:
     assert run("tests.kernels.on_arm", NUMBA_CACHE_DIR=str(tmp_path)) == "0 0"
 
 
+def test_matrix_tiles(tmp_path: Path) -> None:
+    """Products laid out for tiles, with plain code in place of their instructions."""
+    assert run("tests.kernels.on_tiles", NUMBA_CACHE_DIR=str(tmp_path), NUMBA_OPT="1") == "21"
+
+
 def test_code_for_two_processors_is_kept_apart() -> None:
     """Numba's index of kept code has, beside a signature, what the code was compiled for."""
     program = "from numba.core.registry import cpu_target as t; print(t.target_context.codegen().magic_tuple())"
