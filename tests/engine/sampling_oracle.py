@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
 
 from headway.engine import draws
 from headway.policy.request import Sequence
@@ -29,6 +30,12 @@ def make_sequence(
         stop_ids=frozenset(stop_ids),
         seed=seed,
     )
+
+
+def logits_of(rows: int, vocab_size: int, seed: int, scale: float = 3.0, step: float = 0.0) -> torch.Tensor:
+    """Normal logits; with a step they are rounded to its multiples, so that many are equal."""
+    values = np.random.default_rng(seed).normal(0.0, scale, (rows, vocab_size)).astype(np.float32)
+    return torch.from_numpy(np.round(values / step).astype(np.float32) * step if step else values)
 
 
 def edited(logits: np.ndarray, sequence: Sequence) -> np.ndarray:
