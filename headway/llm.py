@@ -14,7 +14,7 @@ from typing import Any
 
 from headway.engine.client import EngineClient
 from headway.engine.config import EngineConfig
-from headway.engine.messages import AddRequest, SequenceOutput, TokenLogprobs
+from headway.engine.messages import AddRequest, SequenceOutput, TokenLogprobs, of_prompt
 from headway.models.config import ModelConfig
 from headway.models.folder import resolve_model
 from headway.policy.sampling_params import SamplingParams
@@ -84,7 +84,7 @@ class _Collector:
             raise ValueError(output.error)
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, output.cached_tokens)
         if output.prompt_logprobs is not None:
-            self.output.prompt_logprobs = output.prompt_logprobs
+            self.output.prompt_logprobs = of_prompt(output.prompt_logprobs)
         self._take_timings(output)
         if choice.finish_reason is not None:
             return False

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 from headway.engine.messages import (
     AddRequest,
+    PromptLogprobs,
     SequenceOutput,
     SequenceTimings,
     StepOutputs,
     StepStats,
-    TokenLogprobs,
 )
 from headway.engine.runner import Runner, StepResult
 from headway.policy.accounting import ScheduledSequence
@@ -30,7 +30,7 @@ class EngineCore:
         self.runner = runner
         self._clock = clock
         self._live: dict[str, dict[int, Sequence]] = {}
-        self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
+        self._prompt_logprobs: dict[int, list[PromptLogprobs]] = {}
         self._pending: list[SequenceOutput] = []
         self._counted = StepStats(0, 0, 0.0)
         self._received = 0
@@ -164,8 +164,8 @@ class EngineCore:
     def _collect_prompt_logprobs(self, scheduled: list[ScheduledSequence], result: StepResult) -> None:
         for item in scheduled:
             chunk = result.prompt_logprobs.get(id(item.sequence))
-            if chunk is not None and item.sequence.index == 0:
-                self._prompt_logprobs.setdefault(id(item.sequence), [None]).extend(chunk)
+            if chunk is not None:
+                self._prompt_logprobs.setdefault(id(item.sequence), []).extend(chunk)
 
     def _output(self, item: ScheduledSequence, result: StepResult) -> SequenceOutput:
         sequence = item.sequence

@@ -6,11 +6,12 @@ vLLM's default (`logprobs_mode="raw_logprobs"`), and computed in float32 whateve
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headway.engine.draws import as_float, block_peaks, block_sums, likeliest, padded
-from headway.engine.messages import TokenLogprobs
+from headway.engine.messages import PromptLogprobs, TokenLogprobs
 from headway.policy.sampling_params import MAX_LOGPROBS
 
 # More than is ever returned, so that tokens tied with the last one returned are put in order of their ids too.
@@ -56,15 +57,19 @@ def token_logprobs(row: list[float], top: int) -> TokenLogprobs:
 
 
 @torch.inference_mode()
-def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, top: int) -> list[TokenLogprobs]:
+def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, top: int) -> PromptLogprobs:
     """Log-probability of each prompt token given those before it, with the `top` likeliest instead.
 
     logits [T, V] of consecutive prompt positions, in any float dtype; next_token_ids [T] int64 the tokens
     that follow them. A row of logits with NaN or +inf has NaN log-probabilities.
     """
     top = min(top, logits.shape[1])
-    parts = [
-        logprob_table(padded(rows), ids, top)
-        for rows, ids in zip(logits.split(ROWS_AT_A_TIME), next_token_ids.split(ROWS_AT_A_TIME), strict=True)
-    ]
-    return [token_logprobs(row, top) for row in torch.cat(parts).tolist()] if parts else []
+    pieces = zip(logits.split(ROWS_AT_A_TIME), next_token_ids.split(ROWS_AT_A_TIME), strict=True)
+    tables = [logprob_table(padded(rows), ids, top) for rows, ids in pieces if len(ids)]
+    table = torch.cat(tables).cpu().numpy() if tables else np.empty((0, ALTERNATIVES + 2 * top))
+    ids, values = table[:, ALTERNATIVES : ALTERNATIVES + top], table[:, ALTERNATIVES + top :]
+    return PromptLogprobs(
+        top,
+        np.column_stack((table[:, RANK], ids)).astype(np.int32).tobytes(),
+        np.column_stack((table[:, LOGPROB], values)).astype(np.float32).tobytes(),
+    )

@@ -12,7 +12,7 @@ import msgspec
 from headway.engine.config import EngineConfig
 from headway.policy.sampling_params import SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True, gc=False):
@@ -85,6 +85,35 @@ class TokenLogprobs(_Message):
     top_logprobs: list[float]
 
 
+class PromptLogprobs(_Message):
+    """TokenLogprobs of T consecutive prompt tokens, packed: a long prompt has hundreds of thousands of numbers.
+
+    Args:
+        top: alternatives of each token.
+        integers: int32 [T, 1 + top]: rank, and ids of the likeliest alternatives.
+        reals: float32 [T, 1 + top]: log-probability, and those of the alternatives.
+    """
+
+    top: int
+    integers: bytes
+    reals: bytes
+
+    def unpack(self) -> list[TokenLogprobs]:
+        integers, reals = memoryview(self.integers).cast("i"), memoryview(self.reals).cast("f")
+        width = 1 + self.top
+        return [
+            TokenLogprobs(
+                reals[at], integers[at], list(integers[at + 1 : at + width]), list(reals[at + 1 : at + width])
+            )
+            for at in range(0, len(integers), width)
+        ]
+
+
+def of_prompt(parts: list[PromptLogprobs]) -> list[TokenLogprobs | None]:
+    """One entry for each token of a prompt; the first token has none."""
+    return [None, *(entry for part in parts for entry in part.unpack())]
+
+
 class SequenceTimings(_Message):
     """The engine's part of a choice's ledger: nanoseconds from AddRequest.sent_ns to ended_ns, summing exactly."""
 
@@ -102,7 +131,7 @@ class SequenceOutput(_Message):
     stop_token_id: int | None = None  # the stop or eos token that ended it, which is also the last of token_ids
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     logprobs: list[TokenLogprobs] | None = None  # one for each of token_ids
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output only
+    prompt_logprobs: list[PromptLogprobs] | None = None  # in order, with the first output only
     timings: SequenceTimings | None = None  # with the last output, for finished choices
     error: str | None = None  # with finish_reason "error" and "timeout": what happened, for the user
 

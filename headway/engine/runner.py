@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headway.engine.layout import StepLayout
 from headway.engine.memory import PROMPT_LOGPROB_ROWS, zero_caches
-from headway.engine.messages import TokenLogprobs
+from headway.engine.messages import PromptLogprobs, TokenLogprobs
 from headway.engine.sampler import Sampler, prompt_logprobs
 from headway.kernels.interface import Kernels
 from headway.models.decoder import Decoder
@@ -26,7 +26,7 @@ class StepResult:
     times: StepTimes
     tokens: dict[int, int | None] = field(default_factory=dict)  # id(sequence) -> new token; None: no valid logits
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of this chunk
+    prompt_logprobs: dict[int, list[PromptLogprobs]] = field(default_factory=dict)  # of this chunk
 
     def token_of(self, item: ScheduledSequence) -> int | None:
         return self.tokens[id(item.sequence)]
@@ -73,17 +73,17 @@ class Runner:
         step = self.layout.lay_out(plan.scheduled)
         launched = time.monotonic_ns()
         hidden = self.model.forward(step.token_ids, step.geometry, self.caches)
+        result = StepResult(StepTimes(launched, launched, launched))
+        if any(item.sequence.params.prompt_logprobs is not None for item in plan.scheduled):
+            self._prompt_logprobs(hidden, plan.scheduled, result)
         sampling = [item for item in plan.scheduled if item.samples]
         logits = None
         if sampling:
             everyone = len(step.last_rows) == len(hidden)
             logits = self.model.logits(hidden if everyone else self.kernels.take(hidden, step.last_rows))
         timer = _DeviceTimer(self.device)
-        result = StepResult(StepTimes(launched, launched, launched))
         if logits is not None:
             self._sample(logits, sampling, result)
-        if any(item.sequence.params.prompt_logprobs is not None for item in plan.scheduled):
-            self._prompt_logprobs(hidden, plan.scheduled, result)
         computed, sampled = timer.stop()
         result.times = StepTimes(launched, max(launched, computed), max(launched, sampled))
         return result
@@ -108,17 +108,13 @@ class Runner:
         for item in scheduled:
             sequence, first = item.sequence, offset
             offset += item.num_tokens
-            top = sequence.params.prompt_logprobs
-            end = min(item.start + item.num_tokens, sequence.prompt_len - 1)
-            if top is None or sequence.output_len > 0 or item.start >= end:
-                continue
-            entries: list[TokenLogprobs] = []
+            end = item.start + sequence.logit_rows(item.start, item.num_tokens)
+            parts = result.prompt_logprobs.setdefault(id(sequence), []) if end > item.start else []
             for at in range(item.start, end, PROMPT_LOGPROB_ROWS):
                 stop = min(end, at + PROMPT_LOGPROB_ROWS)
                 rows = hidden[first + at - item.start : first + stop - item.start]
                 targets = torch.tensor(sequence.tokens[at + 1 : stop + 1], device=self.device)
-                entries.extend(prompt_logprobs(self.model.logits(rows), targets, top))
-            result.prompt_logprobs[id(sequence)] = entries
+                parts.append(prompt_logprobs(self.model.logits(rows), targets, sequence.params.prompt_logprobs or 0))
 
 
 class _DeviceTimer:

@@ -9,7 +9,7 @@ stall takes the remainder, so that the parts sum to the step exactly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headway.policy.ledger import Phase, PhaseClock
 from headway.policy.request import Sequence, Status
@@ -38,7 +38,7 @@ class ScheduledSequence:
 
 def work_of(scheduled: list[ScheduledSequence]) -> StepWork:
     """What a step with these parts does."""
-    prefill_tokens = decode_tokens = prefill_pairs = decode_context = 0
+    prefill_tokens = decode_tokens = prefill_pairs = decode_context = logit_rows = 0
     for item in scheduled:
         if item.decoding:
             decode_tokens += 1
@@ -46,7 +46,8 @@ def work_of(scheduled: list[ScheduledSequence]) -> StepWork:
         else:
             prefill_tokens += item.num_tokens
             prefill_pairs += pairs(item.start, item.num_tokens)
-    return StepWork(prefill_tokens, decode_tokens, prefill_pairs, decode_context)
+            logit_rows += item.sequence.logit_rows(item.start, item.num_tokens)
+    return StepWork(prefill_tokens, decode_tokens, prefill_pairs, decode_context, logit_rows)
 
 
 class Accounting:
@@ -112,7 +113,11 @@ class Accounting:
         length = until - sequence.ledger.last_ns
         if length > 0:
             sequence.ledger.mark(phase, until)
-            self.stall_ns[phase] = self.stall_ns.get(phase, 0) + length
+            self._count_stall(phase, length)
+
+    def _count_stall(self, cause: Phase, length_ns: int) -> None:
+        if length_ns:
+            self.stall_ns[cause] = self.stall_ns.get(cause, 0) + length_ns
 
     # --- a step -------------------------------------------------------------------------------------
 
@@ -156,19 +161,23 @@ class Accounting:
     def _advance_decode_clock(self, work: StepWork, forward: int, times: StepTimes) -> None:
         clock = self._decode
         clock.run(Phase.SCHEDULE, times.launched_ns)
-        compute = forward
+        compute = prompts = forward  # where each ends
         if work.prefill_tokens and work.decode_tokens:
             alone = StepWork(decode_tokens=work.decode_tokens, decode_context=work.decode_context)
             compute = int(forward * self.step_time.share_without(work, alone))
-            cause = Phase.DECODE_STALL_PREFILL
-            self.stall_ns[cause] = self.stall_ns.get(cause, 0) + (forward - compute) * self._on_decode_clock
+            if work.logit_rows:
+                without_logits = self.step_time.share_without(work, replace(work, logit_rows=0))
+                prompts = max(compute, int(forward * without_logits))
+            self._count_stall(Phase.DECODE_STALL_PREFILL, (prompts - compute) * self._on_decode_clock)
+            self._count_stall(Phase.DECODE_STALL_LOGPROBS, (forward - prompts) * self._on_decode_clock)
         clock.run(Phase.DECODE_COMPUTE, times.launched_ns + compute)
-        clock.run(Phase.DECODE_STALL_PREFILL, times.computed_ns)
+        clock.run(Phase.DECODE_STALL_PREFILL, times.launched_ns + prompts)
+        clock.run(Phase.DECODE_STALL_LOGPROBS, times.computed_ns)
         clock.run(Phase.SAMPLING, times.sampled_ns)
 
     def _mark_prefill(self, item: ScheduledSequence, work: StepWork, forward: int, times: StepTimes) -> None:
         sequence, own = item.sequence, work_of([item])
-        alone = StepWork(own.prefill_tokens, work.decode_tokens, own.prefill_pairs, work.decode_context)
+        alone = replace(own, decode_tokens=work.decode_tokens, decode_context=work.decode_context)
         computed = times.launched_ns + int(forward * self.step_time.share_without(work, alone))
         sequence.ledger.mark(Phase.SCHEDULE, times.launched_ns)
         if item.decoding:

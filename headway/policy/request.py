@@ -65,6 +65,12 @@ class Sequence:
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
 
+    def logit_rows(self, start: int, count: int) -> int:
+        """Of `count` tokens after the first `start`: those whose logits prompt_logprobs wants, once for all choices."""
+        if self.params.prompt_logprobs is None or self.index or self.output_len:
+            return 0
+        return max(0, min(start + count, self.prompt_len - 1) - start)
+
     @property
     def num_to_compute(self) -> int:
         """Tokens known but not yet in the cache."""

@@ -166,12 +166,12 @@ class Scheduler:
 
     def _schedule_chunk(self, sequence: Sequence, budget: StepBudget, plan: StepPlan) -> None:
         start, wanted = sequence.num_computed, sequence.num_to_compute
-        count = budget.fit(start, wanted)
+        count = budget.fit(start, wanted, sequence.logit_rows(start, wanted) > 0)
         if count == 0 or (count < wanted and not self.config.enable_chunked_prefill):
             return
         if self._make_room(sequence, count, plan):
             plan.scheduled.append(ScheduledSequence(sequence, start, count, sequence.is_decoding, count == wanted))
-            budget.spend(start, count)
+            budget.spend(start, count, sequence.logit_rows(start, count))
 
     def _make_room(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
         """Give the sequence blocks of its own for its next `count` tokens; False when none are free."""
@@ -307,7 +307,7 @@ class Scheduler:
     def _known_prefix(self, sequence: Sequence) -> list[int]:
         if self._can_fork(sequence) and sequence.parent is not None:
             return sequence.parent.block_table[: self.blocks.blocks_for(sequence.prompt_len)]
-        if sequence.params.prompt_logprobs is not None and sequence.output_len == 0:
+        if sequence.logit_rows(0, sequence.prompt_len):
             return []  # every prompt token's logits are wanted, so every one is computed
         if sequence.prefix_match is None:
             sequence.prefix_match = PrefixMatch()

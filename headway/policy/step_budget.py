@@ -49,16 +49,23 @@ class StepBudget:
     def is_spent(self) -> bool:
         return self.fit(0, 1) == 0
 
-    def fit(self, start: int, wanted: int) -> int:
-        """How many of `wanted` tokens of a prompt, of which `start` are computed, the step has room for."""
-        if math.isinf(self._stall_ns):
+    def fit(self, start: int, wanted: int, with_logits: bool = False) -> int:
+        """How many of `wanted` tokens of a prompt, of which `start` are computed, the step has room for.
+
+        with_logits: the tokens cost a row of logits too, each.
+        """
+        if math.isinf(self._stall_ns) and not (with_logits and self._shared):
             return min(wanted, self.tokens)
-        affordable = self.step_time.prefill_tokens_within(self._stall_ns, start)
+        affordable = self.tokens
+        if not math.isinf(self._stall_ns):
+            affordable = self.step_time.prefill_tokens_within(self._stall_ns, start, with_logits)
+        if with_logits and not self.step_time.knows_logits:
+            affordable = min(affordable, TOKENS_UNTIL_LEARNT)
         return min(wanted, self.tokens, max(affordable, self.least))
 
-    def spend(self, start: int, count: int) -> None:
+    def spend(self, start: int, count: int, logit_rows: int = 0) -> None:
         """`count` tokens of a prompt are in the step now; the first prompt of a step waits for later ones."""
         self.tokens -= count
-        self._stall_ns = max(0.0, self._stall_ns - self.step_time.prefill_ns(count, start))
+        self._stall_ns = max(0.0, self._stall_ns - self.step_time.prefill_ns(count, start, logit_rows > 0))
         self.least = 0
-        self.share_with(StepWork(prefill_tokens=count, prefill_pairs=pairs(start, count)))
+        self.share_with(StepWork(count, prefill_pairs=pairs(start, count), logit_rows=logit_rows))

@@ -1,9 +1,9 @@
 """How long a step takes, learnt from the steps that were run.
 
 The time of a step is modelled as linear in what it does: a fixed part (reading the weights), tokens of
-prompts, tokens of decoding sequences, and the query-key pairs and context that attention reads. The
-coefficients follow the machine by recursive least squares with forgetting (Ljung, System
-Identification, 1999, section 11.2).
+prompts, tokens of decoding sequences, the query-key pairs and context that attention reads, and the rows of
+logits that prompt_logprobs wants. The coefficients follow the machine by recursive least squares with forgetting
+(Ljung, System Identification, 1999, section 11.2); what a step has none of is not forgotten in it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from math import sqrt
 
 _FORGETTING = 0.998
+_GROWTH = _FORGETTING**-0.5  # of the standard deviations of coefficients, in a step
 # Attention's parts are known to be small beside their tokens', from which few steps tell them apart.
-_PRIOR_VARIANCE = (1e3, 1e3, 1e3, 30.0, 30.0)
+_PRIOR_VARIANCE = (1e3, 1e3, 1e3, 30.0, 30.0, 1e3)
 _MIN_STEPS = 16
+_MIN_STEPS_WITH_LOGITS = 4
 _MAX_VARIANCE = 1e6
 _PREFILL_TOKENS, _DECODE_TOKENS, _PREFILL_PAIRS, _DECODE_CONTEXT = 256.0, 16.0, 65536.0, 8192.0
+_LOGIT_ROWS = 64.0
 _UNBOUNDED = 2**31
 
 
@@ -28,6 +31,7 @@ class StepWork:
     decode_tokens: int = 0
     prefill_pairs: int = 0  # query-key pairs of the prefill tokens
     decode_context: int = 0  # keys read by the decode tokens
+    logit_rows: int = 0  # of prompt tokens, for prompt_logprobs
 
     @property
     def tokens(self) -> int:
@@ -41,6 +45,7 @@ class StepWork:
             self.decode_tokens / _DECODE_TOKENS,
             self.prefill_pairs / _PREFILL_PAIRS,
             self.decode_context / _DECODE_CONTEXT,
+            self.logit_rows / _LOGIT_ROWS,
         )
 
 
@@ -51,46 +56,61 @@ class StepTimeModel:
         self._milliseconds = [0.0] * len(_PRIOR_VARIANCE)
         self._covariance = _prior()
         self.steps_seen = 0
+        self._steps_with_logits = 0
 
     @property
     def is_trained(self) -> bool:
         return self.steps_seen >= _MIN_STEPS
+
+    @property
+    def knows_logits(self) -> bool:
+        """What a row of logits costs has been measured."""
+        return self._steps_with_logits >= _MIN_STEPS_WITH_LOGITS
 
     def observe(self, work: StepWork, duration_ns: int) -> None:
         """Learn from one measured step."""
         x = work.features()
         p = self._covariance
         size = range(len(x))
+        growth = [_GROWTH if value else 1.0 for value in x]
+        for i in size:
+            row = p[i]
+            for j in size:
+                row[j] *= growth[i] * growth[j]
         px = [sum(p[i][j] * x[j] for j in size) for i in size]
-        scale = _FORGETTING + sum(x[i] * px[i] for i in size)
+        scale = 1.0 + sum(x[i] * px[i] for i in size)
         error = duration_ns / 1e6 - sum(self._milliseconds[i] * x[i] for i in size)
         for i in size:
             self._milliseconds[i] += px[i] / scale * error
             row = p[i]
             for j in size:
-                row[j] = (row[j] - px[i] * px[j] / scale) / _FORGETTING
+                row[j] -= px[i] * px[j] / scale
         # Without excitation in some direction forgetting lets its variance grow without bound.
         if max(p[i][i] for i in size) > _MAX_VARIANCE:
             self._covariance = _prior()
         self.steps_seen += 1
+        self._steps_with_logits += work.logit_rows > 0
 
     def predict_ns(self, work: StepWork) -> float:
         """Expected duration in nanoseconds. Parts that always come together may each be wrong and their sum right."""
         return 1e6 * max(0.0, sum(c * f for c, f in zip(self._milliseconds, work.features(), strict=True)))
 
-    def _prefill_costs(self) -> tuple[float, float]:
-        """Nanoseconds of a prompt's token, and of a query-key pair."""
-        _, token, _, pair, _ = self._milliseconds
-        return 1e6 * max(0.0, token) / _PREFILL_TOKENS, 1e6 * max(0.0, pair) / _PREFILL_PAIRS
+    def _prefill_costs(self, with_logits: bool) -> tuple[float, float]:
+        """Nanoseconds of a prompt's token, with its row of logits or without, and of a query-key pair."""
+        _, token, _, pair, _, row = self._milliseconds
+        token_ns = 1e6 * max(0.0, token) / _PREFILL_TOKENS
+        if with_logits:
+            token_ns += 1e6 * max(0.0, row) / _LOGIT_ROWS
+        return token_ns, 1e6 * max(0.0, pair) / _PREFILL_PAIRS
 
-    def prefill_ns(self, count: int, start: int) -> float:
+    def prefill_ns(self, count: int, start: int, with_logits: bool = False) -> float:
         """What `count` tokens of a prompt, after the first `start`, add to a step."""
-        token, pair = self._prefill_costs()
+        token, pair = self._prefill_costs(with_logits)
         return count * token + pairs(start, count) * pair
 
-    def prefill_tokens_within(self, duration_ns: float, start: int) -> int:
+    def prefill_tokens_within(self, duration_ns: float, start: int, with_logits: bool = False) -> int:
         """Most tokens of a prompt, after the first `start`, that add no more than `duration_ns` to a step."""
-        token, pair = self._prefill_costs()
+        token, pair = self._prefill_costs(with_logits)
         # n tokens cost n * slope + n**2 * pair / 2; this form of the root is good for a pair that costs nothing.
         slope = token + pair * (start + 0.5)
         steepest = slope + sqrt(slope * slope + 2.0 * pair * duration_ns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headway.engine.messages import TokenLogprobs
+from headway.engine.messages import TokenLogprobs, of_prompt
 from headway.policy.ledger import Phase
 from headway.server.choices import LOWEST_LOGPROB, Choice, Piece
 from headway.server.generation import Generation, clock
@@ -23,6 +23,19 @@ from headway.server.timings import with_timings
 from headway.text.tokenizer import Tokenizer
 
 encode = msgspec.json.encode
+ENTRIES_OF_A_TOKEN = 10
+# A thread that writes for milliseconds on end would hold up the event loop by 5 ms at a time (sys.getswitchinterval).
+TOKENS_BETWEEN_PAUSES, PAUSE_S = 128, 2e-5
+
+
+def written(entries: Iterable[Any]) -> list[msgspec.Raw]:
+    """Each entry as JSON, with pauses in which the event loop can run: what a list of them then takes is a copy."""
+    done = []
+    for number, entry in enumerate(entries, 1):
+        done.append(msgspec.Raw(encode(entry)))
+        if number % TOKENS_BETWEEN_PAUSES == 0:
+            time.sleep(PAUSE_S)
+    return done
 
 
 class _Whole(Response):
@@ -55,6 +68,7 @@ class Answer(ABC):
         self.tokenizer = tokenizer
         self.with_token_ids = bool(body.return_token_ids)
         self._timed = body.include_timings
+        self._written: dict[int, list[msgspec.Raw]] = {}  # id(prompt) -> its prompt_logprobs
         options = body.stream_options
         self._usage_at_end = options is not None and options.include_usage
         self._usage_always = options is not None and options.continuous_usage_stats
@@ -93,19 +107,32 @@ class Answer(ABC):
         async with aclosing(self.generation.run()) as pieces:
             async for _ in pieces:
                 pass
-        body = {
-            **self._head,
-            "object": self.whole_object,
-            "choices": [self.entire(choice) for choice in self.generation.choices],
-            "usage": self.generation.usage(),
-            **self.extras(),
-        }
-        encoded, headers = encode(body), {}
+        encoded, headers = await self.generation.render(self._num_entries(), self._render), {}
         timings = self.generation.timings() if self._timed else None
         if timings is not None:
             encoded = with_timings(encoded, timings, clock)
             headers["server-timing"] = timings.as_header()
         return _Whole(encoded, headers, self._sent)
+
+    def _num_entries(self) -> int:
+        """How many log-probabilities the answer has, with something for the token that each few are of."""
+        return sum(
+            len(choice.logprobs) * ((choice.params.logprobs or 0) + ENTRIES_OF_A_TOKEN)
+            + len(choice.prompt.token_ids) * ((choice.params.prompt_logprobs or 0) + ENTRIES_OF_A_TOKEN)
+            for choice in self.generation.choices
+            if choice.params.logprobs is not None or choice.params.prompt_logprobs is not None
+        )
+
+    def _render(self) -> bytes:
+        return encode(
+            {
+                **self._head,
+                "object": self.whole_object,
+                "choices": [self.entire(choice) for choice in self.generation.choices],
+                "usage": self.generation.usage(),
+                **self.extras(),
+            }
+        )
 
     def _sent(self, now_ns: int) -> None:
         for choice in self.generation.choices:
@@ -163,19 +190,22 @@ class Answer(ABC):
 
     # --- log-probabilities --------------------------------------------------------------------------
 
-    def prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None]:
+    def prompt_logprobs(self, choice: Choice) -> list[msgspec.Raw]:
         """vLLM's `prompt_logprobs`: for each prompt token but the first, token id to its log-probability."""
-        found = self.found_prompt_logprobs(choice)
-        return [
-            None if one is None else self._by_token_id(token_id, one)
-            for token_id, one in zip(choice.prompt.token_ids, found, strict=True)
-        ]
+        key = id(choice.prompt)
+        if key not in self._written:
+            found = self.found_prompt_logprobs(choice)
+            self._written[key] = written(
+                None if one is None else self._by_token_id(token_id, one)
+                for token_id, one in zip(choice.prompt.token_ids, found, strict=True)
+            )
+        return self._written[key]
 
     def found_prompt_logprobs(self, choice: Choice) -> list[TokenLogprobs | None]:
         """One for each token of the prompt; the engine reports them with the first of its choices."""
         sharing = (other for other in self.generation.choices if other.prompt is choice.prompt)
         found = next((other.prompt_logprobs for other in sharing if other.prompt_logprobs is not None), None)
-        return [None] * len(choice.prompt.token_ids) if found is None else found
+        return [None] * len(choice.prompt.token_ids) if found is None else of_prompt(found)
 
     def _by_token_id(self, token_id: int, found: TokenLogprobs) -> dict[str, Any]:
         entries = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.server.answers import Answer
+from headway.server.answers import Answer, written
 from headway.server.choices import Choice, Piece, ScoredToken
 from headway.server.generation import Generation
 from headway.server.schemas import ChatBody
@@ -72,13 +72,13 @@ class ChatAnswer(Answer):
         }
 
     def _logprobs(self, tokens: list[ScoredToken]) -> dict[str, Any]:
-        content = [
+        content = written(
             {
                 **self._token(token.token_id, token.logprob),
                 "top_logprobs": [self._token(*one) for one in token.top[: self._num_top]],
             }
             for token in tokens
-        ]
+        )
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headway.engine.messages import SequenceOutput, SequenceTimings, TokenLogprobs
+from headway.engine.messages import PromptLogprobs, SequenceOutput, SequenceTimings, TokenLogprobs
 from headway.policy.sampling_params import SamplingParams
 from headway.server.timings import Stamps
 from headway.text.detokenizer import Detokenizer
@@ -64,7 +64,7 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[ScoredToken] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[PromptLogprobs] | None = None
     num_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.server.answers import Answer
+from headway.server.answers import Answer, written
 from headway.server.choices import Choice, Piece, ScoredToken, scored
 from headway.server.generation import Generation
 from headway.server.schemas import CompletionBody
@@ -81,7 +81,7 @@ class CompletionAnswer(Answer):
         return {
             "tokens": [self.tokenizer.token_text(token.token_id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [self._top(token) for token in tokens],
+            "top_logprobs": written(self._top(token) for token in tokens),
             "text_offset": [token.offset + shift for token in tokens],
         }
 
@@ -103,6 +103,6 @@ class CompletionAnswer(Answer):
         return {
             "tokens": [self.tokenizer.token_text(token_id) for token_id in choice.prompt.token_ids],
             "token_logprobs": [None if token is None else token.logprob for token in tokens],
-            "top_logprobs": [None if token is None else self._top(token) for token in tokens],
+            "top_logprobs": written(None if token is None else self._top(token) for token in tokens),
             "text_offset": offsets,
         }

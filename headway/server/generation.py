@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from headway.engine.client import EngineDead
 from headway.engine.messages import AddRequest, SequenceOutput
@@ -18,6 +18,7 @@ from headway.server.errors import ApiError, internal, unavailable
 from headway.server.service import Service
 from headway.server.timings import ChoiceTimings, Stamps
 
+T = TypeVar("T")
 clock = time.monotonic_ns
 SETTLE_TIMEOUT_S = 30.0
 
@@ -99,6 +100,10 @@ class Generation:
         if choice is None or choice.timings is None:
             return None
         return ChoiceTimings(choice.stamps, choice.timings, choice.num_tokens)
+
+    async def render(self, size: int, function: Callable[[], T]) -> T:
+        """The result of `function`, which writes `size` entries of the answer; in a thread where they are many."""
+        return await self._service.text_work.finish(size, function)
 
     def sent(self, choice: Choice, is_first: bool, is_last: bool, now_ns: int) -> None:
         """What is first, or last, of a choice's tokens was handed to the connection."""

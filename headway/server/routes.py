@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from headway import __version__
+from headway.policy.sampling_params import SamplingParams
 from headway.server import responses
 from headway.server.admission import Place
 from headway.server.answers import Answer
@@ -36,6 +37,8 @@ from headway.server.streaming import EventStream, unless_gone
 B = TypeVar("B", bound=Body)
 BODIES = (CompletionBody, ChatBody, TokenizeText, TokenizeChat, DetokenizeBody)
 MAX_CHOICES_OF_ALL_PROMPTS = 4096
+# Enough for a prompt of 131,072 tokens with the most alternatives; some 200 MB of JSON.
+MAX_PROMPT_LOGPROBS = 3_000_000
 _GENERATING = responses.errors(400, 401, 404, 408, 413, 429, 500, 503)
 
 
@@ -164,6 +167,7 @@ class Routes:
         params = sampling_params(body, service.defaults, service.tokenizer.vocab_size)
         checked_ns = clock()
         prompts = await self._prompts(body)
+        self._check_prompt_logprobs(prompts, params, body)
         limit = service.check_ready().max_model_len
         max_tokens_field = next(
             (name for name in ("max_completion_tokens", "max_tokens") if getattr(body, name, None) is not None), None
@@ -215,6 +219,20 @@ class Routes:
                 "n",
             )
         return prompts * n
+
+    def _check_prompt_logprobs(
+        self, prompts: list[Prompt], params: SamplingParams, body: CompletionBody | ChatBody
+    ) -> None:
+        if params.prompt_logprobs is None:
+            return
+        tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        wanted = tokens * params.n * (params.prompt_logprobs + 1)
+        if wanted > MAX_PROMPT_LOGPROBS:
+            raise bad_request(
+                f"the answer would have {wanted} log-probabilities of prompts ({tokens} tokens, {params.n} choices, "
+                f"{params.prompt_logprobs + 1} each); at most {MAX_PROMPT_LOGPROBS} are allowed in one request",
+                "logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
+            )
 
     # --- tokens -------------------------------------------------------------------------------------
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from headway import LLM, SamplingParams
+from headway.engine import runner
+from headway.engine.logprobs import prompt_logprobs
+from headway.engine.messages import PromptLogprobs
 from tests.engine.models import write_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -143,3 +148,22 @@ def test_ledgers_close_and_name_the_phases(model: Model) -> None:
         assert output.timings_ns["decode_compute"] > 0
         assert output.timings_ns["prefill_compute"] > 0
         assert all(ns > 0 for ns in output.timings_ns.values())
+
+
+def test_prompt_logprobs_are_computed_in_their_own_request_s_time(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while all who sample wait for their tokens, and a bounded number of rows of logits at a time."""
+    rows: list[int] = []
+
+    def slowly(logits: torch.Tensor, *args: Any) -> PromptLogprobs:
+        rows.append(len(logits))
+        time.sleep(0.02)
+        return prompt_logprobs(logits, *args)
+
+    monkeypatch.setattr(runner, "prompt_logprobs", slowly)
+    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=0)
+    (output,) = build(model).generate([{"prompt_token_ids": list(range(1, 151))}], params)
+    assert rows == [64, 64, 21]
+    assert output.timings_ns["prefill_compute"] > 60e6
+    assert output.timings_ns["sampling"] < 60e6

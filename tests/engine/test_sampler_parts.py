@@ -89,7 +89,7 @@ def test_prompt_logprobs(length: int) -> None:
     logits = torch.randn(length, 300, generator=torch.Generator().manual_seed(1)).bfloat16()
     targets = torch.randint(300, (length,), generator=torch.Generator().manual_seed(2))
     exact = logits.double().log_softmax(-1)
-    entries = prompt_logprobs(logits, targets, 4)
+    entries = prompt_logprobs(logits, targets, 4).unpack()
     assert len(entries) == length
     for row, entry in enumerate(entries):
         token = int(targets[row])
@@ -98,14 +98,14 @@ def test_prompt_logprobs(length: int) -> None:
         assert entry.rank == 1 + int((exact[row] > exact[row, token]).sum())
         assert entry.top_ids == best
         assert entry.top_logprobs == pytest.approx(exact[row, best].tolist(), abs=1e-5)
-    assert all(entry.top_ids == [] for entry in prompt_logprobs(logits, targets, 0))
+    assert all(entry.top_ids == [] for entry in prompt_logprobs(logits, targets, 0).unpack())
 
 
 def test_prompt_logprobs_are_those_of_sampling() -> None:
     """The same row of logits says the same of a token as a prompt token and as a generated one."""
     logits = torch.randn(3, 200, generator=torch.Generator().manual_seed(4))
     sampled = Sampler(200, torch.device("cpu")).sample(logits, [make_sequence(seed=s, logprobs=3) for s in range(3)])
-    assert prompt_logprobs(logits, torch.tensor(sampled.token_ids), 3) == sampled.logprobs
+    assert prompt_logprobs(logits, torch.tensor(sampled.token_ids), 3).unpack() == sampled.logprobs
 
 
 @pytest.mark.gpu

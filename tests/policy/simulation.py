@@ -144,7 +144,10 @@ class Simulation:
             return
         waiting = [item for item in items if item.decoding] or prompts[:1]
         added = [item for item in prompts if item is not waiting[0]]
-        stall = sum(step_time.prefill_ns(item.num_tokens, item.start) for item in added)
+        rows = [item.sequence.logit_rows(item.start, item.num_tokens) for item in added]
+        stall = sum(
+            step_time.prefill_ns(item.num_tokens, item.start, bool(row)) for item, row in zip(added, rows, strict=True)
+        )
         allowed = max(self.max_prefill_stall_ms * 1e6, step_time.predict_ns(work_of(waiting)))
         least = waiting[0].decoding and len(added) == 1 and added[0].num_tokens <= self.block_size
         assert stall <= allowed * (1 + 1e-9) or least

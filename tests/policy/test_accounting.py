@@ -52,6 +52,7 @@ def linear_time(work: StepWork) -> int:
         + 100_000 * work.decode_tokens
         + 20 * work.prefill_pairs
         + 300 * work.decode_context
+        + 200_000 * work.logit_rows
     )
 
 
@@ -60,7 +61,8 @@ def random_work(rng: random.Random) -> StepWork:
     decode = rng.choice([0, rng.randrange(1, 32)])
     if not prefill and not decode:
         decode = 1
-    return StepWork(prefill, decode, prefill * rng.randrange(1, 2000), decode * rng.randrange(1, 2000))
+    rows = rng.choice([0, 0, 0, prefill])
+    return StepWork(prefill, decode, prefill * rng.randrange(1, 2000), decode * rng.randrange(1, 2000), rows)
 
 
 def test_the_step_time_model_learns_a_linear_machine() -> None:
@@ -139,3 +141,33 @@ def test_a_mixed_step_is_divided_by_what_it_would_have_taken_without_others_pref
     assert stalls[Phase.DECODE_STALL_PREFILL] == decoder.ledger.phases_ns[Phase.DECODE_STALL_PREFILL]
     assert stalls[Phase.PREFILL_STALL] == sum(p.ledger.phases_ns[Phase.PREFILL_STALL] for p in prompts)
     assert accounting.take_stalls() == {}
+
+
+def test_the_logits_of_a_prompt_are_its_own_work_and_a_stall_with_a_name_for_others() -> None:
+    accounting, rng = Accounting(), random.Random(5)
+    for _ in range(600):
+        work = random_work(rng)
+        accounting.step_time.observe(work, linear_time(work))
+    decoder = make_sequence("d", [1] * 100, 50)
+    decoder.tokens.append(7)
+    decoder.num_computed, decoder.status = 100, Status.RUNNING
+    asking, plain = make_sequence("a", [1] * 400, 5, prompt_logprobs=3), make_sequence("p", [1] * 400, 5)
+    asking.status = plain.status = Status.RUNNING
+    accounting.record_step([], [], StepTimes(0, 0, 0))
+    accounting.join_decode_clock(decoder)
+    scheduled = [ScheduledSequence(decoder, 100, 1, True, True)]
+    scheduled += [ScheduledSequence(prompt, 0, 50, False, False) for prompt in (asking, plain)]
+    own = 50 * 51 // 2
+    whole = linear_time(StepWork(100, 1, 2 * own, 101, 50))
+    accounting.record_step(scheduled, [], StepTimes(10, 10 + whole, 10 + whole + 5))
+    accounting.finish(decoder, 10 + whole + 5)
+    logits, prompts = 50 * 200_000, 2 * linear_time(StepWork(50, 0, own)) - 2 * linear_time(StepWork())
+    assert decoder.ledger.phases_ns[Phase.DECODE_STALL_LOGPROBS] == pytest.approx(logits, rel=0.05)
+    assert decoder.ledger.phases_ns[Phase.DECODE_STALL_PREFILL] == pytest.approx(prompts, rel=0.1)
+    compute = linear_time(StepWork(50, 1, own, 101))
+    assert asking.ledger.phases_ns[Phase.PREFILL_COMPUTE] == pytest.approx(compute + logits, rel=0.05)
+    assert plain.ledger.phases_ns[Phase.PREFILL_COMPUTE] == pytest.approx(compute, rel=0.05)
+    for sequence in (decoder, asking, plain):
+        check_ledger(sequence)
+    stalls = accounting.take_stalls()
+    assert stalls[Phase.DECODE_STALL_LOGPROBS] == decoder.ledger.phases_ns[Phase.DECODE_STALL_LOGPROBS]

@@ -83,6 +83,17 @@ def test_prompt_logprobs_compute_every_prompt_token() -> None:
     assert wanted.cached_tokens == 0
 
 
+def test_prompt_logprobs_are_computed_for_one_of_the_choices() -> None:
+    sim = Simulation(num_blocks=64)
+    first = sim.submit(list(range(14)), 1, prompt_logprobs=0)
+    other = sim.submit(list(range(14)), 1, parent=first, index=1, prompt_logprobs=0)
+    assert (first.logit_rows(0, 14), first.logit_rows(12, 2), other.logit_rows(0, 14)) == (13, 1, 0)
+    assert [(item.sequence, item.num_tokens) for item in sim.step()] == [(first, 14)]
+    assert first.finish_reason is FinishReason.LENGTH
+    assert [(item.sequence, item.num_tokens) for item in sim.step()] == [(other, 2)], "its prefix is in the cache"
+    assert first.logit_rows(0, 14) == 0, "what is computed again after a token needs none"
+
+
 def test_choices_share_the_prompt_and_copy_the_block_they_write() -> None:
     sim = Simulation(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=32)
     first = sim.submit(list(range(18)), 6)

@@ -8,30 +8,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.policy import step_time
+from headway.policy.ledger import Phase
 from headway.policy.request import Status
 from headway.policy.step_budget import TOKENS_UNTIL_LEARNT, StepBudget
 from headway.policy.step_time import StepTimeModel, StepWork, pairs
 from tests.policy.simulation import Simulation
 
-FIXED_NS, TOKEN_NS, DECODE_NS, PAIR_NS = 11e6, 2e6, 1e6, 100.0
+FIXED_NS, TOKEN_NS, DECODE_NS, PAIR_NS, ROW_NS = 11e6, 2e6, 1e6, 100.0, 4e6
 
 
 def cost(work: StepWork) -> int:
     """A machine whose steps are as the model has them."""
     ns = FIXED_NS + TOKEN_NS * work.prefill_tokens + DECODE_NS * work.decode_tokens + PAIR_NS * work.prefill_pairs
-    return int(ns)
+    return int(ns + ROW_NS * work.logit_rows)
 
 
-def learnt() -> StepTimeModel:
+def learnt(with_logits: bool = False) -> StepTimeModel:
     model = StepTimeModel()
     for number in range(200):
         prompt, start, decodes = number * 7 % 50, number % 5 * 1000, number * 3 % 20
-        work = StepWork(prompt, decodes, pairs(start, prompt))
+        work = StepWork(prompt, decodes, pairs(start, prompt), logit_rows=prompt * (with_logits and number % 4 == 0))
         model.observe(work, cost(work))
     return model
 
 
-LEARNT = learnt()
+LEARNT, LEARNT_WITH_LOGITS = learnt(), learnt(with_logits=True)
 
 
 def test_without_a_bound_only_tokens_count() -> None:
@@ -87,6 +89,38 @@ def test_until_steps_are_measured_tokens_are_counted() -> None:
     assert budget.is_spent
 
 
+def test_tokens_that_want_logits_cost_more() -> None:
+    budget = StepBudget(1000, LEARNT_WITH_LOGITS, max_stall_ns=51e6)
+    budget.share_with(StepWork(decode_tokens=4))  # 15 ms alone
+    assert budget.fit(0, 500) == 25
+    assert budget.fit(0, 500, with_logits=True) == 8  # 6 ms each
+    budget.spend(0, 6, logit_rows=6)
+    assert budget.fit(0, 500) == 7
+
+
+def test_until_logits_are_measured_few_tokens_are_taken_that_want_them() -> None:
+    budget = StepBudget(1000, LEARNT, max_stall_ns=500e6)
+    budget.share_with(StepWork(decode_tokens=4))
+    assert budget.fit(0, 500) > 200
+    assert budget.fit(0, 500, with_logits=True) == TOKENS_UNTIL_LEARNT
+    alone = StepBudget(1000, LEARNT, max_stall_ns=500e6)
+    assert alone.fit(0, 500, with_logits=True) == 500, "nobody waits"
+    unbounded = StepBudget(1000, LEARNT)
+    unbounded.share_with(StepWork(decode_tokens=4))
+    assert unbounded.fit(0, 500, with_logits=True) == 500
+
+
+def test_what_a_step_has_none_of_is_not_forgotten_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = learnt(with_logits=True)
+    monkeypatch.setattr(step_time, "_prior", lambda: pytest.fail("what was known of all costs is given up"))
+    for number in range(10_000):
+        decodes = number % 20
+        work = StepWork(decode_tokens=decodes, decode_context=decodes * (number % 7) * 100)
+        model.observe(work, cost(work))
+    slower = model.prefill_ns(10, 0, with_logits=True) - model.prefill_ns(10, 0)
+    assert slower == pytest.approx(10 * ROW_NS, rel=0.01)
+
+
 @given(duration=st.floats(0, 1e9), start=st.integers(0, 100_000))
 def test_tokens_within_a_time_are_all_that_fit(duration: float, start: int) -> None:
     count = LEARNT.prefill_tokens_within(duration, start)
@@ -98,10 +132,12 @@ def test_tokens_that_cost_nothing_fit_without_end() -> None:
     assert StepTimeModel().prefill_tokens_within(1.0, 0) > 2**30
 
 
-@pytest.mark.parametrize("stall_ms", [5.0, 50.0, math.inf])
-def test_the_gap_between_tokens_is_bounded_while_prompts_come_in(stall_ms: float) -> None:
+@pytest.mark.parametrize(
+    ("stall_ms", "prompt_logprobs"), [(5.0, None), (50.0, None), (math.inf, None), (5.0, 5), (50.0, 5)]
+)
+def test_the_gap_between_tokens_is_bounded_while_prompts_come_in(stall_ms: float, prompt_logprobs: int | None) -> None:
     sim = Simulation(
-        num_blocks=4096,
+        num_blocks=900,
         max_num_seqs=16,
         max_num_batched_tokens=512,
         max_model_len=1024,
@@ -110,12 +146,12 @@ def test_the_gap_between_tokens_is_bounded_while_prompts_come_in(stall_ms: float
     )
     sim.duration = cost  # type: ignore[method-assign]
     for length in (300, 40, 7, 128):  # of which it learns
-        sim.submit(list(range(length)), 30)
+        sim.submit(list(range(length)), 30, prompt_logprobs=prompt_logprobs)
         sim.run_until_done()
-    readers = [sim.submit([1, 2, 3], 200) for _ in range(8)]
+    readers = [sim.submit([1, 2, 3], 260) for _ in range(8)]
     while any(reader.output_len == 0 for reader in readers):
         sim.step()
-    prompts = [sim.submit(list(range(300)), 4) for _ in range(3)]
+    prompts = [sim.submit(list(range(300)), 4, prompt_logprobs=prompt_logprobs) for _ in range(3)]
     longest = 0
     while any(prompt.output_len == 0 for prompt in prompts):
         before = sim.now
@@ -127,5 +163,9 @@ def test_the_gap_between_tokens_is_bounded_while_prompts_come_in(stall_ms: float
     else:
         assert longest < (alone_ms + max(alone_ms, stall_ms)) * 1.1e6
     assert all(reader.status is Status.RUNNING for reader in readers)
+    stalls = sim.scheduler.accounting.take_stalls()
+    assert (stalls.get(Phase.DECODE_STALL_LOGPROBS, 0) > stalls[Phase.DECODE_STALL_PREFILL]) == (
+        prompt_logprobs is not None
+    )
     sim.run_until_done()
     sim.check_all_closed()

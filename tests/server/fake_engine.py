@@ -6,11 +6,13 @@ import asyncio
 import itertools
 import math
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable
 
 from headway.engine.client import EngineDead
 from headway.engine.messages import (
     AddRequest,
+    PromptLogprobs,
     Ready,
     SequenceOutput,
     SequenceTimings,
@@ -156,7 +158,7 @@ class _Saying:
         output = SequenceOutput(self.request.request_id, self.index, [], cached_tokens=self._cached())
         if self.said == 0 and self.params.prompt_logprobs is not None and self.index == 0:
             prompt = self.request.prompt_token_ids
-            output.prompt_logprobs = [None, *(self._logprob(t, self.params.prompt_logprobs) for t in prompt[1:])]
+            output.prompt_logprobs = self._packed(prompt[1:], self.params.prompt_logprobs)
         for _ in range(self.engine.tokens_per_step):
             token = next(self.words)
             output.token_ids.append(token)
@@ -186,6 +188,16 @@ class _Saying:
         others = [token, *(i for i in range(3, 3 + number) if i != token)][:number]
         values = [-0.5, *(-1.5 - i for i in range(number - 2)), -math.inf][: len(others)]
         return TokenLogprobs(-0.5, 1, others, values)
+
+    def _packed(self, tokens: list[int], number: int) -> list[PromptLogprobs]:
+        """The same of tokens of a prompt, in two parts."""
+        parts = []
+        for part in (tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]):
+            found = [self._logprob(token, number) for token in part]
+            integers = array("i", [i for one in found for i in (one.rank, *one.top_ids)])
+            reals = array("f", [p for one in found for p in (one.logprob, *one.top_logprobs)])
+            parts.append(PromptLogprobs(number, integers.tobytes(), reals.tobytes()))
+        return parts
 
     def _timings(self) -> SequenceTimings:
         ended = time.monotonic_ns()

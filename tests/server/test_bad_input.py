@@ -251,3 +251,12 @@ def test_long_values_are_cut_in_messages(server: LiveServer, tokenizer: Tokenize
     answer = server.post("/v1/completions", prompt="x", temperature="y" * 10_000)
     assert len(answer.text) < 500
     assert len(server.post("/v1/completions", prompt="x", model="m" * 10_000).text) < 500
+
+
+def test_answer_of_millions_of_log_probabilities(server: LiveServer) -> None:
+    prompts = [[5] * 250] * 32
+    for name, asked in (("prompt_logprobs", {"prompt_logprobs": 20}), ("logprobs", {"echo": True, "logprobs": 20})):
+        answer = server.post("/v1/completions", prompt=prompts, n=19, max_tokens=1, **asked)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == name
+        assert "3192000 log-probabilities" in answer.json()["error"]["message"]

@@ -46,7 +46,13 @@ BEFORE_FIRST_TOKEN = (
     Part("prefill_compute", "prefill", "prefill-compute", "compute", ("prefill_compute",)),
 )
 AFTER = (
-    Part("stall_prefill", "stalled by others' prompts", "stall-prefill", "stall", ("decode_stall_prefill",)),
+    Part(
+        "stall_prefill",
+        "stalled by others' prompts",
+        "stall-prefill",
+        "stall",
+        ("decode_stall_prefill", "decode_stall_logprobs"),
+    ),
     Part("stall_preempted", "preempted", "stall-preempted", "stall", ("decode_stall_preempted",)),
     Part("stall_recompute", "recomputing after preemption", "stall-recompute", "stall", ("decode_stall_recompute",)),
     Part("decode_compute", "decode", "decode-compute", "compute", ("decode_compute",)),
