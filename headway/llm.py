@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import os
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.engine.client import EngineClient
 from headway.engine.config import EngineConfig
@@ -21,6 +23,9 @@ from headway.policy.sampling_params import SamplingParams
 from headway.text.chat_template import ChatTemplate
 from headway.text.detokenizer import Detokenizer
 from headway.text.tokenizer import TextError, Tokenizer
+
+if TYPE_CHECKING:
+    from headway.engine.core import EngineCore
 
 Prompt = str | list[int] | dict[str, Any]
 Message = dict[str, Any]
@@ -150,6 +155,7 @@ class _Front:
         token_ids = [int(token) for token in given]
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one")
+        params = replace(params)  # the caller may change it while the request runs
         now = time.monotonic_ns()
         request = AddRequest(
             request_id=request_id or str(next(self._ids)),
@@ -181,8 +187,159 @@ class _Front:
         return self.tokenizer.encode(self.chat_template.render(messages), add_special_tokens=False)
 
 
+class _Call:
+    """One call of `generate`: its requests, and how many choices of each are still to end.
+
+    Args:
+        advance: called for every request that has ended.
+    """
+
+    def __init__(self, collectors: list[_Collector], advance: Callable[[], None]) -> None:
+        self.collectors = {collector.request.request_id: collector for collector in collectors}
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+        self._advance = advance
+        self._to_end = {name: collector.request.params.n for name, collector in self.collectors.items()}
+
+    def take(self, output: SequenceOutput) -> bool:
+        """Add new tokens; True when a stop string ended the choice and the engine should stop it."""
+        name = output.request_id
+        stopped = self.collectors[name].take(output)
+        if output.finish_reason is not None:
+            self._to_end[name] -= 1
+            if not self._to_end[name]:
+                del self._to_end[name]
+                self._advance()
+        return stopped
+
+    @property
+    def complete(self) -> bool:
+        return not self._to_end
+
+
+class _Batch:
+    """The requests of all calls, stepped together by one thread, which is there as long as there are any.
+
+    Only that thread touches the engine. Callers wait, so that Ctrl-C in one of them never falls into a step that others
+    share.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._calls: dict[str, _Call] = {}  # by request
+        self._lock = threading.Lock()  # of what follows
+        self._driver: threading.Thread | None = None
+        self._joining: list[_Call] = []
+        self._leaving: list[_Call] = []
+
+    def run(self, call: _Call) -> None:
+        """Return when the call is complete, or raise what it met. An interrupt of the wait aborts its requests."""
+        if call.complete:
+            return
+        try:
+            self._join(call)
+            call.ended.wait()
+        except BaseException:
+            with self._lock:
+                self._leaving.append(call)
+            raise
+        if call.error is not None:
+            try:
+                raise call.error
+            finally:
+                call.error = None  # its traceback holds the call
+
+    def _join(self, call: _Call) -> None:
+        with self._lock:
+            if self._driver is None:
+                # A daemon if its caller is one: it keeps the interpreter alive as long as that does.
+                self._driver = threading.Thread(target=self._drive, name="headway-steps")
+                try:
+                    self._driver.start()
+                except BaseException:
+                    self._driver = None
+                    raise
+            self._joining.append(call)
+
+    def _drive(self) -> None:
+        while True:
+            try:
+                if not self._admit():
+                    return
+                for output in self._core.step().outputs:
+                    self._hand_over(output)
+            except BaseException as error:
+                self._fail(error)
+
+    def _admit(self) -> bool:
+        """Let calls in and out between two steps; False when none is there, and then this thread drives no more."""
+        with self._lock:
+            if self._driver is not threading.current_thread():
+                return False  # an interrupt fell into the start of it
+            joining, self._joining = self._joining, []
+            leaving, self._leaving = self._leaving, []
+            if not (joining or leaving or self._calls):
+                self._driver = None
+                return False
+        for call in joining:
+            self._add(call)
+        for call in leaving:
+            self._end(call)
+        return True
+
+    def _add(self, call: _Call) -> None:
+        try:
+            for name, collector in call.collectors.items():
+                self._calls[name] = call
+                self._core.add(collector.request)
+        except Exception as error:
+            self._end(call, error)
+
+    def _hand_over(self, output: SequenceOutput) -> None:
+        call = self._calls.get(output.request_id)
+        if call is None:  # of a call that has ended
+            return
+        try:
+            if call.take(output):
+                self._core.abort(output.request_id, output.index)
+        except Exception as error:
+            self._end(call, error)
+        else:
+            if call.complete:
+                self._end(call)
+
+    def _end(self, call: _Call, error: BaseException | None = None) -> None:
+        for name in call.collectors:
+            self._calls.pop(name, None)
+            self._core.abort(name)
+        call.error = error
+        call.ended.set()
+
+    def _fail(self, error: BaseException) -> None:
+        """A step failed, which is that of every call."""
+        for name, call in self._calls.items():
+            call.error = error
+            with suppress(Exception):
+                self._core.abort(name)
+        calls, self._calls = set(self._calls.values()), {}
+        for call in calls:
+            call.ended.set()
+
+
+_process: int | None = None  # that made the first LLM
+
+
+def _check_process() -> None:
+    """Refuse a fork of the process that made an LLM: neither the engine's threads nor torch's are in it."""
+    if _process not in (None, os.getpid()):
+        raise RuntimeError(
+            f"process {os.getpid()} is a fork of {_process}, which made an LLM, but not its threads; create the LLM in "
+            "the child, and start that with multiprocessing's 'spawn' method or before the first LLM is made"
+        )
+
+
 class LLM:
-    """A model in this process, for batches of prompts.
+    """A model in this process, for batches of prompts. Calls from several threads share one batch.
 
     Args:
         model: folder or hub id of a checkpoint.
@@ -192,14 +349,19 @@ class LLM:
 
     Raises:
         ValueError: the model or a setting cannot be used; one line that says why.
+        RuntimeError: here or in a call, in a fork of a process that made an LLM.
     """
 
     def __init__(self, model: str, *, skip_tokenizer_init: bool = False, **engine_args: Any) -> None:
+        global _process
         from headway.engine.start import start_engine
 
+        _check_process()
         self._front = _Front(model, skip_tokenizer_init)
         engine_args = {"max_prefill_stall_ms": math.inf, **engine_args}
+        _process = os.getpid()
         self.engine = start_engine(EngineConfig(model=str(self._front.folder), **engine_args))
+        self._batch = _Batch(self.engine.core)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -215,13 +377,15 @@ class LLM:
 
         A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids".
         """
+        _check_process()
         listed = _as_prompts(prompts)
         params = sampling_params if sampling_params is not None else self._front.default_params()
         each = [params] * len(listed) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(listed):
             raise ValueError(f"{len(listed)} prompts, but {len(each)} sampling_params; give one, or one for each")
         collectors = [self._front.collector(p, s) for p, s in zip(listed, each, strict=True)]
-        self._run({c.request.request_id: c for c in collectors}, use_progress)
+        with _progress(len(collectors), use_progress) as advance:
+            self._batch.run(_Call(collectors, advance))
         return [c.output for c in collectors]
 
     def chat(
@@ -231,26 +395,10 @@ class LLM:
         use_progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, with the checkpoint's chat template."""
+        _check_process()
         conversations: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
         prompts = [{"prompt_token_ids": self._front.render(conversation)} for conversation in conversations]
         return self.generate(prompts, sampling_params, use_progress)
-
-    def _run(self, collectors: dict[str, _Collector], use_progress: bool) -> None:
-        core = self.engine.core
-        try:
-            for collector in collectors.values():
-                core.add(collector.request)
-            with _progress(len(collectors), use_progress) as advance:
-                while core.has_work:
-                    for output in core.step().outputs:
-                        collector = collectors[output.request_id]
-                        if collector.take(output):
-                            core.abort(output.request_id, output.index)
-                        elif collector.output.finished and output.finish_reason is not None:
-                            advance()
-        finally:
-            for request_id in collectors:
-                core.abort(request_id)
 
 
 class AsyncLLM:
