@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import os
-import platform
 import signal
 import statistics
 import sys
@@ -25,7 +23,7 @@ from typing import Any
 
 from benchmarks.checkpoint import SHAPES, write_checkpoint
 from benchmarks.clients import HEADWAY, Load, measure
-from benchmarks.offline import processor
+from benchmarks.machine import about, own_file, save
 from benchmarks.rounds import number, spread
 from benchmarks.servers import CHECKPOINTS, MODEL, Settings, running, version
 
@@ -204,18 +202,13 @@ def main(argv: list[str] | None = None) -> None:
     rows = judge(measured)
     content = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "system": f"{platform.system()} {platform.machine()}",
-        },
+        "machine": about(),
         "settings": {k: v for k, v in vars(arguments).items() if k not in ("vllm", "output")},
         "clients": {"headway": version(sys.executable, "headway"), "vllm": version(arguments.vllm, "vllm")},
         "verdict": verdict(rows),
         "summary": [asdict(row) | {"verdict": row.verdict} for row in rows],
     }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(content, indent=1) + "\n")
+    save(content, own_file(arguments.output))
     print(table(rows), verdict(rows), sep="\n\n")
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
 import platform
 import random
@@ -36,6 +35,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from benchmarks.machine import about, own_file, save
 from headway.bench.client.endpoint import Endpoint, OpenAIClient
 from headway.bench.client.load import LoadOutcome, run_load
 from headway.bench.request import PlannedRequest, Prompt
@@ -206,9 +206,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "system": f"{platform.system()} {platform.machine()}",
+            **about(),
             "python": platform.python_version(),
             "real_time_priority": os.sched_getscheduler(0) == os.SCHED_FIFO,
         },
@@ -225,16 +223,7 @@ def main() -> None:
         if arguments.search:
             found["search"] = highest_rate(kind, server_core)
             print(f"highest rate held, {kind}: {found['search']['highest_rate']:.0f} requests/s")
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def processor() -> str:
-    with contextlib.suppress(OSError):
-        for each in Path("/proc/cpuinfo").read_text().splitlines():
-            if each.startswith("model name"):
-                return each.partition(":")[2].strip()
-    return platform.processor()
+    save(report, own_file(arguments.output))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import Died
+
 HEADWAY = [sys.executable, "-m", "headway", "bench"]
 _LINES_OF_A_FAILURE = 15
 
@@ -52,7 +54,7 @@ def measure(client: list[str], base_url: str, model: str, tokenizer: Path, load:
     A client that ends with an error but saved its results, as with some requests failed, has measured.
 
     Raises:
-        SystemExit: it left no results, or not one request of the run was answered.
+        Died: it left no results, or not one request of the run was answered.
     """
     with tempfile.TemporaryDirectory(prefix="bench-client-") as folder:
         file = Path(folder) / "result.json"
@@ -64,7 +66,7 @@ def measure(client: list[str], base_url: str, model: str, tokenizer: Path, load:
     if not result.get("completed"):
         said = "\n".join((done.stdout + done.stderr).splitlines()[-_LINES_OF_A_FAILURE:])
         what = "answered none of the requests" if result else "left no results"
-        raise SystemExit(f"{' '.join(command)}\n{what} (exit code {done.returncode}):\n{said}")
+        raise Died(f"{base_url} {what} (exit code {done.returncode}):\n{' '.join(command)}\n{said}")
     if result["total_output_tokens"] != result["completed"] * load.output_len:
         count_anew(result, load.output_len)
     return result

@@ -11,26 +11,26 @@ time can be compared. See benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import signal
 import sys
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.checkpoint import SHAPES
 from benchmarks.engines.worker import ENGINES
 from benchmarks.exports import PRECISIONS
+from benchmarks.machine import RESULTS, about, own_file, save
 from benchmarks.points import Point, decode, held, named, prefill, product
 from benchmarks.sitting import Sitting, entries, sit, sit_held
 from benchmarks.start import PROMPT, start_times
 from benchmarks.tables import compared, rows, table
 from benchmarks.weights import CHECKPOINTS
 
-RESULTS = Path(__file__).parent / "results"
 _POINTS = ("decode:1", "decode:4", "decode:16", "prefill:1x512", "prefill:8x128")
 _KV_BITS = {"auto": 16, "int8": 8}
 _AT_LEAST_ONE = ("rounds", "threads", "prompt_len")
@@ -41,14 +41,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def peer(text: str) -> tuple[str, str]:
@@ -120,9 +112,10 @@ def points(arguments: argparse.Namespace) -> list[Point]:
     return found + [held(batch, tokens, arguments.context_tokens) for batch, tokens in arguments.contexts]
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All sittings, their tables on stdout as they end; the report's parts."""
-    sittings = []
+def measure(arguments: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> list[Sitting]:
+    """All sittings, their tables on stdout as they end. `keep` gets the report's parts after every round."""
+    parts: dict[str, Any] = {"sittings": [], "starts": {}}
+    sat = []
     settings = (arguments.rounds, arguments.threads, arguments.folder)
     for shape in arguments.shapes if points(arguments) else []:
         for precision in arguments.precisions:
@@ -131,57 +124,60 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             if not found:
                 continue
             sitting = Sitting(shape, precision, points(arguments), found)
+            sat.append(sitting)
+            parts["sittings"].append({})
+            so_far = partial(_keep, sitting, parts, keep)
             if arguments.points:
-                sit(sitting, *settings)
-            sit_held(sitting, *settings)
-            summary = rows(sitting)
+                sit(sitting, *settings, so_far)
+            sit_held(sitting, *settings, so_far)
+            so_far()
             cache = "" if kv_bits == 16 else ", 8-bit KV cache"
-            print(table(f"{shape}, {precision}{cache}: tokens/s", summary, sitting.left_out), flush=True)
-            sittings.append(_content(sitting) | {"summary": [asdict(row) for row in summary]})
-    starts = {shape: _start(arguments, shape) for shape in arguments.shapes if arguments.start}
-    return {"sittings": sittings, "starts": starts}
+            title = f"{shape}, {precision}{cache}: tokens/s"
+            print(table(title, rows(sitting), sitting.left_out, sitting.died.values()), flush=True)
+    for shape in arguments.shapes if arguments.start else []:
+        sitting, parts["starts"][shape] = _start(arguments, shape)
+        sat.append(sitting)
+        keep(parts)
+    return sat
+
+
+def _keep(sitting: Sitting, parts: dict[str, Any], keep: Callable[[dict[str, Any]], None]) -> None:
+    parts["sittings"][-1] = _content(sitting)
+    keep(parts)
 
 
 def _content(sitting: Sitting) -> dict[str, Any]:
-    """All of it but where its engines are installed."""
-    content = asdict(sitting)
+    """All of it but where its engines are installed, and the logs of those that died."""
+    content = asdict(replace(sitting, died={})) | {"died": {label: end.line for label, end in sitting.died.items()}}
     for entry in content["entries"]:
         del entry["python"]
-    return content
+    return content | {"summary": [asdict(row) for row in rows(sitting)]}
 
 
-def _start(arguments: argparse.Namespace, shape: str) -> dict[str, Any]:
+def _start(arguments: argparse.Namespace, shape: str) -> tuple[Sitting, dict[str, Any]]:
     engines = entries("bf16", arguments.peers, not arguments.no_headway, variants=False)
-    seconds = start_times(engines, shape, arguments.rounds, arguments.threads, arguments.folder, arguments.llama_simple)
+    sitting = Sitting(shape, "bf16", [PROMPT], engines)
+    start_times(sitting, arguments.rounds, arguments.threads, arguments.folder, arguments.llama_simple)
+    seconds = sitting.rates.get(PROMPT.label, {})
     summary = compared(PROMPT.label, seconds, set(), min)
-    print(table(f"{shape}, bf16: seconds", summary, {}), flush=True)
-    return {"seconds": seconds, "summary": [asdict(row) for row in summary]}
-
-
-def save(report: dict[str, Any], output: Path) -> None:
-    """Write it whole or not at all."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_suffix(".partial")
-    text = json.dumps(report, indent=1)
-    partial.write_text(text.replace(str(CHECKPOINTS.parent.parent) + "/", "").replace(str(Path.home()), "~") + "\n")
-    partial.replace(output)
+    print(table(f"{shape}, bf16: seconds", summary, {}, sitting.died.values()), flush=True)
+    died = {label: end.line for label, end in sitting.died.items()}
+    return sitting, {"seconds": seconds, "died": died, "summary": [asdict(row) for row in summary]}
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines are ended too
     left_out = ("peers", "output", "folder", "no_headway", "llama_simple")
-    measured = measure(arguments)
+    output = own_file(arguments.output)
     report = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "system": f"{platform.system()} {platform.machine()}",
-        },
+        "machine": about(),
         "settings": {name: value for name, value in vars(arguments).items() if name not in left_out},
     }
-    save(report | measured, arguments.output)
+    sat = measure(arguments, lambda parts: save(report | parts, output))
+    if died := [f"{each.shape}, {each.precision}: {end}" for each in sat for end in each.died.values()]:
+        sys.exit("\n\n".join(["These died; what was measured before is kept.", *died]))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,18 @@ def tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
 
 
+class Died(SystemExit):
+    """Something that was to be measured ended, or cannot be; the message says what and why, and shows its log's tail.
+
+    A sitting goes on without it; where nothing catches it, it ends the benchmark.
+    """
+
+    @property
+    def line(self) -> str:
+        """The message without the log."""
+        return str(self).partition("\n")[0].rstrip(":")
+
+
 class Child:
     """A process and its children, in a group of their own. Its standard error goes to a log that outlives a failure.
 
@@ -34,11 +46,12 @@ class Child:
         command: the first line that it writes says what it is (`about`).
 
     Raises:
-        SystemExit: it ended before it answered; with its name and the tail of its log. So does ask().
+        Died: it ended before it answered; with its name and the tail of its log. So does ask().
     """
 
     def __init__(self, name: str, command: list[str]) -> None:
         self.name = name
+        self._died = False
         with tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log", delete=False) as log:
             self._log = Path(log.name)
             self._process = subprocess.Popen(
@@ -52,8 +65,8 @@ class Child:
             )
         try:
             self.about = self._reply()
-        except BaseException as failure:
-            self.close(keep_log=isinstance(failure, SystemExit))
+        except BaseException:
+            self.close()
             raise
         self._signal(signal.SIGSTOP)
 
@@ -68,19 +81,19 @@ class Child:
         self._signal(signal.SIGSTOP)
         return reply
 
-    def close(self, keep_log: bool = False) -> None:
-        """End it, by the end of its input or else by force."""
+    def close(self) -> None:
+        """End it, by the end of its input or else by force. The log of one that died by itself is kept."""
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(timeout=0 if keep_log else _PATIENCE_S)
+            self._process.wait(timeout=_PATIENCE_S)
         except subprocess.TimeoutExpired:
             self._signal(signal.SIGKILL)
             self._process.wait()
         self._signal(signal.SIGKILL)  # an engine may leave children behind
-        if not keep_log:
+        if not self._died:
             self._log.unlink(missing_ok=True)
 
     def _reply(self) -> dict[str, Any]:
@@ -88,7 +101,8 @@ class Child:
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
-            raise SystemExit(f"{self.name} ended with exit code {code}; its log ({self._log}):\n{tail(self._log)}")
+            self._died = True
+            raise Died(f"{self.name} ended with exit code {code}; its log ({self._log}):\n{tail(self._log)}")
         reply: dict[str, Any] = json.loads(line)
         return reply
 
@@ -102,22 +116,18 @@ def running(name: str, command: list[str]) -> Iterator[Child]:
     """A child that has said what it is, stopped; ended with the block. Says on stderr how it goes."""
     print(f"starting {name} ...", file=sys.stderr)
     child = Child(name, command)
-    failed = False
     try:
         print(f"{name} {child.about['version']} ready after {child.about['start_seconds']:.1f} s", file=sys.stderr)
         yield child
-    except SystemExit as end:
-        failed = str(end).startswith(f"{name} ended")
-        raise
     finally:
-        child.close(keep_log=failed)
+        child.close()
 
 
 def finish(name: str, command: list[str]) -> None:
     """Run a program to its end; it is ended with this process.
 
     Raises:
-        SystemExit: it failed; with its name and the tail of what it wrote.
+        Died: it failed; with its name and the tail of what it wrote.
     """
     with tempfile.NamedTemporaryFile(prefix=f"{name.replace(' ', '-')}-", suffix=".log", delete=False) as output:
         log = Path(output.name)
@@ -132,5 +142,5 @@ def finish(name: str, command: list[str]) -> None:
         log.unlink(missing_ok=True)
         raise
     if code:
-        raise SystemExit(f"{name} ended with exit code {code}; its log ({log}):\n{tail(log)}")
+        raise Died(f"{name} ended with exit code {code}; its log ({log}):\n{tail(log)}")
     log.unlink()

@@ -26,16 +26,16 @@ class Compared:
 
 
 def compare(first: list[float], other: list[float]) -> Compared:
-    """Values of the same rounds, in the same order; at least one.
+    """Values of the same rounds, in the same order; at least one of each.
 
-    Raises:
-        ValueError: the rounds are not as many.
+    One may have fewer, where it died: the ratio is then of the rounds that both have.
     """
-    paired = list(zip(first, other, strict=True))
+    both = min(len(first), len(other))
     median = statistics.median(other)
     ratio, ratios = None, []
     if all(other):
-        ratio, ratios = statistics.median(first) / median, [ours / theirs for ours, theirs in paired]
+        ratio = statistics.median(first[:both]) / statistics.median(other[:both])
+        ratios = [ours / theirs for ours, theirs in zip(first, other, strict=False)]
     return Compared(median, min(other), max(other), ratio, min(ratios, default=None), max(ratios, default=None))
 
 

@@ -14,20 +14,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import sys
 import urllib.request
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
+from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.checkpoint import SHAPES
 from benchmarks.clients import HEADWAY, Load, measure
-from benchmarks.offline import processor, save
-from benchmarks.processes import Child
+from benchmarks.machine import about, own_file, save
+from benchmarks.processes import Child, Died
 from benchmarks.processes import running as running_child
 from benchmarks.rounds import Rounds, number, spread
 from benchmarks.servers import CHECKPOINTS, ENGINES, KV_CACHE_GIB, MODEL, OURS, Server, Settings, running
@@ -44,6 +46,7 @@ MEASURES = {
     "median_tpot_ms": "TPOT median, ms",
 }
 RATE = "output_throughput"
+Result = TypeVar("Result")
 COUNTS = {"failed": "requests failed, all rounds", "client_bound": "runs marked client-bound"}
 
 
@@ -76,16 +79,47 @@ def check_length(server: Server, tokens: int) -> None:
     """Every answer has the tokens asked for, as the client relies on.
 
     Raises:
-        SystemExit: this one has not.
+        Died: this one has not.
     """
     body = {"model": MODEL, "prompt": "a b c", "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
     request = urllib.request.Request(
         f"{server.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
-    with server.awake(), urllib.request.urlopen(request, timeout=60) as reply:
-        made = json.loads(reply.read())["usage"]["completion_tokens"]
+    try:
+        with server.awake(), urllib.request.urlopen(request, timeout=60) as reply:
+            made = json.loads(reply.read())["usage"]["completion_tokens"]
+    except (OSError, HTTPException, ValueError, KeyError) as error:
+        raise Died(f"{server.name} does not answer: {error}") from error
     if made != tokens:
-        raise SystemExit(f"{server.name} was asked for {tokens} tokens and made {made}")
+        raise Died(f"{server.name} was asked for {tokens} tokens and made {made}")
+
+
+def start(stack: ExitStack, name: str, binary: str, settings: Settings) -> Server:
+    return stack.enter_context(running(name, binary, settings))
+
+
+def opened(client: list[str], server: Server, opening: Load, checkpoint: Path, tokens: int) -> bool:
+    check_length(server, tokens)
+    put_load(client, server, opening, checkpoint, 0)
+    return True
+
+
+@dataclass
+class Losses:
+    """Servers that died. The others are measured on."""
+
+    died: dict[str, Died] = field(default_factory=dict)
+
+    def attempt(self, name: str, what: Callable[[], Result]) -> Result | None:
+        """What it gives, or None where the server died, now or before."""
+        if name in self.died:
+            return None
+        try:
+            return what()
+        except Died as end:
+            self.died[name] = end
+            print(f"{end}\ngoing on without {name}", file=sys.stderr)
+            return None
 
 
 def offline(name: str) -> str:
@@ -115,18 +149,23 @@ def tables(rounds: Rounds, first: str, peers: list[str]) -> str:
     """One for each load; in each cell the median over the rounds, then the range."""
     lines = []
     for load, measured in rounds.values.items():
+        if first not in measured:  # it died before
+            continue
         head = [load, first] + [title for peer in peers for title in (peer, f"{first} / {peer}")]
         lines += [f"| {' | '.join(head)} |", "|---" + "|---:" * (len(head) - 1) + "|"]
         for key, title in MEASURES.items():
             cells = [title]
             for name in [first, *peers]:
+                if name not in measured:
+                    cells += ["-"] if name == first else ["-", "-"]
+                    continue
                 row = rounds.compared(load, name, key, first)
                 cells.append(spread(row.median, row.low, row.high))
                 if name != first:
                     cells.append(spread(row.ratio, row.ratio_low, row.ratio_high))
             lines.append(f"| {' | '.join(cells)} |")
         for key, title in COUNTS.items():
-            counts = [f"{rounds.total(load, name, key):.0f}" for name in [first, *peers]]
+            counts = [f"{rounds.total(load, name, key):.0f}" if name in measured else "-" for name in [first, *peers]]
             lines.append(f"| {title} | {counts[0]} |" + "".join(f" {count} | |" for count in counts[1:]))
         if offline(first) in measured:
             row = rounds.compared(load, offline(first), RATE, first)
@@ -137,24 +176,22 @@ def tables(rounds: Rounds, first: str, peers: list[str]) -> str:
     return "\n".join(lines[:-1])
 
 
-def report(arguments: argparse.Namespace, servers: list[Server], rounds: Rounds, finished: int) -> dict[str, Any]:
-    names = [server.name for server in servers]
-    ours = [name for name in names if name in OURS]
+def report(
+    arguments: argparse.Namespace, servers: list[Server], rounds: Rounds, finished: int, losses: Losses
+) -> dict[str, Any]:
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "system": f"{platform.system()} {platform.machine()}",
-        },
+        "machine": about(),
         "settings": settings_of(arguments),
         "rounds_finished": finished,
+        "died": {name: end.line for name, end in losses.died.items()},
         "servers": {server.name: {"version": server.version, "arguments": server.arguments} for server in servers},
         "summary": [
             {"load": load, "beside": first, "server": name, "measure": key}
             | asdict(rounds.compared(load, name, key, first))
             for load, measured in rounds.values.items()
-            for first in ours
+            for first in OURS
+            if first in measured
             for name, measures in measured.items()
             for key in MEASURES
             if key in measures
@@ -174,7 +211,7 @@ def earlier(arguments: argparse.Namespace) -> tuple[Rounds, int]:
     """Rounds that --append adds to, and their number.
 
     Raises:
-        SystemExit: they were measured with other settings.
+        SystemExit: they were measured with other settings, or not to the end.
     """
     if not arguments.append or not arguments.output.exists():
         return Rounds(), 0
@@ -182,6 +219,8 @@ def earlier(arguments: argparse.Namespace) -> tuple[Rounds, int]:
     named = {*ours_of(arguments), *dict(arguments.peers)}
     if content["settings"] != settings_of(arguments) or set(content["servers"]) != named:
         raise SystemExit(f"{arguments.output} was measured with other settings or servers; --append needs the same")
+    if died := ", ".join(content.get("died", {})):
+        raise SystemExit(f"{arguments.output} has fewer rounds of {died}, which died; --append needs whole ones")
     return Rounds(content["values"]), content["rounds_finished"]
 
 
@@ -190,44 +229,53 @@ def ours_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    rows = loads(arguments)
     most = max([*arguments.streams, 16])
     context = arguments.input_len + arguments.output_len + 64
     settings = Settings(arguments.shape, arguments.threads, context, most)
     checkpoint = write_weights(arguments.shape, CHECKPOINTS)
     client = [arguments.client, "bench", "serve", "--disable-tqdm"] if arguments.client else HEADWAY
-    ours = ours_of(arguments)
+    ours, losses = ours_of(arguments), Losses()
     rounds, done = earlier(arguments)
     with ExitStack() as stack:
         engines = [*((name, sys.executable) for name in ours), *arguments.peers]
-        servers = [stack.enter_context(running(name, binary, settings)) for name, binary in engines]
+        started = [losses.attempt(name, partial(start, stack, name, binary, settings)) for name, binary in engines]
+        servers = [server for server in started if server is not None]
         offlines = {
             name: stack.enter_context(running_child(offline(name), offline_engine(name, settings, checkpoint)))
             for name in ours
         }
-        order = list(servers)
         opening = Load("opening", 32, 8, prompts=2 * most, streams=most)
         for server in servers:  # nothing is at its speed from the start
-            check_length(server, arguments.output_len)
-            put_load(client, server, opening, checkpoint, seed=0)
+            losses.attempt(server.name, partial(opened, client, server, opening, checkpoint, arguments.output_len))
         for engine in offlines.values():
             offline_rate(engine, opening, seed=0)
+        order = list(servers)
         for number_of_round in range(done + 1, done + arguments.rounds + 1):
-            for load in rows:
+            for load in loads(arguments):
                 for server in order:
-                    measured = {server.name: put_load(client, server, load, checkpoint, seed=number_of_round)}
-                    if server.name in offlines and load.streams:
-                        engine = offlines[server.name]
-                        measured[offline(server.name)] = offline_rate(engine, load, seed=number_of_round)
-                    for name, values in measured.items():
+                    ask = partial(put_and_compare, client, server, offlines, load, checkpoint, number_of_round)
+                    for name, values in (losses.attempt(server.name, ask) or {}).items():
                         rounds.add(load.label, name, values)
                         rate = number(values[RATE])
                         print(f"round {number_of_round}: {load.label}: {name} {rate} tokens/s", file=sys.stderr)
-                order.append(order.pop(0))  # nobody always comes first
+                order = [*order[1:], *order[:1]]  # nobody always comes first
             # A sitting that is cut short leaves its whole rounds.
-            save(report(arguments, servers, rounds, number_of_round), arguments.output)
+            save(report(arguments, servers, rounds, number_of_round, losses), arguments.output)
         peers = [name for name, _ in arguments.peers]
         print("\n\n".join(tables(rounds, name, peers) for name in ours))
+    if losses.died:
+        ends = [str(end) for end in losses.died.values()]
+        sys.exit("\n\n".join(["These died; what was measured before is kept.", *ends]))
+
+
+def put_and_compare(
+    client: list[str], server: Server, offlines: dict[str, Child], load: Load, checkpoint: Path, seed: int
+) -> dict[str, dict[str, float]]:
+    """What one load gives, by the name of the server; of ours, the engine alone does a closed loop's work beside it."""
+    measured = {server.name: put_load(client, server, load, checkpoint, seed)}
+    if server.name in offlines and load.streams:
+        measured[offline(server.name)] = offline_rate(offlines[server.name], load, seed)
+    return measured
 
 
 def peer(text: str) -> tuple[str, str]:
@@ -276,6 +324,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
+    arguments.output = own_file(arguments.output)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are ended too
     run(arguments)
 

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.gguf_checkpoint import write_gguf
+from benchmarks.processes import Died, tail
 from benchmarks.weights import write_weights
 
 MODEL = "model"  # the name under which every server serves it
@@ -143,14 +144,15 @@ class Server:
     def _until_ready(self) -> None:
         deadline = time.monotonic() + self._seconds
         while not self._healthy():
-            if self._process.poll() is not None:
-                tail = "\n".join(Path(self.log.name).read_text(errors="replace").splitlines()[-15:])
-                raise SystemExit(
-                    f"{self.name} ended with exit code {self._process.returncode}; its log ({self.log.name}):\n{tail}"
-                )
+            self._check_alive()
             if time.monotonic() > deadline:
-                raise SystemExit(f"{self.name} was not ready after {self._seconds:.0f} s; its log is {self.log.name}")
+                raise Died(f"{self.name} was not ready after {self._seconds:.0f} s; its log is {self.log.name}")
             time.sleep(0.1)
+
+    def _check_alive(self) -> None:
+        code, log = self._process.poll(), Path(self.log.name)
+        if code is not None:
+            raise Died(f"{self.name} ended with exit code {code}; its log ({log}):\n{tail(log)}")
 
     def _signal(self, which: signal.Signals) -> None:
         os.killpg(self._process.pid, which)
@@ -160,16 +162,26 @@ class Server:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Let it run, from its first answer on, until the end of the block."""
-        self._signal(signal.SIGCONT)
+        """Let it run, from its first answer on, until the end of the block.
+
+        Raises:
+            Died: it ended meanwhile, whatever else went wrong for that.
+        """
         try:
+            self._check_alive()
+            self._signal(signal.SIGCONT)
             self._until_ready()
             yield
+        except Exception:
+            with suppress(subprocess.TimeoutExpired):  # its sockets close a moment before it is gone
+                self._process.wait(timeout=1)
+            raise
         finally:
-            if self._process.poll() is None:
-                self.pause()
+            self._check_alive()
+            self.pause()
 
     def close(self, keep_log: bool = False) -> None:
+        keep_log = keep_log or self._process.poll() is not None
         if self._process.poll() is None:
             self._signal(signal.SIGCONT)
             self._process.terminate()

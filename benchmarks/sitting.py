@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -14,7 +15,7 @@ from benchmarks.checkpoint import SHAPES
 from benchmarks.engines.interface import Settings
 from benchmarks.exports import model_for
 from benchmarks.points import Point
-from benchmarks.processes import Child, running
+from benchmarks.processes import Child, Died, running
 from benchmarks.steal import MOST, undisturbed
 from benchmarks.work import kv_bytes, shape_of, weight_bytes
 
@@ -72,6 +73,7 @@ class Sitting:
         peaks: of the machine, by point label; see benchmarks.engines.peaks.
         about: what each entry says of itself.
         left_out: labels of points that could not be measured, and why.
+        died: labels of entries that ended by themselves; the sitting goes on without them.
     """
 
     shape: str
@@ -82,6 +84,15 @@ class Sitting:
     peaks: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     about: dict[str, dict[str, Any]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    died: dict[str, Died] = field(default_factory=dict)
+
+    @property
+    def alive(self) -> list[Entry]:
+        return [entry for entry in self.entries if entry.label not in self.died]
+
+    def lose(self, label: str, end: Died) -> None:
+        self.died[label] = end
+        print(f"{end}\n{self.shape}, {self.precision}: going on without {label}", file=sys.stderr)
 
     def add(self, point: Point, label: str, rate: float) -> None:
         rates = self.rates.setdefault(point.label, {entry.label: [] for entry in self.entries})
@@ -112,10 +123,11 @@ def worker_command(
     return [entry.python, "-m", "benchmarks.engines.worker", entry.engine, json.dumps(content)]
 
 
-def sit(sitting: Sitting, rounds: int, threads: int, folder: Path) -> None:
+def sit(sitting: Sitting, rounds: int, threads: int, folder: Path, keep: Callable[[], None]) -> None:
     """Measure every point that is not held on every entry, `rounds` times after one round that does not count.
 
-    A measurement during which the machine's host took processors away is repeated, see undisturbed().
+    An entry that dies is measured no more. `keep` is called after each round that counts. A measurement during which
+    the machine's host took processors away is repeated, see undisturbed().
     """
     points = [point for point in sitting.points if not point.held]
     with ExitStack() as stack:
@@ -123,17 +135,20 @@ def sit(sitting: Sitting, rounds: int, threads: int, folder: Path) -> None:
         for number in range(rounds + 1):
             _measure_peaks(sitting, points, peaks, number)
             for point in points:
-                for child in children:
-                    ask = {"do": "run", "batch": point.batch, "prompt": point.prompt, "new": point.new, "seed": number}
-                    reply, stolen = undisturbed(partial(child.ask, ask))
-                    if stolen > MOST:
-                        print(f"{stolen:.0%} of the processors' time was stolen from what follows", file=sys.stderr)
-                    _take(sitting, point, child.name, float(reply[point.rate]), number)
-                children.append(children.pop(0))  # nobody always comes first
+                asked = {"batch": point.batch, "prompt": point.prompt, "new": point.new, "seed": number}
+                for child in list(children):
+                    if reply := _ask(sitting, children, child, {"do": "run", **asked}):
+                        _take(sitting, point, child.name, float(reply[point.rate]), number)
+                _rotate(children)
+            if number:
+                keep()
 
 
-def sit_held(sitting: Sitting, rounds: int, threads: int, folder: Path) -> None:
-    """Measure the held points, one after the other, each with processes of its own that have room for it alone."""
+def sit_held(sitting: Sitting, rounds: int, threads: int, folder: Path, keep: Callable[[], None]) -> None:
+    """Measure the held points, one after the other, each with processes of its own that have room for it alone.
+
+    See sit().
+    """
     for point in sitting.points:
         if not point.held:
             continue
@@ -143,16 +158,40 @@ def sit_held(sitting: Sitting, rounds: int, threads: int, folder: Path) -> None:
             continue
         with ExitStack() as stack:
             children, peaks = _start(stack, sitting, [point], rounds, threads, folder)
-            for child in children:
-                new = point.total_new(rounds)
-                held = child.ask({"do": "hold", "batch": point.batch, "prompt": point.prompt, "new": new, "seed": 0})
-                print(f"{point.label}: {child.name} took its prompts in {held['seconds']:.1f} s", file=sys.stderr)
+            asked = {"batch": point.batch, "prompt": point.prompt, "new": point.total_new(rounds), "seed": 0}
+            for child in list(children):
+                if held := _ask(sitting, children, child, {"do": "hold", **asked}, again=False):
+                    print(f"{point.label}: {child.name} took its prompts in {held['seconds']:.1f} s", file=sys.stderr)
             for number in range(rounds + 1):
                 _measure_peaks(sitting, [point], peaks, number)
-                for child in children:
-                    rate = child.ask({"do": "advance", "new": point.new})["decode"]
-                    _take(sitting, point, child.name, float(rate), number)
-                children.append(children.pop(0))
+                for child in list(children):
+                    if reply := _ask(sitting, children, child, {"do": "advance", "new": point.new}, again=False):
+                        _take(sitting, point, child.name, float(reply["decode"]), number)
+                _rotate(children)
+                if number:
+                    keep()
+
+
+def _ask(
+    sitting: Sitting, children: list[Child], child: Child, request: dict[str, Any], again: bool = True
+) -> dict[str, Any] | None:
+    """Its reply, asked again where it was disturbed; None where it died, and then it is one of the children no more."""
+    try:
+        if not again:
+            return child.ask(request)
+        reply, stolen = undisturbed(partial(child.ask, request))
+    except Died as end:
+        sitting.lose(child.name, end)
+        children.remove(child)
+        return None
+    if stolen > MOST:
+        print(f"{stolen:.0%} of the processors' time was stolen from what follows", file=sys.stderr)
+    return reply
+
+
+def _rotate(children: list[Child]) -> None:
+    """So that nobody always comes first."""
+    children[:] = [*children[1:], *children[:1]]
 
 
 def _start(
@@ -160,9 +199,12 @@ def _start(
 ) -> tuple[list[Child], Child]:
     """The entries' processes, and the one that measures the machine."""
     children = []
-    for entry in sitting.entries:
-        command = worker_command(entry, sitting.shape, sitting.precision, points, rounds, threads, folder)
-        children.append(stack.enter_context(running(entry.label, command)))
+    for entry in sitting.alive:
+        try:
+            command = worker_command(entry, sitting.shape, sitting.precision, points, rounds, threads, folder)
+            children.append(stack.enter_context(running(entry.label, command)))
+        except Died as end:
+            sitting.lose(entry.label, end)
     sitting.about |= {child.name: child.about for child in children}
     command = [sys.executable, "-m", "benchmarks.engines.peaks", str(threads)]
     return children, stack.enter_context(running("the machine", command))
@@ -186,11 +228,11 @@ def _take(sitting: Sitting, point: Point, label: str, rate: float, number: int) 
 def _too_large(sitting: Sitting, point: Point, rounds: int) -> str | None:
     """Why not all engines can hold the point at the same time; None where they can."""
     weights = weight_bytes(shape_of(SHAPES[sitting.shape]), sitting.precision) * _COPIES
-    needed = len(sitting.entries) * (weights + cache_bytes(sitting.shape, [point], rounds))
+    needed = len(sitting.alive) * (weights + cache_bytes(sitting.shape, [point], rounds))
     free = _available_bytes()
     if needed <= free:
         return None
-    return f"as {len(sitting.entries)} engines need {needed / 1e9:.0f} GB at once and {free / 1e9:.0f} GB are free"
+    return f"as {len(sitting.alive)} engines need {needed / 1e9:.0f} GB at once and {free / 1e9:.0f} GB are free"
 
 
 def _available_bytes() -> int:

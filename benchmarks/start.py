@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.points import Point
-from benchmarks.processes import Child, environment
-from benchmarks.sitting import Entry, worker_command
+from benchmarks.processes import Child, Died, environment
+from benchmarks.sitting import Sitting, worker_command
 from benchmarks.steal import undisturbed
 
 PROMPT = Point("start to first token", "prefill", 1, 16, 1)
@@ -23,27 +23,25 @@ _TEXT = "sixteen letters!"  # a token a byte
 _TOKENS = len(_TEXT)
 
 
-def start_times(
-    engines: list[Entry], shape: str, rounds: int, threads: int, folder: Path, llama_simple: str | None
-) -> dict[str, list[float]]:
-    """Seconds by entry label and round, in bf16, after a round that does not count."""
-    found: dict[str, list[float]] = {entry.label: [] for entry in engines}
-    commands = {
-        entry.label: worker_command(entry, shape, "bf16", [PROMPT], rounds, threads, folder) for entry in engines
-    }
-    order = list(engines)
+def start_times(sitting: Sitting, rounds: int, threads: int, folder: Path, llama_simple: str | None) -> None:
+    """Seconds as the rates of PROMPT, after a round that does not count. An entry that dies is measured no more."""
     for number in range(rounds + 1):
-        for entry in order:
-            if entry.engine == "llama.cpp" and llama_simple is not None:
-                measure = partial(_program, llama_simple, folder / shape / "bf16.gguf", threads)
-            else:
-                measure = partial(_worker, entry.label, commands[entry.label], number)
-            seconds, _ = undisturbed(measure)
+        order = sitting.alive
+        for place in range(len(order)):
+            entry = order[(place + number) % len(order)]  # nobody always comes first
+            try:
+                command = worker_command(entry, sitting.shape, "bf16", [PROMPT], rounds, threads, folder)
+                if entry.engine == "llama.cpp" and llama_simple is not None:
+                    measure = partial(_program, llama_simple, folder / sitting.shape / "bf16.gguf", threads)
+                else:
+                    measure = partial(_worker, entry.label, command, number)
+                seconds, _ = undisturbed(measure)
+            except Died as end:
+                sitting.lose(entry.label, end)
+                continue
             print(f"round {number}: {PROMPT.label}: {entry.label} {seconds:.2f} s", file=sys.stderr)
             if number:
-                found[entry.label].append(seconds)
-        order.append(order.pop(0))
-    return found
+                sitting.add(PROMPT, entry.label, seconds)
 
 
 def _worker(label: str, command: list[str], seed: int) -> float:
@@ -60,7 +58,7 @@ def _program(llama_simple: str, model: Path, threads: int) -> float:
     """Until it has written more than the prompt. It has no flag for threads and would take four.
 
     Raises:
-        SystemExit: it wrote no token.
+        Died: it wrote no token.
     """
     command = [llama_simple, "-m", str(model), "-n", "1", _TEXT]
     began = time.perf_counter()
@@ -76,7 +74,7 @@ def _program(llama_simple: str, model: Path, threads: int) -> float:
         while len(written) <= _TOKENS:
             piece = os.read(process.stdout.fileno(), 4096)
             if not piece:
-                raise SystemExit(f"{' '.join(command)} ended with exit code {process.wait()} before its first token")
+                raise Died(f"{' '.join(command)} ended with exit code {process.wait()} before its first token")
             written += piece
         return time.perf_counter() - began
     finally:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from benchmarks.checkpoint import SHAPES
+from benchmarks.processes import Died
 from benchmarks.rounds import compare, spread
 from benchmarks.sitting import Sitting
 from benchmarks.work import shape_of, share
@@ -38,7 +39,8 @@ class Row:
 
 
 def compared(point: str, measured: dict[str, list[float]], variants: set[str], best: Best) -> list[Row]:
-    """A row for each engine, in their order. Those in `variants` are nobody's best peer."""
+    """A row for each engine that has values, in their order. Those in `variants` are nobody's best peer."""
+    measured = {engine: values for engine, values in measured.items() if values}
     peers = {
         engine: statistics.median(values)
         for engine, values in measured.items()
@@ -62,14 +64,14 @@ def rows(sitting: Sitting) -> list[Row]:
     found = []
     for label, measured in sitting.rates.items():
         for row in compared(label, measured, variants, max):
-            pairs = zip(measured[row.engine], sitting.peaks[label], strict=True)
+            pairs = zip(measured[row.engine], sitting.peaks[label], strict=False)  # fewer rates where it died
             shares = [share(shape, sitting.precision, points[label], rate, peaks) for rate, peaks in pairs]
             known = [each for each in shares if each is not None]
             found.append(replace(row, share=statistics.median(known) if known else None))
     return found
 
 
-def table(title: str, found: list[Row], left_out: dict[str, str]) -> str:
+def table(title: str, found: list[Row], left_out: dict[str, str], died: Iterable[Died] = ()) -> str:
     """Markdown: the best peer's ratio in Headway's rows, and what share of the peak each engine reached."""
     lines = [f"**{title}**", "", "| | engine | median (range) | of the peak | Headway / best peer |"]
     lines.append("|---|---|---:|---:|---|")
@@ -79,4 +81,5 @@ def table(title: str, found: list[Row], left_out: dict[str, str]) -> str:
         ratio = f"{spread(row.ratio, row.ratio_low, row.ratio_high)} {row.best}" if row.best else ""
         lines.append(f"| {' | '.join([*cells, ratio])} |")
     lines += [f"\n{point}: left out, {reason}." for point, reason in left_out.items()]
+    lines += [f"\nWithout all rounds: {end.line}." for end in died]
     return "\n".join(lines) + "\n"

@@ -10,10 +10,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import exports, offline, sitting
+from benchmarks import exports, machine, offline, sitting, start
 from benchmarks.checkpoint import SHAPES, write_checkpoint
 from benchmarks.engines import worker
 from benchmarks.points import Point, decode, held, prefill
@@ -163,7 +164,7 @@ def test_a_point_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch, 
     entry = sitting.entries("bf16", [], headway=True, variants=False)
     point = held(8, 16384, 16)
     found = sitting.Sitting("qwen2.5-0.5b", "bf16", [point], entry)
-    sitting.sit_held(found, 3, 1, tmp_path)
+    sitting.sit_held(found, 3, 1, tmp_path, lambda: None)
     assert found.left_out[point.label] == "as 1 engines need 3 GB at once and 1 GB are free"
     assert not found.rates
 
@@ -187,6 +188,95 @@ def test_a_whole_sitting(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     said = capsys.readouterr().out
     assert said.count("| headway |") == 4 + 1 and "tiny, bf16, 8-bit KV cache" in said
     assert not list(tmp_path.rglob("*.partial"))
+
+
+_SCRIPTED = """
+import json, sys
+if sys.argv[1] == "0": sys.exit("no such instruction")
+print(json.dumps({"version": "1", "start_seconds": 0}), flush=True)
+for count, line in enumerate(sys.stdin, 1):
+    if count > int(sys.argv[1]): sys.exit("the tiles are not configured")
+    print(json.dumps({"decode": 10.0 * count, "prefill": 5.0, "seconds": 1.0}), flush=True)
+"""
+
+
+@pytest.fixture
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many requests each engine answers before it dies; 99 where nothing is said."""
+    lives: dict[str, int] = {}
+
+    def command(entry: sitting.Entry, *_: object) -> list[str]:
+        return [sys.executable, "-c", _SCRIPTED, str(lives.get(entry.label, 99))]
+
+    def peaks(sat: sitting.Sitting, points: list[Point], peaks: Child, number: int) -> None:
+        for point in points if number else []:
+            sat.peaks.setdefault(point.label, []).append({"read": 1e9, "bf16": 1e9, "int8": 1e9})
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sitting, "worker_command", command)
+    monkeypatch.setattr(start, "worker_command", command)
+    monkeypatch.setattr(sitting, "_measure_peaks", peaks)
+    monkeypatch.setattr(sitting, "undisturbed", lambda measure: (measure(), 0.0))
+    return lives
+
+
+def _scripted_sitting(output: Path, *more: str) -> str:
+    """What it says when it ends."""
+    peers = [flag for name in ("openvino", "llama.cpp") for flag in ("--peer", f"{name}={sys.executable}")]
+    sizes = "--shapes tiny --precisions bf16 --rounds 3 --threads 1 --prompt-len 8 --new-tokens 4"
+    with pytest.raises(SystemExit) as ended:
+        offline.main([*peers, *sizes.split(), *more, "--output", str(output)])
+    return str(ended.value)
+
+
+def test_a_peer_that_dies_takes_nothing_of_the_others_along(
+    tmp_path: Path, scripted: dict[str, int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[list[int]] = []
+
+    def noted(report: dict[str, Any], output: Path) -> None:
+        machine.save(report, output)
+        (sat,) = report["sittings"]
+        saved.append([len(values) for values in sat["rates"]["decode, batch 1"].values()])
+
+    monkeypatch.setattr(offline, "save", noted)
+    scripted["llama.cpp"] = 5  # the warm-up, round 1, and half of round 2
+    output = tmp_path / "result.json"
+    said = _scripted_sitting(output, "--points", "decode:1", "prefill:1x8")
+    assert saved == [[1, 1, 1], [2, 2, 2], [3, 3, 2], [3, 3, 2]], "after each round, and at the end"
+    (sat,) = json.loads(output.read_text())["sittings"]
+    assert [len(values) for values in sat["rates"]["prefill, 1 x 8"].values()] == [3, 3, 1]
+    assert sat["died"]["llama.cpp"].startswith("llama.cpp ended with exit code 1; its log (")
+    assert "tiny, bf16: llama.cpp ended with exit code 1" in said and "the tiles are not configured" in said
+    shown = capsys.readouterr().out
+    assert "Without all rounds: llama.cpp ended with exit code 1" in shown
+    assert shown.count("| llama.cpp |") == 2 and shown.count("| openvino |") == 2
+    assert len(list(tmp_path.glob("llama.cpp-*.log"))) == 1 and not list(tmp_path.glob("openvino-*.log"))
+
+
+def test_a_peer_that_cannot_start_is_left_out(
+    tmp_path: Path, scripted: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted["openvino"] = 0
+    output = tmp_path / "result.json"
+    said = _scripted_sitting(output, "--points", "decode:1", "--contexts", "1x16", "--start")
+    assert said.count("openvino ended with exit code 1") == 2 and "no such instruction" in said
+    report = json.loads(output.read_text())
+    counts = [{name: len(each) for name, each in rates.items()} for rates in report["sittings"][0]["rates"].values()]
+    assert counts == [{"headway": 3, "openvino": 0, "llama.cpp": 3}] * 2
+    assert {name: len(each) for name, each in report["starts"]["tiny"]["seconds"].items()} == counts[0]
+    assert list(report["starts"]["tiny"]["died"]) == ["openvino"]
+    assert "| openvino |" not in capsys.readouterr().out
+
+
+def test_headway_may_die_too(tmp_path: Path, scripted: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
+    scripted.update({"headway": 2, "openvino": 0, "llama.cpp": 3})
+    output = tmp_path / "result.json"
+    said = _scripted_sitting(output, "--points", "decode:1")
+    assert all(f"{name} ended with exit code 1" in said for name in ("headway", "openvino", "llama.cpp"))
+    (sat,) = json.loads(output.read_text())["sittings"]
+    assert sat["rates"] == {"decode, batch 1": {"headway": [20.0], "openvino": [], "llama.cpp": [20.0, 30.0]}}
+    assert "| 1.00 llama.cpp |" in capsys.readouterr().out, "the round that both have"
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,6 +252,45 @@ def test_a_sitting_measures_every_server_on_every_load(
         served.main([*sizes.split(), "--output", str(output), "--append"])
 
 
+def test_a_server_that_dies_takes_nothing_of_the_others_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    binary, mute = program(tmp_path, "fake"), program(tmp_path, "mute", answered="sys.exit(5)")
+    engine = 'import sys; print(\'{"version": "1", "start_seconds": 0}\', flush=True)\n'
+    engine += "for _ in sys.stdin: print('{\"rate\": 50}', flush=True)"
+    monkeypatch.setattr(served, "HEADWAY", [str(binary)])
+    monkeypatch.setattr(served, "offline_engine", lambda *_: [sys.executable, "-c", engine])
+    monkeypatch.setitem(
+        servers.ENGINES, "headway", lambda _, port, settings: servers.Launch([str(binary), "--port", str(port)], {})
+    )
+    monkeypatch.setitem(
+        servers.ENGINES, "llama.cpp", lambda _, port, settings: servers.Launch([str(mute), "--port", str(port)], {})
+    )
+    put_load = served.put_load
+
+    def killing(client: list[str], server: servers.Server, load: Load, tokenizer: Path, seed: int) -> dict[str, float]:
+        if (server.name, seed) == ("vllm", 2):
+            server._process.kill()
+            server._process.wait()
+        return put_load(client, server, load, tokenizer, seed)
+
+    monkeypatch.setattr(served, "put_load", killing)
+    output = tmp_path / "served.json"
+    chosen = "--shape tiny --streams 1 2 --rate 0 --rounds 3 --threads 1"
+    chosen += f" --peer vllm={binary} --peer llama.cpp={mute} --output {output}"
+    with pytest.raises(SystemExit) as ended:
+        served.main(chosen.split())
+    assert "vllm ended with exit code -9" in str(ended.value) and "llama.cpp" in str(ended.value)
+    report = json.loads(output.read_text())
+    assert report["rounds_finished"] == 3 and list(report["died"]) == ["llama.cpp", "vllm"]
+    counts = {name: len(each["output_throughput"]) for name, each in report["values"]["1 stream"].items()}
+    assert counts == {"headway": 3, "headway, offline": 3, "vllm": 1}
+    assert {row["server"] for row in report["summary"]} == set(counts)
+    assert "| output tokens/s | 102 (101 .. 103) | 101 | 1.00 | - | - |" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"has fewer rounds of llama\.cpp, vllm, which died"):
+        served.main([*chosen.split(), "--append"])
+
+
 def test_a_sitting_with_the_real_server_and_client(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "served.json"
     sizes = "--shape tiny --streams 2 --input-len 16 --output-len 4 --rate 0 --rounds 1 --threads 1"
