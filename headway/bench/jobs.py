@@ -274,7 +274,8 @@ async def _single(bench: Bench) -> int:
 
 
 async def _sweep(bench: Bench) -> int:
-    """One run after the other, each with new prompts, so that none finds its own in the server's prefix cache.
+    """One run after the other: the same arrivals and lengths, so that points compare, and new prompts in each, so that
+    none finds its own in the server's prefix cache.
 
     A server that is lost on the way ends the sweep; what was measured before is kept.
     """
@@ -314,21 +315,26 @@ def sweep_loads(options: BenchOptions) -> list[Load]:
                 "--sweep concurrency is a closed loop at each value; leave out --max-concurrency and rates"
             )
         return [
-            Load(dataclasses.replace(base, seed=base.seed + number, closed_loop=True), LoadMode.CLOSED, int(value))
-            for number, value in enumerate(options.sweep.values)
+            Load(dataclasses.replace(spec, closed_loop=True), LoadMode.CLOSED, int(value))
+            for spec, value in zip(_with_new_prompts(options), options.sweep.values, strict=True)
         ]
     if base.arrival is not None and not isinstance(base.arrival, RATED):
         raise BenchError("--sweep rate needs arrivals that have one rate: poisson, gamma or constant")
-    return [at_rate(options, value, number) for number, value in enumerate(options.sweep.values)]
+    specs = _with_new_prompts(options)
+    return [at_rate(options, spec, value) for spec, value in zip(specs, options.sweep.values, strict=True)]
 
 
-def at_rate(options: BenchOptions, rate: float, number: int) -> Load:
-    """The workload at another rate and with new prompts."""
+def _with_new_prompts(options: BenchOptions) -> list[WorkloadSpec]:
+    """For each value of a sweep the same workload in other words."""
+    assert options.sweep is not None
     base = options.workload
-    arrival = dataclasses.replace(base.arrival, rate=rate) if isinstance(base.arrival, RATED) else Poisson(rate)
-    return Load(
-        dataclasses.replace(base, arrival=arrival, seed=base.seed + number), LoadMode.OPEN, options.max_concurrency
-    )
+    return [dataclasses.replace(base, prompt_seed=base.seed + number) for number in range(len(options.sweep.values))]
+
+
+def at_rate(options: BenchOptions, spec: WorkloadSpec, rate: float) -> Load:
+    """The workload at another rate: with the same seed the same arrivals, closer together or farther apart."""
+    arrival = dataclasses.replace(spec.arrival, rate=rate) if isinstance(spec.arrival, RATED) else Poisson(rate)
+    return Load(dataclasses.replace(spec, arrival=arrival), LoadMode.OPEN, options.max_concurrency)
 
 
 def load_name(load: Load) -> str:

@@ -11,17 +11,17 @@ from headway.bench.client.load import LoadMode
 from headway.bench.errors import BenchError
 from headway.bench.interrupts import Interrupted
 from headway.bench.jobs import NOT_VALID, RATED, Bench, Load, Run, at_rate
-from headway.bench.measures.dependence import effective_count
 from headway.bench.measures.search import ProbeOutcome, SearchOptions, Stop, Trial, find_max_rate
-from headway.bench.measures.slo import missed_objectives
+from headway.bench.measures.slo import slowness
 from headway.bench.measures.steady import falls_behind
 from headway.bench.report import verdict
 from headway.bench.report.console import print_runs, print_search
 from headway.bench.report.search import search_section
 from headway.bench.workload.mix import load_mix
 
-PROBE_REQUESTS = 400
+PROBE_REQUESTS, PROBE_S = 400, 60.0  # the fewest requests of a probe, and how long one may last for more of them
 FIRST_LOOK_USERS, FIRST_LOOK_REQUESTS = 16, 48
+NOTHING = np.empty(0)
 
 
 async def search(bench: Bench) -> int:
@@ -38,7 +38,11 @@ async def search(bench: Bench) -> int:
     found = await find_max_rate(
         prober.probe,
         start,
-        SearchOptions(target=claims.attainment, max_seconds=bench.options.max_search_seconds),
+        SearchOptions(
+            target=claims.attainment,
+            max_seconds=bench.options.max_search_seconds,
+            stall_s=bench.options.stall_s,
+        ),
         on_trial=prober.say,
     )
     if prober.runs:
@@ -69,7 +73,10 @@ def _check(bench: Bench) -> None:
 
 
 class _Prober:
-    """Measures at a rate, each time with new prompts, and keeps the runs."""
+    """Measures at a rate, each time with new arrivals, lengths and prompts, and keeps the runs.
+
+    Probes at one rate are pooled: with the same arrivals they would be the same sample again.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -90,36 +97,32 @@ class _Prober:
             raise BenchError(f"no request of a first look was answered ({kinds}); the search has nowhere to start")
         return float(f"{rate:.2g}")
 
-    async def probe(self, rate: float) -> ProbeOutcome:
+    async def probe(self, rate: float, wanted: int) -> ProbeOutcome:
         options = self.bench.options
-        load = at_rate(options, rate, self._made)
-        if load.spec.num_prompts is None and load.spec.duration_s is None:
-            load = dataclasses.replace(load, spec=dataclasses.replace(load.spec, num_prompts=PROBE_REQUESTS))
+        spec = dataclasses.replace(options.workload, seed=options.workload.seed + self._made)
+        if spec.num_prompts is None and spec.duration_s is None:
+            most = max(PROBE_REQUESTS, round(rate * PROBE_S))
+            spec = dataclasses.replace(spec, num_prompts=min(max(wanted, PROBE_REQUESTS), most))
+        load = at_rate(options, spec, rate)
         try:
             run = await self.bench.run(load, f"{rate:.4g} requests/s")
         except Interrupted:
-            return ProbeOutcome(rate, met=0, total=0, valid=False, reason="it was interrupted")
+            return ProbeOutcome(rate, NOTHING, valid=False, reason="it was interrupted")
         except BenchError as error:
             if not self.runs:
                 raise
-            return ProbeOutcome(rate, met=0, total=0, valid=False, reason=str(error))
+            return ProbeOutcome(rate, NOTHING, valid=False, reason=str(error))
         self._made += 1
         self.runs.append(run)
         self.bench.save(*run, number=len(self.runs))
         result = run[0]
-        missed = missed_objectives(
-            result.records, options.claims.objectives, result.settings["goodput_by_class"] or None
-        )
-        met = [not missed[record.index] for record in result.records if record.index in missed]
         behind = falls_behind(result.records)
         doubts = [*result.client.reasons, *(["it was interrupted"] if result.interrupted else [])]
         return ProbeOutcome(
             rate=rate,
-            met=sum(met),
-            total=len(met),
+            slowness=slowness(result.records, options.claims.objectives, result.settings["goodput_by_class"] or None),
             steady=not behind,
             valid=not doubts,
-            effective_total=effective_count(np.array(met, dtype=float)),
             reason="; ".join([*doubts, *([behind] if behind else [])]),
         )
 

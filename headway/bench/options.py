@@ -119,6 +119,7 @@ class BenchOptions:
         drain_timeout_s: a run ends when nothing is left to send and no request has ended for so long.
         find_max_rate: look for the highest rate at which the objectives hold.
         max_search_seconds: after which no probe of that search begins.
+        stall_s: misses within so many seconds may be one event, see `SearchOptions`.
         sweep: measure at several values.
     """
 
@@ -129,6 +130,7 @@ class BenchOptions:
     drain_timeout_s: float = 600.0
     find_max_rate: bool = False
     max_search_seconds: float = 3600.0
+    stall_s: float = 1.0
     sweep: Sweep | None = None
     claims: Claims = field(default_factory=Claims)
     output: Output = field(default_factory=Output)

@@ -39,6 +39,7 @@ def settings_of(
         "time_scale": spec.time_scale,
         "num_warmups": options.num_warmups,
         "seed": spec.seed,
+        "prompt_seed": spec.seed_of_prompts,
         "fingerprint": workload.fingerprint(),
         **_dataset(spec),
         "notes": workload.notes,

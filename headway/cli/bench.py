@@ -116,6 +116,10 @@ def bench(
     max_search_seconds: Annotated[
         float, _flag(LOAD, "No probe of --find-max-rate begins later than this.", min=1)
     ] = 3600.0,
+    stall_seconds: Annotated[
+        float,
+        _flag(LOAD, "The claim of --find-max-rate must survive stalls of this length; longer takes longer.", min=0),
+    ] = 1.0,
     dataset_name: Annotated[
         str,
         _flag(
@@ -231,6 +235,7 @@ def _needs(given: list[str], flags: dict[str, Any]) -> None:
     """Refuse flags that say something about another one that was not given."""
     for name, other, there in (
         ("max_search_seconds", "--find-max-rate", flags["find_max_rate"]),
+        ("stall_seconds", "--find-max-rate", flags["find_max_rate"]),
         ("slo_attainment", "--goodput or --mix", flags["goodput"] or flags["mix"]),
         ("save_detailed", "--save-result", flags["save_result"]),
         ("csv", "--save-result", flags["save_result"]),
@@ -265,6 +270,7 @@ def _measure(flags: dict[str, Any]) -> int:
         drain_timeout_s=flags["drain_timeout"],
         find_max_rate=flags["find_max_rate"],
         max_search_seconds=flags["max_search_seconds"],
+        stall_s=flags["stall_seconds"],
         sweep=sweep,
         claims=Claims(
             percentiles=as_percentiles(flags["metric_percentiles"]),

@@ -2,44 +2,71 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
-from headway.bench.measures.probability import beta_cdf, log_beta
+import numpy as np
+
+# Bets, as parts of the largest one that a loss cannot make negative, and how the stake is spread over them. The largest
+# grows quickest while nothing is missed, and is lost with the first block that is missed as a whole.
+_BETS = np.array([1.0, 0.75, 0.5, 0.3, 0.15, 0.08, 0.04, 0.02, 0.01])
+_LOG_STAKES = np.log(np.array([0.4, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05, 0.05]))
 
 
-def anytime_interval(met: float, total: float, confidence: float = 0.95) -> tuple[float, float]:
-    """An interval of a share that holds at every look at once, so that one may look after each batch of samples.
+def anytime_interval(missed: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
+    """An interval of the share that is met. It holds at every look at once: one may look after each batch of samples.
 
-    The bound of the ones who look only once would be crossed by chance when they look again and again. A share p is
-    ruled out when the average likelihood of the shares beyond it is 2 / (1 - confidence) times its own, which by
-    Ville's inequality happens at any time with probability (1 - confidence) / 2 at most, on either side (Robbins 1970).
+    A bet on each block that less is missed than a share m multiplies the stake by 1 + bet * (m - missed). Where m or
+    more is missed on average, the stake is not expected to grow, whatever the values' distribution, so by Ville's
+    inequality it reaches 2 / (1 - confidence) times its first value, ever, with probability (1 - confidence) / 2 at
+    most. A share is ruled out when it does; likewise from the other side (Waudby-Smith & Ramdas, Estimating means of
+    bounded random variables by betting, 2024). Nothing is assumed of what happens inside of a block.
+
+    Args:
+        missed: share of each block that is missed, each from 0 to 1, of blocks that do not depend on each other.
+
+    Returns:
+        (low, high) of the share that is met.
     """
-    if total <= 0:
+    if not len(missed):
         return 0.0, 1.0
     limit = math.log(2.0 / (1.0 - confidence))
-    hit, miss = max(0.0, met), max(0.0, total - met)
-    share = hit / total
-    low = 0.0 if hit == 0 else _ruled_out_up_to(hit, miss, share, limit)
-    high = 1.0 if miss == 0 else 1.0 - _ruled_out_up_to(miss, hit, 1.0 - share, limit)
-    return low, high
+    values, counts = np.unique(missed, return_counts=True)
+    share = float(np.average(values, weights=counts))
+    most = 1.0 if share >= 1.0 else _nearest(share, 1.0, lambda m: _log_stake(m - values, counts, 1.0 - m) > limit)
+    least = 0.0 if share <= 0.0 else _nearest(share, 0.0, lambda m: _log_stake(values - m, counts, m) > limit)
+    return 1.0 - most, 1.0 - least
 
 
-def _ruled_out_up_to(hit: float, miss: float, share: float, limit: float) -> float:
-    """The largest p below `share` that is ruled out from above, by bisection."""
-    low, high = 0.0, share
-    for _ in range(40):
-        p = 0.5 * (low + high)
-        if p <= 0.0 or p >= 1.0 or _log_evidence(hit, miss, p) > limit:
-            low = p
+@functools.cache
+def least_blocks(target: float, confidence: float = 0.95) -> int:
+    """How many blocks must be met, without a miss, before a share of more than `target` is certain."""
+    low, high = 0, 1
+    while anytime_interval(np.zeros(high), confidence)[0] <= target:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if anytime_interval(np.zeros(middle), confidence)[0] <= target:
+            low = middle
         else:
-            high = p
-    return low
+            high = middle
+    return high
 
 
-def _log_evidence(hit: float, miss: float, p: float) -> float:
-    """log of (likelihood averaged over the shares above p, over the likelihood of p)."""
-    above = 1.0 - beta_cdf(p, hit + 1.0, miss + 1.0)
-    if above <= 0.0:
-        return -math.inf
-    average = log_beta(hit + 1.0, miss + 1.0) + math.log(above) - math.log1p(-p)
-    return average - hit * math.log(p) - miss * math.log1p(-p)
+def _log_stake(gains: np.ndarray, counts: np.ndarray, largest_loss: float) -> float:
+    """log of what a stake of 1 has become after so many of each of these gains."""
+    with np.errstate(divide="ignore"):
+        factors = np.log(np.maximum(0.0, 1.0 + np.outer(_BETS, gains / largest_loss)))
+    return float(np.logaddexp.reduce(_LOG_STAKES + factors @ counts))
+
+
+def _nearest(inside: float, outside: float, ruled_out: Callable[[float], bool]) -> float:
+    """The share nearest to `inside` that is ruled out, towards `outside` (which is returned where none is)."""
+    for _ in range(40):
+        middle = 0.5 * (inside + outside)
+        if ruled_out(middle):
+            outside = middle
+        else:
+            inside = middle
+    return outside

@@ -1,6 +1,6 @@
 """Look for the highest request rate whose SLO attainment holds.
 
-No load is made here: a probe is whatever the caller measures at a rate.
+No load is made here: a probe is whatever the caller measures at a rate. docs/statistics.md says what is promised.
 """
 
 from __future__ import annotations
@@ -11,14 +11,25 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from headway.bench.errors import BenchError
-from headway.bench.measures.anytime import anytime_interval
+import numpy as np
 
-_MOST_UNDECIDED = 2  # rates left undecided, after which the noise is what is being measured
+from headway.bench.errors import BenchError
+from headway.bench.measures.anytime import anytime_interval, least_blocks
+from headway.bench.measures.dependence import autocorrelation_time
+
+_FEWEST_IN_BLOCK = 10  # requests that may miss together without anybody having seen it
+_TIMES_MEMORY = 2.0  # a block is so many times as long as the misses' memory that was seen: few misses are uncertain
+_SLOWEST = 50  # as few of the slowest requests still show how they cluster
+_LOOKS = (
+    3.0  # a first look takes the requests of which three would miss at the target; an unclear one, three times that
+)
+_LONGEST_STEP = 1.25  # down to a lower rate, where one could not be proven
+_LONGEST_PROOF = 4.0  # times the fewest requests that could show that a rate holds
 
 
 class Verdict(StrEnum):
-    HELD = "held"
+    HELD = "held"  # certain
+    LIKELY = "looks good"  # a first look; never claimed
     FAILED = "failed"
     UNDECIDED = "undecided"
 
@@ -27,7 +38,7 @@ class Stop(StrEnum):
     """Why a search ended."""
 
     PRECISE = "precise"  # the highest that held and the lowest that did not are close enough
-    NOISE = "noise"  # what is left between them cannot be told apart with the samples allowed
+    NOISE = "noise"  # the rates in between may hold, and it takes more samples than allowed to show it
     CEILING = "ceiling"  # the highest rate allowed still held
     FLOOR = "floor"  # the lowest rate allowed did not hold
     PROBES = "probes"  # the budget of probes is spent
@@ -41,20 +52,17 @@ class ProbeOutcome:
 
     Args:
         rate: requests/s.
-        met, total: requests that met their objectives, failed ones having missed.
+        slowness: of each judged request, in the order in which they were due: the largest of its measured values over
+            their limits. At most 1 has met its objectives; inf has failed. Shape (requests,).
         steady: False when the server is seen to fall behind (steady.falls_behind), not merely when the run was short.
         valid: False when the numbers are not the server's: the client was the limit, or the run was interrupted.
-        effective_total: how many independent requests the total is worth (dependence.effective_count of the met
-            ones); None takes them all.
         reason: for steady or valid being False.
     """
 
     rate: float
-    met: int
-    total: int
+    slowness: np.ndarray = field(repr=False)
     steady: bool = True
     valid: bool = True
-    effective_total: float | None = None
     reason: str = ""
 
 
@@ -64,6 +72,8 @@ class Trial:
 
     Args:
         low, high: interval of the attainment that holds at every look, see `anytime_interval`.
+        block: requests that are taken to miss together; they count as one sample.
+        reason: for being undecided, where there is more to say than that.
     """
 
     rate: float
@@ -71,14 +81,16 @@ class Trial:
     verdict: Verdict = Verdict.UNDECIDED
     low: float = 0.0
     high: float = 1.0
+    block: int = _FEWEST_IN_BLOCK
+    reason: str = ""
 
     @property
     def met(self) -> int:
-        return sum(probe.met for probe in self.probes)
+        return sum(int(np.sum(probe.slowness <= 1.0)) for probe in self.probes)
 
     @property
     def total(self) -> int:
-        return sum(probe.total for probe in self.probes)
+        return sum(len(probe.slowness) for probe in self.probes)
 
     @property
     def share(self) -> float:
@@ -92,13 +104,37 @@ class Trial:
     def valid(self) -> bool:
         return all(probe.valid for probe in self.probes)
 
-    def counted(self) -> tuple[float, float]:
-        """(met, total) in independent requests."""
-        pairs = [
-            (probe, probe.total if probe.effective_total is None else probe.effective_total) for probe in self.probes
-        ]
-        met = sum(probe.met / probe.total * size for probe, size in pairs if probe.total)
-        return met, sum(size for _, size in pairs)
+    def judge(self, stall_s: float, confidence: float) -> None:
+        """Bound the attainment by all that was seen at this rate, cut into blocks that do not depend on each other.
+
+        Misses come in clusters, and a block must be longer than one. How long they are is seen from all probes
+        together: one in which nothing was missed tells of the clusters as much as one that had them.
+        """
+        slowness = np.concatenate([probe.slowness for probe in self.probes] or [np.empty(0)])
+        self.block = max(_FEWEST_IN_BLOCK, math.ceil(self.rate * stall_s), math.ceil(memory(slowness)))
+        self.low, self.high = anytime_interval(blocks_of(slowness > 1.0, self.block), confidence)
+
+
+def memory(slowness: np.ndarray) -> float:
+    """How many requests may miss together, >= 1: by the autocorrelation time of the misses, or of the slowest requests.
+
+    Few misses say little of clusters. The slowest of those that did not miss say more, where what makes requests slow
+    is what makes them miss; and too much rather than too little, as what is slower comes in shorter clusters.
+    """
+    if not len(slowness):
+        return 1.0
+    slowest = float(np.sort(slowness)[-max(1, min(_SLOWEST, len(slowness) // 2))])
+    of_misses = autocorrelation_time((slowness > 1.0).astype(float))
+    of_slowest = autocorrelation_time((slowness >= min(1.0, slowest)).astype(float))
+    return max(_TIMES_MEMORY * of_misses if of_misses > 1.0 else 1.0, of_slowest)
+
+
+def blocks_of(missed: np.ndarray, length: int) -> np.ndarray:
+    """The share that is missed of each block of at least `length` requests, one after the other; (blocks,)."""
+    count = max(1, len(missed) // length)
+    edges = np.linspace(0, len(missed), count + 1).astype(int)
+    sums = np.concatenate(([0], np.cumsum(missed)))
+    return np.diff(sums[edges]) / np.maximum(1, np.diff(edges))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +142,29 @@ class SearchResult:
     """
     Args:
         rate: highest that held, in requests/s; None when none did.
-        above: lowest that did not hold (failed, or stayed undecided); None when all did. The limit is between them.
+        above: lowest that did not hold, or was not shown to; None when all did. The limit is between them.
+        likely: highest that looked good when the search ended before that was certain; None otherwise.
         trials: in the order in which the rates were tried.
         stop, reason: why the search ended, for programs and for people.
         warnings: probes that contradict each other.
         fitted: (rate, attainment) by rising rate, the nearest curve that never rises (isotonic regression).
+        confidence: that `rate` holds, where misses that come together are within one block of its trial.
     """
 
     rate: float | None
     above: float | None
+    likely: float | None
     trials: tuple[Trial, ...]
     stop: Stop
     reason: str
     warnings: tuple[str, ...]
     fitted: tuple[tuple[float, float], ...]
+    confidence: float
+
+    @property
+    def claim(self) -> Trial | None:
+        """The trial of `rate`."""
+        return next((trial for trial in self.trials if trial.rate == self.rate), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +174,9 @@ class SearchOptions:
         target: share of requests that must meet their objectives.
         confidence: of the interval that must lie on one side of the target before a rate is judged.
         tolerance: the search ends when the bounds are closer than this, as a share.
-        max_samples: requests at one rate, after which it is left undecided; None is eight times `least_samples`.
+        stall_s: misses within so many seconds may be one event: the claim must survive stalls of this length.
+        max_samples: requests at one rate, after which it is left undecided; None is four times the fewest that could
+            show that it holds.
         max_probes: in all.
         max_seconds: no probe begins later.
         min_rate, max_rate: limits of the rates tried; None is start / 64 and start * 1024.
@@ -138,8 +185,9 @@ class SearchOptions:
     target: float = 0.99
     confidence: float = 0.95
     tolerance: float = 0.05
+    stall_s: float = 1.0
     max_samples: int | None = None
-    max_probes: int = 100
+    max_probes: int = 200
     max_seconds: float = math.inf
     min_rate: float | None = None
     max_rate: float | None = None
@@ -153,8 +201,11 @@ class _Stopped(Exception):
         self.reason = reason
 
 
+Probe = Callable[[float, int], Awaitable[ProbeOutcome]]
+
+
 async def find_max_rate(
-    probe: Callable[[float], Awaitable[ProbeOutcome]],
+    probe: Probe,
     start_rate: float,
     options: SearchOptions | None = None,
     *,
@@ -163,13 +214,13 @@ async def find_max_rate(
 ) -> SearchResult:
     """The highest rate whose attainment is at least the target, as far as it can be told.
 
-    From `start_rate` the rate is doubled while it holds, or halved while it does not, and then bisected on a
-    logarithmic scale. A rate is probed until the interval of its attainment excludes the target; after `max_samples` it
-    is undecided, which is never claimed: it counts as an upper bound. After two such rates the search ends.
+    A first look at each rate is short. From `start_rate` the rate is doubled while it looks good, or halved while it
+    does not, and then bisected on a logarithmic scale. The highest that looks good is then measured for as long as it
+    takes to be certain; where it does not become certain, a lower one is, by steps that grow.
 
     Args:
-        probe: measures at a rate; called again at the same rate for more samples. Fewer than `least_samples` never
-            show that a rate holds, so half of that in each call is a good size.
+        probe: measures at a rate; called again at the same rate for more samples. It is told how many requests are
+            wanted, and makes as many as it likes.
         on_trial: told of each rate after each of its probes.
         clock: seconds.
 
@@ -178,87 +229,166 @@ async def find_max_rate(
     """
     options = options or SearchOptions()
     _check(start_rate, options)
-    search = _Search(probe, options, on_trial, clock)
+    search = _Search(probe, options, start_rate, on_trial, clock)
     try:
-        stop, reason = await search.run(start_rate)
+        stop, reason = await search.run()
     except _Stopped as stopped:
         stop, reason = stopped.stop, stopped.reason
     return SearchResult(
         rate=search.held,
         above=search.above,
+        likely=None if search.held is not None or search.likely is None else search.likely.rate,
         trials=tuple(search.trials),
         stop=stop,
         reason=reason,
         warnings=tuple(contradictions(search.trials)),
         fitted=tuple(isotonic([(trial.rate, trial.share, trial.total) for trial in search.trials if trial.total])),
+        confidence=0.5 * (1.0 + options.confidence),
     )
 
 
 class _Search:
     def __init__(
         self,
-        probe: Callable[[float], Awaitable[ProbeOutcome]],
+        probe: Probe,
         options: SearchOptions,
+        start_rate: float,
         on_trial: Callable[[Trial], None] | None,
         clock: Callable[[], float],
     ) -> None:
         self.trials: list[Trial] = []
         self.held: float | None = None
+        self.likely: Trial | None = None
         self.above: float | None = None
         self._probe = probe
         self._options = options
+        self._start = start_rate
+        self._floor = options.min_rate if options.min_rate is not None else start_rate / 64
+        self._ceiling = options.max_rate if options.max_rate is not None else start_rate * 1024
         self._on_trial = on_trial
         self._clock = clock
         self._began = clock()
         self._probes = 0
-        self._max_samples = options.max_samples or 8 * least_samples(options.target, options.confidence)
 
-    async def run(self, start_rate: float) -> tuple[Stop, str]:
-        options = self._options
-        floor = options.min_rate if options.min_rate is not None else start_rate / 64
-        ceiling = options.max_rate if options.max_rate is not None else start_rate * 1024
-        rate = start_rate
+    async def run(self) -> tuple[Stop, str]:
+        stop, reason = await self._bracket()
+        step, attempts = 1.0 + self._options.tolerance, 0
+        while self.likely is not None:
+            attempts += 1
+            if await self._prove(self.likely, attempts):
+                self.held = self.likely.rate
+                if attempts > 1:
+                    stop = Stop.NOISE
+                    reason = f"{self.held:.4g} requests/s held and {self.above:.4g} could not be shown to"
+                return stop, reason
+            rate, step = self.likely.rate / step, min(step**2, _LONGEST_STEP)
+            self.above, self.likely = self.likely.rate, None
+            while self.likely is None:
+                if rate < self._floor:
+                    return Stop.FLOOR, f"{self.above:.4g} requests/s did not hold, and no lower rate was to be tried"
+                if not await self._looks_good(rate):
+                    self.above, rate, step = rate, rate / step, min(step**2, _LONGEST_STEP)
+        return stop, reason
+
+    # --- the first looks ----------------------------------------------------------------------------
+
+    async def _bracket(self) -> tuple[Stop, str]:
+        """Find the highest rate that looks good, to the tolerance."""
+        rate = self._start
         while True:
-            await self._judge(rate)
-            if self.held is not None and self.above is None:
-                if rate >= ceiling:
+            if await self._looks_good(rate):
+                if self.above is None and rate >= self._ceiling:
                     return Stop.CEILING, f"{rate:.4g} requests/s held, and no higher rate was to be tried"
-                rate = min(2 * rate, ceiling)
-                continue
-            assert self.above is not None
-            if self.held is None:
-                if rate <= floor:
+            else:
+                self.above = rate
+                if self.likely is None and rate <= self._floor:
                     return Stop.FLOOR, f"{rate:.4g} requests/s did not hold, and no lower rate was to be tried"
-                rate = max(rate / 2, floor)
-                continue
-            between = f"{self.held:.4g} requests/s held and {self.above:.4g} did not"
-            if self.above / self.held <= 1.0 + options.tolerance:
-                return Stop.PRECISE, f"{between}: closer than {options.tolerance:.0%}"
-            if sum(trial.verdict is Verdict.UNDECIDED for trial in self.trials) >= _MOST_UNDECIDED:
-                return Stop.NOISE, f"{between}: {self._max_samples} samples do not tell the rates between apart"
-            rate = math.sqrt(self.held * self.above)
+            if self.above is None:
+                rate = min(2 * rate, self._ceiling)
+            elif self.likely is None:
+                rate = max(rate / 2, self._floor)
+            elif self.above / self.likely.rate <= 1.0 + self._options.tolerance:
+                between = f"{self.likely.rate:.4g} requests/s held and {self.above:.4g} did not"
+                return Stop.PRECISE, f"{between}: closer than {self._options.tolerance:.0%}"
+            else:
+                rate = math.sqrt(self.likely.rate * self.above)
 
-    async def _judge(self, rate: float) -> None:
+    async def _looks_good(self, rate: float) -> bool:
         trial = Trial(rate)
         self.trials.append(trial)
-        while trial.verdict is Verdict.UNDECIDED and trial.total < self._max_samples:
-            self._check_budget()
-            self._probes += 1
-            outcome = await self._probe(rate)
-            trial.probes.append(outcome)
-            if not 0 <= outcome.met <= outcome.total:
-                raise BenchError(f"a probe says that {outcome.met} of {outcome.total} requests met their objectives")
-            _decide(trial, self._options)
-            if self._on_trial is not None:
-                self._on_trial(trial)
-            if not outcome.valid:
-                raise _Stopped(Stop.INVALID, f"the probe at {rate:.4g} requests/s is not valid: {outcome.reason}")
-            if outcome.total == 0:
-                raise _Stopped(Stop.INVALID, f"the probe at {rate:.4g} requests/s measured no request")
-        if trial.verdict is Verdict.HELD:
-            self.held = rate if self.held is None else max(self.held, rate)
-        else:
-            self.above = rate if self.above is None else min(self.above, rate)
+        allowed = 1.0 - self._options.target
+        fewest, most = math.ceil(_LOOKS / allowed), math.ceil(_LOOKS**2 / allowed)
+        while trial.verdict is Verdict.UNDECIDED:
+            await self._look(trial, fewest - trial.total, self._options.confidence)
+            missed = 1.0 - trial.share
+            plain = missed >= 2.0 * allowed or (missed <= 0.5 * allowed and _is_steady(trial))
+            if trial.verdict is Verdict.FAILED or trial.total >= most or (plain and trial.total >= fewest):
+                break
+        if trial.verdict is not Verdict.FAILED and trial.share >= self._options.target and _is_steady(trial):
+            trial.verdict = Verdict.LIKELY
+            self.likely = trial
+        self._tell(trial)
+        return trial.verdict is Verdict.LIKELY
+
+    # --- the proof ----------------------------------------------------------------------------------
+
+    async def _prove(self, trial: Trial, attempt: int) -> bool:
+        """Whether the rate holds for certain.
+
+        Each rate for which that is tried has a chance to be found good that is not. The chances are halved from one to
+        the next, so that those of the whole search add up to what one alone would have.
+        """
+        options = self._options
+        confidence = 1.0 - (1.0 - options.confidence) / 2.0**attempt
+        blocks = least_blocks(options.target, confidence)
+        trial.judge(options.stall_s, confidence)
+        while True:
+            trial.verdict = Verdict.UNDECIDED
+            fewest = blocks * trial.block
+            most = options.max_samples or self._longest_proof(trial.rate, blocks)
+            if trial.low > options.target and _is_steady(trial):
+                trial.verdict = Verdict.HELD
+            elif fewest > most:
+                trial.reason = f"misses come together: to show that it holds takes {fewest:,} requests"
+            elif trial.total >= most or (trial.total >= fewest and trial.share < options.target):
+                trial.reason = f"{trial.total:,} requests do not show that it holds"
+            else:
+                await self._look(trial, fewest - trial.total, confidence)
+                if trial.verdict is not Verdict.FAILED:
+                    self._tell(trial)
+                    continue
+            self._tell(trial)
+            return trial.verdict is Verdict.HELD
+
+    def _longest_proof(self, rate: float, blocks: int) -> int:
+        return math.ceil(_LONGEST_PROOF * blocks * max(_FEWEST_IN_BLOCK, rate * self._options.stall_s))
+
+    # --- one probe ----------------------------------------------------------------------------------
+
+    async def _look(self, trial: Trial, wanted: int, confidence: float) -> None:
+        """One more probe; the verdict becomes FAILED where that is certain.
+
+        A rate at which the server falls behind fails, however good the attainment still is: it would not stay so. One
+        probe can be unlucky, so it takes two that are unsteady, and a fifth of all, or one that misses the target too.
+        """
+        self._check_budget()
+        self._probes += 1
+        outcome = await self._probe(trial.rate, max(1, wanted))
+        trial.probes.append(outcome)
+        trial.judge(self._options.stall_s, confidence)
+        if not outcome.valid:
+            self._tell(trial)
+            raise _Stopped(Stop.INVALID, f"the probe at {trial.rate:.4g} requests/s is not valid: {outcome.reason}")
+        if not len(outcome.slowness):
+            raise _Stopped(Stop.INVALID, f"the probe at {trial.rate:.4g} requests/s measured no request")
+        missed = trial.share < self._options.target
+        behind = trial.unsteady >= max(2, len(trial.probes) // 5) or (trial.unsteady and missed)
+        if trial.high < self._options.target or behind:
+            trial.verdict = Verdict.FAILED
+
+    def _tell(self, trial: Trial) -> None:
+        if self._on_trial is not None:
+            self._on_trial(trial)
 
     def _check_budget(self) -> None:
         if self._probes >= self._options.max_probes:
@@ -267,20 +397,9 @@ class _Search:
             raise _Stopped(Stop.TIME, f"the {self._options.max_seconds:g} s for the search were used")
 
 
-def _decide(trial: Trial, options: SearchOptions) -> None:
-    """A rate at which the server falls behind fails, however good the attainment still is: it would not stay.
-
-    One probe can be unlucky, so it takes two that are unsteady, or one that misses the target as well; and a rate
-    with one needs two steady ones to hold.
-    """
-    met, total = trial.counted()
-    trial.low, trial.high = anytime_interval(met, total, options.confidence)
-    if not trial.valid:
-        return
-    if trial.high < options.target or trial.unsteady >= 2 or (trial.unsteady and trial.share < options.target):
-        trial.verdict = Verdict.FAILED
-    elif trial.low > options.target and 2 * trial.unsteady < len(trial.probes):
-        trial.verdict = Verdict.HELD
+def _is_steady(trial: Trial) -> bool:
+    """A probe that fell behind needs two that did not."""
+    return 2 * trial.unsteady < len(trial.probes)
 
 
 def isotonic(points: Sequence[tuple[float, float, float]]) -> list[tuple[float, float]]:
@@ -321,7 +440,9 @@ def _check(start_rate: float, options: SearchOptions) -> None:
         raise BenchError(f"a tolerance of {options.tolerance:g} is never met: give a share above 0, for example 0.05")
     if options.max_probes < 1 or options.max_seconds <= 0:
         raise BenchError("the search has no budget: allow at least one probe and some time")
-    least = least_samples(options.target, options.confidence)
+    if not 0 <= options.stall_s < math.inf:
+        raise BenchError(f"stalls of {options.stall_s:g} s cannot be allowed for: give 0 s or more")
+    least = _FEWEST_IN_BLOCK * least_blocks(options.target, options.confidence)
     if options.max_samples is not None and options.max_samples < least:
         raise BenchError(
             f"{options.max_samples} samples at a rate cannot show an attainment of {options.target:.4g}: allow at "
@@ -330,17 +451,3 @@ def _check(start_rate: float, options: SearchOptions) -> None:
     low, high = options.min_rate, options.max_rate
     if (low is not None and not 0 < low <= start_rate) or (high is not None and not start_rate <= high):
         raise BenchError(f"the search starts at {start_rate:g} requests/s: that must lie between its limits")
-
-
-def least_samples(target: float, confidence: float = 0.95) -> int:
-    """How many requests must meet their objectives, without a miss, before a rate can be said to hold."""
-    low, high = 0, 1
-    while anytime_interval(high, high, confidence)[0] <= target:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if anytime_interval(middle, middle, confidence)[0] <= target:
-            low = middle
-        else:
-            high = middle
-    return high

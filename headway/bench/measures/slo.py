@@ -98,6 +98,25 @@ def missed_objectives(
     return missed
 
 
+def slowness(
+    records: Iterable[RequestRecord], objectives: Objectives | None, by_class: Mapping[str, Objectives] | None = None
+) -> np.ndarray:
+    """Of each judged request, as it was due: the largest of its values from the schedule over their limits.
+
+    Above 1 it has missed, by `missed_objectives`; inf has failed. Shape (judged requests,).
+    """
+    records = sorted(records, key=lambda record: record.scheduled_ns)
+    missed = missed_objectives(records, objectives, by_class)
+    latencies = Latencies.of(records)
+    measured = {"ttft": latencies.ttft("schedule"), "tpot": latencies.tpot_ms, "e2el": latencies.e2el("schedule")}
+    found = {}
+    for position, record in enumerate(latencies.records):
+        ratios = [measured[key][position] / limit for key, limit in objectives_of(record, objectives, by_class).items()]
+        found[record.index] = max((ratio for ratio in ratios if not math.isnan(ratio)), default=0.0)
+    judged = [record.index for record in records if record.index in missed]
+    return np.array([found.get(index, math.inf) for index in judged])
+
+
 def attainment(
     records: Iterable[RequestRecord],
     objectives: Objectives | None,

@@ -12,9 +12,15 @@ from headway.report.style import number, sentence
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TONES: dict[Verdict, Tone] = {Verdict.HELD: "good", Verdict.FAILED: "bad", Verdict.UNDECIDED: "warn"}
+TONES: dict[Verdict, Tone] = {
+    Verdict.HELD: "good",
+    Verdict.LIKELY: "quiet",
+    Verdict.FAILED: "bad",
+    Verdict.UNDECIDED: "warn",
+}
 MARKS = (
     (Verdict.HELD, "o", "green", "held"),
+    (Verdict.LIKELY, "o", "gray", "looks good"),
     (Verdict.FAILED, "X", "red", "did not hold"),
     (Verdict.UNDECIDED, "D", "gray", "undecided"),
 )
@@ -24,20 +30,29 @@ def search_banners(found: SearchResult, target: float = 0.99) -> tuple[Banner, .
     """The outcome, then what stands against it."""
     wanted = f"{100 * target:g} % of the requests met their objectives"
     reason = f"The search ended because {found.reason}."
-    if found.rate is None:
-        outcome = Banner("No rate held", (f"At no rate that was tried is it certain that at least {wanted}.", reason))
+    claim = found.claim
+    if claim is None:
+        line = f"At no rate that was tried is it certain that at least {wanted}."
+        likely = "" if found.likely is None else f"{number(found.likely)} requests/s looks good, and is not certain."
+        outcome = Banner("No rate held", tuple(each for each in (line, likely, reason) if each))
     else:
         above = "" if found.above is None else f"; {number(found.above)} requests/s {_why_not(found, found.above)}"
         tone: Tone = "good" if found.stop in (Stop.PRECISE, Stop.CEILING) else "warn"
-        line = f"At {number(found.rate)} requests/s at least {wanted}{above}."
-        outcome = Banner(f"Highest rate: {number(found.rate)} requests/s", (line, reason), tone)
+        line = f"At {number(claim.rate)} requests/s at least {wanted}{above}."
+        sure = (
+            f"That is {100 * found.confidence:.4g} % certain as long as requests that miss together, in a stall or a "
+            f"burst, are no more than {claim.block:,} in a row ({number(claim.block / claim.rate)} s)."
+        )
+        outcome = Banner(f"Highest rate: {number(claim.rate)} requests/s", (line, sure, reason), tone)
     doubts = (Banner("Beware", tuple(sentence(each) for each in found.warnings), "warn"),) if found.warnings else ()
     return (outcome, *doubts)
 
 
 def _why_not(found: SearchResult, rate: float) -> str:
-    undecided = any(trial.rate == rate and trial.verdict is Verdict.UNDECIDED for trial in found.trials)
-    return "stayed undecided" if undecided else "did not hold"
+    trial = next((trial for trial in found.trials if trial.rate == rate), None)
+    if trial is None or trial.verdict is Verdict.FAILED:
+        return "did not hold"
+    return f"stayed undecided ({trial.reason})" if trial.reason else "stayed undecided"
 
 
 def search_table(found: SearchResult) -> Table:

@@ -35,7 +35,7 @@ class Workload:
     Args:
         description: what is sent, for titles; arrivals: when.
         requests: by index, the turns of a conversation one after the other; first turns in order of time.
-        seed: that they were made with.
+        seed: that their prompts were made with.
         notes: what was left out, clipped, repeated or estimated, a sentence each.
         classes: of a mix: name to objectives in ms (empty: the run's own); empty without a mix.
         mean_rate: conversations or single requests per second that the arrivals were made for; None where there is
@@ -85,13 +85,13 @@ def build_workload(
     parts = parts_of(spec, mix.classes if mix else (MixClass("", 1.0, spec),), source)
     planned = plan(spec, parts)
     clipped = _clip(planned)
-    writer = _Writer(PromptMaker(source, spec.seed), len(parts), chat)
+    writer = _Writer(PromptMaker(source, spec.seed_of_prompts), len(parts), chat)
     requests = writer.requests(planned, progress)
     return Workload(
         description=f"mix {mix.name}: {mix.description}" if mix else parts[0].dataset.describe(),
         arrivals=_describe_arrivals(spec, planned),
         requests=requests,
-        seed=spec.seed,
+        seed=spec.seed_of_prompts,
         notes=[note for part in parts for note in part.dataset.notes] + planned.notes + clipped + writer.notes(),
         classes={each.name: each.objectives for each in mix.classes} if mix else {},
         mean_rate=planned.mean_rate,

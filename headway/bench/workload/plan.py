@@ -174,7 +174,8 @@ def _drawn(spec: WorkloadSpec, part: Part, count: int, is_exact: bool, notes: li
     """So many conversations of one class; where the number is exact, a dataset that ends is begun again."""
     if not count:
         return []
-    turns = list(part.dataset.draw(count, np.random.default_rng([spec.seed, _LENGTHS, part.number])))
+    seed = spec.seed_of_prompts if part.dataset.repeats_prompts else spec.seed
+    turns = list(part.dataset.draw(count, np.random.default_rng([seed, _LENGTHS, part.number])))
     there = len(turns)
     if there < count and is_exact:
         what = f"{part.dataset.describe()}: {count} requests were asked for and {there} are there"

@@ -84,6 +84,8 @@ class WorkloadSpec(DatasetOptions):
             of anything else.
         duration_s: requests (or conversations) that come within this time; with num_prompts, whatever ends first.
         seed: the same seed makes the same workload.
+        prompt_seed: of the prompts' words only, where they are to differ and lengths and times are not; of texts from a
+            file, which have the lengths that they have, which are taken. None is the seed.
         arrival: None takes the times of a trace, where the dataset is one, and gives none elsewhere.
         closed_loop: no times at all; the load generator sends when others are done.
         time_scale: a trace's own times are replayed so many times as fast.
@@ -94,11 +96,16 @@ class WorkloadSpec(DatasetOptions):
     num_prompts: int | None = None
     duration_s: float | None = None
     seed: int = 0
+    prompt_seed: int | None = None
     arrival: Arrival | None = None
     closed_loop: bool = False
     time_scale: float = 1.0
     mix: str | Path | None = None
     no_oversample: bool = False
+
+    @property
+    def seed_of_prompts(self) -> int:
+        return self.seed if self.prompt_seed is None else self.prompt_seed
 
 
 DATASET_FIELDS: dict[str, Any] = {each.name: each.default for each in fields(DatasetOptions)}

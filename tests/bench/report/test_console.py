@@ -6,6 +6,7 @@ import dataclasses
 import io
 import re
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -157,17 +158,21 @@ def test_a_load_above_one_that_broke_does_not_count_as_held() -> None:
 
 def test_a_search_says_its_rate_and_what_it_doubts() -> None:
     trials = (
-        Trial(4.0, [ProbeOutcome(4.0, 500, 500)], RateVerdict.HELD, 0.991, 1.0),
-        Trial(5.0, [ProbeOutcome(5.0, 495, 500)], RateVerdict.UNDECIDED, 0.97, 0.999),
+        Trial(4.0, [ProbeOutcome(4.0, np.zeros(500))], RateVerdict.HELD, 0.991, 1.0, block=20),
+        Trial(5.0, [ProbeOutcome(5.0, np.repeat([0.5, 2.0], [495, 5]))], RateVerdict.UNDECIDED, 0.97, 0.999),
     )
-    found = SearchResult(
-        4.0, 5.0, trials, Stop.NOISE, "the rates cannot be told apart", ("odd",), ((4.0, 1.0), (5.0, 0.99))
-    )
+    trials[1].reason = "misses come together: it takes 9,000 requests"
+    curve = ((4.0, 1.0), (5.0, 0.99))
+    reason = "the rates cannot be told apart"
+    found = SearchResult(4.0, 5.0, None, trials, Stop.NOISE, reason, ("odd",), curve, confidence=0.975)
     words = " ".join(printed(print_search, found).split())
     assert "Highest rate: 4 requests/s: At 4 requests/s at least 99 %" in words
-    assert "5 requests/s stayed undecided" in words and "Beware: Odd." in words
-    none = dataclasses.replace(found, rate=None, trials=trials[1:])
-    assert "No rate held" in printed(print_search, none)
+    assert "5 requests/s stayed undecided (misses come together: it takes 9,000 requests)" in words
+    assert "97.5 % certain as long as" in words and "no more than 20 in a row (5 s)" in words
+    assert "Beware: Odd." in words
+    none = dataclasses.replace(found, rate=None, likely=4.0)
+    words = " ".join(printed(print_search, none).split())
+    assert "No rate held" in words and "4 requests/s looks good, and is not certain" in words
 
 
 def test_a_comparison_tells_real_differences_from_noise() -> None:

@@ -9,6 +9,7 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headway.bench.measures.compare import compare
@@ -146,10 +147,11 @@ def test_a_sweep_shows_all_runs_and_details_of_some() -> None:
 
 def test_a_search_comes_first() -> None:
     trials = (
-        Trial(4.0, [ProbeOutcome(4.0, 500, 500)], Verdict.HELD, 0.991, 1.0),
-        Trial(8.0, [ProbeOutcome(8.0, 300, 500)], Verdict.FAILED, 0.5, 0.7),
+        Trial(4.0, [ProbeOutcome(4.0, np.zeros(500))], Verdict.HELD, 0.991, 1.0),
+        Trial(8.0, [ProbeOutcome(8.0, np.repeat([0.5, 2.0], [300, 200]))], Verdict.FAILED, 0.5, 0.7),
     )
-    found = SearchResult(4.0, 8.0, trials, Stop.PRECISE, "that is all", (NASTY,), ((4.0, 1.0), (8.0, 0.6)))
+    curve = ((4.0, 1.0), (8.0, 0.6))
+    found = SearchResult(4.0, 8.0, None, trials, Stop.PRECISE, "that is all", (NASTY,), curve, confidence=0.975)
     run, summaries = usual()
     page = report_page([run], [summaries], extra=[search_section(found)])
     assert page.sections[0].title == "The highest rate"

@@ -409,3 +409,23 @@ def test_errors_in_a_class_name_the_class(tmp_path: Path, text: TokenizerSource)
 def test_token_ids_are_no_chat(ids: TokenIdSource) -> None:
     with pytest.raises(BenchError, match="a chat cannot carry token ids"):
         build(ids, True)
+
+
+def test_another_prompt_seed_changes_the_words_and_nothing_else(text: TokenizerSource, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"random_range_ratio": 0.5, "random_prefix_len": 16, "seed": 3, **SMALL}
+    one = build(text, arrival=Poisson(10), **options)
+    two = build(text, arrival=Poisson(20), prompt_seed=4, **options)
+    assert [r.prompt_tokens for r in one.requests] == [r.prompt_tokens for r in two.requests]
+    assert [r.output_tokens for r in one.requests] == [r.output_tokens for r in two.requests]
+    times = [np.array([r.arrival_s for r in made.requests]) for made in (one, two)]
+    np.testing.assert_allclose(times[0], 2 * times[1], atol=1e-8)
+    prompts = [{(r.prompt.text or "")[:20] for r in made.requests} for made in (one, two)]
+    assert not prompts[0] & prompts[1]
+    warm = [warm_up_requests(made, text, 2)[0].prompt.text for made in (one, two)]
+    assert warm[0] != warm[1]
+    # Texts of a file are as they are: others are taken.
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": f"prompt {i}", "output_tokens": 3} for i in range(200)])
+    of_file = [
+        build(text, dataset_name="custom", dataset_path=path, num_prompts=20, prompt_seed=seed) for seed in (0, 1)
+    ]
+    assert len({r.prompt.text for made in of_file for r in made.requests}) > 30
