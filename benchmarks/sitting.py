@@ -91,7 +91,7 @@ class Sitting:
         return [entry for entry in self.entries if entry.label not in self.died]
 
     def lose(self, label: str, end: Died) -> None:
-        self.died[label] = end
+        self.died[label] = end if label in end.line else Died(f"{label}: {end}")
         print(f"{end}\n{self.shape}, {self.precision}: going on without {label}", file=sys.stderr)
 
     def add(self, point: Point, label: str, rate: float) -> None:
