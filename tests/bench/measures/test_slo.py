@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from headway.bench.errors import BenchError
 from headway.bench.measures.percentiles import proportion_interval
-from headway.bench.measures.slo import attainment, check_objectives, missed_objectives, parse_goodput
+from headway.bench.measures.slo import attainment, check_objectives, missed_objectives, parse_goodput, slowness
 from headway.bench.record import FailureKind
 from tests.bench.records import failed, request
 
@@ -154,3 +156,12 @@ def test_a_request_never_sent_is_not_judged() -> None:
     told = attainment([never], OBJECTIVES, duration_s=1)
     assert told is not None
     assert (told.met, told.total, told.low, told.high) == (0, 0, 0.0, 1.0)
+
+
+def test_slowness_is_how_near_each_request_came_to_its_limits() -> None:
+    records = [request(1, [150, 160], due=50), request(0, [50, 90]), failed(2, due=90), request(3, [130], due=100)]
+    limits = {"ttft": 100.0, "tpot": 20.0}
+    assert slowness(records, limits).tolist() == pytest.approx([2.0, 1.0, math.inf, 0.3])
+    missed = missed_objectives(records, limits)
+    assert [bool(missed[index]) for index in range(4)] == [True, False, True, False]
+    assert slowness([], limits).tolist() == slowness(records, None).tolist() == []
