@@ -192,7 +192,7 @@ class EngineClient:
     async def _receive(self) -> str:
         assert self._socket is not None
         while True:
-            message = _decoder.decode(await self._socket.recv())
+            message = _decoder.decode(await self._next_frame())
             if isinstance(message, StepOutputs):
                 self._deliver(message)
             elif isinstance(message, Progress):
@@ -203,6 +203,13 @@ class EngineClient:
                 self._enter("ready")
             elif isinstance(message, Failed):
                 return message.message
+
+    async def _next_frame(self) -> bytes:
+        """At once where one has come: a wait takes turns of a loop that may be busy, and steps do not wait for it."""
+        assert self._socket is not None
+        with contextlib.suppress(zmq.Again):
+            return await self._socket.recv(zmq.NOBLOCK)
+        return await self._socket.recv()
 
     def _close_socket(self) -> None:
         if self._socket is not None:

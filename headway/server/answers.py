@@ -105,8 +105,9 @@ class Answer(ABC):
     async def whole(self) -> Response:
         """The answer when all choices are finished. Raises what Generation.run() raises."""
         async with aclosing(self.generation.run()) as pieces:
-            async for _ in pieces:
-                pass
+            async for _, piece in pieces:
+                if piece.finish_reason is not None:  # many end in one step; the rest of each takes its turn
+                    await self.generation.turn()
         encoded, headers = await self.generation.render(self._num_entries(), self._render), {}
         timings = self.generation.timings() if self._timed else None
         if timings is not None:

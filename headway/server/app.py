@@ -43,7 +43,7 @@ def create_app(
     app = FastAPI(title="Headway", version=__version__, lifespan=lifespan)
     app.state.service = service
     Routes(service).add_to(app)
-    app.add_middleware(Edge, api_keys=settings.api_keys)
+    app.add_middleware(Edge, api_keys=settings.api_keys, pace=service.pace)
     install_handlers(app)
     make_document = app.openapi
 

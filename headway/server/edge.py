@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headway.server.errors import ApiError, internal
+from headway.server.pacing import Pace
 from headway.server.streaming import ABORT_CONNECTION
 
 ARRIVED = "headway.arrived_ns"
@@ -35,10 +36,14 @@ class Connection(HttpToolsProtocol):
     Args:
         read_timeout_s: seconds that a request may take from its first byte to its last, and a new connection to its
             first request.
+        pace: how many connections are read in one turn of the event loop.
     """
 
-    def __init__(self, *args: Any, read_timeout_s: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, read_timeout_s: float, pace: Pace, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._pace = pace
+        self._held = b""  # what has come and waits for its turn; reading is paused meanwhile
+        self._came_ns = 0  # when it did
         self._read_timeout_s = read_timeout_s
         self._reading: asyncio.TimerHandle | None = None  # runs while a request is expected or incomplete
         self._is_incomplete = False  # the first byte of a request has come and its last has not
@@ -52,6 +57,24 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._held:  # what was on its way when reading was paused
+            self._held += data
+        elif self._pace.claim():
+            self._take(data)
+        else:
+            self._held, self._came_ns = data, time.monotonic_ns()
+            self.transport.pause_reading()
+            self._pace.later().add_done_callback(self._take_held)
+
+    def _take_held(self, _: asyncio.Future[None]) -> None:
+        data, self._held = self._held, b""
+        if not self.transport.is_closing():
+            if not self.flow.read_paused:
+                self.transport.resume_reading()
+            self._take(data)
+        self._came_ns = 0
+
+    def _take(self, data: bytes) -> None:
         # Bytes between requests end the keep-alive timeout without beginning a request.
         if self._reading is None and self.cycle.response_complete:
             self._start_reading()
@@ -62,7 +85,7 @@ class Connection(HttpToolsProtocol):
         self._is_incomplete = True
         self._start_reading()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-        scope[ARRIVED] = time.monotonic_ns()
+        scope[ARRIVED] = self._came_ns or time.monotonic_ns()
         scope[ABORT_CONNECTION] = self.reset
 
     def on_message_complete(self) -> None:
@@ -118,14 +141,17 @@ class Edge:
     and failures become a 500.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: list[str]) -> None:
+    def __init__(self, app: ASGIApp, api_keys: list[str], pace: Pace) -> None:
         self._app = app
+        self._pace = pace
         self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         scope.setdefault(ARRIVED, time.monotonic_ns())
+        if scope["path"] not in OPEN_PATHS:
+            await self._pace.turn()
         headers = dict(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id", b""))
         ignored = ", ".join(name for name in IGNORED_HEADERS if name.encode() in headers)

@@ -127,6 +127,10 @@ class Generation:
         self._place.close()
         self._service.generations.discard(self)
 
+    async def turn(self) -> None:
+        """Wait for room in a turn of the event loop (Pace)."""
+        await self._service.pace.turn()
+
     async def run(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
         """Each choice's growth as it comes.
 

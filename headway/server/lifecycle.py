@@ -83,10 +83,12 @@ class Server(uvicorn.Server):
     """Uvicorn, with an end that first lets requests finish, and an exit code of 0 after it."""
 
     def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
+        self._service: Service = app.state.service
+        connection = partial(Connection, read_timeout_s=settings.request_read_timeout, pace=self._service.reads)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=partial(Connection, read_timeout_s=settings.request_read_timeout),  # type: ignore[arg-type]
+                http=connection,  # type: ignore[arg-type]
                 ws="none",
                 lifespan="on",
                 log_config=_log_config(settings.log_level),
@@ -94,7 +96,6 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=5,
             )
         )
-        self._service: Service = app.state.service
         self._drain_timeout_s = settings.shutdown_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -134,6 +135,7 @@ class Server(uvicorn.Server):
                 self.failure = str(error)
                 self.should_exit = True
             return
+        self._service.full_collections.start()
         self._service.metrics.on_ready(ready)
         on_ready(ready, url)
 

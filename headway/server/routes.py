@@ -164,6 +164,7 @@ class Routes:
     async def _answer(self, request: Request, body: CompletionBody | ChatBody, place: Place) -> Answer | Response:
         """The whole response; for a stream, what will make it."""
         service = self._service
+        await service.pace.turn()
         params = sampling_params(body, service.defaults, service.tokenizer.vocab_size)
         checked_ns = clock()
         prompts = await self._prompts(body)

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 from headway.engine.messages import AddRequest, Ready, SequenceOutput, StepStats
 from headway.server.admission import Admission, Place
 from headway.server.errors import ApiError, unavailable
+from headway.server.garbage import FullCollections
 from headway.server.metrics import Metrics
+from headway.server.pacing import READS_PER_TURN, Pace
 from headway.server.parameters import server_defaults
 from headway.server.settings import ServerSettings
 from headway.server.text_work import TextWork
@@ -70,6 +72,9 @@ class Service:
         self.in_flight = 0
         self.generations: set[Abortable] = set()
         self.admission = Admission(settings)
+        self.pace = Pace()
+        self.reads = Pace(READS_PER_TURN)
+        self.full_collections = FullCollections()
         self._refusal: ApiError | None = None
         self._idle = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
@@ -117,6 +122,7 @@ class Service:
 
     def end(self) -> None:
         self.in_flight -= 1
+        self.full_collections.on_end(self.in_flight)
         if not self.in_flight:
             self._idle.set()
 
