@@ -69,7 +69,10 @@ ROOMS = {
     "gateway": Room(ours=None, forbidden=NO_DEVICE),
     "report": Room(ours={"report"}, forbidden=NO_DEVICE | NO_SERVER),
     "bench": Room(ours=None, forbidden=NO_DEVICE),
-    "planner": Room(ours={"planner", "cost", "report", "calibration.store"}, forbidden=NO_DEVICE | NO_SERVER),
+    "planner": Room(
+        ours={"planner", "cost", "report", "calibration.store", "calibration.samples", "engine.config"},
+        forbidden=NO_DEVICE | NO_SERVER,
+    ),
     "simulator": Room(ours={"simulator", "policy", "cost", "bench"}, forbidden=NO_DEVICE | NO_SERVER),
     "advisor": Room(ours=None, forbidden=NO_DEVICE),
     "cli": Room(ours=None, forbidden=NO_DEVICE),

@@ -19,6 +19,7 @@ from headway.cost.timing import Deployment
 
 EfficiencyOf = Callable[[Hardware, str], Efficiency]
 MOST_REQUESTS = 1000
+PLAN_ROUNDS, PLAN_SPREAD = 4, 0.1  # of `headway plan`
 MOST_ROUNDS = 5  # of a closed loop; more of them hardly change medians
 
 
@@ -58,10 +59,8 @@ def deployment(row: Row, efficiency_of: EfficiencyOf) -> Deployment:
 def predict(row: Row, efficiency_of: EfficiencyOf) -> Predicted:
     """The row's figures by the model."""
     found = deployment(row, efficiency_of)
-    large = found.hardware.memory_bytes > 70 * 2**30
-    limits = Limits(8192 if large else 2048, 1024 if large else 256)
     load = Workload(row.prompt_tokens, row.output_tokens, 0, row.spread)
-    served = _serve(row, found, load, limits)
+    served = _serve(row, found, load, _limits(row))
     ttft = served.ttft_p50_s if row.statistic == "median" else served.ttft_s
     rate = served.requests_per_s * row.output_tokens
     return Predicted(
@@ -69,6 +68,29 @@ def predict(row: Row, efficiency_of: EfficiencyOf) -> Predicted:
         tpot_ms=None if row.tpot_ms is None else 1e3 * served.tpot_s,
         output_tokens_per_s=None if row.output_tokens_per_s is None else rate,
     )
+
+
+@dataclass(frozen=True)
+class Planned:
+    """TTFT of a closed loop as `headway plan` has it, which does not know how long somebody measures; ms."""
+
+    steady_ms: float
+    first_wave_ms: float
+
+
+def planned(row: Row, efficiency_of: EfficiencyOf) -> Planned:
+    """Of clients who have come apart, and the mean of all their first requests at once."""
+    found, limits, clients = deployment(row, efficiency_of), _limits(row), int(row.load_value)
+    load = Workload(row.prompt_tokens, row.output_tokens, 0, row.spread or PLAN_SPREAD)
+    rounds = PLAN_ROUNDS if clients <= MOST_REQUESTS else 2
+    served, wave = closed_loop(found, load, clients, limits, rounds), burst(found, load, clients, limits)
+    steady = served.ttft_p50_s if row.statistic == "median" else served.ttft_s
+    return Planned(1e3 * steady, 1e3 * wave.ttft_s)
+
+
+def _limits(row: Row) -> Limits:
+    large = find_hardware(row.hardware).memory_bytes > 70 * 2**30
+    return Limits(8192 if large else 2048, 1024 if large else 256)
 
 
 def _serve(row: Row, found: Deployment, load: Workload, limits: Limits) -> Served:

@@ -32,7 +32,7 @@ from headway.calibration.cases import (
 )
 from headway.calibration.describe import hardware_of
 from headway.calibration.efforts import EFFORTS, Effort
-from headway.calibration.fit import errors, fit
+from headway.calibration.fit import errors, fit, residuals
 from headway.calibration.host import HostBench, tiny_shape
 from headway.calibration.measure import DTYPES, CalibrationError, device_kind, measure
 from headway.calibration.peaks import BUSY_CORES, MachinePeaks
@@ -45,6 +45,7 @@ from headway.cost.hardware import Hardware
 Listener = Callable[[str, float], None]
 
 LEAST_S = 5e-3  # of a run: the engine's threads, asleep before it, are awake for most of it, as in a step
+QUANTISED_STRIDE = 2  # of the numbers of tokens, every second: what is measured of quantised weights costs time too
 MOST_SCATTER = 0.25  # half of the rounds of half of the pieces so far above the best: the machine is busy
 
 
@@ -96,6 +97,7 @@ def calibrate(
         peaks=peaks,
         samples=samples,
         fit_error=errors(hardware, efficiency, samples, peaks.kernel_call_s, tiny_shape),
+        residuals=residuals(hardware, efficiency, samples, peaks.kernel_call_s, tiny_shape),
         busy=_busy(peaks, samples),
     )
 
@@ -151,6 +153,11 @@ def _cases(hardware: Hardware, peaks: MachinePeaks, effort: Effort) -> Iterator[
         most_flops = effort.piece_s * hardware.rate(FORMATS[dtype])
         for shape in effort.layers:
             yield from linear_cases(pool, shape, dtype, effort.tokens, most_flops)
+    if peaks.device == "cpu":  # elsewhere the engine quantises nothing
+        for quantization in ("int8", "int4"):
+            most_flops = effort.piece_s * hardware.rate(quantization)
+            few = effort.tokens[::QUANTISED_STRIDE]
+            yield from linear_cases(pool, effort.layers[0], main, few, most_flops, quantization)
     for shape in effort.heads:
         for load in effort.loads:
             # Decodes read all that no cache can hold; chunks of prompts take long enough by themselves.

@@ -93,7 +93,12 @@ def stream_case(pool: Pool, dtype: torch.dtype) -> Case:
 
 
 def linear_cases(
-    pool: Pool, shape: ModelShape, dtype: torch.dtype, tokens: Sequence[int], most_flops: float
+    pool: Pool,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    tokens: Sequence[int],
+    most_flops: float,
+    quantization: str = "none",
 ) -> Iterator[Case]:
     """A layer's products for each number of tokens, over as many layers as the pool has and `most_flops` allow.
 
@@ -103,18 +108,19 @@ def linear_cases(
     sizes = _matrices(shape)
     layers: list[list[Callable[[Tensor], Tensor]]] = [
         [
-            kernels.linear(qkv, None),
-            kernels.linear(out, None),
-            kernels.gated_linear(gate_up, None),
-            kernels.linear(down, None),
+            kernels.linear(qkv, None, quantization),
+            kernels.linear(out, None, quantization),
+            kernels.gated_linear(gate_up, None, quantization),
+            kernels.linear(down, None, quantization),
         ]
         for qkv, out, gate_up, down in pool.tensors(sizes, dtype)
     ]
-    precision = Precision.of(_name(dtype))
+    precision = Precision.of_engine(_name(dtype), quantization, "auto", shape.head_dim)
+    format_ = FORMATS[dtype] if quantization == "none" else quantization
     for count in tokens:
         parts = token_work(shape, count, 0, precision)
         work = total(parts[op] for op in LINEAR)
-        piece = Piece(Kind.LINEAR, FORMATS[dtype], f"width {shape.hidden}", count, work, kernels=len(LINEAR))
+        piece = Piece(Kind.LINEAR, format_, f"width {shape.hidden}", count, work, kernels=len(LINEAR))
         fitting = min(len(layers), int(most_flops / piece.work.flops))
         if fitting:
             inputs = [_filled((count, width), dtype, pool.device) for _, width in sizes]

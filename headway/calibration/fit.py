@@ -2,7 +2,8 @@
 
 Every fit is one of relative errors, as a piece of a microsecond matters as much as one of a second. Nothing overlaps
 (sharpness 1): the time of an operation is that of its arithmetic and of its traffic together, and the measured factor
-on linear layers makes up for what does overlap there. No torch here.
+on linear layers makes up for what does overlap there, and for widening, which this engine does inside of its products.
+No torch here.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ def fit(hardware: Hardware, samples: Sequence[Sample], kernel_call_s: float, sha
         sharpness=1.0,
         token_s=Efficiency().token_s,
         request_s=Efficiency().request_s,
-        widen_ops=Efficiency().widen_ops,
         element_bytes=elements,
     )
     curves = _linear(hardware, base, found[Kind.LINEAR], kernel_call_s)
@@ -70,7 +70,7 @@ def predicted(hardware: Hardware, efficiency: Efficiency, piece: Piece, kernel_c
     compute = work.flops / hardware.rate(piece.format)
     moved = work.activation_bytes / (memory * efficiency.element_bytes)
     if piece.kind is Kind.LINEAR:
-        factor = efficiency.linear_factor(piece.tokens, hardware.arithmetic(piece.format))
+        factor = efficiency.linear_factor(piece.tokens, piece.format, hardware.arithmetic(piece.format))
         return efficiency.overlapped(compute, work.weight_bytes / memory + moved) * factor + gaps
     compute = compute / efficiency.attention_flops + piece.scores * efficiency.score_s
     return efficiency.overlapped(compute, moved + work.kv_read_bytes / (memory * efficiency.kv_bytes)) + gaps
@@ -89,6 +89,26 @@ def errors(
         ratio = predicted(hardware, efficiency, each.piece, kernel_call_s, shape) / each.median
         found.setdefault(str(each.piece.kind), []).append(abs(ratio - 1.0))
     return {kind: statistics.median(each) for kind, each in found.items()}
+
+
+def residuals(
+    hardware: Hardware, efficiency: Efficiency, samples: Sequence[Sample], kernel_call_s: float, shape: Shapes
+) -> dict[str, tuple[float, float]]:
+    """By kind of sample: factors on a prediction between which four in five runs lie.
+
+    A machine is as fast as in its best round at times, and at times as much slower than the median as the best is
+    faster: the ends are quantiles of the ones and of the others. No end is on the wrong side of 1.
+    """
+    fast: dict[str, list[float]] = {}
+    slow: dict[str, list[float]] = {}
+    for each in samples:
+        fitted = predicted(hardware, efficiency, each.piece, kernel_call_s, shape)
+        fast.setdefault(str(each.piece.kind), []).append(each.best / fitted)
+        slow.setdefault(str(each.piece.kind), []).append(each.median**2 / each.best / fitted)
+    return {
+        kind: (min(1.0, float(np.quantile(fast[kind], 0.1))), max(1.0, float(np.quantile(slow[kind], 0.9))))
+        for kind in fast
+    }
 
 
 def _elements(hardware: Hardware, samples: Sequence[Sample]) -> float:

@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 
 from headway.calibration.peaks import MachinePeaks
-from headway.calibration.samples import Sample
+from headway.calibration.samples import Kind, Sample
 from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware
 
-FORMAT = 1  # of the file; raised when its meaning changes
+FORMAT = 2  # of the file; raised when its meaning changes
 LONGEST_NAME = 64
 _NAME = re.compile(rf"[a-z0-9][a-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 _NOT_IN_A_SLUG = re.compile(r"[^a-z0-9]+")
@@ -40,6 +40,7 @@ class CalibratedMachine:
         peaks: of the device, with repeats and scatter.
         samples: what the efficiency was fitted to.
         fit_error: by kind of sample, median of |fitted / measured - 1|.
+        residuals: by kind of sample, factors on what is fitted between which four in five runs lie.
         busy: why the figures may be too low; None when the machine was quiet.
     """
 
@@ -53,6 +54,7 @@ class CalibratedMachine:
     peaks: MachinePeaks
     samples: tuple[Sample, ...]
     fit_error: dict[str, float]
+    residuals: dict[str, tuple[float, float]]
     busy: str | None = None
     format: int = FORMAT
 
@@ -70,6 +72,10 @@ class CalibratedMachine:
         rates = (hardware.bytes_per_s, *hardware.flops_per_s.values(), *(rate for _, rate in hardware.reads))
         if not hardware.flops_per_s or min(hardware.memory_bytes, *rates) <= 0:
             raise msgspec.ValidationError("its memory and all of its rates must be above 0")
+        if set(machine.residuals) != set(map(str, Kind)):
+            raise msgspec.ValidationError(f"residuals must be of {', '.join(Kind)}")
+        if any(not 0 < low <= 1 <= high for low, high in machine.residuals.values()):
+            raise msgspec.ValidationError("residuals must lie on both sides of 1, above 0")
         return machine
 
 

@@ -65,13 +65,14 @@ Quantization = Annotated[
     str,
     flag(
         DEPLOYMENT,
-        "Of weights: auto (as published), none, fp8, fp8-weight-only, int8, int8-weight-only, int4 or mxfp4.",
+        "Of weights: auto (as published), none, fp8, fp8-weight-only, int8, int8-weight-only, int4, mxfp4, nvfp4, or "
+        "of experts alone int4-experts or nvfp4-experts.",
     ),
 ]
 KvCacheDtype = Annotated[str, flag(DEPLOYMENT, "auto, bf16, fp16, fp32, fp8 or int8.")]
 PromptTokens = Annotated[int, flag(LOAD, "Of each request.")]
 OutputTokens = Annotated[int, flag(LOAD, "Of each answer, on average.")]
-CachedTokens = Annotated[int, flag(LOAD, "Of each prompt, that the prefix cache already has.")]
+CachedTokens = Annotated[int, flag(LOAD, "Of each prompt, that the prefix cache already has, the same for all.")]
 OutputSpread = Annotated[
     float, flag(LOAD, "Answers are spread evenly by this share around --output-tokens: 0 to 1, 0 for all alike.")
 ]
@@ -80,11 +81,27 @@ Concurrency = Annotated[int | None, flag(LOAD, "Clients in all, each of whom wai
 RequestRate = Annotated[float | None, flag(LOAD, "Requests a second in all, at random times (Poisson).")]
 Engine = Annotated[str, flag(ENGINE, "The serving program whose efficiency counts.")]
 MaxNumBatchedTokens = Annotated[
-    int | None, flag(ENGINE, "Tokens of a step. Default: 8192 on GPUs of 70 GiB and more (A100s apart), else 2048.")
+    int | None,
+    flag(
+        ENGINE,
+        "Tokens of a step. Default: 8192 on GPUs of 70 GiB and more (A100s apart), else 2048; on a calibrated machine "
+        "that of headway serve.",
+    ),
 ]
 MaxNumSeqs = Annotated[int | None, flag(ENGINE, "Sequences at once. Default: 1024 on the same GPUs, else 256.")]
+MaxPrefillStallMs = Annotated[
+    float | None,
+    flag(
+        ENGINE,
+        "Longest that prompts may hold up others in a step. Default: that of headway serve on a calibrated machine, "
+        "else no bound.",
+    ),
+]
 MaxModelLen = Annotated[int | None, flag(ENGINE, "Tokens of a sequence at most. Default: the model's.")]
-GpuMemoryUtilization = Annotated[float, flag(ENGINE, "Share of the memory that the engine takes.")]
+GpuMemoryUtilization = Annotated[
+    float | None,
+    flag(ENGINE, "Share of the memory that the engine takes. Default: 0.9; on a calibrated CPU half of what is free."),
+]
 BlockSize = Annotated[int, flag(ENGINE, "Tokens of a block of the cache.")]
 FlashAttention = Annotated[
     bool, flag(ENGINE, "Whether attention keeps its scores on the chip.", "--flash-attention/--no-flash-attention")
@@ -95,6 +112,11 @@ DraftModel = Annotated[
     str | None, flag(ENGINE, "The model that proposes. Default: something that takes no time (n-grams).")
 ]
 Slo = Annotated[str | None, flag(MONEY, "Objectives in ms: ttft, tpot, e2el.", metavar="ttft:200,tpot:50")]
+StorageGbPerS = Annotated[float, flag(DEPLOYMENT, "10^9 bytes a second at which the checkpoint is read.")]
+NetworkGbPerS = Annotated[
+    float | None,
+    flag(DEPLOYMENT, "10^9 bytes a second of a device to other machines. Default: the catalogue's, else 12.5."),
+]
 PricePerHour = Annotated[float | None, flag(MONEY, "US dollars for a device. Default: a list price, if known.")]
 
 
@@ -127,7 +149,8 @@ def plan(
     max_num_batched_tokens: MaxNumBatchedTokens = None,
     max_num_seqs: MaxNumSeqs = None,
     max_model_len: MaxModelLen = None,
-    gpu_memory_utilization: GpuMemoryUtilization = 0.9,
+    max_prefill_stall_ms: MaxPrefillStallMs = None,
+    gpu_memory_utilization: GpuMemoryUtilization = None,
     block_size: BlockSize = 16,
     flash_attention: FlashAttention = True,
     num_speculative_tokens: NumSpeculativeTokens = None,
@@ -135,6 +158,8 @@ def plan(
     draft_model: DraftModel = None,
     slo: Slo = None,
     price_per_hour: PricePerHour = None,
+    storage_gb_per_s: StorageGbPerS = 5.0,
+    network_gb_per_s: NetworkGbPerS = None,
     as_json: Annotated[bool, flag(OUTPUT, "Print one JSON object and nothing else.", "--json")] = False,
     explain: Annotated[
         bool, flag(OUTPUT, "Print each formula with the numbers put in, and where it is from.", "--explain")

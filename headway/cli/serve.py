@@ -11,6 +11,7 @@ import typer
 
 from headway.bundled import STORY
 from headway.cli.values import fail, limit, size
+from headway.engine.config import DEFAULTS
 
 if TYPE_CHECKING:
     from headway.engine.config import EngineConfig
@@ -52,14 +53,14 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Longest prompt plus output, in tokens. Default: the model's.")
     ] = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a KV block.")] = 16,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a KV block.")] = DEFAULTS.block_size,
     kv_cache_memory: Annotated[
         Any, typer.Option(**_SIZE_OPTION, help="Memory of the KV cache, as 4G. Default: measured.")
     ] = None,
     gpu_memory_utilization: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Share of device memory to use when --kv-cache-memory is not set.")
-    ] = 0.9,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in a step.")] = 256,
+    ] = DEFAULTS.gpu_memory_utilization,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in a step.")] = DEFAULTS.max_num_seqs,
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="Token budget of a step. Default: chosen for the device.")
     ] = None,
@@ -69,7 +70,7 @@ def serve(
             min=0.0,
             help="Longest that prompts may hold up others in a step, in ms, unless these take longer themselves.",
         ),
-    ] = 50.0,
+    ] = DEFAULTS.max_prefill_stall_ms,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Share KV blocks of equal prompt beginnings.")] = True,
     enable_chunked_prefill: Annotated[bool, typer.Option(help="Split long prompts over steps.")] = True,
     scheduling_policy: Annotated[

@@ -63,37 +63,81 @@ class Capacity:
         return self.shortfall == 0
 
 
-def capacity(
-    deployment: Deployment,
-    prompt: int,
-    output: int,
-    *,
-    utilization: float = 0.9,
-    block_size: int = 16,
-    max_num_batched_tokens: int = 8192,
-    max_num_seqs: int = 256,
-) -> Capacity:
-    """What fits of requests of `prompt` and `output` tokens.
+def _at_least_one(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of an engine, as far as memory goes.
 
     Args:
         utilization: share of the memory that the engine takes.
+        free_share: where it is given, the cache instead takes this share of what weights and workspace leave free, at
+            most what the activations leave of that.
         block_size: tokens of a block of the cache.
         max_num_batched_tokens: of the largest step, which decides the activations.
         max_num_seqs: sequences in a step; here only the size of its logits, and no limit on `max_batch`.
+        rolling: layers with a sliding window keep no more than the window; otherwise they keep everything.
 
     Raises:
-        ValueError: a size is below 1, or utilization is not above 0 and at most 1.
+        ValueError: a size is below 1, or a share is not above 0 and at most 1.
     """
-    _check(utilization, prompt, output, block_size, max_num_batched_tokens, max_num_seqs)
+
+    utilization: float = 0.9
+    free_share: float | None = None
+    block_size: int = 16
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 256
+    rolling: bool = True
+
+    def __post_init__(self) -> None:
+        for share in ("utilization", "free_share"):
+            value = getattr(self, share)
+            if value is not None and not 0.0 < value <= 1.0:
+                raise ValueError(f"{share} is {value}; it must be above 0 and at most 1")
+        _at_least_one(
+            block_size=self.block_size,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+        )
+
+
+USUAL = Settings()
+
+
+def capacity(deployment: Deployment, prompt: int, output: int, settings: Settings = USUAL, cached: int = 0) -> Capacity:
+    """What fits of requests of `prompt` and `output` tokens.
+
+    Args:
+        cached: tokens of each prompt that are in the prefix cache already: the same ones for all requests, held once.
+            Whole blocks of them are; what the last block only fills in part each sequence holds for itself, as
+            `memory.shared_prefix_kv_bytes` counts it. Where windows make it cheaper not to share, nothing is.
+
+    Raises:
+        ValueError: a length is below 1, or fewer tokens than none or more than the prompt's are cached.
+    """
+    _at_least_one(prompt=prompt, output=output)
+    if not 0 <= cached <= prompt:
+        raise ValueError(f"cached is {cached}; it must be between 0 and the prompt's {prompt}")
     d = deployment
-    rows = min(max_num_seqs, max_num_batched_tokens)
-    usable = int(d.hardware.memory_bytes * utilization)
+    rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
     weights = device_weight_bytes(d.shape, d.precision, d.parallelism)
-    activations = activation_bytes(d.device, max_num_batched_tokens, rows, d.precision, d.flash)
+    activations = activation_bytes(d.device, settings.max_num_batched_tokens, rows, d.precision, d.flash)
     workspace = CPU_WORKSPACE if d.hardware.kind == "cpu" else GPU_WORKSPACE
-    pool = usable - weights - activations - workspace
-    room = max(0, pool)
-    one = sequence_bytes(d, prompt + output, block_size)
+    if settings.free_share is None:
+        usable = int(d.hardware.memory_bytes * settings.utilization)
+        pool = usable - weights - activations - workspace
+    else:
+        free = d.hardware.memory_bytes - weights - workspace
+        pool = min(int(free * settings.free_share), free - activations)
+        usable = weights + workspace + activations + pool
+    room, block_size = max(0, pool), settings.block_size
+    one = sequence_bytes(d, prompt + output, block_size, settings.rolling)
+    apart = room // one
+    together = _sharing(d, cached, prompt - cached + output, room, settings) if cached else apart
     in_stage = stage_layers(d.shape.layers, d.parallelism.pipeline) * d.device.kv_elements_per_layer
     return Capacity(
         memory=d.hardware.memory_bytes,
@@ -104,67 +148,38 @@ def capacity(
         kv_pool=pool,
         kv_per_token=d.precision.kv.bytes_of(in_stage),
         pool_tokens=room // d.precision.kv.bytes_of(block_size * in_stage) * block_size,
-        max_batch=room // one,
-        max_context=_longest(d, room, block_size),
+        max_batch=max(apart, together),
+        max_context=_longest(d, room, settings),
         shortfall=max(0, one - pool),
     )
 
 
-def sequence_bytes(deployment: Deployment, tokens: int, block_size: int = 16) -> int:
+def sequence_bytes(deployment: Deployment, tokens: int, block_size: int = 16, rolling: bool = True) -> int:
     """Bytes of cache that the fullest device holds for one sequence of so many tokens, in whole blocks.
+
+    Args:
+        rolling: as in `Settings`.
 
     Raises:
         ValueError: a negative number of tokens, or a block of none.
     """
-    return max(_held(deployment, stage, tokens, block_size) for stage in _stages(deployment))
+    return max(_held(deployment, stage, tokens, block_size, rolling) for stage in _stages(deployment))
 
 
-def shared_prefix_batch(
-    deployment: Deployment,
-    prefix: int,
-    rest: int,
-    *,
-    utilization: float = 0.9,
-    block_size: int = 16,
-    max_num_batched_tokens: int = 8192,
-    max_num_seqs: int = 256,
-) -> int:
-    """Sequences that fit at once where all begin with the same `prefix` tokens, and each has `rest` of its own.
-
-    Whole blocks of the prefix are held once, and what its last block only fills in part by each sequence for itself, as
-    `memory.shared_prefix_kv_bytes` counts it; layers with a window keep no more than that of either. Where windows make
-    it cheaper not to share, nothing is.
-
-    Raises:
-        ValueError: as `capacity`.
-    """
-    apart = capacity(
-        deployment,
-        prefix,
-        rest,
-        utilization=utilization,
-        block_size=block_size,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
-    )
-    whole = prefix // block_size * block_size
+def _sharing(deployment: Deployment, prefix: int, rest: int, room: int, settings: Settings) -> int:
+    """Sequences that fit into `room` where the prefix's whole blocks are held once."""
+    block, rolling = settings.block_size, settings.rolling
+    whole = prefix // block * block
 
     def fitting(stage: ModelShape) -> int:
-        left = apart.kv_pool - _held(deployment, stage, whole, block_size)
-        return max(0, left) // _held(deployment, stage, prefix - whole + rest, block_size)
+        left = room - _held(deployment, stage, whole, block, rolling)
+        return max(0, left) // _held(deployment, stage, prefix - whole + rest, block, rolling)
 
-    return max(apart.max_batch, min(fitting(stage) for stage in _stages(deployment)))
+    return min(fitting(stage) for stage in _stages(deployment))
 
 
 def remedies(
-    deployment: Deployment,
-    prompt: int,
-    output: int,
-    *,
-    utilization: float = 0.9,
-    block_size: int = 16,
-    max_num_batched_tokens: int = 8192,
-    max_num_seqs: int = 256,
+    deployment: Deployment, prompt: int, output: int, settings: Settings = USUAL, cached: int = 0
 ) -> tuple[str, ...]:
     """What would make one request fit, each by itself and each computed; empty where it fits or nothing helps.
 
@@ -177,15 +192,7 @@ def remedies(
     """
 
     def at(changed: Deployment) -> Capacity:
-        return capacity(
-            changed,
-            prompt,
-            output,
-            utilization=utilization,
-            block_size=block_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-        )
+        return capacity(changed, prompt, output, settings, cached)
 
     now = at(deployment)
     if now.fits:
@@ -201,15 +208,6 @@ def remedies(
     return tuple(found)
 
 
-def _check(utilization: float, *sizes: int) -> None:
-    if not 0.0 < utilization <= 1.0:
-        raise ValueError(f"utilization is {utilization}; it must be above 0 and at most 1")
-    names = ("prompt", "output", "block_size", "max_num_batched_tokens", "max_num_seqs")
-    for name, size in zip(names, sizes, strict=True):
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be at least 1")
-
-
 def _stages(deployment: Deployment) -> list[ModelShape]:
     """The layers of each pipeline stage as one device has them, as far as their cache goes."""
     shape = deployment.device
@@ -218,30 +216,41 @@ def _stages(deployment: Deployment) -> list[ModelShape]:
     return [replace(shape, layers=len(windows), sliding_windows=windows, experts=None) for windows in groups]
 
 
-def _held(deployment: Deployment, stage: ModelShape, tokens: int, block_size: int) -> int:
-    return kv_cache_bytes(stage, tokens, deployment.precision, block_size, rolling=True)
+def _held(deployment: Deployment, stage: ModelShape, tokens: int, block_size: int, rolling: bool) -> int:
+    return kv_cache_bytes(stage, tokens, deployment.precision, block_size, rolling=rolling)
 
 
-def _longest(deployment: Deployment, room: int, block_size: int) -> int:
+def _longest(deployment: Deployment, room: int, settings: Settings) -> int:
     """The most tokens of a sequence whose cache takes no more than `room`."""
 
     def held(tokens: int) -> int:
-        return sequence_bytes(deployment, tokens, block_size)
+        return sequence_bytes(deployment, tokens, settings.block_size, settings.rolling)
 
     return bisect.bisect_right(range(MOST_CONTEXT + 1), room, key=held) - 1
 
 
 def _quantized(deployment: Deployment) -> Iterator[tuple[str, Deployment]]:
     """All matrices of the layers in fewer bits, the widest first; of 8 bits the format that the hardware multiplies."""
-    precision = deployment.precision
-    for name in ("fp8" if "fp8" in deployment.hardware.flops_per_s else "int8", "int4"):
-        linear = Precision.named(precision.activations.name, name).linear
-        yield f"--quantization {name}", replace(deployment, precision=replace(precision, linear=linear, experts=None))
+    precision, hardware = deployment.precision, deployment.hardware
+    for name in ("fp8" if "fp8" in hardware.flops_per_s and not hardware.measured else "int8", "int4"):
+        fewer = _named(deployment, name)
+        changed = replace(precision, linear=fewer.linear, head=fewer.head, experts=None)
+        yield f"--quantization {name}", replace(deployment, precision=changed)
 
 
 def _narrow_cache(deployment: Deployment) -> Iterator[tuple[str, Deployment]]:
     if deployment.precision.kv.bits > FP8.bits:
-        yield "--kv-cache-dtype fp8", replace(deployment, precision=replace(deployment.precision, kv=FP8))
+        name = "int8" if deployment.hardware.measured else "fp8"
+        kv = _named(deployment, "none", name).kv
+        yield f"--kv-cache-dtype {name}", replace(deployment, precision=replace(deployment.precision, kv=kv))
+
+
+def _named(deployment: Deployment, quantization: str, kv_cache_dtype: str = "auto") -> Precision:
+    """As the engine of a calibrated machine has it, or as others do."""
+    dtype = deployment.precision.activations.name
+    if deployment.hardware.measured:
+        return Precision.of_engine(dtype, quantization, kv_cache_dtype, deployment.shape.head_dim)
+    return Precision.named(dtype, quantization, kv_cache_dtype)
 
 
 def _more_devices(deployment: Deployment) -> Iterator[tuple[str, Deployment]]:

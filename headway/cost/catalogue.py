@@ -14,7 +14,7 @@ import msgspec
 
 from headway.cost.config import read_shape
 from headway.cost.efficiency import Efficiency
-from headway.cost.hardware import Hardware, Link, Price
+from headway.cost.hardware import Hardware, Link, Price, network_of
 from headway.cost.shape import ModelShape
 
 FOLDER = Path(__file__).parent / "tables"
@@ -96,12 +96,14 @@ def _read(file: str) -> dict[str, dict[str, Any]]:
 
 
 def _hardware(key: str, entry: dict[str, Any]) -> Hardware:
-    link = entry.get("link")
+    link, network = entry.get("link"), entry.get("network_gb_s")
     price = entry.get("price_per_hour_usd")
     host = entry.get("host_gb_s")
     flops = {name: rate * 1e12 for name, rate in entry["tflops"].items()}
     if "fp4" in flops:
         flops["mxfp4"] = flops["fp8"]
+        if entry["vendor"] == "NVIDIA":
+            flops["nvfp4"] = flops["fp4"]
     return Hardware(
         key=key,
         name=entry["name"],
@@ -112,6 +114,7 @@ def _hardware(key: str, entry: dict[str, Any]) -> Hardware:
         flops_per_s=flops,
         link=Link(link["kind"], link["gb_s"] * 1e9, link["latency_us"] * 1e-6, link["max_devices"]) if link else None,
         host_bytes_per_s=host * 1e9 if host else None,
+        network=network_of(network) if network else None,
         tdp_w=entry.get("tdp_w"),
         price=Price(price, entry["price_source"], str(entry["price_date"])) if price else None,
         sources=tuple(entry["sources"]),
@@ -146,10 +149,14 @@ def efficiency(hardware: Hardware, engine: str = "vllm") -> Efficiency:
 
 
 def uncertainty(hardware: Hardware, metric: str) -> tuple[float, float]:
-    """Factors on a prediction of ttft or tpot between which four in five measurements lie.
+    """Factors on a prediction of ttft, ttft_arrivals or tpot between which four in five measurements lie.
 
-    They are wider for architectures of which no measurement was at hand.
+    They are wider for architectures of which no measurement was at hand, and for TTFTs of requests that arrive at
+    random times: there, as under all load, one figure stands for clumps that a steady state does not know.
     """
     table = _efficiencies()["uncertainty"]
+    if metric == "ttft_arrivals":
+        low, high = table[metric]
+        return low, high
     low, high = table[metric if hardware.architecture in table["measured"] else f"{metric}_elsewhere"]
     return low, high

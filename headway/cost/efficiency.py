@@ -37,7 +37,7 @@ class Efficiency:
         request_s: of the host, for each request before its first token (HTTP, queues, the answer).
         linear: (tokens, factor on the time of linear layers) as measured, by tokens in a step, ascending; between them
             it is interpolated over the logarithm. Empty for 1 everywhere.
-        linear_of: the same for products in some formats, where they differ.
+        linear_of: the same for products with weights of some formats, or in some, where they differ.
     """
 
     matmul_flops: dict[str, float] = field(default_factory=lambda: {"other": 0.7})
@@ -99,7 +99,7 @@ class Efficiency:
 
     def matmul(self, format_: str) -> float:
         """Share of the rate of products in this format."""
-        alike = {"fp16": "bf16", "bf16": "fp16"}.get(format_, "other")
+        alike = {"fp16": "bf16", "bf16": "fp16", "nvfp4": "fp8"}.get(format_, "other")
         found = self.matmul_flops.get(format_) or self.matmul_flops.get(alike) or self.matmul_flops.get("other")
         return found or 0.7
 
@@ -114,9 +114,13 @@ class Efficiency:
             return longer
         return float(longer * (1.0 + (shorter / longer) ** self.sharpness) ** (1.0 / self.sharpness))
 
-    def linear_factor(self, tokens: int, format_: str = "") -> float:
-        """What the time of linear layers is multiplied by in a step of so many tokens, multiplied in this format."""
-        curve = self.linear_of.get(format_, self.linear)
+    def linear_factor(self, tokens: int, *formats: str) -> float:
+        """What the time of linear layers is multiplied by in a step of so many tokens.
+
+        Args:
+            formats: of the weights and of the products; the first that was measured apart counts.
+        """
+        curve = next((self.linear_of[each] for each in formats if each in self.linear_of), self.linear)
         if not curve:
             return 1.0
         if tokens <= curve[0][0]:

@@ -11,6 +11,7 @@ from headway.cost.roofline import Roofline
 # What arithmetic a device without units for a format falls back on: the numbers are widened first.
 _WIDER = {
     "mxfp4": ("bf16", "fp16", "fp32"),
+    "nvfp4": ("bf16", "fp16", "fp32"),
     "fp4": ("fp8", "bf16", "fp16", "fp32"),
     "int4": ("int8", "bf16", "fp16", "fp32"),
     "fp8": ("bf16", "fp16", "fp32"),
@@ -23,7 +24,7 @@ _WIDER = {
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How devices of one machine reach each other.
+    """How devices of one machine reach each other, or machines.
 
     Args:
         bytes_per_s: of a device in one direction.
@@ -35,6 +36,20 @@ class Link:
     bytes_per_s: float
     latency_s: float
     max_devices: int
+
+
+# A small all-reduce between machines over InfiniBand: a rule of thumb, three to four times that of NVLink.
+NETWORK_LATENCY_S = 30e-6
+MOST_DEVICES = 100_000
+
+
+def network_of(gb_per_s: float) -> Link:
+    """A network between machines that gives each device so many 10^9 bytes/s one way."""
+    return Link(f"network of {gb_per_s:g} GB/s a device", gb_per_s * 1e9, NETWORK_LATENCY_S, MOST_DEVICES)
+
+
+# Where nobody says what it is: 100 Gb/s for each device.
+PLAIN_NETWORK = network_of(12.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +75,7 @@ class Hardware:
         host_bytes_per_s: between it and its host's memory, one way.
         reads: bytes and the rate at which so many are read over and over, smallest first; empty where only memory
             counts.
+        network: between machines of such devices; None where nobody said.
         measured: it is this machine as `headway calibrate` found it.
     """
 
@@ -77,6 +93,7 @@ class Hardware:
     sources: tuple[str, ...] = ()
     note: str = ""
     reads: tuple[tuple[int, float], ...] = ()
+    network: Link | None = None
     measured: bool = False
     aliases: tuple[str, ...] = field(default=())
 

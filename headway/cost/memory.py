@@ -8,11 +8,11 @@ from headway.cost.shape import ModelShape, kv_elements_per_token
 
 def weight_bytes(shape: ModelShape, precision: Precision | None = None) -> int:
     """Bytes of all parameters, each held once, with the scales of their format."""
-    p, parts = precision or Precision(), shape.matrices()
+    p, parts, matrices = precision or Precision(), shape.matrices(), shape.projections()
     return (
-        p.linear.bytes_of(parts["linear"])
-        + p.of_experts.bytes_of(parts["experts"])
-        + p.head.bytes_of(parts["head"])
+        p.linear.bytes_of_matrices(matrices["linear"])
+        + p.of_experts.bytes_of_matrices(matrices["experts"])
+        + p.head.bytes_of_matrices(matrices["head"])
         + p.rest.bytes_of(parts["embedding"] + parts["rest"])
     )
 

@@ -74,11 +74,11 @@ def check(shape: ModelShape, parallelism: Parallelism, link: Link | None = None)
         )
     if link is None and parallelism.devices > 1:
         raise ShapeError(f"{parallelism.devices} devices were asked for, but the hardware has no link between devices")
-    if link is not None and tensor * parallelism.data > link.max_devices:
-        raise ShapeError(
-            f"tensor parallelism over {tensor * parallelism.data} devices is more than the {link.max_devices} that "
-            f"{link.kind} joins; use at most that many, and --pipeline-parallel-size for more"
-        )
+
+
+def machines(devices: int, link: Link | None) -> int:
+    """How many machines so many devices are in, as many in each as its link joins."""
+    return -(-devices // link.max_devices) if link is not None else 1
 
 
 def device_shape(shape: ModelShape, parallelism: Parallelism) -> ModelShape:
@@ -112,7 +112,7 @@ def device_weight_bytes(shape: ModelShape, precision: Precision, parallelism: Pa
     local = device_shape(shape, parallelism)
     if parallelism.pipeline == 1:
         return weight_bytes(local, precision)
-    head = precision.head.bytes_of(local.vocab * local.hidden)
+    head = precision.head.bytes_of_matrices(local.projections()["head"])
     embedding = precision.rest.bytes_of(local.vocab * local.hidden)
     stage = _fullest_stage(local, stage_layers(shape.layers, parallelism.pipeline))
     tables = head + (0 if shape.tied_embeddings else embedding)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+
+from headway.cost.shape import Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +17,8 @@ class Format:
         group: elements that share scales; 0 where there are none, or so few that nobody counts them.
         scale_bits: of a group's scale, and of its zero point where it has one.
         compute: the arithmetic of matrix products in this format, a key of `Hardware.flops_per_s`.
+        row_bits: of a scale that each row of a matrix has besides.
+        rows, inputs: that rows of a matrix, and the numbers in each, are filled up to a multiple of.
     """
 
     name: str
@@ -21,6 +26,9 @@ class Format:
     compute: str
     group: int = 0
     scale_bits: int = 0
+    row_bits: int = 0
+    rows: int = 1
+    inputs: int = 1
 
     def __post_init__(self) -> None:
         if self.bits < 1 or self.group < 0 or self.scale_bits < 0:
@@ -30,6 +38,18 @@ class Format:
         """Bytes of so many elements with their scales, rounded up to a whole byte."""
         groups = -(-elements // self.group) if self.group else 0
         return -(-(elements * self.bits + groups * self.scale_bits) // 8)
+
+    def bytes_of_matrices(self, matrices: Iterable[Matrix]) -> int:
+        """Bytes of these matrices as they are kept; where nothing is filled up, of their elements."""
+        if self.rows == self.inputs == 1 and not self.row_bits:
+            return self.bytes_of(sum(count * rows * width for count, rows, width in matrices))
+        full = map(self.filled_up, matrices)
+        return sum(count * (self.bytes_of(rows * width) + rows * self.row_bits // 8) for count, rows, width in full)
+
+    def filled_up(self, matrix: Matrix) -> Matrix:
+        """The matrix with as many rows, and numbers in a row, as are stored."""
+        count, rows, width = matrix
+        return count, -(-rows // self.rows) * self.rows, -(-width // self.inputs) * self.inputs
 
     @property
     def bits_per_element(self) -> float:
@@ -56,7 +76,8 @@ _DTYPES = {
 # Weights of each scheme, by the name that `--quantization` takes; `compute` None multiplies in the activations' dtype,
 # after widening the weights. Groups and scales are those of the usual checkpoints: AWQ and GPTQ with 128 weights to a
 # 16-bit scale, blocks of 32 with an 8-bit exponent for MXFP4 (OCP Microscaling Formats, 2023), which devices with units
-# for it multiply with 8-bit activations.
+# for it multiply with 8-bit activations, and blocks of 16 with an 8-bit float for NVFP4 (NVIDIA's introduction of it,
+# 2025), which Blackwell multiplies with activations in the same format.
 _WEIGHTS: dict[str, tuple[int, int, int, str | None]] = {
     "fp8": (8, 0, 0, "fp8"),
     "fp8-weight-only": (8, 0, 0, None),
@@ -64,8 +85,21 @@ _WEIGHTS: dict[str, tuple[int, int, int, str | None]] = {
     "int8-weight-only": (8, 0, 0, None),
     "int4": (4, 128, 16, None),
     "mxfp4": (4, 32, 8, "mxfp4"),
+    "nvfp4": (4, 16, 8, "nvfp4"),
 }
-QUANTIZATIONS = ("none", *_WEIGHTS)
+# Of mixtures: the experts' matrices alone, everything else in the plain dtype.
+_EXPERTS_ONLY = {"int4-experts": "int4", "nvfp4-experts": "nvfp4"}
+QUANTIZATIONS = ("none", *_WEIGHTS, *_EXPERTS_ONLY)
+# What this engine packs (docs/quantization.md): panels of 64 rows, a float32 scale for each, and in int4 a byte for
+# each row and 32 inputs besides. Its head has no fewer than 8 bits. Compute None as above.
+_ENGINE_WEIGHTS: dict[str, tuple[int, int, int, int, str | None]] = {
+    "int8": (8, 0, 0, 4, "int8"),
+    "int8-weight-only": (8, 0, 0, 2, None),
+    "int4": (4, 32, 8, 32, "int8"),
+}
+_ENGINE_HEAD = {"int4": "int8"}
+ENGINE_QUANTIZATIONS = ("none", *_ENGINE_WEIGHTS)
+ENGINE_KV_DTYPES = ("auto", "int8")
 KV_DTYPES = ("auto", "fp8", "int8", "bf16", "fp16", "fp32")
 
 
@@ -115,9 +149,29 @@ class Precision:
         kv = {"auto": base.kv, "fp8": FP8, "int8": INT8}.get(kv_cache_dtype) or _DTYPES[kv_cache_dtype]
         if quantization == "none":
             return replace(base, kv=kv)
-        bits, group, scale_bits, compute = _WEIGHTS[quantization]
-        weights = Format(quantization, bits, compute or base.activations.compute, group, scale_bits)
-        return replace(base, linear=weights, kv=kv)
+        scheme = _EXPERTS_ONLY.get(quantization, quantization)
+        bits, group, scale_bits, compute = _WEIGHTS[scheme]
+        weights = Format(scheme, bits, compute or base.activations.compute, group, scale_bits)
+        found = replace(base, linear=weights, kv=kv)
+        return found.for_experts_only() if quantization in _EXPERTS_ONLY else found
+
+    @classmethod
+    def of_engine(cls, dtype: str, quantization: str, kv_cache_dtype: str, head_dim: int) -> Precision:
+        """As `headway serve` keeps a model in one of ENGINE_QUANTIZATIONS and ENGINE_KV_DTYPES; else as in `named`.
+
+        Args:
+            head_dim: of a key, which has a float32 scale of its own in a cache of int8.
+
+        Raises:
+            ValueError: a name is not known.
+        """
+        found = cls.named(dtype, quantization, kv_cache_dtype)
+        if kv_cache_dtype == "int8":
+            found = replace(found, kv=replace(INT8, group=head_dim, scale_bits=32))
+        if quantization not in _ENGINE_WEIGHTS:
+            return found
+        head = _ENGINE_HEAD.get(quantization, quantization)
+        return replace(found, linear=_packed(quantization, found.activations), head=_packed(head, found.activations))
 
     def for_experts_only(self) -> Precision:
         """The same, with `linear` kept for experts and all other matrices in the plain dtype (gpt-oss, MXFP4)."""
@@ -126,3 +180,13 @@ class Precision:
     @property
     def of_experts(self) -> Format:
         return self.experts or self.linear
+
+
+def is_for_experts(quantization: str) -> bool:
+    """Whether a scheme is of experts alone, so that a model without any has no use for it."""
+    return quantization in _EXPERTS_ONLY
+
+
+def _packed(quantization: str, activations: Format) -> Format:
+    bits, group, scale_bits, inputs, compute = _ENGINE_WEIGHTS[quantization]
+    return Format(quantization, bits, compute or activations.compute, group, scale_bits, 32, 64, inputs)

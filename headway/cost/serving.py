@@ -4,6 +4,10 @@ It stands for continuous batching with chunked prefill (Orca, Yu et al., 2022; S
 each step every decoding sequence gets one token, and the prompts that wait, first come first served, share what is left
 of the step's budget of tokens. Steps take as long as `Deployment.step` says.
 
+A pipeline has a batch on its way for each of its stages. The batches go round in one order, so the longest of them
+holds up all the others: a round takes as long as its way through all stages, or as the slowest stage takes with all
+batches.
+
 Assumptions: all requests are alike, nothing is preempted, and no prefix is found in the cache unless the workload says
 so. Runs of steps without prompts and without anybody coming or going are taken in one go, at the time of the middle
 one.
@@ -15,12 +19,14 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from headway.cost.attention import Chunk
+from headway.cost.attention import Chunk, attended_pairs
 from headway.cost.timing import Deployment
 
 _GOLDEN = 0.6180339887498949
+_UNBOUNDED = 2**31
+MOST_CHUNKS_ALIKE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +61,24 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the engine: tokens in a step, and sequences at once."""
+    """Of the engine: tokens in a step, and sequences at once.
+
+    Args:
+        prefill_stall_s: by which prompts may make a step longer for those beside them, or by as long as these take
+            alone where that is longer (`policy.step_budget`); infinite for no bound but the tokens.
+        least_tokens: that the first prompt gets beside decodes whatever they take.
+    """
 
     batched_tokens: int = 8192
     sequences: int = 256
+    prefill_stall_s: float = math.inf
+    least_tokens: int = 16
 
     def __post_init__(self) -> None:
-        if self.batched_tokens < 1 or self.sequences < 1:
+        if self.batched_tokens < 1 or self.sequences < 1 or not self.prefill_stall_s >= 0 or self.least_tokens < 1:
             raise ValueError(
-                f"max_num_batched_tokens is {self.batched_tokens} and max_num_seqs {self.sequences}; "
-                "both must be at least 1"
+                f"max_num_batched_tokens is {self.batched_tokens}, max_num_seqs {self.sequences} and least_tokens "
+                f"{self.least_tokens}; they must be at least 1, and prefill_stall_s, {self.prefill_stall_s}, at least 0"
             )
 
 
@@ -74,10 +88,11 @@ class Served:
 
     Args:
         ttft_s, tpot_s, e2e_s: means. TPOT is 0 where only one token is asked for.
-        ttft_p50_s: median.
-        running: sequences in an average step.
+        ttft_p50_s, ttft_most_s: median, and the longest.
+        running: sequences in an average step, or in a round of a pipeline's steps.
         requests_per_s: that end.
         prompt_share: of the time, in steps with prompt tokens.
+        bubble: share of the time in which a stage of a pipeline waits for another one, or has no batch; 0 without.
     """
 
     ttft_s: float
@@ -87,6 +102,8 @@ class Served:
     requests_per_s: float
     running: float
     prompt_share: float
+    bubble: float = 0.0
+    ttft_most_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -201,6 +218,64 @@ class _Finished:
     output: int
 
 
+@dataclass(slots=True)
+class _Lane:
+    """A batch of sequences that make steps together, and the prompts that wait to join it."""
+
+    decoding: _Decoding
+    waiting: deque[_Waiting] = field(default_factory=deque)
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.decoding)
+
+
+@dataclass(slots=True)
+class _Step:
+    """What a lane does next.
+
+    Args:
+        firsts: those whose prompt it ends.
+    """
+
+    lane: _Lane
+    decodes: list[Chunk]
+    prompts: list[Chunk]
+    firsts: list[_Waiting]
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptCost:
+    """What a prompt adds to a step as the scheduler's model has it (`policy.step_time`): by token, and by pair."""
+
+    token_s: float
+    pair_s: float
+
+    @classmethod
+    def of(cls, deployment: Deployment, workload: Workload, limits: Limits) -> _PromptCost:
+        """From steps of a chunk, of half of it, and of the half at the prompt's end."""
+        half = max(1, min(limits.batched_tokens, workload.prompt) // 2)
+        context = max(half, workload.prompt - half)
+        chunks = (Chunk(half), Chunk(2 * half), Chunk(half, context))
+        short, long, late = (deployment.step([chunk]).seconds for chunk in chunks)
+        pair_s = max(0.0, late - short) / (half * context)
+        more = attended_pairs(2 * half, 0) - attended_pairs(half, 0)
+        return cls(max(0.0, long - short - more * pair_s) / half, pair_s)
+
+    def seconds(self, start: int, tokens: int) -> float:
+        return tokens * self.token_s + attended_pairs(tokens, start) * self.pair_s
+
+    def within(self, seconds: float, start: int) -> int:
+        """The most tokens after the first `start` that add no more."""
+        slope = self.token_s + self.pair_s * (start + 0.5)
+        steepest = slope + math.sqrt(slope * slope + 2.0 * self.pair_s * min(seconds, 1e9))
+        return int(min(2.0 * seconds / steepest, _UNBOUNDED)) if steepest else _UNBOUNDED
+
+
+def _later(chunks: Sequence[Chunk], steps: int) -> list[Chunk]:
+    """What these come to so many steps further on."""
+    return [Chunk(each.tokens, each.context + steps * each.tokens, each.logit_rows, each.sequences) for each in chunks]
+
+
 class _Engine:
     """The recursion. Requests are given by `arrive`, and `run` goes on until so many have ended."""
 
@@ -209,14 +284,16 @@ class _Engine:
         self._workload = workload
         self._limits = limits
         self._coming: list[tuple[float, float]] = []  # (at the scheduler, sent)
-        self._waiting: deque[_Waiting] = deque()
-        windows = {window for window in deployment.shape.sliding_windows if window is not None}
-        self._decoding = _Decoding(workload.prompt, sorted(windows))
+        windows = sorted({window for window in deployment.shape.sliding_windows if window is not None})
+        stages = deployment.parallelism.pipeline
+        self._lanes = [_Lane(_Decoding(workload.prompt, windows)) for _ in range(stages)]
+        self._room = max(1, limits.sequences // stages)  # of a lane
+        self._cost = _PromptCost.of(deployment, workload, limits)
         self._intake_free = 0.0
         self._answered = 0
         self.now = 0.0
         self.finished: list[_Finished] = []
-        self.busy_s = self.prompt_s = self.sequence_s = 0.0
+        self.busy_s = self.prompt_s = self.sequence_s = self.stage_s = 0.0
 
     def arrive(self, sent: float) -> None:
         """A request is sent: its prompt is tokenized, one after the other, and then it is at the scheduler."""
@@ -227,7 +304,7 @@ class _Engine:
     def run(self, until: int, again: bool) -> None:
         """Until so many requests have ended; `again` sends the next one whenever one ends."""
         while len(self.finished) < until:
-            if not self._waiting and not self._decoding:
+            if not any(map(len, self._lanes)):
                 self.now = max(self.now, self._coming[0][0])
             self._admit()
             ended = self._step()
@@ -239,50 +316,87 @@ class _Engine:
         while self._coming and self._coming[0][0] <= self.now:
             arrived, sent = heapq.heappop(self._coming)
             cached = self._workload.cached
-            self._waiting.append(_Waiting(arrived, sent, self._workload.prompt - cached, cached))
+            waiting = _Waiting(arrived, sent, self._workload.prompt - cached, cached)
+            min(self._lanes, key=len).waiting.append(waiting)
 
     def _step(self) -> int:
-        """One step, or many without prompts. Returns how many requests it ended."""
-        decoding = len(self._decoding)
-        prompts, firsts = self._prompts(decoding)
-        decodes = self._decoding.chunks()
-        took = self._deployment.step(decodes + prompts).seconds
-        steps = 1 if prompts else self._quiet_steps(took)
-        if steps > 1:
-            middle = steps // 2
-            later = [Chunk(1, each.context + middle, 1, each.sequences) for each in decodes]
-            took = self._deployment.step(later).seconds
-        self.now += steps * took
-        self.busy_s += steps * took
-        self.sequence_s += steps * took * (decoding + sum(chunk.sequences for chunk in prompts))
-        self.prompt_s += took if prompts else 0.0
-        return self._advance(steps, firsts)
+        """One step of each lane, or many without prompts. Returns how many requests they ended."""
+        steps = [self._next_step(lane) for lane in self._lanes if len(lane)]
+        with_prompts = any(step.prompts for step in steps)
+        took, stages_s = self._round([step.decodes + step.prompts for step in steps])
+        times = self._chunks_alike(steps, took) if with_prompts else self._quiet_steps(steps, took)
+        if times > 1:
+            took, stages_s = self._round([_later(step.decodes + step.prompts, times // 2) for step in steps])
+        self.now += times * took
+        self.busy_s += times * took
+        self.stage_s += times * stages_s
+        sequences = sum(chunk.sequences for step in steps for chunk in step.decodes + step.prompts)
+        self.sequence_s += times * took * sequences
+        self.prompt_s += times * took if with_prompts else 0.0
+        return sum([self._advance(step, times) for step in steps])
 
-    def _quiet_steps(self, took: float) -> int:
+    def _round(self, batches: Sequence[Sequence[Chunk]]) -> tuple[float, float]:
+        """Seconds until each lane has made its step, and those in which the stages are busy, all together."""
+        found = [self._deployment.step(batch) for batch in batches]
+        if len(self._lanes) == 1:
+            return found[0].seconds, found[0].seconds
+        longest, paces = max(step.seconds for step in found), sum(self._deployment.pace(step) for step in found)
+        return max(longest, paces), sum(step.seconds for step in found)
+
+    def _quiet_steps(self, steps: Sequence[_Step], took: float) -> int:
         """How many steps of this length go by before a sequence ends, or a request that has room comes."""
-        steps = self._decoding.until_one_ends()
+        times = min(step.lane.decoding.until_one_ends() for step in steps)
         if self._coming:
-            steps = min(steps, math.ceil((self._coming[0][0] - self.now) / took))
-        return max(1, steps)
+            times = min(times, math.ceil((self._coming[0][0] - self.now) / took))
+        return max(1, times)
 
-    def _prompts(self, decoding: int) -> tuple[list[Chunk], list[_Waiting]]:
-        """Chunks of waiting prompts for the next step, and those whose prompt it ends."""
-        budget = self._limits.batched_tokens - decoding
-        room = self._limits.sequences - decoding
-        chunks: list[Chunk] = []
-        firsts: list[_Waiting] = []
-        while self._waiting and budget > 0 and room > 0:
-            request = self._waiting[0]
-            tokens = min(budget, request.left)
+    def _chunks_alike(self, steps: Sequence[_Step], took: float) -> int:
+        """How many steps take another chunk of the one prompt that is under way, as long as this one.
+
+        Only where a stall's bound cuts prompts into small chunks.
+        """
+        step = steps[0]
+        alone = len(self._lanes) == 1 and len(step.prompts) == 1 and not step.firsts
+        if math.isinf(self._limits.prefill_stall_s) or not alone or not step.decodes:
+            return 1
+        request, tokens = step.lane.waiting[0], step.prompts[0].tokens
+        times = min(MOST_CHUNKS_ALIKE, 1 + (request.left - 1) // tokens, self._quiet_steps(steps, took))
+        request.left -= (times - 1) * tokens
+        request.done += (times - 1) * tokens
+        return times
+
+    def _next_step(self, lane: _Lane) -> _Step:
+        """Decodes, and chunks of the prompts that wait."""
+        decodes, decoding = lane.decoding.chunks(), len(lane.decoding)
+        budget, room = self._limits.batched_tokens - decoding, self._room - decoding
+        step = _Step(lane, decodes, [], [])
+        stall = self._stall_s(decodes)
+        least = self._limits.least_tokens
+        while lane.waiting and budget > 0 and room > 0:
+            request = lane.waiting[0]
+            tokens = min(budget, request.left, max(least, self._cost.within(stall, request.done)))
+            if tokens == 0:
+                break
             last = tokens == request.left
-            self._add(chunks, Chunk(tokens, request.done, int(last)))
+            self._add(step.prompts, Chunk(tokens, request.done, int(last)))
+            if math.isinf(stall):
+                stall = self._stall_s(step.prompts)
+            else:
+                stall = max(0.0, stall - self._cost.seconds(request.done, tokens))
             request.left -= tokens
             request.done += tokens
             budget -= tokens
             room -= 1
+            least = 0
             if last:
-                firsts.append(self._waiting.popleft())
-        return chunks, firsts
+                step.firsts.append(lane.waiting.popleft())
+        return step
+
+    def _stall_s(self, others: Sequence[Chunk]) -> float:
+        """By which prompts may make a step longer for those who are in it; nobody is held up in an empty one."""
+        if math.isinf(self._limits.prefill_stall_s) or not others:
+            return math.inf
+        return max(self._limits.prefill_stall_s, self._deployment.step(others).seconds)
 
     @staticmethod
     def _add(chunks: list[Chunk], chunk: Chunk) -> None:
@@ -295,19 +409,19 @@ class _Engine:
             chunk = Chunk(chunk.tokens, chunk.context, chunk.logit_rows, chunks.pop().sequences + 1)
         chunks.append(chunk)
 
-    def _advance(self, steps: int, firsts: list[_Waiting]) -> int:
-        before = len(self.finished)
-        for group in self._decoding.advance(steps):
+    def _advance(self, step: _Step, times: int) -> int:
+        before, decoding = len(self.finished), step.lane.decoding
+        for group in decoding.advance(times):
             self.finished += [_Finished(sent, group.first, self.now, group.output) for sent in group.members]
         begun: dict[int, list[float]] = {}
-        for request in firsts:
+        for request in step.firsts:
             begun.setdefault(self._workload.output_of(self._answered), []).append(request.sent)
             self._answered += 1
         for output, members in begun.items():
             if output == 1:
                 self.finished += [_Finished(sent, self.now, self.now, 1) for sent in members]
             else:
-                self._decoding.add(output, self.now, members)
+                decoding.add(output, self.now, members)
         return len(self.finished) - before
 
     def served(self, skip: int) -> Served:
@@ -325,6 +439,8 @@ class _Engine:
             requests_per_s=rate,
             running=self.sequence_s / self.busy_s,
             prompt_share=self.prompt_s / self.busy_s,
+            ttft_most_s=ttfts[-1],
+            bubble=max(0.0, 1.0 - self.stage_s / (len(self._lanes) * self.busy_s)),
         )
 
 

@@ -6,7 +6,11 @@ the feed-forward layer, V vocabulary, E experts of which each token takes k.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+# Matrices that are alike: how many, rows (outputs), and numbers in a row (inputs).
+Matrix = tuple[int, int, int]
 
 
 class ShapeError(ValueError):
@@ -52,6 +56,13 @@ class Latent:
     @property
     def norm_parameters(self) -> int:
         return (self.q_rank or 0) + self.kv_rank
+
+    def projections(self, layers: int, hidden: int, heads: int) -> list[Matrix]:
+        """The matrices of all three counts above."""
+        rows = heads * (self.nope_dim + self.rope_dim)
+        queries = [(rows, hidden)] if self.q_rank is None else [(self.q_rank, hidden), (rows, self.q_rank)]
+        cached = [(self.kv_rank + self.rope_dim, hidden), (heads * (self.nope_dim + self.value_dim), self.kv_rank)]
+        return [(layers, *sizes) for sizes in queries + cached]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,21 +253,25 @@ class ModelShape:
 
         A tied embedding counts as the head.
         """
-        latent = self.latent
-        attention = self.attended * self.hidden
-        if latent is None:
-            attention += self.qkv_rows * self.hidden
-        else:
-            attention += latent.query_parameters(self.hidden, self.heads) + latent.compress_parameters(self.hidden)
-            attention += latent.expand_parameters(self.heads)
-        linear = self.layers * attention + self.dense_layers * self.ffn_matrices * self.hidden * self.ffn
-        routed = 0
-        if (experts := self.experts) is not None:
-            linear += experts.layers * self.ffn_matrices * self.hidden * experts.shared_width
-            routed = experts.layers * experts.here * self.ffn_matrices * self.hidden * experts.width
-        table = self.vocab * self.hidden
-        parts = {"linear": linear, "experts": routed, "head": table, "embedding": 0 if self.tied_embeddings else table}
+        parts = {name: sum(map(math.prod, sizes)) for name, sizes in self.projections().items()}
+        parts["embedding"] = 0 if self.tied_embeddings else parts["head"]
         return parts | {"rest": self.num_parameters - sum(parts.values())}
+
+    def projections(self) -> dict[str, list[Matrix]]:
+        """What tokens are multiplied with, by linear, experts and head, as in `matrices`; what is fused is one."""
+        latent, linear, routed = self.latent, [(self.layers, self.hidden, self.attended)], list[Matrix]()
+        if latent is None:
+            linear.append((self.layers, self.qkv_rows, self.hidden))
+        else:
+            linear += latent.projections(self.layers, self.hidden, self.heads)
+        linear += self._ffn_projections(self.dense_layers, self.ffn)
+        if (experts := self.experts) is not None:
+            linear += self._ffn_projections(experts.layers, experts.shared_width)
+            routed += self._ffn_projections(experts.layers * experts.here, experts.width)
+        return {"linear": linear, "experts": routed, "head": [(1, self.vocab, self.hidden)]}
+
+    def _ffn_projections(self, count: int, width: int) -> list[Matrix]:
+        return [(count, (self.ffn_matrices - 1) * width, self.hidden), (count, self.hidden, width)]
 
     def ffn_parameters(self, width: int) -> int:
         """Of one feed-forward layer of this width."""

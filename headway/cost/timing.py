@@ -9,11 +9,21 @@ from functools import cached_property
 
 from headway.cost.attention import Chunk
 from headway.cost.efficiency import TILE_ROWS, Efficiency
-from headway.cost.hardware import Hardware
-from headway.cost.parallel import Parallelism, Traffic, check, device_shape, device_weight_bytes, traffic
+from headway.cost.hardware import PLAIN_NETWORK, Hardware, Link
+from headway.cost.parallel import (
+    Parallelism,
+    Traffic,
+    check,
+    device_shape,
+    device_weight_bytes,
+    machines,
+    stage_layers,
+    traffic,
+)
 from headway.cost.precision import Precision
 from headway.cost.shape import ModelShape
 from headway.cost.work import (
+    NORMALISATION,
     Operation,
     Work,
     attention_work,
@@ -24,7 +34,7 @@ from headway.cost.work import (
     weight_format,
 )
 
-WIDTHS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "fp4": 4, "int4": 4, "mxfp4": 4}
+WIDTHS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "fp4": 4, "int4": 4, "mxfp4": 4, "nvfp4": 4}
 ATTENTION = (Operation.SCORES, Operation.VALUES)
 LINEAR = (
     Operation.QKV,
@@ -37,11 +47,10 @@ LINEAR = (
     Operation.EXPERTS,
     Operation.HEAD,
 )
+AFTER_LAYERS = (Operation.FINAL_NORM, Operation.HEAD, Operation.SAMPLING)
 NO_WORK = Work()
 MOST_KNOWN = 10_000  # steps of different sizes that a deployment remembers
 ONE_DEVICE = Parallelism()
-# Divided among the devices by sequence parallelism.
-BY_TOKEN = (Operation.NORMS, Operation.FINAL_NORM)
 # Kernels that an operation takes in each layer, as fused engines have them; scores and values are one.
 KERNELS_A_LAYER = {
     Operation.QKV: 1,
@@ -198,8 +207,8 @@ class Deployment:
         if operation in ATTENTION:
             compute_s += self._scores(work) * self.efficiency.score_s
         memory_s = self._memory_s(operation, work)
-        if operation in BY_TOKEN and self.parallelism.sequence:
-            memory_s /= self.parallelism.tensor
+        if operation in NORMALISATION and self.parallelism.sequence:
+            compute_s, memory_s = compute_s / self.parallelism.tensor, memory_s / self.parallelism.tensor
         factor = self._linear_factor(operation, tokens) if operation in LINEAR else 1.0
         overhead_s = self._kernels(operation) * self.efficiency.kernel_s
         seconds = self.efficiency.overlapped(compute_s, memory_s) * factor + overhead_s
@@ -208,13 +217,16 @@ class Deployment:
 
     def _linear_factor(self, operation: Operation, tokens: int) -> float:
         format_ = self.hardware.arithmetic(compute_format(operation, self.precision))
-        return self.efficiency.linear_factor(max(1, tokens), format_)
+        return self.efficiency.linear_factor(max(1, tokens), weight_format(operation, self.precision).name, format_)
 
     def _scores(self, work: Work) -> float:
         """Pairs of a query and a key, of all heads: each has two products of the head's dimension."""
         return work.flops / (4 * self.device.head_dim)
 
     def _flops_per_s(self, operation: Operation) -> float:
+        if operation in NORMALISATION:
+            vectors = self.hardware.flops_per_s.get("fp32")
+            return vectors or self.hardware.rate(self.precision.activations.compute)
         format_ = self.hardware.arithmetic(compute_format(operation, self.precision))
         peak = self.hardware.flops_per_s[format_]
         if operation in ATTENTION:
@@ -260,20 +272,59 @@ class Deployment:
             layers = s.experts.layers if s.experts else 0
         return layers * KERNELS_A_LAYER.get(operation, 0) + KERNELS_A_STEP.get(operation, 0)
 
+    @property
+    def network(self) -> Link:
+        """Between machines: the hardware's own, or a plain one."""
+        return self.hardware.network or PLAIN_NETWORK
+
     def _network(self, sent: Traffic) -> list[PartTime]:
-        """Rings: an all-reduce sends 2 (n - 1) / n of its tensor, a gather (n - 1) / n (Patarasu and Yuan, 2009)."""
-        link = self.hardware.link
+        """Rings: an all-reduce sends 2 (n - 1) / n of its tensor, a gather (n - 1) / n (Patarasu and Yuan, 2009).
+
+        Over several machines a ring goes round inside each, and then each device's share round the machines
+        (hierarchical all-reduce, as in NCCL).
+        """
+        link, spread = self.hardware.link, self.parallelism
         assert link is not None  # check() saw to it
-        n, rate = self.parallelism.tensor, link.bytes_per_s * self.efficiency.link
-        around = (n - 1) / n
         calls = sent.all_reduces + (1 if sent.gather_bytes else 0)
+        tensor, group = spread.tensor, spread.tensor * spread.data
+        nodes = machines(tensor, link)
+        inside = -(-tensor // nodes)
+        reduced = float(2 * sent.all_reduce_bytes + sent.gather_bytes)
+        far = max(0, group - link.max_devices) / max(1, group - 1)  # of a device's neighbours
+        beyond = machines(spread.devices, link) > 1
         parts = {
-            "all_reduce": (calls, (2 * sent.all_reduce_bytes + sent.gather_bytes) * around),
-            "all_to_all": (sent.all_to_alls, float(sent.all_to_all_bytes)),
-            "pipeline": (sent.hops, float(sent.hop_bytes)),
+            "all_reduce": (
+                calls,
+                reduced * (inside - 1) / inside,
+                reduced / inside * (nodes - 1) / nodes,
+                nodes > 1,
+            ),
+            "all_to_all": (
+                sent.all_to_alls,
+                sent.all_to_all_bytes * (1 - far),
+                sent.all_to_all_bytes * far,
+                far > 0,
+            ),
+            "pipeline": (sent.hops, sent.hop_bytes * (not beyond), sent.hop_bytes * beyond, beyond),
         }
-        return [
-            PartTime(name, moved / rate + calls * link.latency_s, network_s=moved / rate + calls * link.latency_s)
-            for name, (calls, moved) in parts.items()
-            if calls
-        ]
+        found = []
+        for name, (count, near_bytes, far_bytes, crosses) in parts.items():
+            if count:
+                rates = (link.bytes_per_s * self.efficiency.link, self.network.bytes_per_s * self.efficiency.link)
+                wait = link.latency_s + (self.network.latency_s if crosses else 0.0)
+                seconds = near_bytes / rates[0] + far_bytes / rates[1] + count * wait
+                found.append(PartTime(name, seconds, network_s=seconds))
+        return found
+
+    def pace(self, step: StepTime) -> float:
+        """Seconds that the slowest stage of the pipeline is busy with this step, or the host: none comes faster.
+
+        The stages have the layers between them, `stage_layers` of them the longest; the last one also has what comes
+        after the layers. Without a pipeline it is the step.
+        """
+        stages, layers = self.parallelism.pipeline, self.shape.layers
+        if stages == 1:
+            return step.seconds
+        after = sum(part.seconds for part in step.parts if part.name in AFTER_LAYERS)
+        each = (step.device_s - after) / layers
+        return max(each * stage_layers(layers, stages), each * (layers // stages) + after, step.host_s)

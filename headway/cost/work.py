@@ -1,8 +1,8 @@
 """What a step does, operation by operation: FLOPs, and bytes of weights, activations and cache.
 
-A FLOP is half a multiply-add of a matrix product (2 each, as documents 001 to 003 count). Operations on single
-elements (norms, rotary positions, activation functions, softmax, sampling) count their bytes and no FLOPs: every
-machine is bound by bytes in them.
+A FLOP is half a multiply-add of a matrix product (2 each, as documents 001 to 003 count), or an operation of a norm on
+an element. Other operations on single elements (rotary positions, activation functions, softmax, sampling) count their
+bytes and no FLOPs: every machine is bound by bytes in them.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ class Operation(StrEnum):
     HEAD = "head"
     SAMPLING = "sampling"
 
+
+NORMALISATION = (Operation.NORMS, Operation.FINAL_NORM)
+# FLOPs of an element: the square and its sum, then times the root and the weight (RMSNorm, Zhang and Sennrich, 2019);
+# LayerNorm (Ba et al., 2016) sums and takes off the mean, and adds a bias.
+RMS_NORM_FLOPS, LAYER_NORM_FLOPS = 4, 7
 
 # Operations that only models of some kinds have; they are left out of a step where they do nothing.
 _OF_SOME_KINDS = (
@@ -98,6 +103,8 @@ def compute_format(operation: Operation, precision: Precision) -> str:
         return precision.linear.compute
     if operation is Operation.EXPERTS:
         return precision.of_experts.compute
+    if operation in NORMALISATION:
+        return "fp32"
     return precision.head.compute if operation is Operation.HEAD else precision.activations.compute
 
 
@@ -173,7 +180,7 @@ class _Counter:
             Operation.OUTPUT: self._linear(s.layers, tokens, s.attended, s.hidden, s.o_bias),
             **self._feed_forward(s.dense_layers, s.ffn, s.mlp_bias),
             **self._experts(),
-            Operation.FINAL_NORM: self._elements(s.hidden * (1 + s.norm_bias), 4 * tokens * s.hidden),
+            Operation.FINAL_NORM: self._norm(s.hidden * (1 + s.norm_bias), 4 * tokens * s.hidden, tokens * s.hidden),
             Operation.HEAD: self._head(),
             Operation.SAMPLING: self._sampling(),
         }
@@ -187,8 +194,13 @@ class _Counter:
         of_latent = s.latent.norm_parameters if s.latent else 0
         weights = norms * s.hidden * (1 + s.norm_bias) + s.layers * (2 * of_heads + of_latent)
         activations = (2 + (norms - 1) * 4) * self.tokens * s.hidden
-        inner = 2 * s.layers * self.tokens * ((s.heads + s.kv_heads) * of_heads + of_latent)
-        return self._elements(weights, activations + inner)
+        inner = s.layers * self.tokens * ((s.heads + s.kv_heads) * of_heads + of_latent)
+        return self._norm(weights, activations + 2 * inner, norms * self.tokens * s.hidden + inner)
+
+    def _norm(self, weights: int, activations: int, normalised: int) -> Work:
+        flops = (LAYER_NORM_FLOPS if self.shape.norm_bias else RMS_NORM_FLOPS) * normalised
+        moved = self._elements(weights, activations)
+        return Work(flops, moved.weight_bytes, moved.activation_bytes)
 
     def _qkv(self) -> Work:
         s = self.shape
@@ -207,7 +219,7 @@ class _Counter:
         p = self.precision
         return Work(
             2 * layers * tokens * inputs * outputs,
-            p.linear.bytes_of(layers * outputs * inputs) + p.rest.bytes_of(layers * outputs * bias),
+            p.linear.bytes_of_matrices([(layers, outputs, inputs)]) + p.rest.bytes_of(layers * outputs * bias),
             p.activations.bytes_of(layers * tokens * (inputs + outputs)),
         )
 
@@ -280,7 +292,7 @@ class _Counter:
         s, p = self.shape, self.precision
         return Work(
             2 * self.rows * s.hidden * s.vocab,
-            p.head.bytes_of(s.hidden * s.vocab) + p.rest.bytes_of(s.vocab * s.head_bias),
+            p.head.bytes_of_matrices([(1, s.vocab, s.hidden)]) + p.rest.bytes_of(s.vocab * s.head_bias),
             p.activations.bytes_of(self.rows * (s.hidden + s.vocab)),
         )
 

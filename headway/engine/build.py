@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headway.engine.config import EngineConfig
+from headway.engine.config import BATCHED_TOKENS, EngineConfig, default_batched_tokens
 from headway.engine.core import EngineCore
 from headway.engine.host import usable_threads
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
@@ -24,8 +24,6 @@ from headway.policy.request import Sequence
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
-
-DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 
 StageListener = Callable[[str, int], None]
 
@@ -84,7 +82,7 @@ def build_engine(
     )
 
     began = time.monotonic_ns()
-    batched = config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[device.type], config.max_num_seqs)
+    batched = config.max_num_batched_tokens or default_batched_tokens(device.type, config.max_num_seqs)
     block_bytes = bytes_per_block(model_config, config.block_size, cache_dtype)
     useful = config.max_num_seqs * -(-asked_len // config.block_size) + 1
     num_blocks = min(useful, kv_pool_bytes(config, device, model_config, batched, asked_len) // block_bytes)
@@ -139,7 +137,7 @@ def warm_up(config: SchedulerConfig, runner: Runner, block_size: int, num_blocks
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in DEFAULT_BATCHED_TOKENS:
+    if name not in BATCHED_TOKENS:
         raise EngineError(f"device is {name!r}; it must be auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
         raise EngineError("device is cuda, but torch finds no CUDA device; use --device cpu")

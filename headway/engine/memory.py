@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from headway.engine.config import EngineConfig
+from headway.engine.config import CPU_SHARE, EngineConfig
 from headway.engine.draws import padded_size
 from headway.engine.host import available_memory
 from headway.engine.penalties import most_bytes as penalty_bytes
@@ -16,7 +16,6 @@ from headway.kernels.interface import LayerCache
 from headway.models.config import ModelConfig
 from headway.policy.sampling_params import MAX_LOGIT_BIAS_TOKENS, MAX_STOP_TOKEN_IDS
 
-CPU_SHARE = 0.5  # of the memory that is free once the weights are loaded
 ACTIVATION_COPIES = 8  # tensors of the widest activation that live at once in a step
 PROMPT_LOGPROB_ROWS = 64  # of a prompt's logits that are made at a time
 SCALE_DTYPE = torch.float32  # of a token and head in a cache of int8

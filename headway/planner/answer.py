@@ -61,10 +61,15 @@ def load_words(plan: Plan) -> str:
 def _lines(plan: Plan) -> Iterator[Line]:
     if plan.problem:
         yield Line("Problem", plan.problem, "bad")
+    for warning in plan.warnings:
+        yield Line("Warning", warning, "bad")
     yield _memory(plan)
     if plan.ttft is not None or (plan.load == "rate" and plan.fits):
         ttft = "without end" if plan.ttft is None else milliseconds(plan.ttft)
-        yield Line("TTFT", f"{ttft}; a prompt alone is bound by {BOUNDS[plan.prefill.bound]}")
+        note = load_note(plan)
+        yield Line(
+            "TTFT", f"{ttft}; a prompt alone is bound by {BOUNDS[plan.prefill.bound]}" + (f". {note}" if note else "")
+        )
     if plan.tpot is not None:
         yield Line("TPOT", f"{milliseconds(plan.tpot)}; decoding is bound by {BOUNDS[plan.decode.bound]}")
     if plan.output_tokens_per_s is not None:
@@ -80,6 +85,19 @@ def _lines(plan: Plan) -> Iterator[Line]:
         yield Line("Speculation", _speculation(plan))
 
 
+def load_note(plan: Plan) -> str | None:
+    """What is known of TTFT under load beyond its estimate; None for one client, a batch, and where there is none."""
+    if plan.ttft is None or (plan.load != "rate" and plan.first_wave is None):
+        return None
+    if plan.first_wave is None:
+        return "Under load it is the least sure figure: real arrivals clump more than random ones"
+    wave = plan.first_wave
+    return (
+        "Under load it is the least sure figure, of clients who have come apart; where all begin at once, it is first "
+        f"{seconds(wave.ttft_s)} on average and {seconds(wave.ttft_most_s)} at most, and clumps go on"
+    )
+
+
 def _memory(plan: Plan) -> Line:
     held, several = plan.capacity, plan.deployment.parallelism.devices > 1
     text = (
@@ -89,10 +107,11 @@ def _memory(plan: Plan) -> Line:
     if not plan.capacity.fits:
         return Line("Memory", text, "bad")
     tokens = plan.workload.prompt + plan.workload.output
+    shared = f", {plan.workload.cached:,} of them shared," if plan.workload.cached else ""
     text += (
         f"; {gigabytes(held.kv_pool)} are left for the cache, {gigabytes(held.kv_per_token)} a token"
         f"{_in_all(held.kv_per_token, plan.kv_bytes_per_token)}: {many(plan.max_batch, 'request')} of {tokens:,} "
-        f"tokens at once, or {_longest(plan)}"
+        f"tokens{shared} at once, or {_longest(plan)}"
     )
     return Line("Fits", text, "good") if plan.fits else Line("Memory", text)
 

@@ -143,7 +143,7 @@ def _prefix(base: Plan) -> Iterator[Change | tuple[str, str]]:
     if not found:
         yield name, f"half of the prompt is less than a block of {block}"
         return
-    assumes = f"{found:,} of the prompt's tokens more are found, and their blocks still count for each sequence"
+    assumes = f"{found:,} of the prompt's tokens more are found, the same for all requests; memory holds them once"
     yield Change(name, "prefix", {"cached_tokens": request.cached_tokens + found}, assumes)
 
 
@@ -157,7 +157,7 @@ def _parallel(base: Plan, which: str, times: int) -> Iterator[Change]:
         settings["tensor_parallel_size"] = base.deployment.parallelism.tensor
     where = "the same devices in fewer replicas" if same else f"{times} times the devices, {devices} in all"
     if which == "pipeline":
-        where += "; stages never wait for each other"
+        where += "; stages keep their order and wait for the longest step"
     yield Change(f"{which[0].upper()}P {size}", "parallel", settings, where, combines=same)
 
 

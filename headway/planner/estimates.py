@@ -1,7 +1,7 @@
 """Predictions with their error bars.
 
-The bars of TTFT and TPOT come from measurements (`cost.catalogue.uncertainty`); the others follow from these two as if
-both erred to the same side.
+The bars of TTFT and TPOT come from measurements: those of others (`cost.catalogue.uncertainty`), or the residuals of a
+calibration. The other bars follow from these two as if both erred to the same side.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headway.calibration.samples import Kind
+from headway.calibration.store import CalibratedMachine
 from headway.cost.catalogue import uncertainty
 from headway.cost.hardware import Hardware
 from headway.cost.serving import Workload
+from headway.cost.timing import LINEAR, StepTime
 from headway.planner.loads import Outcome
-from headway.planner.plan import Estimate
+from headway.planner.plan import Bars, Estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +29,61 @@ class Estimates:
     output_tokens_per_s: Estimate | None = None
 
 
-def of_steady(outcome: Outcome, workload: Workload, hardware: Hardware) -> Estimates:
-    """Of a batch or of clients, whose next request waits for the last: slower steps mean fewer tokens."""
-    ttft = _around(outcome.ttft_s, hardware, "ttft")
-    tpot = _around(outcome.tpot_s, hardware, "tpot")
+def published_bars(hardware: Hardware) -> Bars:
+    """From measurements of others."""
+    arrivals = uncertainty(hardware, "ttft_arrivals")
+    return Bars(uncertainty(hardware, "ttft"), uncertainty(hardware, "tpot"), arrivals)
+
+
+def calibrated_bars(machine: CalibratedMachine, prefill: StepTime, decode: StepTime, intake_s: float) -> Bars:
+    """From the residuals of a calibration, of each piece as much as a step has of it, all erring to the same side.
+
+    Args:
+        intake_s: of a request before its first step, which nobody measured here: it has the bar of published figures.
+    """
+    published = published_bars(machine.hardware)
+    ttft = _weighed([*_pieces(machine, prefill, Kind.PROMPT), (intake_s, published.ttft)])
+    tpot = _weighed(_pieces(machine, decode, Kind.DECODE))
+    arrivals = min(published.ttft_arrivals[0], ttft[0]), max(published.ttft_arrivals[1], ttft[1])
+    return Bars(ttft, tpot, arrivals)
+
+
+def _pieces(machine: CalibratedMachine, step: StepTime, attention: Kind) -> list[tuple[float, tuple[float, float]]]:
+    """Seconds of each part of a step, with the residuals of its kind; what the host does is that of a tiny model."""
+    found = [(step.host_s + sum(part.overhead_s for part in step.parts), machine.residuals[Kind.STEP])]
+    for part in step.parts:
+        kind = attention if part.name == "attention" else Kind.LINEAR if part.name in LINEAR else Kind.ELEMENTS
+        found.append((part.seconds - part.overhead_s, machine.residuals[kind]))
+    return found
+
+
+def _weighed(pieces: list[tuple[float, tuple[float, float]]]) -> tuple[float, float]:
+    whole = sum(seconds for seconds, _ in pieces)
+    return sum(s * low for s, (low, _) in pieces) / whole, sum(s * high for s, (_, high) in pieces) / whole
+
+
+def of_steady(outcome: Outcome, workload: Workload, bars: Bars) -> Estimates:
+    """Of a batch or of clients, whose next request waits for the last: slower steps mean fewer tokens.
+
+    Clients who all begin at once, and whose answers are alike, go on to come in clumps. So under load the bar of TTFT
+    reaches up to the mean of the first wave, in which all their prompts wait for each other.
+    """
+    ttft = _around(outcome.ttft_s, bars.ttft)
+    tpot = _around(outcome.tpot_s, bars.tpot)
     ttlt = _last(ttft, tpot, outcome.ttlt_s, workload)
     value = outcome.requests_per_s * workload.output
     bar = ttlt or tpot
     rate = Estimate(value, value * bar.value / bar.high, value * bar.value / bar.low) if bar else None
+    if ttft is not None and outcome.first_wave is not None:
+        ttft = Estimate(ttft.value, ttft.low, max(ttft.high, outcome.first_wave.ttft_s * bars.ttft[1]))
+        ttlt = _last(ttft, tpot, outcome.ttlt_s, workload)
     return Estimates(ttft, tpot, ttlt, rate)
 
 
 def of_arrivals(
     outcome: Outcome,
     workload: Workload,
-    hardware: Hardware,
+    bars: Bars,
     asked: float,
     saturation: float,
     at: Callable[[float], Outcome],
@@ -56,11 +99,11 @@ def of_arrivals(
         at: the outcome at f times the rate; above saturation its TTFT is None.
     """
     rate, output = outcome.requests_per_s, workload.output
-    low, high = uncertainty(hardware, "tpot")
+    low, high = bars.tpot
     tokens = Estimate(rate * output, min(asked, saturation / high) * output, min(asked, saturation / low) * output)
-    around = _around(outcome.ttft_s, hardware, "ttft")
+    around = _around(outcome.ttft_s, bars.ttft_arrivals)
     if around is None:
-        return Estimates(tpot=_around(outcome.tpot_s, hardware, "tpot"), output_tokens_per_s=tokens)
+        return Estimates(tpot=_around(outcome.tpot_s, bars.tpot), output_tokens_per_s=tokens)
     slow, fast = at(high), at(low)
     ttft = Estimate(
         around.value, min(around.low, _scaled(fast.ttft_s, low)), max(around.high, _scaled(slow.ttft_s, high))
@@ -77,11 +120,8 @@ def _scaled(seconds: float | None, factor: float) -> float:
     return float("inf") if seconds is None else seconds * factor
 
 
-def _around(value: float | None, hardware: Hardware, metric: str) -> Estimate | None:
-    if value is None:
-        return None
-    low, high = uncertainty(hardware, metric)
-    return Estimate(value, value * low, value * high)
+def _around(value: float | None, bar: tuple[float, float]) -> Estimate | None:
+    return None if value is None else Estimate(value, value * bar[0], value * bar[1])
 
 
 def _last(ttft: Estimate | None, tpot: Estimate | None, value: float | None, workload: Workload) -> Estimate | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headway.cost.loading import DESERIALIZE_BYTES_PER_S, HOST_LINK_SHARE, STORAGE_BYTES_PER_S
+from headway.cost.loading import DESERIALIZE_BYTES_PER_S, HOST_LINK_SHARE
 from headway.planner.explain import Formula, plain
-from headway.planner.loads import intake_s
+from headway.planner.loads import intake_s, per_lane
 from headway.planner.plan import Plan
 from headway.planner.step_formulas import added, of_cache, of_memory, of_phase, of_ridge, of_weights
 
@@ -47,13 +47,14 @@ def _times(plan: Plan) -> Iterator[Formula]:
     output = plan.workload.output
     if plan.ttft is not None:
         yield _ttft(plan, plan.ttft.value * 1e3)
+        yield from _first_wave(plan)
     if plan.tpot is not None:
         yield Formula(
             "TPOT",
             "the decode step, halfway through the answer"
             if plan.load == "batch"
             else "mean over the requests of a lane",
-            plain(plan.decode.time.seconds * 1e3) if plan.load == "batch" else "",
+            _round(plan) if plan.load == "batch" else "",
             plan.tpot.value * 1e3,
             "ms",
             "document 003, 3.2" if plan.load == "batch" else RECURSION,
@@ -99,14 +100,57 @@ def _times(plan: Plan) -> Iterator[Formula]:
     for name, estimate in (("TTFT", plan.ttft), ("TPOT", plan.tpot)):
         if estimate is not None and plan.load != "rate":
             for end, value in (("low", estimate.low), ("high", estimate.high)):
+                if name == "TTFT" and end == "high" and plan.first_wave is not None:
+                    yield _up_to_the_wave(plan, value)
+                    continue
                 yield Formula(
                     f"{name}, {end} end of the 80 % bar",
                     "estimate × factor between measurements and estimates",
                     f"{plain(estimate.value * 1e3)} * {plain(value / estimate.value)}",
                     value * 1e3,
                     "ms",
-                    "benchmarks/plan_accuracy.py",
+                    "residuals of headway calibrate"
+                    if plan.deployment.hardware.measured
+                    else "benchmarks/plan_accuracy.py",
                 )
+
+
+def _round(plan: Plan) -> str:
+    """A decode step, in a pipeline of all batches at once."""
+    step = plain(plan.decode.time.seconds * 1e3)
+    stages = plan.deployment.parallelism.pipeline
+    if stages == 1:
+        return step
+    group = per_lane(plan.batch, plan.deployment.parallelism.data)
+    return f"max({step}, {min(stages, group)} * {plain(plan.deployment.pace(plan.decode.time) * 1e3)})"
+
+
+def _up_to_the_wave(plan: Plan, value: float) -> Formula:
+    assert plan.ttft is not None and plan.first_wave is not None
+    factor = plain(plan.bars.ttft[1])
+    return Formula(
+        "TTFT, high end of the 80 % bar",
+        "the longer of the estimate and the mean of the first wave × factor between measurements and estimates; "
+        "clients who begin together come in clumps, which a steady state does not know",
+        f"max({plain(plan.ttft.value * 1e3)}, {plain(plan.first_wave.ttft_s * 1e3)}) * {factor}",
+        value * 1e3,
+        "ms",
+        "docs/cost-model.md, TTFT under load",
+    )
+
+
+def _first_wave(plan: Plan) -> Iterator[Formula]:
+    if plan.first_wave is None:
+        return
+    for name, value in (("mean", plan.first_wave.ttft_s), ("longest", plan.first_wave.ttft_most_s)):
+        yield Formula(
+            f"TTFT of the first wave, {name}",
+            "where all clients begin at once, and each prompt waits for those before it; closed loops go on in clumps",
+            "",
+            value * 1e3,
+            "ms",
+            RECURSION,
+        )
 
 
 def _ttft(plan: Plan, value_ms: float) -> Formula:
@@ -205,7 +249,7 @@ def _loading(plan: Plan) -> Iterator[Formula]:
     source, hardware = "document 000, Model Loading", plan.deployment.hardware
     weights, own = plan.weights_bytes, plan.capacity.weights
     stages = [
-        ("Storage read", f"{plain(weights)} / {plain(STORAGE_BYTES_PER_S)}", plan.loading.storage_s),
+        ("Storage read", f"{plain(weights)} / {plain(plan.storage_bytes_per_s)}", plan.loading.storage_s),
         ("Deserialise", f"{plain(weights)} / {plain(DESERIALIZE_BYTES_PER_S)}", plan.loading.deserialize_s),
         ("Layout", f"2 * {plain(own)} / {plain(hardware.bytes_per_s)}", plan.loading.layout_s),
     ]

@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+from headway.planner.answer import load_note
 from headway.planner.plan import Estimate, Phase, Plan
 from headway.planner.tables import part_work
 
@@ -31,16 +32,18 @@ def as_object(plan: Plan) -> dict[str, Any]:
                 "layout": plan.loading.layout_s,
                 "total": plan.loading.seconds,
                 "overlapped": plan.loading.least_s,
+                "storage_bytes_per_s": plan.storage_bytes_per_s,
             },
             "speculation": _speculation(plan),
             "operations": {"prefill": _operations(plan.prefill), "decode": _operations(plan.decode)},
             "assumptions": list(plan.assumptions),
+            "warnings": list(plan.warnings),
         }
     )
 
 
 def _what(plan: Plan) -> dict[str, Any]:
-    parallelism = plan.deployment.parallelism
+    parallelism, stall_ms = plan.deployment.parallelism, plan.limits.prefill_stall_s * 1e3
     return {
         "model": plan.model,
         "hardware": plan.hardware_key,
@@ -63,6 +66,7 @@ def _what(plan: Plan) -> dict[str, Any]:
         "context": plan.context,
         "max_num_batched_tokens": plan.limits.batched_tokens,
         "max_num_seqs": plan.limits.sequences,
+        "max_prefill_stall_ms": stall_ms if math.isfinite(stall_ms) else None,
         "fits": plan.fits,
         "problem": plan.problem,
     }
@@ -108,15 +112,21 @@ def _work(plan: Plan) -> dict[str, Any]:
 
 
 def _speed(plan: Plan) -> dict[str, Any]:
-    served = plan.served
+    served, wave = plan.served, plan.first_wave if plan.ttft else None
     return (
         _estimate("ttft_ms", plan.ttft, 1e3)
-        | {"ttft_p50_ms": served.ttft_p50_s * 1e3 if served and plan.ttft else None}
+        | {
+            "ttft_p50_ms": served.ttft_p50_s * 1e3 if served and plan.ttft else None,
+            "first_wave_ttft_ms": wave.ttft_s * 1e3 if wave else None,
+            "first_wave_ttft_longest_ms": wave.ttft_most_s * 1e3 if wave else None,
+            "ttft_note": load_note(plan),
+        }
         | _estimate("tpot_ms", plan.tpot, 1e3)
         | _estimate("ttlt_ms", plan.ttlt, 1e3)
         | _estimate("output_tokens_per_s", plan.output_tokens_per_s, 1.0)
         | {
             "running": served.running if served else None,
+            "pipeline_bubble": plan.bubble if plan.output_tokens_per_s is not None else None,
             "saturation_requests_per_s": plan.saturation_rate if plan.capacity.fits else None,
             "slo": {name: {"limit_ms": limit, "met": plan.slo_met[name]} for name, limit in plan.request.slo.items()},
             "slo_met": all(plan.slo_met.values()) if plan.slo_met else None,

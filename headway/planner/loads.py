@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headway.cost.serving import Limits, Served, Workload, closed_loop, open_loop
-from headway.cost.timing import Deployment
+from headway.cost.serving import Limits, Served, Workload, burst, closed_loop, open_loop
+from headway.cost.timing import Deployment, StepTime
 from headway.planner.phases import decode_phase, prompt_steps, steps_s
 from headway.planner.request import PlanError
 
 SEED = 0
 # From so many clients for each sequence that runs at once on, more of them only make the queue longer.
 CROWDED = 2
-# Requests of each client that are followed, the first of which is not counted; 2 of so many clients that it takes long.
-ROUNDS, MANY_CLIENTS = 4, 1024
+# Requests of each client that are followed, the first of which is not counted; 2 of so many clients that it takes long,
+# which it does sooner where prompts are cut into small chunks.
+ROUNDS, MANY_CLIENTS, MANY_SMALL_STEPS = 4, 1024, 128
 # Steps with prompts that are followed: half a minute, and far more than usual settings need.
 MOST_STEPS = 100_000
 # Of arrivals at random times so many are followed, the first quarter of which is not counted: more near saturation,
@@ -26,9 +27,9 @@ LEAST_REQUESTS, MOST_REQUESTS = 400, 6000
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Batches that go on beside each other, alike and apart.
+    """Engines that go on beside each other, alike and apart: those of all data-parallel groups and replicas.
 
-    Each data-parallel group has a batch of its own, and each pipeline stage works on another one meanwhile.
+    A pipeline is one lane, with a batch for each of its stages.
 
     Args:
         count: of all replicas.
@@ -49,6 +50,8 @@ class Outcome:
         requests_per_s: that are answered, of all lanes.
         running: sequences in an average step of a lane.
         prompt_share: of a lane's time, that its prompts would take alone.
+        first_wave: of clients that all begin at once, what their first requests see; None for other loads.
+        bubble: share of the time in which stages of a pipeline idle.
     """
 
     ttft_s: float | None
@@ -58,20 +61,39 @@ class Outcome:
     running: float
     prompt_share: float
     served: Served | None = None
+    first_wave: Served | None = None
+    bubble: float = 0.0
 
 
 def of_batch(lanes: Lanes, sequences: int, replicas: int) -> Outcome:
     """`sequences` for each replica: all prompts, then a token of each in every step (static batching, document 001).
 
-    The first token is there when the last prompt is done.
+    The first token is there when the last prompt is done. In a pipeline the batches of its stages follow each other:
+    the last one sets out when all others are on their way (GPipe, Huang et al., 2019).
     """
     d, workload = lanes.deployment, lanes.workload
-    batch = per_lane(sequences, lanes.count // replicas)
-    prompts_s = steps_s(d, prompt_steps(workload, lanes.limits.batched_tokens, batch))
+    group = per_lane(sequences, lanes.count // replicas)
+    batch = of_stage(d, group)
+    batches, stages = min(group, d.parallelism.pipeline), d.parallelism.pipeline
+    prompts = [d.step(step) for step in prompt_steps(workload, lanes.limits.batched_tokens, batch)]
+    prompts_s = sum(round_s(d, step, batches) for step in prompts) + (batches - 1) * d.pace(prompts[0])
     ttft = intake_s(d, workload, batch) + prompts_s
-    tpot = decode_phase(d, workload, batch, batch).time.seconds
+    decode = decode_phase(d, workload, batch, batch).time
+    tpot = round_s(d, decode, batches)
     ttlt = ttft + (workload.output - 1) * tpot
-    return Outcome(ttft, tpot, ttlt, replicas * sequences / ttlt, batch, prompts_s / ttlt)
+    busy_s = batches * (sum(step.seconds for step in prompts) + (workload.output - 1) * decode.seconds)
+    bubble = max(0.0, 1.0 - busy_s / (stages * (prompts_s + (workload.output - 1) * tpot))) if stages > 1 else 0.0
+    return Outcome(ttft, tpot, ttlt, replicas * sequences / ttlt, group, prompts_s / ttlt, bubble=bubble)
+
+
+def of_stage(deployment: Deployment, sequences: float) -> int:
+    """Of the largest of the batches that the stages of a pipeline have of so many sequences."""
+    return per_lane(sequences, deployment.parallelism.pipeline)
+
+
+def round_s(deployment: Deployment, step: StepTime, batches: int) -> float:
+    """Seconds until each of so many batches of a pipeline has made this step: all of them are alike."""
+    return max(step.seconds, batches * deployment.pace(step)) if deployment.parallelism.pipeline > 1 else step.seconds
 
 
 def intake_s(deployment: Deployment, workload: Workload, prompts: int = 1) -> float:
@@ -96,15 +118,21 @@ def of_clients(lanes: Lanes, clients: int, most: Outcome) -> Outcome:
     each = per_lane(clients, lanes.count)
     followed = min(each, CROWDED * lanes.limits.sequences)
     served = _closed_loop(lanes, followed)
+    wave = burst(lanes.deployment, lanes.workload, followed, lanes.limits)
     queued_s = (each - followed) / served.requests_per_s
-    served = replace(
-        served,
-        ttft_s=served.ttft_s + queued_s,
-        ttft_p50_s=served.ttft_p50_s + queued_s,
-        e2e_s=served.e2e_s + queued_s,
-    )
+    served, wave = _later(served, queued_s), _later(wave, queued_s)
     rate = min(served.requests_per_s * clients / each, most.requests_per_s)
-    return _steady(lanes, served, rate, served.ttft_s)
+    return replace(_steady(lanes, served, rate, served.ttft_s), first_wave=wave if each > 1 else None)
+
+
+def _later(served: Served, seconds: float) -> Served:
+    return replace(
+        served,
+        ttft_s=served.ttft_s + seconds,
+        ttft_p50_s=served.ttft_p50_s + seconds,
+        ttft_most_s=served.ttft_most_s + seconds,
+        e2e_s=served.e2e_s + seconds,
+    )
 
 
 def saturated(lanes: Lanes) -> Outcome:
@@ -117,7 +145,8 @@ def saturated(lanes: Lanes) -> Outcome:
 
 
 def _closed_loop(lanes: Lanes, clients: int) -> Served:
-    rounds = ROUNDS if clients <= MANY_CLIENTS else 2
+    many = MANY_CLIENTS if math.isinf(lanes.limits.prefill_stall_s) else MANY_SMALL_STEPS
+    rounds = ROUNDS if clients <= many else 2
     _check_steps(lanes, rounds * clients)
     return closed_loop(lanes.deployment, lanes.workload, clients, lanes.limits, rounds)
 
@@ -160,4 +189,5 @@ def _steady(lanes: Lanes, served: Served, requests_per_s: float, ttft: float | N
         running=served.running,
         prompt_share=min(1.0, requests_per_s / lanes.count * alone),
         served=served,
+        bubble=served.bubble,
     )

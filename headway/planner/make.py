@@ -15,10 +15,10 @@ from headway.cost.timing import Deployment
 from headway.planner import estimates
 from headway.planner.assumptions import assumptions
 from headway.planner.estimates import Estimates
-from headway.planner.loads import Lanes, Outcome, of_batch, of_clients, of_rate, per_lane, saturated
+from headway.planner.loads import Lanes, Outcome, intake_s, of_batch, of_clients, of_rate, per_lane, saturated
 from headway.planner.phases import compute_bound_batch, compute_bound_weights, decode_phase, mean_context, prefill_phase
-from headway.planner.plan import Costs, Estimate, Plan, Speculated
-from headway.planner.problems import problem
+from headway.planner.plan import Bars, Costs, Estimate, Phase, Plan, Speculated
+from headway.planner.problems import problem, warnings
 from headway.planner.request import PlanError, PlanRequest
 from headway.planner.resolve import Resolved, find_model, resolve
 
@@ -35,19 +35,24 @@ def make_plan(request: PlanRequest) -> Plan:
     deployment = found.deployment
     shape, precision = deployment.shape, deployment.precision
     workload = Workload(request.prompt_tokens, request.output_tokens, request.cached_tokens, request.output_spread)
-    held = _capacity(request, found)
+    held = capacity(
+        deployment, request.prompt_tokens, request.output_tokens, found.settings, cached=request.cached_tokens
+    )
     max_batch = held.max_batch * deployment.parallelism.data
     load, value = _load(request)
-    lanes_each = deployment.parallelism.data * deployment.parallelism.pipeline
-    lanes = Lanes(deployment, workload, found.replicas * lanes_each, _lane_limits(found, held))
+    lanes = Lanes(deployment, workload, found.replicas * deployment.parallelism.data, _lane_limits(found, held))
     most = saturated(lanes) if held.fits else None
     outcome = (
         None if most is None or (load == "batch" and value > max_batch) else _outcome(lanes, found, load, value, most)
     )
     lane_batch = _lane_batch(lanes, found, load, value, outcome)
-    batch = int(value) if load == "batch" else lane_batch * lanes_each
+    stages = deployment.parallelism.data * deployment.parallelism.pipeline
+    batch = int(value) if load == "batch" else lane_batch * stages
     weights = weight_bytes(shape, precision)
-    found_estimates = _estimates(lanes, load, value, outcome, most)
+    prefill = prefill_phase(deployment, workload, found.limits.batched_tokens)
+    decode = decode_phase(deployment, workload, batch, lane_batch)
+    bars = _bars(found, workload, prefill, decode)
+    found_estimates = _estimates(lanes, bars, load, value, outcome, most)
     hour, source = _price(request, found)
     plan = Plan(
         request=request,
@@ -67,17 +72,19 @@ def make_plan(request: PlanRequest) -> Plan:
         batch=batch,
         lane_batch=lane_batch,
         context=mean_context(workload),
+        settings=found.settings,
         capacity=held,
         max_batch=max_batch,
         weights_bytes=weights,
         kv_bytes_per_token=precision.kv.bytes_of(shape.kv_elements_per_token),
-        kv_cache_bytes=kv_cache_bytes(
-            shape, workload.prompt + workload.output, precision, request.block_size, batch, rolling=True
-        ),
-        prefill=prefill_phase(deployment, workload, found.limits.batched_tokens),
-        decode=decode_phase(deployment, workload, batch, lane_batch),
+        kv_cache_bytes=_kv_cache_bytes(found, workload, batch),
+        prefill=prefill,
+        decode=decode,
         ridge_flops_per_byte=deployment.hardware.roofline(precision.linear.compute).ridge,
         served=outcome.served if outcome else None,
+        first_wave=outcome.first_wave if outcome else None,
+        bubble=outcome.bubble if outcome else 0.0,
+        bars=bars,
         ttft=found_estimates.ttft,
         tpot=found_estimates.tpot,
         ttlt=found_estimates.ttlt,
@@ -85,28 +92,39 @@ def make_plan(request: PlanRequest) -> Plan:
         saturation_rate=most.requests_per_s if most else 0.0,
         compute_bound_batch=compute_bound_batch(deployment, mean_context(workload)),
         compute_bound_weights=compute_bound_weights(deployment),
-        loading=loading(weights, held.weights, deployment.hardware),
+        loading=loading(weights, held.weights, deployment.hardware, request.storage_gb_per_s * 1e9),
+        storage_bytes_per_s=request.storage_gb_per_s * 1e9,
         price_per_hour=hour,
         price_source=source,
         costs=_costs(hour, outcome, lanes, found.devices),
         slo_met=_slo_met(request, found_estimates),
         speculated=_speculated(request, found, workload, lane_batch),
         assumptions=(),
+        warnings=(),
         problem=None,
     )
-    return replace(plan, assumptions=assumptions(plan), problem=problem(plan))
+    return replace(plan, assumptions=assumptions(plan), warnings=warnings(plan), problem=problem(plan))
 
 
-def _capacity(request: PlanRequest, found: Resolved) -> Capacity:
-    return capacity(
-        found.deployment,
-        request.prompt_tokens,
-        request.output_tokens,
-        utilization=request.gpu_memory_utilization,
-        block_size=request.block_size,
-        max_num_batched_tokens=found.limits.batched_tokens,
-        max_num_seqs=found.limits.sequences,
-    )
+def _kv_cache_bytes(found: Resolved, workload: Workload, sequences: int) -> int:
+    """Of all sequences at their longest; each data-parallel group holds the shared prefix once, in whole blocks."""
+    deployment, settings = found.deployment, found.settings
+
+    def held(tokens: int, count: int) -> int:
+        shape, block = deployment.shape, settings.block_size
+        return kv_cache_bytes(shape, tokens, deployment.precision, block, count, settings.rolling)
+
+    whole = workload.cached // settings.block_size * settings.block_size
+    apart = held(workload.prompt + workload.output, sequences)
+    groups = min(sequences, deployment.parallelism.data)
+    return min(apart, held(whole, groups) + held(workload.prompt - whole + workload.output, sequences))
+
+
+def _bars(found: Resolved, workload: Workload, prefill: Phase, decode: Phase) -> Bars:
+    """A calibrated machine's own, or those of measurements by others."""
+    if found.machine is None:
+        return estimates.published_bars(found.deployment.hardware)
+    return estimates.calibrated_bars(found.machine, prefill.time, decode.time, intake_s(found.deployment, workload))
 
 
 def _load(request: PlanRequest) -> tuple[str, float]:
@@ -118,9 +136,8 @@ def _load(request: PlanRequest) -> tuple[str, float]:
 
 
 def _lane_limits(found: Resolved, held: Capacity) -> Limits:
-    """Memory may hold fewer sequences than the engine would run, and the stages of a pipeline share both."""
-    room = min(found.limits.sequences, max(1, held.max_batch))
-    return Limits(found.limits.batched_tokens, max(1, room // found.deployment.parallelism.pipeline))
+    """Memory may hold fewer sequences than the engine would run."""
+    return replace(found.limits, sequences=min(found.limits.sequences, max(1, held.max_batch)))
 
 
 def _outcome(lanes: Lanes, found: Resolved, load: str, value: float, most: Outcome) -> Outcome:
@@ -130,23 +147,25 @@ def _outcome(lanes: Lanes, found: Resolved, load: str, value: float, most: Outco
 
 
 def _lane_batch(lanes: Lanes, found: Resolved, load: str, value: float, outcome: Outcome | None) -> int:
+    stages = lanes.deployment.parallelism.pipeline
     if load != "batch" and outcome is not None:
-        return max(1, round(outcome.running))
+        return max(1, round(outcome.running / stages))
     if load == "rate":
         return 1
-    return per_lane(value, lanes.count // found.replicas if load == "batch" else lanes.count)
+    return per_lane(value, stages * (lanes.count // found.replicas if load == "batch" else lanes.count))
 
 
-def _estimates(lanes: Lanes, load: str, value: float, outcome: Outcome | None, most: Outcome | None) -> Estimates:
+def _estimates(
+    lanes: Lanes, bars: Bars, load: str, value: float, outcome: Outcome | None, most: Outcome | None
+) -> Estimates:
     if outcome is None or most is None:
         return Estimates()
-    hardware, workload = lanes.deployment.hardware, lanes.workload
     if load != "rate":
-        return estimates.of_steady(outcome, workload, hardware)
+        return estimates.of_steady(outcome, lanes.workload, bars)
     return estimates.of_arrivals(
         outcome,
-        workload,
-        hardware,
+        lanes.workload,
+        bars,
         value,
         most.requests_per_s,
         at=lambda factor: of_rate(lanes, factor * outcome.requests_per_s, most),

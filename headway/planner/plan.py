@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headway.cost.capacity import Capacity
+from headway.cost.capacity import Capacity, Settings
 from headway.cost.loading import Loading
 from headway.cost.serving import Limits, Served, Workload
 from headway.cost.timing import Deployment, StepTime
@@ -23,6 +23,20 @@ class Estimate:
     def scaled(self, factor: float) -> Estimate:
         """All three times `factor`."""
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Factors on a prediction between which four in five measurements lie.
+
+    Args:
+        ttft: of a request alone, or of a batch.
+        ttft_arrivals: of requests that arrive at random times.
+    """
+
+    ttft: tuple[float, float]
+    tpot: tuple[float, float]
+    ttft_arrivals: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +119,17 @@ class Plan:
         model: its name as shown; `hardware_key` likewise.
         dtype, quantization, kv_cache_dtype: what "auto" came to.
         replicas: of the deployment, on `devices` devices in all.
-        lanes: batches that go on beside each other: of each data-parallel group and pipeline stage of each replica.
+        lanes: engines that go on beside each other: of each data-parallel group of each replica.
         load: "batch", "concurrency" or "rate", of `load_value`.
         batch: sequences in the decode step that `decode` describes: what was asked for, or as many as run on average
-            under the load, for each replica; `lane_batch` those of one lane, whose step `decode.time` is.
+            under the load, for each replica; `lane_batch` those of one stage of a lane, whose step `decode.time` is.
         context: of each of them, halfway through its answer.
+        settings: of the engine, for its memory.
         capacity: what fits into memory.
         served: under a concurrency or a rate, by one lane; None for a batch.
+        first_wave: what the first requests of clients see who all begin at once; None for one client or another load.
+        bubble: share of the time in which the stages of a pipeline idle.
+        bars: of TTFT and TPOT.
         ttft, tpot, ttlt: seconds; None where it does not fit or, under a rate, where the queue has no end.
         output_tokens_per_s: of all replicas; None where it does not fit.
         saturation_rate: requests a second, of all replicas, that can be served at most; 0 where it does not fit.
@@ -119,7 +137,9 @@ class Plan:
         compute_bound_weights: from which on the products with weights take longer than reading them.
         price_per_hour: of all devices; None where none is known. The same holds for what follows from it.
         slo_met: by name of the objective, whether the estimate meets it.
+        storage_bytes_per_s: at which the checkpoint is read.
         assumptions: sentences, each one thing that the figures rest on.
+        warnings: sentences, each one thing that may well make it worse than is said.
         problem: why it cannot work (it does not fit) and what would help; None where it can.
     """
 
@@ -140,6 +160,7 @@ class Plan:
     batch: int
     lane_batch: int
     context: int
+    settings: Settings
     capacity: Capacity
     max_batch: int
     weights_bytes: int
@@ -149,6 +170,9 @@ class Plan:
     decode: Phase
     ridge_flops_per_byte: float
     served: Served | None
+    first_wave: Served | None
+    bubble: float
+    bars: Bars
     ttft: Estimate | None
     tpot: Estimate | None
     ttlt: Estimate | None
@@ -157,12 +181,14 @@ class Plan:
     compute_bound_batch: int | None
     compute_bound_weights: int | None
     loading: Loading
+    storage_bytes_per_s: float
     price_per_hour: float | None
     price_source: str
     costs: Costs
     slo_met: dict[str, bool]
     speculated: Speculated | None
     assumptions: tuple[str, ...]
+    warnings: tuple[str, ...]
     problem: str | None
 
     @property

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from headway.cost.capacity import capacity, remedies
+from headway.cost.parallel import machines
+from headway.cost.precision import ENGINE_KV_DTYPES, ENGINE_QUANTIZATIONS
 from headway.planner.plan import Plan
 from headway.planner.words import gigabytes, many
 from headway.report.style import number
@@ -30,10 +33,8 @@ def _too_large(plan: Plan) -> str:
             plan.deployment,
             work.prompt,
             work.output,
-            utilization=plan.request.gpu_memory_utilization,
-            block_size=plan.request.block_size,
-            max_num_batched_tokens=plan.limits.batched_tokens,
-            max_num_seqs=plan.limits.sequences,
+            plan.settings,
+            work.cached,
         ),
     )
     return (
@@ -46,22 +47,22 @@ def _too_large(plan: Plan) -> str:
 
 def _settings(plan: Plan) -> Iterator[str]:
     """Settings of the engine that are worse for memory than the usual ones, where these would do."""
-    share, block = plan.request.gpu_memory_utilization, plan.request.block_size
-    tokens, sequences = plan.limits.batched_tokens, plan.limits.sequences
+    now, tokens = plan.settings, min(TOKENS, plan.limits.batched_tokens)
     for flag, settings in (
-        (f"--gpu-memory-utilization {SHARE:g}", (max(SHARE, share), block, tokens)),
-        (f"--block-size {BLOCK}", (share, min(BLOCK, block), tokens)),
-        (f"--max-num-batched-tokens {TOKENS}", (share, block, min(TOKENS, tokens))),
+        (
+            f"--gpu-memory-utilization {SHARE:g}",
+            replace(now, utilization=max(SHARE, now.utilization), free_share=None),
+        ),
+        (f"--block-size {BLOCK}", replace(now, block_size=min(BLOCK, now.block_size))),
+        (
+            f"--max-num-batched-tokens {TOKENS}",
+            replace(now, max_num_batched_tokens=tokens, max_num_seqs=min(now.max_num_seqs, tokens)),
+        ),
     ):
-        changed = capacity(
-            plan.deployment,
-            plan.workload.prompt,
-            plan.workload.output,
-            utilization=settings[0],
-            block_size=settings[1],
-            max_num_batched_tokens=settings[2],
-            max_num_seqs=min(sequences, settings[2]),
-        )
+        if plan.deployment.hardware.measured and settings.free_share != now.free_share:
+            continue  # on a CPU this engine takes a share of what is free, whatever the flag says
+        work = plan.workload
+        changed = capacity(plan.deployment, work.prompt, work.output, settings, work.cached)
         if changed.fits:
             yield f"{flag} ({changed.max_batch:,} at once)"
 
@@ -84,3 +85,26 @@ def _too_fast(plan: Plan) -> str:
         f"grows without end, and so does TTFT. It takes {replicas:,} replicas, --tensor-parallel-size "
         f"{sizes.tensor} --count {replicas * sizes.devices}, for this rate, or a lower one."
     )
+
+
+def warnings(plan: Plan) -> tuple[str, ...]:
+    """What works, and may well be worse than the figures say."""
+    return tuple(_warnings(plan))
+
+
+def _warnings(plan: Plan) -> Iterator[str]:
+    d, spread = plan.deployment, plan.deployment.parallelism
+    link, group = d.hardware.link, spread.tensor * spread.data
+    if link is not None and (nodes := machines(group, link)) > 1:
+        shared = "tensor" if machines(spread.tensor, link) > 1 else "expert"
+        yield (
+            f"{group} devices are more than the {link.max_devices} that {link.kind} joins, so {shared} parallelism "
+            f"goes over {nodes} machines, at {d.network.bytes_per_s / 1e9:g} GB/s of a device between them "
+            "(--network-gb-per-s); pipeline stages send far less."
+        )
+    if d.hardware.measured:
+        name, known = plan.quantization, ENGINE_QUANTIZATIONS if d.hardware.kind == "cpu" else ("none",)
+        if name not in known:
+            yield f"This engine has no {name} weights here, only {', '.join(known)}: the plan is for another engine."
+        if plan.request.kv_cache_dtype not in ENGINE_KV_DTYPES:
+            yield f"This engine has no cache in {plan.kv_cache_dtype}, only {', '.join(ENGINE_KV_DTYPES)}."

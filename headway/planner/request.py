@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from headway.cost.loading import STORAGE_BYTES_PER_S
+
 OBJECTIVES = ("ttft", "tpot", "e2el")
 MOST_SPECULATIVE_TOKENS = 16
 # Above these no figure means anything, and following so many requests step by step would take minutes.
@@ -24,6 +26,7 @@ MOST = {
 RATES = (1e-4, 1e6)  # requests a second
 PRICES = (1e-4, 1e6)  # US dollars an hour
 LIMITS_MS = (1e-3, 1e9)  # of objectives
+GB_PER_S = (1e-3, 1e5)
 
 
 class PlanError(ValueError):
@@ -68,16 +71,22 @@ class PlanRequest:
         engine: the serving program whose efficiency counts (`cost.catalogue.engines`).
         count: devices in all; more than one replica needs are further replicas.
         quantization: none, fp8, int8, ... (`cost.precision.QUANTIZATIONS`); auto: as the checkpoint is published.
-        prompt_tokens, output_tokens: of each request; `cached_tokens` of the prompt are found in the prefix cache.
+        prompt_tokens, output_tokens: of each request; `cached_tokens` of the prompt are found in the prefix cache,
+            the same ones for all requests.
         batch_size, concurrency, request_rate: the load: one batch of so many sequences for each replica; so many
             clients in all that each wait for their answer; Poisson arrivals each second, in all. One of them at most;
             none means batch_size 1.
         output_spread: answers are evenly spread between output_tokens * (1 - spread) and output_tokens * (1 + spread).
         max_num_batched_tokens, max_num_seqs: of the engine.
         max_model_len: tokens of a sequence that the engine allows; None: the model's max_position_embeddings.
-        gpu_memory_utilization: share of the memory that the engine takes.
+        max_prefill_stall_ms: by which prompts may hold up others in a step, where these do not take longer themselves;
+            None: as `headway serve` on a calibrated machine, else no bound.
+        gpu_memory_utilization: share of the memory that the engine takes; None: the engine's own.
         slo: objectives in ms, by ttft, tpot, e2el.
         price_per_hour: of one device, in US dollars; None: the catalogue's list price, where it has one.
+
+        storage_gb_per_s: 10^9 bytes a second at which the checkpoint is read.
+        network_gb_per_s: the same, of a device to other machines; None: the catalogue's, or that of 100 Gb/s.
 
     Raises:
         PlanError: a number is out of its range, or two loads are given.
@@ -105,11 +114,14 @@ class PlanRequest:
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
-    gpu_memory_utilization: float = 0.9
+    max_prefill_stall_ms: float | None = None
+    gpu_memory_utilization: float | None = None
     block_size: int = 16
     flash_attention: bool = True
     slo: dict[str, float] = field(default_factory=dict)
     price_per_hour: float | None = None
+    storage_gb_per_s: float = STORAGE_BYTES_PER_S / 1e9
+    network_gb_per_s: float | None = None
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
@@ -117,13 +129,16 @@ class PlanRequest:
             object.__setattr__(self, name, getattr(self, name).strip().lower())
         self._check_sizes()
         self._check_load()
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+        if self.gpu_memory_utilization is not None and not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise PlanError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; it is a share of the memory: above 0, at "
                 "most 1"
             )
         if self.price_per_hour is not None:
             _check_range("price_per_hour", self.price_per_hour, PRICES, "US dollars for a device")
+        _check_range("storage_gb_per_s", self.storage_gb_per_s, GB_PER_S, "10^9 bytes a second")
+        if self.network_gb_per_s is not None:
+            _check_range("network_gb_per_s", self.network_gb_per_s, GB_PER_S, "10^9 bytes a second of a device")
         check_objectives(self.slo)
 
     def _check_sizes(self) -> None:
@@ -147,6 +162,14 @@ class PlanRequest:
         loads = [n for n in ("batch_size", "concurrency", "request_rate") if getattr(self, n) is not None]
         if len(loads) > 1:
             raise PlanError(f"{' and '.join(loads)} are given; they are different loads, so leave all but one out")
+        if (stall := self.max_prefill_stall_ms) is not None:
+            if not stall >= 0:
+                raise PlanError(f"max_prefill_stall_ms is {stall}; it must be 0 or more")
+            if self.concurrency is None and self.request_rate is None:
+                raise PlanError(
+                    "max_prefill_stall_ms has a meaning only with --concurrency or --request-rate: in a batch nobody "
+                    "decodes while prompts are computed"
+                )
 
 
 def parse_slo(text: str) -> dict[str, float]:

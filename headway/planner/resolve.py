@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headway.calibration.store import CalibratedMachine, StoreError, folder, load
 from headway.cost import catalogue
+from headway.cost.capacity import Settings
 from headway.cost.config import read_shape
 from headway.cost.efficiency import Efficiency
-from headway.cost.hardware import Hardware
-from headway.cost.parallel import Parallelism, check
-from headway.cost.precision import KV_DTYPES, QUANTIZATIONS, Precision
+from headway.cost.hardware import Hardware, network_of
+from headway.cost.parallel import Parallelism, check, machines
+from headway.cost.precision import KV_DTYPES, QUANTIZATIONS, Precision, is_for_experts
 from headway.cost.serving import Limits
 from headway.cost.shape import ModelShape, ShapeError
 from headway.cost.timing import Deployment
+from headway.engine.config import CPU_SHARE, DEFAULTS, default_batched_tokens
 from headway.planner.request import PlanError, PlanRequest
 
 # What `quantization_config.quant_method` of a config.json stands for, where it decides by itself.
-_METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4"}
+_METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", "moe_wna16": "int4-experts"}
 # Of config.json and of --dtype.
 _DTYPES = {
     "float32": "float32",
@@ -55,6 +58,8 @@ class Resolved:
         dtype, quantization, kv_cache_dtype: what "auto" came to.
         replicas: of the deployment, on `devices` devices in all.
         limits: of the engine of a data-parallel group.
+        settings: of the same engine, for its memory.
+        machine: the calibrated machine that it is for; None for hardware of the catalogue.
     """
 
     model: Model
@@ -65,16 +70,20 @@ class Resolved:
     replicas: int
     devices: int
     limits: Limits
+    settings: Settings
+    machine: CalibratedMachine | None
 
 
 def resolve(request: PlanRequest) -> Resolved:
     """Raises PlanError when a name is not known or the model cannot be run like this."""
     try:
         model = find_model(request.model, request.quantization)
-        hardware, efficiency = find_hardware(request.hardware, request.engine)
+        hardware, efficiency, machine = find_hardware(request.hardware, request.engine)
+        if request.network_gb_per_s is not None:
+            hardware = replace(hardware, network=network_of(request.network_gb_per_s))
         dtype = _dtype(request, model, hardware)
         quantization = model.quantization if request.quantization == "auto" else request.quantization
-        precision = _precision(model, dtype, quantization, request.kv_cache_dtype)
+        precision = _precision(model, dtype, quantization, request.kv_cache_dtype, hardware)
         parallelism = _parallelism(request, model.shape, hardware)
         deployment = Deployment(model.shape, precision, hardware, efficiency, parallelism, request.flash_attention)
     except ValueError as error:
@@ -86,6 +95,7 @@ def resolve(request: PlanRequest) -> Resolved:
         raise PlanError(
             f"count is {devices}, but one replica takes {parallelism.devices} devices; give a multiple of that"
         )
+    limits = _limits(request, hardware)
     return Resolved(
         model=model,
         deployment=deployment,
@@ -94,7 +104,9 @@ def resolve(request: PlanRequest) -> Resolved:
         kv_cache_dtype=precision.kv.name,
         replicas=devices // parallelism.devices,
         devices=devices,
-        limits=_limits(request, hardware),
+        limits=limits,
+        settings=_settings(request, hardware, limits),
+        machine=machine,
     )
 
 
@@ -157,6 +169,8 @@ def _published_quantization(config: Mapping[str, Any], source: str) -> str:
     bits = said.get("bits")
     if method == "compressed-tensors":
         method, bits = _compressed_tensors(said), None
+    if method in ("modelopt", "modelopt_fp4") and str(said.get("quant_algo", "NVFP4")).upper() in ("NVFP4", "FP8"):
+        return "fp8" if str(said.get("quant_algo")).upper() == "FP8" else "nvfp4"
     if method in _METHODS:
         return _METHODS[method]
     if method == "gptq" and bits in (4, 8):
@@ -176,10 +190,20 @@ def _compressed_tensors(said: Mapping[str, Any]) -> str:
     if not isinstance(group, dict) or not isinstance(weights, dict):
         return "compressed-tensors without weights"
     kind = f"{'fp' if weights.get('type') == 'float' else 'int'}{weights.get('num_bits')}"
-    return kind if kind == "int4" or group.get("input_activations") else f"{kind}-weight-only"
+    if kind == "fp4":
+        return "mxfp4" if weights.get("group_size") == 32 else "nvfp4"
+    if kind == "int4":
+        return "int4-experts" if _spares_attention(said) else kind
+    return kind if group.get("input_activations") else f"{kind}-weight-only"
 
 
-def find_hardware(name: str, engine: str = "vllm") -> tuple[Hardware, Efficiency]:
+def _spares_attention(said: Mapping[str, Any]) -> bool:
+    """Whether the layers' attention is left as it was, as in mixtures of which only the experts are quantised."""
+    ignored = said.get("ignore")
+    return isinstance(ignored, list) and any("self_attn" in str(name) for name in ignored)
+
+
+def find_hardware(name: str, engine: str = "vllm") -> tuple[Hardware, Efficiency, CalibratedMachine | None]:
     """A calibrated machine with what was measured of it, or one of the catalogue with what `engine` reaches of it.
 
     Raises:
@@ -191,8 +215,8 @@ def find_hardware(name: str, engine: str = "vllm") -> tuple[Hardware, Efficiency
     hardware = catalogue.find_hardware(name, [each.hardware for each in machines])
     for machine in machines:
         if machine.hardware is hardware:
-            return hardware, machine.efficiency
-    return hardware, catalogue.efficiency(hardware, engine)
+            return hardware, machine.efficiency, machine
+    return hardware, catalogue.efficiency(hardware, engine), None
 
 
 def calibrated(name: str) -> tuple[CalibratedMachine, ...]:
@@ -223,12 +247,17 @@ def _dtype(request: PlanRequest, model: Model, hardware: Hardware) -> str:
     return "bfloat16" if model.dtype == "float32" else model.dtype
 
 
-def _precision(model: Model, dtype: str, quantization: str, kv_cache_dtype: str) -> Precision:
+def _precision(model: Model, dtype: str, quantization: str, kv_cache_dtype: str, hardware: Hardware) -> Precision:
     if quantization not in QUANTIZATIONS:
         raise PlanError(f"quantization is {quantization!r}; it must be one of auto, {', '.join(QUANTIZATIONS)}")
     if kv_cache_dtype not in KV_DTYPES:
         raise PlanError(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(KV_DTYPES)}")
-    precision = Precision.named(dtype, quantization, kv_cache_dtype)
+    if is_for_experts(quantization) and model.shape.experts is None:
+        raise PlanError(f"quantization is {quantization}, and {model.name} has no experts; leave -experts out")
+    if hardware.measured:
+        precision = Precision.of_engine(dtype, quantization, kv_cache_dtype, model.shape.head_dim)
+    else:
+        precision = Precision.named(dtype, quantization, kv_cache_dtype)
     return precision.for_experts_only() if quantization == "mxfp4" and model.shape.experts else precision
 
 
@@ -253,7 +282,7 @@ def _parallelism(request: PlanRequest, shape: ModelShape, hardware: Hardware) ->
         check(shape, over(rest), hardware.link)
     except ShapeError:
         return over(1)
-    return over(rest)
+    return over(1) if machines(rest * request.data_parallel_size, hardware.link) > 1 else over(rest)
 
 
 def _check_flags(request: PlanRequest, parallelism: Parallelism) -> None:
@@ -281,12 +310,14 @@ def _check_length(request: PlanRequest, model: Model) -> None:
 
 
 def _limits(request: PlanRequest, hardware: Hardware) -> Limits:
-    """vLLM's defaults for its server (EngineArgs.get_batch_defaults): more on GPUs of 70 GiB and above, A100s apart."""
-    large = (
-        hardware.kind == "gpu" and hardware.memory_bytes >= LARGE_MEMORY and not hardware.key.lower().startswith("a100")
-    )
-    tokens = request.max_num_batched_tokens or (8192 if large else 2048)
-    sequences = request.max_num_seqs or min(tokens, max(1024 if large else 256, request.batch_size or 1))
+    """Of this engine on a calibrated machine; else vLLM's."""
+    tokens, most, stall_ms = _usual_limits(hardware)
+    if hardware.measured and request.max_num_batched_tokens is None:
+        tokens = max(tokens, request.max_num_seqs or request.batch_size or 1)
+    tokens = request.max_num_batched_tokens or tokens
+    sequences = request.max_num_seqs or min(tokens, max(most, request.batch_size or 1))
+    if request.max_prefill_stall_ms is not None:
+        stall_ms = request.max_prefill_stall_ms
     if sequences > tokens:
         raise PlanError(
             f"max_num_seqs is {sequences}, more than max_num_batched_tokens, {tokens}: each sequence takes a token of "
@@ -302,4 +333,35 @@ def _limits(request: PlanRequest, hardware: Hardware) -> Limits:
             f"a prompt of {request.prompt_tokens:,} tokens takes {steps:,} steps of max_num_batched_tokens, "
             f"{tokens:,}; at most {MOST_PROMPT_STEPS:,} are planned, so raise --max-num-batched-tokens"
         )
-    return Limits(tokens, sequences)
+    return Limits(tokens, sequences, stall_ms / 1e3, request.block_size)
+
+
+def _usual_limits(hardware: Hardware) -> tuple[int, int, float]:
+    """Tokens and sequences of a step, and ms of a stall.
+
+    Those of `headway serve` on a calibrated machine; vLLM's for its server elsewhere (EngineArgs.get_batch_defaults):
+    more on GPUs of 70 GiB and above, A100s apart.
+    """
+    if hardware.measured:
+        device = "cpu" if hardware.kind == "cpu" else "cuda"
+        sequences = DEFAULTS.max_num_seqs
+        return default_batched_tokens(device, sequences), sequences, DEFAULTS.max_prefill_stall_ms
+    large = (
+        hardware.kind == "gpu" and hardware.memory_bytes >= LARGE_MEMORY and not hardware.key.lower().startswith("a100")
+    )
+    return (8192, 1024, math.inf) if large else (2048, 256, math.inf)
+
+
+def _settings(request: PlanRequest, hardware: Hardware, limits: Limits) -> Settings:
+    """Of memory. This engine keeps everything in layers with a window, and on a CPU takes a share of what is free."""
+    share, of_free = request.gpu_memory_utilization, None
+    if share is None and hardware.measured and hardware.kind == "cpu":
+        of_free = CPU_SHARE
+    return Settings(
+        utilization=share or DEFAULTS.gpu_memory_utilization,
+        free_share=of_free,
+        block_size=request.block_size,
+        max_num_batched_tokens=limits.batched_tokens,
+        max_num_seqs=limits.sequences,
+        rolling=not hardware.measured,
+    )

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from headway.cost.capacity import sequence_bytes
 from headway.cost.parallel import stage_layers
+from headway.cost.precision import Format
 from headway.cost.timing import LINEAR, PartTime
-from headway.cost.work import Operation, compute_format, total
+from headway.cost.work import LAYER_NORM_FLOPS, NORMALISATION, RMS_NORM_FLOPS, Operation, compute_format, total
 from headway.planner.explain import Formula, plain
 from headway.planner.plan import Phase, Plan
 
@@ -42,15 +43,27 @@ def of_weights(plan: Plan) -> Iterator[Formula]:
         "Bytes of weights",
         "parameters × bits / 8, scales of groups included: "
         + ", ".join(f"{name} in {format_.name}" for name, _, format_ in groups),
-        added([f"{plain(count)} * {plain(format_.bits_per_element)} / 8" for _, count, format_ in groups]),
+        added([_kept_in(plan, name, count, format_) for name, count, format_ in groups]),
         plan.weights_bytes,
         "bytes",
         "document 000, Memory Components; 4.25 bits of MXFP4: document 000, Models",
     )
 
 
+def _kept_in(plan: Plan, part: str, count: int, format_: Format) -> str:
+    """Bytes of so many parameters; of a packed format those of its panels, filled up, with the scales of their rows."""
+    if format_.rows == 1:
+        return f"{plain(count)} * {plain(format_.bits_per_element)} / 8"
+    terms = [
+        f"{number} * {plain(rows)} * ({plain(width)} * {plain(format_.bits_per_element)} + {format_.row_bits}) / 8"
+        for number, rows, width in map(format_.filled_up, plan.deployment.shape.projections()[part])
+        if number * rows * width
+    ]
+    return added(terms)
+
+
 def of_cache(plan: Plan) -> Iterator[Formula]:
-    shape, bits = plan.deployment.shape, plan.deployment.precision.kv.bits
+    shape, bits = plan.deployment.shape, plain(plan.deployment.precision.kv.bits_per_element)
     if shape.latent is None:
         rule = "2 × layers × KV heads × head dimension × bytes of an element"
         numbers = f"2 * {shape.layers} * {shape.kv_heads} * {shape.head_dim} * {bits} / 8"
@@ -61,19 +74,33 @@ def of_cache(plan: Plan) -> Iterator[Formula]:
         source = "document 002, Multi-head Latent Attention; DeepSeek-V2 2024, section 2.1"
     yield Formula("Cache of a token", rule, numbers, plan.kv_bytes_per_token, "bytes", source)
     of_layer = plain(plan.deployment.precision.kv.bytes_of(shape.kv_elements_per_layer))
+    work, whole = plan.workload, _shared(plan)
+    numbers = f"{of_layer} * ({_kept(plan, shape.sliding_windows, work.prompt + work.output)}) * {plain(plan.batch)}"
+    if whole:
+        prefix = _kept(plan, shape.sliding_windows, whole)
+        own = _kept(plan, shape.sliding_windows, work.prompt - whole + work.output)
+        groups = min(plan.batch, plan.deployment.parallelism.data)
+        numbers = f"min({numbers}, {of_layer} * (({prefix}) * {groups} + ({own}) * {plain(plan.batch)}))"
     yield Formula(
         "Cache of the batch",
-        "cache of a token in a layer × tokens in whole blocks, in all layers × sequences",
-        f"{of_layer} * ({_kept(plan, shape.sliding_windows)}) * {plain(plan.batch)}",
+        "cache of a token in a layer × tokens in whole blocks, in all layers × sequences; what all share is held once",
+        numbers,
         plan.kv_cache_bytes,
         "bytes",
         "document 000, KV Cache Formula; PagedAttention 2023 for the blocks; document 002, Sliding Window Attention",
     )
 
 
-def _kept(plan: Plan, windows: tuple[int | None, ...]) -> str:
-    """Tokens of one request that these layers keep, those with a window no more than that."""
-    tokens, block = plan.workload.prompt + plan.workload.output, plan.request.block_size
+def _shared(plan: Plan) -> int:
+    """Tokens of the prefix that all requests share, in whole blocks."""
+    return plan.workload.cached // plan.settings.block_size * plan.settings.block_size
+
+
+def _kept(plan: Plan, windows: tuple[int | None, ...], tokens: int) -> str:
+    """Of so many tokens, those that these layers keep, in whole blocks; those with a window no more than that."""
+    block = plan.settings.block_size
+    if not plan.settings.rolling:
+        windows = (None,) * len(windows)
     return added(
         [
             f"{windows.count(window)} * {block} * ceil({plain(min(tokens, window or tokens))} / {block})"
@@ -84,33 +111,51 @@ def _kept(plan: Plan, windows: tuple[int | None, ...]) -> str:
 
 def of_memory(plan: Plan) -> Iterator[Formula]:
     held, work = plan.capacity, plan.workload
+    share = plan.settings.free_share
     yield Formula(
         "Memory left for the cache, of a device",
-        "memory × share that the engine takes - weights - activations - workspace",
-        f"{plain(held.memory)} * {plan.request.gpu_memory_utilization:g} - {plain(held.weights)} - "
-        f"{plain(held.activations)} - {plain(held.workspace)}",
+        "memory × share that the engine takes - weights - activations - workspace"
+        if share is None
+        else "(memory - weights - workspace) × share of what is free",
+        f"{plain(held.memory)} * {plan.settings.utilization:g} - {plain(held.weights)} - "
+        f"{plain(held.activations)} - {plain(held.workspace)}"
+        if share is None
+        else f"({plain(held.memory)} - {plain(held.weights)} - {plain(held.workspace)}) * {share:g}",
         held.kv_pool,
         "bytes",
         "document 002, Memory Limits Batch Size",
     )
-    d, one = plan.deployment, sequence_bytes(plan.deployment, work.prompt + work.output, plan.request.block_size)
+    d, one = plan.deployment, _of_one(plan, work.prompt + work.output)
+    of_layer = plain(d.precision.kv.bytes_of(d.device.kv_elements_per_layer))
     stage = d.device.sliding_windows[: stage_layers(d.shape.layers, d.parallelism.pipeline)]
     yield Formula(
         "Cache of one request, of a device",
         "cache of a token in a layer of a device × tokens in whole blocks, in the layers of a stage",
-        f"{plain(d.precision.kv.bytes_of(d.device.kv_elements_per_layer))} * ({_kept(plan, stage)})",
+        f"{of_layer} * ({_kept(plan, stage, work.prompt + work.output)})",
         one,
         "bytes",
         "document 000, KV Cache Formula; document 002, Sliding Window Attention",
     )
+    whole = _shared(plan)
+    prefix, own = _of_one(plan, whole), _of_one(plan, work.prompt - whole + work.output)
+    most = f"floor(max(0, {plain(held.kv_pool)}) / {plain(one)})"
+    if whole:
+        most = f"max({most}, floor(max(0, {plain(held.kv_pool)} - {plain(prefix)}) / {plain(own)}))"
     yield Formula(
         "Largest batch",
-        "memory left for the cache / cache of one request, of each data-parallel group",
-        f"floor(max(0, {plain(held.kv_pool)}) / {plain(one)}) * {d.parallelism.data}",
+        "memory left for the cache / cache of one request, of each data-parallel group"
+        if not whole
+        else "(memory left - cache of the shared prefix) / cache of what each request has of its own; where more fit "
+        "so, nothing is shared",
+        f"{most} * {d.parallelism.data}",
         plan.max_batch,
         "requests",
         "document 002, Memory Limits Batch Size",
     )
+
+
+def _of_one(plan: Plan, tokens: int) -> int:
+    return sequence_bytes(plan.deployment, tokens, plan.settings.block_size, plan.settings.rolling)
 
 
 def of_ridge(plan: Plan) -> Iterator[Formula]:
@@ -205,6 +250,7 @@ def _flops(plan: Plan, name: str, phase: Phase) -> Iterator[Formula]:
         )
     rows = 1 if name == "prefill" else plan.batch
     head = work[Operation.HEAD].flops
+    of_norm = LAYER_NORM_FLOPS if shape.norm_bias else RMS_NORM_FLOPS
     yield Formula(
         f"FLOPs of the {name}: head",
         "2 × tokens that want logits × hidden size × vocabulary",
@@ -215,8 +261,8 @@ def _flops(plan: Plan, name: str, phase: Phase) -> Iterator[Formula]:
     )
     yield Formula(
         f"FLOPs of the {name}",
-        "products with weights + attention + head",
-        added([plain(linear), plain(attention), plain(head)]),
+        f"products with weights + attention + head + norms, {of_norm} for each element",
+        added([plain(linear), plain(attention), plain(head), plain(sum(work[op].flops for op in NORMALISATION))]),
         phase.flops,
         "FLOP",
         f"document 001, chapter 8; context {context:,}" if name != "prefill" else "document 001, chapter 8",

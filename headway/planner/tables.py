@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.cost.work import Operation, Work
 from headway.planner.plan import Estimate, Phase, Plan
-from headway.planner.words import amount, bar, dollars, gigabytes, seconds, timed
+from headway.planner.words import amount, bar, dollars, gigabytes, seconds, share_of_memory, timed
 from headway.report.parts import Cell, Table, cells
 from headway.report.style import number
 
@@ -27,7 +27,7 @@ def memory_table(plan: Plan) -> Table:
     held, tokens = plan.capacity, plan.workload.prompt + plan.workload.output
     rows = [
         ("memory", gigabytes(held.memory), plan.deployment.hardware.name),
-        ("to use", gigabytes(held.usable), f"{plan.request.gpu_memory_utilization:.0%}"),
+        ("to use", gigabytes(held.usable), share_of_memory(plan.settings)),
         ("weights", gigabytes(held.weights), f"{gigabytes(plan.weights_bytes)} in all"),
         ("activations", gigabytes(held.activations), f"of a step of {plan.limits.batched_tokens:,} tokens"),
         ("workspace", gigabytes(held.workspace), "runtime and captured graphs"),
@@ -121,6 +121,12 @@ def serving_table(plan: Plan) -> Table:
     ]
     if plan.served is not None and plan.ttft is not None:
         rows.insert(1, ("TTFT, median", seconds(plan.served.ttft_p50_s), "", "of the same requests"))
+    if plan.first_wave is not None and plan.ttft is not None:
+        wave = plan.first_wave
+        rows.insert(2, ("TTFT, first wave", seconds(wave.ttft_s), "", "mean, where all clients begin at once"))
+        rows.insert(3, ("TTFT, first wave", seconds(wave.ttft_most_s), "", "longest"))
+    if plan.deployment.parallelism.pipeline > 1:
+        rows.append(("pipeline bubbles", f"{plan.bubble:.0%}", "", "of the time, stages idle"))
     return Table(
         "Serving",
         ("", "estimate", "80 % bar", ""),
@@ -142,7 +148,7 @@ def loading_table(plan: Plan) -> Table:
     """A cold start, stage by stage (document 000)."""
     loading = plan.loading
     rows = [
-        ("storage read", seconds(loading.storage_s)),
+        (f"storage read, at {gigabytes(plan.storage_bytes_per_s)}/s", seconds(loading.storage_s)),
         ("deserialise", seconds(loading.deserialize_s)),
         ("to the devices", seconds(loading.transfer_s) if loading.transfer_s else "–"),
         ("layout", seconds(loading.layout_s)),

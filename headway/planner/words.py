@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from headway.cost.capacity import Settings
 from headway.planner.plan import Estimate
 from headway.report.style import number
 
@@ -61,6 +62,13 @@ def bar(estimate: Estimate) -> str:
     if math.isinf(estimate.high):
         return f"{number(estimate.low)} or more"
     return f"{number(estimate.low)} to {number(estimate.high)}"
+
+
+def share_of_memory(settings: Settings) -> str:
+    """What of a device's memory an engine takes."""
+    if settings.free_share is not None:
+        return f"weights, and {settings.free_share:.0%} of what they leave"
+    return f"{settings.utilization:.0%}"
 
 
 def dollars(value: float | None) -> str:

@@ -34,7 +34,8 @@ def test_a_decode_at_batch_1_is_a_share_of_the_read() -> None:
 
 def test_a_prefill_is_a_share_of_the_product_in_its_precision() -> None:
     pairs = 512 * 513 / 2
-    flops = 2 * LINEAR * 512 + 2 * HEAD + 24 * 2 * 2 * 14 * 64 * pairs
+    norms = 4 * (2 * 24 + 1) * 896 * 512
+    flops = 2 * LINEAR * 512 + 2 * HEAD + 24 * 2 * 2 * 14 * 64 * pairs + norms
     assert work.prefill_flops(QWEN, 1, 512) == pytest.approx(flops)
     assert work.prefill_flops(QWEN, 8, 512) == pytest.approx(8 * flops)
     expected = 400 * flops / 512

@@ -33,7 +33,7 @@ from benchmarks.published.fit import (
     leave_one_out,
     weights,
 )
-from benchmarks.published.predict import predict
+from benchmarks.published.predict import planned, predict
 from benchmarks.published.rows import Row
 from headway.cost import catalogue
 from headway.cost.catalogue import find_hardware
@@ -205,6 +205,20 @@ def test_the_table_of_efficiencies_is_as_the_fit_writes_it():
     assert all(0 < value <= parameters[key].most * 1.0001 for key, value in values.items())
 
 
+def test_the_bar_of_arrivals_is_that_of_the_rows_under_such_a_load():
+    """Of the figures as they were last written down; no narrower than the widest other bar of TTFT."""
+    under_load = [
+        Compared(row, "ttft_ms", row.ttft_ms, entry["predicted"])
+        for entry in WRITTEN["figures"]
+        if entry["metric"] == "ttft_ms" and (row := published()[of_entry(entry)]).load == "rate"
+    ]
+    assert len(under_load) == 39
+    elsewhere = catalogue.uncertainty(find_hardware("L40S"), "ttft")
+    expected = plan_accuracy.arrivals_bar(under_load, elsewhere)
+    assert catalogue.uncertainty(find_hardware("H100-SXM"), "ttft_arrivals") == pytest.approx(expected, abs=2e-3)
+    assert expected[0] <= elsewhere[0] and expected[1] >= elsewhere[1]
+
+
 def test_the_catalogue_reads_what_the_fit_writes(monkeypatch):
     """Sections are merged alike: an engine's over an architecture's over all."""
     draw = random.Random(5)
@@ -309,6 +323,17 @@ def test_the_documentation_shows_these_results():
         for number, expected in zip(said[1:], times + firsts, strict=True):
             assert number == pytest.approx(expected, abs=0.6 if number >= 1 else 0.06), name
     assert checked == {"fit", "test", "other", *NAMED.values()}
+
+
+def test_a_loop_s_bar_reaches_up_to_its_first_wave():
+    """Of one deployment, a figure as in the steady state and one as long as the wave are inside, twice that is not."""
+    loop = replace(ROW, load="concurrency", load_value=8, num_prompts=80)
+    found = planned(loop, catalogue.efficiency)
+    high = catalogue.uncertainty(find_hardware(loop.hardware), "ttft")[1]
+    assert found.first_wave_ms > 1.1 * found.steady_ms
+    times = [found.steady_ms, found.first_wave_ms, 2 * high * found.first_wave_ms]
+    said = plan_accuracy.under_load([replace(loop, ttft_ms=each) for each in times] + [replace(loop, load_value=1)])
+    assert said["all"]["figures"] == 3 and said["all"]["inside_80_percent_bar"] == pytest.approx(2 / 3)
 
 
 def test_the_program_prints_and_writes_what_it_compared(monkeypatch, tmp_path, capsys):

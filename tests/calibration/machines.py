@@ -43,7 +43,6 @@ KNOWN = replace(
     sequence_s=5e-6,
     token_s=Efficiency().token_s,
     request_s=Efficiency().request_s,
-    widen_ops=Efficiency().widen_ops,
     linear=((1, 1.1), (4, 0.8), (16, 0.7), (64, 0.9), (256, 1.0)),
     linear_of={"fp32": ((1, 1.0), (4, 0.9), (16, 0.6), (64, 0.8), (256, 1.2))},
 )
@@ -117,5 +116,6 @@ def a_machine(key: str = "mine", busy: str | None = None) -> CalibratedMachine:
         peaks=peaks,
         samples=timed_pieces(),
         fit_error={"stream": 0.01, "linear": 0.02},
+        residuals={str(kind): (0.9, 1.2) for kind in Kind},
         busy=busy,
     )

@@ -56,7 +56,7 @@ def test_a_calibration_from_end_to_end(small_peaks: None) -> None:
     kinds = [each.piece.kind for each in found.samples]
     assert {kind: kinds.count(kind) for kind in Kind} == {
         Kind.STREAM: 1,
-        Kind.LINEAR: 2 * len(found.peaks.gemm_flops_per_s),
+        Kind.LINEAR: 2 * len(found.peaks.gemm_flops_per_s) + 2,  # and with weights of int8 and int4, 1 token
         Kind.DECODE: 2,
         Kind.PROMPT: 2,
         Kind.ELEMENTS: 2,
@@ -67,7 +67,7 @@ def test_a_calibration_from_end_to_end(small_peaks: None) -> None:
     assert all(0 <= error < math.inf for error in found.fit_error.values())
 
     reached = found.efficiency
-    assert [tokens for tokens, _ in reached.linear] == [1, 8] and set(reached.linear_of) == {"fp32"}
+    assert [tokens for tokens, _ in reached.linear] == [1, 8] and set(reached.linear_of) == {"fp32", "int8", "int4"}
     assert 0 < reached.kv_bytes <= 1 and 0 < reached.attention_flops <= 1 and reached.element_bytes > 0
     assert all(getattr(reached, name) >= 0 for name in ("score_s", "kernel_s", "step_s", "sequence_s"))
     step = Deployment(tiny_shape(4), Precision.of("bfloat16"), hardware, reached).step([Chunk(1, 20, sequences=4)])

@@ -50,7 +50,7 @@ class CountingKernels:
         self.activation_bytes += sum(each.nbytes for each in tensors)
         assert all(torch.isfinite(each).all() for each in tensors)
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def linear(self, weight: Tensor, bias: Tensor | None, quantization: str = "none") -> Callable[[Tensor], Tensor]:
         assert bias is None
         inner = self._kernels.linear(weight, None)
 
@@ -63,7 +63,9 @@ class CountingKernels:
 
         return call
 
-    def gated_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def gated_linear(
+        self, weight: Tensor, bias: Tensor | None, quantization: str = "none"
+    ) -> Callable[[Tensor], Tensor]:
         """Counted as the product alone, whose result is twice as wide."""
         assert bias is None
         inner = self._kernels.gated_linear(weight, None)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import lsq_linear
 
-from headway.calibration.fit import errors, fit, least_squares, predicted
+from headway.calibration.fit import errors, fit, least_squares, predicted, residuals
 from headway.calibration.host import tiny_shape
 from headway.calibration.samples import Kind, Piece, Sample, Timings
 from headway.cost.efficiency import Efficiency
@@ -148,3 +148,16 @@ def test_best_and_median_of_a_piece() -> None:
     timings = Timings(Piece(Kind.STREAM, "bf16", "", 1), [4.0, 2.0, 8.0])
     sample = timings.sample()
     assert (sample.best, sample.median, sample.repeats, sample.scatter) == (2.0, 4.0, 3, 0.5)
+
+
+def test_residuals_are_what_four_in_five_runs_lie_between() -> None:
+    """Medians are as fitted, and the best runs 5 % faster: others are as much slower, in every kind."""
+    found = residuals(HARDWARE, KNOWN, timed_pieces(), KERNEL_S, tiny_shape)
+    assert found == {str(kind): pytest.approx((0.95, 1 / 0.95)) for kind in Kind}
+
+
+def test_residuals_lie_on_both_sides_of_what_is_fitted() -> None:
+    """All pieces took 1.5 times as long as is fitted: still nobody may say that they are never as fast."""
+    slower = [replace(each, best=1.5 * each.median, median=1.5 * each.median) for each in timed_pieces()]
+    for low, high in residuals(HARDWARE, KNOWN, slower, KERNEL_S, tiny_shape).values():
+        assert low == 1.0 and high == pytest.approx(1.5)

@@ -180,10 +180,10 @@ BROKEN = {
     "null": b"null",
     "a list": b"[]",
     "no format": b"{}",
-    "an older format": edited(format=0),
-    "a newer format": edited(format=2),
-    "not UTF-8": b'{"format": 1, "hardware": "\xff"}',
-    "too deep": b'{"format": 1, "x":' + b"[" * 100_000,
+    "an older format": edited(format=store.FORMAT - 1),
+    "a newer format": edited(format=store.FORMAT + 1),
+    "not UTF-8": b'{"format": 2, "hardware": "\xff"}',
+    "too deep": b'{"format": 2, "x":' + b"[" * 100_000,
     "a field is missing": b'{"format": 1}',
     "a wrong type": edited(threads="two"),
     "no bandwidth": edited(hardware__bytes_per_s=0),
@@ -206,7 +206,7 @@ def test_a_broken_entry_is_named_in_one_line(entries: Path, content: bytes) -> N
 
 def test_the_format_that_a_file_has_is_said(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_bytes(edited(format=7))
-    with pytest.raises(StoreError, match="its format is 7, this version reads 1"):
+    with pytest.raises(StoreError, match="its format is 7, this version reads 2"):
         load(tmp_path / "old.json")
 
 

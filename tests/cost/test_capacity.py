@@ -14,10 +14,10 @@ from headway.cost.capacity import (
     GPU_WORKSPACE,
     MOST_CONTEXT,
     Capacity,
+    Settings,
     capacity,
     remedies,
     sequence_bytes,
-    shared_prefix_batch,
 )
 from headway.cost.catalogue import find_hardware, find_model
 from headway.cost.memory import activation_bytes, shared_prefix_kv_bytes, weight_bytes
@@ -29,6 +29,7 @@ from tests.cost.machines import DENSE, LATENT, LINK, MACHINE, MIXTURE, SHAPES, W
 
 H100 = find_hardware("H100-SXM")
 SMALL_STEP = {"max_num_batched_tokens": 64, "max_num_seqs": 16}
+ALL_OF_IT = Settings(utilization=1.0, **SMALL_STEP)
 
 deployments = st.builds(
     lambda name, room, kv, experts, tensor, pipeline: deployment(
@@ -61,7 +62,7 @@ def cache_of(run: Deployment, tokens: int, block: int) -> int:
 
 
 def fit(run: Deployment, prompt: int = 500, output: int = 100, **settings: float) -> Capacity:
-    return capacity(run, prompt, output, **{**SMALL_STEP, "utilization": 1.0, **settings})
+    return capacity(run, prompt, output, Settings(**{**SMALL_STEP, "utilization": 1.0, **settings}))
 
 
 @given(deployments, lengths, lengths, blocks, st.floats(0.3, 1.0))
@@ -109,9 +110,9 @@ def test_more_devices_a_narrower_cache_and_shorter_requests_never_fit_less(run, 
 
 @given(deployments, st.integers(1, 3000), st.integers(1, 200), blocks)
 def test_sharing_a_prefix_never_fits_less(run, prefix, rest, block):
-    settings = {**SMALL_STEP, "utilization": 1.0, "block_size": block}
-    held = capacity(run, prefix, rest, **settings)
-    count = shared_prefix_batch(run, prefix, rest, **settings)
+    settings = Settings(utilization=1.0, block_size=block, **SMALL_STEP)
+    held = capacity(run, prefix, rest, settings)
+    count = capacity(run, prefix, rest, settings, cached=prefix).max_batch
     assert count >= held.max_batch
     if set(run.shape.sliding_windows) == {None} and run.parallelism == Parallelism():
         taken = [shared_prefix_kv_bytes(run.shape, prefix, rest, n, run.precision, block) for n in (count, count + 1)]
@@ -121,19 +122,20 @@ def test_sharing_a_prefix_never_fits_less(run, prefix, rest, block):
 def test_a_prefix_of_windows_is_shared_where_that_is_cheaper():
     """All layers keep 24 tokens at most: the prefix's once and each sequence's own 8, against 24 for each."""
     run = deployment(replace(WINDOWED, sliding_windows=(24,) * 4), hardware=replace(MACHINE, memory_bytes=2 * 10**9))
-    settings = {**SMALL_STEP, "block_size": 8}
-    held = capacity(run, 1000, 8, **settings)
+    settings = Settings(block_size=8, **SMALL_STEP)
+    held = capacity(run, 1000, 8, settings)
     token = held.kv_per_token
     assert held.max_batch == held.kv_pool // (24 * token)
-    assert shared_prefix_batch(run, 1000, 8, **settings) == (held.kv_pool - 24 * token) // (8 * token)
+    assert capacity(run, 1000, 8, settings, cached=1000).max_batch == (held.kv_pool - 24 * token) // (8 * token)
     one = (held.workspace + held.weights + held.activations + 24 * token) / 0.9 + 2
     tight = replace(run, hardware=replace(MACHINE, memory_bytes=int(one)))
-    assert shared_prefix_batch(tight, 1000, 8, **settings) == capacity(tight, 1000, 8, **settings).max_batch == 1
+    assert capacity(tight, 1000, 8, settings, cached=1000).max_batch == 1
+    assert capacity(tight, 1000, 8, settings).max_batch == 1
 
 
 def test_memory_is_divided_as_is_said():
     run = deployment(MIXTURE, hardware=replace(MACHINE, memory_bytes=2 * 10**9))
-    held = capacity(run, 10, 10, max_num_batched_tokens=512, max_num_seqs=64)
+    held = capacity(run, 10, 10, Settings(max_num_batched_tokens=512, max_num_seqs=64))
     assert (held.memory, held.usable) == (2 * 10**9, 1_800_000_000)
     assert held.weights == weight_bytes(MIXTURE) and held.workspace == GPU_WORKSPACE
     assert held.activations == activation_bytes(MIXTURE, 512, 64)
@@ -143,7 +145,7 @@ def test_memory_is_divided_as_is_said():
 def test_the_number_of_sequences_is_only_the_size_of_the_logits():
     """Of a wide vocabulary in small steps; the largest batch is not cut off, and rows are no more than tokens."""
     run = deployment(replace(DENSE, vocab=5000), hardware=replace(MACHINE, memory_bytes=2 * 10**9))
-    few, many, more = (capacity(run, 10, 10, max_num_batched_tokens=8, max_num_seqs=n) for n in (1, 8, 1000))
+    few, many, more = (capacity(run, 10, 10, Settings(max_num_batched_tokens=8, max_num_seqs=n)) for n in (1, 8, 1000))
     assert few.activations == activation_bytes(run.shape, 8, 1) < many.activations == more.activations
     assert few.max_batch > 1000
 
@@ -195,7 +197,8 @@ def test_each_data_parallel_group_holds_sequences_of_its_own():
 def test_the_pool_is_about_what_vllm_measured(name, gib, tokens, measured):
     """vLLM's pull requests 10511 (Llama-3-8B on 79.22 GiB, a pool of 53.29) and 2031 (A100-80GB, 7351 blocks of 16)."""
     card = replace(H100, memory_bytes=round(gib * 2**30))
-    held = capacity(deployment(find_model(name).shape, hardware=card), 1000, 1000, max_num_batched_tokens=tokens)
+    run = deployment(find_model(name).shape, hardware=card)
+    held = capacity(run, 1000, 1000, Settings(max_num_batched_tokens=tokens))
     assert held.usable / 2**30 == pytest.approx(0.9 * gib)
     assert held.kv_pool / 2**30 == pytest.approx(measured, rel=0.02)
 
@@ -241,7 +244,7 @@ def lacking(draw: st.DrawFn) -> Deployment:
 def test_remedies_really_fit(run):
     held = fit(run)
     assert not held.fits
-    found = remedies(run, 500, 100, utilization=1.0, **SMALL_STEP)
+    found = remedies(run, 500, 100, ALL_OF_IT)
     for remedy in found:
         longest = at_most(remedy)
         then = fit(changed(run, remedy), *((longest - 1, 1) if longest else (500, 100)))
@@ -252,7 +255,7 @@ def test_remedies_really_fit(run):
 
 @given(lacking())
 def test_fewer_devices_than_a_remedy_s_are_not_enough(run):
-    spread = [each for each in remedies(run, 500, 100, utilization=1.0, **SMALL_STEP) if "tensor-parallel" in each]
+    spread = [each for each in remedies(run, 500, 100, ALL_OF_IT) if "tensor-parallel" in each]
     now = run.parallelism
     sizes = changed(run, spread[0]).parallelism if spread else Parallelism(8, run.shape.layers + 1)
     for tensor in range(now.tensor, sizes.tensor + 1):
@@ -268,7 +271,7 @@ def test_fewer_devices_than_a_remedy_s_are_not_enough(run):
 
 def test_whatever_fits_needs_no_remedy():
     run = deployment(hardware=replace(MACHINE, memory_bytes=2 * 10**9))
-    assert fit(run).fits and remedies(run, 500, 100, utilization=1.0, **SMALL_STEP) == ()
+    assert fit(run).fits and remedies(run, 500, 100, ALL_OF_IT) == ()
 
 
 def test_remedies_of_published_models():
@@ -316,8 +319,8 @@ def test_hardware_without_fp8_is_offered_int8():
 
 def test_nothing_helps_a_device_alone_that_is_far_too_small():
     machine = replace(MACHINE, link=None)
-    assert remedies(deployment(hardware=machine), 100, 10, **SMALL_STEP) == ()
-    assert remedies(deployment(hardware=replace(machine, link=LINK)), 100, 10, **SMALL_STEP) == ()
+    assert remedies(deployment(hardware=machine), 100, 10, Settings(**SMALL_STEP)) == ()
+    assert remedies(deployment(hardware=replace(machine, link=LINK)), 100, 10, Settings(**SMALL_STEP)) == ()
 
 
 @pytest.mark.parametrize(
@@ -335,12 +338,14 @@ def test_nothing_helps_a_device_alone_that_is_far_too_small():
 )
 @pytest.mark.parametrize("asked", [capacity, remedies])
 def test_bad_sizes_are_refused(asked, changes, said):
+    lengths = {name: changes.get(name, 10) for name in ("prompt", "output")}
+    settings = {name: value for name, value in changes.items() if name not in lengths}
     with pytest.raises(ValueError, match=f"^{re.escape(said)}[^\n]*$"):
-        asked(deployment(), **{"prompt": 10, "output": 10, **changes})
+        asked(deployment(), **lengths, settings=Settings(**settings))
 
 
-def test_shared_prefixes_have_the_same_limits():
-    with pytest.raises(ValueError, match="block_size is 0"):
-        shared_prefix_batch(deployment(), 10, 10, block_size=0)
+def test_more_than_the_prompt_cannot_be_cached():
+    with pytest.raises(ValueError, match="cached is 11; it must be between 0 and the prompt's 10"):
+        capacity(deployment(), 10, 10, cached=11)
     with pytest.raises(ValueError, match="tokens is -1"):
         sequence_bytes(deployment(), -1)

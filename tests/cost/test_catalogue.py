@@ -147,7 +147,7 @@ def test_hardware_is_whole(key):
     rates = machine.flops_per_s
     assert machine.key == key and machine.name and machine.architecture and machine.kind in ("gpu", "cpu")
     assert 1e9 <= machine.memory_bytes <= 1e13 and 1e10 <= machine.bytes_per_s <= 2e13
-    assert set(rates) <= {"fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4", "int4", "mxfp4"}
+    assert set(rates) <= {"fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4", "int4", "mxfp4", "nvfp4"}
     assert all(1e10 <= rate <= 1e17 for rate in rates.values())
     assert machine.rate("fp32") <= machine.rate("bf16") <= machine.rate("fp8")
     assert machine.rate("bf16") <= machine.rate("int8") and machine.rate("fp8") <= machine.rate("fp4")

@@ -9,7 +9,7 @@ import pytest
 
 from headway.cost import speculative
 from headway.cost.attention import Chunk
-from headway.cost.capacity import capacity
+from headway.cost.capacity import Settings, capacity
 from headway.cost.catalogue import find_hardware, find_model
 from headway.cost.efficiency import Efficiency
 from headway.cost.memory import activation_bytes, kv_bytes_per_token, kv_cache_bytes, weight_bytes
@@ -145,7 +145,7 @@ def test_contradiction_the_cache_is_not_all_that_a_token_reads():
 def test_the_cache_bounds_concurrent_tokens():
     """Section 3.3: "drives max concurrent tokens per device": the pool by the bytes of a token."""
     for precision in (BF16, FP8_KV):
-        held = capacity(on_a100(precision), 1000, 100, block_size=1)
+        held = capacity(on_a100(precision), 1000, 100, Settings(block_size=1))
         assert held.pool_tokens == held.kv_pool // kv_cache_bytes(LLAMA_8B, 1, precision)
 
 

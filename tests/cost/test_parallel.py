@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.cost.attention import Chunk
+from headway.cost.hardware import Link
 from headway.cost.memory import weight_bytes
 from headway.cost.parallel import (
     Parallelism,
@@ -24,7 +25,7 @@ from headway.cost.parallel import (
 from headway.cost.precision import FP8, FP32, Precision
 from headway.cost.shape import ShapeError
 from headway.cost.work import Operation, step_work
-from tests.cost.machines import DENSE, LATENT, LINK, MIXTURE, SHAPES
+from tests.cost.machines import DENSE, LATENT, LINK, MACHINE, MIXTURE, SHAPES, deployment
 
 STEP = [Chunk(7, 2), Chunk(1, 30, sequences=3), Chunk(5, logit_rows=0)]
 UNSHARED = replace(MIXTURE, experts=replace(MIXTURE.experts, shared_width=0))
@@ -119,12 +120,6 @@ def test_sizes_that_do_not_divide_are_rounded_up():
         ),
         (DENSE, Parallelism(2), None, "2 devices were asked for, but the hardware has no link between devices"),
         (DENSE, Parallelism(1, 2), None, "2 devices were asked for, but the hardware has no link"),
-        (
-            DENSE,
-            Parallelism(8),
-            replace(LINK, max_devices=4),
-            "tensor parallelism over 8 devices is more than the 4 that wire joins; use at most that many",
-        ),
     ],
 )
 def test_what_can_t_be_spread_is_refused_in_one_line(shape, parallelism, link, said):
@@ -251,3 +246,18 @@ def test_the_bubble_is_that_of_a_schedule_drawn_up(stages, micro_batches):
     idle = {slots - len(each) for each in busy}
     assert pipeline_bubble(stages, micro_batches) == pytest.approx(idle.pop() / slots)
     assert not idle
+
+
+def test_tensor_parallelism_over_machines_takes_the_network_for_a_device_s_share():
+    """Eight devices in two machines of four: 2 (4 - 1) / 4 of the tensor inside, 2 (2 - 1) / 2 of a quarter beyond."""
+    inside, beyond = Link("wire", 1e9, 0.0, 4), Link("network", 1e8, 0.0, 100)
+    machine = replace(MACHINE, link=inside, network=beyond)
+    shape = replace(DENSE, kv_heads=8)
+    run = deployment(shape, hardware=machine, parallelism=Parallelism(8))
+    sent = traffic(shape, Parallelism(8), Precision(), 5, 2)
+    moved = 2 * sent.all_reduce_bytes + sent.gather_bytes
+    (part,) = (part for part in run.step([Chunk(3), Chunk(2)]).parts if part.name == "all_reduce")
+    assert part.seconds == pytest.approx(moved * 3 / 4 / 1e9 + moved / 4 / 2 / 1e8)
+    together = replace(run, hardware=replace(machine, link=replace(inside, max_devices=8)))
+    (near,) = (part for part in together.step([Chunk(3), Chunk(2)]).parts if part.name == "all_reduce")
+    assert near.seconds == pytest.approx(moved * 7 / 8 / 1e9)

@@ -55,6 +55,7 @@ def test_an_impossible_format_is_refused(bad):
         ("int8-weight-only", 8, "bf16"),
         ("int4", 4, "bf16"),
         ("mxfp4", 4, "mxfp4"),
+        ("nvfp4", 4, "nvfp4"),
     ],
 )
 def test_schemes_keep_matrices_narrow_and_nothing_else(quantization, bits, compute):
@@ -62,7 +63,25 @@ def test_schemes_keep_matrices_narrow_and_nothing_else(quantization, bits, compu
     assert (precision.linear.bits, precision.linear.compute) == (bits, compute)
     assert precision.of_experts == precision.linear
     assert (precision.head, precision.rest, precision.activations, precision.kv) == (BF16,) * 4
-    assert quantization in QUANTIZATIONS and len(QUANTIZATIONS) == 7
+    assert quantization in QUANTIZATIONS and len(QUANTIZATIONS) == 10
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [("int4-experts", 4.125), ("nvfp4-experts", 4.5)])
+def test_schemes_of_experts_leave_all_other_matrices_as_they_are(quantization, bits):
+    """Weight-only int4 of a mixture (groups of 128 with 16 bits), and NVFP4: 4 bits and 8 more for each 16."""
+    precision = Precision.named("bfloat16", quantization)
+    assert precision.of_experts.bits_per_element == bits
+    assert (precision.linear, precision.head, precision.rest) == (BF16,) * 3
+
+
+def test_this_engine_s_int4_is_counted_by_hand():
+    """A matrix [65, 40] is stored as [128, 64]: half a byte each, a byte for 32, and four for each row."""
+    found = Precision.of_engine("bfloat16", "int4", "int8", 64)
+    assert found.linear.bytes_of_matrices([(3, 65, 40)]) == 3 * (128 * 64 // 2 + 128 * 64 // 32 + 128 * 4)
+    assert found.head.bytes_of_matrices([(1, 65, 41)]) == 128 * 44 + 128 * 4
+    assert found.kv.bytes_of(2 * 8 * 64) == 2 * 8 * (64 + 4)
+    assert found.linear.compute == found.head.compute == "int8"
+    assert Precision.of_engine("bfloat16", "none", "auto", 64) == Precision.named("bfloat16")
 
 
 def test_weights_alone_are_multiplied_in_the_dtype_of_activations():

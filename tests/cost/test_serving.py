@@ -7,6 +7,7 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 
 from headway.cost.attention import Chunk
 from headway.cost.efficiency import Efficiency
+from headway.cost.parallel import Parallelism, pipeline_bubble
 from headway.cost.serving import Limits, Served, Workload, burst, closed_loop, open_loop
 from headway.cost.timing import Deployment
-from tests.cost.machines import DENSE, LATENT, MACHINE, MIXTURE, WINDOWED, deployment
+from tests.cost.machines import DENSE, LATENT, LINK, MACHINE, MIXTURE, WINDOWED, deployment
 
 QUIET = Efficiency(token_s=0.0, request_s=0.0)
 SLOW_HOST = Efficiency(step_s=2e-4, sequence_s=3e-5, token_s=4e-7, request_s=7e-4)
@@ -275,7 +277,7 @@ def test_one_client_waits_for_each_step_in_turn(workload, name):
 @pytest.mark.parametrize(("prompt", "output"), [(1, 2), (7, 4), (100, 10), (20, 100)])
 def test_a_run_of_steps_takes_as_long_as_its_middle_one(prompt, output):
     """Where each step takes a little longer than the one before, by as much, nothing is lost: an odd number of them."""
-    on = deployment(hardware=replace(MACHINE, flops_per_s={"bf16": 1e30}))
+    on = deployment(hardware=replace(MACHINE, flops_per_s={"bf16": 1e30, "fp32": 1e30}))
     served = closed_loop(on, Workload(prompt, output), 3, rounds=1, skip=0)
     decodes = [on.step([Chunk(1, prompt + token, sequences=3)]).seconds for token in range(output - 1)]
     assert served.tpot_s == pytest.approx(statistics.fmean(decodes), rel=1e-9)
@@ -366,7 +368,8 @@ def test_answers_spread_evenly_around_their_mean():
         (lambda: Workload(5, 1, cached=5), "cached tokens are 5; they must be fewer than the prompt's 5"),
         (lambda: Workload(5, 1, cached=-1), "cached tokens are -1"),
         (lambda: Workload(5, 1, spread=1.5), "spread is 1.5; it must be between 0 and 1"),
-        (lambda: Limits(batched_tokens=0), "max_num_batched_tokens is 0 and max_num_seqs 256"),
+        (lambda: Limits(batched_tokens=0), "max_num_batched_tokens is 0, max_num_seqs 256"),
+        (lambda: Limits(prefill_stall_s=-1.0), "prefill_stall_s, -1.0, at least 0"),
         (lambda: Limits(sequences=0), "max_num_seqs 0"),
         (lambda: burst(DEPLOYMENTS["dense"], Workload(1, 1), 0), "requests is 0; it must be at least 1"),
         (lambda: closed_loop(DEPLOYMENTS["dense"], Workload(1, 1), 0), "concurrency is 0"),
@@ -388,3 +391,81 @@ def test_where_all_that_count_end_in_one_step_their_rate_is_that_of_the_run():
     """Three alike come at once and end at once: nothing passes between the first's end and the others'."""
     served = open_loop(DEPLOYMENTS["dense"], Workload(10, 5), [0.0] * 3, skip=1)
     assert served.requests_per_s == pytest.approx(3 / served.e2e_s)
+
+
+# Pipelines and stalls
+
+
+def staged(stages: int, **changes: Any) -> Deployment:
+    """No host and no network: a step takes as long with stages as without."""
+    nothing = replace(LINK, bytes_per_s=1e30, latency_s=0.0)
+    return deployment(hardware=replace(MACHINE, link=nothing), parallelism=Parallelism(pipeline=stages), **changes)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_batches_of_a_pipeline_that_are_alike_leave_it_full(stages):
+    """Answers of one length: each batch decodes beside the others, and TPOT is its own step."""
+    on = staged(stages)
+    served = burst(on, Workload(8, 9), 4 * stages, Limits(sequences=4 * stages))
+    decodes = [on.step([Chunk(1, 8 + token, sequences=4)]) for token in range(8)]
+    rounds = [max(step.seconds, stages * on.pace(step)) for step in decodes]
+    assert served.tpot_s == pytest.approx(statistics.fmean(rounds), rel=1e-2)
+    assert served.bubble < 1 - decodes[4].seconds / rounds[4] + 0.05
+    assert served.running == pytest.approx(4 * stages)
+
+
+def test_stages_without_a_batch_idle():
+    """One request in a pipeline of four: a stage works a quarter of the time (GPipe: (p - 1) / (m + p - 1))."""
+    assert burst(staged(4), Workload(8, 50), 1).bubble == pytest.approx(pipeline_bubble(4, 1))
+    assert burst(staged(1), Workload(8, 50), 1).bubble == 0.0
+
+
+def test_a_long_prompt_in_one_batch_holds_up_the_others():
+    """Two stages, two requests that decode, and a prompt that joins one: the other one waits for its step."""
+    on, workload = staged(2), Workload(2000, 40)
+    arrivals = [0.0, 0.0, on.step([Chunk(2000)]).seconds * 1.5]
+    served = open_loop(on, workload, arrivals, Limits(sequences=8))
+    prompt, decode = on.step([Chunk(2000)]).seconds, on.step([Chunk(1, 2020)]).seconds
+    # Two of three decode when the prompt comes, one of them in the other batch: both wait for it.
+    held_up = 2 / 3 * (prompt - decode) / 39
+    assert served.tpot_s > decode + 0.9 * held_up
+    assert 0.0 < served.bubble < 1.0
+
+
+def test_a_stage_has_its_layers_and_the_last_one_the_head():
+    on = staged(4)
+    step = on.step([Chunk(1, 100, sequences=8)])
+    after = sum(part.seconds for part in step.parts if part.name in ("final_norm", "head", "sampling"))
+    assert on.pace(step) == pytest.approx((step.seconds - after) / 4 + after)
+    assert staged(1).pace(step) == step.seconds
+
+
+@pytest.mark.parametrize("stall_s", [2e-5, 1e-4, 1e-3])
+def test_prompts_hold_up_decodes_by_no_more_than_the_bound(stall_s, monkeypatch):
+    """One sequence decodes when ten prompts come: no step is longer than alone and the bound, or twice."""
+    on, seen = deployment(), []
+    plain = Deployment.step
+
+    def noted(self: Deployment, chunks: Any) -> Any:
+        seen.append(list(chunks))
+        return plain(self, chunks)
+
+    arrivals = [0.0] + [on.step([Chunk(400)]).seconds * 1.5] * 10
+    free = open_loop(on, Workload(400, 60), arrivals, Limits())
+    monkeypatch.setattr(Deployment, "step", noted)
+    bound = open_loop(on, Workload(400, 60), arrivals, Limits(prefill_stall_s=stall_s, least_tokens=1))
+    mixed = [step for step in seen if any(c.tokens == 1 for c in step) and any(c.tokens > 1 for c in step)]
+    assert mixed
+    for step in mixed:
+        alone = plain(on, [chunk for chunk in step if chunk.tokens == 1]).seconds
+        # Tokens are taken to cost the same each, which is not quite so.
+        assert plain(on, step).seconds <= 1.25 * (alone + max(stall_s, alone))
+    assert bound.ttft_most_s > free.ttft_most_s
+
+
+def test_the_first_wave_waits_for_all_prompts_before_it():
+    """No host, and answers of one token: of prompts that each fill a step, the n-th has its token after n steps."""
+    on = deployment()
+    wave = burst(on, Workload(64, 1), 10, Limits(batched_tokens=64))
+    step = on.step([Chunk(64)]).seconds
+    assert wave.ttft_most_s == pytest.approx(10 * step) and wave.ttft_s == pytest.approx(5.5 * step)

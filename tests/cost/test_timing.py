@@ -66,6 +66,7 @@ def test_each_operation_is_multiplied_at_the_rate_of_its_format(quantization):
     for part in step.parts:
         narrow = {"qkv", "output", "gate_up", "down", "shared_experts", "experts"}
         rate = 8e11 if quantization == "fp8" and part.name in narrow else 4e11
+        rate = HEAVY_ARITHMETIC.rate("fp32") if "norm" in part.name else rate
         assert part.compute_s == pytest.approx(part.work.flops / rate)
         assert part.memory_s == pytest.approx(part.work.bytes / 1e16)
         if part.work.flops:
@@ -76,7 +77,7 @@ def test_head_and_experts_have_rates_of_their_own():
     precision = Precision(experts=FP8, head=FP32, activations=FP16)
     machine = replace(MACHINE, flops_per_s={"fp32": 1e11, "bf16": 4e11, "fp16": 5e11, "fp8": 8e11})
     step = deployment(MIXTURE, precision=precision, hardware=machine).step(MIXED)
-    rates = {"experts": 8e11, "head": 1e11, "attention": 5e11, "router": 5e11}
+    rates = {"experts": 8e11, "head": 1e11, "attention": 5e11, "router": 5e11, "norms": 1e11, "final_norm": 1e11}
     for part in step.parts:
         assert part.compute_s == pytest.approx(part.work.flops / rates.get(part.name, 4e11)), part.name
 

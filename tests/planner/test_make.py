@@ -290,7 +290,7 @@ def test_a_draft_that_is_not_known_is_named() -> None:
 
 def test_pipeline_stages_work_beside_each_other() -> None:
     one, two = planned(batch_size=64), planned(batch_size=64, count=2, pipeline_parallel_size=2)
-    assert (two.lanes, two.lane_batch, two.batch) == (2, 32, 64)
+    assert (two.lanes, two.lane_batch, two.batch) == (1, 32, 64)
     assert one.output_tokens_per_s is not None and two.output_tokens_per_s is not None
     assert two.output_tokens_per_s.value > 1.2 * one.output_tokens_per_s.value
     assert two.capacity.weights < 0.6 * one.capacity.weights
@@ -314,7 +314,7 @@ def test_stages_share_the_memory() -> None:
     plan = planned(
         "llama-2-13b", "A100-40GB-SXM", pipeline_parallel_size=2, concurrency=500, prompt_tokens=3000, output_tokens=500
     )
-    assert plan.served is not None and 2 * plan.served.running <= plan.max_batch < 500
+    assert plan.served is not None and plan.served.running <= plan.max_batch < 500
 
 
 def test_data_parallel_groups_each_have_their_own_memory() -> None:
@@ -324,10 +324,11 @@ def test_data_parallel_groups_each_have_their_own_memory() -> None:
 
 def test_a_list_price_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = replace(catalogue.find_hardware("H100-SXM"), price=Price(3.0, "a shop", "2026-01-01"))
-    monkeypatch.setattr(resolving, "find_hardware", lambda *_: (listed, Efficiency()))
+    monkeypatch.setattr(resolving, "find_hardware", lambda *_: (listed, Efficiency(), None))
     plan = planned(count=4)
     assert (plan.price_per_hour, plan.price_source) == (12.0, "a shop, 2026-01-01")
-    monkeypatch.setattr(resolving, "find_hardware", lambda *_: (replace(listed, price=None, tdp_w=None), Efficiency()))
+    bare = replace(listed, price=None, tdp_w=None)
+    monkeypatch.setattr(resolving, "find_hardware", lambda *_: (bare, Efficiency(), None))
     free = planned(count=4)
     assert free.price_per_hour is None and free.costs.per_million_output_tokens is None
     assert free.costs.tokens_per_s_per_watt is None
@@ -361,3 +362,69 @@ def test_a_draft_is_kept_in_the_plain_dtype() -> None:
 )
 def test_prompts_are_packed_into_steps(cached: int, budget: int, requests: int, steps: list[list[Chunk]]) -> None:
     assert prompt_steps(Workload(100, 1, cached), budget, requests) == steps
+
+
+# Shared prefixes, pipelines, machines, storage, and TTFT under load
+
+
+def test_a_shared_prefix_is_held_once() -> None:
+    """3,900 of 4,000 tokens are 243 whole blocks; each request has 12 tokens of the next one, and 200 of its own."""
+    plan = make_plan(PlanRequest("llama-3.1-8b", "H100-SXM", prompt_tokens=4000, output_tokens=100, cached_tokens=3900))
+    token, pool = plan.kv_bytes_per_token, plan.capacity.kv_pool
+    assert plan.max_batch == (pool - 3888 * token) // (224 * token) > 1900
+    assert plan.kv_cache_bytes == 3888 * token + 224 * token
+    apart = make_plan(PlanRequest("llama-3.1-8b", "H100-SXM", prompt_tokens=4000, output_tokens=100))
+    assert apart.max_batch == pool // (4112 * token) < 120
+
+
+def test_stages_of_a_pipeline_wait_for_the_longest_step() -> None:
+    """Half of the sequences in each step make it faster, but not by as much as if no stage waited for the other."""
+    asked = PlanRequest("llama-3.1-8b", "H100-SXM", concurrency=64)
+    one = make_plan(asked)
+    two = make_plan(replace(asked, count=2, pipeline_parallel_size=2))
+    assert one.bubble == 0.0 < two.bubble < 0.5
+    assert one.tpot is not None and two.tpot is not None
+    assert 1.0 < one.tpot.value / two.tpot.value < 1.3
+    assert any("stages idle" in each for each in two.assumptions)
+
+
+def test_tensor_parallelism_over_machines_is_planned_with_a_warning() -> None:
+    asked = PlanRequest("llama-3.1-405b", "H100-SXM", tensor_parallel_size=16, batch_size=4)
+    plan = make_plan(asked)
+    assert plan.problem is None and plan.ttft is not None and plan.tpot is not None
+    (said,) = plan.warnings
+    assert "16 devices are more than the 8 that NVLink 4 joins" in said and "50 GB/s" in said
+    slower = make_plan(replace(asked, network_gb_per_s=5.0))
+    assert slower.ttft is not None and slower.ttft.value > plan.ttft.value
+    assert make_plan(replace(asked, tensor_parallel_size=8, quantization="fp8")).warnings == ()
+    assert make_plan(PlanRequest("llama-3.1-8b", "H100-SXM", count=16)).deployment.parallelism.tensor == 1
+
+
+def test_storage_of_twice_the_rate_is_read_in_half_the_time() -> None:
+    slow, fast = (make_plan(PlanRequest("llama-3.1-8b", "H100-SXM", storage_gb_per_s=rate)).loading for rate in (1, 2))
+    assert slow.storage_s == 2 * fast.storage_s and slow.layout_s == fast.layout_s
+
+
+def test_the_bar_of_ttft_reaches_up_to_the_first_wave() -> None:
+    plan = make_plan(PlanRequest("llama-3.1-8b", "H100-SXM", concurrency=64))
+    assert plan.ttft is not None and plan.first_wave is not None
+    assert plan.ttft.high == plan.first_wave.ttft_s * plan.bars.ttft[1] > 10 * plan.ttft.value
+    assert plan.ttft.low == plan.ttft.value * plan.bars.ttft[0]
+    # 64 prompts one after the other, at least: eight of them are a step.
+    assert plan.first_wave.ttft_most_s > 64 * 1024 * 2 * 8e9 / 989e12
+    assert any("215 serving points" in each for each in plan.assumptions)
+
+
+def test_a_client_alone_keeps_its_narrow_bar() -> None:
+    plan = make_plan(PlanRequest("llama-3.1-8b", "H100-SXM", concurrency=1))
+    assert plan.ttft is not None and plan.first_wave is None
+    assert plan.ttft.high == plan.ttft.value * plan.bars.ttft[1]
+    assert not any("215 serving points" in each for each in plan.assumptions)
+
+
+def test_nvfp4_takes_four_and_a_half_bits_and_the_rate_of_fp4() -> None:
+    b300, h100 = (make_plan(PlanRequest("llama-3.1-8b", key, quantization="nvfp4")) for key in ("B300", "H100-SXM"))
+    linear = b300.deployment.precision.linear
+    assert linear.bits_per_element == 4.5 and b300.deployment.hardware.arithmetic(linear.compute) == "nvfp4"
+    assert h100.deployment.hardware.arithmetic(linear.compute) == "bf16"
+    assert b300.weights_bytes == h100.weights_bytes

@@ -138,7 +138,9 @@ llama-3.1-8b --hardware H100-SXM --request-rate nan | request_rate is nan
 llama-3.1-8b --hardware H100-SXM --batch-size 1 --request-rate 2 | leave all but one out
 llama-3.1-8b --hardware H100-SXM --count 0 | count is 0
 llama-3.1-8b --hardware H100-SXM --tensor-parallel-size 3 | use 1, 2, 4, 8
-llama-3.1-8b --hardware H100-SXM --tensor-parallel-size 16 | more than the 8
+llama-3.1-8b --hardware H100-SXM --tensor-parallel-size 64 | does not divide both
+llama-3.1-8b --hardware H100-SXM --storage-gb-per-s 0 | storage_gb_per_s is 0
+llama-3.1-8b --hardware H100-SXM --quantization int4-experts | has no experts
 llama-3.1-8b --hardware H100-SXM --tensor-parallel-size 2 --count 3 | a multiple of that
 llama-3.1-8b --hardware H100-SXM --pipeline-parallel-size 64 | 32 layers
 llama-3.1-8b --hardware H100-SXM --quantization q4_k_m | must be one of auto, none, fp8

@@ -252,8 +252,8 @@ def test_a_calibrated_machine_goes_before_the_catalogue(monkeypatch: pytest.Monk
     listed = catalogue.find_hardware("L40S")
     mine = Measured(replace(listed, key="my-machine", aliases=("this",), measured=True), Efficiency(kernel_s=1e-6))
     monkeypatch.setattr(resolving, "calibrated", lambda _: [mine])
-    assert find_hardware("MY-machine") == (mine.hardware, mine.efficiency)
-    assert find_hardware("this") == (mine.hardware, mine.efficiency)
+    assert find_hardware("MY-machine") == (mine.hardware, mine.efficiency, mine)
+    assert find_hardware("this") == (mine.hardware, mine.efficiency, mine)
     assert find_hardware("L40S")[0] == listed
     with pytest.raises(ValueError, match="my-machine"):
         find_hardware("my-machin")
@@ -264,4 +264,4 @@ def test_hardware_without_16_bit_products_takes_float32(monkeypatch: pytest.Monk
     monkeypatch.setattr(resolving, "calibrated", lambda _: [Measured(processor, Efficiency())])
     found = resolve(PlanRequest("qwen2.5-0.5b", "old-cpu"))
     assert found.dtype == "float32" and found.deployment.precision.kv.bits == 32
-    assert (found.limits.batched_tokens, found.limits.sequences) == (2048, 256)
+    assert (found.limits.batched_tokens, found.limits.sequences) == (512, 256)  # of `headway serve` on a CPU

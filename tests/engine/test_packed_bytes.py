@@ -1,0 +1,86 @@
+"""The planner's bytes of quantised weights are those that the engine packs, and its defaults are the engine's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headway.cost.config import read_shape
+from headway.cost.memory import kv_cache_bytes, weight_bytes
+from headway.cost.precision import ENGINE_QUANTIZATIONS, Precision
+from headway.engine.config import DEFAULTS, default_batched_tokens
+from headway.engine.memory import bytes_per_block
+from headway.kernels.cpu_linear import PackedLinear
+from headway.kernels.select import kernels_for
+from headway.models.config import ModelConfig
+from headway.models.decoder import Decoder
+from headway.models.loading import QUANTIZATIONS, load_model
+
+# Sizes that fill neither panels of 64 rows nor groups of 32 inputs.
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 131,
+    "hidden_size": 72,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def packed(model: Decoder) -> Iterator[PackedLinear]:
+    for layer in model.weights.layers:
+        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            assert isinstance(linear, PackedLinear)
+            yield linear
+    assert isinstance(model.weights.lm_head, PackedLinear)
+    yield model.weights.lm_head
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("quantization", [each for each in ENGINE_QUANTIZATIONS if each != "none"])
+def test_the_planner_counts_what_the_engine_packs(tmp_path: Path, quantization: str, tied: bool) -> None:
+    """Panels, groups and the scales of both; norms, and an embedding that is not the head, stay in bfloat16."""
+    config: dict[str, Any] = CONFIG | {"tie_word_embeddings": tied}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kernels = kernels_for("cpu", torch.bfloat16)
+    model = load_model(tmp_path, torch.bfloat16, kernels, load_format="dummy", quantization=quantization)
+    weights = sum(each._packed.nbytes + each._row_scales.nbytes for each in packed(model))
+    shape = read_shape(config)
+    parts = shape.matrices()
+    plain = 2 * (parts["rest"] + parts["embedding"])
+    assert weight_bytes(shape, Precision.of_engine("bfloat16", quantization, "auto", 24)) == weights + plain
+
+
+def test_the_planner_knows_the_engine_s_schemes() -> None:
+    assert tuple(ENGINE_QUANTIZATIONS) == tuple(QUANTIZATIONS)
+
+
+def test_a_block_of_an_int8_cache_is_counted_as_the_engine_takes_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    theirs = bytes_per_block(ModelConfig.from_folder(tmp_path), 16, torch.int8)
+    assert kv_cache_bytes(read_shape(CONFIG), 16, Precision.of_engine("bfloat16", "none", "int8", 24), 16) == theirs
+
+
+def test_llama_3_2_1b_in_int4_takes_780_mb() -> None:
+    from headway.cost.catalogue import find_model
+
+    precision = Precision.of_engine("bfloat16", "int4", "auto", 64)
+    assert weight_bytes(find_model("llama-3.2-1b").shape, precision) == pytest.approx(780e6, rel=0.005)
+
+
+def test_a_step_has_room_for_each_sequence() -> None:
+    assert default_batched_tokens("cpu", DEFAULTS.max_num_seqs) == 512
+    assert default_batched_tokens("cpu", 2000) == 2000

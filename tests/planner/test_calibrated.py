@@ -1,0 +1,81 @@
+"""A plan on a calibrated machine: the defaults of `headway serve`, and bars from the calibration's own residuals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headway.calibration.samples import Kind
+from headway.calibration.store import save
+from headway.engine.config import CPU_SHARE, DEFAULTS, default_batched_tokens
+from headway.planner.make import make_plan
+from headway.planner.request import PlanRequest
+from tests.calibration.machines import HARDWARE, a_machine
+from tests.planner.command_line import CommandLine
+
+MODEL = "llama-3.2-1b"
+
+
+@pytest.fixture(autouse=True)
+def stored(no_calibrated_machines: Path) -> None:
+    save(a_machine())
+
+
+def test_what_no_flag_says_is_the_engine_s_default() -> None:
+    plan = make_plan(PlanRequest(MODEL, "mine", batch_size=2))
+    assert plan.limits.sequences == DEFAULTS.max_num_seqs
+    assert plan.limits.batched_tokens == default_batched_tokens("cpu", DEFAULTS.max_num_seqs)
+    assert plan.limits.prefill_stall_s == DEFAULTS.max_prefill_stall_ms / 1e3
+    held = plan.capacity
+    assert held.kv_pool == int((HARDWARE.memory_bytes - held.weights - held.workspace) * CPU_SHARE)
+    assert "`headway serve`" in " ".join(plan.assumptions)
+    assert "not what a request and its tokens cost" in " ".join(plan.assumptions)
+
+
+def test_flags_go_before_the_engine_s_defaults() -> None:
+    asked = PlanRequest(
+        MODEL, "mine", concurrency=2, max_num_batched_tokens=300, max_num_seqs=7, max_prefill_stall_ms=5.0
+    )
+    plan = make_plan(replace(asked, gpu_memory_utilization=0.5))
+    assert (plan.limits.batched_tokens, plan.limits.sequences, plan.limits.prefill_stall_s) == (300, 7, 0.005)
+    assert plan.capacity.usable == HARDWARE.memory_bytes // 2
+
+
+def test_a_window_s_layers_keep_everything_here() -> None:
+    """The engine keeps whole contexts, where others keep a window."""
+    plan = make_plan(PlanRequest("mistral-7b-v0.1", "mine", prompt_tokens=8000, output_tokens=100))
+    assert plan.kv_cache_bytes == plan.kv_bytes_per_token * 8112
+
+
+def test_bars_are_residuals_of_what_a_step_consists_of() -> None:
+    """Where one kind alone scatters, a bar is as wide as that kind's share of the step."""
+    kinds = {str(kind): (1.0, 1.0) for kind in Kind} | {str(Kind.LINEAR): (0.5, 2.0)}
+    save(replace(a_machine(), residuals=kinds))
+    plan = make_plan(PlanRequest(MODEL, "mine"))
+    linear = {"qkv", "output", "gate_up", "down", "head"}
+    parts = plan.decode.time.parts
+    share = sum(part.seconds - part.overhead_s for part in parts if part.name in linear) / plan.decode.time.seconds
+    assert plan.bars.tpot == pytest.approx((1 - 0.5 * share, 1 + share))
+    assert plan.tpot is not None and plan.tpot.high == pytest.approx(plan.tpot.value * plan.bars.tpot[1])
+
+
+def test_bars_that_agree_are_the_bar() -> None:
+    plan = make_plan(PlanRequest(MODEL, "mine"))
+    assert plan.bars.tpot == pytest.approx((0.9, 1.2))
+    assert plan.bars.ttft[0] < 0.9 and plan.bars.ttft[1] > 1.2  # what was not measured here has the wider bar
+
+
+def test_what_this_engine_has_not_is_said(headway: CommandLine) -> None:
+    ran = headway("plan", MODEL, "--hardware", "mine", "--quantization", "fp8", "--kv-cache-dtype", "fp8", "--json")
+    said = json.loads(ran.out)["warnings"]
+    assert len(said) == 2 and "no fp8 weights" in said[0] and "no cache in fp8" in said[1]
+    ran = headway("plan", MODEL, "--hardware", "mine", "--quantization", "int4", "--kv-cache-dtype", "int8", "--json")
+    assert json.loads(ran.out)["warnings"] == []
+
+
+def test_a_bound_on_stalls_is_refused_where_nobody_can_be_held_up(headway: CommandLine) -> None:
+    ran = headway("plan", MODEL, "--hardware", "mine", "--max-prefill-stall-ms", "20")
+    assert "only with --concurrency or --request-rate" in ran.error()
