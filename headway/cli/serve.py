@@ -116,6 +116,9 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds that requests have to finish after SIGTERM.")
     ] = 30.0,
+    replay: Annotated[
+        bool, typer.Option(help="Go on with running requests on the next engine process when one has died.")
+    ] = True,
     metrics_prefix: Annotated[str, typer.Option(help="Prefix of metric names; vllm: for its dashboards.")] = "headway:",
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="What the server logs; info logs each request.")
@@ -169,7 +172,7 @@ def serve(
         metrics_prefix=metrics_prefix,
         log_level=log_level,
     )
-    _run(config, settings, chat_template)
+    _run(config, settings, chat_template, replay)
 
 
 def _model_folder(model: str | None) -> Path:
@@ -188,7 +191,7 @@ def _model_folder(model: str | None) -> Path:
         fail(str(error))
 
 
-def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | None) -> None:
+def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | None, replay: bool) -> None:
     from headway.engine.client import EngineClient
     from headway.server.lifecycle import StartupError, run_server
     from headway.server.startup_display import StartupDisplay
@@ -202,7 +205,7 @@ def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | No
         tokenizer = Tokenizer.load(config.model)
         template = ChatTemplate.load(tokenizer, chat_template)
         display.on_server_stage("tokenizer", time.monotonic_ns() - began)
-        engine = EngineClient(config, display.on_progress)
+        engine = EngineClient(config, display.on_progress, replay)
         display.start()
         run_server(engine, tokenizer, settings, template, display.on_ready)
     except (TextError, StartupError) as error:

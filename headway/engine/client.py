@@ -30,8 +30,14 @@ from headway.engine.messages import (
     StepStats,
     ToEngine,
 )
+from headway.engine.requests import Requests
 
-RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0)
+# Before the engine is started again, by how many in a row have not lived for STABLE_S.
+RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)
+STABLE_S = 60.0
+# Requests wait for the engine through so many starts in a row that fail.
+MOST_FAILED_STARTS = 5
+ENGINE_MODULE = "headway.engine.process"
 STOP_TIMEOUT_S = 5.0
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -42,21 +48,22 @@ class EngineDead(Exception):
     """The engine process is not there; the message is for the user."""
 
 
-_StreamItem = SequenceOutput | EngineDead
-
-
 class EngineClient:
     """One engine process behind an asyncio interface.
 
-    `state` is "loading" until the engine is ready, "ready", "dead" when it could not start, and
-    "stopped" after stop(). An engine that dies ends its requests with EngineDead and is started again.
+    `state` is "loading" until the engine is ready, "ready", "dead" when its first start failed, and
+    "stopped" after stop(). An engine that dies later is started again, at growing intervals and for ever; its
+    requests go on with the next one (engine.requests).
 
     Args:
         config: what to run.
         on_progress: hears of each start-up stage and its nanoseconds.
+        replay: False ends the requests of an engine that dies with EngineDead.
     """
 
-    def __init__(self, config: EngineConfig, on_progress: Callable[[str, int], None] | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, on_progress: Callable[[str, int], None] | None = None, replay: bool = True
+    ) -> None:
         self.config = config
         self.state = "loading"
         self.ready: Ready | None = None
@@ -65,9 +72,8 @@ class EngineClient:
         self.last_error = "the engine is not started"
         self._on_progress = on_progress
         self._subscribers: list[Callable[[StepStats], None]] = []
-        self._streams: dict[str, asyncio.Queue[_StreamItem]] = {}
-        self._sent = 0  # requests, to the engine process that runs now
-        self._unreported: dict[str, tuple[int, int]] = {}  # request -> its number among those sent, and its choices
+        self._complained: set[Callable[..., None]] = set()
+        self._requests = Requests(replay)
         self._changed = asyncio.Event()
         self._context = zmq.asyncio.Context()
         self._folder = tempfile.TemporaryDirectory(prefix="headway-")
@@ -127,42 +133,50 @@ class EngineClient:
         self.state = state
         if error:
             self.last_error = error
-            for stream in self._streams.values():
-                stream.put_nowait(EngineDead(error))
-            self._streams.clear()
-            self._unreported.clear()
-            self._sent = 0
             self.stats = None
+        if state in ("dead", "stopped"):
+            self._requests.end_all(EngineDead(error))
         self._changed.set()
 
     async def _keep_running(self) -> None:
-        attempts = 0
-        while self.state != "stopped":
-            await asyncio.sleep(RESTART_DELAYS_S[min(attempts, len(RESTART_DELAYS_S) - 1)])
-            attempts += 1
+        """Run one engine after the other until stop(); only the first must not fail to start."""
+        unstable = failed = 0
+        while True:
             began = time.monotonic()
-            try:
-                failed = await self._run_once(attempts)
-            except OSError as error:
-                failed = f"the engine process cannot be started: {error}"
-            except Exception as error:  # whatever it is, nobody may go on waiting for outputs that do not come
-                logger.exception("the connection to the engine failed")
-                failed = f"the connection to the engine failed: {type(error).__name__}: {error}"
+            reason = await self._run_once()
             if self.state == "stopped":
                 return
-            if failed:
-                self._enter("dead", failed)
-                return
-            if time.monotonic() - began > 60:
-                attempts = 0
+            if self.ready is None:
+                return self._enter("dead", reason)
+            failed = 0 if self.state == "ready" else failed + 1
+            unstable = 0 if time.monotonic() - began > STABLE_S else unstable + 1
             code = self._process.returncode if self._process is not None else None
-            logger.error("the engine process ended with code %s; starting it again", code)
+            logger.error(
+                "%s (code %s); %d requests are in flight; it is started again", reason, code, len(self._requests)
+            )
             self.restarts += 1
-            self._enter("loading", "the engine process died; the server is starting it again")
+            self._enter("loading", f"{reason}; the server is starting it again")
+            self._requests.engine_died(time.monotonic_ns(), EngineDead(self.last_error))
+            if failed >= MOST_FAILED_STARTS:
+                self._requests.end_all(EngineDead(self.last_error))
+            await asyncio.sleep(RESTART_DELAYS_S[max(0, min(unstable, len(RESTART_DELAYS_S)) - 1)])
 
-    async def _run_once(self, attempt: int) -> str:
-        """Run one engine process to its end; returns why it can't start, or an empty string."""
-        address = f"ipc://{self._folder.name}/{attempt}-{self.restarts}"
+    async def _run_once(self) -> str:
+        """Run one engine process to its end; returns why it ended."""
+        try:
+            failed = await self._run_process()
+        except OSError as error:
+            return f"the engine process cannot be started: {error}"
+        except Exception as error:  # whatever it is, another process is another chance
+            logger.exception("the connection to the engine failed")
+            return f"the connection to the engine failed: {type(error).__name__}: {error}"
+        if failed or self.state == "ready":
+            return failed or "the engine process died"
+        return "the engine process died while it was starting"
+
+    async def _run_process(self) -> str:
+        """The same; an empty string where it said nothing."""
+        address = f"ipc://{self._folder.name}/{self.restarts}"
         self._close_socket()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
@@ -170,7 +184,7 @@ class EngineClient:
         self._socket.bind(address)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "headway.engine.process", address, env=environment
+            sys.executable, "-m", ENGINE_MODULE, address, env=environment
         )
         self._send(Configure(self.config))
         receiving = asyncio.create_task(self._receive())
@@ -180,9 +194,7 @@ class EngineClient:
             # What the engine sent before it died is still worth reading.
             if not receiving.done():
                 await asyncio.wait({receiving}, timeout=0.2)
-            if receiving.done():
-                return receiving.result()
-            return "" if self.ready is not None else "the engine process died while it was starting"
+            return receiving.result() if receiving.done() else ""
         finally:
             receiving.cancel()
             if self._process.returncode is None:
@@ -197,10 +209,11 @@ class EngineClient:
                 self._deliver(message)
             elif isinstance(message, Progress):
                 if self._on_progress is not None:
-                    self._on_progress(message.stage, message.elapsed_ns)
+                    self._tell(self._on_progress, message.stage, message.elapsed_ns)
             elif isinstance(message, Ready):
                 self.ready = message
                 self._enter("ready")
+                self._send_due()
             elif isinstance(message, Failed):
                 return message.message
 
@@ -226,8 +239,7 @@ class EngineClient:
     @property
     def num_waiting(self) -> int:
         """Choices waiting in the engine, with those that it had not seen at its last report."""
-        on_their_way = sum(choices for _, choices in self._unreported.values())
-        return (self.stats.num_waiting if self.stats is not None else 0) + on_their_way
+        return (self.stats.num_waiting if self.stats is not None else 0) + self._requests.num_unreported
 
     def subscribe(self, callback: Callable[[StepStats], None]) -> None:
         """Call back with the statistics of every step."""
@@ -239,49 +251,46 @@ class EngineClient:
         Closing the iterator early aborts the request in the engine.
 
         Raises:
-            EngineDead: the engine is not ready, or died.
+            EngineDead: the engine is not ready, or died and the request does not go on.
             ValueError: the request's id is in use.
         """
-        if request.request_id in self._streams:
-            raise ValueError(f"request id {request.request_id!r} is in use; give every request its own")
         if self.state != "ready":
             raise EngineDead(self.last_error if self.state != "loading" else "the engine is still loading")
-        stream: asyncio.Queue[_StreamItem] = asyncio.Queue()
-        self._streams[request.request_id] = stream
-        unfinished = request.params.n
+        entry = self._requests.add(request)
         try:
-            self._send(request)
-            self._sent += 1
-            self._unreported[request.request_id] = self._sent, request.params.n
-            while unfinished:
-                item = await stream.get()
-                if isinstance(item, EngineDead):
-                    unfinished = 0
+            self._send_due()
+            while entry.choices or not entry.stream.empty():
+                item = await entry.stream.get()
+                if isinstance(item, Exception):
                     raise item
-                unfinished -= item.finish_reason is not None
                 yield item
         finally:
-            if self._streams.get(request.request_id) is stream:
-                del self._streams[request.request_id]
-                self._unreported.pop(request.request_id, None)
-                if unfinished:
-                    self.abort(request.request_id)
+            if self._requests.remove(entry):
+                self._send(AbortRequest(request.request_id))
+            self._send_due()
 
     def abort(self, request_id: str, index: int = -1) -> None:
         """Stop generating for one choice, or for all; their streams get no further output."""
-        if self.state == "ready":
+        if self._requests.abort(request_id, index, time.monotonic_ns()):
             self._send(AbortRequest(request_id, index))
+
+    def _send_due(self) -> None:
+        """Send the requests whose turn it is."""
+        if self.state == "ready":
+            self._requests.send_due(self._send, time.monotonic_ns())
 
     def _deliver(self, message: StepOutputs) -> None:
         self.stats = message.stats
-        while self._unreported:  # in the order in which they were sent
-            name, (number, _) = next(iter(self._unreported.items()))
-            if number > message.stats.received:
-                break
-            del self._unreported[name]
-        for output in message.outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                stream.put_nowait(output)
+        self._requests.deliver(message)
+        self._send_due()
         for callback in self._subscribers:
-            callback(message.stats)
+            self._tell(callback, message.stats)
+
+    def _tell(self, callback: Callable[..., None], *news: object) -> None:
+        """Call back; a failure there is no reason to stop serving."""
+        try:
+            callback(*news)
+        except Exception:
+            if callback not in self._complained:
+                self._complained.add(callback)
+                logger.exception("a listener to the engine failed; it is called again, but no more is said of it")

@@ -9,17 +9,20 @@ from collections.abc import Callable, Iterator
 from headway.engine.messages import (
     AddRequest,
     PromptLogprobs,
+    Resumed,
     SequenceOutput,
     SequenceTimings,
     StepOutputs,
     StepStats,
 )
+from headway.engine.quarantine import Quarantine
 from headway.engine.runner import Runner, StepResult
 from headway.policy.accounting import ScheduledSequence
 from headway.policy.request import Sequence
-from headway.policy.scheduler import Scheduler
+from headway.policy.scheduler import Scheduler, StepPlan
 
 NOT_NUMBERS = "the model's logits were not numbers (NaN) for this sequence; its weights or its dtype are at fault"
+FAILED = "the engine failed on this request ({}); the server's log says more"
 
 
 class EngineCore:
@@ -29,6 +32,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self._clock = clock
+        self._quarantine = Quarantine(runner, clock)
         self._live: dict[str, dict[int, Sequence]] = {}
         self._prompt_logprobs: dict[int, list[PromptLogprobs]] = {}
         self._pending: list[SequenceOutput] = []
@@ -49,13 +53,13 @@ class EngineCore:
             self._reject(request, problem)
             return
         sequences = self._sequences_of(request)
-        self._live[request.request_id] = {s.index: s for s in sequences}
         try:
             for sequence in sequences:
                 self.scheduler.add(sequence, self._clock())
-        except ValueError as error:
-            self._forget_request(request.request_id)
+        except ValueError as error:  # of the first, as all have the same prompt
             self._reject(request, str(error))
+            return
+        self._live[request.request_id] = {s.index: s for s in sequences}
 
     def _problem_of(self, request: AddRequest) -> str:
         """What would break a step that others share, or an empty string."""
@@ -63,6 +67,10 @@ class EngineCore:
             return f"a request with id {request.request_id!r} is running already"
         if not request.prompt_token_ids:
             return "the prompt is empty; give at least one token"
+        known = len(request.prompt_token_ids) + max(len(choice.token_ids) for choice in _choices(request))
+        context = self.scheduler.config.max_model_len
+        if request.resumed and known >= context:  # the engine that began it had memory for more
+            return f"{known} tokens are known, and the context is now {context}: there is no room to go on"
         limit = self.runner.vocab_size
         for name, ids in (
             ("prompt", request.prompt_token_ids),
@@ -76,30 +84,32 @@ class EngineCore:
 
     def _reject(self, request: AddRequest, message: str) -> None:
         self._pending += [
-            SequenceOutput(request.request_id, index, [], finish_reason="error", error=message)
-            for index in range(request.params.n)
+            SequenceOutput(request.request_id, choice.index, [], finish_reason="error", error=message)
+            for choice in _choices(request)
         ]
 
     def _sequences_of(self, request: AddRequest) -> list[Sequence]:
         params, prompt = request.params, request.prompt_token_ids
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = request.seed if params.seed is None else params.seed
+        seed = secrets.randbits(63) if seed is None else seed
         stops = params.stop_token_ids if params.ignore_eos else [*request.eos_token_ids, *params.stop_token_ids]
         limit = self.scheduler.config.max_model_len
         sequences: list[Sequence] = []
-        for index in range(params.n):
+        for choice in _choices(request):
             sequence = Sequence(
                 request_id=request.request_id,
-                index=index,
+                index=choice.index,
                 params=params,
-                tokens=list(prompt),
+                tokens=[*prompt, *choice.token_ids],
                 prompt_len=len(prompt),
                 max_len=limit if params.max_tokens is None else min(limit, len(prompt) + params.max_tokens),
                 stop_ids=frozenset(stops),
-                seed=seed + index,
+                seed=seed + choice.index,
                 priority=request.priority,
                 arrival_ns=request.arrival_ns,
                 cache_salt=request.cache_salt,
                 parent=sequences[0] if sequences else None,
+                cached_tokens=choice.cached_tokens,
             )
             sequence.ledger.began_ns = sequence.ledger.last_ns = request.sent_ns
             sequences.append(sequence)
@@ -134,7 +144,11 @@ class EngineCore:
     # --- steps --------------------------------------------------------------------------------------
 
     def step(self) -> StepOutputs:
-        """Run one step; its outputs may be empty where nothing could run."""
+        """Run one step; its outputs may be empty where nothing could run.
+
+        Raises:
+            EngineFault: the step failed, and no single request is at fault.
+        """
         outputs, self._pending = self._pending, []
         plan = self.scheduler.schedule(self._clock())
         for sequence in plan.expired:
@@ -145,14 +159,17 @@ class EngineCore:
             self._prompt_logprobs.pop(id(sequence), None)  # it will compute its prompt again
         if not plan.scheduled:
             return StepOutputs(outputs, self._stats(0, 0, 0), self._clock())
-        result = self.runner.run(plan)
+        result = self._quarantine.run(plan)
         work = sum(item.num_tokens for item in plan.scheduled if item.start < item.sequence.prompt_len)
+        num_tokens = plan.num_tokens
+        if result.failed_since_ns:
+            outputs += self._take_out(plan, result)
         if result.prompt_logprobs:
             self._collect_prompt_logprobs(plan.scheduled, result)
         changed = self.scheduler.complete(plan, result.token_of, result.times)
         outputs += [self._output(item, result) for item in changed]
-        elapsed = result.times.sampled_ns - result.times.launched_ns
-        stats = self._stats(elapsed, plan.num_tokens, work)
+        elapsed = result.times.sampled_ns - (result.failed_since_ns or result.times.launched_ns)
+        stats = self._stats(elapsed, num_tokens, work)
         stats.generation_tokens = len(changed)
         stats.scheduled_sequences = len(plan.scheduled)
         return StepOutputs(outputs, stats, self._clock())
@@ -160,6 +177,18 @@ class EngineCore:
     def idle(self) -> StepOutputs:
         """The state of an engine that has nothing to do, for metrics."""
         return StepOutputs([], self._stats(0, 0, 0), self._clock())
+
+    def _take_out(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+        """End the requests that made a step fail, all choices of each."""
+        failed = [sequence for request_id in result.faults for sequence in self._live[request_id].values()]
+        self.scheduler.take_out(failed, plan, result.failed_since_ns, result.times.sampled_ns)
+        outputs: list[SequenceOutput] = []
+        for sequence in failed:
+            output = SequenceOutput(sequence.request_id, sequence.index, [], cached_tokens=sequence.cached_tokens)
+            output.error = FAILED.format(result.faults[sequence.request_id])
+            self._finish_output(output, sequence)
+            outputs.append(output)
+        return outputs
 
     def _collect_prompt_logprobs(self, scheduled: list[ScheduledSequence], result: StepResult) -> None:
         for item in scheduled:
@@ -188,7 +217,7 @@ class EngineCore:
         if sequence.finish_reason == "stop":
             output.stop_token_id = sequence.tokens[-1]
         if sequence.finish_reason == "error":
-            output.error = NOT_NUMBERS
+            output.error = output.error or NOT_NUMBERS
         if sequence.finish_reason == "timeout":
             limit = self.scheduler.config.max_queue_time
             output.error = f"it waited longer than {limit:g} s and was not begun (--max-queue-time)"
@@ -233,3 +262,9 @@ class EngineCore:
     def check_by_parts(self) -> Iterator[None]:
         """check() in parts of less than a millisecond, for an engine that has fallen idle."""
         return self.scheduler.check_by_parts()
+
+
+def _choices(request: AddRequest) -> list[Resumed]:
+    if request.resumed is not None:
+        return request.resumed
+    return [Resumed(index, []) for index in range(request.params.n)]

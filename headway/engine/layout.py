@@ -50,6 +50,12 @@ class BlockTables:
         self._rows: dict[int, tuple[int, list[int], int]] = {}  # id(sequence) -> row, its table, entries written
         self._free = list(range(max_sequences - 1, -1, -1))
 
+    def reset(self) -> None:
+        """Forget every sequence."""
+        self._rows.clear()
+        self._free = list(range(len(self.array) - 1, -1, -1))
+        self.version += 1
+
     def row(self, sequence: Sequence) -> int:
         table = sequence.block_table
         known = self._rows.get(id(sequence))
@@ -97,6 +103,12 @@ class StepLayout:
         self._tables = np.zeros((fixed, self.tables.array.shape[1]), np.int32)
         self._taken: tuple[list[int], int, int] | None = None  # the rows, blocks and version that _tables has
         self._decodes: dict[int, _Tensors] = {}  # by the number of sequences
+
+    def reset(self) -> None:
+        """Forget what was laid out; its memory stays where it is."""
+        self.tables.reset()
+        self._taken = None
+        self._decodes.clear()
 
     def lay_out(self, scheduled: list[ScheduledSequence]) -> LaidOut:
         """The tensors of a step, good until the next one is laid out."""

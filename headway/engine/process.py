@@ -1,7 +1,7 @@
 """The engine process: the step loop between a socket and a device.
 
 Run as `python -m headway.engine.process ADDRESS`; it connects to the API process there, is configured by
-the first message, and ends when told to, when the parent dies, or when a step fails.
+the first message, and ends when told to, when the parent dies, or when a step fails and no request is to blame.
 """
 
 from __future__ import annotations

@@ -21,15 +21,26 @@ from headway.policy.scheduler import StepPlan
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step produced, by the identity of its sequences."""
+    """What a step produced, by the identity of its sequences.
+
+    Where the step failed and was run again in parts: since when, and by request what was raised on it alone.
+    """
 
     times: StepTimes
     tokens: dict[int, int | None] = field(default_factory=dict)  # id(sequence) -> new token; None: no valid logits
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[PromptLogprobs]] = field(default_factory=dict)  # of this chunk
+    failed_since_ns: int = 0
+    faults: dict[str, str] = field(default_factory=dict)
 
     def token_of(self, item: ScheduledSequence) -> int | None:
         return self.tokens[id(item.sequence)]
+
+    def take(self, part: StepResult) -> None:
+        """Add what some of the step's sequences got."""
+        self.tokens |= part.tokens
+        self.logprobs |= part.logprobs
+        self.prompt_logprobs |= part.prompt_logprobs
 
 
 class Runner:
@@ -68,6 +79,7 @@ class Runner:
         if plan.copies:
             sources, targets = zip(*plan.copies, strict=True)
             self.kernels.copy_blocks(self.caches, list(sources), list(targets))
+            plan.copies.clear()  # once is enough, should the step be run again
             for item in plan.scheduled:
                 self.layout.tables.rewrite(item.sequence)
         step = self.layout.lay_out(plan.scheduled)
@@ -92,6 +104,11 @@ class Runner:
         """The sequence finished or was preempted."""
         self.layout.tables.forget(sequence)
         self.sampler.forget(sequence)
+
+    def recover(self) -> None:
+        """A step raised: forget what it may have half written, all of which is made again from the sequences."""
+        self.layout.reset()
+        self.sampler.reset()
 
     def _sample(self, logits: Tensor, items: list[ScheduledSequence], result: StepResult) -> None:
         sampled = self.sampler.sample(logits, [item.sequence for item in items])

@@ -120,6 +120,13 @@ class Sampler:
         """Bytes that are kept between steps."""
         return self._memory.nbytes + self._penalties.nbytes
 
+    def reset(self) -> None:
+        """Forget every sequence; what is kept of one is made again from its tokens."""
+        self._penalties = PenaltyTable(self.device)
+        self._edits = EditTable(self.vocab_size)
+        self._known.clear()
+        self._batch = None
+
     def _room(self, rows: int) -> Tensor:
         """Memory for the logits of a step in float32, the same at every step: mapping it anew costs milliseconds."""
         height = len(self._memory)

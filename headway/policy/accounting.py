@@ -9,6 +9,7 @@ stall takes the remainder, so that the parts sum to the step exactly.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from headway.policy.ledger import Phase, PhaseClock
@@ -125,6 +126,17 @@ class Accounting:
         """The scheduler stopped admitting for `reason`; the time before was spent on the reason before."""
         self._queue.run(self.queue_reason, now)
         self.queue_reason = reason
+
+    def record_retry(self, running: Iterable[Sequence], began: int, ended: int) -> None:
+        """A step failed and was run again in parts meanwhile: lost time for everybody in the batch."""
+        self._decode.run(Phase.SCHEDULE, began)
+        self._decode.run(Phase.STEP_RETRY, ended)
+        lost = (ended - began) * self._on_decode_clock
+        self.stall_ns[Phase.STEP_RETRY] = self.stall_ns.get(Phase.STEP_RETRY, 0) + lost
+        for sequence in running:
+            if sequence.clock_marks is None:
+                sequence.ledger.mark(Phase.SCHEDULE, began)
+                self._stall(sequence, Phase.STEP_RETRY, ended)
 
     def record_step(self, scheduled: list[ScheduledSequence], idle: list[Sequence], times: StepTimes) -> None:
         """Divide a finished step among the sequences that ran in it and the running ones that did not.

@@ -178,6 +178,15 @@ class KVBlocks:
         self._version += 1
         return self._nodes[block]
 
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """Take blocks that sequences hold out of the index, as their contents are not to be trusted."""
+        for block in blocks:
+            key = self._key_of.pop(block, None)
+            if key is not None:
+                del self._index[key]
+                self._nodes[block] = 0
+                self._version += 1
+
     def node_of(self, block: int) -> int:
         """The node of a registered block."""
         return self._nodes[block]

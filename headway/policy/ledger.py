@@ -29,6 +29,10 @@ class Phase(StrEnum):
     DECODE_STALL_PREEMPTED = "decode_stall_preempted"  # out of the batch after a preemption
     DECODE_STALL_RECOMPUTE = "decode_stall_recompute"  # computing again what a preemption threw away
     SAMPLING = "sampling"
+    STEP_RETRY = "step_retry"  # a step that failed and was run again in parts
+    # API process, when the engine process died and another one went on with the request
+    ENGINE_LOST = "engine_lost"  # spent in the engine that died, with its account
+    ENGINE_RESTART = "engine_restart"  # from there until it was handed to the next
     # API process, after the engine
     DETOKENIZE = "detokenize"
     SEND = "send"

@@ -88,7 +88,8 @@ class Scheduler:
         self._next_ordinal += 1
         self.accounting.begin_waiting(sequence, now)
         self.waiting.add(sequence)
-        self._unserved.add(sequence)
+        if sequence.output_len == 0:
+            self._unserved.add(sequence)
 
     def abort(self, sequence: Sequence, now: int) -> None:
         """Drop a sequence in any state and free its blocks."""
@@ -97,11 +98,18 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: int) -> None:
         self.accounting.finish(sequence, now)
+        if reason is FinishReason.ERROR:
+            self._withdraw(sequence)
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
         self._unserved.discard(sequence)
         self._free(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        """What a sequence that failed has entered in the prefix index is not to be found by others."""
+        found = sequence.cached_tokens // self.blocks.block_size
+        self.blocks.withdraw(sequence.block_table[found : sequence.num_registered])
 
     def _free(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.block_table)
@@ -314,7 +322,7 @@ class Scheduler:
         return self.blocks.match(sequence.tokens, sequence.cache_salt, sequence.prefix_match)
 
     def _start(self, sequence: Sequence, budget: StepBudget, plan: StepPlan, now: int) -> None:
-        if sequence.preemptions == 0:
+        if sequence.preemptions == 0 and sequence.output_len == 0:
             sequence.cached_tokens = sequence.num_computed
             self.blocks.prefix_stats.queries += sequence.prompt_len
             self.blocks.prefix_stats.hits += sequence.num_computed
@@ -329,6 +337,16 @@ class Scheduler:
 
     # --- results ------------------------------------------------------------------------------------
 
+    def take_out(self, failed: list[Sequence], plan: StepPlan, began: int, ended: int) -> None:
+        """The plan was run in parts between `began` and `ended`, as the failed sequences made it fail; end these.
+
+        They may be of the plan or not; what is left of it is to be completed.
+        """
+        self.accounting.record_retry(self.running, began, ended)
+        for sequence in failed:
+            self.finish(sequence, FinishReason.ERROR, ended)
+        plan.scheduled = [item for item in plan.scheduled if item.sequence.status is Status.RUNNING]
+
     def complete(
         self,
         plan: StepPlan,
@@ -338,7 +356,8 @@ class Scheduler:
         """Apply a step's results: `sampled(item)` is the new token of an item that samples.
 
         A None in its place means that no token could be drawn (the logits were not numbers); the
-        sequence then finishes with an error. Returns the items that have a new token or have finished.
+        sequence then finishes with an error and enters nothing in the prefix index. Returns the items that
+        have a new token or have finished.
         """
         ran = {id(item.sequence) for item in plan.scheduled}
         idle = [s for s in self.running if id(s) not in ran] if len(ran) < len(self.running) else []
@@ -348,17 +367,20 @@ class Scheduler:
         for item in plan.scheduled:
             sequence = item.sequence
             sequence.num_computed += item.num_tokens
-            if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
-                self._register_full_blocks(sequence)
+            token = None
             if item.samples:
                 changed.append(item)
-                self._append(sequence, sampled(item), times.sampled_ns)
+                token = sampled(item)
+                if token is None:
+                    self.finish(sequence, FinishReason.ERROR, times.sampled_ns)
+                    continue
+            if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
+                self._register_full_blocks(sequence)
+            if token is not None:
+                self._append(sequence, token, times.sampled_ns)
         return changed
 
-    def _append(self, sequence: Sequence, token: int | None, now: int) -> None:
-        if token is None:
-            self.finish(sequence, FinishReason.ERROR, now)
-            return
+    def _append(self, sequence: Sequence, token: int, now: int) -> None:
         sequence.tokens.append(token)
         reason = finish_reason(sequence, token)
         if reason is not None:

@@ -94,5 +94,5 @@ class Unserved:
 
 
 def _has_run(sequence: Sequence) -> bool:
-    waits_still = sequence.status is Status.WAITING and sequence.preemptions == 0
+    waits_still = sequence.status is Status.WAITING and sequence.preemptions == 0 and sequence.output_len == 0
     return not waits_still and sequence.finish_reason is not FinishReason.TIMEOUT

@@ -86,6 +86,11 @@ def internal(message: str) -> ApiError:
     return ApiError(500, message, kind="server_error", code="internal_error")
 
 
+def request_failed(message: str) -> ApiError:
+    """The engine failed on this request; others are not concerned."""
+    return ApiError(500, message, kind="engine_error", code="request_failed")
+
+
 class ClientGone(Exception):
     """The client closed its connection; there is nobody to answer."""
 

@@ -14,7 +14,7 @@ from headway.engine.messages import AddRequest, SequenceOutput
 from headway.policy.sampling_params import SamplingParams
 from headway.server.admission import Place
 from headway.server.choices import Choice, Piece, Prompt
-from headway.server.errors import ApiError, internal, unavailable
+from headway.server.errors import ApiError, request_failed, unavailable
 from headway.server.service import Service
 from headway.server.timings import ChoiceTimings, Stamps
 
@@ -185,7 +185,7 @@ class Generation:
         if output.finish_reason == "error":
             self._settle_one(choice, output, received_ns)
             choice.finish_reason = "error"
-            raise internal(output.error or "the engine failed on this request")
+            raise request_failed(output.error or "the engine failed on this request")
         if output.finish_reason == "timeout":
             self._settle_one(choice, output, received_ns)
             choice.finish_reason = "timeout"

@@ -8,16 +8,20 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from headway.engine.client import EngineClient, EngineDead
 from headway.engine.config import EngineConfig
-from headway.engine.messages import AddRequest, SequenceOutput, StepOutputs, StepStats
+from headway.engine.messages import AddRequest, SequenceOutput, StepOutputs, StepStats, TokenLogprobs
+from headway.engine.requests import MOST_DEATHS
 from headway.policy.sampling_params import SamplingParams
+from tests.engine.faulty_process import KILLER, RAISER
 from tests.engine.models import write_config
 
 
@@ -123,7 +127,90 @@ async def test_a_prompt_beyond_the_context_ends_with_an_error(shared: EngineClie
     assert outputs[0].error is not None and "the prompt has 5000 tokens" in outputs[0].error
 
 
-async def test_a_killed_engine_ends_its_requests_and_is_started_again(client: EngineClient) -> None:
+def crowd(prefix: str, max_tokens: int = 60) -> list[AddRequest]:
+    """32 requests that choose their tokens in every way there is; the last 4 without a seed."""
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"seed": 5, "top_p": 0.9, "n": 2},
+        {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "min_tokens": 50},
+        {"seed": 8, "top_k": 40, "logprobs": 2, "prompt_logprobs": 0},
+    ]
+    requests = []
+    for number in range(32):
+        way = {} if number >= 28 else ways[number % 4]
+        params = SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True, **way})
+        prompt = [5 + (7 * number + j) % 490 for j in range(4 + 3 * number)]
+        requests.append(AddRequest(f"{prefix}{number}", prompt, params, [0], sent_ns=time.monotonic_ns()))
+    return requests
+
+
+Choices = dict[tuple[int, int], list[SequenceOutput]]
+
+
+async def ask_all(client: EngineClient, requests: list[AddRequest]) -> Choices:
+    """The outputs of every choice, by its request's place in the list and its index."""
+    everything = await asyncio.gather(*(collect(client.generate(one)) for one in requests))
+    return {
+        (number, index): [output for output in outputs if output.index == index]
+        for number, (one, outputs) in enumerate(zip(requests, everything, strict=True))
+        for index in range(one.params.n)
+    }
+
+
+def tokens_of(outputs: list[SequenceOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def prompt_logprobs_of(output: SequenceOutput) -> list[TokenLogprobs]:
+    return [entry for part in output.prompt_logprobs or [] for entry in part.unpack()]
+
+
+def check_as_if_nothing_had_happened(found: Choices, expected: Choices, requests: list[AddRequest]) -> None:
+    assert found.keys() == expected.keys()
+    for (number, index), outputs in found.items():
+        alone, request = expected[number, index], requests[number]
+        last = outputs[-1]
+        assert last.finish_reason == "length" and last.timings is not None
+        assert sum(last.timings.phases_ns.values()) == last.timings.ended_ns - request.sent_ns
+        assert len(tokens_of(outputs)) == request.params.max_tokens
+        if number >= 28:
+            continue
+        assert tokens_of(outputs) == tokens_of(alone)
+        assert [o.logprobs for o in outputs] == [o.logprobs for o in alone]
+        assert [prompt_logprobs_of(o) for o in outputs] == [prompt_logprobs_of(o) for o in alone]
+
+
+async def test_requests_go_on_when_the_engine_is_killed(client: EngineClient) -> None:
+    expected: Choices = {}
+    for number, one in enumerate(crowd("alone")):
+        found = await ask_all(client, [one])
+        expected |= {(number, index): outputs for (_, index), outputs in found.items()}
+    requests = crowd("killed")
+    leaver = client.generate(request("leaver", max_tokens=4000))
+    await anext(leaver)
+    answers = asyncio.create_task(ask_all(client, requests))
+    while client.stats is None or client.stats.num_running < 20:
+        await asyncio.sleep(0)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    while client.state == "ready":
+        await asyncio.sleep(0.001)
+    assert (client.state, client.stats) == ("loading", None)
+    with pytest.raises(EngineDead, match="loading"):
+        await collect(client.generate(request("too early")))
+    client.abort("leaver", 0)  # as for a stop string
+    assert [o.finish_reason for o in await collect(leaver)][-1] == "abort"
+    check_as_if_nothing_had_happened(await answers, expected, requests)
+    phases = [outputs[-1].timings.phases_ns for outputs in answers.result().values() if outputs[-1].timings]
+    assert all({"engine_lost", "engine_restart"} <= of_one.keys() for of_one in phases)
+    assert client.restarts == 1
+    assert (await until_idle(client)).num_waiting == client.num_waiting == 0
+
+
+async def test_without_replay_a_killed_engine_ends_its_requests(tmp_path: Path) -> None:
+    client = EngineClient(config(tmp_path), replay=False)
+    await client.start()
+    await client.wait_ready()
     streams = [client.generate(request(str(i), max_tokens=4000)) for i in range(3)]
     for stream in streams:
         await anext(stream)
@@ -134,12 +221,69 @@ async def test_a_killed_engine_ends_its_requests_and_is_started_again(client: En
             async with asyncio.timeout(10):
                 await collect(stream)
     assert client.state == "loading"
-    with pytest.raises(EngineDead):
-        await collect(client.generate(request("too early")))
+    await client.stop()
+
+
+async def test_an_engine_that_fails_to_start_again_is_tried_on(
+    client: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.engine.client.RESTART_DELAYS_S", (0.0,))
+    expected = tokens_of(await collect(client.generate(request("alone", max_tokens=500))))
+    waits = client.generate(request("waits", max_tokens=500))
+    outputs = [await anext(waits)]
+    config_file = tmp_path / "model" / "config.json"
+    config_file.rename(tmp_path / "aside")
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    while client.restarts < 2:  # the first start has failed
+        await asyncio.sleep(0.01)
+    (tmp_path / "aside").rename(config_file)
+    outputs += await collect(waits)
+    assert tokens_of(outputs) == expected
+
+
+async def test_requests_do_not_wait_for_ever_for_an_engine_and_the_server_does(
+    client: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.engine.client.RESTART_DELAYS_S", (0.0,))
+    monkeypatch.setattr("headway.engine.client.MOST_FAILED_STARTS", 1)
+    waits = client.generate(request("waits too long", max_tokens=4000))
+    await anext(waits)
+    config_file = tmp_path / "model" / "config.json"
+    config_file.rename(tmp_path / "aside")
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    with pytest.raises(EngineDead, match=r"config\.json"):
+        await collect(waits)
+    (tmp_path / "aside").rename(config_file)
     await client.wait_ready()
-    assert client.restarts == 1
-    outputs = await collect(client.generate(request("after")))
-    assert sum(len(o.token_ids) for o in outputs) == 8
+    assert len(tokens_of(await collect(client.generate(request("after", max_tokens=50))))) == 50
+
+
+async def test_requests_that_raise_or_kill_the_engine_are_ended_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.engine.client.ENGINE_MODULE", "tests.engine.faulty_process")
+    monkeypatch.setattr("headway.engine.client.RESTART_DELAYS_S", (0.0,))
+    client = EngineClient(config(tmp_path))
+    await client.start()
+    await client.wait_ready()
+    expected = {}
+    for number in range(32):
+        one = await ask_all(client, [crowd("alone")[number]])
+        expected |= {(number, index): outputs for (_, index), outputs in one.items()}
+    raises = asyncio.create_task(collect(client.generate(request("raises", prompt=[RAISER, 5], n=2))))
+    kills = asyncio.create_task(collect(client.generate(request("kills", prompt=[KILLER, 5], max_tokens=20))))
+    requests = crowd("beside")
+    check_as_if_nothing_had_happened(await ask_all(client, requests), expected, requests)
+    for last in (await raises)[-2:]:
+        assert last.finish_reason == "error" and last.error is not None
+        assert "the engine failed on this request (RuntimeError)" in last.error
+    killed = (await kills)[-1]
+    assert killed.finish_reason == "error" and killed.error is not None
+    assert "times with this request in it" in killed.error
+    assert client.restarts in (MOST_DEATHS, MOST_DEATHS + 1)
+    await client.stop()
 
 
 async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
@@ -215,15 +359,35 @@ async def test_a_report_does_not_hide_requests_still_on_their_way(client: Engine
         await stream.aclose()  # type: ignore[attr-defined]
 
 
-async def test_a_failing_subscriber_ends_requests_instead_of_leaving_them_to_wait(client: EngineClient) -> None:
+async def test_a_failing_subscriber_harms_nobody(client: EngineClient, caplog: pytest.LogCaptureFixture) -> None:
     def fail(stats: StepStats) -> None:
         raise ValueError("no more paper")
 
+    seen: list[StepStats] = []
     client.subscribe(fail)
-    with pytest.raises(EngineDead, match="no more paper"):
-        async with asyncio.timeout(10):
-            await collect(client.generate(request("a", max_tokens=2000)))
-    assert (client.state, client.pid) == ("dead", None)
+    client.subscribe(seen.append)
+    assert len(tokens_of(await collect(client.generate(request("a", max_tokens=200))))) == 200
+    assert (client.state, client.restarts) == ("ready", 0)
+    assert len(seen) >= 200
+    assert caplog.text.count("a listener to the engine failed") == 1
+
+
+async def test_a_message_that_cannot_be_read_is_a_death_like_any_other(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = client.generate(request("a", max_tokens=300))
+    outputs = [await anext(stream)]
+    deliver, broken = client._deliver, [True]
+
+    def fail_once(message: StepOutputs) -> None:
+        if broken.pop() if broken else False:
+            raise ValueError("not a message")
+        deliver(message)
+
+    monkeypatch.setattr(client, "_deliver", fail_once)
+    outputs += await collect(stream)
+    assert len(tokens_of(outputs)) == 300
+    assert client.restarts == 1
 
 
 async def test_a_busy_engine_ends_with_its_parent(tmp_path: Path) -> None:

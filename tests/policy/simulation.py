@@ -96,6 +96,10 @@ class Simulation:
         """The next token of an item."""
         return self.rng.randrange(3, 100)
 
+    def fails(self, sequence: Sequence) -> bool:
+        """Whether a sequence of the plan makes the step raise."""
+        return False
+
     def duration(self, work: StepWork) -> int:
         """Nanoseconds of a step's forward pass."""
         return self.rng.randrange(0, self.longest_step_ns)
@@ -111,6 +115,11 @@ class Simulation:
         sampled = computed + self.rng.randrange(0, 100)
         self.now = sampled
         items = list(plan.scheduled)
+        failed = [item.sequence for item in items if self.fails(item.sequence)]
+        if failed:
+            self.now = ended = sampled + self.rng.randrange(0, 1000)
+            self.scheduler.take_out(failed, plan, launched, ended)
+            launched = computed = sampled = ended
         if items:
             times = StepTimes(launched, computed, sampled)
             self.scheduler.complete(plan, self.draw, times)

@@ -244,6 +244,8 @@ def test_request_that_fails_in_the_engine(
         last = answer.json()
     expected = "logits were not numbers" if reason == "error" else "the engine dropped this request"
     assert last["error"]["message"] == expected
+    kind = ("engine_error", "request_failed") if reason == "error" else ("service_unavailable_error", "aborted")
+    assert (last["error"]["type"], last["error"]["code"]) == kind
     eventually(lambda: is_free(server))
 
 

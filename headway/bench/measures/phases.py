@@ -23,7 +23,8 @@ STALL = (
     Phase.DECODE_STALL_PREEMPTED,
     Phase.DECODE_STALL_RECOMPUTE,
 )
-# Phases that lie wholly before the first token. The others (transport, schedule, sampling) are on both sides of it.
+FAULTS = (Phase.STEP_RETRY, Phase.ENGINE_LOST, Phase.ENGINE_RESTART)
+# Phases that lie wholly before the first token. The others (transport, schedule, sampling, faults) may be on both.
 BEFORE_FIRST_TOKEN = (Phase.RECEIVE, Phase.TOKENIZE, *QUEUE, Phase.PREFILL_COMPUTE, Phase.PREFILL_STALL)
 
 START_LAG = "start_lag"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.bench.measures.phases import NETWORK_AND_CLIENT, QUEUE, STALL, phases_of
+from headway.bench.measures.phases import FAULTS, NETWORK_AND_CLIENT, QUEUE, STALL, phases_of
 from headway.bench.record import RequestRecord
 from headway.policy.ledger import Phase
 
@@ -56,7 +56,7 @@ STAGES = (
     Stage(
         "schedule",
         "scheduling",
-        (*QUEUE, *STALL, Phase.SCHEDULE),
+        (*QUEUE, *STALL, *FAULTS, Phase.SCHEDULE),
         "schedule",
         "fewer, larger steps (speculative decoding), less host work in a step",
     ),

@@ -1,0 +1,217 @@
+"""The requests that the API process has with the engine, and how they go on when the engine process has died.
+
+Each is kept with the tokens that came of it, so that it can be handed to the next engine process, which goes on after
+them: a draw is a function of the logits, the seed and the token's position, so nothing changes but the time.
+
+A request may be why the engine died. Those that were in two engines that died, with no output between, are handed over
+first and one at a time: the next one follows when the last has had an output. When the engine dies meanwhile, the one
+that was waited for goes first. One that an engine dies on a third time, with nothing else inside, is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from headway.engine.messages import AddRequest, Resumed, SequenceOutput, SequenceTimings, StepOutputs
+from headway.policy.ledger import Ledger, Phase
+
+SUSPICIOUS_DEATHS = 2
+MOST_DEATHS = 3
+_NOT_SENT = 2**62
+StreamItem = SequenceOutput | Exception
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """A request, and where each of its unfinished choices stands.
+
+    Args:
+        ledger: what is known of its time, until it was last handed to an engine.
+    """
+
+    request: AddRequest
+    ledger: Ledger
+    choices: dict[int, Resumed]
+    stream: asyncio.Queue[StreamItem] = field(default_factory=asyncio.Queue)
+    aborted: set[int] = field(default_factory=set)  # choices that the engine was told to drop
+    replayed: bool = False
+    number: int = _NOT_SENT  # among the requests sent to the engine process that runs
+    deaths: int = 0  # of engines with it inside, since it last had an output
+
+    @property
+    def is_sent(self) -> bool:
+        return self.number != _NOT_SENT
+
+    def message(self, now: int) -> AddRequest:
+        """What to send to the engine."""
+        if not self.replayed:
+            return self.request
+        self.ledger.mark(Phase.ENGINE_RESTART, now)
+        choices = list(self.choices.values())
+        return msgspec.structs.replace(self.request, sent_ns=self.ledger.last_ns, resumed=choices)
+
+    def take(self, output: SequenceOutput) -> None:
+        """An output came of the engine."""
+        self.deaths = 0
+        choice = self.choices.get(output.index)
+        if choice is None:
+            return
+        choice.token_ids += output.token_ids
+        choice.cached_tokens = output.cached_tokens
+        if output.finish_reason is not None:
+            del self.choices[output.index]
+            if output.timings is not None and self.replayed:
+                output.timings.phases_ns = self._known_phases() | output.timings.phases_ns
+        self.stream.put_nowait(output)
+
+    def died(self, now: int, alone: bool) -> None:
+        """The engine process that runs died; where the request was in it, what happened there is not known."""
+        self.replayed = True
+        if self.is_sent:
+            self.ledger.mark(Phase.ENGINE_LOST, now)
+            self.number = _NOT_SENT
+            self.deaths += 1
+        for index in list(self.aborted):
+            self.end(index, now, "abort")
+        if alone and self.deaths >= MOST_DEATHS:
+            for index in list(self.choices):
+                self.end(index, now, "error", f"the engine died {self.deaths} times with this request in it")
+
+    def end(self, index: int, now: int, reason: str, error: str | None = None) -> None:
+        """Finish a choice that no engine has; does nothing for one that is finished."""
+        choice = self.choices.pop(index, None)
+        if choice is not None:
+            self.ledger.mark(Phase.ENGINE_RESTART, now)
+            timings = SequenceTimings(self._known_phases(), self.ledger.last_ns, 0, 0)
+            cached, name = choice.cached_tokens, self.request.request_id
+            self.stream.put_nowait(
+                SequenceOutput(name, index, [], reason, cached_tokens=cached, timings=timings, error=error)
+            )
+
+    def _known_phases(self) -> dict[str, int]:
+        return {str(phase): ns for phase, ns in self.ledger.phases_ns.items()}
+
+
+class Requests:
+    """All requests in flight, in the order in which they came.
+
+    Args:
+        replay: hand them to the next engine process when one dies; else they end.
+    """
+
+    def __init__(self, replay: bool) -> None:
+        self._replay = replay
+        self._known: dict[str, InFlight] = {}
+        self._unsent: deque[InFlight] = deque()
+        self._sent = 0  # to the engine process that runs
+        self._unreported: dict[str, InFlight] = {}  # those that the engine had not seen at its last report
+        self._suspect: InFlight | None = None  # handed over by itself, without an output as yet
+
+    @property
+    def num_unreported(self) -> int:
+        """Choices that the engine has not said to have got."""
+        return sum(len(entry.choices) for entry in self._unreported.values())
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, request: AddRequest) -> InFlight:
+        """Take a request in; send_due() sends it when it may be sent.
+
+        Raises:
+            ValueError: its id is in use.
+        """
+        name = request.request_id
+        if name in self._known:
+            raise ValueError(f"request id {name!r} is in use; give every request its own")
+        if request.seed is None:
+            request.seed = secrets.randbits(63)
+        choices = {index: Resumed(index, []) for index in range(request.params.n)}
+        entry = InFlight(request, Ledger(request.sent_ns), choices)
+        self._known[name] = self._unreported[name] = entry
+        self._unsent.append(entry)
+        return entry
+
+    def remove(self, entry: InFlight) -> bool:
+        """Forget a request; whether an engine has it and is to be told to drop it."""
+        name = entry.request.request_id
+        if self._known.get(name) is not entry:
+            return False
+        del self._known[name]
+        self._unreported.pop(name, None)
+        if self._suspect is entry:
+            self._suspect = None
+        return entry.is_sent and bool(entry.choices)
+
+    def abort(self, request_id: str, index: int, now: int) -> bool:
+        """Drop a choice, or all with index -1; whether an engine has it and is to be told."""
+        entry = self._known.get(request_id)
+        if entry is None:
+            return False
+        indexes = list(entry.choices) if index == -1 else [index]
+        if entry.is_sent:
+            entry.aborted.update(indexes)
+            return True
+        for one in indexes:
+            entry.end(one, now, "abort")
+        return False
+
+    def send_due(self, send: Callable[[AddRequest], None], now: int) -> None:
+        """Send what may be sent now, in order; a stream gets what was raised on its request."""
+        while self._unsent and self._suspect is None:
+            entry = self._unsent.popleft()
+            if self._known.get(entry.request.request_id) is not entry or not entry.choices:
+                continue
+            try:
+                send(entry.message(now))
+            except Exception as error:
+                entry.stream.put_nowait(error)
+                continue
+            self._sent += 1
+            entry.number = self._sent
+            if entry.deaths >= SUSPICIOUS_DEATHS:
+                self._suspect = entry
+
+    def deliver(self, message: StepOutputs) -> None:
+        """Give each stream its outputs."""
+        while self._unreported:  # in the order in which they are sent
+            name, first = next(iter(self._unreported.items()))
+            if first.number > message.stats.received:
+                break
+            del self._unreported[name]
+        for output in message.outputs:
+            entry = self._known.get(output.request_id)
+            if entry is not None:
+                entry.take(output)
+                if entry is self._suspect:
+                    self._suspect = None
+
+    def engine_died(self, now: int, error: Exception) -> None:
+        """No engine process has any request any more. Where there is no replay, all end with `error`."""
+        if not self._replay:
+            self.end_all(error)
+        inside = [entry for entry in self._known.values() if entry.is_sent and entry.choices]
+        for entry in self._known.values():
+            entry.died(now, alone=inside == [entry])
+        waiting = [entry for entry in self._known.values() if entry.choices]
+        waiting.sort(key=lambda entry: -entry.deaths if entry.deaths >= SUSPICIOUS_DEATHS else 0)
+        self._unsent = deque(waiting)
+        self._unreported = {entry.request.request_id: entry for entry in waiting}
+        self._suspect = None
+        self._sent = 0
+
+    def end_all(self, error: Exception) -> None:
+        """Every stream ends with `error`."""
+        for entry in self._known.values():
+            entry.stream.put_nowait(error)
+        self._known.clear()
+        self._unsent.clear()
+        self._unreported.clear()
+        self._suspect = None
+        self._sent = 0
