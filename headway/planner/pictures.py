@@ -10,7 +10,7 @@ import numpy as np
 
 from headway.cost.capacity import sequence_bytes
 from headway.cost.roofline import Roofline
-from headway.cost.work import compute_format
+from headway.cost.work import NORMALISATION, compute_format
 from headway.planner.answer import load_words
 from headway.planner.loads import per_lane
 from headway.planner.make import make_plan
@@ -92,7 +92,10 @@ def roofline(plan: Plan) -> Figure:
 def _roofs(plan: Plan) -> dict[str, Roofline]:
     """By label, that of the layers' matrices first: each format that products are done in, and the caches' if known."""
     hardware, precision = plan.deployment.hardware, plan.deployment.precision
-    used = [precision.linear.compute, *(compute_format(op, precision) for op in plan.decode.work)]
+    used = [
+        precision.linear.compute,
+        *(compute_format(op, precision) for op in plan.decode.work if op not in NORMALISATION),
+    ]
     roofs = {}
     for format_ in dict.fromkeys(hardware.arithmetic(each) for each in used):
         roof = hardware.roofline(format_)
