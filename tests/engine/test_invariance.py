@@ -1,8 +1,9 @@
-"""A greedy float32 request yields the same tokens however it is run, and a seeded one too."""
+"""A greedy request yields the same tokens however it is run, and a seeded one too, in any dtype of a CPU."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from headway import LLM, SamplingParams
 from headway.engine import runner
 from headway.engine.logprobs import prompt_logprobs
 from headway.engine.messages import PromptLogprobs
+from headway.kernels import cpu
 from tests.engine.models import write_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -23,11 +25,13 @@ class Model(NamedTuple):
     device: str
     quantization: str
     kv_cache_dtype: str
+    dtype: str = "float32"
 
     @property
     def token_bytes(self) -> int:
-        """Of a token in the cache: keys and values, 2 layers, 2 heads, 16 float32 or 16 int8 with a scale."""
-        return 2 * 2 * 2 * (16 * 4 if self.kv_cache_dtype == "auto" else 16 + 4)
+        """Of a token in the cache: keys and values, 2 layers, 2 heads, 16 elements of its dtype, int8 with a scale."""
+        size = 4 if self.dtype == "float32" else 2
+        return 2 * 2 * 2 * (16 * size if self.kv_cache_dtype == "auto" else 16 + 4)
 
 
 @pytest.fixture(
@@ -37,12 +41,23 @@ class Model(NamedTuple):
         ("cpu", "int8", "auto"),
         ("cpu", "int4", "auto"),
         ("cpu", "none", "int8"),
+        ("cpu", "none", "auto", "bfloat16"),
+        ("cpu", "none", "auto", "bfloat16", "vectors"),
+        ("cpu", "none", "auto", "float16"),
+        ("cpu", "int8", "int8", "bfloat16"),
+        ("cpu", "int4", "auto", "bfloat16"),
         pytest.param(("cuda", "none", "auto"), marks=pytest.mark.gpu),
     ],
     ids="-".join,
 )
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(write_config(tmp_path_factory.mktemp("tiny")), *request.param)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """With "vectors" as where the processor has no matrix tiles, or the system refuses them."""
+    settings = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        if settings[-1] == "vectors":
+            patch.setattr(cpu, "has_matrix_tiles", lambda: False)
+            settings = settings[:-1]
+        yield Model(write_config(tmp_path_factory.mktemp("tiny")), *settings)
 
 
 def build(model: Model, **settings: Any) -> LLM:
@@ -50,7 +65,7 @@ def build(model: Model, **settings: Any) -> LLM:
         "device": model.device,
         "quantization": model.quantization,
         "kv_cache_dtype": model.kv_cache_dtype,
-        "dtype": "float32",
+        "dtype": model.dtype,
         "load_format": "dummy",
         "num_threads": 1,
         "kv_cache_memory": 4 << 20,

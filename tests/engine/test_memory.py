@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,3 +40,12 @@ def test_a_step_that_needs_more_than_half_makes_the_pool_smaller(monkeypatch: py
 
 def test_a_pool_that_was_asked_for_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool(GIB, monkeypatch, max_num_seqs=1024, kv_cache_memory=3 * GIB) == 3 * GIB
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("seconds", [5, pytest.param(180, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_memory_is_flat_whatever_the_lengths(dtype: str, seconds: int) -> None:
+    """What a product keeps for each number of tokens that it has met would show."""
+    command = [sys.executable, "-m", "tests.engine.mixed_lengths", dtype, str(seconds)]
+    ready, after = map(int, subprocess.check_output(command, text=True).split()[-2:])
+    assert after < 1.3 * ready, (ready >> 20, after >> 20)
