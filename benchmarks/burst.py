@@ -115,8 +115,8 @@ def send_all(port: int, requests: int) -> dict[int, int]:
     left, until = requests, time.monotonic() + _END_S
     while left and time.monotonic() < until:
         for key, events in selector.select(1.0):
+            assert isinstance(key.fileobj, socket.socket)
             connection, received = key.fileobj, key.data
-            assert isinstance(connection, socket.socket)
             try:
                 if events & selectors.EVENT_WRITE:
                     connection.sendall(message)

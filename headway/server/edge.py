@@ -55,6 +55,8 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_reading()
         super().connection_lost(exc)
+        # A request's scope knows its connection: what has ended together is freed at once, not by a full collection.
+        self.cycle = self.scope = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         if self._held:  # what was on its way when reading was paused

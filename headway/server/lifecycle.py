@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import errno
 import logging
@@ -26,6 +27,10 @@ from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
 
 BACKLOG = 2048
+# Connections taken up in one turn of the event loop; each takes about a tenth of a millisecond.
+ACCEPTED_PER_TURN = 8
+# Until a server that has no more file descriptors tries again.
+ACCEPT_AGAIN_S = 0.5
 # Bytes that the kernel may hold unsent for one client; beyond it the stream's own buffer fills and is bounded.
 UNSENT_BYTES = 128 * 1024
 logger = logging.getLogger("headway.server")
@@ -104,6 +109,46 @@ class Server(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        for listener in sockets or []:
+            listener.setblocking(False)
+            self._listen(listener)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in sockets or []:
+            asyncio.get_running_loop().remove_reader(listener)
+            listener.close()
+        await super().shutdown([])
+
+    def _listen(self, listener: socket.socket) -> None:
+        if listener.fileno() != -1:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Take up a few of the connections that wait; uvicorn would take all of a crowd in one turn of the loop."""
+        loop = asyncio.get_running_loop()
+        for _ in range(ACCEPTED_PER_TURN):
+            try:
+                connection, _address = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                logger.error("cannot accept a connection: %s", error)
+                loop.remove_reader(listener)
+                loop.call_later(ACCEPT_AGAIN_S, self._listen, listener)
+                return
+            connection.setblocking(False)
+            self._service.background(self._serve_connection(connection))
+
+    async def _serve_connection(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it has gone already
+            await asyncio.get_running_loop().connect_accepted_socket(self._connection, connection)
+
+    def _connection(self) -> asyncio.Protocol:
+        protocol = self.config.http_protocol_class
+        return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains; another one ends at once."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+import http.client
+import json
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from headway.server import garbage
 from headway.server.garbage import FullCollections
+from tests.server.live_server import LiveServer, eventually
 
 
 @pytest.fixture
@@ -46,3 +51,30 @@ def test_without_a_server_nothing_changes(collections: list[int]) -> None:
     for _ in range(2 * garbage.ENDED_BETWEEN):
         full.on_end(0)
     assert collections == [] and gc.get_threshold()[2] < 10**9
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"max_tokens": -1}], ids=["whole", "stream", "refused"])
+def test_what_has_ended_is_freed_without_a_collection(server: LiveServer, more: dict[str, Any]) -> None:
+    """Garbage in cycles of thousands of connections would make the next full collection hold every stream up."""
+    body = json.dumps({"prompt": "x", **more})
+
+    def requests(count: int) -> None:
+        for _ in range(count):
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+            connection.request("POST", "/v1/completions", body, {"connection": "close"})
+            connection.getresponse().read()
+        eventually(lambda: not server.server.server_state.connections and not server.service.in_flight)
+
+    requests(3)
+    gc.collect()
+    gc.disable()
+    try:
+        requests(20)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found = Counter(type(each).__qualname__ for each in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not [kind for kind, count in found.items() if count >= 20]
