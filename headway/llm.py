@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Prompt = str | list[int] | dict[str, Any]
 Message = dict[str, Any]
 MAX_TOKEN_ID = 2**31
+_LINGER_S = 0.05  # how long the thread of the steps waits for another call: starting one takes longer than waking it
 
 
 @dataclass(slots=True)
@@ -218,7 +219,7 @@ class _Call:
 
 
 class _Batch:
-    """The requests of all calls, stepped together by one thread, which is there as long as there are any.
+    """The requests of all calls, stepped together by one thread, which is there while there are any and a moment more.
 
     Only that thread touches the engine. Callers wait, so that Ctrl-C in one of them never falls into a step that others
     share.
@@ -227,7 +228,7 @@ class _Batch:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._calls: dict[str, _Call] = {}  # by request
-        self._lock = threading.Lock()  # of what follows
+        self._changed = threading.Condition()  # holds what follows
         self._driver: threading.Thread | None = None
         self._joining: list[_Call] = []
         self._leaving: list[_Call] = []
@@ -240,8 +241,9 @@ class _Batch:
             self._join(call)
             call.ended.wait()
         except BaseException:
-            with self._lock:
+            with self._changed:
                 self._leaving.append(call)
+                self._changed.notify()
             raise
         if call.error is not None:
             try:
@@ -250,7 +252,7 @@ class _Batch:
                 call.error = None  # its traceback holds the call
 
     def _join(self, call: _Call) -> None:
-        with self._lock:
+        with self._changed:
             if self._driver is None:
                 # A daemon if its caller is one: it keeps the interpreter alive as long as that does.
                 self._driver = threading.Thread(target=self._drive, name="headway-steps")
@@ -260,6 +262,7 @@ class _Batch:
                     self._driver = None
                     raise
             self._joining.append(call)
+            self._changed.notify()
 
     def _drive(self) -> None:
         while True:
@@ -273,9 +276,11 @@ class _Batch:
 
     def _admit(self) -> bool:
         """Let calls in and out between two steps; False when none is there, and then this thread drives no more."""
-        with self._lock:
+        with self._changed:
             if self._driver is not threading.current_thread():
                 return False  # an interrupt fell into the start of it
+            if not (self._joining or self._leaving or self._calls):
+                self._changed.wait(_LINGER_S)
             joining, self._joining = self._joining, []
             leaving, self._leaving = self._leaving, []
             if not (joining or leaving or self._calls):
