@@ -80,4 +80,4 @@ def _program(llama_simple: str, model: Path, threads: int) -> float:
     finally:
         with suppress(ProcessLookupError):
             process.kill()
-        process.wait()
+        process.communicate()

@@ -216,6 +216,7 @@ def test_every_server_gets_the_same_settings() -> None:
     assert threads["VLLM_CPU_OMP_THREADS_BIND"] == "0-2"
 
 
+@pytest.mark.slow
 def test_a_sitting_measures_every_server_on_every_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -291,6 +292,7 @@ def test_a_server_that_dies_takes_nothing_of_the_others_along(
         served.main([*chosen.split(), "--append"])
 
 
+@pytest.mark.slow
 def test_a_sitting_with_the_real_server_and_client(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "served.json"
     sizes = "--shape tiny --streams 2 --input-len 16 --output-len 4 --rate 0 --rounds 1 --threads 1"
