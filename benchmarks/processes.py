@@ -73,7 +73,6 @@ class Child:
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Wake it, hand over the request, and stop it again when it has answered."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._signal(signal.SIGCONT)
         with suppress(BrokenPipeError):  # then there is no reply either, and the log says why
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -94,6 +93,7 @@ class Child:
             self._signal(signal.SIGKILL)
             self._process.wait()
         self._signal(signal.SIGKILL)  # an engine may leave children behind
+        assert self._process.stdout is not None
         self._process.stdout.close()
         if not self._died:
             self._log.unlink(missing_ok=True)
