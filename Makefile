@@ -32,13 +32,13 @@ $(BIN)/python:
 $(VENV)/.installed-serve: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Headway into $(VENV) ..."
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable .
+	@$(PIP) --no-build-isolation --editable '.[serve]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Headway and its development tools into $(VENV) ..."
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[test,dev]'
+	@$(PIP) --no-build-isolation --editable '.[serve,test,dev]'
 	@touch $@ $(VENV)/.installed-serve
 
 serve: $(VENV)/.installed-serve

@@ -21,9 +21,17 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the library's classes when they are first used: `headway --version` needs none of them."""
+    """Import the library's classes when they are first used: `headway --version` needs none of them.
+
+    Raises:
+        EngineNotInstalled: the class needs the engine.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module 'headway' has no attribute {name!r}")
     from importlib import import_module
 
+    if _HOMES[name] == "headway.llm":
+        from headway.installation import require_engine
+
+        require_engine()
     return getattr(import_module(_HOMES[name]), name)

@@ -58,7 +58,9 @@ TEST_ONLY = frozenset({"transformers", "openai", "pytest", "hypothesis"})
 ROOMS = {
     "policy": Room(ours={"policy", "cost"}, packages={"msgspec"}, forbidden=frozenset(CLOCKS_AND_IO)),
     "cost": Room(ours={"cost", "policy"}, packages={"msgspec", "numpy"}, forbidden=frozenset(CLOCKS_AND_IO)),
-    "calibration": Room(ours={"calibration", "cost", "policy", "models", "kernels", "engine"}, forbidden=NO_SERVER),
+    "calibration": Room(
+        ours={"calibration", "cost", "policy", "models", "kernels", "engine", "installation"}, forbidden=NO_SERVER
+    ),
     "kernels": Room(ours={"kernels", "models"}, forbidden=NO_SERVER),
     "models": Room(ours={"models", "kernels"}, forbidden=NO_SERVER),
     "text": Room(ours={"text"}, forbidden=NO_DEVICE | NO_SERVER),
@@ -228,17 +230,27 @@ def test_version_is_said_once() -> None:
     assert f"## {declared}" in (REPOSITORY / "CHANGELOG.md").read_text()
 
 
+# Rooms of the extra `serve`; all others do with what `pip install headway` brings.
+OF_THE_EXTRA = {"calibration", "engine", "kernels", "llm.py", "models", "server"}
 # Other halves of declared dependencies, which pin them: of torch's CUDA build, numba and pydantic.
 BROUGHT_ALONG = {"triton", "llvmlite", "pydantic_core"}
 
 
 def test_every_imported_package_is_a_declared_dependency() -> None:
-    declared = {canonicalize_name(Requirement(text).name) for text in project()["dependencies"]}
+    extra = project()["optional-dependencies"]["serve"]
+    assert not undeclared(OF_THE_EXTRA, [*project()["dependencies"], *extra]) - BROUGHT_ALONG
+    others = {p.relative_to(PACKAGE).parts[0] for p in modules()} - OF_THE_EXTRA
+    assert not undeclared(others, project()["dependencies"])
+
+
+def undeclared(rooms: set[str], requirements: list[str]) -> set[str]:
+    """Packages that modules of these rooms import, and that the requirements do not name."""
+    declared = {canonicalize_name(Requirement(text).name) for text in requirements}
     providers = importlib.metadata.packages_distributions()
-    tops = {name.partition(".")[0] for p in modules() for name in imported_names(p.read_text(), dotted(p))}
-    outside = tops - {"headway", "__future__"} - sys.stdlib_module_names - BROUGHT_ALONG
-    missing = {t for t in outside if not declared & {canonicalize_name(p) for p in providers.get(t, [])}}
-    assert not missing, f"imported, but not among the dependencies in pyproject.toml: {sorted(missing)}"
+    sources = [(dotted(p), p.read_text()) for p in modules() if p.relative_to(PACKAGE).parts[0] in rooms]
+    tops = {name.partition(".")[0] for module, source in sources for name in imported_names(source, module)}
+    outside = tops - {"headway", "__future__"} - sys.stdlib_module_names
+    return {t for t in outside if not declared & {canonicalize_name(p) for p in providers.get(t, [])}}
 
 
 def test_constraints_pin_every_installed_dependency() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from headway.installation import EngineNotInstalled, require_engine
+
 
 def main() -> None:
     """Exits with code 2 and one line on stderr when it can't measure what was asked."""
@@ -28,8 +30,9 @@ def main() -> None:
     if arguments.quick and arguments.full:
         parser.error("--quick and --full are two efforts; leave one out")
     try:
+        require_engine()
         text = _machine(arguments) if arguments.machine else _peaks(arguments)
-    except ValueError as error:
+    except (ValueError, EngineNotInstalled) as error:
         sys.stderr.write(f"headway: {' '.join(str(error).split())}\n")
         sys.exit(2)
     sys.stdout.buffer.write(text + b"\n")

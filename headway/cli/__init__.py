@@ -10,6 +10,7 @@ import typer
 
 from headway import __version__
 from headway.cli import bench, calibrate, plan, serve
+from headway.installation import EngineNotInstalled
 
 app = typer.Typer(
     name="headway",
@@ -50,6 +51,9 @@ def main() -> NoReturn:
         code = app(standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
+    except EngineNotInstalled as error:
+        print(f"headway: {error}", file=sys.stderr)
+        code = 2
     except Exception as error:
         # Typer's usage errors, whose class is its own affair, know how to say themselves in one line.
         say = getattr(error, "format_message", None)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from headway.cli.values import fail
+from headway.installation import require_engine
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,6 +37,8 @@ def calibrate(
 
     It wants the machine to itself. Ctrl-C ends it with nothing written.
     """
+    require_engine()
+
     from rich.console import Console
 
     from headway.calibration.store import check_name, check_place, path_of, save

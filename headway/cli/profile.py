@@ -9,6 +9,7 @@ import typer
 
 from headway.cli.bench_values import as_percentiles
 from headway.cli.values import fail, size
+from headway.installation import require_engine
 
 
 def profile(
@@ -58,6 +59,8 @@ def profile(
 
     Ends with exit code 1 when a request failed.
     """
+    require_engine()
+
     import asyncio
 
     from headway.bench.errors import BenchError

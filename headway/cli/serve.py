@@ -12,6 +12,7 @@ import typer
 from headway.bundled import STORY
 from headway.cli.values import fail, limit, size
 from headway.engine.config import DEFAULTS
+from headway.installation import require_engine
 
 if TYPE_CHECKING:
     from headway.engine.config import EngineConfig
@@ -125,6 +126,8 @@ def serve(
     ] = "info",
 ) -> None:
     """Serve a model over the OpenAI API."""
+    require_engine()
+
     from headway.engine.config import EngineConfig
     from headway.server.settings import ServerSettings
 
