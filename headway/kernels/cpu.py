@@ -153,7 +153,13 @@ class CpuKernels:
         self._share(code, cpu_cache.STORE, tokens, _SCATTERED * key.numel(), arguments)
 
     def attention(
-        self, query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, sliding_window: int | None
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        step: StepGeometry,
+        scale: float,
+        sliding_window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D]."""
         check_heads("query", query)
@@ -166,7 +172,7 @@ class CpuKernels:
             self._plan.address, heads, kv_heads, query.stride(0), step.block_tables.stride(0), sliding_window or 0,
             *_layout(cache), query.data_ptr(), step.block_tables.data_ptr(), cache.keys.data_ptr(),
             cache.values.data_ptr(), *_scale_addresses(cache), out.data_ptr(),
-            *self._plan.partials(heads, width), 0, scale,
+            *self._plan.partials(heads, width), 0 if sinks is None else sinks.data_ptr(), scale,
         )  # fmt: skip
         code = cpu_attention.attend_job(KINDS[query.dtype], CACHE_KINDS[cache.keys.dtype])
         self._team.run(code, cpu_attention.ATTEND, arguments)

@@ -155,16 +155,18 @@ def _add_scaled(out, sums, width, factor):
 
 
 @compiled()
-def _begin(kind, x_kind, integer, geometry, width, item, head, query, room):
-    """Lay out a tile's queries and clear its results."""
+def _begin(kind, x_kind, integer, geometry, width, item, head, query, sinks, room):
+    """Lay out a tile's queries and clear its results; a sink is a key without a value, before all others."""
     heads, kv_heads, query_stride, _, _ = geometry
     group, out_width = heads // kv_heads, (width + _GROUP - 1) // _GROUP * _GROUP
     for row in range(item[2] * group):
         source = (item[1] + row // group) * query_stride + (head * group + row % group) * width
         to = room.queries + row * room.query_bytes
         store(room.factors, row, _prepare_query(kind, x_kind, integer, query, source, width, to), FLOAT32)
-        store(room.maxima, row, _MASKED, FLOAT32)
-        store(room.sums, row, _ZERO, FLOAT32)
+        has_sink = sinks != 0 and item[4] == 0
+        sink = load(sinks, head * group + row % group, FLOAT32) if has_sink else _MASKED
+        store(room.maxima, row, sink, FLOAT32)
+        store(room.sums, row, _ONE if has_sink else _ZERO, FLOAT32)
         for d in range(out_width):
             store(room.out, row * out_width + d, _ZERO, FLOAT32)
 
@@ -197,14 +199,14 @@ def _softmax(x_kind, integer, item, group, window, key, count, padded, scale, wi
 
 
 @compiled()
-def _attend(kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, cache, tables, scale, room):
+def _attend(kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, sinks, cache, tables, scale, room):
     """Leave the unnormalised result of one tile in the room's out, and its maxima and sums."""
     heads, kv_heads, _, table_stride, window = geometry
     arranged, inputs, width, _, size = layout
     group, table = heads // kv_heads, tables + item[0] * table_stride * 4
     rows, words = item[2] * group, (width + inputs - 1) // inputs
     out_width = (width + _GROUP - 1) // _GROUP * _GROUP
-    _begin(kind, x_kind, integer, geometry, width, item, head, query, room)
+    _begin(kind, x_kind, integer, geometry, width, item, head, query, sinks, room)
     first, end = item[4], min(item[5], item[3] + item[2])
     if window > 0:
         first = max(first, (item[3] - window + 1) // CHUNK * CHUNK)
@@ -335,7 +337,7 @@ def _room_bytes(rows, width):
     return rows * of_row + CHUNK * (width + out_width + 8) * 4 + out_width * 4 + CHUNK * 32 + 1024
 
 
-# The plan, ten numbers of the geometry, eleven addresses, then the scale.
+# The plan, ten numbers of the geometry, ten addresses, then the scale.
 ATTEND = struct.Struct("21qd")
 
 
@@ -351,7 +353,7 @@ def attend_job(kind: Any, cache_kind: Any) -> int:
         layout = (arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9), arg(a, 10))
         query, tables, scale = arg(a, 11), arg(a, 12), np.float32(real_arg(a, 21))
         cache = (arg(a, 13), arg(a, 14), arg(a, 15), arg(a, 16))
-        out, partial_out, partial_sums = arg(a, 17), arg(a, 18), arg(a, 19)
+        out, partial_out, partial_sums, sinks = arg(a, 17), arg(a, 18), arg(a, 19), arg(a, 20)
         count, most_rows, merges = read_int64(plan, 0), read_int64(plan, 1), read_int64(plan, 2)
         kv_heads, width = geometry[1], layout[2]
         tiles, items = count * kv_heads, plan + HEADER_WORDS * 8
@@ -366,8 +368,9 @@ def attend_job(kind: Any, cache_kind: Any) -> int:
                     read_int64(row, 4), read_int64(row, 5), read_int64(row, 6),
                 )  # fmt: skip
                 _attend(
-                    kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, cache, tables, scale, room
-                )
+                    kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, sinks, cache, tables, scale,
+                    room,
+                )  # fmt: skip
                 _finish(kind, geometry, width, item, head, room, out, partial_out, partial_sums)
                 take_ticket(tickets(a, 1))
                 ticket = take_ticket(tickets(a, 0))

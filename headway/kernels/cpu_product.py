@@ -51,19 +51,10 @@ _MOST_FROM_NIBBLES = 8
 
 
 @compiled()
-def _prepare_float(source_kind, x, inputs, width, row):
-    """A token as float32."""
+def _copy_token(source_kind, kind, x, inputs, width, row):
+    """A token as numbers of `kind`, with zeros up to the width."""
     for i in range(inputs):
-        store(row, i, load(x, i, source_kind), FLOAT32)
-    for i in range(inputs, width):
-        store(row, i, _ZERO, FLOAT32)
-
-
-@compiled()
-def _pad(kind, x, inputs, width, row):
-    """A token as it is, with zeros up to the width."""
-    for i in range(inputs):
-        store(row, i, load(x, i, kind), kind)
+        store(row, i, load(x, i, source_kind), kind)
     for i in range(inputs, width):
         store(row, i, _ZERO, kind)
 
@@ -217,7 +208,7 @@ def product_job(x_kind: Any, kind: Any) -> int:
                         x_kind, integer, largest, offset, source, inputs, width, block_inputs, row, row + row_bytes
                     )
                 else:
-                    _prepare_float(x_kind, source, inputs, width, row)
+                    _copy_token(x_kind, FLOAT32, source, inputs, width, row)
                 take_ticket(tickets(a, 1))
                 token = take_ticket(tickets(a, 0))
             while read_shared(tickets(a, 1)) < tokens:
@@ -271,7 +262,9 @@ def tile_product_job() -> int:
         if padded != 0:
             token = take_ticket(tickets(a, 0))
             while token < tokens:
-                _pad(kind, x + token * x_stride, inputs, steps * STEP_WORDS * 2, padded + token * row_stride)
+                _copy_token(
+                    kind, kind, x + token * x_stride, inputs, steps * STEP_WORDS * 2, padded + token * row_stride
+                )
                 take_ticket(tickets(a, 1))
                 token = take_ticket(tickets(a, 0))
             while read_shared(tickets(a, 1)) < tokens:

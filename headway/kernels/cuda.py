@@ -94,11 +94,17 @@ class CudaKernels(TorchKernels):
         )  # fmt: skip
 
     def attention(
-        self, query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, sliding_window: int | None
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        step: StepGeometry,
+        scale: float,
+        sliding_window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D]."""
         check_heads("query", query)
-        return cuda_attention.attention(query, cache, step, scale, sliding_window, self._multiprocessors)
+        return cuda_attention.attention(query, cache, step, scale, sliding_window, sinks, self._multiprocessors)
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes."""

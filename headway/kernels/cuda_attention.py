@@ -24,7 +24,7 @@ _LEAST_SPLIT_KEYS = 256
 
 @triton.jit
 def _attention_kernel(
-    query, keys, values, tables, query_start, context_lens, out, partial_out, partial_max, partial_sum,
+    query, keys, values, tables, query_start, context_lens, sinks, out, partial_out, partial_max, partial_sum,
     scale, query_stride, table_stride, window, split_keys,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
     WIDTH_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
@@ -65,6 +65,10 @@ def _attention_kernel(
         end = tl.minimum(end, (split + 1) * split_keys)
     best = tl.full([ROWS], -1.0e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        # A key without a value, before all others.
+        best = tl.where(split == 0, tl.load(sinks + head), best)
+        total = tl.where(split == 0, total + 1.0, total)
     result = tl.zeros([ROWS, WIDTH_PADDED], tl.float32)
     lane = tl.arange(0, KEYS)
     for key in range(begin, end, KEYS):
@@ -128,7 +132,7 @@ def count_splits(step: StepGeometry, kv_heads: int, tiles: int, multiprocessors:
 
 def attention(
     query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, sliding_window: int | None,
-    multiprocessors: int,
+    sinks: Tensor | None, multiprocessors: int,
 ) -> Tensor:  # fmt: skip
     """Causal paged attention of query [T, H, D], strided along T or not -> dense [T, H, D]."""
     tokens, heads, width = query.shape
@@ -152,8 +156,9 @@ def attention(
     # Only Triton's interpreter takes tensors on CPU, and it cannot multiply bfloat16: there, widen first.
     width_padded = max(16, triton.next_power_of_2(width))
     _attention_kernel[(step.num_sequences, tiles, kv_heads * splits)](
-        query, cache.keys, cache.values, step.block_tables, step.query_start, step.context_lens, out, partial_out,
-        partial_max, partial_sum, scale, query.stride(0), step.block_tables.stride(0), sliding_window or 0, split_keys,
+        query, cache.keys, cache.values, step.block_tables, step.query_start, step.context_lens, sinks, out,
+        partial_out, partial_max, partial_sum, scale, query.stride(0), step.block_tables.stride(0),
+        sliding_window or 0, split_keys,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=group, WIDTH=width, WIDTH_PADDED=width_padded,
         BLOCK_SIZE=block_size, ROWS=rows, TOKENS=tile_tokens, KEYS=keys, SPLITS=splits,
         WINDOWED=sliding_window is not None, WIDEN=query.device.type == "cpu", num_warps=4 if width <= 128 else 8,

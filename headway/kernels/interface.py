@@ -131,12 +131,19 @@ class Kernels(Protocol):
         ...
 
     def attention(
-        self, query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, sliding_window: int | None
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        step: StepGeometry,
+        scale: float,
+        sliding_window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D].
 
         This step's keys and values are already stored. With a sliding window of w, position p attends
-        to positions p - w + 1 .. p.
+        to positions p - w + 1 .. p. Sinks, a float32 logit [H] for each head, take part in the softmax's denominator
+        as a key of no value that every query sees (gpt-oss); they are not scaled.
         """
         ...
 

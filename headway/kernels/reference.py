@@ -137,7 +137,13 @@ class ReferenceKernels(TorchKernels):
         cache.values[block, :, offset] = value.to(cache.values.dtype)
 
     def attention(
-        self, query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, sliding_window: int | None
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        step: StepGeometry,
+        scale: float,
+        sliding_window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of query [T, H, D], sequence by sequence over its gathered context -> [T, H, D]."""
         out = torch.empty_like(query)
@@ -147,7 +153,7 @@ class ReferenceKernels(TorchKernels):
             context_len = step.context_lens_host[i]
             keys = _gather(cache.keys, step.block_tables[i], context_len)
             values = _gather(cache.values, step.block_tables[i], context_len)
-            out[start:end] = _attend(query[start:end], keys, values, scale, sliding_window)
+            out[start:end] = _attend(query[start:end], keys, values, scale, sliding_window, sinks)
             start = end
         return out
 
@@ -165,7 +171,9 @@ def _gather(blocks: Tensor, table: Tensor, context_len: int) -> Tensor:
     return blocks[used].transpose(0, 1).flatten(1, 2)[:, :context_len].float()
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None, sinks: Tensor | None
+) -> Tensor:
     """softmax(q k^T scale) v of the last tokens of one context: query [Q, H, D], keys and values [G, C, D]."""
     num_queries, num_heads, _ = query.shape
     num_kv_heads, context_len, _ = keys.shape
@@ -178,5 +186,8 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_w
     if sliding_window is not None:
         hidden |= other <= own - sliding_window
     scores = (query.float().transpose(0, 1) @ keys.transpose(1, 2)) * scale
-    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(-1, num_queries, 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :context_len]
     return (weights @ values).transpose(0, 1).to(query.dtype)

@@ -123,7 +123,7 @@ def check_copy_blocks(kernels: Kernels, device: str) -> None:
 def check_attention(
     kernels: Kernels, device: str, dtype: torch.dtype, queries: list[int], contexts: list[int], heads: int,
     kv_heads: int, width: int, block_size: int, window: int | None, seed: int = 0,
-    cache_dtype: torch.dtype | None = None,
+    cache_dtype: torch.dtype | None = None, has_sinks: bool = False,
 ) -> None:  # fmt: skip
     """Attention of queries that are a slice of a wider projection, over what was stored in shuffled blocks before.
 
@@ -141,11 +141,13 @@ def check_attention(
     for each, to, target in ((REFERENCE, "cpu", cache), (kernels, device, ours)):
         each.store(keys.to(to), values.to(to), target, before.slots.to(to))
     fused = random(seed + 3, dtype, sum(queries), (heads + 2) * width)
+    sinks = random(seed + 4, torch.float32, heads) * 4 if has_sinks else None  # from negligible to most of the weight
     expected = REFERENCE.attention(
-        fused[:, : heads * width].view(-1, heads, width), cache, step, width**-0.5, window
-    )  # fmt: skip
+        fused[:, : heads * width].view(-1, heads, width), cache, step, width**-0.5, window, sinks
+    )
     query = fused.to(device)[:, : heads * width].view(-1, heads, width)
-    got = kernels.attention(query, ours, on(device, step), width**-0.5, window)
+    of_device = sinks if sinks is None else sinks.to(device)
+    got = kernels.attention(query, ours, on(device, step), width**-0.5, window, of_device)
     assert got.shape == (sum(queries), heads, width)
     if cache_dtype is None:
         assert_close(got, expected, dtype)

@@ -106,15 +106,17 @@ def test_attention_of_a_mixed_step(
     window=st.one_of(st.none(), st.integers(1, 800)),
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 1000),
+    has_sinks=st.booleans(),
 )
 def test_attention_of_any_step(
     lengths: list[tuple[int, int]], kv_heads: int, group: int, width: int, block_size: int, window: int | None,
-    dtype: torch.dtype, seed: int,
+    dtype: torch.dtype, seed: int, has_sinks: bool,
 ) -> None:  # fmt: skip
     queries, contexts = [q for q, _ in lengths], [q + earlier for q, earlier in lengths]
     check_attention(
-        CpuKernels(), "cpu", dtype, queries, contexts, kv_heads * group, kv_heads, width, block_size, window, seed
-    )
+        CpuKernels(), "cpu", dtype, queries, contexts, kv_heads * group, kv_heads, width, block_size, window, seed,
+        has_sinks=has_sinks,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -126,6 +128,14 @@ def test_attention_over_an_int8_cache(
     kernels: CpuKernels, dtype: torch.dtype, window: int | None, heads: int, kv_heads: int, width: int, block_size: int
 ) -> None:
     check_attention(kernels, "cpu", dtype, *MIXED, heads, kv_heads, width, block_size, window, cache_dtype=torch.int8)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])
+@pytest.mark.parametrize("window", [None, 37])
+def test_attention_with_sinks(kernels: CpuKernels, window: int | None, cache_dtype: torch.dtype | None) -> None:
+    """Contexts in one part and in several; of those, the window hides the first."""
+    steps = [1, 7, 1, 20], [1, 7, 1100, 333]
+    check_attention(kernels, "cpu", torch.float32, *steps, 14, 2, 64, 16, window, 0, cache_dtype, has_sinks=True)
 
 
 def test_an_int8_cache_holds_zeros(kernels: CpuKernels) -> None:

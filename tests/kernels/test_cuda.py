@@ -90,6 +90,13 @@ def test_attention_of_long_contexts_is_split(kernels: CudaKernels, dtype: torch.
     check_attention(kernels, DEVICE, dtype, [1, 1], [700, 90], 7, 1, 64, 16, window)
 
 
+@pytest.mark.parametrize("window", [None, 37])
+def test_attention_with_sinks(kernels: CudaKernels, window: int | None) -> None:
+    """In one part and in several, the first of which the window hides."""
+    for lengths, heads, kv_heads in ((([1, 7, 20], [1, 7, 33]), 14, 2), (([1, 1], [700, 90]), 7, 1)):
+        check_attention(kernels, DEVICE, torch.float32, *lengths, heads, kv_heads, 64, 16, window, has_sinks=True)
+
+
 def test_splits_fill_the_device_but_stay_long(kernels: CudaKernels) -> None:
     long, _ = step_of([1], [20_000], 16)
     short, _ = step_of([1], [400], 16)

@@ -36,6 +36,25 @@ def test_attention_is_torchs_over_the_stored_context(window: int | None) -> None
         torch.testing.assert_close(got[start:end], expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_sink_is_a_key_without_a_value(window: int | None) -> None:
+    """Against scaled_dot_product_attention with one key more, whose score is the sink and whose value is zero."""
+    step, num_blocks = step_of([7], [7], 4)
+    cache = LayerCache(*(torch.zeros(num_blocks, 2, 4, 16) for _ in range(2)))
+    query, key, value = (random(seed, torch.float32, 7, heads, 16) for seed, heads in enumerate((4, 2, 2)))
+    sinks = torch.tensor([-30.0, 0.0, 2.0, 30.0])
+    REFERENCE.store(key, value, cache, step.slots)
+    got = REFERENCE.attention(query, cache, step, 0.2, window, sinks)
+    distance = torch.arange(7)[:, None] - torch.arange(7)[None, :]
+    scores = torch.where((distance >= 0) & (distance < (window or 100)), 0.0, -math.inf).expand(4, 7, 7)
+    bias = torch.cat([scores, sinks.view(4, 1, 1).expand(4, 7, 1)], dim=2)
+    keys, values = (F.pad(x, (0, 0, 0, 0, 0, 1)).transpose(0, 1)[None] for x in (key, value))
+    q = query.transpose(0, 1)[None]
+    expected = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias[None], scale=0.2, enable_gqa=True)
+    torch.testing.assert_close(got, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+    assert got[:, 3].abs().max() < 1e-9
+
+
 def test_attention_of_one_key_is_its_value() -> None:
     step, num_blocks = step_of([1], [1], 8)
     cache = cache_of(num_blocks, 1, 8, 8, torch.float32, 0)
