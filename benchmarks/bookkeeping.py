@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
+from headway.cost.shape import ModelShape
 from headway.engine.core import EngineCore
 from headway.engine.messages import AddRequest
 from headway.engine.process import quiet_garbage_collector
@@ -39,7 +40,8 @@ class InstantModel:
 
     def __init__(self, vocab_size: int, most_rows: int) -> None:
         self.config = SimpleNamespace(
-            num_layers=1, vocab_size=vocab_size, kv_cache_shape=lambda blocks, size: (blocks, 1, size, 8)
+            shape=ModelShape(layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, ffn=8, vocab=vocab_size),
+            kv_cache_shape=lambda blocks, size: (blocks, 1, size, 8),
         )
         self._logits = torch.randn(most_rows, vocab_size).to(torch.bfloat16)
 

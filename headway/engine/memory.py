@@ -67,9 +67,10 @@ def kv_pool_bytes(
     """
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
-    widest = max(2 * model.intermediate_size, model.hidden_size, model.num_heads * model.head_dim)
+    shape = model.shape
+    widest = max(2 * shape.ffn, shape.hidden, shape.heads * shape.head_dim)
     step = batched_tokens * widest * 2 * ACTIVATION_COPIES
-    step += sampling_bytes(config.max_num_seqs, model.vocab_size, max_model_len)
+    step += sampling_bytes(config.max_num_seqs, shape.vocab, max_model_len)
     if device.type == "cpu":
         available = available_memory()
         return max(0, min(int(available * CPU_SHARE), available - step))

@@ -66,11 +66,11 @@ class Runner:
         config = model.config
         shape = config.kv_cache_shape(num_blocks, block_size)
         self.model = model
-        self.vocab_size = config.vocab_size
+        self.vocab_size = config.shape.vocab
         self.kernels = kernels
         self.device = device
-        self.caches = zero_caches(config.num_layers, shape, cache_dtype, device)
-        self.sampler = Sampler(config.vocab_size, device, kernels.most_likely if device.type == "cpu" else None)
+        self.caches = zero_caches(config.shape.layers, shape, cache_dtype, device)
+        self.sampler = Sampler(config.shape.vocab, device, kernels.most_likely if device.type == "cpu" else None)
         self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len)
 
     @torch.inference_mode()

@@ -94,7 +94,7 @@ def packed_bytes(config: EngineConfig, model: ModelConfig) -> int:
     dtype = model.dtype or "float32" if config.dtype == "auto" else config.dtype
     size = _PACKED_BYTES.get(config.quantization, _DTYPE_BYTES.get(dtype, 0.0))
     shapes = expected_tensors(model)
-    if not model.tie_word_embeddings:
+    if not model.shape.tied_embeddings:
         del shapes["model.embed_tokens.weight"]  # it is kept as it is
     return int(size * sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2))
 

@@ -1,90 +1,42 @@
-"""The shape of a model, read from a Hugging Face config.json.
+"""What the decoder must know of a model, read from a Hugging Face config.json.
 
-No torch here: the cost model and the API process may read a config too. What config.json asks for and
-the decoder cannot do is refused with one line that names the file, the key and a way out.
+No torch here: the cost model and the API process may read a config too. Sizes are read by `cost.config`, with those of
+models that are only costed. What config.json asks for and the decoder cannot do is refused with one line that names the
+file, the key and a way out.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headway.cost.config import read_shape
+from headway.cost.shape import ModelShape
+from headway.cost.values import ConfigValues, ModelError
 from headway.models.rope_config import RopeConfig, read_rope
-from headway.models.values import ConfigValues, ModelError
 
-__all__ = ["FAMILIES", "Family", "ModelConfig", "ModelError", "RopeConfig"]
+__all__ = ["ARCHITECTURES", "ModelConfig", "ModelError", "RopeConfig"]
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What an architecture fixes. A bias that is a string is the config key that switches it on.
-
-    Args:
-        windows: which layers slide: "none", "all" (when sliding_window is set), or "layers"
-            (use_sliding_window, with layer_types or max_window_layers saying which).
-        defaults: values that the architecture assumes for keys missing from config.json.
-    """
-
-    qkv_bias: bool | str = False
-    o_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: bool = False
-    windows: str = "none"
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-
-_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        defaults={"num_key_value_heads": None},
-    ),
-    "MistralForCausalLM": Family(windows="all", defaults={"sliding_window": 4096}),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, windows="layers", defaults=_QWEN_WINDOWS),
-    "Qwen3ForCausalLM": Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=True,
-        windows="layers",
-        defaults={**_QWEN_WINDOWS, "head_dim": 128},
-    ),
-}
+# Of those that are known, the ones whose tensors and operations the decoder has.
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder's shape. Sizes are in elements, lengths in tokens.
+    """A decoder.
 
     Args:
-        sliding_windows: for each layer, how many positions a query sees (itself included), or None for all.
+        shape: its sizes, the same that the cost model has.
         dtype: the checkpoint's own dtype by name, None where config.json does not say.
         eos_token_ids: ids that end a generation; generation_config.json wins over config.json.
     """
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    shape: ModelShape
     rms_norm_eps: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    sliding_windows: tuple[int | None, ...]
     rope: RopeConfig
     dtype: str | None
     eos_token_ids: tuple[int, ...]
@@ -108,37 +60,14 @@ class ModelConfig:
         cls, raw: Mapping[str, Any], source: str = "config.json", eos_token_ids: tuple[int, ...] = ()
     ) -> ModelConfig:
         """The same from a parsed config.json; `source` is the file that errors name."""
-        architecture, family = _family(raw, source)
-        values = ConfigValues(raw, source, family.defaults)
+        values, shape = ConfigValues(raw, source), read_shape(raw, source, ARCHITECTURES)
         _refuse_unsupported(values)
-        hidden_size = values.positive_int("hidden_size")
-        num_heads = values.positive_int("num_attention_heads")
-        num_kv_heads = values.positive_int("num_key_value_heads", or_none=num_heads)
-        if num_heads % num_kv_heads:
-            raise values.error(
-                "num_key_value_heads", f"does not divide num_attention_heads, which is {num_heads}; correct either"
-            )
-        head_dim = _head_dim(values, hidden_size, num_heads)
-        num_layers = values.positive_int("num_hidden_layers")
-        max_positions = values.positive_int("max_position_embeddings")
+        if shape.head_dim % 2:
+            raise ModelError(f"{source}: head_dim is {shape.head_dim}; rotary embeddings need an even number")
         return cls(
-            architecture=architecture,
-            vocab_size=values.positive_int("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=values.positive_int("intermediate_size"),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            shape=shape,
             rms_norm_eps=values.positive_number("rms_norm_eps"),
-            max_position_embeddings=max_positions,
-            tie_word_embeddings=values.boolean("tie_word_embeddings"),
-            qkv_bias=_switch(family.qkv_bias, values),
-            o_bias=_switch(family.o_bias, values),
-            mlp_bias=_switch(family.mlp_bias, values),
-            qk_norm=family.qk_norm,
-            sliding_windows=_sliding_windows(family, values, num_layers),
-            rope=read_rope(values, head_dim, max_positions),
+            rope=read_rope(values, shape.head_dim, shape.max_positions),
             dtype=_dtype(values),
             eos_token_ids=eos_token_ids or _eos_ids(raw, source),
         )
@@ -150,20 +79,20 @@ class ModelConfig:
         Linear and yarn scaling stretch it by their factor. Dynamic scaling does not, because it leaves the
         model unchanged only up to max_position_embeddings (see rope.py); ask for more to get more.
         """
-        return self.max_position_embeddings if self.rope.kind == "dynamic" else self.longest_model_len
+        return self.shape.max_positions if self.rope.kind == "dynamic" else self.longest_model_len
 
     @property
     def longest_model_len(self) -> int:
         """Most tokens that the positions of this model are meant for, RoPE scaling included."""
         if self.rope.kind in ("linear", "dynamic"):
-            return int(self.max_position_embeddings * self.rope.factor)
+            return int(self.shape.max_positions * self.rope.factor)
         if self.rope.kind == "yarn":
-            return max(self.max_position_embeddings, int(self.rope.original_max_position * self.rope.factor))
-        return self.max_position_embeddings
+            return max(self.shape.max_positions, int(self.rope.original_max_position * self.rope.factor))
+        return self.shape.max_positions
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int]:
         """[N, G, B, D] of the keys of one layer, and of its values."""
-        return (num_blocks, self.num_kv_heads, block_size, self.head_dim)
+        return (num_blocks, self.shape.kv_heads, block_size, self.shape.head_dim)
 
     def kv_bytes_per_token(self, dtype_size: int, scale_size: int = 0) -> int:
         """Bytes of cache for one token in all layers.
@@ -171,7 +100,8 @@ class ModelConfig:
         2 (keys, values) * layers * KV heads * (head_dim * dtype_size + scale_size); scale_size is that of the one scale
         that a token and head has in a cache of int8, 0 where there is none.
         """
-        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * dtype_size + scale_size)
+        shape = self.shape
+        return 2 * shape.layers * shape.kv_heads * (shape.head_dim * dtype_size + scale_size)
 
     def kv_bytes_per_block(self, block_size: int, dtype_size: int, scale_size: int = 0) -> int:
         """Bytes of cache for one block of block_size tokens in all layers: as many times those of a token."""
@@ -193,17 +123,6 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
     return content
 
 
-def _family(raw: Mapping[str, Any], source: str) -> tuple[str, Family]:
-    named = raw.get("architectures")
-    supported = ", ".join(FAMILIES)
-    if not isinstance(named, list) or not named:
-        raise ModelError(f"{source}: architectures is missing; it must name one of {supported}")
-    for name in named:
-        if isinstance(name, str) and name in FAMILIES:
-            return name, FAMILIES[name]
-    raise ModelError(f"{source}: architectures is {named}, which is not supported; choose a model of {supported}")
-
-
 def _refuse_unsupported(values: ConfigValues) -> None:
     act = values.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
@@ -216,54 +135,6 @@ def _refuse_unsupported(values: ConfigValues) -> None:
                 f"{values.source}: {key} asks for {method} quantisation, which is not supported; "
                 "use the unquantised checkpoint"
             )
-
-
-def _head_dim(values: ConfigValues, hidden_size: int, num_heads: int) -> int:
-    if values.get("head_dim") is not None:
-        head_dim = values.positive_int("head_dim")
-    elif hidden_size % num_heads:
-        raise values.error("hidden_size", f"is not a multiple of num_attention_heads, {num_heads}; give head_dim")
-    else:
-        head_dim = hidden_size // num_heads
-    if head_dim % 2:
-        raise ModelError(f"{values.source}: head_dim is {head_dim}; rotary embeddings need an even number")
-    return head_dim
-
-
-def _switch(bias: bool | str, values: ConfigValues) -> bool:
-    return values.boolean(bias) if isinstance(bias, str) else bias
-
-
-def _sliding_windows(family: Family, values: ConfigValues, num_layers: int) -> tuple[int | None, ...]:
-    window = None if values.get("sliding_window") is None else values.positive_int("sliding_window")
-    if family.windows == "none":
-        return (None,) * num_layers
-    if family.windows == "all":
-        return (window,) * num_layers
-    if not values.boolean("use_sliding_window"):
-        window = None
-    kinds = values.get("layer_types")
-    if kinds is None:
-        first = values.non_negative_int("max_window_layers")
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    return tuple(window if kind == "sliding_attention" else None for kind in _layer_types(values, num_layers, window))
-
-
-def _layer_types(values: ConfigValues, num_layers: int, window: int | None) -> list[str]:
-    kinds = values.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelError(f"{values.source}: layer_types must be a list of num_hidden_layers, {num_layers}, names")
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ModelError(
-                f"{values.source}: layer_types holds {kind!r}; only full_attention and sliding_attention are supported"
-            )
-    if window is None and "sliding_attention" in kinds:
-        raise ModelError(
-            f"{values.source}: layer_types holds sliding_attention but use_sliding_window is false or "
-            "sliding_window is missing; correct either"
-        )
-    return kinds
 
 
 def _dtype(values: ConfigValues) -> str | None:

@@ -69,10 +69,11 @@ class Decoder:
         self.device = torch.device(device)
         self.weights = weights
         self.max_model_len = max_model_len or config.max_model_len
-        self._scale = config.head_dim**-0.5
+        shape = config.shape
+        self._scale = shape.head_dim**-0.5
         self._identity = object()
-        self._group = config.num_heads // config.num_kv_heads
-        self._head_split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self._group = shape.heads // shape.kv_heads
+        self._head_split = [shape.heads, shape.kv_heads, shape.kv_heads]
         self._cos, self._sin = rope_tables(config.rope, self.max_model_len, self.device)
         # Each layer with the norm that follows it: a layer's closing residual addition is fused with the next norm.
         next_norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
@@ -96,7 +97,7 @@ class Decoder:
         rms_norm, add_rms_norm, attention = kernels.rms_norm, kernels.add_rms_norm, kernels.attention
         rotate, store = kernels.rotate, kernels.store
         config, cos, sin, scale, head_split = self.config, self._cos, self._sin, self._scale, self._head_split
-        eps, heads, head_dim = config.rms_norm_eps, sum(head_split), config.head_dim
+        eps, heads, head_dim = config.rms_norm_eps, sum(head_split), config.shape.head_dim
         positions, slots = step.positions, step.slots
 
         residual = self.weights.embedding(token_ids)

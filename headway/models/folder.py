@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from headway.models.values import ModelError
+from headway.cost.values import ModelError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]

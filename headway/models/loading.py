@@ -104,13 +104,13 @@ class _Assembler:
 
     def decoder_weights(self, config: ModelConfig) -> DecoderWeights:
         head = _HEAD_QUANTIZATION.get(self._quantization, self._quantization)
-        if config.tie_word_embeddings:
+        if config.shape.tied_embeddings:
             lm_head = self._pack(self._weight("model.embed_tokens.weight"), None, head)
             embedding = lm_head.rows
         else:
             embedding = partial(self._kernels.take, self._stack("model.embed_tokens.weight"))
             lm_head = self._pack(self._weight("lm_head.weight"), None, head)
-        layers = [self._layer(config, i) for i in range(config.num_layers)]
+        layers = [self._layer(config, i) for i in range(config.shape.layers)]
         return DecoderWeights(embedding, layers, self._stack("model.norm.weight"), lm_head)
 
     def _layer(self, config: ModelConfig, index: int) -> LayerWeights:
@@ -119,13 +119,13 @@ class _Assembler:
         return LayerWeights(
             attention_norm=self._stack(f"{layer}.input_layernorm.weight"),
             qkv=self._linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
-            query_norm=self._stack(f"{attention}.q_norm.weight") if config.qk_norm else None,
-            key_norm=self._stack(f"{attention}.k_norm.weight") if config.qk_norm else None,
+            query_norm=self._stack(f"{attention}.q_norm.weight") if config.shape.qk_norm else None,
+            key_norm=self._stack(f"{attention}.k_norm.weight") if config.shape.qk_norm else None,
             o=self._linear(f"{attention}.o_proj"),
             mlp_norm=self._stack(f"{layer}.post_attention_layernorm.weight"),
             gate_up=self._gated(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
             down=self._linear(f"{mlp}.down_proj"),
-            sliding_window=config.sliding_windows[index],
+            sliding_window=config.shape.sliding_windows[index],
         )
 
     def _linear(self, *names: str) -> Linear:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headway.models.values import ConfigValues, ModelError
+from headway.cost.values import ConfigValues, ModelError
 
 DEFAULT_THETA = 10_000.0
 

@@ -113,7 +113,7 @@ def test_bad_arguments_are_refused_in_one_line(
 def test_checkpoint_is_one_that_headway_reads(shape: str, tmp_path: Path) -> None:
     folder = write_checkpoint(shape, tmp_path)
     config = ModelConfig.from_folder(folder)
-    assert config.vocab_size == json.loads((folder / "config.json").read_text())["vocab_size"]
+    assert config.shape.vocab == json.loads((folder / "config.json").read_text())["vocab_size"]
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.encode("one token a byte") == tokenizer.encode("one") + tokenizer.encode(" token a byte")
     assert len(tokenizer.encode("one token a byte")) == 16

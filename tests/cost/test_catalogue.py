@@ -14,8 +14,8 @@ from headway.cost.config import read_shape
 from headway.cost.memory import weight_bytes
 from headway.cost.parallel import Parallelism
 from headway.cost.precision import Precision
-from headway.cost.shape import ShapeError
 from headway.cost.timing import Deployment
+from headway.cost.values import ModelError
 from tests.cost import published
 from tests.cost.machines import MACHINE
 
@@ -204,5 +204,5 @@ def test_predictions_have_a_range_around_them(metric):
 
 def test_a_model_s_shape_names_the_catalogue_when_it_is_wrong():
     broken = replace(MODELS["llama-3.1-8b"], config={"architectures": ["LlamaForCausalLM"]})
-    with pytest.raises(ShapeError, match=r"the catalogue's llama-3.1-8b: num_attention_heads is missing"):
+    with pytest.raises(ModelError, match=r"the catalogue's llama-3.1-8b: num_attention_heads is missing"):
         _ = broken.shape

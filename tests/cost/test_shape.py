@@ -7,9 +7,11 @@ from collections import Counter
 
 import pytest
 import torch
+from transformers import GptOssConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from headway.cost.config import read_shape
 from headway.cost.shape import ModelShape, ShapeError
+from headway.cost.values import ModelError
 from headway.kernels.reference import ReferenceKernels
 from headway.models.config import ModelConfig
 from headway.models.loading import load_model
@@ -35,25 +37,9 @@ def test_parameters_are_the_published_ones(config, parameters):
 @pytest.mark.parametrize("case", tiny.CASES)
 def test_shape_and_parameters_are_those_of_the_decoder(case, tmp_path):
     model = tiny.save(case, tmp_path)
-    shape = read_shape(json.loads((tmp_path / "config.json").read_text()))
     config = ModelConfig.from_folder(tmp_path)
-    same = {
-        "layers": config.num_layers,
-        "hidden": config.hidden_size,
-        "heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "ffn": config.intermediate_size,
-        "vocab": config.vocab_size,
-        "tied_embeddings": config.tie_word_embeddings,
-        "qkv_bias": config.qkv_bias,
-        "o_bias": config.o_bias,
-        "mlp_bias": config.mlp_bias,
-        "qk_norm": config.qk_norm,
-        "sliding_windows": config.sliding_windows,
-        "max_positions": config.max_position_embeddings,
-    }
-    assert {name: getattr(shape, name) for name in same} == same
+    shape = config.shape
+    assert shape == read_shape(json.loads((tmp_path / "config.json").read_text()))
     assert shape.num_parameters == sum(p.numel() for p in model.parameters())
     assert shape.kv_elements_per_token * 2 == config.kv_bytes_per_token(2)
     assert shape.parameters() == parameters_of(load_model(tmp_path, torch.float32, ReferenceKernels()))
@@ -82,30 +68,35 @@ def parameters_of(decoder):
 
 
 @pytest.mark.parametrize(
-    ("config", "missing"),
+    ("config", "missing", "hugging_face"),
     [
-        (published.LLAMA_3_1_8B, "num_key_value_heads"),
-        (published.MISTRAL_7B, "sliding_window"),
-        (published.QWEN2_5_05B, "sliding_window"),
-        (published.QWEN2_5_7B, "max_window_layers"),
-        (published.QWEN3_8B, "head_dim"),
+        (published.LLAMA_3_1_8B, "num_key_value_heads", LlamaConfig),
+        (published.MISTRAL_7B, "sliding_window", MistralConfig),
+        (published.QWEN2_5_05B, "sliding_window", Qwen2Config),
+        (published.QWEN2_5_7B, "max_window_layers", Qwen2Config),
+        (published.QWEN3_8B, "head_dim", Qwen3Config),
+        (published.GPT_OSS_20B, "sliding_window", GptOssConfig),
     ],
 )
-def test_a_missing_key_has_the_architecture_s_default(config, missing):
-    raw = {key: value for key, value in config.items() if key != missing}
-    raw |= {"rms_norm_eps": 1e-5, "use_sliding_window": True}
-    theirs, ours = ModelConfig.from_dict(raw), read_shape(raw)
-    assert (ours.kv_heads, ours.head_dim, ours.sliding_windows) == (
-        theirs.num_kv_heads,
-        theirs.head_dim,
-        theirs.sliding_windows,
-    )
+def test_a_missing_key_has_the_architecture_s_default(config, missing, hugging_face):
+    raw = {key: value for key, value in config.items() if key != missing} | {"use_sliding_window": True}
+    theirs, ours = hugging_face(**raw), read_shape(raw)
+    default = {
+        "num_key_value_heads": ours.kv_heads,
+        "head_dim": ours.head_dim,
+        "sliding_window": max((window for window in ours.sliding_windows if window), default=None),
+        "max_window_layers": ours.sliding_windows.count(None),
+    }
+    assert default[missing] == getattr(theirs, missing)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"architectures": ["MptForCausalLM"]}, "architectures is ['MptForCausalLM']; known are LlamaForCausalLM"),
+        (
+            {"architectures": ["MptForCausalLM"]},
+            "architectures is ['MptForCausalLM']; it must name one of LlamaForCausalLM",
+        ),
         ({"architectures": None}, "architectures is None"),
         ({"num_local_experts": 8}, "num_local_experts says that the model has a mixture of experts"),
         ({"kv_lora_rank": 512}, "multi-head latent attention"),
@@ -119,7 +110,7 @@ def test_a_missing_key_has_the_architecture_s_default(config, missing):
     ],
 )
 def test_a_bad_config_is_refused_in_one_line(change, said):
-    with pytest.raises(ShapeError) as error:
+    with pytest.raises(ModelError) as error:
         read_shape({**published.LLAMA_3_1_8B, **change}, "models/x/config.json")
     assert said in str(error.value) and "models/x/config.json" in str(error.value) and "\n" not in str(error.value)
 
@@ -279,6 +270,6 @@ def test_attention_has_a_name(case, kind):
 )
 def test_a_bad_config_of_a_mixture_is_refused_in_one_line(case, change, said):
     config = tiny_families.config_json(tiny_families.build(case))
-    with pytest.raises(ShapeError) as error:
+    with pytest.raises(ModelError) as error:
         read_shape({**config, **change}, "models/x/config.json")
     assert said in str(error.value) and "models/x/config.json" in str(error.value) and "\n" not in str(error.value)

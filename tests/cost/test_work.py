@@ -48,7 +48,9 @@ def counted(folder, chunks):
         decoder.device,
     )
     cache_shape = decoder.config.kv_cache_shape(blocks, block_size)
-    caches = [LayerCache(torch.zeros(cache_shape), torch.zeros(cache_shape)) for _ in range(decoder.config.num_layers)]
+    caches = [
+        LayerCache(torch.zeros(cache_shape), torch.zeros(cache_shape)) for _ in range(decoder.config.shape.layers)
+    ]
     rows, start = [], 0
     for chunk in chunks:
         start += chunk.tokens

@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 import torch
 
+from headway.cost.config import read_shape
 from headway.engine import memory
 from headway.engine.config import EngineConfig
 from headway.engine.memory import kv_pool_bytes, sampling_bytes
+from tests.cost import published
 
 GIB = 1 << 30
-MODEL: Any = SimpleNamespace(
-    intermediate_size=4864, hidden_size=896, num_heads=14, head_dim=64, vocab_size=151_936, max_model_len=32_768
-)
+SHAPE = read_shape(published.QWEN2_5_05B)
+MODEL: Any = SimpleNamespace(shape=SHAPE)
 
 
 def pool(available: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> int:
     monkeypatch.setattr(memory, "available_memory", lambda: available)
-    return kv_pool_bytes(EngineConfig("m", **changes), torch.device("cpu"), MODEL, 512, MODEL.max_model_len)
+    return kv_pool_bytes(EngineConfig("m", **changes), torch.device("cpu"), MODEL, 512, SHAPE.max_positions)
 
 
 def test_half_of_the_memory_is_the_pool_s_where_a_step_fits_into_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +31,7 @@ def test_half_of_the_memory_is_the_pool_s_where_a_step_fits_into_the_rest(monkey
 
 
 def test_a_step_that_needs_more_than_half_makes_the_pool_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    many = sampling_bytes(1024, MODEL.vocab_size, MODEL.max_model_len)
+    many = sampling_bytes(1024, SHAPE.vocab, SHAPE.max_positions)
     assert GIB < many < 4 * GIB
     left = pool(4 * GIB, monkeypatch, max_num_seqs=1024)
     assert 0 < left < 4 * GIB - many

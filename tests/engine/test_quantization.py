@@ -10,9 +10,9 @@ import pytest
 
 from headway import LLM, SamplingParams
 from headway.bundled import STORY
+from headway.cost.values import ModelError
 from headway.engine.build import EngineError, build_engine
 from headway.engine.config import EngineConfig
-from headway.models.values import ModelError
 from tests.engine.models import write_config
 
 TEXT = (

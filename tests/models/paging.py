@@ -41,7 +41,7 @@ class PagedModel:
         shape = decoder.config.kv_cache_shape(sum(needed) + 3, block_size)
         self.caches = [
             LayerCache(*(torch.full(shape, GARBAGE, dtype=decoder.dtype, device=decoder.device) for _ in "kv"))
-            for _ in range(decoder.config.num_layers)
+            for _ in range(decoder.config.shape.layers)
         ]
 
     def step(self, work: list[tuple[PagedSequence, int]]) -> None:

@@ -101,7 +101,7 @@ def test_rope_scaling_changes_the_logits(models, case):
 )
 def test_sliding_windows_change_the_logits(models, case):
     windowed = decoder(models(case)[1])
-    assert any(windowed.config.sliding_windows)
+    assert any(windowed.config.shape.sliding_windows)
     for layer in windowed.weights.layers:
         layer.sliding_window = None
     unlimited = whole(windowed, PROMPTS)

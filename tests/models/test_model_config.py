@@ -47,7 +47,8 @@ def without(raw: dict, key: str) -> dict:
 
 def test_sizes_and_cache():
     config = read(LLAMA)
-    assert (config.head_dim, config.num_layers, config.num_heads, config.num_kv_heads) == (8, 4, 8, 2)
+    shape = config.shape
+    assert (shape.head_dim, shape.layers, shape.heads, shape.kv_heads) == (8, 4, 8, 2)
     assert config.kv_cache_shape(10, 16) == (10, 2, 16, 8)
     assert config.kv_bytes_per_token(2) == 2 * 4 * 2 * 8 * 2
     assert config.kv_bytes_per_block(16, 2) == 16 * config.kv_bytes_per_token(2)
@@ -74,8 +75,8 @@ def test_qwen2_5_7b_needs_57344_bytes_of_cache_per_token():
     ],
 )
 def test_biases_and_norms_of_a_family(raw, expected):
-    config = read(raw)
-    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == expected
+    shape = read(raw).shape
+    assert (shape.qkv_bias, shape.o_bias, shape.mlp_bias, shape.qk_norm) == expected
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_biases_and_norms_of_a_family(raw, expected):
     ],
 )
 def test_heads_that_are_left_out(raw, head_dim, num_kv_heads):
-    assert (read(raw).head_dim, read(raw).num_kv_heads) == (head_dim, num_kv_heads)
+    assert (read(raw).shape.head_dim, read(raw).shape.kv_heads) == (head_dim, num_kv_heads)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_heads_that_are_left_out(raw, head_dim, num_kv_heads):
     ],
 )
 def test_sliding_windows_by_layer(raw, windows):
-    assert read(raw).sliding_windows == windows
+    assert read(raw).shape.sliding_windows == windows
 
 
 @pytest.mark.parametrize("kind_key", ["type", "rope_type"])
@@ -268,7 +269,10 @@ def sliding(**changes) -> dict:
 
 REFUSED = [
     (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "architectures", "GPT2LMHeadModel"),
-    (LLAMA, {"architectures": []}, "architectures", "missing"),
+    (LLAMA, {"architectures": []}, "architectures", "must name one of LlamaForCausalLM, MistralForCausalLM, Qwen2"),
+    (LLAMA, {"architectures": ["MixtralForCausalLM"]}, "architectures", "must name one of LlamaForCausalLM"),
+    (without(LLAMA, "architectures"), {}, "architectures", "must name one of"),
+    (LLAMA, {"num_local_experts": 8}, "num_local_experts", "a mixture of experts"),
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act", "gelu"),
     (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config", "awq"),
     (LLAMA, {"num_key_value_heads": 3}, "num_key_value_heads", "8"),
@@ -308,7 +312,6 @@ REFUSED = [
     *[
         (without(LLAMA, key), {}, key, "missing")
         for key in (
-            "architectures",
             "vocab_size",
             "hidden_size",
             "intermediate_size",

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headway.bench.errors import BenchError
 from headway.bundled import STORY
-from headway.cost.config import read_shape
 from headway.cost.memory import weight_bytes
 from headway.cost.precision import INT8, Format, Precision
-from headway.cost.shape import ModelShape, ShapeError
-from headway.models.config import ModelConfig
+from headway.cost.shape import ModelShape
+from headway.models.config import ModelConfig, ModelError
 from headway.models.folder import resolve_model
-from headway.models.values import ModelError
 
 QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4")
 _INT4 = Format("int4", 4, "int8", group=32, scale_bits=8)
@@ -89,8 +86,7 @@ def find_model(
     try:
         folder = STORY if name is None else resolve_model(name)
         config = ModelConfig.from_folder(folder)
-        shape = read_shape(json.loads((folder / "config.json").read_bytes()), str(folder / "config.json"))
-    except (ModelError, ShapeError) as error:
+    except ModelError as error:
         raise BenchError(str(error)) from None
     runs_in = (config.dtype or "float32") if dtype == "auto" else dtype
     if runs_in not in ("float32", "bfloat16", "float16"):
@@ -105,5 +101,5 @@ def find_model(
     shown = f"headway/{STORY.name}" if name is None else name
     checkpoint_bytes = sum(file.stat().st_size for file in files)
     return ProfiledModel(
-        shown, folder, shape, runs_in, checkpoint_bytes, config.max_model_len, kv_cache_dtype, quantization
+        shown, folder, config.shape, runs_in, checkpoint_bytes, config.max_model_len, kv_cache_dtype, quantization
     )
