@@ -90,6 +90,7 @@ def test_garbage_is_collected_again_afterwards(enabled: bool) -> None:
         gc.enable()
 
 
+@pytest.mark.usefixtures("thawed")
 def test_what_is_new_is_not_looked_through_afterwards() -> None:
     with uncollected():
         kept = [[] for _ in range(10_000)]

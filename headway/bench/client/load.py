@@ -183,15 +183,16 @@ def _collector_off() -> Iterator[None]:
     which would be read as latency of the server.
 
     Reference counting frees whatever is not in a cycle, and a request makes none. What is alive is frozen too, so that
-    a collection that somebody asks for by name has little to look at.
+    a collection that somebody asks for by name has little to look at; it stays so where a process froze objects before.
     """
-    enabled = gc.isenabled()
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         if enabled:
             gc.enable()

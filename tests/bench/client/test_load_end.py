@@ -192,6 +192,7 @@ def test_an_empty_workload_is_done_at_once(run: Run) -> None:
 # --- surroundings ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("thawed")
 def test_the_collector_is_off_while_it_measures_and_as_before_afterwards(run: Run) -> None:
     assert gc.isenabled()
     client = FakeClient()
@@ -203,6 +204,9 @@ def test_the_collector_is_off_while_it_measures_and_as_before_afterwards(run: Ru
         assert not gc.isenabled()
     finally:
         gc.enable()
+    gc.freeze()
+    run(run_load(client, at(0.0)))
+    assert gc.get_freeze_count() > 0
 
 
 class Broken(Exception):
