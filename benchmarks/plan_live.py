@@ -160,8 +160,9 @@ class LiveEngine:
                 max_num_batched_tokens=max(prompt, batch),
                 num_threads=threads,
             )
-            self._core = build_engine(settings).core
-        for cache in self._core.runner.caches:
+            engine = build_engine(settings)
+        self._core, self.runner = engine.core, engine.runner
+        for cache in self.runner.caches:
             for blocks in (cache.keys, cache.values):
                 blocks.copy_(torch.randn(blocks.shape[1:]).to(blocks.dtype))
 

@@ -16,7 +16,7 @@ import time
 import torch
 
 from headway.engine.sampler import Sampler
-from headway.policy.request import Sequence
+from headway.policy.plan import SequenceState
 from headway.policy.sampling_params import SamplingParams
 
 CASES: dict[str, dict[str, float | int]] = {
@@ -45,7 +45,7 @@ def microseconds(params: SamplingParams, logits: torch.Tensor, prompt_len: int, 
     sequences = []
     for index in range(rows):
         prompt = torch.randint(vocab_size, (prompt_len,)).tolist()
-        sequences.append(Sequence("r", index, params, prompt, prompt_len, 10**6, frozenset(), seed=index))
+        sequences.append(SequenceState(index, params, index, frozenset(), prompt_len, prompt, []))
     times = []
     for _ in range(steps + 3):
         began = time.perf_counter_ns()

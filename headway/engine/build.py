@@ -37,6 +37,7 @@ class Engine:
     """A warmed-up engine and the facts about it that others want to know."""
 
     core: EngineCore
+    runner: Runner
     max_model_len: int
     num_blocks: int
     block_size: int
@@ -108,7 +109,7 @@ def build_engine(
     done("warm_up", time.monotonic_ns() - began)
     shown = str(cache_dtype).removeprefix("torch.")
     core = EngineCore(scheduler, runner)
-    return Engine(core, max_model_len, num_blocks, config.block_size, str(device), shown, startup)
+    return Engine(core, runner, max_model_len, num_blocks, config.block_size, str(device), shown, startup)
 
 
 def warm_up(config: SchedulerConfig, runner: Runner, block_size: int, num_blocks: int) -> None:
@@ -128,10 +129,10 @@ def warm_up(config: SchedulerConfig, runner: Runner, block_size: int, num_blocks
         scheduler.add(Sequence("warm-up", index, params, prompt, length, length + new, frozenset(), 0), 0)
     while scheduler.has_work:
         plan = scheduler.schedule(0)
-        result = runner.run(plan)
-        for item in scheduler.complete(plan, result.token_of, result.times):
-            if item.sequence.finish_reason is not None:
-                runner.forget(item.sequence)
+        outcome = runner.run(plan)
+        for sequence, _ in scheduler.complete(plan, outcome.tokens, outcome.times):
+            if sequence.finish_reason is not None:
+                runner.forget(sequence.seq_id)
 
 
 def _device(name: str) -> torch.device:

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 
+from headway.engine.executor import Executor, StepOutcome
 from headway.engine.messages import (
     AddRequest,
     PromptLogprobs,
@@ -16,25 +17,25 @@ from headway.engine.messages import (
     StepStats,
 )
 from headway.engine.quarantine import Quarantine
-from headway.engine.runner import Runner, StepResult
-from headway.policy.accounting import ScheduledSequence
+from headway.policy.plan import StepPlan
 from headway.policy.request import Sequence
-from headway.policy.scheduler import Scheduler, StepPlan
+from headway.policy.scheduler import Scheduler
 
 NOT_NUMBERS = "the model's logits were not numbers (NaN) for this sequence; its weights or its dtype are at fault"
 FAILED = "the engine failed on this request ({}); the server's log says more"
 
 
 class EngineCore:
-    """Joins the scheduler and the runner; the step loop calls `step()` while `has_work`."""
+    """Joins the scheduler and the executor; the step loop calls `step()` while `has_work`."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.scheduler = scheduler
-        self.runner = runner
+        self.executor = executor
         self._clock = clock
-        self._quarantine = Quarantine(runner, clock)
+        self._quarantine = Quarantine(executor, clock, lambda seq_id: self._sequences[seq_id].request_id)
         self._live: dict[str, dict[int, Sequence]] = {}
-        self._prompt_logprobs: dict[int, list[PromptLogprobs]] = {}
+        self._sequences: dict[int, Sequence] = {}  # the same by seq_id
+        self._prompt_logprobs: dict[int, list[PromptLogprobs]] = {}  # by seq_id, of those that compute their prompt
         self._pending: list[SequenceOutput] = []
         self._counted = StepStats(0, 0, 0.0)
         self._received = 0
@@ -60,6 +61,7 @@ class EngineCore:
             self._reject(request, str(error))
             return
         self._live[request.request_id] = {s.index: s for s in sequences}
+        self._sequences.update((s.seq_id, s) for s in sequences)
 
     def _problem_of(self, request: AddRequest) -> str:
         """What would break a step that others share, or an empty string."""
@@ -71,7 +73,7 @@ class EngineCore:
         context = self.scheduler.config.max_model_len
         if request.resumed and known >= context:  # the engine that began it had memory for more
             return f"{known} tokens are known, and the context is now {context}: there is no room to go on"
-        limit = self.runner.vocab_size
+        limit = self.executor.vocab_size
         for name, ids in (
             ("prompt", request.prompt_token_ids),
             ("logit_bias", request.params.logit_bias),
@@ -131,15 +133,17 @@ class EngineCore:
                 self._pending.append(last)
 
     def _forget(self, sequence: Sequence) -> None:
-        self.runner.forget(sequence)
-        self._prompt_logprobs.pop(id(sequence), None)
+        self._drop(sequence.seq_id)
+        del self._sequences[sequence.seq_id]
         choices = self._live[sequence.request_id]
         choices.pop(sequence.index, None)
         if not choices:
-            self._forget_request(sequence.request_id)
+            self._live.pop(sequence.request_id, None)
 
-    def _forget_request(self, request_id: str) -> None:
-        self._live.pop(request_id, None)
+    def _drop(self, seq_id: int) -> None:
+        """Nothing is kept of what it computed."""
+        self.executor.forget(seq_id)
+        self._prompt_logprobs.pop(seq_id, None)
 
     # --- steps --------------------------------------------------------------------------------------
 
@@ -151,62 +155,59 @@ class EngineCore:
         """
         outputs, self._pending = self._pending, []
         plan = self.scheduler.schedule(self._clock())
-        for sequence in plan.expired:
+        for seq_id in plan.expired:
+            sequence = self._sequences[seq_id]
             outputs.append(SequenceOutput(sequence.request_id, sequence.index, []))
             self._finish_output(outputs[-1], sequence)
-        for sequence in plan.preempted:
-            self.runner.forget(sequence)
-            self._prompt_logprobs.pop(id(sequence), None)  # it will compute its prompt again
+        for seq_id in plan.preempted:
+            self._drop(seq_id)
         if not plan.scheduled:
             return StepOutputs(outputs, self._stats(0, 0, 0), self._clock())
-        result = self._quarantine.run(plan)
-        work = sum(item.num_tokens for item in plan.scheduled if item.start < item.sequence.prompt_len)
-        num_tokens = plan.num_tokens
-        if result.failed_since_ns:
-            outputs += self._take_out(plan, result)
-        if result.prompt_logprobs:
-            self._collect_prompt_logprobs(plan.scheduled, result)
-        changed = self.scheduler.complete(plan, result.token_of, result.times)
-        outputs += [self._output(item, result) for item in changed]
-        elapsed = result.times.sampled_ns - (result.failed_since_ns or result.times.launched_ns)
-        stats = self._stats(elapsed, num_tokens, work)
+        outcome = self._quarantine.run(plan)
+        num_tokens, prompt_tokens = plan.num_tokens, self._prompt_tokens(plan)
+        if outcome.failed_since_ns:
+            outputs += self._take_out(plan, outcome)
+        for seq_id, part in outcome.prompt_logprobs.items():
+            if seq_id in self._sequences:
+                self._prompt_logprobs.setdefault(seq_id, []).extend(part)
+        changed = self.scheduler.complete(plan, outcome.tokens, outcome.times)
+        outputs += [self._output(sequence, new, outcome) for sequence, new in changed]
+        elapsed = outcome.times.sampled_ns - (outcome.failed_since_ns or outcome.times.launched_ns)
+        stats = self._stats(elapsed, num_tokens, prompt_tokens)
         stats.generation_tokens = len(changed)
         stats.scheduled_sequences = len(plan.scheduled)
         return StepOutputs(outputs, stats, self._clock())
+
+    def _prompt_tokens(self, plan: StepPlan) -> int:
+        """Tokens of chunks that begin within a prompt."""
+        chunks = (item for item in plan.scheduled if not item.decoding)
+        return sum(len(item.token_ids) for item in chunks if item.start < self._sequences[item.seq_id].prompt_len)
 
     def idle(self) -> StepOutputs:
         """The state of an engine that has nothing to do, for metrics."""
         return StepOutputs([], self._stats(0, 0, 0), self._clock())
 
-    def _take_out(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+    def _take_out(self, plan: StepPlan, outcome: StepOutcome) -> list[SequenceOutput]:
         """End the requests that made a step fail, all choices of each."""
-        failed = [sequence for request_id in result.faults for sequence in self._live[request_id].values()]
-        self.scheduler.take_out(failed, plan, result.failed_since_ns, result.times.sampled_ns)
+        faults = {self._sequences[seq_id].request_id: name for seq_id, name in outcome.faults.items()}
+        failed = [sequence for request_id in faults for sequence in self._live[request_id].values()]
+        self.scheduler.take_out(failed, plan, outcome.failed_since_ns, outcome.times.sampled_ns)
         outputs: list[SequenceOutput] = []
         for sequence in failed:
             output = SequenceOutput(sequence.request_id, sequence.index, [], cached_tokens=sequence.cached_tokens)
-            output.error = FAILED.format(result.faults[sequence.request_id])
+            output.error = FAILED.format(faults[sequence.request_id])
             self._finish_output(output, sequence)
             outputs.append(output)
         return outputs
 
-    def _collect_prompt_logprobs(self, scheduled: list[ScheduledSequence], result: StepResult) -> None:
-        for item in scheduled:
-            chunk = result.prompt_logprobs.get(id(item.sequence))
-            if chunk is not None:
-                self._prompt_logprobs.setdefault(id(item.sequence), []).extend(chunk)
-
-    def _output(self, item: ScheduledSequence, result: StepResult) -> SequenceOutput:
-        sequence = item.sequence
-        key = id(sequence)
-        logprobs = result.logprobs.get(key)
+    def _output(self, sequence: Sequence, new: list[int], outcome: StepOutcome) -> SequenceOutput:
         output = SequenceOutput(
             sequence.request_id,
             sequence.index,
-            [sequence.tokens[-1]] if result.tokens[key] is not None else [],
+            new,
             cached_tokens=sequence.cached_tokens,
-            logprobs=[logprobs] if logprobs is not None else None,
-            prompt_logprobs=self._prompt_logprobs.pop(key, None),
+            logprobs=outcome.logprobs.get(sequence.seq_id),
+            prompt_logprobs=self._prompt_logprobs.pop(sequence.seq_id, None),
         )
         if sequence.finish_reason is not None:
             self._finish_output(output, sequence)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels.interface import StepGeometry
-from headway.policy.accounting import ScheduledSequence
-from headway.policy.request import Sequence
+from headway.policy.plan import ScheduledSequence, SequenceState, TableChange
 
 # Steps of up to so many tokens have their tensors at the same addresses, so that kernels can repeat them.
 _MOST_REPEATED = 64
@@ -47,7 +46,7 @@ class BlockTables:
     def __init__(self, max_sequences: int, max_blocks: int) -> None:
         self.array = np.zeros((max_sequences, max_blocks), dtype=np.int32)
         self.version = 0
-        self._rows: dict[int, tuple[int, list[int], int]] = {}  # id(sequence) -> row, its table, entries written
+        self._rows: dict[int, int] = {}  # by seq_id
         self._free = list(range(max_sequences - 1, -1, -1))
 
     def reset(self) -> None:
@@ -56,28 +55,28 @@ class BlockTables:
         self._free = list(range(len(self.array) - 1, -1, -1))
         self.version += 1
 
-    def row(self, sequence: Sequence) -> int:
-        table = sequence.block_table
-        known = self._rows.get(id(sequence))
-        if known is not None and known[1] is table and known[2] == len(table):
-            return known[0]
-        row = known[0] if known is not None else self._free.pop()
-        written = known[2] if known is not None and known[1] is table else 0
-        self.array[row, written : len(table)] = table[written:]
-        self._rows[id(sequence)] = (row, table, len(table))
+    def row(self, sequence: SequenceState) -> int:
+        """The row that has its table."""
+        found = self._rows.get(sequence.seq_id)
+        if found is not None:
+            return found
+        row = self._free.pop()
+        self.array[row, : len(sequence.block_table)] = sequence.block_table
+        self._rows[sequence.seq_id] = row
         self.version += 1
         return row
 
-    def rewrite(self, sequence: Sequence) -> None:
-        """An entry of the table was exchanged."""
-        known = self._rows.get(id(sequence))
-        if known is not None:
-            self._rows[id(sequence)] = (known[0], known[1], 0)
+    def write(self, change: TableChange) -> None:
+        """A table has changed."""
+        row = self._rows.get(change.seq_id)
+        if row is not None:
+            self.array[row, change.start : change.start + len(change.blocks)] = change.blocks
+            self.version += 1
 
-    def forget(self, sequence: Sequence) -> None:
-        known = self._rows.pop(id(sequence), None)
-        if known is not None:
-            self._free.append(known[0])
+    def forget(self, seq_id: int) -> None:
+        row = self._rows.pop(seq_id, None)
+        if row is not None:
+            self._free.append(row)
 
 
 class StepLayout:
@@ -110,24 +109,23 @@ class StepLayout:
         self._taken = None
         self._decodes.clear()
 
-    def lay_out(self, scheduled: list[ScheduledSequence]) -> LaidOut:
-        """The tensors of a step, good until the next one is laid out."""
+    def lay_out(self, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> LaidOut:
+        """The tensors of a step of these sequences, good until the next one is laid out."""
         size = self._block_size
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         rows: list[int] = []
         starts, contexts, lengths, last = [0], [], [], []
-        for item in scheduled:
-            sequence, start, count = item.sequence, item.start, item.num_tokens
-            table = sequence.block_table
+        for item, sequence in zip(scheduled, sequences, strict=True):
+            start, table = item.start, sequence.block_table
+            count = len(item.token_ids)
+            tokens.extend(item.token_ids)
             if count == 1:
-                tokens.append(sequence.tokens[start])
                 positions.append(start)
                 slots.append(table[start // size] * size + start % size)
             else:
                 span = range(start, start + count)
-                tokens.extend(sequence.tokens[start : start + count])
                 positions.extend(span)
                 slots.extend([table[p // size] * size + p % size for p in span])
             starts.append(len(tokens))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.policy.request import Sequence
+from headway.policy.plan import SequenceState
 
 EMPTY = -1
 LEAST_ROWS, LEAST_WIDTH = 4, 64
@@ -93,14 +93,14 @@ class _Part:
 class PenaltyRows:
     """The penalised sequences of one batch, at `batch_rows` of logits with this row stride."""
 
-    sequences: list[Sequence]
+    sequences: list[SequenceState]
     batch_rows: list[int]
     stride: int
     parts: list[_Part]
     version: int  # of the table, when the parts were made
 
 
-def uses_penalties(sequence: Sequence) -> bool:
+def uses_penalties(sequence: SequenceState) -> bool:
     params = sequence.params
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
@@ -124,7 +124,7 @@ class PenaltyTable:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._histories: dict[Sequence, _History] = {}
+        self._histories: dict[SequenceState, _History] = {}
         self._of_width: dict[int, _Rows] = {}
         self._version = 0  # counts the moves of rows
 
@@ -135,14 +135,14 @@ class PenaltyTable:
     def nbytes(self) -> int:
         return sum(rows.ids.nbytes + rows.counts.nbytes for rows in self._of_width.values())
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         """Free the sequence's row, and memory when few are left; does nothing for one that has none."""
         history = self._histories.pop(sequence, None)
         if history is not None:
             self._leave(history.rows, history.row)
             self._version += history.rows.shrink()
 
-    def rows(self, sequences: list[Sequence], batch_rows: list[int], stride: int) -> PenaltyRows:
+    def rows(self, sequences: list[SequenceState], batch_rows: list[int], stride: int) -> PenaltyRows:
         """Gather what `apply` needs for these sequences, at rows batch_rows of logits with this row stride."""
         for sequence in sequences:
             if sequence not in self._histories:
@@ -194,7 +194,7 @@ class PenaltyTable:
             frequency=column([p.frequency_penalty for p in params]),
         )
 
-    def _add(self, sequence: Sequence) -> None:
+    def _add(self, sequence: SequenceState) -> None:
         prompt = dict.fromkeys(sequence.tokens[: sequence.prompt_len])
         history = _History({token: column for column, token in enumerate(prompt)}, sequence.prompt_len)
         self._rows_for(len(prompt)).take(history)
@@ -222,7 +222,7 @@ class PenaltyTable:
         self._leave(rows, row)
         self._version += 1
 
-    def _update(self, sequences: list[Sequence]) -> None:
+    def _update(self, sequences: list[SequenceState]) -> None:
         changes: dict[int, tuple[list[int], list[int], list[int]]] = {}
         for sequence in sequences:
             history = self._histories[sequence]

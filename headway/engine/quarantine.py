@@ -1,7 +1,7 @@
 """Runs steps so that a request which makes one fail does not take the others with it.
 
 A step that raises has changed nothing that counts: sequences are as they were before it, keys and values that it
-wrote are written again with the same numbers, and what the runner keeps of sequences is made anew from their tokens.
+wrote are written again with the same numbers, and what the executor keeps of sequences is made anew from their tokens.
 So its sequences are run again in halves, and the halves that fail in halves, until those are alone that still fail.
 They are at fault; what the others got is kept.
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import msgspec
 import torch
 
-from headway.engine.runner import Runner, StepResult
-from headway.policy.accounting import ScheduledSequence, StepTimes
-from headway.policy.scheduler import StepPlan
+from headway.engine.executor import EngineFault, Executor, StepOutcome
+from headway.policy.accounting import StepTimes
+from headway.policy.plan import ScheduledSequence, StepPlan
 
 # So many requests at fault, and no run between them that succeeded: then it is not the requests.
 MOST_FAULTS = 3
@@ -23,28 +24,30 @@ _DEVICE_ERRORS = ("CUDA error", "Error [CUDA]")
 logger = logging.getLogger("headway.engine")
 
 
-class EngineFault(RuntimeError):
-    """A step failed and no request is to blame. The engine's state is unknown: it is of no further use."""
-
-
 class Quarantine:
-    """Runs a runner's steps; `clock` gives monotonic nanoseconds."""
+    """Runs an executor's steps.
 
-    def __init__(self, runner: Runner, clock: Callable[[], int]) -> None:
-        self._runner = runner
+    Args:
+        clock: gives monotonic nanoseconds.
+        request_of: the id of the request that a sequence belongs to, by its seq_id.
+    """
+
+    def __init__(self, executor: Executor, clock: Callable[[], int], request_of: Callable[[int], str]) -> None:
+        self._executor = executor
         self._clock = clock
+        self._request_of = request_of
         self._at_fault: set[str] = set()  # requests, since a run last succeeded
         self._logged = ""
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """The step's result. Where it failed, `faults` of it names the requests that made it fail.
+    def run(self, plan: StepPlan) -> StepOutcome:
+        """The step's outcome. Where it failed, `faults` of it names the sequences that made it fail.
 
         Raises:
             EngineFault: the device failed, or every request does.
         """
         began = self._clock()
         try:
-            result = self._runner.run(plan)
+            outcome = self._executor.run(plan)
         except Exception as error:
             self._take_note(error)
             said = repr(error)
@@ -55,48 +58,50 @@ class Quarantine:
             self._logged = said
         else:
             self._at_fault.clear()
-            return result
-        if plan.copies:
-            raise EngineFault("the KV blocks of a step could not be copied")
-        result = self._in_parts(plan.scheduled)
+            return outcome
+        outcome = self._in_parts(plan)
         ended = self._clock()
-        result.times = StepTimes(ended, ended, ended)
-        result.failed_since_ns = began
-        return result
+        outcome.times = StepTimes(ended, ended, ended)
+        outcome.failed_since_ns = began
+        return outcome
 
-    def _in_parts(self, items: list[ScheduledSequence]) -> StepResult:
-        result = StepResult(StepTimes(0, 0, 0))
+    def _in_parts(self, plan: StepPlan) -> StepOutcome:
+        outcome = StepOutcome(StepTimes(0, 0, 0))
         succeeded = False
+        items = plan.scheduled
         parts = [items] if len(items) == 1 else _halves(items)
         while parts:
             failed: list[list[ScheduledSequence]] = []
             for part in parts:
                 try:
-                    result.take(self._runner.run(StepPlan(part)))
+                    outcome.take(self._executor.run(msgspec.structs.replace(plan, scheduled=part, copies=[])))
                     succeeded = True
                 except Exception as error:
                     self._take_note(error)
                     failed.append(part)
                     if len(part) == 1:
-                        result.faults.setdefault(part[0].sequence.request_id, type(error).__name__)
+                        outcome.faults[part[0].seq_id] = type(error).__name__
             parts = [half for part in failed if len(part) > 1 for half in _halves(part)]
-        self._judge(result.faults, succeeded)
-        return result
+        self._judge(outcome.faults, succeeded)
+        return outcome
 
     def _take_note(self, error: Exception) -> None:
-        """Make the runner fit to go on, unless the device is beyond that."""
+        """Make the executor fit to go on, unless the device is beyond that."""
+        if isinstance(error, EngineFault):
+            raise error
         if isinstance(error, torch.AcceleratorError) or any(mark in str(error) for mark in _DEVICE_ERRORS):
             raise EngineFault(f"the device failed: {error}") from error
-        self._runner.recover()
+        self._executor.recover()
 
-    def _judge(self, faults: dict[str, str], succeeded: bool) -> None:
+    def _judge(self, faults: dict[int, str], succeeded: bool) -> None:
+        requests = {self._request_of(seq_id): name for seq_id, name in faults.items()}
         if succeeded:
             self._at_fault.clear()
         else:
-            self._at_fault.update(faults)
+            self._at_fault.update(requests)
         if len(self._at_fault) >= MOST_FAULTS:
             raise EngineFault(f"{len(self._at_fault)} requests failed one after the other, and none succeeded")
-        for request_id, name in faults.items():
+        for request_id, name in requests.items():
             logger.error("request %s makes its steps fail (%s) and is ended", request_id, name)
 
 

@@ -3,48 +3,22 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from headway.engine.executor import EngineFault, StepOutcome
 from headway.engine.layout import StepLayout
 from headway.engine.memory import PROMPT_LOGPROB_ROWS, zero_caches
-from headway.engine.messages import PromptLogprobs, TokenLogprobs
-from headway.engine.sampler import Sampler, prompt_logprobs
+from headway.engine.sampler import BAD_TOKEN, Sampler, prompt_logprobs
 from headway.kernels.interface import Kernels
 from headway.models.decoder import Decoder
-from headway.policy.accounting import ScheduledSequence, StepTimes
-from headway.policy.request import Sequence
-from headway.policy.scheduler import StepPlan
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What a step produced, by the identity of its sequences.
-
-    Where the step failed and was run again in parts: since when, and by request what was raised on it alone.
-    """
-
-    times: StepTimes
-    tokens: dict[int, int | None] = field(default_factory=dict)  # id(sequence) -> new token; None: no valid logits
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[PromptLogprobs]] = field(default_factory=dict)  # of this chunk
-    failed_since_ns: int = 0
-    faults: dict[str, str] = field(default_factory=dict)
-
-    def token_of(self, item: ScheduledSequence) -> int | None:
-        return self.tokens[id(item.sequence)]
-
-    def take(self, part: StepResult) -> None:
-        """Add what some of the step's sequences got."""
-        self.tokens |= part.tokens
-        self.logprobs |= part.logprobs
-        self.prompt_logprobs |= part.prompt_logprobs
+from headway.policy.accounting import StepTimes
+from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan
 
 
 class Runner:
-    """Owns the model, the KV caches and the sampler.
+    """The Executor of one device: owns the model, the KV caches and the sampler.
 
     Args:
         cache_dtype: of keys and values in the KV pool; the model's, or int8.
@@ -72,61 +46,82 @@ class Runner:
         self.caches = zero_caches(config.shape.layers, shape, cache_dtype, device)
         self.sampler = Sampler(config.shape.vocab, device, kernels.most_likely if device.type == "cpu" else None)
         self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len)
+        self._known: dict[int, SequenceState] = {}
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan) -> StepOutcome:
         """Execute a step and read its tokens back, the one point where the host waits for the device."""
-        if plan.copies:
-            sources, targets = zip(*plan.copies, strict=True)
-            self.kernels.copy_blocks(self.caches, list(sources), list(targets))
-            plan.copies.clear()  # once is enough, should the step be run again
-            for item in plan.scheduled:
-                self.layout.tables.rewrite(item.sequence)
-        step = self.layout.lay_out(plan.scheduled)
+        self._copy_blocks(plan.copies)
+        sequences = self._take_in(plan)
+        step = self.layout.lay_out(plan.scheduled, sequences)
         launched = time.monotonic_ns()
         hidden = self.model.forward(step.token_ids, step.geometry, self.caches)
-        result = StepResult(StepTimes(launched, launched, launched))
-        if any(item.sequence.params.prompt_logprobs is not None for item in plan.scheduled):
-            self._prompt_logprobs(hidden, plan.scheduled, result)
-        sampling = [item for item in plan.scheduled if item.samples]
+        outcome = StepOutcome(StepTimes(launched, launched, launched))
+        if any(item.logit_rows for item in plan.scheduled):
+            self._prompt_logprobs(hidden, plan.scheduled, outcome)
         logits = None
-        if sampling:
+        if len(step.last_rows):
             everyone = len(step.last_rows) == len(hidden)
             logits = self.model.logits(hidden if everyone else self.kernels.take(hidden, step.last_rows))
         timer = _DeviceTimer(self.device)
         if logits is not None:
-            self._sample(logits, sampling, result)
+            sampling = [s for s, item in zip(sequences, plan.scheduled, strict=True) if item.samples]
+            self._sample(logits, sampling, outcome)
         computed, sampled = timer.stop()
-        result.times = StepTimes(launched, max(launched, computed), max(launched, sampled))
-        return result
+        outcome.times = StepTimes(launched, max(launched, computed), max(launched, sampled))
+        return outcome
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, seq_id: int) -> None:
         """The sequence finished or was preempted."""
-        self.layout.tables.forget(sequence)
-        self.sampler.forget(sequence)
+        sequence = self._known.pop(seq_id, None)
+        if sequence is not None:
+            self.layout.tables.forget(seq_id)
+            self.sampler.forget(sequence)
 
     def recover(self) -> None:
         """A step raised: forget what it may have half written, all of which is made again from the sequences."""
         self.layout.reset()
         self.sampler.reset()
 
-    def _sample(self, logits: Tensor, items: list[ScheduledSequence], result: StepResult) -> None:
-        sampled = self.sampler.sample(logits, [item.sequence for item in items])
-        bad = set(sampled.bad_rows)
-        for row, item in enumerate(items):
-            key = id(item.sequence)
-            result.tokens[key] = None if row in bad else sampled.token_ids[row]
-            logprobs = sampled.logprobs[row] if sampled.logprobs else None
-            if logprobs is not None:
-                result.logprobs[key] = logprobs
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        if not copies:
+            return
+        sources, targets = zip(*copies, strict=True)
+        try:
+            self.kernels.copy_blocks(self.caches, list(sources), list(targets))
+        except Exception as error:
+            raise EngineFault(f"the KV blocks of a step could not be copied: {error!r}") from error
 
-    def _prompt_logprobs(self, hidden: Tensor, scheduled: list[ScheduledSequence], result: StepResult) -> None:
+    def _take_in(self, plan: StepPlan) -> list[SequenceState]:
+        """Bring what is known up to the plan, and return its sequences; again with the same plan it changes nothing."""
+        known = self._known
+        for new in plan.new:
+            known.setdefault(new.seq_id, new)
+        for change in plan.tables:
+            known[change.seq_id].block_table[change.start :] = change.blocks
+            self.layout.tables.write(change)
+        sequences = []
+        for item in plan.scheduled:
+            sequence = known[item.seq_id]
+            if item.start + len(item.token_ids) > len(sequence.tokens):
+                sequence.tokens[item.start :] = item.token_ids
+            sequences.append(sequence)
+        return sequences
+
+    def _sample(self, logits: Tensor, sequences: list[SequenceState], outcome: StepOutcome) -> None:
+        sampled = self.sampler.sample(logits, sequences)
+        for sequence, token, logprobs in zip(sequences, sampled.token_ids, sampled.logprobs, strict=True):
+            outcome.tokens[sequence.seq_id] = [token] if token != BAD_TOKEN else None
+            if logprobs is not None:
+                outcome.logprobs[sequence.seq_id] = [logprobs]
+
+    def _prompt_logprobs(self, hidden: Tensor, scheduled: list[ScheduledSequence], outcome: StepOutcome) -> None:
         offset = 0
         for item in scheduled:
-            sequence, first = item.sequence, offset
+            sequence, first = self._known[item.seq_id], offset
             offset += item.num_tokens
-            end = item.start + sequence.logit_rows(item.start, item.num_tokens)
-            parts = result.prompt_logprobs.setdefault(id(sequence), []) if end > item.start else []
+            end = item.start + item.logit_rows
+            parts = outcome.prompt_logprobs.setdefault(item.seq_id, []) if end > item.start else []
             for at in range(item.start, end, PROMPT_LOGPROB_ROWS):
                 stop = min(end, at + PROMPT_LOGPROB_ROWS)
                 rows = hidden[first + at - item.start : first + stop - item.start]

@@ -29,7 +29,7 @@ from headway.engine.messages import TokenLogprobs
 from headway.engine.penalties import PenaltyTable
 from headway.engine.sampling_batch import GREEDY_BELOW, EditTable, Group, SamplingBatch, describe, wider
 from headway.kernels.threads import one_thread
-from headway.policy.request import Sequence
+from headway.policy.plan import SequenceState
 
 __all__ = ["BAD_TOKEN", "GREEDY_BELOW", "Sampled", "Sampler", "prompt_logprobs"]
 
@@ -73,11 +73,11 @@ class Sampler:
         self._penalties = PenaltyTable(device)
         self._edits = EditTable(vocab_size)
         self._batch: SamplingBatch | None = None
-        self._known: set[Sequence] = set()
+        self._known: set[SequenceState] = set()
         self._memory = torch.empty(0, 0, device=device)
         self._steps_with_little = 0
 
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> Sampled:
+    def sample(self, logits: Tensor, sequences: list[SequenceState]) -> Sampled:
         """Choose one token for each sequence, at position len(sequence.tokens).
 
         logits [R, V] in any float dtype, left unchanged; row r belongs to sequences[r]. Waits for the device
@@ -106,7 +106,7 @@ class Sampler:
         ids, state = self._choose(rows, batch)
         return self._read(raw, rows, batch, ids, state)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         """Drop what is kept for a sequence that is finished or preempted; does nothing for an unknown one."""
         self._penalties.forget(sequence)
         self._edits.forget(sequence)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway.engine import draws
 from headway.engine.penalties import PenaltyRows, PenaltyTable, uses_penalties
-from headway.policy.request import Sequence
+from headway.policy.plan import SequenceState
 
 GREEDY_BELOW = 1e-5  # temperature; vLLM's limit
 
@@ -57,17 +57,17 @@ class EditTable:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._biases: dict[Sequence, _TokenArrays] = {}
-        self._stops: dict[Sequence, _TokenArrays] = {}
+        self._biases: dict[SequenceState, _TokenArrays] = {}
+        self._stops: dict[SequenceState, _TokenArrays] = {}
 
     def __len__(self) -> int:
         return len(self._biases) + len(self._stops)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         self._biases.pop(sequence, None)
         self._stops.pop(sequence, None)
 
-    def bias(self, sequence: Sequence) -> _TokenArrays:
+    def bias(self, sequence: SequenceState) -> _TokenArrays:
         """Its logit_bias."""
         found = self._biases.get(sequence)
         if found is None:
@@ -76,7 +76,7 @@ class EditTable:
             self._biases[sequence] = found
         return found
 
-    def stops(self, sequence: Sequence) -> _TokenArrays:
+    def stops(self, sequence: SequenceState) -> _TokenArrays:
         """Its stop tokens, with the first position at which they are allowed."""
         found = self._stops.get(sequence)
         if found is None:
@@ -86,13 +86,13 @@ class EditTable:
         return found
 
 
-def _allowed_from(sequence: Sequence) -> int:
+def _allowed_from(sequence: SequenceState) -> int:
     return sequence.prompt_len + sequence.params.min_tokens
 
 
 @dataclass(slots=True)
 class SamplingBatch:
-    sequences: list[Sequence]
+    sequences: list[SequenceState]
     streams: NDArray[np.uint64]
     greedy: draws.Index | None = None  # rows; None for none
     groups: list[Group] = field(default_factory=list)  # the other rows
@@ -114,7 +114,7 @@ def wider(width: int, size: int) -> int:
 
 
 def describe(
-    sequences: list[Sequence], vocab_size: int, table: PenaltyTable, edits: EditTable, device: torch.device
+    sequences: list[SequenceState], vocab_size: int, table: PenaltyTable, edits: EditTable, device: torch.device
 ) -> SamplingBatch:
     """Read the parameters of sequences, and enter those with penalties and edits into the tables."""
     batch = SamplingBatch(list(sequences), draws.streams([s.seed for s in sequences]))
@@ -155,7 +155,7 @@ def _parts(rows: list[int], vocab_size: int, device: torch.device) -> list[list[
     return [rows[at : at + size] for at in range(0, len(rows), size)]
 
 
-def _way(sequence: Sequence, vocab_size: int, device: torch.device) -> tuple[int, bool]:
+def _way(sequence: SequenceState, vocab_size: int, device: torch.device) -> tuple[int, bool]:
     """(width, bounded) of the row's group: from its own parameters alone, or the batch would matter."""
     params = sequence.params
     size = draws.padded_size(vocab_size)
@@ -168,7 +168,7 @@ def _way(sequence: Sequence, vocab_size: int, device: torch.device) -> tuple[int
 
 
 def _group(
-    sequences: list[Sequence], rows: list[int], width: int, bounded: bool, vocab_size: int, device: torch.device
+    sequences: list[SequenceState], rows: list[int], width: int, bounded: bool, vocab_size: int, device: torch.device
 ) -> Group:
     params = [sequences[row].params for row in rows]
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from headway.policy.ledger import Phase, PhaseClock
+from headway.policy.plan import ScheduledSequence
 from headway.policy.request import Sequence, Status
 from headway.policy.step_time import StepTimeModel, StepWork, pairs
 
@@ -26,17 +27,6 @@ class StepTimes:
     sampled_ns: int  # its tokens were known
 
 
-@dataclass(slots=True)
-class ScheduledSequence:
-    """A sequence's part of a step: the `num_tokens` tokens after those it had computed at `start`."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    decoding: bool
-    samples: bool  # the last known token is computed, so the step yields a new one
-
-
 def work_of(scheduled: list[ScheduledSequence]) -> StepWork:
     """What a step with these parts does."""
     prefill_tokens = decode_tokens = prefill_pairs = decode_context = logit_rows = 0
@@ -47,7 +37,7 @@ def work_of(scheduled: list[ScheduledSequence]) -> StepWork:
         else:
             prefill_tokens += item.num_tokens
             prefill_pairs += pairs(item.start, item.num_tokens)
-            logit_rows += item.sequence.logit_rows(item.start, item.num_tokens)
+            logit_rows += item.logit_rows
     return StepWork(prefill_tokens, decode_tokens, prefill_pairs, decode_context, logit_rows)
 
 
@@ -138,23 +128,27 @@ class Accounting:
                 sequence.ledger.mark(Phase.SCHEDULE, began)
                 self._stall(sequence, Phase.STEP_RETRY, ended)
 
-    def record_step(self, scheduled: list[ScheduledSequence], idle: list[Sequence], times: StepTimes) -> None:
-        """Divide a finished step among the sequences that ran in it and the running ones that did not.
+    def record_step(
+        self, sequences: list[Sequence], scheduled: list[ScheduledSequence], idle: list[Sequence], times: StepTimes
+    ) -> None:
+        """Divide a finished step among the sequences that ran in it, in its order, and the running ones that did not.
 
         Called before the results are applied, so that a sequence is still what it was in the step.
         """
         work = work_of(scheduled)
         forward = times.computed_ns - times.launched_ns
         self._advance_decode_clock(work, forward, times)
-        for item in scheduled:
-            item.sequence.steps += 1
-        singly = [item for item in scheduled if item.sequence.clock_marks is None]
+        singly = []
+        for sequence, item in zip(sequences, scheduled, strict=True):
+            sequence.steps += 1
+            if sequence.clock_marks is None:
+                singly.append((sequence, item))
         nobody_samples = bool(singly) and not any(item.samples for item in scheduled)
-        for item in singly:
-            self._mark_prefill(item, work, forward, times)
+        for sequence, item in singly:
+            self._mark_prefill(sequence, item, work, forward, times)
             if nobody_samples:
-                item.sequence.ledger.mark(Phase.SCHEDULE, times.sampled_ns)
-            self._stall(item.sequence, _stall_of(item.sequence), times.sampled_ns)
+                sequence.ledger.mark(Phase.SCHEDULE, times.sampled_ns)
+            self._stall(sequence, _stall_of(sequence), times.sampled_ns)
         for sequence in idle:
             self._stall(sequence, _stall_of(sequence), times.sampled_ns)
         if forward > 0 and self._is_worth_learning(work):
@@ -187,8 +181,10 @@ class Accounting:
         clock.run(Phase.DECODE_STALL_LOGPROBS, times.computed_ns)
         clock.run(Phase.SAMPLING, times.sampled_ns)
 
-    def _mark_prefill(self, item: ScheduledSequence, work: StepWork, forward: int, times: StepTimes) -> None:
-        sequence, own = item.sequence, work_of([item])
+    def _mark_prefill(
+        self, sequence: Sequence, item: ScheduledSequence, work: StepWork, forward: int, times: StepTimes
+    ) -> None:
+        own = work_of([item])
         alone = replace(own, decode_tokens=work.decode_tokens, decode_context=work.decode_context)
         computed = times.launched_ns + int(forward * self.step_time.share_without(work, alone))
         sequence.ledger.mark(Phase.SCHEDULE, times.launched_ns)

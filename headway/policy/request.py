@@ -57,7 +57,8 @@ class Sequence:
     displacements: int = 0  # of its preemptions, those that gave its place to a better priority
     times_bypassed: int = 0
     prefix_match: PrefixMatch | None = None  # while it waits: what was found of its tokens in the prefix index
-    ordinal: int = 0  # order of arrival at the scheduler, unique
+    seq_id: int = 0  # its number at the scheduler, in order of arrival
+    in_executor: bool = False  # a plan has told of it since it was last admitted
     clock_marks: dict[Phase, int] | None = None  # reading of the shared clock that this sequence lives on
     finish_reason: FinishReason | None = None
 

@@ -14,12 +14,12 @@ takes the place of a running one (`victims`), and one that was never served in t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 
-from headway.policy.accounting import Accounting, ScheduledSequence, StepTimes, work_of
+from headway.policy.accounting import Accounting, StepTimes, work_of
 from headway.policy.kv_blocks import KVBlocks, PrefixMatch
 from headway.policy.ledger import Phase
+from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan, TableChange
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.step_budget import StepBudget
@@ -27,22 +27,10 @@ from headway.policy.victims import victims_for
 from headway.policy.waiting import ORDERS, OrderedSequences, Unserved
 
 
-@dataclass(slots=True)
-class StepPlan:
-    """One step: each scheduled sequence with its tokens, and the blocks to copy before it runs."""
-
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (source block, target block)
-    preempted: list[Sequence] = field(default_factory=list)
-    expired: list[Sequence] = field(default_factory=list)  # waited too long and are finished
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.scheduled)
-
-
 class Scheduler:
     """Owns the waiting and running sequences and the block pool.
+
+    `sequences` has all of them by the number that the scheduler gives each, and plans name it by.
 
     Raises:
         ValueError: when the pool cannot hold one sequence of max_model_len.
@@ -61,10 +49,11 @@ class Scheduler:
         self.accounting = Accounting()
         self.waiting = OrderedSequences(order)
         self.running = OrderedSequences(order)
+        self.sequences: dict[int, Sequence] = {}
         self.num_preemptions = 0
         self._unserved = Unserved(config.max_queue_time * 1e9)
         self._watermark = max(1, blocks.num_blocks // 100)
-        self._next_ordinal = 0
+        self._next_seq_id = 0
 
     @property
     def has_work(self) -> bool:
@@ -84,8 +73,9 @@ class Scheduler:
                 f"at most {self.config.max_model_len - 1} are possible"
             )
         sequence.max_len = min(sequence.max_len, self.config.max_model_len)
-        sequence.ordinal = self._next_ordinal
-        self._next_ordinal += 1
+        sequence.seq_id = self._next_seq_id
+        self._next_seq_id += 1
+        self.sequences[sequence.seq_id] = sequence
         self.accounting.begin_waiting(sequence, now)
         self.waiting.add(sequence)
         if sequence.output_len == 0:
@@ -101,6 +91,7 @@ class Scheduler:
         if reason is FinishReason.ERROR:
             self._withdraw(sequence)
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
+        del self.sequences[sequence.seq_id]
         self._unserved.discard(sequence)
         self._free(sequence)
         sequence.status = Status.FINISHED
@@ -115,6 +106,7 @@ class Scheduler:
         self.blocks.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = sequence.num_registered = sequence.cache_node = 0
+        sequence.in_executor = False
 
     # --- a step -------------------------------------------------------------------------------------
 
@@ -123,7 +115,7 @@ class Scheduler:
         plan = StepPlan()
         for sequence in self._unserved.expired(now):
             self.finish(sequence, FinishReason.TIMEOUT, now)
-            plan.expired.append(sequence)
+            plan.expired.append(sequence.seq_id)
         self._make_way(plan, now)
         displaced = len(plan.preempted)
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
@@ -161,7 +153,8 @@ class Scheduler:
             while sequence.status is Status.RUNNING and not self._make_room(sequence, 1, plan):
                 self._preempt(self.running.last(), plan, now)
             if sequence.status is Status.RUNNING:
-                plan.scheduled.append(ScheduledSequence(sequence, sequence.num_computed, 1, True, True))
+                newest = [sequence.tokens[-1]]
+                plan.scheduled.append(ScheduledSequence(sequence.seq_id, sequence.num_computed, newest, True, 1))
 
     def _schedule_prefills(self, plan: StepPlan, budget: StepBudget, now: int, may_admit: bool) -> None:
         """Continue prompts under way, whose blocks are theirs; who comes before one of them is admitted first."""
@@ -177,9 +170,15 @@ class Scheduler:
         count = budget.fit(start, wanted, sequence.logit_rows(start, wanted) > 0)
         if count == 0 or (count < wanted and not self.config.enable_chunked_prefill):
             return
-        if self._make_room(sequence, count, plan):
-            plan.scheduled.append(ScheduledSequence(sequence, start, count, sequence.is_decoding, count == wanted))
-            budget.spend(start, count, sequence.logit_rows(start, count))
+        if not self._make_room(sequence, count, plan):
+            return
+        if not sequence.in_executor:
+            plan.new.append(_state_of(sequence))
+            sequence.in_executor = True
+        chunk, rows = sequence.tokens[start : start + count], sequence.logit_rows(start, count)
+        samples = int(count == wanted)
+        plan.scheduled.append(ScheduledSequence(sequence.seq_id, start, chunk, sequence.is_decoding, samples, rows))
+        budget.spend(start, count, rows)
 
     def _make_room(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
         """Give the sequence blocks of its own for its next `count` tokens; False when none are free."""
@@ -197,8 +196,11 @@ class Scheduler:
             plan.copies.append((table[first], copy))
             blocks.release([table[first]])
             table[first] = copy
+        changed = first if shared else len(table)
         if missing > 0:
             table.extend(blocks.allocate(missing))
+        if sequence.in_executor:
+            plan.tables.append(TableChange(sequence.seq_id, changed, table[changed:]))
         return True
 
     def _preempt(self, victim: Sequence, plan: StepPlan, now: int) -> None:
@@ -210,7 +212,7 @@ class Scheduler:
         victim.times_bypassed = self.config.max_bypasses  # it has been served already: nobody overtakes it
         self.num_preemptions += 1
         self.waiting.add(victim)
-        plan.preempted.append(victim)
+        plan.preempted.append(victim.seq_id)
 
     # --- admission ----------------------------------------------------------------------------------
 
@@ -345,40 +347,45 @@ class Scheduler:
         self.accounting.record_retry(self.running, began, ended)
         for sequence in failed:
             self.finish(sequence, FinishReason.ERROR, ended)
-        plan.scheduled = [item for item in plan.scheduled if item.sequence.status is Status.RUNNING]
+        plan.scheduled = [item for item in plan.scheduled if item.seq_id in self.sequences]
 
     def complete(
-        self,
-        plan: StepPlan,
-        sampled: Callable[[ScheduledSequence], int | None],
-        times: StepTimes,
-    ) -> list[ScheduledSequence]:
-        """Apply a step's results: `sampled(item)` is the new token of an item that samples.
+        self, plan: StepPlan, tokens: Mapping[int, list[int] | None], times: StepTimes
+    ) -> list[tuple[Sequence, list[int]]]:
+        """Apply a step's results.
 
-        A None in its place means that no token could be drawn (the logits were not numbers); the
-        sequence then finishes with an error and enters nothing in the prefix index. Returns the items that
-        have a new token or have finished.
+        Args:
+            tokens: the new ones of each item that samples, by its seq_id. A None means that none could be drawn (the
+                logits were not numbers): the sequence ends with an error and leaves nothing in the prefix index.
+
+        Returns:
+            The sequences that have new tokens or have finished, with these tokens.
         """
-        ran = {id(item.sequence) for item in plan.scheduled}
-        idle = [s for s in self.running if id(s) not in ran] if len(ran) < len(self.running) else []
-        self.accounting.record_step(plan.scheduled, idle, times)
+        sequences = [self.sequences[item.seq_id] for item in plan.scheduled]
+        idle = self._idle_beside(sequences)
+        self.accounting.record_step(sequences, plan.scheduled, idle, times)
         changed = []
         size = self.blocks.block_size if self.blocks.enable_prefix_caching else 0
-        for item in plan.scheduled:
-            sequence = item.sequence
-            sequence.num_computed += item.num_tokens
-            token = None
+        for sequence, item in zip(sequences, plan.scheduled, strict=True):
+            sequence.num_computed += len(item.token_ids)
+            drawn = tokens[item.seq_id] if item.samples else []
             if item.samples:
-                changed.append(item)
-                token = sampled(item)
-                if token is None:
-                    self.finish(sequence, FinishReason.ERROR, times.sampled_ns)
-                    continue
+                changed.append((sequence, drawn or []))
+            if drawn is None:
+                self.finish(sequence, FinishReason.ERROR, times.sampled_ns)
+                continue
             if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
                 self._register_full_blocks(sequence)
-            if token is not None:
+            for token in drawn:
                 self._append(sequence, token, times.sampled_ns)
         return changed
+
+    def _idle_beside(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those that run, and that have no part in a step of these sequences."""
+        if len(sequences) == len(self.running):
+            return []
+        ran = {sequence.seq_id for sequence in sequences}
+        return [sequence for sequence in self.running if sequence.seq_id not in ran]
 
     def _append(self, sequence: Sequence, token: int, now: int) -> None:
         sequence.tokens.append(token)
@@ -411,6 +418,19 @@ class Scheduler:
         yield from self.blocks.check_by_parts(sequence.block_table for sequence in self.running)
         if any(sequence.block_table for sequence in self.waiting):
             raise RuntimeError("a waiting sequence holds blocks")
+
+
+def _state_of(sequence: Sequence) -> SequenceState:
+    """All that an executor has to know of it; the lists are the executor's own."""
+    return SequenceState(
+        sequence.seq_id,
+        sequence.params,
+        sequence.seed,
+        sequence.stop_ids,
+        sequence.prompt_len,
+        list(sequence.tokens),
+        list(sequence.block_table),
+    )
 
 
 def finish_reason(sequence: Sequence, token: int) -> FinishReason | None:

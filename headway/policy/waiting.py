@@ -19,19 +19,19 @@ OrderKey = tuple[int, ...]
 
 def fcfs(sequence: Sequence) -> OrderKey:
     """First come, first served."""
-    return (sequence.arrival_ns, sequence.ordinal)
+    return (sequence.arrival_ns, sequence.seq_id)
 
 
 def priority(sequence: Sequence) -> OrderKey:
     """Lower priority values first, each worth AGEING_NS of waiting; then first come, first served."""
-    return (sequence.priority * AGEING_NS + sequence.arrival_ns, sequence.ordinal)
+    return (sequence.priority * AGEING_NS + sequence.arrival_ns, sequence.seq_id)
 
 
 ORDERS: dict[str, Callable[[Sequence], OrderKey]] = {"fcfs": fcfs, "priority": priority}
 
 
 class OrderedSequences:
-    """Sequences kept sorted by an order; ordinals are unique, so no two keys are equal."""
+    """Sequences kept sorted by an order; no two keys are equal, as no two numbers are."""
 
     def __init__(self, order: Callable[[Sequence], OrderKey]) -> None:
         self._order = order
@@ -74,10 +74,10 @@ class Unserved:
         self._sequences: OrderedDict[int, Sequence] = OrderedDict()
 
     def add(self, sequence: Sequence) -> None:
-        self._sequences[sequence.ordinal] = sequence
+        self._sequences[sequence.seq_id] = sequence
 
     def discard(self, sequence: Sequence) -> None:
-        self._sequences.pop(sequence.ordinal, None)
+        self._sequences.pop(sequence.seq_id, None)
 
     def expired(self, now: int) -> Iterator[Sequence]:
         """Those who have waited too long; each is to be finished before the next is asked for.

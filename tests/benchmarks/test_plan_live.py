@@ -35,13 +35,13 @@ def test_decodes_are_of_so_many_sequences_after_so_many_tokens(
 ) -> None:
     """What the runner is asked for in the middle step is what is predicted; nothing stays behind."""
     steps = []
-    run = engine._core.runner.run
+    run = engine.runner.run
 
     def watched(plan):
         steps.append([(each.num_tokens, each.start) for each in plan.scheduled])
         return run(plan)
 
-    monkeypatch.setattr(engine._core.runner, "run", watched)
+    monkeypatch.setattr(engine.runner, "run", watched)
     free = engine._core.scheduler.blocks.num_free
     for _ in range(2):
         steps.clear()
@@ -53,20 +53,20 @@ def test_decodes_are_of_so_many_sequences_after_so_many_tokens(
 
 def test_prompts_are_computed_whole(engine: LiveEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
-    run = engine._core.runner.run
+    run = engine.runner.run
 
     def watched(plan):
         steps.append([each.num_tokens for each in plan.scheduled])
         return run(plan)
 
-    monkeypatch.setattr(engine._core.runner, "run", watched)
+    monkeypatch.setattr(engine.runner, "run", watched)
     seconds = engine.prefill(40, budget_s=0.0)
     assert len(seconds) == 1 and steps == [[40]]
 
 
 def test_the_cache_is_full_of_numbers(engine: LiveEngine) -> None:
     """Of nothing but zeros attention would be another one."""
-    for cache in engine._core.runner.caches:
+    for cache in engine.runner.caches:
         for blocks in (cache.keys, cache.values):
             assert float((blocks == 0).to(torch.float32).mean()) < 0.01
 

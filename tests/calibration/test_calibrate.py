@@ -21,8 +21,8 @@ from headway.calibration.store import CalibratedMachine, StoreError, load, save
 from headway.cost.attention import Chunk
 from headway.cost.precision import Precision
 from headway.cost.timing import Deployment
-from headway.engine.runner import StepResult
-from headway.policy.scheduler import StepPlan
+from headway.engine.executor import StepOutcome
+from headway.policy.plan import StepPlan
 from tests.calibration.little import LITTLE
 from tests.calibration.machines import a_machine
 
@@ -130,13 +130,13 @@ def test_the_timed_steps_are_those_of_the_piece(threads_as_before: None, monkeyp
     """Decodes alone, of all sequences, around the context that the cost model is given."""
     bench = HostBench(1, "cpu", 1, 5)
     steps: list[list[tuple[int, int]]] = []
-    run = bench._core.runner.run
+    run = bench._core.executor.run
 
-    def listening(plan: StepPlan) -> StepResult:
+    def listening(plan: StepPlan) -> StepOutcome:
         steps.append([(each.num_tokens, each.start) for each in plan.scheduled])
         return run(plan)
 
-    monkeypatch.setattr(bench._core.runner, "run", listening)
+    monkeypatch.setattr(bench._core.executor, "run", listening)
     bench.seconds(3)
     timed = steps[-5:]
     assert all([tokens for tokens, _ in step] == [1, 1, 1] for step in timed)
@@ -146,7 +146,7 @@ def test_the_timed_steps_are_those_of_the_piece(threads_as_before: None, monkeyp
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_the_cost_model_knows_the_model_that_runs(layers: int, threads_as_before: None) -> None:
-    runs = HostBench(layers, "cpu", 1, 1)._core.runner.model.config
+    runs = HostBench(layers, "cpu", 1, 1)._core.executor.model.config
     assert tiny_shape(layers) == runs.shape
 
 

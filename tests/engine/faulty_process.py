@@ -12,26 +12,27 @@ import sys
 
 from headway.engine import process
 from headway.engine.core import EngineCore
-from headway.engine.runner import StepResult
-from headway.policy.scheduler import StepPlan
+from headway.engine.executor import StepOutcome
+from headway.policy.plan import StepPlan
 
 KILLER, RAISER = 499, 498
 
 
 def spoil(core: EngineCore) -> None:
-    run = core.runner.run
+    run = core.executor.run
 
-    def spoilt(plan: StepPlan) -> StepResult:
+    def spoilt(plan: StepPlan) -> StepOutcome:
         result = run(plan)
         for item in plan.scheduled:
-            prompt = item.sequence.tokens[: item.sequence.prompt_len]
-            if KILLER in prompt and item.sequence.output_len == 2:
+            sequence = core.scheduler.sequences[item.seq_id]
+            prompt = sequence.tokens[: sequence.prompt_len]
+            if KILLER in prompt and sequence.output_len == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if RAISER in prompt and item.sequence.output_len == 2:
+            if RAISER in prompt and sequence.output_len == 2:
                 raise RuntimeError("injected")
         return result
 
-    core.runner.run = spoilt  # type: ignore[method-assign]
+    core.executor.run = spoilt  # type: ignore[method-assign]
 
 
 def main() -> int:

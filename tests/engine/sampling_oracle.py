@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from headway.engine import draws
-from headway.policy.request import Sequence
+from headway.policy.plan import SequenceState
 from headway.policy.sampling_params import SamplingParams
 
 
@@ -18,17 +18,16 @@ def make_sequence(
     seed: int = 0,
     stop_ids: tuple[int, ...] = (),
     **params: object,
-) -> Sequence:
+) -> SequenceState:
     prompt = prompt or [0]
-    return Sequence(
-        request_id="r",
-        index=0,
+    return SequenceState(
+        seq_id=seed,
         params=SamplingParams(**params),  # type: ignore[arg-type]
-        tokens=prompt + (output or []),
-        prompt_len=len(prompt),
-        max_len=10**6,
-        stop_ids=frozenset(stop_ids),
         seed=seed,
+        stop_ids=frozenset(stop_ids),
+        prompt_len=len(prompt),
+        tokens=prompt + (output or []),
+        block_table=[],
     )
 
 
@@ -38,13 +37,13 @@ def logits_of(rows: int, vocab_size: int, seed: int, scale: float = 3.0, step: f
     return torch.from_numpy(np.round(values / step).astype(np.float32) * step if step else values)
 
 
-def edited(logits: np.ndarray, sequence: Sequence) -> np.ndarray:
+def edited(logits: np.ndarray, sequence: SequenceState) -> np.ndarray:
     """Logits [V] after logit_bias, min_tokens and the penalties, in float32 so that ties are the same ties."""
     params = sequence.params
     x = logits.astype(np.float32)
     for token, bias in params.logit_bias.items():
         x[token] += np.float32(bias)
-    if sequence.output_len < params.min_tokens:
+    if len(sequence.tokens) - sequence.prompt_len < params.min_tokens:
         for token in (token for token in sequence.stop_ids if token < len(x)):
             x[token] = -math.inf
     output = sequence.tokens[sequence.prompt_len :]
@@ -56,7 +55,7 @@ def edited(logits: np.ndarray, sequence: Sequence) -> np.ndarray:
     return x
 
 
-def kept(logits: np.ndarray, sequence: Sequence, nudge: float = 0.0) -> tuple[list[int], np.ndarray]:
+def kept(logits: np.ndarray, sequence: SequenceState, nudge: float = 0.0) -> tuple[list[int], np.ndarray]:
     """Ids kept, likeliest first, and their probabilities relative to the likeliest token's.
 
     nudge moves top_p and min_p by this share, to find out what rounding may decide.
@@ -79,11 +78,11 @@ def kept(logits: np.ndarray, sequence: Sequence, nudge: float = 0.0) -> tuple[li
     return order[:count], np.array(weights[:count])
 
 
-def uniform_of(sequence: Sequence) -> float:
+def uniform_of(sequence: SequenceState) -> float:
     return float(draws.uniforms(draws.streams([sequence.seed]), np.array([len(sequence.tokens)]))[0])
 
 
-def distribution(logits: np.ndarray, sequence: Sequence) -> np.ndarray:
+def distribution(logits: np.ndarray, sequence: SequenceState) -> np.ndarray:
     """Probability [V] of each token."""
     ids, weights = kept(logits, sequence)
     result = np.zeros(len(logits))
@@ -91,7 +90,7 @@ def distribution(logits: np.ndarray, sequence: Sequence) -> np.ndarray:
     return result
 
 
-def acceptable(logits: np.ndarray, sequence: Sequence, slack: float = 1e-5) -> set[int]:
+def acceptable(logits: np.ndarray, sequence: SequenceState, slack: float = 1e-5) -> set[int]:
     """The token that inverting the cumulative distribution gives, and those that rounding may give instead.
 
     The kept tokens stand in order of rank when top_k or top_p cuts, and in order of their ids when neither does.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -10,22 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.engine.layout import LaidOut, StepLayout
-from headway.policy.accounting import ScheduledSequence
-from headway.policy.request import Sequence
+from headway.policy.plan import ScheduledSequence, SequenceState, TableChange
 from headway.policy.sampling_params import SamplingParams
 
 BLOCK, MOST_SEQUENCES, MOST_TOKENS = 4, 70, 400
 CPU = torch.device("cpu")
 
 
-def sequence(draw: random.Random, length: int) -> Sequence:
+numbers = itertools.count()
+
+
+def sequence(draw: random.Random, length: int) -> SequenceState:
     tokens = [draw.randrange(1000) for _ in range(length)]
-    made = Sequence("r", 0, SamplingParams(), tokens, length, MOST_TOKENS, frozenset(), seed=0)
-    made.block_table = [draw.randrange(10_000) for _ in range(-(-length // BLOCK))]
-    return made
+    blocks = [draw.randrange(10_000) for _ in range(-(-length // BLOCK))]
+    return SequenceState(next(numbers), SamplingParams(), 0, frozenset(), length, tokens, blocks)
 
 
-def check(laid_out: LaidOut, scheduled: list[ScheduledSequence]) -> None:
+def part(each: SequenceState, tokens: int, samples: bool) -> ScheduledSequence:
+    """Its last tokens."""
+    return ScheduledSequence(each.seq_id, len(each.tokens) - tokens, each.tokens[-tokens:], samples, int(samples))
+
+
+def check(laid_out: LaidOut, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> None:
     """By the definitions of StepGeometry, token by token."""
     step, place = laid_out.geometry, 0
     assert step.num_sequences == len(scheduled)
@@ -34,13 +41,13 @@ def check(laid_out: LaidOut, scheduled: list[ScheduledSequence]) -> None:
     assert step.context_lens.tolist() == step.context_lens_host
     assert (step.max_query_len, step.max_context_len) == (max(step.query_lens_host), max(step.context_lens_host))
     wanted = []
-    for number, item in enumerate(scheduled):
-        table = item.sequence.block_table
+    for number, (item, each) in enumerate(zip(scheduled, sequences, strict=True)):
+        table = each.block_table
         assert step.query_start[number] == place
         used = -(-(item.start + item.num_tokens) // BLOCK)
         assert step.block_tables[number, :used].tolist() == table[:used]
         for position in range(item.start, item.start + item.num_tokens):
-            assert laid_out.token_ids[place] == item.sequence.tokens[position]
+            assert laid_out.token_ids[place] == each.tokens[position]
             assert step.positions[place] == position
             assert step.slots[place] == table[position // BLOCK] * BLOCK + position % BLOCK
             place += 1
@@ -58,6 +65,11 @@ def addresses(laid_out: LaidOut) -> tuple[int, ...]:
     return *(tensor.data_ptr() for tensor in tensors), step.block_tables.stride(0)
 
 
+def change(layout: StepLayout, each: SequenceState, start: int, blocks: list[int]) -> None:
+    each.block_table[start:] = blocks
+    layout.tables.write(TableChange(each.seq_id, start, blocks))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, MOST_SEQUENCES))
 def test_steps_of_sequences_that_live(seed: int, count: int) -> None:
@@ -73,22 +85,21 @@ def test_steps_of_sequences_that_live(seed: int, count: int) -> None:
         for each in chosen:
             tokens = 1 if decoding or draw.random() < 0.5 else draw.randint(1, len(each.tokens))
             samples = tokens == 1 and (decoding or draw.random() < 0.5)
-            start = len(each.tokens) - tokens
-            scheduled.append(ScheduledSequence(each, start, tokens, decoding=samples, samples=samples))
-        laid_out = layout.lay_out(scheduled)
-        check(laid_out, scheduled)
+            scheduled.append(part(each, tokens, samples))
+        laid_out = layout.lay_out(scheduled, chosen)
+        check(laid_out, scheduled, chosen)
         if laid_out.geometry.repeatable:
             total = len(laid_out.token_ids)
             assert places.setdefault(total, addresses(laid_out)) == addresses(laid_out)
         for each in chosen:
             each.tokens.append(draw.randrange(1000))
             if len(each.tokens) > BLOCK * len(each.block_table):
-                each.block_table.append(draw.randrange(10_000))
+                change(layout, each, len(each.block_table), [draw.randrange(10_000)])
         exchanged = draw.choice(live)
-        exchanged.block_table[draw.randrange(len(exchanged.block_table))] = draw.randrange(10_000)
-        layout.tables.rewrite(exchanged)
+        start = draw.randrange(len(exchanged.block_table))
+        change(layout, exchanged, start, [draw.randrange(10_000), *exchanged.block_table[start + 1 :]])
         leaving = draw.randrange(len(live))
-        layout.tables.forget(live[leaving])
+        layout.tables.forget(live[leaving].seq_id)
         live[leaving] = sequence(draw, draw.randint(2, 40))
 
 
@@ -96,7 +107,8 @@ def test_steps_of_sequences_that_live(seed: int, count: int) -> None:
 def test_many_tokens_are_not_repeated(count: int, repeatable: bool) -> None:
     draw = random.Random(0)
     layout = StepLayout(CPU, BLOCK, MOST_SEQUENCES, MOST_TOKENS)
-    scheduled = [ScheduledSequence(sequence(draw, 5), 4, 1, decoding=True, samples=True) for _ in range(count)]
-    laid_out = layout.lay_out(scheduled)
-    check(laid_out, scheduled)
+    sequences = [sequence(draw, 5) for _ in range(count)]
+    scheduled = [part(each, 1, samples=True) for each in sequences]
+    laid_out = layout.lay_out(scheduled, sequences)
+    check(laid_out, scheduled, sequences)
     assert laid_out.geometry.repeatable == repeatable

@@ -9,7 +9,7 @@ import torch
 
 from headway.engine.memory import sampling_bytes
 from headway.engine.sampler import Sampler
-from headway.policy.request import Sequence
+from headway.policy.plan import SequenceState
 from tests.engine.sampling_oracle import acceptable, logits_of, make_sequence
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ def test_penalties_follow_a_growing_output(steps_of_two: bool) -> None:
     """Hundreds of steps over a changing batch, so that tables grow, rows are freed and given away again."""
     sampler, vocab_size = Sampler(2000, CPU), 2000
     chance = random.Random(3)
-    live: list[Sequence] = []
+    live: list[SequenceState] = []
     for step in range(150):
         if len(live) < 9 and step % 3 == 0:
             prompt = [chance.randrange(vocab_size) for _ in range(chance.randint(1, 90))]
@@ -51,7 +51,7 @@ def test_forgotten_sequences_leave_nothing_behind() -> None:
     assert sampler._batch is None
 
 
-def crowd(size: int, vocab_size: int, distinct: int) -> list[Sequence]:
+def crowd(size: int, vocab_size: int, distinct: int) -> list[SequenceState]:
     """Sequences that make the sampler keep all that it can: penalties over long prompts, biases, stop tokens."""
     bias = dict.fromkeys(range(100), 1.0)
     prompts = [list(range(seed, seed + distinct)) for seed in range(size)]

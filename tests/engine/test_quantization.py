@@ -64,9 +64,9 @@ def test_an_int8_cache_has_room_for_more(tmp_path: Path, dtype: str, element: in
     assert narrow.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * (16 + 4))
     assert (plain.kv_cache_dtype, narrow.kv_cache_dtype) == (dtype, "int8")
     for engine in (plain, narrow):
-        held = sum(t.numel() * t.element_size() for cache in engine.core.runner.caches for t in cache.tensors)
+        held = sum(t.numel() * t.element_size() for cache in engine.runner.caches for t in cache.tensors)
         assert 0.98 * 2**20 < held <= 2**20
-        assert all(t.data_ptr() % 64 == 0 for cache in engine.core.runner.caches for t in cache.tensors)
+        assert all(t.data_ptr() % 64 == 0 for cache in engine.runner.caches for t in cache.tensors)
 
 
 def test_an_unknown_scheme(tmp_path: Path) -> None:

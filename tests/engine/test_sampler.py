@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headway.engine import sampler as sampler_module
 from headway.engine.sampler import BAD_TOKEN, Sampler
-from headway.policy.request import Sequence
+from headway.policy.plan import SequenceState
 from tests.engine.sampling_oracle import acceptable, distribution, kept, logits_of, make_sequence
 
 CPU = torch.device("cpu")
@@ -29,13 +29,13 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+def sample(logits: torch.Tensor, sequences: list[SequenceState]) -> list[int]:
     sampled = Sampler(logits.shape[1], CPU).sample(logits, sequences)
     assert sampled.bad_rows == []
     return sampled.token_ids
 
 
-def assert_matches_definition(logits: torch.Tensor, sequences: list[Sequence]) -> None:
+def assert_matches_definition(logits: torch.Tensor, sequences: list[SequenceState]) -> None:
     for row, (token, sequence) in enumerate(zip(sample(logits, sequences), sequences, strict=True)):
         wanted = acceptable(logits[row].float().numpy(), sequence)
         assert token in wanted, f"row {row}: {token} is not in {wanted} for {sequence.params}"

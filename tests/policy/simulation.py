@@ -6,8 +6,11 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from headway.policy.accounting import ScheduledSequence, StepTimes, work_of
+import msgspec
+
+from headway.policy.accounting import StepTimes, work_of
 from headway.policy.kv_blocks import KVBlocks
+from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan
 from headway.policy.request import Sequence, Status
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
@@ -47,6 +50,46 @@ def make_sequence(
     return sequence
 
 
+class FakeExecutor:
+    """Knows only what encoded plans say. Its cache stores, in place of keys and values, the tokens they depend on."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.known: dict[int, SequenceState] = {}
+        self.written: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> tokens up to there
+
+    def run(self, plan: StepPlan) -> None:
+        plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+        for seq_id in plan.preempted:
+            self.known.pop(seq_id, None)
+        for new in plan.new:
+            assert new.seq_id not in self.known
+            self.known[new.seq_id] = new
+        for change in plan.tables:
+            self.known[change.seq_id].block_table[change.start :] = change.blocks
+        for source, target in plan.copies:
+            for offset in range(self.block_size):
+                if (source, offset) in self.written:
+                    self.written[target, offset] = self.written[source, offset]
+        for item in plan.scheduled:
+            self.write(item, self.known[item.seq_id])
+        for item in plan.scheduled:
+            self.read(item, self.known[item.seq_id])
+
+    def write(self, item: ScheduledSequence, state: SequenceState) -> None:
+        state.tokens[item.start : item.start + item.num_tokens] = item.token_ids
+        for position in range(item.start, item.start + item.num_tokens):
+            self.written[self.place(state, position)] = tuple(state.tokens[: position + 1])
+
+    def read(self, item: ScheduledSequence, state: SequenceState) -> None:
+        for position in range(item.start + item.num_tokens):
+            known = self.written[self.place(state, position)]
+            assert known == tuple(state.tokens[: position + 1]), "attention would read another's KV"
+
+    def place(self, state: SequenceState, position: int) -> tuple[int, int]:
+        return state.block_table[position // self.block_size], position % self.block_size
+
+
 @dataclass
 class Simulation:
     """A scheduler with a clock of its own; `random` draws step times and tokens."""
@@ -81,7 +124,7 @@ class Simulation:
         )
         self.scheduler = Scheduler(config, KVBlocks(self.num_blocks, self.block_size, self.caching))
         self.sequences: list[Sequence] = []
-        self.written: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> tokens up to there
+        self.executor = FakeExecutor(self.block_size)
 
     def add(self, sequence: Sequence) -> Sequence:
         self.scheduler.add(sequence, self.now)
@@ -92,8 +135,8 @@ class Simulation:
         name = str(len(self.sequences))
         return self.add(make_sequence(name, prompt, max_tokens, self.now, **options))  # type: ignore[arg-type]
 
-    def draw(self, item: ScheduledSequence) -> int | None:
-        """The next token of an item."""
+    def draw(self, sequence: Sequence) -> int | None:
+        """The next token of a sequence."""
         return self.rng.randrange(3, 100)
 
     def fails(self, sequence: Sequence) -> bool:
@@ -109,41 +152,58 @@ class Simulation:
         self.now += self.rng.randrange(0, 50)
         plan = self.scheduler.schedule(self.now)
         self.check_plan(plan.scheduled)
-        self.run_on_fake_cache(plan.copies, plan.scheduled)
+        self.executor.run(plan)
+        self.check_known(plan.scheduled)
         launched = self.now + self.rng.randrange(0, 20)
         computed = launched + self.duration(work_of(plan.scheduled))
         sampled = computed + self.rng.randrange(0, 100)
         self.now = sampled
         items = list(plan.scheduled)
-        failed = [item.sequence for item in items if self.fails(item.sequence)]
+        failed = [sequence for sequence in map(self.sequence_of, items) if self.fails(sequence)]
         if failed:
             self.now = ended = sampled + self.rng.randrange(0, 1000)
             self.scheduler.take_out(failed, plan, launched, ended)
             launched = computed = sampled = ended
         if items:
             times = StepTimes(launched, computed, sampled)
-            self.scheduler.complete(plan, self.draw, times)
+            tokens = {item.seq_id: self.tokens_of(item) for item in plan.scheduled if item.samples}
+            self.scheduler.complete(plan, tokens, times)
         self.scheduler.check()
+        assert {s.seq_id for s in (*self.scheduler.waiting, *self.scheduler.running)} == self.scheduler.sequences.keys()
         return items
+
+    def tokens_of(self, item: ScheduledSequence) -> list[int] | None:
+        token = self.draw(self.sequence_of(item))
+        return None if token is None else [token]
+
+    def sequence_of(self, item: ScheduledSequence) -> Sequence:
+        return self.sequences[item.seq_id]
+
+    def step_sequences(self) -> list[Sequence]:
+        """One step; returns whose parts ran."""
+        return [self.sequence_of(item) for item in self.step()]
 
     def check_plan(self, items: list[ScheduledSequence]) -> None:
         scheduler = self.scheduler
         assert sum(item.num_tokens for item in items) <= self.max_num_batched_tokens
         assert len(scheduler.running) <= self.max_num_seqs
-        assert len({id(item.sequence) for item in items}) == len(items)
+        assert len({item.seq_id for item in items}) == len(items)
         size = self.block_size
         for item in items:
-            sequence = item.sequence
+            sequence = self.sequence_of(item)
             assert item.num_tokens >= 1
             assert item.start == sequence.num_computed
             end = item.start + item.num_tokens
-            assert end <= len(sequence.tokens)
+            assert item.token_ids == sequence.tokens[item.start : end]
+            assert item.samples == (end == len(sequence.tokens))
             assert len(sequence.block_table) * size >= end
             for block in sequence.block_table[item.start // size : -(-end // size)]:
                 assert scheduler.blocks.references[block] == 1, "a step would write into a shared block"
         self.check_stall(items)
         decoding = [s for s in scheduler.running if s.is_decoding]
-        assert {id(s) for s in decoding} <= {id(item.sequence) for item in items}, "a decoding sequence was left out"
+        assert {id(s) for s in decoding} <= {id(self.sequence_of(item)) for item in items}, (
+            "a decoding sequence was left out"
+        )
 
     def check_stall(self, items: list[ScheduledSequence]) -> None:
         """Prompts hold up others no longer than they may, as far as was known, but for the first one's least."""
@@ -153,33 +213,19 @@ class Simulation:
             return
         waiting = [item for item in items if item.decoding] or prompts[:1]
         added = [item for item in prompts if item is not waiting[0]]
-        rows = [item.sequence.logit_rows(item.start, item.num_tokens) for item in added]
-        stall = sum(
-            step_time.prefill_ns(item.num_tokens, item.start, bool(row)) for item, row in zip(added, rows, strict=True)
-        )
+        stall = sum(step_time.prefill_ns(item.num_tokens, item.start, bool(item.logit_rows)) for item in added)
         allowed = max(self.max_prefill_stall_ms * 1e6, step_time.predict_ns(work_of(waiting)))
         least = waiting[0].decoding and len(added) == 1 and added[0].num_tokens <= self.block_size
         assert stall <= allowed * (1 + 1e-9) or least
 
-    def run_on_fake_cache(self, copies: list[tuple[int, int]], items: list[ScheduledSequence]) -> None:
-        """A cache that stores, in place of keys and values, the tokens they depend on."""
-        size = self.block_size
-        for source, target in copies:
-            for offset in range(size):
-                if (source, offset) in self.written:
-                    self.written[target, offset] = self.written[source, offset]
+    def check_known(self, items: list[ScheduledSequence]) -> None:
+        """From plans alone the executor knows what the scheduler knows."""
         for item in items:
-            sequence = item.sequence
-            for position in range(item.start, item.start + item.num_tokens):
-                place = (sequence.block_table[position // size], position % size)
-                self.written[place] = tuple(sequence.tokens[: position + 1])
-        for item in items:
-            sequence = item.sequence
-            for position in range(item.start + item.num_tokens):
-                place = (sequence.block_table[position // size], position % size)
-                assert self.written[place] == tuple(sequence.tokens[: position + 1]), (
-                    "attention would read another's KV"
-                )
+            sequence, state = self.sequence_of(item), self.executor.known[item.seq_id]
+            assert state.tokens == sequence.tokens
+            assert state.block_table == sequence.block_table
+            assert (state.seed, state.prompt_len) == (sequence.seed, sequence.prompt_len)
+            assert (state.params, state.stop_ids) == (sequence.params, sequence.stop_ids)
 
     def run_until_done(self, limit: int = 5_000) -> int:
         """Step until nothing is left; returns the number of steps."""

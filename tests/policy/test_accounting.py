@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy.accounting import Accounting, ScheduledSequence, StepTimes
+from headway.policy.accounting import Accounting, StepTimes
 from headway.policy.ledger import Ledger, Phase, PhaseClock
+from headway.policy.plan import ScheduledSequence
 from headway.policy.request import Status
 from headway.policy.step_time import StepTimeModel, StepWork
 from tests.policy.simulation import check_ledger, make_sequence
@@ -119,14 +120,14 @@ def test_a_mixed_step_is_divided_by_what_it_would_have_taken_without_others_pref
     prompts = [make_sequence(name, [1] * 400, 5) for name in "pq"]
     for prompt in prompts:
         prompt.status = Status.RUNNING
-    accounting.record_step([], [], StepTimes(0, 0, 0))
+    accounting.record_step([], [], [], StepTimes(0, 0, 0))
     accounting.join_decode_clock(decoder)
-    scheduled = [ScheduledSequence(decoder, 100, 1, True, True)]
-    scheduled += [ScheduledSequence(prompts[0], 0, 200, False, False)]
-    scheduled += [ScheduledSequence(prompts[1], 0, 100, False, False)]
+    scheduled = [ScheduledSequence(0, 100, [7], True, 1)]
+    scheduled += [ScheduledSequence(1, 0, [1] * 200, False, 0)]
+    scheduled += [ScheduledSequence(2, 0, [1] * 100, False, 0)]
     pairs = [200 * 201 // 2, 100 * 101 // 2]
     whole = linear_time(StepWork(300, 1, sum(pairs), 101))
-    accounting.record_step(scheduled, [], StepTimes(10, 10 + whole, 10 + whole + 5))
+    accounting.record_step([decoder, *prompts], scheduled, [], StepTimes(10, 10 + whole, 10 + whole + 5))
     accounting.finish(decoder, 10 + whole + 5)
     compute = linear_time(StepWork(0, 1, 0, 101))
     assert decoder.ledger.phases_ns[Phase.DECODE_COMPUTE] == pytest.approx(compute, rel=0.05)
@@ -153,13 +154,14 @@ def test_the_logits_of_a_prompt_are_its_own_work_and_a_stall_with_a_name_for_oth
     decoder.num_computed, decoder.status = 100, Status.RUNNING
     asking, plain = make_sequence("a", [1] * 400, 5, prompt_logprobs=3), make_sequence("p", [1] * 400, 5)
     asking.status = plain.status = Status.RUNNING
-    accounting.record_step([], [], StepTimes(0, 0, 0))
+    accounting.record_step([], [], [], StepTimes(0, 0, 0))
     accounting.join_decode_clock(decoder)
-    scheduled = [ScheduledSequence(decoder, 100, 1, True, True)]
-    scheduled += [ScheduledSequence(prompt, 0, 50, False, False) for prompt in (asking, plain)]
+    scheduled = [ScheduledSequence(0, 100, [7], True, 1)]
+    scheduled += [ScheduledSequence(1, 0, [1] * 50, False, 0, logit_rows=50)]
+    scheduled += [ScheduledSequence(2, 0, [1] * 50, False, 0)]
     own = 50 * 51 // 2
     whole = linear_time(StepWork(100, 1, 2 * own, 101, 50))
-    accounting.record_step(scheduled, [], StepTimes(10, 10 + whole, 10 + whole + 5))
+    accounting.record_step([decoder, asking, plain], scheduled, [], StepTimes(10, 10 + whole, 10 + whole + 5))
     accounting.finish(decoder, 10 + whole + 5)
     logits, prompts = 50 * 200_000, 2 * linear_time(StepWork(50, 0, own)) - 2 * linear_time(StepWork())
     assert decoder.ledger.phases_ns[Phase.DECODE_STALL_LOGPROBS] == pytest.approx(logits, rel=0.05)

@@ -25,8 +25,8 @@ def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks() -> None:
     long = sim.submit(list(range(50)), 5)
     while long.output_len == 0:
         items = sim.step()
-        assert [item.num_tokens for item in items if item.sequence is chatting] == [1]
-        assert sum(item.num_tokens for item in items if item.sequence is long) == min(7, 50 - items[-1].start)
+        assert [item.num_tokens for item in items if item.seq_id == chatting.seq_id] == [1]
+        assert sum(item.num_tokens for item in items if item.seq_id == long.seq_id) == min(7, 50 - items[-1].start)
     sim.run_until_done()
     sim.check_all_closed()
     assert long.ledger.phases_ns[Phase.PREFILL_COMPUTE] > 0
@@ -88,9 +88,9 @@ def test_prompt_logprobs_are_computed_for_one_of_the_choices() -> None:
     first = sim.submit(list(range(14)), 1, prompt_logprobs=0)
     other = sim.submit(list(range(14)), 1, parent=first, index=1, prompt_logprobs=0)
     assert (first.logit_rows(0, 14), first.logit_rows(12, 2), other.logit_rows(0, 14)) == (13, 1, 0)
-    assert [(item.sequence, item.num_tokens) for item in sim.step()] == [(first, 14)]
+    assert [(item.seq_id, item.num_tokens) for item in sim.step()] == [(first.seq_id, 14)]
     assert first.finish_reason is FinishReason.LENGTH
-    assert [(item.sequence, item.num_tokens) for item in sim.step()] == [(other, 2)], "its prefix is in the cache"
+    assert [(item.seq_id, item.num_tokens) for item in sim.step()] == [(other.seq_id, 2)], "its prefix is in the cache"
     assert first.logit_rows(0, 14) == 0, "what is computed again after a token needs none"
 
 
@@ -98,7 +98,7 @@ def test_choices_share_the_prompt_and_copy_the_block_they_write() -> None:
     sim = Simulation(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=32)
     first = sim.submit(list(range(18)), 6)
     others = [sim.submit(list(range(18)), 6, parent=first, index=i) for i in (1, 2)]
-    assert [item.sequence for item in sim.step()] == [first]
+    assert sim.step_sequences() == [first]
     items = sim.step()
     assert sorted(item.num_tokens for item in items) == [1, 1, 1]
     tables = [s.block_table for s in (first, *others)]
@@ -190,7 +190,7 @@ def test_a_stop_token_ends_a_sequence_only_after_min_tokens() -> None:
 def test_logits_that_are_not_numbers_end_only_their_own_sequence() -> None:
     sim = Simulation()
     bad, good = sim.submit([1, 2], 3), sim.submit([1, 2, 3], 3)
-    sim.draw = lambda item: None if item.sequence is bad else 7  # type: ignore[method-assign]
+    sim.draw = lambda sequence: None if sequence is bad else 7  # type: ignore[method-assign]
     sim.step()
     assert bad.finish_reason is FinishReason.ERROR and good.status is Status.RUNNING
     sim.run_until_done()

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy.accounting import ScheduledSequence
 from headway.policy.ledger import Phase
 from headway.policy.request import FinishReason, Sequence
 from tests.policy.simulation import Simulation, check_ledger
@@ -27,10 +26,10 @@ class Faulty(Simulation):
     def fails(self, sequence: Sequence) -> bool:
         return self.is_due(sequence, "raises")
 
-    def draw(self, item: ScheduledSequence) -> int | None:
-        if self.is_due(item.sequence, "nan"):
+    def draw(self, sequence: Sequence) -> int | None:
+        if self.is_due(sequence, "nan"):
             return None
-        return 3 + hash(tuple(item.sequence.tokens)) % 90
+        return 3 + hash(tuple(sequence.tokens)) % 90
 
 
 def test_blocks_of_a_sequence_that_is_not_numbers_are_not_found() -> None:
