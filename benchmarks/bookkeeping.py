@@ -39,10 +39,8 @@ class InstantModel:
     """Stands in for a decoder: the right shapes and no work."""
 
     def __init__(self, vocab_size: int, most_rows: int) -> None:
-        self.config = SimpleNamespace(
-            shape=ModelShape(layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, ffn=8, vocab=vocab_size),
-            kv_cache_shape=lambda blocks, size: (blocks, 1, size, 8),
-        )
+        shape = ModelShape(layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, ffn=8, vocab=vocab_size)
+        self.config = SimpleNamespace(shape=shape, caches=shape.caches)
         self._logits = torch.randn(most_rows, vocab_size).to(torch.bfloat16)
 
     def forward(self, token_ids: torch.Tensor, step: Any, caches: Any) -> torch.Tensor:

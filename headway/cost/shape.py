@@ -23,6 +23,27 @@ def kv_elements_per_token(layers: int, kv_heads: int, head_dim: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """What one layer keeps of each token: a key and a value for each of some heads.
+
+    Args:
+        heads: key/value heads; 1 for a latent.
+        key_dim, value_dim: elements of a head's key and value; value_dim is 0 where values are made of what is kept as
+            the key, as of a latent.
+        window: how many positions a query sees, itself included; None for all.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+
+    @property
+    def elements(self) -> int:
+        return self.heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
 class Latent:
     """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are made of one short vector for each token.
 
@@ -182,11 +203,19 @@ class ModelShape:
         return self.heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     @property
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """What each layer keeps."""
+        return tuple(self._cache(window) for window in self.sliding_windows)
+
+    def _cache(self, window: int | None) -> CacheSpec:
+        if self.latent is not None:
+            return CacheSpec(1, self.latent.kv_rank + self.latent.rope_dim, 0, window)
+        return CacheSpec(self.kv_heads, self.head_dim, self.head_dim, window)
+
+    @property
     def kv_elements_per_layer(self) -> int:
         """Elements of cache for one token in one layer."""
-        if self.latent is not None:
-            return self.latent.kv_rank + self.latent.rope_dim
-        return 2 * self.kv_heads * self.head_dim
+        return self._cache(None).elements
 
     @property
     def kv_elements_per_token(self) -> int:

@@ -84,7 +84,7 @@ def build_engine(
 
     began = time.monotonic_ns()
     batched = config.max_num_batched_tokens or default_batched_tokens(device.type, config.max_num_seqs)
-    block_bytes = bytes_per_block(model_config, config.block_size, cache_dtype)
+    block_bytes = bytes_per_block(model_config.caches, config.block_size, cache_dtype)
     useful = config.max_num_seqs * -(-asked_len // config.block_size) + 1
     num_blocks = min(useful, kv_pool_bytes(config, device, model_config, batched, asked_len) // block_bytes)
     max_model_len = _fitting_model_len(config, asked_len, num_blocks, block_bytes)

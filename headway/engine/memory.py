@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from headway.cost.shape import CacheSpec
 from headway.engine.config import CPU_SHARE, EngineConfig
 from headway.engine.draws import padded_size
 from headway.engine.host import available_memory
@@ -21,16 +23,27 @@ PROMPT_LOGPROB_ROWS = 64  # of a prompt's logits that are made at a time
 SCALE_DTYPE = torch.float32  # of a token and head in a cache of int8
 
 
-def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """What a block takes in all layers, with the scales that a cache of int8 has (ModelConfig.kv_bytes_per_token)."""
-    scale_size = SCALE_DTYPE.itemsize if dtype == torch.int8 else 0
-    return model.kv_bytes_per_block(block_size, dtype.itemsize, scale_size)
+def _cache_parts(
+    spec: CacheSpec, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of what a layer's cache consists of, in the order of LayerCache."""
+    blocks = (num_blocks, spec.heads, block_size)
+    parts: list[tuple[tuple[int, ...], torch.dtype]] = [
+        ((*blocks, dim), dtype) for dim in (spec.key_dim, spec.value_dim)
+    ]
+    return parts + [(blocks, SCALE_DTYPE)] * 2 if dtype == torch.int8 else parts
+
+
+def bytes_per_block(caches: Sequence[CacheSpec], block_size: int, dtype: torch.dtype) -> int:
+    """What a block takes in all layers, with the scales that a cache of int8 has."""
+    parts = [part for spec in caches for part in _cache_parts(spec, 1, block_size, dtype)]
+    return sum(math.prod(shape) * of.itemsize for shape, of in parts)
 
 
 def zero_caches(
-    layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+    caches: Sequence[CacheSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerCache]:
-    """Empty caches, each with keys and values [N, G, B, D]; those of int8 with their scales.
+    """An empty cache for each layer, with keys and values [N, G, B, D]; those of int8 with their scales.
 
     A CPU takes their memory from the system page by page when it is first written, not all at start-up.
     """
@@ -41,8 +54,9 @@ def zero_caches(
             return torch.zeros(shape, dtype=dtype, device=device)
         return memory.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
-    parts = [(shape, dtype)] * 2 + ([(shape[:3], SCALE_DTYPE)] * 2 if dtype == torch.int8 else [])
-    return [LayerCache(*(zeros(*part) for part in parts)) for _ in range(layers)]
+    return [
+        LayerCache(*(zeros(*part) for part in _cache_parts(spec, num_blocks, block_size, dtype))) for spec in caches
+    ]
 
 
 def sampling_bytes(max_num_seqs: int, vocab_size: int, max_model_len: int) -> int:

@@ -38,12 +38,11 @@ class Runner:
         max_model_len: int,
     ) -> None:
         config = model.config
-        shape = config.kv_cache_shape(num_blocks, block_size)
         self.model = model
         self.vocab_size = config.shape.vocab
         self.kernels = kernels
         self.device = device
-        self.caches = zero_caches(config.shape.layers, shape, cache_dtype, device)
+        self.caches = zero_caches(config.caches, num_blocks, block_size, cache_dtype, device)
         self.sampler = Sampler(config.shape.vocab, device, kernels.most_likely if device.type == "cpu" else None)
         self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len)
         self._known: dict[int, SequenceState] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from headway.kernels.cpu_memory import LargePages
 from headway.kernels.cpu_simd import KINDS
 from headway.kernels.cpu_team import Program, Team
 from headway.kernels.heads import check_heads
-from headway.kernels.interface import LayerCache, Linear, StepGeometry, Weight
+from headway.kernels.interface import AttentionShape, LayerCache, Linear, StepGeometry, Weight
 
 # Below so many elements, waking the team costs more than it saves.
 _ALONE = 8192
@@ -52,8 +52,7 @@ class CpuKernels:
         self._tiles = has_matrix_tiles() if tiles is None else tiles
         self._team = Team()
         self._memory = LargePages(memory)
-        self._plan = AttentionPlan()
-        self._heads = 0, 0  # of the last attention: query heads and their dimension
+        self._plans: dict[int, AttentionPlan] = {}  # by query heads to each key/value head
         self._programs: dict[Hashable, Program] = {}
         self._unrecordable = False
 
@@ -81,10 +80,15 @@ class CpuKernels:
         self._share(cpu_rows.take_job(), cpu_rows.TAKE, rows.shape[0], _SCATTERED * out.numel(), arguments)
         return out
 
-    def repeat(self, key: Hashable, step: StepGeometry, group: int, run: Callable[[], Tensor]) -> Tensor:
+    def repeat(
+        self, key: Hashable, step: StepGeometry, attentions: Sequence[AttentionShape], run: Callable[[], Tensor]
+    ) -> Tensor:
         """The jobs of `run` without the Python around them, from the second time on."""
-        self._plan.make(step, group)
-        program = self._programs.get((key, *self._places()))
+        for heads, kv_heads, width in attentions:
+            self._plan_of(step, heads // kv_heads).reserve(heads, width)
+        # What was recorded before the memory moved that attention uses is of no use.
+        name = key, *(plan.places for plan in self._plans.values())
+        program = self._programs.get(name)
         if program is not None:
             return self._team.replay(program)
         if self._unrecordable:
@@ -92,12 +96,16 @@ class CpuKernels:
         program = self._team.record(run)
         if len(self._programs) >= _MOST_PROGRAMS:
             del self._programs[next(iter(self._programs))]
-        self._programs[key, *self._places()] = program
+        self._programs[name] = program
         return program.result
 
-    def _places(self) -> tuple[int, ...]:
-        """Where the memory is that every attention uses; what was recorded before it moved is of no use."""
-        return self._plan.address, *self._plan.partials(*self._heads)
+    def _plan_of(self, step: StepGeometry, group: int) -> AttentionPlan:
+        """How the step is cut where so many query heads share a key/value head."""
+        plan = self._plans.get(group)
+        if plan is None:
+            plan = self._plans[group] = AttentionPlan(group)
+        plan.make(step)
+        return plan
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last dimension of x [T, D] or [T, H, D], strided along T and H or not."""
@@ -165,14 +173,15 @@ class CpuKernels:
         check_heads("query", query)
         tokens, heads, width = query.shape
         kv_heads = cache.keys.shape[1]
-        self._plan.make(step, heads // kv_heads)
+        plan = self._plan_of(step, heads // kv_heads)
+        plan.reserve(heads, width)
+        address, *partials = plan.places
         out = self._team.empty((tokens, heads, width), query.dtype)
-        self._heads = heads, width
         arguments = (
-            self._plan.address, heads, kv_heads, query.stride(0), step.block_tables.stride(0), sliding_window or 0,
+            address, heads, kv_heads, query.stride(0), step.block_tables.stride(0), sliding_window or 0,
             *_layout(cache), query.data_ptr(), step.block_tables.data_ptr(), cache.keys.data_ptr(),
             cache.values.data_ptr(), *_scale_addresses(cache), out.data_ptr(),
-            *self._plan.partials(heads, width), 0 if sinks is None else sinks.data_ptr(), scale,
+            *partials, 0 if sinks is None else sinks.data_ptr(), scale,
         )  # fmt: skip
         code = cpu_attention.attend_job(KINDS[query.dtype], CACHE_KINDS[cache.keys.dtype])
         self._team.run(code, cpu_attention.ATTEND, arguments)

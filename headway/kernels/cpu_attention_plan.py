@@ -13,7 +13,9 @@ HEADER_WORDS, ITEM_WORDS, MERGE_WORDS = 3, 7, 4
 
 
 class AttentionPlan:
-    """The tiles of a step, the same for all its layers, in memory that stays where it is while it suffices.
+    """The tiles of a step, the same for all layers with as many query heads to each key/value head (`group`).
+
+    They are in memory that stays where it is while it suffices.
 
     The memory is int64: the number of tiles, the rows of the largest and the number of merges; then the tiles,
     costliest first, each of ITEM_WORDS: sequence, first query token in the step, number of query tokens, position of
@@ -21,32 +23,38 @@ class AttentionPlan:
     merges, each of MERGE_WORDS: query token, its first partial row, number of parts, rows from one part to the next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: int) -> None:
+        self._group = group
         self._take(4096)
-        self.partial_rows = 0
+        self._partial_rows = 0
         self._values, self._sums = torch.empty(0), torch.empty(0)
         self._step: StepGeometry | None = None
-        self._group = 0
 
     def _take(self, words: int) -> None:
         self._memory = np.zeros(words, np.int64)
-        self.address = int(self._memory.ctypes.data)
+        self._address = int(self._memory.ctypes.data)
 
-    def partials(self, heads: int, width: int) -> tuple[int, int]:
-        """Addresses of room for parts: their values, float32 [rows, H, D], their maxima and sums [rows, H, 2]."""
-        parts = self.partial_rows * heads
-        if parts * width > len(self._values) or 2 * parts > len(self._sums):
-            self._values, self._sums = torch.empty(2 * parts * width), torch.empty(4 * parts)
-        return self._values.data_ptr(), self._sums.data_ptr()
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """Addresses of the plan and of room for parts: their values, then their maxima and sums."""
+        return self._address, self._values.data_ptr(), self._sums.data_ptr()
 
-    def make(self, step: StepGeometry, group: int) -> None:
-        """Plan a step for `group` query heads to each key/value head, unless it is the one that was planned last."""
-        if step is self._step and group == self._group:
+    def reserve(self, heads: int, width: int) -> None:
+        """Have room for the step's parts: their values, float32 [rows, H, D], their maxima and sums [rows, H, 2]."""
+        parts = self._partial_rows * heads
+        if parts * width > len(self._values):
+            self._values = torch.empty(2 * parts * width)
+        if 2 * parts > len(self._sums):
+            self._sums = torch.empty(4 * parts)
+
+    def make(self, step: StepGeometry) -> None:
+        """Plan a step, unless it is the one that was planned last."""
+        if step is self._step:
             return
-        self._step, self._group = step, group
-        tiles, merges, self.partial_rows = _cut(step, max(1, _TILE_QUERIES // group))
+        self._step = step
+        tiles, merges, self._partial_rows = _cut(step, max(1, _TILE_QUERIES // self._group))
         tiles.sort(key=lambda tile: tile[2] * (tile[5] - tile[4]), reverse=True)
-        most_rows = group * max((tile[2] for tile in tiles), default=0)
+        most_rows = self._group * max((tile[2] for tile in tiles), default=0)
         numbers = [len(tiles), most_rows, len(merges)]
         for row in (*tiles, *merges):
             numbers.extend(row)

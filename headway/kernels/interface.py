@@ -6,7 +6,7 @@ heads, D head dimension, N blocks in the pool, B tokens in a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,6 +58,8 @@ class LayerCache:
 KV_CACHE_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4")
 
+
+AttentionShape = tuple[int, int, int]  # query heads, key/value heads, head dimension
 
 # A weight [out, in] that is handed over; or its rows in parts, one under the other, lent until the call returns.
 Weight = Tensor | list[Tensor]
@@ -154,12 +156,14 @@ class Kernels(Protocol):
         """
         ...
 
-    def repeat(self, key: Hashable, step: StepGeometry, group: int, run: Callable[[], Tensor]) -> Tensor:
+    def repeat(
+        self, key: Hashable, step: StepGeometry, attentions: Sequence[AttentionShape], run: Callable[[], Tensor]
+    ) -> Tensor:
         """run(), which does the same operations on the same addresses whenever it is given with this key.
 
         So what it did the first time may be done again without it. What it reads at those addresses may differ, and
-        the step's sequences. Its result may be at the same address each time. `group` is query heads to each
-        key/value head. It must leave `run`'s tensors alone but for kernels' own operations.
+        the step's sequences. Its result may be at the same address each time. `attentions` are those of `run`, which
+        must leave its tensors alone but for kernels' own operations.
         """
         ...
 

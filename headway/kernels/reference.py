@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.kernels.interface import LayerCache, Linear, StepGeometry, Weight
+from headway.kernels.interface import AttentionShape, LayerCache, Linear, StepGeometry, Weight
 
 
 def check_unquantized(quantization: str, kernels: str) -> None:
@@ -92,7 +92,9 @@ class TorchKernels:
         first = torch.where(logits == best, places, logits.shape[1] - 1).amin(dim=1)
         return first.tolist(), best.squeeze(1).tolist()
 
-    def repeat(self, key: Hashable, step: StepGeometry, group: int, run: Callable[[], Tensor]) -> Tensor:
+    def repeat(
+        self, key: Hashable, step: StepGeometry, attentions: Sequence[AttentionShape], run: Callable[[], Tensor]
+    ) -> Tensor:
         """See Kernels; nothing is kept."""
         return run()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.cost.config import read_shape
-from headway.cost.shape import ModelShape
+from headway.cost.shape import CacheSpec, ModelShape
 from headway.cost.values import ConfigValues, ModelError
 from headway.models.rope_config import RopeConfig, read_rope
 
@@ -31,11 +31,13 @@ class ModelConfig:
 
     Args:
         shape: its sizes, the same that the cost model has.
+        caches: what each layer keeps of a token.
         dtype: the checkpoint's own dtype by name, None where config.json does not say.
         eos_token_ids: ids that end a generation; generation_config.json wins over config.json.
     """
 
     shape: ModelShape
+    caches: tuple[CacheSpec, ...]
     rms_norm_eps: float
     rope: RopeConfig
     dtype: str | None
@@ -66,6 +68,7 @@ class ModelConfig:
             raise ModelError(f"{source}: head_dim is {shape.head_dim}; rotary embeddings need an even number")
         return cls(
             shape=shape,
+            caches=shape.caches,
             rms_norm_eps=values.positive_number("rms_norm_eps"),
             rope=read_rope(values, shape.head_dim, shape.max_positions),
             dtype=_dtype(values),
@@ -89,23 +92,6 @@ class ModelConfig:
         if self.rope.kind == "yarn":
             return max(self.shape.max_positions, int(self.rope.original_max_position * self.rope.factor))
         return self.shape.max_positions
-
-    def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int]:
-        """[N, G, B, D] of the keys of one layer, and of its values."""
-        return (num_blocks, self.shape.kv_heads, block_size, self.shape.head_dim)
-
-    def kv_bytes_per_token(self, dtype_size: int, scale_size: int = 0) -> int:
-        """Bytes of cache for one token in all layers.
-
-        2 (keys, values) * layers * KV heads * (head_dim * dtype_size + scale_size); scale_size is that of the one scale
-        that a token and head has in a cache of int8, 0 where there is none.
-        """
-        shape = self.shape
-        return 2 * shape.layers * shape.kv_heads * (shape.head_dim * dtype_size + scale_size)
-
-    def kv_bytes_per_block(self, block_size: int, dtype_size: int, scale_size: int = 0) -> int:
-        """Bytes of cache for one block of block_size tokens in all layers: as many times those of a token."""
-        return block_size * self.kv_bytes_per_token(dtype_size, scale_size)
 
 
 def read_json(path: Path, hint: str) -> dict[str, Any]:

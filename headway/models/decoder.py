@@ -12,14 +12,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headway.cost.shape import CacheSpec
 from headway.kernels.interface import Kernels, LayerCache, Linear, StepGeometry
 from headway.models.config import ModelConfig
 from headway.models.rope import rope_tables
 
 
 @dataclass(slots=True)
+class DenseMLP:
+    """The gated MLP that every token goes through."""
+
+    gate_up: Callable[[Tensor], Tensor]  # gate and up rows stacked, with the gate applied
+    down: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        return self.down(self.gate_up(x))
+
+
+@dataclass(slots=True)
 class LayerWeights:
-    """One layer, laid out by the device's kernels; qkv stacks query, key and value rows, gate_up gate and up rows."""
+    """One layer, laid out by the device's kernels; qkv stacks query, key and value rows."""
 
     attention_norm: Tensor  # [hidden]
     qkv: Linear
@@ -27,9 +40,8 @@ class LayerWeights:
     key_norm: Tensor | None  # [head_dim]
     o: Linear
     mlp_norm: Tensor  # [hidden]
-    gate_up: Callable[[Tensor], Tensor]  # with its gate applied
-    down: Linear
-    sliding_window: int | None
+    mlp: Callable[[Tensor], Tensor]  # [T, hidden] -> [T, hidden]
+    cache: CacheSpec
 
 
 @dataclass(slots=True)
@@ -52,6 +64,9 @@ class Decoder:
     Args:
         max_model_len: positions to prepare tables for; None takes the config's max_model_len. It also fixes the
             base of dynamic RoPE scaling (see rope.py).
+
+    Raises:
+        ValueError: a layer's cache is one that it cannot attend to.
     """
 
     def __init__(
@@ -69,15 +84,14 @@ class Decoder:
         self.device = torch.device(device)
         self.weights = weights
         self.max_model_len = max_model_len or config.max_model_len
-        shape = config.shape
-        self._scale = shape.head_dim**-0.5
         self._identity = object()
-        self._group = shape.heads // shape.kv_heads
-        self._head_split = [shape.heads, shape.kv_heads, shape.kv_heads]
         self._cos, self._sin = rope_tables(config.rope, self.max_model_len, self.device)
         # Each layer with the norm that follows it: a layer's closing residual addition is fused with the next norm.
         next_norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
-        self._layers = list(zip(weights.layers, next_norms, strict=True))
+        heads = config.shape.heads
+        splits = [_head_split(heads, layer.cache) for layer in weights.layers]
+        self._layers = list(zip(weights.layers, next_norms, splits, strict=True))
+        self._attentions = sorted({(heads, layer.cache.heads, layer.cache.key_dim) for layer in weights.layers})
 
     def forward(self, token_ids: Tensor, step: StepGeometry, caches: list[LayerCache]) -> Tensor:
         """Run token_ids [T] int64 through all layers, storing their keys and values -> [T, hidden], final norm applied.
@@ -85,36 +99,45 @@ class Decoder:
         Args:
             step: where each token stands; positions are below max_model_len. Where it is repeatable, token_ids has
                 its address too, the caches are always the same, and the result holds until the next step.
-            caches: one for each layer, as shaped by ModelConfig.kv_cache_shape.
+            caches: one for each layer, of the size that ModelConfig.caches says.
         """
         if not step.repeatable:
             return self._layers_of(token_ids, step, caches)
         key = (self._identity, len(token_ids))
-        return self.kernels.repeat(key, step, self._group, lambda: self._layers_of(token_ids, step, caches))
+        return self.kernels.repeat(key, step, self._attentions, lambda: self._layers_of(token_ids, step, caches))
 
     def _layers_of(self, token_ids: Tensor, step: StepGeometry, caches: list[LayerCache]) -> Tensor:
         kernels = self.kernels
         rms_norm, add_rms_norm, attention = kernels.rms_norm, kernels.add_rms_norm, kernels.attention
         rotate, store = kernels.rotate, kernels.store
-        config, cos, sin, scale, head_split = self.config, self._cos, self._sin, self._scale, self._head_split
-        eps, heads, head_dim = config.rms_norm_eps, sum(head_split), config.shape.head_dim
+        cos, sin, eps = self._cos, self._sin, self.config.rms_norm_eps
         positions, slots = step.positions, step.slots
 
         residual = self.weights.embedding(token_ids)
         num_tokens = residual.shape[0]
         hidden = rms_norm(residual, self._layers[0][0].attention_norm, eps)
-        for (layer, next_norm), cache in zip(self._layers, caches, strict=True):
-            query, key, value = layer.qkv(hidden).view(num_tokens, heads, head_dim).split(head_split, 1)
+        for (layer, next_norm, head_split), cache in zip(self._layers, caches, strict=True):
+            width = layer.cache.key_dim
+            query, key, value = layer.qkv(hidden).view(num_tokens, sum(head_split), width).split(head_split, 1)
             if layer.query_norm is not None and layer.key_norm is not None:
                 query = rms_norm(query, layer.query_norm, eps)
                 key = rms_norm(key, layer.key_norm, eps)
             rotate(query, key, cos, sin, positions)
             store(key, value, cache, slots)
-            attended = attention(query, cache, step, scale, layer.sliding_window)
+            attended = attention(query, cache, step, width**-0.5, layer.cache.window)
             hidden, residual = add_rms_norm(layer.o(attended.flatten(1)), residual, layer.mlp_norm, eps)
-            hidden, residual = add_rms_norm(layer.down(layer.gate_up(hidden)), residual, next_norm, eps)
+            hidden, residual = add_rms_norm(layer.mlp(hidden), residual, next_norm, eps)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the chosen rows of forward's result: [R, hidden] -> [R, vocab], in the model's dtype."""
         return self.weights.lm_head(hidden)
+
+
+def _head_split(heads: int, cache: CacheSpec) -> list[int]:
+    """Query, key and value heads of a layer."""
+    if cache.key_dim != cache.value_dim or heads % cache.heads:
+        raise ValueError(
+            f"{heads} query heads cannot attend to {cache}: keys and values must be alike, heads a multiple"
+        )
+    return [heads, cache.heads, cache.heads]

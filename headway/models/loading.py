@@ -13,7 +13,7 @@ from torch import Tensor
 from headway.kernels.interface import QUANTIZATIONS, Kernels, Linear, Weight
 from headway.models.checkpoint import Checkpoint, RandomWeights, StageClock, WeightSource
 from headway.models.config import ModelConfig, ModelError
-from headway.models.decoder import Decoder, DecoderWeights, LayerWeights
+from headway.models.decoder import Decoder, DecoderWeights, DenseMLP, LayerWeights
 from headway.models.folder import read_ahead
 from headway.models.folder import resolve_model as resolve_model
 from headway.models.tensors import Shapes, expected_tensors
@@ -110,7 +110,7 @@ class _Assembler:
         else:
             embedding = partial(self._kernels.take, self._stack("model.embed_tokens.weight"))
             lm_head = self._pack(self._weight("lm_head.weight"), None, head)
-        layers = [self._layer(config, i) for i in range(config.shape.layers)]
+        layers = [self._layer(config, i) for i in range(len(config.caches))]
         return DecoderWeights(embedding, layers, self._stack("model.norm.weight"), lm_head)
 
     def _layer(self, config: ModelConfig, index: int) -> LayerWeights:
@@ -123,9 +123,8 @@ class _Assembler:
             key_norm=self._stack(f"{attention}.k_norm.weight") if config.shape.qk_norm else None,
             o=self._linear(f"{attention}.o_proj"),
             mlp_norm=self._stack(f"{layer}.post_attention_layernorm.weight"),
-            gate_up=self._gated(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-            down=self._linear(f"{mlp}.down_proj"),
-            sliding_window=config.shape.sliding_windows[index],
+            mlp=DenseMLP(self._gated(f"{mlp}.gate_proj", f"{mlp}.up_proj"), self._linear(f"{mlp}.down_proj")),
+            cache=config.caches[index],
         )
 
     def _linear(self, *names: str) -> Linear:

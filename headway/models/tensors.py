@@ -10,7 +10,6 @@ Shapes = dict[str, tuple[int, ...]]
 def expected_tensors(config: ModelConfig) -> Shapes:
     """Name and shape of every tensor that a checkpoint of this config holds, in the order of use."""
     c = config.shape
-    query, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     shapes: Shapes = {"model.embed_tokens.weight": (c.vocab, c.hidden)}
 
     def linear(name: str, rows: int, columns: int, bias: bool) -> None:
@@ -18,15 +17,16 @@ def expected_tensors(config: ModelConfig) -> Shapes:
         if bias:
             shapes[f"{name}.bias"] = (rows,)
 
-    for i in range(c.layers):
+    for i, cache in enumerate(config.caches):
         layer = f"model.layers.{i}"
+        query, key, value = c.heads * cache.key_dim, cache.heads * cache.key_dim, cache.heads * cache.value_dim
         shapes[f"{layer}.input_layernorm.weight"] = (c.hidden,)
-        for part, rows in (("q_proj", query), ("k_proj", kv), ("v_proj", kv)):
+        for part, rows in (("q_proj", query), ("k_proj", key), ("v_proj", value)):
             linear(f"{layer}.self_attn.{part}", rows, c.hidden, c.qkv_bias)
         if c.qk_norm:
-            shapes[f"{layer}.self_attn.q_norm.weight"] = (c.head_dim,)
-            shapes[f"{layer}.self_attn.k_norm.weight"] = (c.head_dim,)
-        linear(f"{layer}.self_attn.o_proj", c.hidden, query, c.o_bias)
+            shapes[f"{layer}.self_attn.q_norm.weight"] = (cache.key_dim,)
+            shapes[f"{layer}.self_attn.k_norm.weight"] = (cache.key_dim,)
+        linear(f"{layer}.self_attn.o_proj", c.hidden, c.heads * cache.value_dim, c.o_bias)
         shapes[f"{layer}.post_attention_layernorm.weight"] = (c.hidden,)
         linear(f"{layer}.mlp.gate_proj", c.ffn, c.hidden, c.mlp_bias)
         linear(f"{layer}.mlp.up_proj", c.ffn, c.hidden, c.mlp_bias)

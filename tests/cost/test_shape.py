@@ -41,7 +41,7 @@ def test_shape_and_parameters_are_those_of_the_decoder(case, tmp_path):
     shape = config.shape
     assert shape == read_shape(json.loads((tmp_path / "config.json").read_text()))
     assert shape.num_parameters == sum(p.numel() for p in model.parameters())
-    assert shape.kv_elements_per_token * 2 == config.kv_bytes_per_token(2)
+    assert shape.kv_elements_per_token == sum(cache.elements for cache in config.caches)
     assert shape.parameters() == parameters_of(load_model(tmp_path, torch.float32, ReferenceKernels()))
 
 
@@ -61,7 +61,7 @@ def parameters_of(decoder):
     return {
         "embedding": table.numel(),
         "attention": sum(linear(layer.qkv) + linear(layer.o) for layer in weights.layers),
-        "ffn": sum(linear(layer.gate_up.linear) + linear(layer.down) for layer in weights.layers),
+        "ffn": sum(linear(layer.mlp.gate_up.linear) + linear(layer.mlp.down) for layer in weights.layers),
         "norms": sum(norms(layer) for layer in weights.layers) + weights.final_norm.numel(),
         "head": 0 if tied else linear(weights.lm_head),
     }

@@ -15,7 +15,7 @@ from headway.cost.config import read_shape
 from headway.cost.precision import BF16, FP32, INT8, Format, Precision
 from headway.cost.shape import ModelShape
 from headway.cost.work import NORMALISATION, Operation, Work, step_work, total
-from headway.kernels.interface import LayerCache
+from headway.engine.memory import zero_caches
 from headway.kernels.reference import ReferenceKernels
 from headway.models.loading import load_model
 from tests.cost import published, tiny_families
@@ -47,10 +47,7 @@ def counted(folder, chunks):
         block_size,
         decoder.device,
     )
-    cache_shape = decoder.config.kv_cache_shape(blocks, block_size)
-    caches = [
-        LayerCache(torch.zeros(cache_shape), torch.zeros(cache_shape)) for _ in range(decoder.config.shape.layers)
-    ]
+    caches = zero_caches(decoder.config.caches, blocks, block_size, torch.float32, decoder.device)
     rows, start = [], 0
     for chunk in chunks:
         start += chunk.tokens

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from headway.cost.config import read_shape
+from headway.cost.shape import CacheSpec
 from headway.engine import memory
 from headway.engine.config import EngineConfig
 from headway.engine.memory import kv_pool_bytes, sampling_bytes
@@ -24,6 +25,26 @@ MODEL: Any = SimpleNamespace(shape=SHAPE)
 def pool(available: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> int:
     monkeypatch.setattr(memory, "available_memory", lambda: available)
     return kv_pool_bytes(EngineConfig("m", **changes), torch.device("cpu"), MODEL, 512, SHAPE.max_positions)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_layers_may_keep_different_things(dtype: torch.dtype) -> None:
+    """Each cache has the size of its layer, and a block takes what all of them have of it."""
+    specs = [CacheSpec(2, 8, 8), CacheSpec(1, 32, 32, window=24), CacheSpec(4, 16, 8)]
+    caches = memory.zero_caches(specs, 5, 16, dtype, torch.device("cpu"))
+    assert [tuple(cache.keys.shape) for cache in caches] == [(5, 2, 16, 8), (5, 1, 16, 32), (5, 4, 16, 16)]
+    assert [tuple(cache.values.shape) for cache in caches] == [(5, 2, 16, 8), (5, 1, 16, 32), (5, 4, 16, 8)]
+    tensors = [tensor for cache in caches for tensor in cache.tensors]
+    assert len(tensors) == (12 if dtype == torch.int8 else 6) and not any(tensor.any() for tensor in tensors)
+    assert memory.bytes_per_block(specs, 16, dtype) * 5 == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_a_latent_is_kept_once_for_all_heads() -> None:
+    """Of DeepSeek-V2-Lite: 512 numbers and the 64 of a key that has positions, in each of 27 layers."""
+    shape = read_shape(published.DEEPSEEK_V2_LITE)
+    assert memory.bytes_per_block(shape.caches, 1, torch.bfloat16) == 27 * (512 + 64) * 2
+    cache = memory.zero_caches(shape.caches[:1], 3, 16, torch.bfloat16, torch.device("cpu"))[0]
+    assert (tuple(cache.keys.shape), cache.values.numel()) == ((3, 1, 16, 576), 0)
 
 
 def test_half_of_the_memory_is_the_pool_s_where_a_step_fits_into_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ CONFIG = {
 
 def packed(model: Decoder) -> Iterator[PackedLinear]:
     for layer in model.weights.layers:
-        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+        for linear in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down):
             assert isinstance(linear, PackedLinear)
             yield linear
     assert isinstance(model.weights.lm_head, PackedLinear)
@@ -70,7 +70,7 @@ def test_the_planner_knows_the_engine_s_schemes() -> None:
 
 def test_a_block_of_an_int8_cache_is_counted_as_the_engine_takes_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    theirs = bytes_per_block(ModelConfig.from_folder(tmp_path), 16, torch.int8)
+    theirs = bytes_per_block(ModelConfig.from_folder(tmp_path).caches, 16, torch.int8)
     assert kv_cache_bytes(read_shape(CONFIG), 16, Precision.of_engine("bfloat16", "none", "int8", 24), 16) == theirs
 
 

@@ -194,11 +194,11 @@ def test_one_plan_serves_all_layers_and_a_new_step_makes_a_new_one(kernels: CpuK
     cache = cache_of(blocks, 1, 8, 16, torch.float32, 0)
     query = random(1, torch.float32, 2, 2, 16)
     kernels.attention(query, cache, first, 0.25, None)
-    made = kernels._plan._memory.copy()
+    made = kernels._plans[2]._memory.copy()
     kernels.attention(query, cache, first, 0.25, 4)
-    assert (kernels._plan._memory == made).all()
+    assert (kernels._plans[2]._memory == made).all()
     kernels.attention(query[:1], cache, step_of([1], [9], 8)[0], 0.25, None)
-    assert (kernels._plan._memory != made).any()
+    assert (kernels._plans[2]._memory != made).any()
 
 
 def test_a_plan_finds_room_for_any_number_of_tiles(kernels: CpuKernels) -> None:

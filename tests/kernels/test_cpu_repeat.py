@@ -13,13 +13,15 @@ from torch import Tensor
 
 from headway.kernels.cpu import CpuKernels
 from headway.kernels.cpu_arena import Arena
-from headway.kernels.interface import LayerCache, StepGeometry
+from headway.kernels.interface import StepGeometry
 from tests.kernels.operations import empty_cache
 from tests.kernels.steps import random, step_of
 
 pytestmark = pytest.mark.timeout(600)
 
-HEADS, KV_HEADS, WIDTH, BLOCK, HIDDEN = 4, 2, 32, 16, 96
+BLOCK, HIDDEN = 16, 96
+# Query heads, key/value heads and their dimension of layers that have little in common.
+ATTENTIONS = [(4, 2, 32), (4, 4, 16), (6, 3, 48)]
 
 
 @settings(max_examples=60)
@@ -60,17 +62,22 @@ def test_a_large_result_takes_the_memory_of_one_that_is_gone() -> None:
     assert torch.equal(second, third)
 
 
-class Layer:
-    """One decoder layer's operations over steps at fixed addresses, as the engine has them."""
+class Layers:
+    """The attention of some decoder layers over steps at fixed addresses, as the engine has them."""
 
-    def __init__(self, kernels: CpuKernels, cache: LayerCache, dtype: torch.dtype) -> None:
-        self.kernels, self.cache, self.dtype = kernels, cache, dtype
-        fused = (HEADS + 2 * KV_HEADS) * WIDTH
-        self.table = random(0, dtype, 50, HIDDEN)
-        self.qkv = kernels.linear(random(1, dtype, fused, HIDDEN), None)
-        self.out = kernels.linear(random(2, dtype, HIDDEN, HEADS * WIDTH), None, "int8")
-        self.norm, angles = random(3, dtype, HIDDEN), random(4, torch.float32, 4096, WIDTH // 2)
-        self.cos, self.sin = angles.cos(), angles.sin()  # kept, as a program knows their addresses alone
+    def __init__(self, dtype: torch.dtype, cache_dtype: torch.dtype, blocks: int) -> None:
+        self.kernels = kernels = CpuKernels()
+        self.table, self.norm = random(0, dtype, 50, HIDDEN), random(3, dtype, HIDDEN)
+        self.layers = []
+        for number, (heads, kv_heads, width) in enumerate(ATTENTIONS):
+            qkv = kernels.linear(random(4 * number, dtype, (heads + 2 * kv_heads) * width, HIDDEN), None)
+            out = kernels.linear(random(4 * number + 1, dtype, HIDDEN, heads * width), None, "int8")
+            angles = random(4 * number + 2, torch.float32, 4096, width // 2)
+            cache = empty_cache((blocks, kv_heads, BLOCK, width), cache_dtype, "cpu")
+            for tensor in cache.tensors:
+                tensor.zero_()
+            # The tables are kept, as a program knows their addresses alone.
+            self.layers.append((qkv, out, angles.cos(), angles.sin(), cache))
         self.numbers = torch.zeros(3, 64, dtype=torch.int64)
         self.tables = torch.zeros(64, 256, dtype=torch.int32)
 
@@ -87,15 +94,16 @@ class Layer:
         kernels, count = self.kernels, len(step.positions)
         residual = kernels.take(self.table, self.numbers[0, :count])
         hidden = kernels.rms_norm(residual, self.norm, 1e-6)
-        query, key, value = self.qkv(hidden).view(count, -1, WIDTH).split([HEADS, KV_HEADS, KV_HEADS], 1)
-        kernels.rotate(query, key, self.cos, self.sin, step.positions)
-        kernels.store(key, value, self.cache, step.slots)
-        attended = kernels.attention(query, self.cache, step, 0.2, None)
-        return kernels.add_rms_norm(self.out(attended.flatten(1)), residual, self.norm, 1e-6)[0]
+        for (heads, kv_heads, width), (qkv, out, cos, sin, cache) in zip(ATTENTIONS, self.layers, strict=True):
+            query, key, value = qkv(hidden).view(count, -1, width).split([heads, kv_heads, kv_heads], 1)
+            kernels.rotate(query, key, cos, sin, step.positions)
+            kernels.store(key, value, cache, step.slots)
+            attended = kernels.attention(query, cache, step, 0.2, None)
+            hidden, residual = kernels.add_rms_norm(out(attended.flatten(1)), residual, self.norm, 1e-6)
+        return hidden
 
     def repeated(self, step: StepGeometry) -> Tensor:
-        key = ("layer", len(step.positions))
-        return self.kernels.repeat(key, step, HEADS // KV_HEADS, lambda: self.run(step))
+        return self.kernels.repeat(("layers", len(step.positions)), step, ATTENTIONS, lambda: self.run(step))
 
 
 @pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
@@ -106,13 +114,7 @@ def test_a_program_gives_what_its_operations_give(dtype: torch.dtype, is_int8: b
         ([1, 1, 1], [5, 9, 1]), ([1, 1, 1], [6, 10, 2]), ([3], [40]), ([1, 1, 1], [700, 1300, 2]), ([2, 1], [600, 33]),
         ([1, 1, 1], [2000, 2000, 2000]), ([3], [3]), ([1], [8]), ([1, 1, 1], [701, 1301, 3]),
     ]  # fmt: skip
-    eager, again = (
-        Layer(CpuKernels(), empty_cache((500, KV_HEADS, BLOCK, WIDTH), torch.int8 if is_int8 else dtype, "cpu"), dtype)
-        for _ in range(2)
-    )
-    for layer in (eager, again):
-        for blocks in layer.cache.tensors:
-            blocks.zero_()
+    eager, again = (Layers(dtype, torch.int8 if is_int8 else dtype, 500) for _ in range(2))
     for number, (queries, contexts) in enumerate(loads * 2):
         tokens = torch.randint(0, 50, (sum(queries),), generator=torch.Generator().manual_seed(number))
         expected = eager.run(eager.fix(step_of(queries, contexts, BLOCK, number)[0], tokens))
@@ -121,18 +123,16 @@ def test_a_program_gives_what_its_operations_give(dtype: torch.dtype, is_int8: b
 
 
 def test_the_second_time_nothing_is_called() -> None:
-    layer = Layer(CpuKernels(), empty_cache((20, KV_HEADS, BLOCK, WIDTH), torch.float32, "cpu"), torch.float32)
-    layer.cache.keys.zero_()
-    layer.cache.values.zero_()
-    step = layer.fix(step_of([1], [5], BLOCK)[0], torch.tensor([3]))
-    first = layer.repeated(step)
+    layers = Layers(torch.float32, torch.float32, 20)
+    step = layers.fix(step_of([1], [5], BLOCK)[0], torch.tensor([3]))
+    first = layers.repeated(step)
     place, kept = first.data_ptr(), first.clone()
     del first
 
     def never() -> Tensor:
         raise AssertionError("called again")
 
-    second = layer.kernels.repeat(("layer", 1), step, HEADS // KV_HEADS, never)
+    second = layers.kernels.repeat(("layers", 1), step, ATTENTIONS, never)
     assert second.data_ptr() == place
     assert torch.equal(second, kept)
 
@@ -148,7 +148,7 @@ def test_operations_that_torch_does_are_not_recorded() -> None:
         return odd(x)
 
     for _ in range(3):
-        kernels.repeat("odd", step, 1, run)
+        kernels.repeat("odd", step, [], run)
     assert len(calls) == 3
 
 
@@ -157,5 +157,5 @@ def test_only_so_many_programs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
     kernels, step = CpuKernels(), step_of([1], [1], BLOCK)[0]
     x, weight = random(0, torch.float32, 4, 16), torch.ones(16)
     for key in (1, 2, 3, 4, 1, 4):
-        kernels.repeat(key, step, 1, lambda: kernels.rms_norm(x, weight, 1e-6))
+        kernels.repeat(key, step, [], lambda: kernels.rms_norm(x, weight, 1e-6))
         assert len(kernels._programs) <= 3

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from headway.kernels.interface import LayerCache, StepGeometry
+from headway.engine.memory import zero_caches
+from headway.kernels.interface import StepGeometry
 from headway.models.decoder import Decoder
 
 GARBAGE = 3e4  # finite in float16
@@ -38,11 +40,9 @@ class PagedModel:
         self.sequences = [
             PagedSequence(p, [blocks.pop() for _ in range(n)]) for p, n in zip(prompts, needed, strict=True)
         ]
-        shape = decoder.config.kv_cache_shape(sum(needed) + 3, block_size)
-        self.caches = [
-            LayerCache(*(torch.full(shape, GARBAGE, dtype=decoder.dtype, device=decoder.device) for _ in "kv"))
-            for _ in range(decoder.config.shape.layers)
-        ]
+        self.caches = zero_caches(decoder.config.caches, sum(needed) + 3, block_size, decoder.dtype, decoder.device)
+        for tensor in itertools.chain.from_iterable(cache.tensors for cache in self.caches):
+            tensor.fill_(GARBAGE)
 
     def step(self, work: list[tuple[PagedSequence, int]]) -> None:
         """Compute the given number of tokens of each sequence, in this order, and keep the logits of all of them."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from headway.cost.shape import CacheSpec
 from headway.kernels import kernels_for
 from headway.kernels.reference import ReferenceKernels
 from headway.models.config import ModelConfig
@@ -101,11 +102,39 @@ def test_rope_scaling_changes_the_logits(models, case):
 )
 def test_sliding_windows_change_the_logits(models, case):
     windowed = decoder(models(case)[1])
-    assert any(windowed.config.shape.sliding_windows)
+    assert any(cache.window for cache in windowed.config.caches)
     for layer in windowed.weights.layers:
-        layer.sliding_window = None
+        layer.cache = dataclasses.replace(layer.cache, window=None)
     unlimited = whole(windowed, PROMPTS)
     assert worst(whole(decoder(models(case)[1]), PROMPTS), unlimited) > 0.05
+
+
+@pytest.mark.parametrize("on", ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_layers_may_have_different_caches(models, on):
+    """A layer that has each key/value head twice, for half of its queries each, changes nothing."""
+    model, folder = models("qwen2")
+    plain, ours = decoder(folder), decoder(folder) if on == "reference" else decoder_on(on, folder)
+    cache = plain.config.caches[1]
+    sizes = [plain.config.shape.heads * cache.key_dim, cache.elements // 2, cache.elements // 2]
+
+    def doubled(rows: torch.Tensor) -> torch.Tensor:
+        query, key, value = rows.split(sizes)
+        twice = [part.unflatten(0, (cache.heads, -1)).repeat_interleave(2, 0).flatten(0, 1) for part in (key, value)]
+        return torch.cat([query, *twice]).to(ours.device)
+
+    qkv, layer = plain.weights.layers[1].qkv, ours.weights.layers[1]
+    layer.qkv = ours.kernels.linear(doubled(qkv.weight), doubled(qkv.bias))
+    layer.cache = dataclasses.replace(cache, heads=2 * cache.heads)
+    ours = with_config(ours, caches=tuple(each.cache for each in ours.weights.layers))
+    expected = [tiny.logits(model, prompt) for prompt in PROMPTS]
+    assert worst(EXECUTIONS["mixed"](ours, PROMPTS), expected) <= TOLERANCE
+
+
+def test_a_cache_that_the_decoder_cannot_attend_to_is_refused(models):
+    ours = decoder(models("llama")[1])
+    ours.weights.layers[2].cache = CacheSpec(heads=1, key_dim=20, value_dim=0)
+    with pytest.raises(ValueError, match=r"4 query heads cannot attend to CacheSpec\(heads=1, key_dim=20, value_dim=0"):
+        with_config(ours)
 
 
 def test_partial_rotation_equals_a_model_whose_other_frequencies_are_zero(tmp_path):

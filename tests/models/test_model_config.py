@@ -8,7 +8,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from headway.cost.shape import CacheSpec
+from headway.engine.memory import bytes_per_block
 from headway.models import ModelConfig, ModelError
 from headway.models.tensors import expected_tensors
 
@@ -49,17 +52,14 @@ def test_sizes_and_cache():
     config = read(LLAMA)
     shape = config.shape
     assert (shape.head_dim, shape.layers, shape.heads, shape.kv_heads) == (8, 4, 8, 2)
-    assert config.kv_cache_shape(10, 16) == (10, 2, 16, 8)
-    assert config.kv_bytes_per_token(2) == 2 * 4 * 2 * 8 * 2
-    assert config.kv_bytes_per_block(16, 2) == 16 * config.kv_bytes_per_token(2)
-    assert config.kv_bytes_per_block(16, 1, 4) == 16 * 2 * 4 * 2 * (8 * 1 + 4)
+    assert config.caches == (CacheSpec(2, 8, 8),) * 4
     assert (config.dtype, config.eos_token_ids) == ("bfloat16", (7,))
 
 
 def test_qwen2_5_7b_needs_57344_bytes_of_cache_per_token():
     """28 layers, 4 KV heads of 128, bf16: the formula's figure for this model."""
     config = read(QWEN2, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4, num_hidden_layers=28)
-    assert config.kv_bytes_per_token(2) == 57_344
+    assert bytes_per_block(config.caches, 1, torch.bfloat16) == 57_344
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_heads_that_are_left_out(raw, head_dim, num_kv_heads):
     ],
 )
 def test_sliding_windows_by_layer(raw, windows):
-    assert read(raw).shape.sliding_windows == windows
+    assert tuple(cache.window for cache in read(raw).caches) == windows
 
 
 @pytest.mark.parametrize("kind_key", ["type", "rope_type"])
