@@ -23,6 +23,7 @@ from headway.engine.process import quiet_garbage_collector
 from headway.engine.runner import Runner
 from headway.kernels.reference import ReferenceKernels
 from headway.policy.kv_blocks import KVBlocks
+from headway.policy.order import ORDERS
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
@@ -50,9 +51,9 @@ class InstantModel:
         return self._logits[: len(hidden)]
 
 
-def build(sequences: int, vocab_size: int, context: int) -> EngineCore:
+def build(sequences: int, vocab_size: int, context: int, policy: str = "fcfs") -> EngineCore:
     blocks = sequences * (context // 16 + 2)
-    scheduler = Scheduler(SchedulerConfig(sequences, 8192, context), KVBlocks(blocks, 16))
+    scheduler = Scheduler(SchedulerConfig(sequences, 8192, context, policy=policy), KVBlocks(blocks, 16))
     model: Any = InstantModel(vocab_size, sequences)
     device = torch.device("cpu")
     return EngineCore(
@@ -60,12 +61,15 @@ def build(sequences: int, vocab_size: int, context: int) -> EngineCore:
     )
 
 
-def measure(core: EngineCore, sequences: int, steps: int, prompt_len: int, params: dict[str, Any]) -> list[float]:
-    """Microseconds of each steady decoding step, its encoded message included."""
+def measure(
+    core: EngineCore, sequences: int, steps: int, prompt_len: int, params: dict[str, Any], waiting: int = 0
+) -> list[float]:
+    """Microseconds of each steady decoding step, its encoded message included, while `waiting` others find no seat."""
     encoder = msgspec.msgpack.Encoder()
-    for i in range(sequences):
+    for i in range(sequences + waiting):
         wanted = SamplingParams(max_tokens=steps + 20, ignore_eos=True, **params)
-        core.add(AddRequest(str(i), [(i + j) % 500 for j in range(prompt_len)], wanted, [0], arrival_ns=i))
+        prompt = [(i + j) % 500 for j in range(prompt_len)]
+        core.add(AddRequest(str(i), prompt, wanted, [0], priority=i % 5, arrival_ns=i))
     while len(core.scheduler.running) < sequences or not all(s.is_decoding for s in core.scheduler.running):
         core.step()
     times = []
@@ -73,23 +77,32 @@ def measure(core: EngineCore, sequences: int, steps: int, prompt_len: int, param
         began = time.perf_counter_ns()
         encoder.encode(core.step())
         times.append((time.perf_counter_ns() - began) / 1e3)
-    for i in range(sequences):
+    for i in range(sequences + waiting):
         core.abort(str(i))
     return times
 
 
-def time_ledger(core: EngineCore) -> list[float]:
-    """From now on every step's microseconds in the ledger are appended to the list."""
-    accounting, times = core.scheduler.accounting, []
-    record_step = accounting.record_step
+def time_calls(owner: object, name: str) -> list[float]:
+    """From now on the microseconds of every call of a method are appended to the list."""
+    times: list[float] = []
+    method = getattr(owner, name)
 
-    def timed(*args: Any) -> None:
+    def timed(*args: Any) -> Any:
         began = time.perf_counter_ns()
-        record_step(*args)
+        result = method(*args)
         times.append((time.perf_counter_ns() - began) / 1e3)
+        return result
 
-    accounting.record_step = timed  # type: ignore[method-assign, assignment]
+    setattr(owner, name, timed)
     return times
+
+
+def time_scheduler(policy: str, args: argparse.Namespace) -> float:
+    """Median microseconds of schedule() and complete() together, in a step of which `args.waiting` others wait."""
+    core = build(args.sequences, args.vocab, 1024, policy)
+    parts = time_calls(core.scheduler, "schedule"), time_calls(core.scheduler, "complete")
+    measure(core, args.sequences, args.steps, args.prompt_len, PARAMS["greedy"], args.waiting)
+    return statistics.median(map(sum, zip(*(part[-args.steps :] for part in parts), strict=True)))
 
 
 def main() -> None:
@@ -98,6 +111,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--waiting", type=int, default=100, help="sequences that wait while the scheduler is timed")
     parser.add_argument("--profile", action="store_true", help="print where the time of greedy steps goes")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -113,13 +127,16 @@ def main() -> None:
             sort="tottime",
         )
         return
-    ledger = time_ledger(core)
+    ledger = time_calls(core.scheduler.accounting, "record_step")
     print(f"{args.sequences} sequences, vocabulary {args.vocab}, one thread: microseconds a step")
     for name, params in PARAMS.items():
         times = measure(core, args.sequences, args.steps, args.prompt_len, params)
         low, high = statistics.quantiles(times, n=20)[0], statistics.quantiles(times, n=20)[-1]
         print(f"  {name:14s} median {statistics.median(times):7.0f}   5..95 % {low:.0f}..{high:.0f}")
     print(f"  of which the ledger, median {statistics.median(ledger):.1f}, mean {statistics.fmean(ledger):.1f}")
+    print(f"schedule and complete, while {args.waiting} wait: median microseconds a step, each measured three times")
+    for policy in ORDERS:
+        print(f"  {policy:14s} " + "  ".join(f"{time_scheduler(policy, args):.1f}" for _ in range(3)))
 
 
 if __name__ == "__main__":

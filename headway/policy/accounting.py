@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from headway.policy.ledger import Phase, PhaseClock
 from headway.policy.plan import ScheduledSequence
 from headway.policy.request import Sequence, Status
-from headway.policy.step_time import StepTimeModel, StepWork, pairs
+from headway.policy.step_time import StepTime, StepWork, pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,13 @@ class Accounting:
 
     Waiting sequences live on the queue clock, decoding ones on the decode clock; the few that prefill
     are marked one by one. `stall_ns` counts the stalls of all sequences by cause since it was last taken.
+
+    Args:
+        step_time: divides a step among its sequences, and is told how long each step took.
     """
 
-    def __init__(self) -> None:
-        self.step_time = StepTimeModel()
+    def __init__(self, step_time: StepTime) -> None:
+        self.step_time = step_time
         self.queue_reason = Phase.QUEUE_CAPACITY
         self.stall_ns: dict[Phase, int] = {}
         self._queue = PhaseClock()

@@ -1,30 +1,33 @@
-"""What the next step computes: a function of state, `schedule(now) -> StepPlan`, `complete(plan, ...)`.
+"""What the next step computes: `schedule(now) -> StepPlan`, then `complete(plan, ...)` with what came of it.
 
-Sequences that decode come first, one token each; prompts under way share what is left of the step's
-budget (`step_budget`: tokens, and the time for which others wait) in order; then waiting sequences are
-admitted. A waiting sequence is admitted when all its known
-tokens have blocks, so a prompt under way is never out of memory. One that does not fit lets up to
-`lookahead` others past it, but only `max_bypasses` times: after that nothing behind it is admitted
-until it fits. When a decoding sequence finds no block, the last in order is preempted: its blocks are
-freed and it computes its tokens again when it returns. The first in order is never a victim, and any
-sequence alone fits in the pool, so every preempted sequence comes back. A sequence of a better priority
-takes the place of a running one (`victims`), and one that was never served in time is ended (`waiting`).
+Sequences that decode come first, one token each. Prompts under way share what is left of the step's budget
+(`step_budget`), in order; then waiting sequences are admitted. One is admitted when all its known tokens have blocks,
+so a prompt under way is never out of memory. One that does not fit lets up to `lookahead` others past it, but only
+`max_bypasses` times: after that nothing behind it is admitted until it fits.
+
+When a decoding sequence finds no block, another is preempted: its blocks are freed, and it computes its tokens again
+when it returns. The first in order is never a victim, and any sequence alone fits in the pool, so every preempted
+sequence comes back. A sequence of a better priority takes the place of a running one (`victims`), and one that was not
+served in time is ended (`waiting`). What is first and who must go is said by three functions (`order`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from headway.policy.accounting import Accounting, StepTimes, work_of
 from headway.policy.kv_blocks import KVBlocks, PrefixMatch
 from headway.policy.ledger import Phase
+from headway.policy.order import ORDERS, OrderedSequences
 from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan, TableChange
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.step_budget import StepBudget
-from headway.policy.victims import victims_for
-from headway.policy.waiting import ORDERS, OrderedSequences, Unserved
+from headway.policy.step_budget import Budget, BudgetRule, stall_bound
+from headway.policy.step_time import StepTime, StepTimeModel
+from headway.policy.victims import RunningRanks, victims_for
+from headway.policy.waiting import Unserved
 
 
 class Scheduler:
@@ -32,25 +35,41 @@ class Scheduler:
 
     `sequences` has all of them by the number that the scheduler gives each, and plans name it by.
 
+    Args:
+        step_time: predicts steps and hears how long they took; None learns from them.
+        budget_rule: how much of prompts a step takes; None bounds the stall as `config` says.
+
     Raises:
         ValueError: when the pool cannot hold one sequence of max_model_len.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: KVBlocks) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: KVBlocks,
+        step_time: StepTime | None = None,
+        budget_rule: BudgetRule | None = None,
+    ) -> None:
         if blocks.blocks_for(config.max_model_len) > blocks.num_blocks:
             raise ValueError(
                 f"one sequence of max_model_len ({config.max_model_len}) needs "
                 f"{blocks.blocks_for(config.max_model_len)} KV blocks, the pool has {blocks.num_blocks}; "
                 f"lower --max-model-len or raise --kv-cache-memory"
             )
-        self._order = order = ORDERS[config.policy]
+        step_time = step_time or StepTimeModel()
+        max_stall_ns = config.max_prefill_stall_ms * 1e6 if config.enable_chunked_prefill else math.inf
         self.config = config
         self.blocks = blocks
-        self.accounting = Accounting()
-        self.waiting = OrderedSequences(order)
-        self.running = OrderedSequences(order)
+        self.orders = ORDERS[config.policy]
+        self.accounting = Accounting(step_time)
+        self.waiting = OrderedSequences(self.orders.admission)
+        self.running = OrderedSequences(self.orders.running)
         self.sequences: dict[int, Sequence] = {}
         self.num_preemptions = 0
+        self._budget_beside = budget_rule or stall_bound(
+            config.max_num_batched_tokens, step_time, max_stall_ns, blocks.block_size
+        )
+        self._ranks, self._ranks_version = RunningRanks((), {}), -1
         self._unserved = Unserved(config.max_queue_time * 1e9)
         self._watermark = max(1, blocks.num_blocks // 100)
         self._next_seq_id = 0
@@ -116,56 +135,48 @@ class Scheduler:
         for sequence in self._unserved.expired(now):
             self.finish(sequence, FinishReason.TIMEOUT, now)
             plan.expired.append(sequence.seq_id)
-        self._make_way(plan, now)
+        if self.orders.displaces and len(self.waiting) and len(self.running):
+            self._displace(plan, now)
         displaced = len(plan.preempted)
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         others = len(self.running) > len(decoding)
         self._schedule_decodes(decoding, plan, now)
         out_of_blocks = len(plan.preempted) > displaced
-        budget = self._budget_beside(plan.scheduled)
+        budget = self._budget_beside(work_of(plan.scheduled))
         if others:
             self._schedule_prefills(plan, budget, now, may_admit=not out_of_blocks)
         reason = Phase.QUEUE_BLOCKS if out_of_blocks else self._admit(plan, budget, now)
         if not len(self.waiting):
             reason = Phase.QUEUE_CAPACITY
-        elif self._is_outranked(self.waiting.first()):
+        elif self.orders.displaces and self._running_ranks().outrank(self.waiting.first()):
             reason = Phase.QUEUE_POLICY
         self.accounting.queue_stands_at(reason, now)
         return plan
 
-    def _budget_beside(self, decodes: list[ScheduledSequence]) -> StepBudget:
-        """What the step has left for prompts."""
-        config = self.config
-        stall_ms = config.max_prefill_stall_ms if config.enable_chunked_prefill else math.inf
-        budget = StepBudget(
-            config.max_num_batched_tokens - len(decodes),
-            self.accounting.step_time,
-            stall_ms * 1e6,
-            self.blocks.block_size,
-        )
-        if decodes:
-            budget.share_with(work_of(decodes))
-        return budget
-
     def _schedule_decodes(self, decoding: list[Sequence], plan: StepPlan, now: int) -> None:
-        """Give every decoding sequence its token, in order, preempting from the end where blocks run out."""
+        """Give every decoding sequence its token, in order, preempting others where blocks run out."""
         for sequence in decoding:
             while sequence.status is Status.RUNNING and not self._make_room(sequence, 1, plan):
-                self._preempt(self.running.last(), plan, now)
+                self._preempt(self._victim(plan), plan, now)
             if sequence.status is Status.RUNNING:
                 newest = [sequence.tokens[-1]]
                 plan.scheduled.append(ScheduledSequence(sequence.seq_id, sequence.num_computed, newest, True, 1))
 
-    def _schedule_prefills(self, plan: StepPlan, budget: StepBudget, now: int, may_admit: bool) -> None:
+    def _victim(self, plan: StepPlan) -> Sequence:
+        """Who is preempted next of those who have no token of this step yet."""
+        scheduled = {item.seq_id for item in plan.scheduled}
+        return max((s for s in self.running if s.seq_id not in scheduled), key=self.orders.victims)
+
+    def _schedule_prefills(self, plan: StepPlan, budget: Budget, now: int, may_admit: bool) -> None:
         """Continue prompts under way, whose blocks are theirs; who comes before one of them is admitted first."""
         for sequence in [sequence for sequence in self.running if not sequence.is_decoding]:
-            if may_admit and len(self.waiting) and self._order(self.waiting.first()) < self._order(sequence):
+            if may_admit and len(self.waiting) and self._comes_before(self.waiting.first(), sequence):
                 self._admit(plan, budget, now, before=sequence)
             if budget.is_spent:
                 break
             self._schedule_chunk(sequence, budget, plan)
 
-    def _schedule_chunk(self, sequence: Sequence, budget: StepBudget, plan: StepPlan) -> None:
+    def _schedule_chunk(self, sequence: Sequence, budget: Budget, plan: StepPlan) -> None:
         start, wanted = sequence.num_computed, sequence.num_to_compute
         count = budget.fit(start, wanted, sequence.logit_rows(start, wanted) > 0)
         if count == 0 or (count < wanted and not self.config.enable_chunked_prefill):
@@ -216,17 +227,29 @@ class Scheduler:
 
     # --- admission ----------------------------------------------------------------------------------
 
-    def _make_way(self, plan: StepPlan, now: int) -> None:
+    def _comes_before(self, sequence: Sequence, other: Sequence) -> bool:
+        order = self.orders.admission
+        return order(sequence) < order(other)
+
+    def _running_ranks(self) -> RunningRanks:
+        """Made anew only when a sequence has joined or left those who run."""
+        if self._ranks_version != self.running.version:
+            self._ranks = RunningRanks.of(self.running, self.orders.admission)
+            self._ranks_version = self.running.version
+        return self._ranks
+
+    def _displace(self, plan: StepPlan, now: int) -> None:
         """Preempt those whose places waiting sequences of a better priority take; these are admitted as any other."""
-        if not (len(self.waiting) and len(self.running)) or self.config.policy != "priority":
+        if self.waiting.first_key() > self._running_ranks().last:
             return
+        order = self.orders.admission
         seats, promised = self.config.max_num_seqs - len(self.running), 0
         for candidate in self._candidates():
-            if not len(self.running) or self._order(candidate) > self._order(self.running.last()):
+            if order(candidate) > self._running_ranks().last:
                 return
             missing = self._missing_blocks(candidate) + promised - self.blocks.num_free
-            references = self.blocks.references
-            victims = victims_for(candidate, reversed(self.running), self._order, seats, missing, references)
+            last_first = sorted(self.running, key=self.orders.victims, reverse=True)
+            victims = victims_for(candidate, last_first, order, seats, missing, self.blocks.references)
             if victims is None:
                 return
             for victim in victims:
@@ -235,21 +258,16 @@ class Scheduler:
             seats += len(victims) - 1
             promised += self._missing_blocks(candidate) - self._spare
 
-    def _is_outranked(self, sequence: Sequence) -> bool:
-        """A waiting sequence would run by now if a better priority had not put others before it."""
-        return self.config.policy == "priority" and any(
-            other.priority < sequence.priority and other.arrival_ns > sequence.arrival_ns for other in self.running
-        )
-
-    def _admit(self, plan: StepPlan, budget: StepBudget, now: int, before: Sequence | None = None) -> Phase:
+    def _admit(self, plan: StepPlan, budget: Budget, now: int, before: Sequence | None = None) -> Phase:
         """Admit waiting sequences in order, or only those who come `before` another; returns why it stopped."""
         passed: list[Sequence] = []
-        for sequence in self._candidates():
-            if before is not None and self._order(sequence) > self._order(before):
+        for sequence in self._candidates(1 if self._is_full(budget) else None):
+            if before is not None and self._comes_before(before, sequence):
                 break
-            if budget.is_spent or len(self.running) >= self.config.max_num_seqs:
+            if self._is_full(budget):
                 return Phase.QUEUE_CAPACITY
-            if not self.config.enable_chunked_prefill and sequence.num_to_compute > budget.tokens:
+            wanted = sequence.num_to_compute
+            if not self.config.enable_chunked_prefill and budget.fit(0, wanted) < wanted:
                 return Phase.QUEUE_CAPACITY
             if self._take_blocks(sequence):
                 self._start(sequence, budget, plan, now)
@@ -263,17 +281,14 @@ class Scheduler:
                 return Phase.QUEUE_BLOCKS
         return Phase.QUEUE_BLOCKS if passed else Phase.QUEUE_POLICY
 
-    def _candidates(self) -> list[Sequence]:
-        """The head of the queue: as many as could be admitted or examined in one step."""
-        seats = self.config.max_num_seqs - len(self.running)
-        most = max(1, seats) + self.config.lookahead + 1
-        candidates: list[Sequence] = []
-        for sequence in self.waiting:
-            if len(candidates) == most:
-                break
-            if not self._waits_for_parent(sequence):
-                candidates.append(sequence)
-        return candidates
+    def _is_full(self, budget: Budget) -> bool:
+        return len(self.running) >= self.config.max_num_seqs or budget.is_spent
+
+    def _candidates(self, most: int | None = None) -> list[Sequence]:
+        """The head of the queue: `most` of it, or as many as could be admitted or examined in one step."""
+        if most is None:
+            most = max(1, self.config.max_num_seqs - len(self.running)) + self.config.lookahead + 1
+        return list(islice((s for s in self.waiting if not self._waits_for_parent(s)), most))
 
     def _waits_for_parent(self, sequence: Sequence) -> bool:
         """A further choice of a request waits until the first one has computed the prompt they share."""
@@ -323,7 +338,7 @@ class Scheduler:
             sequence.prefix_match = PrefixMatch()
         return self.blocks.match(sequence.tokens, sequence.cache_salt, sequence.prefix_match)
 
-    def _start(self, sequence: Sequence, budget: StepBudget, plan: StepPlan, now: int) -> None:
+    def _start(self, sequence: Sequence, budget: Budget, plan: StepPlan, now: int) -> None:
         if sequence.preemptions == 0 and sequence.output_len == 0:
             sequence.cached_tokens = sequence.num_computed
             self.blocks.prefix_stats.queries += sequence.prompt_len

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from headway.policy.waiting import ORDERS
+from headway.policy.order import ORDERS
 
 
 @dataclass(frozen=True, slots=True)

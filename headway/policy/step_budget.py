@@ -1,35 +1,70 @@
 """How much of prompts a step may compute: tokens, and the time for which others wait.
 
-Everybody in a step waits for all of it. Those who decode wait for the prompts beside them, and where nobody decodes,
-the first prompt waits for the others. What is added to them may make the step longer by `max_stall_ns`, or by as long
-as they take themselves where that is longer, by the coefficients of `step_time`. On a fast device the first is the
-bound; on a slow one the second keeps prompts from being starved.
+Everybody in a step waits for all of it. Those who decode wait for the prompts beside them; where nobody decodes, the
+first prompt waits for the others. Prompts may make the step longer for those who wait by `max_stall_ns`, or double it
+where it is longer than that without them, by what `step_time` says. On a fast device the first is the bound; on a slow
+one the second keeps prompts from being starved.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from headway.policy.step_time import StepTimeModel, StepWork, pairs
+from headway.policy.step_time import StepTime, StepWork, pairs
 
 # Of prompts beside others, as long as too few steps were measured to know what they cost.
 TOKENS_UNTIL_LEARNT = 32
 
 
+class Budget(Protocol):
+    """What a step has left for prompts."""
+
+    @property
+    def is_spent(self) -> bool:
+        """No prompt gets a token any more."""
+
+    def fit(self, start: int, wanted: int, with_logits: bool = False) -> int:
+        """How many of `wanted` tokens of a prompt, of which `start` are computed, the step has room for.
+
+        with_logits: each of the tokens costs a row of logits too.
+        """
+
+    def spend(self, start: int, count: int, logit_rows: int = 0) -> None:
+        """`count` tokens of a prompt, of which `start` are computed, are in the step now."""
+
+
+# Makes the budget of a step from what those in it do who decode.
+BudgetRule = Callable[[StepWork], Budget]
+
+
+def stall_bound(tokens: int, step_time: StepTime, max_stall_ns: float, least: int) -> BudgetRule:
+    """The rule that prompts may hold up others for at most `max_stall_ns` a step; arguments as those of StepBudget."""
+
+    def budget_beside(decodes: StepWork) -> StepBudget:
+        budget = StepBudget(tokens - decodes.decode_tokens, step_time, max_stall_ns, least)
+        if decodes.decode_tokens:
+            budget.share_with(decodes)
+        return budget
+
+    return budget_beside
+
+
 @dataclass(slots=True)
 class StepBudget:
-    """What is left of a step.
+    """Tokens, and nanoseconds for which others may be held up.
 
     Args:
         tokens: of prompts.
         step_time: what tokens cost.
-        max_stall_ns: for which others may be held up; may be infinite.
+        max_stall_ns: nanoseconds; may be infinite.
         least: tokens that the first prompt gets beside decoding sequences whatever they cost.
     """
 
     tokens: int
-    step_time: StepTimeModel
+    step_time: StepTime
     max_stall_ns: float = math.inf
     least: int = 1
     _stall_ns: float = math.inf  # that may still be added
@@ -50,10 +85,7 @@ class StepBudget:
         return self.fit(0, 1) == 0
 
     def fit(self, start: int, wanted: int, with_logits: bool = False) -> int:
-        """How many of `wanted` tokens of a prompt, of which `start` are computed, the step has room for.
-
-        with_logits: the tokens cost a row of logits too, each.
-        """
+        """As Budget.fit()."""
         if math.isinf(self._stall_ns) and not (with_logits and self._shared):
             return min(wanted, self.tokens)
         affordable = self.tokens
@@ -64,7 +96,7 @@ class StepBudget:
         return min(wanted, self.tokens, max(affordable, self.least))
 
     def spend(self, start: int, count: int, logit_rows: int = 0) -> None:
-        """`count` tokens of a prompt are in the step now; the first prompt of a step waits for later ones."""
+        """As Budget.spend(); the first prompt of a step waits for later ones."""
         self.tokens -= count
         self._stall_ns = max(0.0, self._stall_ns - self.step_time.prefill_ns(count, start, logit_rows > 0))
         self.least = 0

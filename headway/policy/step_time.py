@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import Protocol
 
 _FORGETTING = 0.998
 _GROWTH = _FORGETTING**-0.5  # of the standard deviations of coefficients, in a step
@@ -49,8 +50,35 @@ class StepWork:
         )
 
 
+class StepTime(Protocol):
+    """How long steps take: what divides a step among its sequences, and bounds the prompts in it."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Enough steps have been measured to predict one."""
+
+    @property
+    def knows_logits(self) -> bool:
+        """What a row of logits costs has been measured."""
+
+    def observe(self, work: StepWork, duration_ns: int) -> None:
+        """Learn from one measured step."""
+
+    def predict_ns(self, work: StepWork) -> float:
+        """Expected duration of a step in nanoseconds."""
+
+    def prefill_ns(self, count: int, start: int, with_logits: bool = False) -> float:
+        """What `count` tokens of a prompt, after the first `start`, add to a step, in nanoseconds."""
+
+    def prefill_tokens_within(self, duration_ns: float, start: int, with_logits: bool = False) -> int:
+        """Most tokens of a prompt, after the first `start`, that add no more than `duration_ns` to a step."""
+
+    def share_without(self, work: StepWork, without: StepWork) -> float:
+        """Fraction of a step with `work` that a step with only `without` of it would have taken, 0 to 1."""
+
+
 class StepTimeModel:
-    """Predicts nanoseconds of a step from its StepWork."""
+    """The StepTime that is learnt from the steps that were run."""
 
     def __init__(self) -> None:
         self._milliseconds = [0.0] * len(_PRIOR_VARIANCE)

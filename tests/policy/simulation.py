@@ -15,7 +15,8 @@ from headway.policy.request import Sequence, Status
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.step_time import StepWork
+from headway.policy.step_budget import BudgetRule
+from headway.policy.step_time import StepTime, StepWork
 from headway.policy.victims import MAX_DISPLACEMENTS
 
 
@@ -107,6 +108,8 @@ class Simulation:
     max_prefill_stall_ms: float = math.inf
     max_queue_time: float = math.inf
     longest_step_ns: int = 10_000
+    step_time: StepTime | None = None
+    budget_rule: BudgetRule | None = None
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     now: int = 1_000
 
@@ -122,7 +125,8 @@ class Simulation:
             self.max_prefill_stall_ms,
             self.max_queue_time,
         )
-        self.scheduler = Scheduler(config, KVBlocks(self.num_blocks, self.block_size, self.caching))
+        blocks = KVBlocks(self.num_blocks, self.block_size, self.caching)
+        self.scheduler = Scheduler(config, blocks, self.step_time, self.budget_rule)
         self.sequences: list[Sequence] = []
         self.executor = FakeExecutor(self.block_size)
 

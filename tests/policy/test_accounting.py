@@ -109,7 +109,7 @@ def test_until_it_has_seen_enough_steps_tokens_divide() -> None:
 
 
 def test_a_mixed_step_is_divided_by_what_it_would_have_taken_without_others_prefill() -> None:
-    accounting = Accounting()
+    accounting = Accounting(StepTimeModel())
     rng = random.Random(3)
     for _ in range(600):
         work = random_work(rng)
@@ -145,7 +145,7 @@ def test_a_mixed_step_is_divided_by_what_it_would_have_taken_without_others_pref
 
 
 def test_the_logits_of_a_prompt_are_its_own_work_and_a_stall_with_a_name_for_others() -> None:
-    accounting, rng = Accounting(), random.Random(5)
+    accounting, rng = Accounting(StepTimeModel()), random.Random(5)
     for _ in range(600):
         work = random_work(rng)
         accounting.step_time.observe(work, linear_time(work))

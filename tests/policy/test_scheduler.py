@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +12,27 @@ from hypothesis import strategies as st
 
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.ledger import Phase
+from headway.policy.order import AGEING_NS, ORDERS, Orders
 from headway.policy.request import FinishReason, Status
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.waiting import AGEING_NS
+from headway.policy.step_budget import StepBudget
+from headway.policy.step_time import StepTimeModel, StepWork
 from tests.policy.simulation import Simulation, check_ledger
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mixed_orders() -> Iterator[None]:
+    """A policy by the name of "mixed": three orders that have nothing to do with each other."""
+    orders = Orders(
+        admission=lambda s: (s.prompt_len, s.seq_id),
+        running=lambda s: (-s.seq_id,),
+        victims=lambda s: (s.priority, s.seq_id),
+        displaces=True,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ORDERS, "mixed", orders)
+        yield
 
 
 def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks() -> None:
@@ -160,6 +177,35 @@ def test_priority_is_served_first() -> None:
     sim.run_until_done()
 
 
+def test_the_orders_of_admission_running_and_victims_are_three() -> None:
+    sim = Simulation(num_blocks=10, max_num_batched_tokens=64, max_model_len=32, policy="mixed", caching=False)
+    long = sim.submit(list(range(8)), 12)
+    worst, newest = sim.submit(list(range(6)), 14, priority=9), sim.submit(list(range(7)), 13)
+    assert sim.step_sequences() == [worst, newest, long], "the shortest is admitted first"
+    assert sim.step_sequences() == [newest, worst, long], "the newest gets its token first"
+    while not sim.scheduler.num_preemptions:
+        sim.step()
+    assert [s.preemptions for s in (long, worst, newest)] == [0, 1, 0], "of those without a token the worst has to go"
+    sim.run_until_done()
+    sim.check_all_closed()
+
+
+def test_the_budget_rule_is_the_one_that_was_handed_over() -> None:
+    asked: list[StepWork] = []
+
+    def two_tokens(decodes: StepWork) -> StepBudget:
+        asked.append(decodes)
+        return StepBudget(2, StepTimeModel())
+
+    sim = Simulation(budget_rule=two_tokens)
+    sim.submit(list(range(7)), 3)
+    assert [sim.step()[0].num_tokens for _ in range(4)] == [2, 2, 2, 1]
+    sim.step()
+    assert [work.decode_tokens for work in asked] == [0, 0, 0, 0, 1]
+    sim.run_until_done()
+    sim.check_all_closed()
+
+
 def test_queue_reasons_are_told_apart() -> None:
     full = Simulation(max_num_seqs=1)
     full.submit([1], 5)
@@ -232,7 +278,7 @@ def test_a_pool_must_hold_the_longest_sequence() -> None:
     max_num_seqs=st.integers(1, 8),
     extra_budget=st.integers(0, 24),
     caching=st.booleans(),
-    policy=st.sampled_from(["fcfs", "priority"]),
+    policy=st.sampled_from(["fcfs", "priority", "mixed"]),
     max_bypasses=st.integers(0, 4),
     max_prefill_stall_ms=st.sampled_from([0.0, 0.001, 0.01, math.inf]),
     longest_step_ns=st.sampled_from([10_000, AGEING_NS // 4]),

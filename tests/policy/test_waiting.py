@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.policy import order
 from headway.policy.ledger import Phase
+from headway.policy.order import AGEING_NS, ORDERS
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.victims import MAX_DISPLACEMENTS
-from headway.policy.waiting import AGEING_NS
 from tests.policy.simulation import Simulation
 
 SECOND = 10**9
@@ -119,6 +122,22 @@ def test_a_wait_for_a_better_priority_that_came_later_is_the_policys() -> None:
     assert waits.ledger.phases_ns[Phase.QUEUE_CAPACITY] > 0  # for the one that came before it
     assert waits.ledger.phases_ns[Phase.QUEUE_POLICY] > 0  # for the one that came after it
     sim.check_all_closed()
+
+
+def test_steps_in_which_nobody_comes_or_goes_compare_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the policy would cost time in every step in which many run and many wait."""
+    keys: list[Sequence] = []
+    counting = replace(ORDERS["priority"], admission=lambda s: (keys.append(s), order.priority(s))[1])  # type: ignore[func-returns-value]
+    monkeypatch.setitem(ORDERS, "priority", counting)
+    sim, _ = busy()
+    for number in range(50):
+        sim.submit([1, 2], 3, priority=5 + number % 3)
+    sim.step()
+    compared = len(keys)
+    for _ in range(20):
+        sim.step()
+    assert len(keys) == compared
+    sim.run_until_done()
 
 
 def test_waiting_ages_so_that_an_endless_stream_of_better_priorities_starves_nobody() -> None:
