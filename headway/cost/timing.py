@@ -201,7 +201,8 @@ class Deployment:
         return {}
 
     def _part(self, operation: Operation, work: Work, tokens: int) -> PartTime:
-        compute_s = work.flops / self._flops_per_s(operation) if work.flops else 0.0
+        flops_per_s, overhead_s = self._constants[operation]
+        compute_s = work.flops / flops_per_s
         if operation in LINEAR:
             compute_s = self.efficiency.overlapped(compute_s, self._widening_s(operation, work, tokens))
         if operation in ATTENTION:
@@ -210,10 +211,14 @@ class Deployment:
         if operation in NORMALISATION and self.parallelism.sequence:
             compute_s, memory_s = compute_s / self.parallelism.tensor, memory_s / self.parallelism.tensor
         factor = self._linear_factor(operation, tokens) if operation in LINEAR else 1.0
-        overhead_s = self._kernels(operation) * self.efficiency.kernel_s
         seconds = self.efficiency.overlapped(compute_s, memory_s) * factor + overhead_s
         name = "attention" if operation is Operation.SCORES else str(operation)
         return PartTime(name, seconds, compute_s * factor, memory_s * factor, 0.0, overhead_s, work)
+
+    @cached_property
+    def _constants(self) -> dict[Operation, tuple[float, float]]:
+        """Of each operation FLOPs a second, and seconds in which its kernels are started: the same in every step."""
+        return {op: (self._flops_per_s(op), self._kernels(op) * self.efficiency.kernel_s) for op in Operation}
 
     def _linear_factor(self, operation: Operation, tokens: int) -> float:
         format_ = self.hardware.arithmetic(compute_format(operation, self.precision))

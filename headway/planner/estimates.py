@@ -6,6 +6,7 @@ calibration. The other bars follow from these two as if both erred to the same s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from headway.cost.serving import Workload
 from headway.cost.timing import LINEAR, StepTime
 from headway.planner.loads import Outcome
 from headway.planner.plan import Bars, Estimate
+
+UNKNOWN = (math.nan, math.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ def of_arrivals(
     bars: Bars,
     asked: float,
     saturation: float,
-    at: Callable[[float], Outcome],
+    at: Callable[[float], Outcome] | None,
 ) -> Estimates:
     """Of requests that come however slow the steps are.
 
@@ -96,7 +99,7 @@ def of_arrivals(
     Args:
         asked: requests a second that come.
         saturation: as many as can be served at most.
-        at: the outcome at f times the rate; above saturation its TTFT is None.
+        at: the outcome at f times the rate; above saturation its TTFT is None. Without it the bars of times are NaN.
     """
     rate, output = outcome.requests_per_s, workload.output
     low, high = bars.tpot
@@ -104,6 +107,9 @@ def of_arrivals(
     around = _around(outcome.ttft_s, bars.ttft_arrivals)
     if around is None:
         return Estimates(tpot=_around(outcome.tpot_s, bars.tpot), output_tokens_per_s=tokens)
+    if at is None:
+        around, tpot = _around(outcome.ttft_s, UNKNOWN), _around(outcome.tpot_s, UNKNOWN)
+        return Estimates(around, tpot, _last(around, tpot, outcome.ttlt_s, workload), tokens)
     slow, fast = at(high), at(low)
     ttft = Estimate(
         around.value, min(around.low, _scaled(fast.ttft_s, low)), max(around.high, _scaled(slow.ttft_s, high))

@@ -123,7 +123,7 @@ class _Planner:
         key = repr(request)
         if key not in self._known:
             try:
-                self._known[key] = make_plan(request)
+                self._known[key] = make_plan(request, brief=True)
             except PlanError as error:
                 self._known[key] = error
             self._on_plan(len(self._known))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -23,23 +24,6 @@ MOST_STEPS = 100_000
 # Of arrivals at random times so many are followed, the first quarter of which is not counted: more near saturation,
 # where a queue takes long to build up and to dissolve.
 LEAST_REQUESTS, MOST_REQUESTS = 400, 6000
-
-
-@dataclass(frozen=True, slots=True)
-class Lanes:
-    """Engines that go on beside each other, alike and apart: those of all data-parallel groups and replicas.
-
-    A pipeline is one lane, with a batch for each of its stages.
-
-    Args:
-        count: of all replicas.
-        limits: of one lane.
-    """
-
-    deployment: Deployment
-    workload: Workload
-    count: int
-    limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +49,54 @@ class Outcome:
     bubble: float = 0.0
 
 
-def of_batch(lanes: Lanes, sequences: int, replicas: int) -> Outcome:
+@dataclass(frozen=True)
+class Lanes:
+    """Engines that go on beside each other, alike and apart: those of all data-parallel groups and replicas.
+
+    A pipeline is one lane, with a batch for each of its stages.
+
+    Args:
+        count: of all replicas.
+        limits: of one lane.
+    """
+
+    deployment: Deployment
+    workload: Workload
+    replicas: int
+    count: int
+    limits: Limits
+
+    def under(self, load: str, value: float) -> Outcome:
+        """What clients see under a load; at a rate that is more than can be served, what `saturated` says.
+
+        Args:
+            load: "batch", of `value` sequences for each replica; "concurrency", of so many clients in all; or "rate",
+                of so many requests a second in all.
+
+        Raises:
+            PlanError: it takes too many steps to follow.
+        """
+        if load == "batch":
+            return _of_batch(self, int(value))
+        return _of_clients(self, int(value)) if load == "concurrency" else _of_rate(self, value)
+
+    @cached_property
+    def saturated(self) -> Outcome:
+        """As many requests run as there is room for, and others wait: the most that can be served.
+
+        There is no first token in time. Raises PlanError as `under` does.
+        """
+        served = _closed_loop(self, CROWDED * self.limits.sequences)
+        return _steady(self, served, served.requests_per_s * self.count, None)
+
+
+def _of_batch(lanes: Lanes, sequences: int) -> Outcome:
     """`sequences` for each replica: all prompts, then a token of each in every step (static batching, document 001).
 
     The first token is there when the last prompt is done. In a pipeline the batches of its stages follow each other:
     the last one sets out when all others are on their way (GPipe, Huang et al., 2019).
     """
-    d, workload = lanes.deployment, lanes.workload
+    d, workload, replicas = lanes.deployment, lanes.workload, lanes.replicas
     group = per_lane(sequences, lanes.count // replicas)
     batch = of_stage(d, group)
     batches, stages = min(group, d.parallelism.pipeline), d.parallelism.pipeline
@@ -106,14 +131,11 @@ def per_lane(sequences: float, lanes: int) -> int:
     return max(1, math.ceil(sequences / lanes))
 
 
-def of_clients(lanes: Lanes, clients: int, most: Outcome) -> Outcome:
+def _of_clients(lanes: Lanes, clients: int) -> Outcome:
     """`clients` in all, each of whom sends the next request when the last is answered.
 
     Of a crowd not all are followed: the others only make the queue longer, each by the time between two answers
-    (Little's law).
-
-    Args:
-        most: what `saturated` says. A run of few rounds may by chance end a little more requests a second.
+    (Little's law). A run of few rounds may by chance end a little more requests a second than a saturated one.
     """
     each = per_lane(clients, lanes.count)
     followed = min(each, CROWDED * lanes.limits.sequences)
@@ -121,7 +143,7 @@ def of_clients(lanes: Lanes, clients: int, most: Outcome) -> Outcome:
     wave = burst(lanes.deployment, lanes.workload, followed, lanes.limits)
     queued_s = (each - followed) / served.requests_per_s
     served, wave = _later(served, queued_s), _later(wave, queued_s)
-    rate = min(served.requests_per_s * clients / each, most.requests_per_s)
+    rate = min(served.requests_per_s * clients / each, lanes.saturated.requests_per_s)
     return replace(_steady(lanes, served, rate, served.ttft_s), first_wave=wave if each > 1 else None)
 
 
@@ -133,15 +155,6 @@ def _later(served: Served, seconds: float) -> Served:
         ttft_most_s=served.ttft_most_s + seconds,
         e2e_s=served.e2e_s + seconds,
     )
-
-
-def saturated(lanes: Lanes) -> Outcome:
-    """As many requests run as there is room for, and others wait: the most that can be served.
-
-    There is no first token in time.
-    """
-    served = _closed_loop(lanes, CROWDED * lanes.limits.sequences)
-    return _steady(lanes, served, served.requests_per_s * lanes.count, None)
 
 
 def _closed_loop(lanes: Lanes, clients: int) -> Served:
@@ -162,12 +175,12 @@ def _check_steps(lanes: Lanes, requests: int) -> None:
         )
 
 
-def of_rate(lanes: Lanes, rate: float, most: Outcome) -> Outcome:
+def _of_rate(lanes: Lanes, rate: float) -> Outcome:
     """Poisson arrivals, `rate` a second in all, which are spread over the lanes.
 
-    Args:
-        most: what `saturated` says. At a rate that is no lower the queue grows without end, and this is the answer.
+    At a rate that is no lower than what can be served the queue grows without end.
     """
+    most = lanes.saturated
     if rate >= most.requests_per_s:
         return most
     each = rate / lanes.count

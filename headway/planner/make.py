@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from headway.cost import price, speculative
@@ -15,7 +16,7 @@ from headway.cost.timing import Deployment
 from headway.planner import estimates
 from headway.planner.assumptions import assumptions
 from headway.planner.estimates import Estimates
-from headway.planner.loads import Lanes, Outcome, intake_s, of_batch, of_clients, of_rate, per_lane, saturated
+from headway.planner.loads import Lanes, Outcome, intake_s, per_lane
 from headway.planner.phases import compute_bound_batch, compute_bound_weights, decode_phase, mean_context, prefill_phase
 from headway.planner.plan import Bars, Costs, Estimate, Phase, Plan, Speculated
 from headway.planner.problems import problem, warnings
@@ -23,10 +24,14 @@ from headway.planner.request import PlanError, PlanRequest
 from headway.planner.resolve import Resolved, find_model, resolve
 
 
-def make_plan(request: PlanRequest) -> Plan:
+def make_plan(request: PlanRequest, brief: bool = False) -> Plan:
     """Everything that can be said of it before it runs.
 
     A model that does not fit is no error: the plan says by how much (`problem`), and what would make it fit.
+
+    Args:
+        brief: without what the objectives do not depend on and takes further runs of the load: the ends of error bars
+            under a rate, and the saturation rate of other loads, are NaN.
 
     Raises:
         PlanError: a name is not known, or the model cannot be run like this.
@@ -40,19 +45,17 @@ def make_plan(request: PlanRequest) -> Plan:
     )
     max_batch = held.max_batch * deployment.parallelism.data
     load, value = _load(request)
-    lanes = Lanes(deployment, workload, found.replicas * deployment.parallelism.data, _lane_limits(found, held))
-    most = saturated(lanes) if held.fits else None
-    outcome = (
-        None if most is None or (load == "batch" and value > max_batch) else _outcome(lanes, found, load, value, most)
-    )
-    lane_batch = _lane_batch(lanes, found, load, value, outcome)
+    count = found.replicas * deployment.parallelism.data
+    lanes = Lanes(deployment, workload, found.replicas, count, _lane_limits(found, held))
+    outcome = lanes.under(load, value) if held.fits and not (load == "batch" and value > max_batch) else None
+    lane_batch = _lane_batch(lanes, load, value, outcome)
     stages = deployment.parallelism.data * deployment.parallelism.pipeline
     batch = int(value) if load == "batch" else lane_batch * stages
     weights = weight_bytes(shape, precision)
     prefill = prefill_phase(deployment, workload, found.limits.batched_tokens)
     decode = decode_phase(deployment, workload, batch, lane_batch)
     bars = _bars(found, workload, prefill, decode)
-    found_estimates = _estimates(lanes, bars, load, value, outcome, most)
+    found_estimates = _estimates(lanes, bars, load, value, outcome, brief)
     hour, source = _price(request, found)
     plan = Plan(
         request=request,
@@ -89,7 +92,7 @@ def make_plan(request: PlanRequest) -> Plan:
         tpot=found_estimates.tpot,
         ttlt=found_estimates.ttlt,
         output_tokens_per_s=found_estimates.output_tokens_per_s,
-        saturation_rate=most.requests_per_s if most else 0.0,
+        saturation_rate=_saturation_rate(lanes, held, brief and load != "rate"),
         compute_bound_batch=compute_bound_batch(deployment, mean_context(workload)),
         compute_bound_weights=compute_bound_weights(deployment),
         loading=loading(weights, held.weights, deployment.hardware, request.storage_gb_per_s * 1e9),
@@ -140,36 +143,32 @@ def _lane_limits(found: Resolved, held: Capacity) -> Limits:
     return replace(found.limits, sequences=min(found.limits.sequences, max(1, held.max_batch)))
 
 
-def _outcome(lanes: Lanes, found: Resolved, load: str, value: float, most: Outcome) -> Outcome:
-    if load == "batch":
-        return of_batch(lanes, int(value), found.replicas)
-    return of_clients(lanes, int(value), most) if load == "concurrency" else of_rate(lanes, value, most)
-
-
-def _lane_batch(lanes: Lanes, found: Resolved, load: str, value: float, outcome: Outcome | None) -> int:
+def _lane_batch(lanes: Lanes, load: str, value: float, outcome: Outcome | None) -> int:
     stages = lanes.deployment.parallelism.pipeline
     if load != "batch" and outcome is not None:
         return max(1, round(outcome.running / stages))
     if load == "rate":
         return 1
-    return per_lane(value, stages * (lanes.count // found.replicas if load == "batch" else lanes.count))
+    return per_lane(value, stages * (lanes.count // lanes.replicas if load == "batch" else lanes.count))
 
 
-def _estimates(
-    lanes: Lanes, bars: Bars, load: str, value: float, outcome: Outcome | None, most: Outcome | None
-) -> Estimates:
-    if outcome is None or most is None:
+def _saturation_rate(lanes: Lanes, held: Capacity, unasked: bool) -> float:
+    if not held.fits:
+        return 0.0
+    return math.nan if unasked else lanes.saturated.requests_per_s
+
+
+def _estimates(lanes: Lanes, bars: Bars, load: str, value: float, outcome: Outcome | None, brief: bool) -> Estimates:
+    if outcome is None:
         return Estimates()
     if load != "rate":
         return estimates.of_steady(outcome, lanes.workload, bars)
-    return estimates.of_arrivals(
-        outcome,
-        lanes.workload,
-        bars,
-        value,
-        most.requests_per_s,
-        at=lambda factor: of_rate(lanes, factor * outcome.requests_per_s, most),
-    )
+
+    def at(factor: float) -> Outcome:
+        return lanes.under("rate", factor * outcome.requests_per_s)
+
+    saturation = lanes.saturated.requests_per_s
+    return estimates.of_arrivals(outcome, lanes.workload, bars, value, saturation, None if brief else at)
 
 
 def _price(request: PlanRequest, found: Resolved) -> tuple[float | None, str]:

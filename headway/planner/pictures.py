@@ -249,10 +249,10 @@ def sweep(plan: Plan) -> tuple[Plan, ...]:
 
 
 def under(plan: Plan, value: float) -> Plan:
-    """The plan at another value of its load."""
+    """The plan at another value of its load, in brief."""
     name = {"batch": "batch_size", "concurrency": "concurrency", "rate": "request_rate"}[plan.load]
     change: dict[str, Any] = {name: value}
-    return make_plan(replace(plan.request, **change))
+    return make_plan(replace(plan.request, **change), brief=True)
 
 
 @style.drawing()

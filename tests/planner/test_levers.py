@@ -32,8 +32,8 @@ def each_plan_once() -> Iterator[None]:
     """A plan is a function of its request, and a search makes a hundred of them that other searches make too."""
     known: dict[str, Plan] = {}
 
-    def made(request: PlanRequest) -> Plan:
-        return known.get(repr(request)) or known.setdefault(repr(request), make_plan(request))
+    def made(request: PlanRequest, brief: bool) -> Plan:
+        return known.get(repr(request)) or known.setdefault(repr(request), make_plan(request, brief))
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("headway.planner.levers.make_plan", made)

@@ -147,7 +147,8 @@ def test_sweep_is_made_of_plans_and_holds_the_plan(plan: Plan, plans: tuple[Plan
     assert (plan in plans) == (plan.fits and plan.ttft is not None)
     assert all(each.ttft is not None and each.load == plan.load for each in plans)
     middle = plans[len(plans) // 2]
-    assert pictures.under(plan, middle.load_value).tpot == middle.tpot
+    under = pictures.under(plan, middle.load_value)
+    assert under.tpot and middle.tpot and under.tpot.value == middle.tpot.value
 
 
 def test_latency_has_the_plan_its_bars_and_its_objectives() -> None:
