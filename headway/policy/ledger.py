@@ -17,7 +17,7 @@ class Phase(StrEnum):
     TOKENIZE = "tokenize"  # chat template and tokenizer
     # engine process
     TRANSPORT = "transport"  # between the processes, in either direction
-    QUEUE_POLICY = "queue_policy"  # waiting: others come first
+    QUEUE_POLICY = "queue_policy"  # waiting: a better priority runs, or the first choice of the same request
     QUEUE_CAPACITY = "queue_capacity"  # waiting: max_num_seqs or the step's token budget is used up
     QUEUE_BLOCKS = "queue_blocks"  # waiting: not enough free KV blocks
     SCHEDULE = "schedule"  # bookkeeping between steps

@@ -28,8 +28,8 @@ class Status(StrEnum):
 class Sequence:
     """One choice of a request. `tokens` is the prompt followed by what was generated so far.
 
-    `num_computed` tokens have their keys and values in the cache. There is no prefill or decode
-    phase: a sequence has tokens computed and tokens to compute, and is given a number of tokens a step.
+    `num_computed` tokens have their keys and values in the cache. A step gives the sequence a number of tokens to
+    compute: a chunk of its prompt, or its newest token.
     """
 
     request_id: str

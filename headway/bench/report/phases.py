@@ -39,7 +39,7 @@ SERVER_REST = Part("server_rest", "steps, sampling and processes", "server-rest"
 
 BEFORE_FIRST_TOKEN = (
     Part("intake", "reading and tokenizing", "intake", "other", ("receive", "tokenize")),
-    Part("queue_policy", "queue: others come first", "queue-policy", "queue", ("queue_policy",)),
+    Part("queue_policy", "queue: priority", "queue-policy", "queue", ("queue_policy",)),
     Part("queue_capacity", "queue: no seat or token budget", "queue-capacity", "queue", ("queue_capacity",)),
     Part("queue_blocks", "queue: no KV blocks", "queue-blocks", "queue", ("queue_blocks",)),
     Part("prefill_stall", "prefill stalled by others", "prefill-stall", "stall", ("prefill_stall",)),
