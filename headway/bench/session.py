@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.bench.client.asking import Asker, asking
-from headway.bench.client.endpoint import Endpoint, OpenAIClient
+from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, run_load
+from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.client.probe import ServerFacts, probe
 from headway.bench.client.serving_process import runs_here
 from headway.bench.errors import BenchError

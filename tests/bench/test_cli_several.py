@@ -17,12 +17,13 @@ import pytest
 from headway.bench import max_rate
 from headway.bench.errors import BenchError
 from headway.bench.interrupts import Interrupted
-from headway.bench.jobs import Bench, Load, sweep_loads
+from headway.bench.jobs import sweep_loads
 from headway.bench.max_rate import _Prober
 from headway.bench.measures.search import SearchOptions
 from headway.bench.options import BenchOptions, Sweep, Target
 from headway.bench.record import RunResult
 from headway.bench.results import load_json
+from headway.bench.runs import Bench, Load
 from headway.bench.session import Session
 from headway.bench.workload.spec import WorkloadSpec
 from tests.bench.command_line import CommandLine

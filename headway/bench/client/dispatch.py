@@ -34,7 +34,7 @@ class Phase(StrEnum):
 
 
 class Sender(Protocol):
-    """What sends one request: the client of headway.bench.client.endpoint, or a stand-in.
+    """What sends one request: OpenAIClient, or a stand-in.
 
     It fills in the record, never raises for what a server does, and notes ABANDONED when it is cancelled.
     """

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from headway.bench.client.endpoint import Endpoint
 from headway.bench.errors import BenchError
 from headway.bench.request import PlannedRequest, Prompt
-
-if TYPE_CHECKING:
-    from headway.bench.client.endpoint import Endpoint
 
 _encoder = msgspec.json.Encoder()
 

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from headway.bench.client.endpoint import Endpoint, OpenAIClient
+from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, run_load
+from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.errors import BenchError
 from headway.bench.record import RequestRecord
 from headway.bench.request import PlannedRequest

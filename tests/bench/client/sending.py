@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.bench.client.endpoint import OpenAIClient
+from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.record import RequestRecord
 from headway.bench.request import PlannedRequest, Prompt
 from tests.bench.script import script

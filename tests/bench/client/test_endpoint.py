@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from headway.bench.client.address import Address, parse_base_url
-from headway.bench.client.endpoint import Endpoint, OpenAIClient
+from headway.bench.client.endpoint import Endpoint
+from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.client.request_body import BodyBuilder
 from headway.bench.errors import BenchError
 from headway.bench.record import RequestRecord

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from headway.bench.client.connection import Connection
-from headway.bench.client.endpoint import Endpoint, OpenAIClient
+from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.failures import RequestFailed, failure_of_status, one_line
+from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.record import Failure, FailureKind, RequestRecord
 from headway.bench.request import PlannedRequest, Prompt
 from tests.bench.client.sending import send

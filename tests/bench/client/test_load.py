@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from headway.bench.client.endpoint import Endpoint, OpenAIClient
+from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.load import LoadListener, LoadMode, run_load
+from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.errors import BenchError
 from headway.bench.record import FailureKind, RequestRecord
 from headway.bench.request import PlannedRequest, Prompt

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from headway.bench.client.endpoint import Endpoint, OpenAIClient
+from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, Phase, run_load
+from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.measures.slo import missed_objectives
 from headway.bench.record import RequestRecord
 from headway.bench.request import PlannedRequest, Prompt

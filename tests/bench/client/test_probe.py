@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from headway.bench.client.endpoint import Endpoint, OpenAIClient
+from headway.bench.client.endpoint import Endpoint
+from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.client.probe import ServerFacts, count_tokens, probe
 from headway.bench.errors import BenchError
 from headway.bench.request import Prompt

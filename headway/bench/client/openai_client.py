@@ -1,0 +1,78 @@
+"""Requests of a workload, sent to an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Self
+
+from headway.bench.client.answer import StreamedAnswer
+from headway.bench.client.endpoint import Endpoint
+from headway.bench.client.failures import RequestFailed
+from headway.bench.client.request_body import BodyBuilder
+from headway.bench.record import Failure, FailureKind, RequestRecord
+from headway.bench.request import PlannedRequest, Prompt
+
+
+class OpenAIClient:
+    """Sends planned requests and fills their records. Made and used inside one event loop.
+
+    Connections are kept open between requests. Use it as an async context manager, or call close().
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.http = endpoint.connect()
+        self._bodies = BodyBuilder(endpoint)
+        self._head = self.http.head("POST", endpoint.route, endpoint.all_headers())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def close(self) -> None:
+        """Close all connections; requests under way end as CUT."""
+        self.http.close()
+
+    async def aclose(self) -> None:
+        """The same, and let the event loop see the connections' ends."""
+        self.http.close()
+        await asyncio.sleep(0)
+
+    async def send(self, planned: PlannedRequest, record: RequestRecord, prompt: Prompt | None = None) -> None:
+        """Send one request and fill its record from `sent_ns` on; return when it has ended, in whatever way.
+
+        Nothing that a server or the network does raises: it becomes `record.failure`, and what came before that
+        stays in the record. When the task is cancelled, the connection is closed, the failure is ABANDONED, and
+        CancelledError goes on.
+
+        Args:
+            prompt: in place of the plan's, as for a later turn of a conversation.
+
+        Raises:
+            BenchError: the prompt does not fit the API, as token ids in a chat; nothing was sent.
+        """
+        endpoint = self.endpoint
+        body = self._bodies.body(planned, prompt)
+        head = self._head
+        if endpoint.request_id_prefix:
+            head += f"x-request-id: {endpoint.request_id_prefix}{planned.index}\r\n".encode()
+        answer = StreamedAnswer(record, keep_text=endpoint.keep_text, keep_timings=endpoint.include_timings)
+        record.sent_ns = record.connected_ns = time.monotonic_ns()
+        try:
+            await self.http.exchange(head, body, answer, endpoint.timeout_s)
+            record.failure = answer.failure(time.monotonic_ns())
+        except RequestFailed as error:
+            record.failure = error.failure
+        except asyncio.CancelledError:
+            record.failure = Failure(FailureKind.ABANDONED, "stopped before its end")
+            raise
+        finally:
+            record.end_ns = record.end_ns or time.monotonic_ns()
+            answer.settle()
+
+    def busy_sockets(self) -> list[int]:
+        """File descriptors of the connections with a request under way."""
+        return self.http.busy_sockets()
