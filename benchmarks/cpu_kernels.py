@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.kernels.cpu import CpuKernels
-from headway.kernels.interface import LayerCache, StepGeometry
+from headway.kernels.interface import LayerCache, StepGeometry, Weight
 from headway.kernels.reference import ReferenceKernels
 
 DTYPE = torch.bfloat16
@@ -57,7 +57,7 @@ def bench_linear(kernels: CpuKernels, tokens: Sequence[int], rounds: int) -> Non
     for name, (out, width) in SHAPES.items():
         size = out * width * 2
         weights = [torch.randn(out, width).to(DTYPE) for _ in range(max(2, COLD_BYTES // size + 1))]
-        linears = [kernels.linear(weight, None) for weight in weights]
+        linears = [kernels.linear(Weight(weight), None) for weight in weights]
         for count in tokens:
             if name == "lm_head" and count > 64:
                 continue

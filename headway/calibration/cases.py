@@ -17,7 +17,7 @@ from headway.cost.attention import Chunk
 from headway.cost.precision import Precision
 from headway.cost.shape import ModelShape
 from headway.cost.work import Operation, Work, attention_work, token_work, total
-from headway.kernels.interface import Kernels, LayerCache, StepGeometry
+from headway.kernels.interface import Kernels, LayerCache, StepGeometry, Weight
 from headway.kernels.select import kernels_for
 
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -85,7 +85,7 @@ def stream_case(pool: Pool, dtype: torch.dtype) -> Case:
     """All of the pool read once, by a linear layer with one token."""
     rows = pool.size // dtype.itemsize // STREAM_ROW
     (weight,) = next(pool.tensors([(rows, STREAM_ROW)], dtype))
-    linear = pool.kernels(dtype).linear(weight, None)
+    linear = pool.kernels(dtype).linear(Weight(weight), None)
     token = _filled((1, STREAM_ROW), dtype, pool.device)
     shape = ModelShape(1, STREAM_ROW, 1, 1, 1, 1, rows)
     work = token_work(shape, 1, 1, Precision.of(_name(dtype)))[Operation.HEAD]
@@ -108,10 +108,10 @@ def linear_cases(
     sizes = _matrices(shape)
     layers: list[list[Callable[[Tensor], Tensor]]] = [
         [
-            kernels.linear(qkv, None, quantization),
-            kernels.linear(out, None, quantization),
-            kernels.gated_linear(gate_up, None, quantization),
-            kernels.linear(down, None, quantization),
+            kernels.linear(Weight(qkv, quantization), None),
+            kernels.linear(Weight(out, quantization), None),
+            kernels.gated_linear(Weight(gate_up, quantization), None),
+            kernels.linear(Weight(down, quantization), None),
         ]
         for qkv, out, gate_up, down in pool.tensors(sizes, dtype)
     ]

@@ -20,6 +20,7 @@ from headway.calibration import machine
 from headway.calibration.peaks import MachinePeaks, Rate
 from headway.calibration.stopwatch import CudaStopwatch, HostStopwatch, Stopwatch, measure_rate
 from headway.engine.host import total_memory, usable_threads
+from headway.kernels.interface import Weight
 from headway.kernels.select import kernels_for
 
 MIB = 2**20
@@ -160,7 +161,7 @@ class _Bench:
         return self._best(size, size, calls, self._effort.budget_s / _PASSES)
 
     def _streaming(self, weight: Tensor) -> Callable[[], object]:
-        linear = kernels_for(self._kind, weight.dtype).linear(weight, None)
+        linear = kernels_for(self._kind, weight.dtype).linear(Weight(weight), None)
         token = torch.full((1, weight.shape[1]), 0.01, dtype=weight.dtype, device=self._kind)
         return lambda: linear(token)
 
@@ -175,7 +176,7 @@ class _Bench:
 
     def _products(self, side: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
         left, right = (torch.full((side, side), 0.01, dtype=dtype, device=self._kind) for _ in range(2))
-        linear = kernels_for(self._kind, dtype).linear(right, None)
+        linear = kernels_for(self._kind, dtype).linear(Weight(right), None)
         return {"torch": partial(torch.mm, left, right), "headway": partial(linear, left)}
 
     def _int8_products(self, side: int) -> dict[str, Callable[[], object]]:
@@ -183,7 +184,7 @@ class _Bench:
         calls: dict[str, Callable[[], object]] = {}
         if self._kind == "cpu":
             left, right = (torch.full((side, side), 0.01, dtype=torch.bfloat16) for _ in range(2))
-            calls["headway"] = partial(kernels_for("cpu", left.dtype).linear(right, None, "int8"), left)
+            calls["headway"] = partial(kernels_for("cpu", left.dtype).linear(Weight(right, "int8"), None), left)
         whole = torch.ones((side, side), dtype=torch.int8, device=self._kind)
         with suppress(RuntimeError):
             torch._int_mm(whole, whole)
@@ -206,6 +207,6 @@ class _Bench:
 
     def _kernel_call(self) -> float:
         weight = torch.ones(16, 64, dtype=torch.float32, device=self._kind)
-        linear = kernels_for(self._kind, weight.dtype).linear(weight, None)
+        linear = kernels_for(self._kind, weight.dtype).linear(Weight(weight), None)
         token = torch.ones(1, 64, device=self._kind)
         return 1.0 / self._best(1.0, 1, {"headway": lambda: linear(token)}).median

@@ -56,15 +56,13 @@ class CpuKernels:
         self._programs: dict[Hashable, Program] = {}
         self._unrecordable = False
 
-    def linear(self, weight: Weight, bias: Tensor | None, quantization: str = "none") -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """Pack weight [out, in]; its memory is not needed afterwards."""
-        return self._noted(linear_for(weight, bias, self._team, self._memory, quantization, self._tiles))
+        return self._noted(linear_for(weight, bias, self._team, self._memory, self._tiles))
 
-    def gated_linear(
-        self, weight: Weight, bias: Tensor | None, quantization: str = "none"
-    ) -> Callable[[Tensor], Tensor]:
+    def gated_linear(self, weight: Weight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """Pack weight [2 * F, in], gate rows beside the up rows that they let through."""
-        return self._noted(gated_linear_for(weight, bias, self._team, self._memory, quantization, self._tiles))
+        return self._noted(gated_linear_for(weight, bias, self._team, self._memory, self._tiles))
 
     def _noted(self, linear: _Linear) -> _Linear:
         """Products that torch does are no jobs, so nothing that has one can be recorded."""

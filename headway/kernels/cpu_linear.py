@@ -25,6 +25,7 @@ from headway.kernels.interface import Linear, Weight
 from headway.kernels.reference import ReferenceGatedLinear, ReferenceKernels, ReferenceLinear
 
 _QUANTISED = {"int8": INT8, "int8-weight-only": WIDE_INT8, "int4": INT4}
+_FORMATS = ("none", *_QUANTISED, "int8 packed in rows", "int8-weight-only packed in rows")
 # A block of a panel, which all tokens are multiplied with before the next, stays in a core's first two caches. For
 # integer kinds it is so many inputs, which share a scale of the activations.
 _BLOCK_BYTES, _BLOCK_INPUTS = 32 * 1024, 512
@@ -39,13 +40,15 @@ class PackedLinear:
     """A weight in panels; see cpu_arithmetic for the kinds.
 
     Args:
-        weight: [out, in], float32, bfloat16 or float16, or its rows in parts; its memory is not needed afterwards.
+        weight: float32, bfloat16 or float16; or packed in rows of int8. Its memory is not needed afterwards.
         bias: [out] or None.
         memory: what the packed weight is cut from.
-        quantization: "none" or a key of _QUANTISED.
         gated: the first half of the rows is a gate and the second half is what it lets through: the result is
             silu(gate) * up, half as wide.
         tiles: whether this process has matrix tiles, which then multiply what is not quantised in bfloat16.
+
+    Raises:
+        ValueError: the weight has another format.
     """
 
     def __init__(
@@ -54,16 +57,17 @@ class PackedLinear:
         bias: Tensor | None,
         team: Team,
         memory: LargePages,
-        quantization: str = "none",
         gated: bool = False,
         tiles: bool = False,
     ) -> None:
-        parts = _parts(weight)
-        self.in_features, self._dtype = parts[0].shape[1], parts[0].dtype
+        if weight.format not in _FORMATS:
+            raise ValueError(f"the cpu kernels have no weights in {weight.format}; they have {', '.join(_FORMATS)}")
+        parts = [part.contiguous() for part in weight.parts]
+        self.in_features, self._dtype = parts[0].shape[1], weight.dtype or parts[0].dtype
         self.out_features = sum(map(len, parts)) // (2 if gated else 1)
         self._team, self._gated = team, gated
         self._x_kind = KINDS[self._dtype]
-        self._kind = kind = _QUANTISED.get(quantization, self._x_kind)
+        self._kind = kind = _QUANTISED.get(weight.scheme, self._x_kind)
         layout = arithmetic_of(kind)
         self._on_tiles = tiles and kind is BFLOAT16
         step = (STEP_WORDS if self._on_tiles else layout.words) * layout.inputs
@@ -74,18 +78,20 @@ class PackedLinear:
         self._row_bytes = self._words * layout.lane_bytes // layout.words
         self._panels = -(-self.out_features // (PANEL // 2 if gated else PANEL))
         self._packed = memory.empty(self._panels * PANEL * self._row_bytes)
-        self._row_scales = torch.ones(self._panels * PANEL)
-        self._bias = torch.zeros(self._panels * PANEL)
-        if bias is not None:
-            self._bias = _in_lanes(bias, self._panels, gated)
-        self._fill([part.contiguous() for part in parts], layout)
+        self._bias = torch.zeros(self._panels * PANEL) if bias is None else _in_lanes(bias, self._panels, gated)
+        if weight.scales is None:
+            self._row_scales = torch.ones(self._panels * PANEL)
+            self._fill(parts, layout, pack_job(self._x_kind, kind))
+        else:
+            self._row_scales = _in_lanes(weight.scales.view(-1), self._panels, gated)
+            self._fill(parts, layout, pack_job(WIDE_INT8, kind))
         # A token as it is multiplied: four bytes a word, then scale and start of each block of an integer kind.
         self._x_bytes = -(-self._words * 4 // 64) * 64
         self._x_stride = self._x_bytes + (-(-self._words // self._block) * 8 if layout.integer else 0)
         self._prepared = layout.integer or kind is FLOAT16 or (self._on_tiles and self._padded != self.in_features)
         self._code = tile_product_job() if self._on_tiles else product_job(self._x_kind, kind)
 
-    def _fill(self, parts: list[Tensor], layout: Arithmetic) -> None:
+    def _fill(self, parts: list[Tensor], layout: Arithmetic, code: int) -> None:
         starts = itertools.accumulate((len(part) for part in parts), initial=0)
         table = np.array([(start, part.data_ptr()) for start, part in zip(starts, parts, strict=False)], np.int64)
         arguments = (
@@ -93,13 +99,13 @@ class PackedLinear:
             parts[0].element_size(), self._padded, self._row_bytes, layout.lane_bytes, self._packed.data_ptr(),
             self._row_scales.data_ptr(), int(self._gated),
         )  # fmt: skip
-        self._team.run(pack_job(self._x_kind, self._kind), PACK, arguments)
+        self._team.run(code, PACK, arguments)
 
     @staticmethod
     def takes(weight: Weight) -> bool:
         """Whether a row is whole words; integer kinds pad theirs."""
-        part = _parts(weight)[0]
-        return part.shape[1] % arithmetic_of(KINDS[part.dtype]).inputs == 0
+        part = weight.parts[0]
+        return weight.format != "none" or part.shape[1] % arithmetic_of(KINDS[part.dtype]).inputs == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
@@ -159,10 +165,6 @@ class PackedLinear:
         return out
 
 
-def _parts(weight: Weight) -> list[Tensor]:
-    return [weight] if isinstance(weight, Tensor) else weight
-
-
 def _in_lanes(bias: Tensor, panels: int, gated: bool) -> Tensor:
     """bias [out] in the order of the panels' lanes, float32."""
     parts = bias.float().chunk(2) if gated else (bias.float(),)
@@ -171,19 +173,17 @@ def _in_lanes(bias: Tensor, panels: int, gated: bool) -> Tensor:
     return torch.cat(lanes, dim=1).view(-1)
 
 
-def linear_for(
-    weight: Weight, bias: Tensor | None, team: Team, memory: LargePages, quantization: str = "none", tiles: bool = False
-) -> Linear:
-    """The fastest way to multiply with weight [out, in] on this processor."""
-    if quantization == "none" and not PackedLinear.takes(weight):
+def linear_for(weight: Weight, bias: Tensor | None, team: Team, memory: LargePages, tiles: bool = False) -> Linear:
+    """The fastest way to multiply with weight [out, in] on this processor. Raises as PackedLinear."""
+    if not PackedLinear.takes(weight):
         return ReferenceLinear(weight, bias)
-    return PackedLinear(weight, bias, team, memory, quantization, tiles=tiles)
+    return PackedLinear(weight, bias, team, memory, tiles=tiles)
 
 
 def gated_linear_for(
-    weight: Weight, bias: Tensor | None, team: Team, memory: LargePages, quantization: str = "none", tiles: bool = False
+    weight: Weight, bias: Tensor | None, team: Team, memory: LargePages, tiles: bool = False
 ) -> Callable[[Tensor], Tensor]:
-    """The fastest way to a gated product with weight [2 * F, in] on this processor."""
-    if quantization == "none" and not PackedLinear.takes(weight):
+    """The fastest way to a gated product with weight [2 * F, in] on this processor. Raises as PackedLinear."""
+    if not PackedLinear.takes(weight):
         return ReferenceGatedLinear(ReferenceLinear(weight, bias), ReferenceKernels().silu_and_mul)
-    return PackedLinear(weight, bias, team, memory, quantization, gated=True, tiles=tiles)
+    return PackedLinear(weight, bias, team, memory, gated=True, tiles=tiles)

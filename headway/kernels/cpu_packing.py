@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.kernels.cpu_arithmetic import PANEL, PANEL_VECTORS
+from headway.kernels.cpu_arithmetic import PANEL, PANEL_VECTORS, WIDE_INT8
 from headway.kernels.cpu_compile import compiled, give_back, take_memory
 from headway.kernels.cpu_ir import LANES, VECTOR_BYTES
 from headway.kernels.cpu_rounding import (
@@ -86,9 +86,10 @@ PACK = struct.Struct("13q")
 def pack_job(source_kind: Any, kind: Any) -> int:
     """Every panel of a weight [features, width] in parts; padded is the width as stored, and rows are row_bytes long.
 
-    Sixteen rows at a time are transposed, so that a lane is a row, and rounded lane by lane.
+    Sixteen rows at a time are transposed, so that a lane is a row, and rounded lane by lane, unless they are of int8.
     """
-    is_bytes, is_nibbles = isinstance(kind, np.uint8 | np.int8), isinstance(kind, np.uint32)
+    rounds = source_kind is not WIDE_INT8
+    is_bytes, is_nibbles = rounds and isinstance(kind, np.uint8 | np.int8), isinstance(kind, np.uint32)
     largest_integer = _LARGEST_INT4 if is_nibbles else _LARGEST_INT8
     offset = 128 if isinstance(kind, np.uint8) else 0
 

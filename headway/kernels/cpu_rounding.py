@@ -172,8 +172,8 @@ def _best_scale(builder: Any, source: Any, rows: Any, words: int, unit: Any) -> 
 
 @intrinsic
 def write_words(typing: Any, kind: Any, rows: Any, steps: Any, out: Any, stride: Any) -> Any:
-    """The rows as they are, in `steps` lanes of a float kind; out has `stride` bytes between steps."""
-    if kind not in _SIZES:
+    """The rows as they are, but for a byte kind's offset, in `steps` lanes; out has `stride` bytes between steps."""
+    if ARITHMETIC[kind].words != 1:
         return None
     in_word = 4 // ARITHMETIC[kind].lane_bytes
 
@@ -183,6 +183,8 @@ def write_words(typing: Any, kind: Any, rows: Any, steps: Any, out: Any, stride:
         def body(step: Any, _: list[Any]) -> tuple[list[Any], int]:
             word = builder.sdiv(step, index(in_word))
             lanes = read(builder, _place(builder, rows, word), WORDS)
+            if ARITHMETIC[kind].offset:
+                lanes = builder.xor(lanes, word_constant(0x80808080))  # 128 more, for each of four bytes
             if in_word == 2:
                 half = builder.trunc(builder.srem(step, index(2)), I32)
                 shift = splat(builder, builder.mul(half, ir.Constant(I32, 16)), WORDS)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -56,13 +57,45 @@ class LayerCache:
 
 
 KV_CACHE_DTYPES = ("auto", "int8")
+# As what a weight is multiplied; docs/quantization.md says what each means.
 QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4")
 
 
 AttentionShape = tuple[int, int, int]  # query heads, key/value heads, head dimension
 
-# A weight [out, in] that is handed over; or its rows in parts, one under the other, lent until the call returns.
-Weight = Tensor | list[Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A matrix [out, in] as it comes, and as what it is to be multiplied.
+
+    Args:
+        values: its numbers, handed over as one tensor; or its rows in parts, one under the other, lent until the call
+            returns. Floating-point ones are rounded to the scheme; whole ones are packed, and have scales.
+        scheme: one of QUANTIZATIONS, or one that some kernels have beside these.
+        scales: float32 [out, groups]: what 1 stands for in a row and group of inputs. None: values are not packed.
+        zero_points: [out, groups]: the whole number that stands for 0; None: 0 does.
+        group_size: inputs that share a scale; None: all of a row.
+        dtype: of what a packed weight is multiplied with; None: that of the values.
+    """
+
+    values: Tensor | list[Tensor]
+    scheme: str = "none"
+    scales: Tensor | None = None
+    zero_points: Tensor | None = None
+    group_size: int | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        return [self.values] if isinstance(self.values, Tensor) else self.values
+
+    @property
+    def format(self) -> str:
+        """What kernels must have for it, for messages."""
+        if self.scales is None:
+            return self.scheme
+        groups = f"groups of {self.group_size}" if self.group_size else "rows"
+        return f"{self.scheme} packed in {groups}{' with zero points' if self.zero_points is not None else ''}"
 
 
 class Linear(Protocol):
@@ -88,17 +121,15 @@ class Kernels(Protocol):
     name: str
     warm_up_tokens: int | None
 
-    def linear(self, weight: Weight, bias: Tensor | None, quantization: str = "none") -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """Lay out weight [out, in] for repeated use; the caller drops its own reference afterwards.
 
         Raises:
-            ValueError: a quantization, one of QUANTIZATIONS, that these kernels do not have.
+            ValueError: these kernels do not have the weight's format; it names the format.
         """
         ...
 
-    def gated_linear(
-        self, weight: Weight, bias: Tensor | None, quantization: str = "none"
-    ) -> Callable[[Tensor], Tensor]:
+    def gated_linear(self, weight: Weight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """Lay out weight [2 * F, in], gate rows above up rows, as x [T, in] -> silu(gate x) * up x [T, F].
 
         Raises as `linear`.

@@ -11,14 +11,14 @@ from torch import Tensor
 from headway.kernels.interface import AttentionShape, LayerCache, Linear, StepGeometry, Weight
 
 
-def check_unquantized(quantization: str, kernels: str) -> None:
+def check_unquantized(weight: Weight, kernels: str) -> None:
     """Refuse what only the CPU's kernels have.
 
     Raises:
-        ValueError: quantization is not "none".
+        ValueError: the weight is packed or to be rounded.
     """
-    if quantization != "none":
-        raise ValueError(f"quantization is {quantization!r}; the {kernels} kernels have none, only those of the CPU do")
+    if weight.format != "none":
+        raise ValueError(f"the {kernels} kernels have no weights in {weight.format}; only those of the CPU have some")
 
 
 def check_unscaled(cache: LayerCache, kernels: str) -> None:
@@ -35,7 +35,7 @@ class ReferenceLinear:
     """A weight [out, in] kept as it came; of parts that were lent, a copy."""
 
     def __init__(self, weight: Weight, bias: Tensor | None) -> None:
-        self.weight = weight if isinstance(weight, Tensor) else torch.cat(weight)
+        self.weight = weight.values if isinstance(weight.values, Tensor) else torch.cat(weight.values)
         self.bias = bias
         self.out_features = self.weight.shape[0]
 
@@ -70,16 +70,14 @@ class TorchKernels:
         """[T, 2 * F] -> [T, F]: silu of the first half times the second."""
         raise NotImplementedError
 
-    def linear(self, weight: Weight, bias: Tensor | None, quantization: str = "none") -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """Wrap weight [out, in] without copying it, unless it is lent."""
-        check_unquantized(quantization, self.name)
+        check_unquantized(weight, self.name)
         return ReferenceLinear(weight, bias)
 
-    def gated_linear(
-        self, weight: Weight, bias: Tensor | None, quantization: str = "none"
-    ) -> Callable[[Tensor], Tensor]:
+    def gated_linear(self, weight: Weight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """See Kernels."""
-        return ReferenceGatedLinear(self.linear(weight, bias, quantization), self.silu_and_mul)
+        return ReferenceGatedLinear(self.linear(weight, bias), self.silu_and_mul)
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
         """See Kernels."""

@@ -20,8 +20,15 @@ from headway.models.tensors import Shapes, expected_tensors
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-# The head, and with tied embeddings every token's first vector, suffers most from few bits.
-_HEAD_QUANTIZATION = {"int4": "int8"}
+
+
+def scheme_of(matrix: str, quantization: str) -> str:
+    """As what a matrix of a checkpoint, by its tensor's name, is multiplied where `quantization` is asked for.
+
+    The head, and with tied embeddings every token's first vector, suffers most from few bits.
+    """
+    is_head = matrix in ("lm_head.weight", "model.embed_tokens.weight")
+    return "int8" if is_head and quantization == "int4" else quantization
 
 
 def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
@@ -103,13 +110,12 @@ class _Assembler:
         self._quantization = quantization
 
     def decoder_weights(self, config: ModelConfig) -> DecoderWeights:
-        head = _HEAD_QUANTIZATION.get(self._quantization, self._quantization)
         if config.shape.tied_embeddings:
-            lm_head = self._pack(self._weight("model.embed_tokens.weight"), None, head)
+            lm_head = self._linear("model.embed_tokens")
             embedding = lm_head.rows
         else:
             embedding = partial(self._kernels.take, self._stack("model.embed_tokens.weight"))
-            lm_head = self._pack(self._weight("lm_head.weight"), None, head)
+            lm_head = self._linear("lm_head")
         layers = [self._layer(config, i) for i in range(len(config.caches))]
         return DecoderWeights(embedding, layers, self._stack("model.norm.weight"), lm_head)
 
@@ -128,12 +134,14 @@ class _Assembler:
         )
 
     def _linear(self, *names: str) -> Linear:
-        return self._pack(*self._weight_and_bias(*names), self._quantization)
+        weight, bias = self._weight_and_bias(*names)
+        with self._clock.measure("layout"):
+            return self._kernels.linear(weight, bias)
 
     def _gated(self, *names: str) -> Callable[[Tensor], Tensor]:
         weight, bias = self._weight_and_bias(*names)
         with self._clock.measure("layout"):
-            return self._kernels.gated_linear(weight, bias, self._quantization)
+            return self._kernels.gated_linear(weight, bias)
 
     def _weight_and_bias(self, *names: str) -> tuple[Weight, Tensor | None]:
         has_bias = f"{names[0]}.bias" in self._shapes
@@ -142,16 +150,13 @@ class _Assembler:
 
     def _weight(self, *names: str) -> Weight:
         """The named tensors one under the other: where they lie in the file, if the kernels can read them there."""
+        scheme = scheme_of(names[0], self._quantization)
         if self._device.type == "cpu":
             lent = [self._source.lend(name, self._dtype) for name in names]
             parts = [part for part in lent if part is not None]
             if len(parts) == len(names):
-                return parts
-        return self._stack(*names)
-
-    def _pack(self, weight: Weight, bias: Tensor | None, quantization: str) -> Linear:
-        with self._clock.measure("layout"):
-            return self._kernels.linear(weight, bias, quantization)
+                return Weight(parts, scheme)
+        return Weight(self._stack(*names), scheme)
 
     def _stack(self, *names: str) -> Tensor:
         """The named tensors one under the other, in the model's dtype on its device."""

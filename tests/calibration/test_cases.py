@@ -28,7 +28,7 @@ from headway.calibration.efforts import EFFORTS
 from headway.calibration.samples import Kind
 from headway.cost.shape import ModelShape
 from headway.cost.work import Work
-from headway.kernels.interface import LayerCache, StepGeometry
+from headway.kernels.interface import LayerCache, StepGeometry, Weight
 from headway.kernels.select import kernels_for
 
 SIZE = 2**20
@@ -50,31 +50,31 @@ class CountingKernels:
         self.activation_bytes += sum(each.nbytes for each in tensors)
         assert all(torch.isfinite(each).all() for each in tensors)
 
-    def linear(self, weight: Tensor, bias: Tensor | None, quantization: str = "none") -> Callable[[Tensor], Tensor]:
-        assert bias is None
+    def linear(self, weight: Weight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        assert bias is None and weight.scheme == "none"
+        (values,) = weight.parts
         inner = self._kernels.linear(weight, None)
 
         def call(x: Tensor) -> Tensor:
             out = inner(x)
             self._done(x, out)
-            self.flops += 2 * len(x) * weight.numel()
-            self.weight_bytes += weight.nbytes
+            self.flops += 2 * len(x) * values.numel()
+            self.weight_bytes += values.nbytes
             return out
 
         return call
 
-    def gated_linear(
-        self, weight: Tensor, bias: Tensor | None, quantization: str = "none"
-    ) -> Callable[[Tensor], Tensor]:
+    def gated_linear(self, weight: Weight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """Counted as the product alone, whose result is twice as wide."""
-        assert bias is None
+        assert bias is None and weight.scheme == "none"
+        (values,) = weight.parts
         inner = self._kernels.gated_linear(weight, None)
 
         def call(x: Tensor) -> Tensor:
             out = inner(x)
             self._done(x, out, out)
-            self.flops += 2 * len(x) * weight.numel()
-            self.weight_bytes += weight.nbytes
+            self.flops += 2 * len(x) * values.numel()
+            self.weight_bytes += values.nbytes
             return out
 
         return call

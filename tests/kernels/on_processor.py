@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from headway.kernels import cpu_simd
+from headway.kernels.interface import Weight
 
 
 def pretend(features: str) -> None:
@@ -31,7 +32,7 @@ def check_products(dtype: torch.dtype, quantization: str) -> None:
     kernels, weight = CpuKernels(), random(0, dtype, 70, 1030)
     # The largest weights and activations of one sign: an instruction that cuts sums off would show.
     weight[:2] = torch.tensor([[3.0], [-3.0]])
-    linear = kernels.linear(weight, None, quantization)
+    linear = kernels.linear(Weight(weight, quantization), None)
     packed = linear.rows(torch.arange(70)).double()
     for tokens in range(1, 10):
         for x in (random(1, dtype, tokens, 1030), torch.full((tokens, 1030), 2.0, dtype=dtype)):

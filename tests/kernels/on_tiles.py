@@ -18,6 +18,7 @@ from headway.kernels.cpu_compile import compiled
 from headway.kernels.cpu_matrix import STEP_BYTES, STEP_WORDS
 from headway.kernels.cpu_panels import TOTALS_BYTES
 from headway.kernels.cpu_simd import BFLOAT16, FLOAT32, load, read_byte, read_int64, store, write_integer
+from headway.kernels.interface import Weight
 
 _STATE = np.zeros(1, np.int64)  # the address of the configuration; of one thread
 _STATE_AT = int(_STATE.ctypes.data)
@@ -79,7 +80,7 @@ def main() -> None:
         weight, bias, x = (
             random(i, torch.bfloat16, *shape) for i, shape in enumerate([(out, width), (out,), (99, width)])
         )
-        linear = CpuKernels(tiles=True).linear(weight, bias)
+        linear = CpuKernels(tiles=True).linear(Weight(weight), bias)
         expected = products_of_tiles(x, weight, bias)
         for tokens in (1, 7, 16, 17, 33, 49, 99):
             assert torch.equal(linear(x[:tokens]), expected[:tokens]), (out, width, tokens)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from headway.kernels.interface import Kernels, LayerCache
+from headway.kernels.interface import Kernels, LayerCache, Weight
 from headway.kernels.reference import ReferenceKernels
 from tests.kernels.steps import assert_close, cache_of, on, random, step_of
 
@@ -50,7 +50,7 @@ def check_gate(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, w
     """With a weight that hands its input on, so that nothing but the gate rounds."""
     gate_up = random(0, dtype, tokens, 2 * width) * 8
     gate_up[0, :4] = torch.tensor([-300.0, -88.0, 300.0, 0.0]).to(dtype)
-    gated = kernels.gated_linear(torch.eye(2 * width, dtype=dtype, device=device), None)
+    gated = kernels.gated_linear(Weight(torch.eye(2 * width, dtype=dtype, device=device)), None)
     assert_close(gated(gate_up.to(device)), REFERENCE.silu_and_mul(gate_up), dtype)
 
 
@@ -154,6 +154,18 @@ def check_attention(
     else:
         error = (got.double().cpu() - expected.double()).norm() / expected.double().norm()
         assert error < INT8_CACHE_ERROR + ROUNDING[dtype]
+
+
+def check_packed_weights_are_refused(kernels: Kernels) -> None:
+    whole, scales = torch.ones(4, 128, dtype=torch.int8), torch.ones(4, 1)
+    for weight, named in (
+        (Weight(torch.ones(4, 128), "int8"), "int8"),
+        (Weight(whole, "int8", scales), "int8 packed in rows"),
+        (Weight(whole, "int4", scales, scales.int(), 128), "int4 packed in groups of 128 with zero points"),
+    ):
+        for lay_out in (kernels.linear, kernels.gated_linear):
+            with pytest.raises(ValueError, match=f"the {kernels.name} kernels have no weights in {named}; only"):
+                lay_out(weight, None)
 
 
 def check_int8_cache_is_refused(kernels: Kernels) -> None:

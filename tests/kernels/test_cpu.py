@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.kernels.cpu import CpuKernels
+from headway.kernels.interface import Weight
 from headway.kernels.threads import one_thread
 from tests.kernels import operations
 from tests.kernels.operations import DTYPES, check_attention
@@ -209,7 +210,7 @@ def test_a_plan_finds_room_for_any_number_of_tiles(kernels: CpuKernels) -> None:
 def test_no_tokens(kernels: CpuKernels) -> None:
     empty = torch.empty(0, 32)
     assert kernels.rms_norm(empty, torch.ones(32), 1e-6).shape == (0, 32)
-    assert kernels.gated_linear(torch.ones(32, 32), None)(empty).shape == (0, 16)
+    assert kernels.gated_linear(Weight(torch.ones(32, 32)), None)(empty).shape == (0, 16)
 
 
 def test_heads_must_be_dense(kernels: CpuKernels) -> None:

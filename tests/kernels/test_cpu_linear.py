@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headway.kernels.cpu import CpuKernels
 from headway.kernels.cpu_matrix import has_matrix_tiles, may_use_tiles
-from headway.kernels.interface import QUANTIZATIONS
+from headway.kernels.interface import QUANTIZATIONS, Weight
 from headway.kernels.reference import ReferenceLinear
 from tests.kernels.steps import random
 from tests.kernels.test_cpu import with_threads
@@ -53,10 +53,10 @@ def rounded(x: Tensor, quantization: str) -> Tensor:
 def test_linear(quantization: str, dtype: torch.dtype, biased: bool, out: int, width: int) -> None:
     """The product of the weights as they were packed and of the activations as they are rounded."""
     weight, bias = random(0, dtype, out, width), random(1, dtype, out) if biased else None
-    linear = CpuKernels().linear(weight, bias, quantization)
+    linear = CpuKernels().linear(Weight(weight, quantization), bias)
     assert linear.out_features == out
     # In float32, so that what is packed comes out as it is.
-    packed = CpuKernels().linear(weight.float(), None, quantization).rows(torch.arange(out)).double()
+    packed = CpuKernels().linear(Weight(weight.float(), quantization), None).rows(torch.arange(out)).double()
     for tokens in TOKENS:
         x = random(2, dtype, tokens, width)
         expected = F.linear(rounded(x, quantization), packed, bias.double() if bias is not None else None)
@@ -68,14 +68,52 @@ def test_linear(quantization: str, dtype: torch.dtype, biased: bool, out: int, w
 def test_how_much_quantising_loses(quantization: str, dtype: torch.dtype) -> None:
     """On normal weights and activations, enough of them for chance to play no part."""
     weight, x = random(0, dtype, 1003, 1500), random(2, dtype, 40, 1500)
-    got = CpuKernels().linear(weight, None, quantization)(x)
+    got = CpuKernels().linear(Weight(weight, quantization), None)(x)
     assert relative_error(got, F.linear(x.double(), weight.double())) < ROUNDING[dtype] + QUANTISING[quantization]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", ["int8", "int8-weight-only"])
+def test_a_weight_that_was_packed_before(scheme: str, dtype: torch.dtype) -> None:
+    """Its rows are the whole numbers times their scales, and so are its products."""
+    whole = torch.randint(-128, 128, (130, 300), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    scales, bias, x = random(1, torch.float32, 130, 1).abs() / 100, random(2, dtype, 130), random(3, dtype, 40, 300)
+    dense = whole * scales
+    kernels, weight = CpuKernels(), Weight([whole[:65], whole[65:]], scheme, scales, dtype=dtype)
+    linear = kernels.linear(weight, bias)
+    assert torch.equal(linear.rows(torch.arange(130)), dense.to(dtype))
+    expected = F.linear(rounded(x, scheme), dense.double(), bias.double())
+    assert relative_error(linear(x), expected) < ROUNDING[dtype]
+    gate, up = expected.chunk(2, dim=1)
+    assert relative_error(kernels.gated_linear(weight, bias)(x), F.silu(gate) * up) < 2 * ROUNDING[dtype]
+
+
+@pytest.mark.parametrize(
+    ("weight", "named"),
+    [
+        (Weight(torch.ones(4, 128), "fp8"), "fp8"),
+        (
+            Weight(torch.ones(4, 128, dtype=torch.uint8), "int4", torch.ones(4, 1), None, 128),
+            "int4 packed in groups of",
+        ),
+        (
+            Weight(torch.ones(4, 128, dtype=torch.uint8), "int8", torch.ones(4, 1), torch.ones(4, 1)),
+            "int8 packed in rows w",
+        ),
+    ],
+)
+def test_a_format_that_is_not_there_is_named(weight: Weight, named: str) -> None:
+    for lay_out in (CpuKernels().linear, CpuKernels().gated_linear):
+        with pytest.raises(
+            ValueError, match=f"the cpu kernels have no weights in {named}.*; they have none, int8, int8-"
+        ):
+            lay_out(weight, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_that_is_not_whole_words_is_multiplied_by_torch(dtype: torch.dtype) -> None:
     weight, x = random(0, dtype, 30, 7), random(1, dtype, 5, 7)
-    linear = CpuKernels().linear(weight, None)
+    linear = CpuKernels().linear(Weight(weight), None)
     assert isinstance(linear, ReferenceLinear) == (dtype == torch.bfloat16)
     assert relative_error(linear(x), F.linear(x.double(), weight.double())) < ROUNDING[dtype]
 
@@ -90,10 +128,10 @@ def test_gate(quantization: str, dtype: torch.dtype, biased: bool, features: int
     bias = random(2, dtype, 2 * features) if biased else None
     x[0] *= 6
     kernels = CpuKernels()
-    packed = kernels.linear(weight.float(), None, quantization).rows(torch.arange(2 * features)).double()
+    packed = kernels.linear(Weight(weight.float(), quantization), None).rows(torch.arange(2 * features)).double()
     both = F.linear(rounded(x, quantization), packed, bias.double() if bias is not None else None)
     gate, up = both.chunk(2, dim=1)
-    got = kernels.gated_linear(weight, bias, quantization)(x)
+    got = kernels.gated_linear(Weight(weight, quantization), bias)(x)
     assert got.shape == (9, features)
     assert relative_error(got, F.silu(gate) * up) < 2 * ROUNDING[dtype]
 
@@ -104,7 +142,7 @@ def test_rows(quantization: str, dtype: torch.dtype) -> None:
     """What was packed comes out again: as it was, or off by half a step of its scale."""
     weight = random(0, dtype, 203, 66)
     numbers = torch.tensor([0, 202, 64, 63, 5, 5])
-    rows = CpuKernels().linear(weight, None, quantization).rows(numbers)
+    rows = CpuKernels().linear(Weight(weight, quantization), None).rows(numbers)
     assert rows.dtype == dtype
     if quantization == "none":
         assert torch.equal(rows, weight[numbers])
@@ -120,7 +158,7 @@ def test_rows(quantization: str, dtype: torch.dtype) -> None:
 def test_a_token_s_result_depends_on_nothing_else(quantization: str, dtype: torch.dtype) -> None:
     """Equal, bit for bit, alone and among any number of others, with one thread and with several."""
     weight, bias = random(0, dtype, 1237, 1024), random(1, dtype, 1237)
-    one, three = (with_threads(n).linear(weight, bias, quantization) for n in (1, 3))
+    one, three = (with_threads(n).linear(Weight(weight, quantization), bias) for n in (1, 3))
     x = random(2, dtype, 300, 1024)
     alone = torch.cat([one(x[i : i + 1]) for i in range(300)])
     for tokens in (1, 4, 11, 24, 70, 300):
@@ -134,7 +172,7 @@ def test_one_large_activation_spoils_its_own_block_alone(quantization: str) -> N
     weight, x = torch.zeros(64, 1536), random(1, torch.float32, 1, 1536) * 0.1
     weight[:, 1000:] = random(0, torch.float32, 64, 536)
     x[0, 3] = 1e4
-    got = CpuKernels().linear(weight, None, quantization)(x)
+    got = CpuKernels().linear(Weight(weight, quantization), None)(x)
     assert relative_error(got, F.linear(x.double(), weight.double())) < 1.5 * QUANTISING[quantization]
 
 
@@ -142,7 +180,7 @@ def test_one_large_activation_spoils_its_own_block_alone(quantization: str) -> N
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_activations_that_are_not_numbers_spoil_their_token_alone(quantization: str, bad: float) -> None:
     weight, x = random(0, torch.float32, 80, 600), random(1, torch.float32, 8, 600)
-    linear = CpuKernels().linear(weight, None, quantization)
+    linear = CpuKernels().linear(Weight(weight, quantization), None)
     sound = linear(x)
     x[3, 17] = bad
     got = linear(x)
@@ -156,13 +194,13 @@ def test_zeros(quantization: str) -> None:
     """Rows and tokens of zeros have no scale of their own."""
     weight, x = random(0, torch.float32, 70, 128), random(1, torch.float32, 4, 128)
     weight[5], x[2] = 0, 0
-    got = CpuKernels().linear(weight, None, quantization)(x)
+    got = CpuKernels().linear(Weight(weight, quantization), None)(x)
     assert (got[:, 5] == 0).all() and (got[2] == 0).all() and got.isfinite().all()
 
 
 def test_the_weight_s_memory_is_not_needed_afterwards() -> None:
     weight, x = random(0, torch.float32, 64, 128), random(1, torch.float32, 2, 128)
-    linear = CpuKernels().linear(weight, None)
+    linear = CpuKernels().linear(Weight(weight), None)
     before = linear(x)
     weight.zero_()
     assert torch.equal(linear(x), before)
@@ -170,14 +208,14 @@ def test_the_weight_s_memory_is_not_needed_afterwards() -> None:
 
 def test_a_slice_of_a_weight() -> None:
     weight, x = random(0, torch.float32, 64, 256), random(1, torch.float32, 3, 128)
-    linear = CpuKernels().linear(weight[:, 128:], None)
+    linear = CpuKernels().linear(Weight(weight[:, 128:]), None)
     torch.testing.assert_close(linear(x), F.linear(x, weight[:, 128:]), atol=1e-4, rtol=1e-4)
 
 
 def test_strided_tokens() -> None:
     weight, wide = random(0, torch.float32, 40, 64), random(1, torch.float32, 30, 128)
     for quantization in QUANTIZATIONS:
-        linear = CpuKernels().linear(weight, None, quantization)
+        linear = CpuKernels().linear(Weight(weight, quantization), None)
         for tokens in (3, 30):
             assert torch.equal(linear(wide[:tokens, 64:]), linear(wide[:tokens, 64:].contiguous()))
             assert torch.equal(linear(wide[:tokens].T[:64].T), linear(wide[:tokens, :64].contiguous()))
@@ -185,7 +223,7 @@ def test_strided_tokens() -> None:
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_no_tokens(quantization: str) -> None:
-    linear = CpuKernels().linear(random(0, torch.float32, 16, 64), None, quantization)
+    linear = CpuKernels().linear(Weight(random(0, torch.float32, 16, 64), quantization), None)
     assert linear(torch.empty(0, 64)).shape == (0, 16)
     assert linear.rows(torch.empty(0, dtype=torch.int64)).shape == (0, 64)
 
@@ -214,7 +252,7 @@ def test_tiles_need_the_processor_and_the_system(features: set[str], permitted: 
 def test_bfloat16_without_tiles(out: int, width: int) -> None:
     """As where the system refuses them, on any processor."""
     weight, x = random(0, torch.bfloat16, out, width), random(2, torch.bfloat16, 100, width)
-    linear = CpuKernels(tiles=False).linear(weight, None)
+    linear = CpuKernels(tiles=False).linear(Weight(weight), None)
     alone = torch.cat([linear(x[i : i + 1]) for i in range(100)])
     assert relative_error(alone, F.linear(x.double(), weight.double())) < ROUNDING[torch.bfloat16]
     assert torch.equal(linear(x), alone)
@@ -227,10 +265,10 @@ def test_sums_on_tiles_are_in_the_order_that_is_documented(gated: bool) -> None:
     weight, bias, x = (random(i, torch.bfloat16, *shape) for i, shape in enumerate([(200, 1090), (200,), (75, 1090)]))
     if gated:
         gate, up = (torch.from_numpy(sums_of_tiles(x, part)) for part in weight.chunk(2))
-        got = CpuKernels(tiles=True).gated_linear(weight, None)(x)
+        got = CpuKernels(tiles=True).gated_linear(Weight(weight), None)(x)
         torch.testing.assert_close(got, (F.silu(gate) * up).bfloat16(), rtol=8e-3, atol=1e-6)
     else:
-        got = CpuKernels(tiles=True).linear(weight, bias)(x)
+        got = CpuKernels(tiles=True).linear(Weight(weight), bias)(x)
         assert torch.equal(got, products_of_tiles(x, weight, bias))
 
 
@@ -238,7 +276,7 @@ def test_sums_on_tiles_are_in_the_order_that_is_documented(gated: bool) -> None:
 def test_a_token_of_no_numbers_spoils_no_other_on_tiles() -> None:
     """Also where the inputs are padded and the next token follows at once."""
     weight, x = random(0, torch.bfloat16, 80, 1030), random(1, torch.bfloat16, 40, 1030)
-    linear = CpuKernels(tiles=True).linear(weight, None)
+    linear = CpuKernels(tiles=True).linear(Weight(weight), None)
     sound = linear(x)
     x[17] = float("nan")
     got = linear(x)

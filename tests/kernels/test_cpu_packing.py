@@ -13,6 +13,7 @@ from headway.kernels.cpu_arithmetic import PANEL
 from headway.kernels.cpu_linear import PackedLinear
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.cpu_team import Team
+from headway.kernels.interface import Weight
 from tests.kernels.steps import random
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -22,8 +23,12 @@ ODD = [(3, 7), (66, 33), (64, 31)]
 
 
 def packed(weight: Tensor | list[Tensor], quantization: str, gated: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    return laid_out(Weight(weight, quantization), gated)
+
+
+def laid_out(weight: Weight, gated: bool) -> tuple[np.ndarray, np.ndarray]:
     """The panels' bytes, and the scales of the rows."""
-    linear = PackedLinear(weight, None, Team(), LargePages(), quantization, gated)
+    linear = PackedLinear(weight, None, Team(), LargePages(), gated)
     return linear._packed.numpy().copy(), linear._row_scales.numpy().copy()
 
 
@@ -84,6 +89,22 @@ def test_eight_bits(dtype: torch.dtype, quantization: str, out: int, width: int,
     data, scales = packed(weight, quantization, gated)
     assert np.array_equal(scales, (largest / np.float32(127)).ravel())
     assert np.array_equal(data, panels((padded(whole, inputs) + offset).astype(np.uint8), inputs))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("scheme", ["int8", "int8-weight-only"])
+@pytest.mark.parametrize(("out", "width"), SHAPES + ODD)
+def test_eight_bits_that_were_packed_before_stay_as_they_are(out: int, width: int, scheme: str, gated: bool) -> None:
+    """In two parts, as gate and up come."""
+    out += out % 2
+    whole = torch.randint(-128, 128, (out, width), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    scales = random(1, torch.float32, out, 1).abs()
+    inputs, offset = (4, 128) if scheme == "int8" else (2, 0)
+    weight = Weight(list(whole.split(out // 2)), scheme, scales, dtype=torch.bfloat16)
+    data, row_scales = laid_out(weight, gated)
+    assert np.array_equal(row_scales, in_lanes(scales, gated).ravel())
+    rows = in_lanes(whole, gated).astype(np.int32)
+    assert np.array_equal(data, panels((padded(rows, inputs) + offset).astype(np.uint8), inputs))
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headway.kernels.cpu import CpuKernels
 from headway.kernels.cpu_arena import Arena
-from headway.kernels.interface import StepGeometry
+from headway.kernels.interface import StepGeometry, Weight
 from tests.kernels.operations import empty_cache
 from tests.kernels.steps import random, step_of
 
@@ -51,7 +51,7 @@ def test_memory_is_used_again_and_joined() -> None:
 
 
 def test_a_large_result_takes_the_memory_of_one_that_is_gone() -> None:
-    linear = CpuKernels().linear(random(0, torch.float32, 70_000, 16), None)
+    linear = CpuKernels().linear(Weight(random(0, torch.float32, 70_000, 16)), None)
     x = random(1, torch.float32, 64, 16)
     first, second = linear(x), linear(x)
     assert first.data_ptr() != second.data_ptr()
@@ -70,8 +70,8 @@ class Layers:
         self.table, self.norm = random(0, dtype, 50, HIDDEN), random(3, dtype, HIDDEN)
         self.layers = []
         for number, (heads, kv_heads, width) in enumerate(ATTENTIONS):
-            qkv = kernels.linear(random(4 * number, dtype, (heads + 2 * kv_heads) * width, HIDDEN), None)
-            out = kernels.linear(random(4 * number + 1, dtype, HIDDEN, heads * width), None, "int8")
+            qkv = kernels.linear(Weight(random(4 * number, dtype, (heads + 2 * kv_heads) * width, HIDDEN)), None)
+            out = kernels.linear(Weight(random(4 * number + 1, dtype, HIDDEN, heads * width), "int8"), None)
             angles = random(4 * number + 2, torch.float32, 4096, width // 2)
             cache = empty_cache((blocks, kv_heads, BLOCK, width), cache_dtype, "cpu")
             for tensor in cache.tensors:
@@ -139,7 +139,7 @@ def test_the_second_time_nothing_is_called() -> None:
 
 def test_operations_that_torch_does_are_not_recorded() -> None:
     kernels = CpuKernels()
-    odd = kernels.linear(random(0, torch.bfloat16, 8, 7), None)
+    odd = kernels.linear(Weight(random(0, torch.bfloat16, 8, 7)), None)
     x = random(1, torch.bfloat16, 2, 7)
     step, calls = step_of([1], [1], BLOCK)[0], []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headway.kernels.interface import Weight
 from tests.kernels import operations
 from tests.kernels.operations import DTYPES, check_attention
 from tests.kernels.steps import random, step_of
@@ -49,6 +50,10 @@ def test_gate(kernels: CudaKernels, dtype: torch.dtype, tokens: int, width: int)
 @pytest.mark.parametrize(("tokens", "width", "half"), [(3, 64, 32), (2, 24, 12), (2, 80, 20)])
 def test_rotate(kernels: CudaKernels, dtype: torch.dtype, tokens: int, width: int, half: int) -> None:
     operations.check_rotate(kernels, DEVICE, dtype, tokens, width, half)
+
+
+def test_packed_weights_are_refused(kernels: CudaKernels) -> None:
+    operations.check_packed_weights_are_refused(kernels)
 
 
 def test_an_int8_cache_is_refused(kernels: CudaKernels) -> None:
@@ -108,7 +113,7 @@ def test_splits_fill_the_device_but_stay_long(kernels: CudaKernels) -> None:
 
 def test_linear(kernels: CudaKernels) -> None:
     weight, bias, x = random(0, torch.float32, 24, 40), random(1, torch.float32, 24), random(2, torch.float32, 3, 40)
-    got = kernels.linear(weight.to(DEVICE), bias.to(DEVICE))(x.to(DEVICE))
+    got = kernels.linear(Weight(weight.to(DEVICE)), bias.to(DEVICE))(x.to(DEVICE))
     torch.testing.assert_close(got.cpu(), x @ weight.T + bias, atol=1e-4, rtol=1e-4)
 
 

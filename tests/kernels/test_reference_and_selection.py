@@ -85,6 +85,10 @@ def test_copy_blocks_reads_before_it_writes() -> None:
     assert torch.equal(cache.keys, keys[[0, 0, 1, 3]])
 
 
+def test_packed_weights_are_refused() -> None:
+    operations.check_packed_weights_are_refused(REFERENCE)
+
+
 def test_an_int8_cache_is_refused() -> None:
     operations.check_int8_cache_is_refused(REFERENCE)
 

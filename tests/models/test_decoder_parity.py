@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from headway.cost.shape import CacheSpec
 from headway.kernels import kernels_for
+from headway.kernels.interface import Weight
 from headway.kernels.reference import ReferenceKernels
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
@@ -123,7 +124,7 @@ def test_layers_may_have_different_caches(models, on):
         return torch.cat([query, *twice]).to(ours.device)
 
     qkv, layer = plain.weights.layers[1].qkv, ours.weights.layers[1]
-    layer.qkv = ours.kernels.linear(doubled(qkv.weight), doubled(qkv.bias))
+    layer.qkv = ours.kernels.linear(Weight(doubled(qkv.weight)), doubled(qkv.bias))
     layer.cache = dataclasses.replace(cache, heads=2 * cache.heads)
     ours = with_config(ours, caches=tuple(each.cache for each in ours.weights.layers))
     expected = [tiny.logits(model, prompt) for prompt in PROMPTS]

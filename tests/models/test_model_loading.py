@@ -306,7 +306,7 @@ def test_dummy_matrices_have_no_equal_rows_and_the_stated_spread(single):
     embeddings = weights.embedding(torch.arange(131))
     assert embeddings.unique(dim=0).shape == embeddings.shape
     assert weights.layers[0].qkv.weight.std().item() == pytest.approx(0.02, rel=0.1)
-    assert not torch.equal(weights.layers[0].down.weight, weights.layers[1].down.weight)
+    assert not torch.equal(weights.layers[0].mlp.down.weight, weights.layers[1].mlp.down.weight)
 
 
 def test_dummy_tensors_larger_than_the_pool_use_all_of_it():
