@@ -190,15 +190,9 @@ def plan(
     else:
         from rich.console import Console
 
-        from headway.planner.console import print_answer, print_plan
-        from headway.planner.explain import print_explained
+        from headway.planner.console import print_explained, print_plan
 
-        console = Console()
-        if explain:
-            print_answer(made, console)
-            print_explained(made, console)
-        else:
-            print_plan(made, console)
+        (print_explained if explain else print_plan)(made, Console())
         if written:
             print(f"\nWrote {written[0]} and {len(written) - 1} pictures.")
     raise typer.Exit(1 if made.problem else 0)

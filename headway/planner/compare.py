@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from headway.planner.answer import headline
-from headway.planner.figures import figures_of, missed_by, shortened
 from headway.planner.json import as_object
+from headway.planner.numbers import missed_by, numbers_of, shortened
 from headway.planner.plan import Estimate, Plan
 from headway.planner.request import PlanError, PlanRequest
 from headway.planner.words import bar, dollars, gigabytes
@@ -172,7 +172,7 @@ def _per_device(plan: Plan) -> Estimate | None:
 
 def _cost(plan: Plan) -> Estimate | None:
     """Its bar is that of the tokens."""
-    rate, cost = _tokens(plan), figures_of(plan).cost
+    rate, cost = _tokens(plan), numbers_of(plan).cost
     if cost is None or rate is None:
         return None
     return Estimate(cost, cost * rate.value / rate.high, cost * rate.value / rate.low)

@@ -1,12 +1,15 @@
-"""A plan on a terminal: the short answer, then tables, then what it rests on."""
+"""A plan on a terminal: the short answer, then tables and what it rests on, or the formulas."""
 
 from __future__ import annotations
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from headway.planner.answer import answer, headline
+from headway.planner.formula import DOCUMENTS, result
+from headway.planner.formulas import formulas
 from headway.planner.plan import Plan
 from headway.planner.tables import tables
 from headway.report.console import STYLES, print_table
@@ -36,3 +39,16 @@ def print_answer(plan: Plan, console: Console) -> None:
     for line in answer(plan):
         grid.add_row(Text(line.label, style=STYLES[line.tone]), Text(line.text))
     console.print(grid)
+
+
+def print_explained(plan: Plan, console: Console) -> None:
+    """The answer, and every formula in the order of the calculation."""
+    print_answer(plan, console)
+    for formula in formulas(plan):
+        console.print()
+        console.print(Text.assemble((formula.name, "bold"), f"  [{formula.source}]"))
+        for line in (formula.rule, formula.numbers and f"= {formula.numbers}", result(formula)):
+            if line:
+                console.print(Padding(Text(line), (0, 0, 0, 4)))
+    console.print()
+    console.print(Text("; ".join(f"document {number}: {title}" for number, title in DOCUMENTS.items()), style="dim"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headway.cost.loading import DESERIALIZE_BYTES_PER_S, HOST_LINK_SHARE
-from headway.planner.explain import Formula, plain
+from headway.planner.formula import Formula, plain
 from headway.planner.loads import intake_s, per_lane
 from headway.planner.plan import Plan
 from headway.planner.step_formulas import added, of_cache, of_memory, of_phase, of_ridge, of_weights

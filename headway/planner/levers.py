@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from headway.planner.changes import Change, NotApplicable, changes, flags_of, largest_load, other_hardware
-from headway.planner.figures import Figures, figures_of, gain_of, missed_by, value_of
 from headway.planner.make import make_plan
+from headway.planner.numbers import Numbers, gain_of, missed_by, numbers_of, value_of
 from headway.planner.plan import Plan
 from headway.planner.request import PlanError, PlanRequest
 
@@ -36,7 +36,7 @@ class Lever:
     change: Change
     flags: str
     plan: Plan
-    figures: Figures
+    numbers: Numbers
     gain: float | None
     misses: tuple[str, ...]
 
@@ -53,7 +53,7 @@ class Levers:
     """
 
     base: Plan
-    figures: Figures
+    numbers: Numbers
     objective: str
     why: str
     ranked: tuple[Lever, ...]
@@ -63,7 +63,7 @@ class Levers:
     @property
     def chain_gain(self) -> float | None:
         """Of all of the chain together; None where there is none, or the plan without it has no such figure."""
-        return gain_of(self.figures, self.chain[-1].figures, self.objective) if self.chain else None
+        return gain_of(self.numbers, self.chain[-1].numbers, self.objective) if self.chain else None
 
     @property
     def chain_flags(self) -> str:
@@ -90,7 +90,7 @@ def find_levers(
     levers += search.of_load(left_out)
     levers += search.of_hardware(left_out)
     levers.sort(key=search.rank)
-    return Levers(base, figures_of(base), chosen, why, tuple(levers), tuple(left_out), tuple(search.chain(levers)))
+    return Levers(base, numbers_of(base), chosen, why, tuple(levers), tuple(left_out), tuple(search.chain(levers)))
 
 
 def choose_objective(base: Plan, wanted: str | None) -> tuple[str, str]:
@@ -145,18 +145,18 @@ class _Search:
     def lever(self, change: Change, before: Plan) -> Lever:
         """Raises NotApplicable where the plan with the change cannot be made, does not fit or changes nothing."""
         plan = self._made(change, before.request)
-        figures, old = figures_of(plan), figures_of(before)
+        numbers, old = numbers_of(plan), numbers_of(before)
         if not plan.fits or (plan.problem and not before.problem):
             raise NotApplicable("the model or the load does not fit then")
-        if _alike(figures, old):
+        if _alike(numbers, old):
             raise NotApplicable("changes no figure by more than 0.5 %")
         settled = {name: getattr(plan.request, name) for name in change.settings}
         return Lever(
             replace(change, settings=settled),
             flags_of(settled),
             plan,
-            figures,
-            gain_of(old, figures, self._objective),
+            numbers,
+            gain_of(old, numbers, self._objective),
             missed_by(plan),
         )
 
@@ -224,7 +224,7 @@ class _Search:
     def rank(self, lever: Lever) -> tuple[bool, float]:
         """The best first: by the figure itself, which orders as the gain does and exists where the base has none."""
         spoils = bool(set(lever.misses) - self._missed)
-        value = value_of(lever.figures, self._objective)
+        value = value_of(lever.numbers, self._objective)
         return spoils, math.inf if value is None else value
 
     def chain(self, levers: list[Lever]) -> list[Lever]:
@@ -251,7 +251,7 @@ class _Search:
     def _helps(self, lever: Lever) -> bool:
         """Where the plan before had no such figure, to have one is enough."""
         if lever.gain is None:
-            return value_of(lever.figures, self._objective) is not None
+            return value_of(lever.numbers, self._objective) is not None
         return lever.gain >= LEAST_GAIN
 
     def _combinable(self) -> list[Change]:
@@ -266,7 +266,7 @@ class _Search:
                 continue
 
 
-def _alike(one: Figures, other: Figures) -> bool:
+def _alike(one: Numbers, other: Numbers) -> bool:
     pairs: list[tuple[float | None, float | None]] = [
         (one.ttft_s, other.ttft_s),
         (one.tpot_s, other.tpot_s),

@@ -10,8 +10,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from headway.planner.answer import headline
-from headway.planner.figures import Figures, missed_by, value_of
 from headway.planner.levers import Lever, Levers
+from headway.planner.numbers import Numbers, missed_by, value_of
 from headway.planner.words import dollars, seconds
 from headway.report.console import print_table
 from headway.report.parts import Cell, Table, cells
@@ -90,20 +90,20 @@ def chain_table(found: Levers) -> Table:
 
 
 def _as_it_is(found: Levers) -> tuple[Cell, ...]:
-    return _row("", "as it is", Cell(""), found.figures, missed_by(found.base))
+    return _row("", "as it is", Cell(""), found.numbers, missed_by(found.base))
 
 
 def _lever_row(found: Levers, place: str, name: str, lever: Lever) -> tuple[Cell, ...]:
-    return _row(place, name, _gain(found, lever), lever.figures, lever.misses)
+    return _row(place, name, _gain(found, lever), lever.numbers, lever.misses)
 
 
-def _row(place: str, name: str, gain: Cell, figures: Figures, missed: tuple[str, ...]) -> tuple[Cell, ...]:
+def _row(place: str, name: str, gain: Cell, numbers: Numbers, missed: tuple[str, ...]) -> tuple[Cell, ...]:
     times = [
-        Cell("–", "quiet") if value is None else Cell(seconds(value)) for value in (figures.ttft_s, figures.tpot_s)
+        Cell("–", "quiet") if value is None else Cell(seconds(value)) for value in (numbers.ttft_s, numbers.tpot_s)
     ]
-    tokens = "–" if figures.tokens_per_s is None else number(figures.tokens_per_s)
+    tokens = "–" if numbers.tokens_per_s is None else number(numbers.tokens_per_s)
     said = Cell(name, detail=f"misses {' and '.join(missed)}" if missed else "")
-    return cells(place, said, gain, *times, tokens, f"{figures.devices}", dollars(figures.cost))
+    return cells(place, said, gain, *times, tokens, f"{numbers.devices}", dollars(numbers.cost))
 
 
 def _gain(found: Levers, lever: Lever) -> Cell:
@@ -111,7 +111,7 @@ def _gain(found: Levers, lever: Lever) -> Cell:
     if lever.gain is None:
         if not found.base.fits:
             return Cell("it fits", "good")
-        return Cell("–", "quiet") if value_of(lever.figures, found.objective) is None else Cell("it keeps up", "good")
+        return Cell("–", "quiet") if value_of(lever.numbers, found.objective) is None else Cell("it keeps up", "good")
     return Cell(f"{lever.gain:.2f} x", "good" if lever.gain > 1.005 else "bad" if lever.gain < 0.995 else "quiet")
 
 
@@ -124,7 +124,7 @@ def to_json(found: Levers) -> str:
             "objective": found.objective,
             "why": found.why,
             "problem": found.base.problem,
-            "base": _figures(found.figures),
+            "base": _figures(found.numbers),
             "levers": [_lever(lever) for lever in found.ranked],
             "combination": [_lever(lever) for lever in found.chain],
             "combination_gain": found.chain_gain,
@@ -142,21 +142,21 @@ def _lever(lever: Lever) -> dict[str, Any]:
         "kind": lever.change.kind,
         "flags": lever.flags,
         "gain": lever.gain,
-        **_figures(lever.figures),
+        **_figures(lever.numbers),
         "misses": list(lever.misses),
         "assumes": lever.change.assumes,
     }
 
 
-def _figures(figures: Figures) -> dict[str, Any]:
+def _figures(numbers: Numbers) -> dict[str, Any]:
     def ms(value: float | None) -> float | None:
         return None if value is None else value * 1e3
 
     return {
-        "ttft_ms": ms(figures.ttft_s),
-        "tpot_ms": ms(figures.tpot_s),
-        "e2el_ms": ms(figures.e2el_s),
-        "output_tokens_per_s": figures.tokens_per_s,
-        "cost_per_million_output_tokens": figures.cost,
-        "devices": figures.devices,
+        "ttft_ms": ms(numbers.ttft_s),
+        "tpot_ms": ms(numbers.tpot_s),
+        "e2el_ms": ms(numbers.e2el_s),
+        "output_tokens_per_s": numbers.tokens_per_s,
+        "cost_per_million_output_tokens": numbers.cost,
+        "devices": numbers.devices,
     }

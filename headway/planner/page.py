@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headway.planner import pictures, tables
 from headway.planner.answer import answer, headline
-from headway.planner.explain import result
+from headway.planner.formula import result
 from headway.planner.formulas import formulas
 from headway.planner.plan import Estimate, Plan
 from headway.planner.words import bar, dollars, gigabytes

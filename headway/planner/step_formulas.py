@@ -9,7 +9,7 @@ from headway.cost.parallel import stage_layers
 from headway.cost.precision import Format
 from headway.cost.timing import LINEAR, PartTime
 from headway.cost.work import LAYER_NORM_FLOPS, NORMALISATION, RMS_NORM_FLOPS, Operation, compute_format, total
-from headway.planner.explain import Formula, plain
+from headway.planner.formula import Formula, plain
 from headway.planner.plan import Phase, Plan
 
 EXACT = "counted from the shape, exactly"

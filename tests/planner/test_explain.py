@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headway.planner.explain import Formula, plain, print_explained, result
+from headway.planner.console import print_explained
+from headway.planner.formula import Formula, plain, result
 from headway.planner.formulas import formulas
 from headway.planner.json import as_object
 from headway.planner.make import make_plan

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from headway.planner.changes import draft_model
-from headway.planner.figures import figures_of, gain_of
 from headway.planner.levers import LEAST_GAIN, Levers, choose_objective, find_levers
 from headway.planner.make import make_plan
+from headway.planner.numbers import gain_of, numbers_of
 from headway.planner.plan import Plan
 from headway.planner.request import PlanError, PlanRequest, Speculation
 from tests.planner.command_line import CommandLine
@@ -58,8 +58,8 @@ def too_large() -> Levers:
 def test_figures_are_those_of_a_plan_with_the_flags(clients: Levers) -> None:
     for lever in clients.ranked:
         made = make_plan(replace(clients.base.request, **lever.change.settings))
-        assert lever.figures == figures_of(made), lever.change.name
-        assert lever.gain == gain_of(clients.figures, figures_of(made), clients.objective)
+        assert lever.numbers == numbers_of(made), lever.change.name
+        assert lever.gain == gain_of(clients.numbers, numbers_of(made), clients.objective)
 
 
 def test_the_command_line_shows_the_same_with_the_flags_typed(headway: CommandLine, batch: Levers) -> None:
@@ -71,7 +71,7 @@ def test_the_command_line_shows_the_same_with_the_flags_typed(headway: CommandLi
         shown = json.loads(headway(*shlex.split(f"{plain} {lever.flags}")).out)
         tpot = shown["speculation"]["tpot_ms"] if shown["speculation"] else shown["tpot_ms"]
         assert lever.gain == pytest.approx(base["tpot_ms"] / tpot), lever.change.name
-        assert lever.figures.ttft_s == pytest.approx(shown["ttft_ms"] / 1e3)
+        assert lever.numbers.ttft_s == pytest.approx(shown["ttft_ms"] / 1e3)
 
 
 def test_ranked_by_gain_and_every_kind_is_there(clients: Levers) -> None:
@@ -85,16 +85,16 @@ def test_ranked_by_gain_and_every_kind_is_there(clients: Levers) -> None:
 def test_throughput_is_that_of_a_device(clients: Levers) -> None:
     """Twice the devices that give less than twice the tokens are no gain."""
     double = next(lever for lever in clients.ranked if lever.change.name == "TP 2")
-    assert double.figures.devices == 2 and "--count 2" in double.flags
-    assert clients.figures.tokens_per_s and double.figures.tokens_per_s
-    assert clients.figures.tokens_per_s < double.figures.tokens_per_s < 2 * clients.figures.tokens_per_s
+    assert double.numbers.devices == 2 and "--count 2" in double.flags
+    assert clients.numbers.tokens_per_s and double.numbers.tokens_per_s
+    assert clients.numbers.tokens_per_s < double.numbers.tokens_per_s < 2 * clients.numbers.tokens_per_s
     assert double.gain is not None and double.gain < 1
 
 
 def test_replicas_merge_before_devices_are_bought() -> None:
     found = find_levers(request(concurrency=8, count=4, tensor_parallel_size=1), "tpot")
     four = next(lever for lever in found.ranked if lever.change.name == "TP 4")
-    assert four.figures.devices == 4 and four.plan.replicas == 1
+    assert four.numbers.devices == 4 and four.plan.replicas == 1
     assert "same devices" in four.change.assumes
 
 
@@ -103,10 +103,10 @@ def test_chain_puts_the_best_together(clients: Levers) -> None:
     before = clients.base
     for lever in clients.chain:
         changed = replace(before.request, **lever.change.settings)
-        assert figures_of(make_plan(changed)) == lever.figures
+        assert numbers_of(make_plan(changed)) == lever.numbers
         assert lever.gain is not None and lever.gain >= LEAST_GAIN
-        assert lever.gain == gain_of(figures_of(before), lever.figures, clients.objective)
-        assert lever.figures.devices == clients.figures.devices
+        assert lever.gain == gain_of(numbers_of(before), lever.numbers, clients.objective)
+        assert lever.numbers.devices == clients.numbers.devices
         before = lever.plan
     kinds = [lever.change.kind for lever in clients.chain]
     assert len(kinds) == len(set(kinds)) and not {"load", "hardware"} & set(kinds)
@@ -136,13 +136,13 @@ def test_speculation_takes_the_best_number_of_tokens(batch: Levers) -> None:
         if lever.change.kind == "speculation":
             asked, made = lever.change.settings["speculation"], lever.plan.speculated
             assert made is not None and asked.tokens == made.best_tokens
-            assert lever.figures.tpot_s == pytest.approx(made.tpot_s)  # a batch decodes alone
-            assert lever.figures.ttft_s == batch.figures.ttft_s
+            assert lever.numbers.tpot_s == pytest.approx(made.tpot_s)  # a batch decodes alone
+            assert lever.numbers.ttft_s == batch.numbers.ttft_s
 
 
 def test_speculation_leaves_what_the_prompts_of_others_take_of_tpot() -> None:
     made = make_plan(request(concurrency=8, speculation=Speculation(3, 0.7)))
-    found, decode = figures_of(made), made.decode.time.seconds
+    found, decode = numbers_of(made), made.decode.time.seconds
     assert made.tpot and made.speculated and found.tpot_s
     assert made.tpot.value - decode == pytest.approx(found.tpot_s - decode / made.speculated.speedup)
 
@@ -171,7 +171,7 @@ def test_formats_that_the_hardware_does_not_multiply_in_are_widened() -> None:
 def test_a_model_that_does_not_fit_is_ranked_by_what_makes_it_fit(too_large: Levers) -> None:
     assert too_large.base.problem and too_large.objective == "throughput"
     assert too_large.ranked and all(lever.gain is None and lever.plan.fits for lever in too_large.ranked)
-    rates = [(lever.figures.tokens_per_s or 0.0) / lever.figures.devices for lever in too_large.ranked]
+    rates = [(lever.numbers.tokens_per_s or 0.0) / lever.numbers.devices for lever in too_large.ranked]
     assert rates == sorted(rates, reverse=True)
     assert too_large.chain[0].change.kind == "weights"  # the devices that are there, not the fastest in the catalogue
 
@@ -191,8 +191,8 @@ def test_more_requests_than_can_be_served_are_ranked_by_what_can() -> None:
     assert (found.objective, found.why) == ("throughput", "the load is more than can be served")
     assert found.ranked[0].gain and found.ranked[0].gain > 10
     by_ttft = find_levers(base, "ttft")
-    assert by_ttft.figures.ttft_s is None and all(lever.gain is None for lever in by_ttft.ranked)
-    assert by_ttft.ranked[0].figures.ttft_s and by_ttft.ranked[0].change.kind == "hardware"
+    assert by_ttft.numbers.ttft_s is None and all(lever.gain is None for lever in by_ttft.ranked)
+    assert by_ttft.ranked[0].numbers.ttft_s and by_ttft.ranked[0].change.kind == "hardware"
     assert by_ttft.chain == () and by_ttft.chain_gain is None  # none keeps up on this device
 
 

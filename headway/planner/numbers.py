@@ -33,7 +33,7 @@ def shortened(plan: Plan) -> Shortened:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class Numbers:
     """Seconds, tokens a second, dollars; None: it has no value.
 
     Args:
@@ -49,7 +49,7 @@ class Figures:
     devices: int
 
 
-def figures_of(plan: Plan) -> Figures:
+def numbers_of(plan: Plan) -> Numbers:
     """Of a plan. What can be served at most under a rate of arrivals does not count speculation."""
     faster = shortened(plan)
     tokens, cost = _scaled(plan.output_tokens_per_s, 1 / faster.answer), plan.cost_per_million_output_tokens
@@ -57,7 +57,7 @@ def figures_of(plan: Plan) -> Figures:
         tokens = plan.saturation_rate * plan.workload.output if plan.capacity.fits else None
     elif cost is not None:
         cost *= faster.answer
-    return Figures(
+    return Numbers(
         ttft_s=_scaled(plan.ttft, 1.0),
         tpot_s=_scaled(plan.tpot, faster.tpot),
         e2el_s=_scaled(plan.ttlt, faster.answer),
@@ -71,20 +71,20 @@ def missed_by(plan: Plan) -> tuple[str, ...]:
     """Objectives of its request that it misses."""
     if plan.speculated is None:
         return tuple(name for name, met in plan.slo_met.items() if not met)
-    found = figures_of(plan)
+    found = numbers_of(plan)
     values = {"ttft": found.ttft_s, "tpot": found.tpot_s, "e2el": found.e2el_s}
     limits = {name: limit_ms / 1e3 for name, limit_ms in plan.request.slo.items()}
     return tuple(name for name, limit in limits.items() if (value := values[name]) is None or value > limit)
 
 
-def value_of(figures: Figures, objective: str) -> float | None:
+def value_of(numbers: Numbers, objective: str) -> float | None:
     """The figure that counts, the lower the better: times, dollars, or device-seconds of a token."""
     if objective == "throughput":
-        return figures.devices / figures.tokens_per_s if figures.tokens_per_s else None
-    return {"ttft": figures.ttft_s, "tpot": figures.tpot_s, "e2el": figures.e2el_s, "cost": figures.cost}[objective]
+        return numbers.devices / numbers.tokens_per_s if numbers.tokens_per_s else None
+    return {"ttft": numbers.ttft_s, "tpot": numbers.tpot_s, "e2el": numbers.e2el_s, "cost": numbers.cost}[objective]
 
 
-def gain_of(before: Figures, after: Figures, objective: str) -> float | None:
+def gain_of(before: Numbers, after: Numbers, objective: str) -> float | None:
     """How many times as good; None where one of them has no such figure."""
     old, new = value_of(before, objective), value_of(after, objective)
     return None if old is None or new is None else old / new

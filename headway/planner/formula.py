@@ -1,14 +1,8 @@
-"""Formulas with their numbers put in, on a terminal."""
+"""A formula with its numbers put in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from rich.console import Console
-from rich.padding import Padding
-from rich.text import Text
-
-from headway.planner.plan import Plan
 
 # What the sources call "document".
 DOCUMENTS = {
@@ -45,20 +39,6 @@ def plain(value: float) -> str:
     if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e15):
         return f"{int(value):,}"
     return f"{value:.6g}"
-
-
-def print_explained(plan: Plan, console: Console) -> None:
-    """Every formula in the order of the calculation."""
-    from headway.planner.formulas import formulas
-
-    for formula in formulas(plan):
-        console.print()
-        console.print(Text.assemble((formula.name, "bold"), f"  [{formula.source}]"))
-        for line in (formula.rule, formula.numbers and f"= {formula.numbers}", result(formula)):
-            if line:
-                console.print(Padding(Text(line), (0, 0, 0, 4)))
-    console.print()
-    console.print(Text("; ".join(f"document {number}: {title}" for number, title in DOCUMENTS.items()), style="dim"))
 
 
 def result(formula: Formula) -> str:
