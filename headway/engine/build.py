@@ -19,8 +19,9 @@ from headway.kernels.interface import KV_CACHE_DTYPES
 from headway.kernels.select import kernels_for
 from headway.models.config import ModelConfig
 from headway.models.loading import load_model, resolve_dtype, resolve_model
+from headway.policy.intake import sequences_of
 from headway.policy.kv_blocks import KVBlocks
-from headway.policy.request import Sequence
+from headway.policy.request import Request
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
@@ -125,8 +126,8 @@ def warm_up(config: SchedulerConfig, runner: Runner, block_size: int, num_blocks
     new = 2 if longest == 1 else 3
     for index, length in enumerate((longest, 1)):
         params = SamplingParams(temperature=float(index), max_tokens=new, ignore_eos=True)
-        prompt = [1] * length
-        scheduler.add(Sequence("warm-up", index, params, prompt, length, length + new, frozenset(), 0), 0)
+        for sequence in sequences_of(Request(str(index), [1] * length, params, []), config.max_model_len):
+            scheduler.add(sequence, 0)
     while scheduler.has_work:
         plan = scheduler.schedule(0)
         outcome = runner.run(plan)

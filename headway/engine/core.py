@@ -10,13 +10,13 @@ from headway.engine.executor import Executor, StepOutcome
 from headway.engine.messages import (
     AddRequest,
     PromptLogprobs,
-    Resumed,
     SequenceOutput,
     SequenceTimings,
     StepOutputs,
     StepStats,
 )
 from headway.engine.quarantine import Quarantine
+from headway.policy.intake import check, sequences_of
 from headway.policy.plan import StepPlan
 from headway.policy.request import Sequence
 from headway.policy.scheduler import Scheduler
@@ -49,73 +49,24 @@ class EngineCore:
     def add(self, request: AddRequest) -> None:
         """Queue every choice of a request; one that can't be served is answered with an error output."""
         self._received += 1
-        problem = self._problem_of(request)
-        if problem:
-            self._reject(request, problem)
-            return
-        sequences = self._sequences_of(request)
+        limit = self.scheduler.config.max_model_len
+        if request.seed is None:
+            request.seed = secrets.randbits(63)
         try:
-            for sequence in sequences:
-                self.scheduler.add(sequence, self._clock())
-        except ValueError as error:  # of the first, as all have the same prompt
-            self._reject(request, str(error))
+            if request.request_id in self._live:
+                raise ValueError(f"a request with id {request.request_id!r} is running already")
+            check(request, limit, self.executor.vocab_size)
+        except ValueError as error:
+            self._pending += [
+                SequenceOutput(request.request_id, choice.index, [], finish_reason="error", error=str(error))
+                for choice in request.choices
+            ]
             return
+        sequences = sequences_of(request, limit)
+        for sequence in sequences:
+            self.scheduler.add(sequence, self._clock())
         self._live[request.request_id] = {s.index: s for s in sequences}
         self._sequences.update((s.seq_id, s) for s in sequences)
-
-    def _problem_of(self, request: AddRequest) -> str:
-        """What would break a step that others share, or an empty string."""
-        if request.request_id in self._live:
-            return f"a request with id {request.request_id!r} is running already"
-        if not request.prompt_token_ids:
-            return "the prompt is empty; give at least one token"
-        known = len(request.prompt_token_ids) + max(len(choice.token_ids) for choice in _choices(request))
-        context = self.scheduler.config.max_model_len
-        if request.resumed and known >= context:  # the engine that began it had memory for more
-            return f"{known} tokens are known, and the context is now {context}: there is no room to go on"
-        limit = self.executor.vocab_size
-        for name, ids in (
-            ("prompt", request.prompt_token_ids),
-            ("logit_bias", request.params.logit_bias),
-            ("stop_token_ids", request.params.stop_token_ids),
-        ):
-            outside = [token for token in ids if not 0 <= token < limit]
-            if outside:
-                return f"{name} has token id {outside[0]}; the model's vocabulary has ids 0 to {limit - 1}"
-        return ""
-
-    def _reject(self, request: AddRequest, message: str) -> None:
-        self._pending += [
-            SequenceOutput(request.request_id, choice.index, [], finish_reason="error", error=message)
-            for choice in _choices(request)
-        ]
-
-    def _sequences_of(self, request: AddRequest) -> list[Sequence]:
-        params, prompt = request.params, request.prompt_token_ids
-        seed = request.seed if params.seed is None else params.seed
-        seed = secrets.randbits(63) if seed is None else seed
-        stops = params.stop_token_ids if params.ignore_eos else [*request.eos_token_ids, *params.stop_token_ids]
-        limit = self.scheduler.config.max_model_len
-        sequences: list[Sequence] = []
-        for choice in _choices(request):
-            sequence = Sequence(
-                request_id=request.request_id,
-                index=choice.index,
-                params=params,
-                tokens=[*prompt, *choice.token_ids],
-                prompt_len=len(prompt),
-                max_len=limit if params.max_tokens is None else min(limit, len(prompt) + params.max_tokens),
-                stop_ids=frozenset(stops),
-                seed=seed + choice.index,
-                priority=request.priority,
-                arrival_ns=request.arrival_ns,
-                cache_salt=request.cache_salt,
-                parent=sequences[0] if sequences else None,
-                cached_tokens=choice.cached_tokens,
-            )
-            sequence.ledger.began_ns = sequence.ledger.last_ns = request.sent_ns
-            sequences.append(sequence)
-        return sequences
 
     def abort(self, request_id: str, index: int = -1) -> None:
         """Drop one choice, or all with index -1. Unknown ids are fine: the request may just have finished.
@@ -263,9 +214,3 @@ class EngineCore:
     def check_by_parts(self) -> Iterator[None]:
         """check() in parts of less than a millisecond, for an engine that has fallen idle."""
         return self.scheduler.check_by_parts()
-
-
-def _choices(request: AddRequest) -> list[Resumed]:
-    if request.resumed is not None:
-        return request.resumed
-    return [Resumed(index, []) for index in range(request.params.n)]

@@ -10,9 +10,9 @@ from __future__ import annotations
 import msgspec
 
 from headway.engine.config import EngineConfig
-from headway.policy.sampling_params import SamplingParams
+from headway.policy.request import Request
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True, gc=False):
@@ -29,27 +29,8 @@ class Configure(_Message):
     protocol: int = PROTOCOL_VERSION
 
 
-class Resumed(_Message):
-    """Where a choice stands that an engine process had begun, and that its successor goes on with."""
-
-    index: int
-    token_ids: list[int]  # generated until now
-    cached_tokens: int = 0  # prompt tokens that were found in the prefix cache then
-
-
-class AddRequest(_Message):
-    """A request with its prompt already tokenized. Choice i of it is named (request_id, i) in outputs."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    eos_token_ids: list[int]
-    priority: int = 0
-    cache_salt: str = ""
-    arrival_ns: int = 0  # when the server received it; decides order among equals
-    sent_ns: int = 0  # when the API process handed it over; the engine's part of the ledger starts here
-    seed: int | None = None  # for params that have none; drawn by the API process, so that it is the same when resumed
-    resumed: list[Resumed] | None = None  # the choices to go on with; None begins all of them
+class AddRequest(Request, tag=True):
+    """A request to run. Choice i of it is named (request_id, i) in outputs."""
 
 
 class AbortRequest(_Message):

@@ -32,13 +32,12 @@ from headway.engine.messages import (
     ToEngine,
 )
 from headway.engine.start import start_engine
+from headway.policy.intake import taken_up
 
 if TYPE_CHECKING:
     from headway.engine.core import EngineCore
 
 IDLE_POLL_MS = 500
-# Between two steps messages are taken up for so long: a crowd that arrives at once adds no more than this to a step.
-INTAKE_NS = 2_000_000
 _CHECKED = object()
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ToEngine)
@@ -58,18 +57,12 @@ class Channel:
         self._socket.send(_encoder.encode(message), copy=True)
 
     def receive(self, timeout_ms: int) -> Iterator[ToEngine]:
-        """The messages that are there, after waiting up to timeout_ms for the first.
-
-        What is not taken up within INTAKE_NS is left for the next call: a step comes first.
-        """
+        """The messages that are there, after waiting up to timeout_ms for the first."""
         if timeout_ms and not self._socket.poll(timeout_ms):
             return
-        until = time.monotonic_ns() + INTAKE_NS
         with suppress(zmq.Again):
             while True:
                 yield _decoder.decode(self._socket.recv(zmq.NOBLOCK))
-                if time.monotonic_ns() >= until:
-                    return
 
     def close(self) -> None:
         self._socket.close()
@@ -130,7 +123,8 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
     checking: Iterator[None] | None = None  # the pool's integrity, while there is nothing else to do
     while True:
         busy = core.has_work
-        for message in channel.receive(0 if busy or checking else IDLE_POLL_MS):
+        there = channel.receive(0 if busy or checking else IDLE_POLL_MS)
+        for message in taken_up(there, time.monotonic_ns):
             if isinstance(message, AddRequest):
                 core.add(message)
             elif isinstance(message, AbortRequest):

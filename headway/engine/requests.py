@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headway.engine.messages import AddRequest, Resumed, SequenceOutput, SequenceTimings, StepOutputs
+from headway.engine.messages import AddRequest, SequenceOutput, SequenceTimings, StepOutputs
 from headway.policy.ledger import Ledger, Phase
+from headway.policy.request import Resumed
 
 SUSPICIOUS_DEATHS = 2
 MOST_DEATHS = 3
@@ -132,7 +133,7 @@ class Requests:
             raise ValueError(f"request id {name!r} is in use; give every request its own")
         if request.seed is None:
             request.seed = secrets.randbits(63)
-        choices = {index: Resumed(index, []) for index in range(request.params.n)}
+        choices = {choice.index: choice for choice in request.choices}
         entry = InFlight(request, Ledger(request.sent_ns), choices)
         self._known[name] = self._unreported[name] = entry
         self._unsent.append(entry)

@@ -1,9 +1,11 @@
-"""A sequence: one choice of one request, from arrival to its last token."""
+"""A request as the engine takes it in, and its sequences: one for each choice, from arrival to its last token."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
 
 from headway.policy.kv_blocks import PrefixMatch
 from headway.policy.ledger import Ledger, Phase
@@ -22,6 +24,34 @@ class Status(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Resumed(msgspec.Struct, array_like=True, gc=False):
+    """Where a choice stands that an engine process had begun, and that its successor goes on with."""
+
+    index: int
+    token_ids: list[int]  # generated until now
+    cached_tokens: int = 0  # prompt tokens that were found in the prefix cache then
+
+
+class Request(msgspec.Struct, array_like=True, gc=False):
+    """A prompt, already tokenized, and what is wanted of it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: list[int]
+    priority: int = 0
+    cache_salt: str = ""
+    arrival_ns: int = 0  # when the server received it; decides order among equals
+    sent_ns: int = 0  # when the API process handed it over; the engine's part of the ledger starts here
+    seed: int | None = None  # for params that have none; drawn by the API process, so that it is the same when resumed
+    resumed: list[Resumed] | None = None  # the choices to go on with; None begins all of them
+
+    @property
+    def choices(self) -> list[Resumed]:
+        """The choices that are to be computed."""
+        return [Resumed(index, []) for index in range(self.params.n)] if self.resumed is None else self.resumed
 
 
 @dataclass(slots=True, eq=False)

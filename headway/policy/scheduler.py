@@ -26,6 +26,7 @@ from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.step_budget import Budget, BudgetRule, stall_bound
 from headway.policy.step_time import StepTime, StepTimeModel
+from headway.policy.stopping import finish_reason
 from headway.policy.victims import RunningRanks, victims_for
 from headway.policy.waiting import Unserved
 
@@ -81,17 +82,7 @@ class Scheduler:
     # --- arrivals and departures --------------------------------------------------------------------
 
     def add(self, sequence: Sequence, now: int) -> None:
-        """Queue a new sequence.
-
-        Raises:
-            ValueError: when its prompt leaves no room for a token within max_model_len.
-        """
-        if sequence.prompt_len >= self.config.max_model_len:
-            raise ValueError(
-                f"the prompt has {sequence.prompt_len} tokens; with a context of {self.config.max_model_len} "
-                f"at most {self.config.max_model_len - 1} are possible"
-            )
-        sequence.max_len = min(sequence.max_len, self.config.max_model_len)
+        """Queue a new sequence that fits the context."""
         sequence.seq_id = self._next_seq_id
         self._next_seq_id += 1
         self.sequences[sequence.seq_id] = sequence
@@ -446,10 +437,3 @@ def _state_of(sequence: Sequence) -> SequenceState:
         list(sequence.tokens),
         list(sequence.block_table),
     )
-
-
-def finish_reason(sequence: Sequence, token: int) -> FinishReason | None:
-    """Why a sequence ends with `token` as its newest, or None when it goes on."""
-    if token in sequence.stop_ids and sequence.output_len > sequence.params.min_tokens:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(sequence.tokens) >= sequence.max_len else None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
+from headway.policy.intake import fit_to_context
 from headway.policy.sampling_params import MAX_LOGIT_BIAS_TOKENS, InvalidParameter, SamplingParams, check_number
 from headway.server.errors import bad_request
 from headway.server.schemas import ChatBody, CompletionBody
@@ -135,30 +135,20 @@ def check_ids(token_ids: list[int], vocab_size: int, field: str) -> None:
     )
 
 
-def fit_to_context(
-    params: SamplingParams, prompt_len: int, max_model_len: int, *, prompt_field: str, max_tokens_field: str | None
+def fitted_params(
+    params: SamplingParams,
+    prompt_len: int,
+    max_model_len: int,
+    *,
+    prompt_field: str,
+    max_tokens_field: str | None,
 ) -> SamplingParams:
-    """The parameters with max_tokens settled for a prompt of `prompt_len` tokens.
-
-    Args:
-        max_tokens_field: where the request gave max_tokens itself, so that it is not lowered in silence.
+    """As policy.intake.fit_to_context().
 
     Raises:
         ApiError: 400 when the prompt, or prompt and output together, do not fit the context.
     """
-    room = max_model_len - prompt_len
-    if room < 1:
-        raise bad_request(
-            f"the prompt has {prompt_len} tokens; the model's context is {max_model_len} tokens, "
-            f"so a prompt may have at most {max_model_len - 1}",
-            prompt_field,
-        )
-    wishes = {max_tokens_field: params.max_tokens, "min_tokens": params.min_tokens}
-    for name, wished in wishes.items():
-        if name is not None and wished is not None and wished > room:
-            raise bad_request(
-                f"{name} is {wished} and the prompt has {prompt_len} tokens, together more than the model's "
-                f"context of {max_model_len} tokens; ask for at most {room}",
-                name,
-            )
-    return replace(params, max_tokens=room if params.max_tokens is None else min(params.max_tokens, room))
+    try:
+        return fit_to_context(params, prompt_len, max_model_len, max_tokens_field)
+    except InvalidParameter as error:
+        raise bad_request(str(error), prompt_field if error.parameter == "prompt" else error.parameter) from None

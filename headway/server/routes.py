@@ -20,7 +20,7 @@ from headway.server.edge import ARRIVED
 from headway.server.errors import bad_request
 from headway.server.generation import Generation, clock
 from headway.server.metrics import CONTENT_TYPE
-from headway.server.parameters import check_ids, fit_to_context, sampling_params
+from headway.server.parameters import check_ids, fitted_params, sampling_params
 from headway.server.prompts import as_list, chat_prompt, completion_prompts
 from headway.server.request_body import check_body, parse_object, read_body
 from headway.server.schemas import (
@@ -175,7 +175,7 @@ class Routes:
         )
         prompt_field = "messages" if isinstance(body, ChatBody) else "prompt"
         fitted = [
-            fit_to_context(
+            fitted_params(
                 params,
                 len(prompt.token_ids),
                 limit,

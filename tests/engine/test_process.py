@@ -11,6 +11,7 @@ import zmq
 
 from headway.engine import process
 from headway.engine.messages import AddRequest, Shutdown, StepOutputs, StepStats
+from headway.policy.intake import INTAKE_NS
 from headway.policy.kv_blocks import CHECKED_AT_ONCE, KVBlocks
 from headway.policy.sampling_params import SamplingParams
 
@@ -94,7 +95,7 @@ def test_a_crowd_is_taken_up_a_few_milliseconds_at_a_time(monkeypatch: pytest.Mo
     assert process._step_loop(channel, core, os.getppid()) == 0  # type: ignore[arg-type]
     between = [len(turn) // len("add,") for turn in ",".join([*core.log, ""]).split("step,")]
     assert sum(between) == 10_000
-    assert max(between) == process.INTAKE_NS // 50_000
+    assert max(between) == INTAKE_NS // 50_000
 
 
 def test_the_pool_is_checked_when_nothing_else_is_to_do_and_a_request_does_not_wait_for_it() -> None:

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from headway.engine.messages import (
     AddRequest,
-    Resumed,
     SequenceOutput,
     SequenceTimings,
     StepOutputs,
     StepStats,
 )
 from headway.engine.requests import MOST_DEATHS, InFlight, Requests, StreamItem
+from headway.policy.request import Resumed
 from headway.policy.sampling_params import SamplingParams
 
 GONE = RuntimeError("the engine is gone")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from headway.policy.accounting import StepTimes, work_of
+from headway.policy.intake import check, fit_to_context, sequences_of
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan
-from headway.policy.request import Sequence, Status
+from headway.policy.request import Request, Sequence, Status
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
@@ -19,36 +21,28 @@ from headway.policy.step_budget import BudgetRule
 from headway.policy.step_time import StepTime, StepWork
 from headway.policy.victims import MAX_DISPLACEMENTS
 
+VOCAB_SIZE = 1000
 
-def make_sequence(
+
+def make_request(
     request_id: str,
     prompt: list[int],
     max_tokens: int,
     now: int = 0,
     *,
-    index: int = 0,
-    parent: Sequence | None = None,
     priority: int = 0,
     salt: str = "",
-    stop_ids: frozenset[int] = frozenset(),
-    prompt_logprobs: int | None = None,
-) -> Sequence:
-    sequence = Sequence(
-        request_id=request_id,
-        index=index,
-        params=SamplingParams(temperature=0.0, max_tokens=max_tokens, prompt_logprobs=prompt_logprobs),
-        tokens=list(prompt),
-        prompt_len=len(prompt),
-        max_len=len(prompt) + max_tokens,
-        stop_ids=stop_ids,
-        seed=0,
-        priority=priority,
-        arrival_ns=now,
-        cache_salt=salt,
-        parent=parent,
+    **params: Any,
+) -> Request:
+    wanted = SamplingParams(temperature=0.0, max_tokens=max_tokens, **params)
+    return Request(
+        request_id, prompt, wanted, eos_token_ids=[], priority=priority, cache_salt=salt, arrival_ns=now, sent_ns=now
     )
-    sequence.ledger.began_ns = sequence.ledger.last_ns = now
-    return sequence
+
+
+def make_sequence(name: str, prompt: list[int], max_tokens: int, **options: Any) -> Sequence:
+    request = make_request(name, prompt, max_tokens, **options)
+    return sequences_of(request, len(prompt) + max_tokens)[0]
 
 
 class FakeExecutor:
@@ -130,14 +124,21 @@ class Simulation:
         self.sequences: list[Sequence] = []
         self.executor = FakeExecutor(self.block_size)
 
-    def add(self, sequence: Sequence) -> Sequence:
-        self.scheduler.add(sequence, self.now)
-        self.sequences.append(sequence)
-        return sequence
+    def submit_choices(self, prompt: list[int], max_tokens: int, **options: Any) -> list[Sequence]:
+        """Take a request in as the server and the engine do; its choices."""
+        request = make_request(str(len(self.sequences)), prompt, max_tokens, self.now, **options)
+        request.params = fit_to_context(request.params, len(prompt), self.max_model_len, max_tokens_field=None)
+        check(request, self.max_model_len, VOCAB_SIZE)
+        sequences = sequences_of(request, self.max_model_len)
+        for sequence in sequences:
+            self.scheduler.add(sequence, self.now)
+        self.sequences += sequences
+        return sequences
 
-    def submit(self, prompt: list[int], max_tokens: int, **options: object) -> Sequence:
-        name = str(len(self.sequences))
-        return self.add(make_sequence(name, prompt, max_tokens, self.now, **options))  # type: ignore[arg-type]
+    def submit(self, prompt: list[int], max_tokens: int, **options: Any) -> Sequence:
+        """The same for a request of one choice."""
+        (sequence,) = self.submit_choices(prompt, max_tokens, **options)
+        return sequence
 
     def draw(self, sequence: Sequence) -> int | None:
         """The next token of a sequence."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -102,8 +103,7 @@ def test_prompt_logprobs_compute_every_prompt_token() -> None:
 
 def test_prompt_logprobs_are_computed_for_one_of_the_choices() -> None:
     sim = Simulation(num_blocks=64)
-    first = sim.submit(list(range(14)), 1, prompt_logprobs=0)
-    other = sim.submit(list(range(14)), 1, parent=first, index=1, prompt_logprobs=0)
+    first, other = sim.submit_choices(list(range(14)), 1, n=2, prompt_logprobs=0)
     assert (first.logit_rows(0, 14), first.logit_rows(12, 2), other.logit_rows(0, 14)) == (13, 1, 0)
     assert [(item.seq_id, item.num_tokens) for item in sim.step()] == [(first.seq_id, 14)]
     assert first.finish_reason is FinishReason.LENGTH
@@ -113,8 +113,7 @@ def test_prompt_logprobs_are_computed_for_one_of_the_choices() -> None:
 
 def test_choices_share_the_prompt_and_copy_the_block_they_write() -> None:
     sim = Simulation(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=32)
-    first = sim.submit(list(range(18)), 6)
-    others = [sim.submit(list(range(18)), 6, parent=first, index=i) for i in (1, 2)]
+    first, *others = sim.submit_choices(list(range(18)), 6, n=3)
     assert sim.step_sequences() == [first]
     items = sim.step()
     assert sorted(item.num_tokens for item in items) == [1, 1, 1]
@@ -128,8 +127,7 @@ def test_choices_share_the_prompt_and_copy_the_block_they_write() -> None:
 
 def test_choices_go_on_when_the_first_is_aborted() -> None:
     sim = Simulation()
-    first = sim.submit(list(range(10)), 4)
-    other = sim.submit(list(range(10)), 4, parent=first, index=1)
+    first, other = sim.submit_choices(list(range(10)), 4, n=2)
     sim.scheduler.abort(first, sim.now)
     sim.run_until_done()
     assert other.finish_reason is FinishReason.LENGTH
@@ -224,11 +222,10 @@ def test_queue_reasons_are_told_apart() -> None:
 
 def test_a_stop_token_ends_a_sequence_only_after_min_tokens() -> None:
     sim = Simulation()
-    stops = sim.submit([1, 2], 50, stop_ids=frozenset(range(200)))
+    stops = sim.submit([1, 2], 50, stop_token_ids=list(range(100)))
     sim.run_until_done()
     assert stops.finish_reason is FinishReason.STOP and stops.output_len == 1
-    later = sim.submit([1, 2], 50, stop_ids=frozenset(range(200)))
-    later.params.min_tokens = 7
+    later = sim.submit([1, 2], 50, stop_token_ids=list(range(100)), min_tokens=7)
     sim.run_until_done()
     assert later.output_len == 8
 
@@ -262,7 +259,7 @@ def test_contradicting_limits_are_refused(settings_: dict[str, object], message:
 
 def test_a_prompt_as_long_as_the_context_is_refused() -> None:
     sim = Simulation()
-    with pytest.raises(ValueError, match="the prompt has 64 tokens; with a context of 64 at most 63"):
+    with pytest.raises(ValueError, match=r"the prompt has 64 tokens; .* at most 63"):
         sim.submit(list(range(64)), 1)
 
 
@@ -310,10 +307,8 @@ def test_random_traffic_leaks_nothing_starves_nobody_and_every_ledger_closes(
     for _ in range(rng.randrange(5, 25)):
         if rng.random() < 0.7:
             prompt = shared_prefix[: rng.randrange(20)] + [rng.randrange(4) for _ in range(rng.randrange(1, 24))]
-            options = {"priority": rng.randrange(-2, 3), "salt": rng.choice(["", "a"])}
-            first = sim.submit(prompt, rng.randrange(1, 20), **options)
-            for index in range(1, rng.choice([1, 1, 1, 2, 4])):
-                sim.submit(prompt, rng.randrange(1, 20), parent=first, index=index, **options)
+            options: dict[str, Any] = {"priority": rng.randrange(-2, 3), "salt": rng.choice(["", "a"])}
+            sim.submit_choices(prompt, rng.randrange(1, 20), n=rng.choice([1, 1, 1, 2, 4]), **options)
         for _ in range(rng.randrange(3)):
             sim.step()
         if rng.random() < 0.2:

@@ -174,9 +174,8 @@ def test_everything_finishes_however_priorities_come(
     )
     for _ in range(30):
         prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 40))]
-        first = sim.submit(prompt, rng.randrange(1, 20), priority=rng.randrange(-3, 4))
-        if rng.random() < 0.2:
-            sim.submit(prompt, rng.randrange(1, 20), parent=first, index=1, priority=first.priority)
+        choices = 2 if rng.random() < 0.2 else 1
+        sim.submit_choices(prompt, rng.randrange(1, 20), n=choices, priority=rng.randrange(-3, 4))
         for _ in range(rng.randrange(4)):
             sim.step()
     sim.run_until_done()
@@ -215,18 +214,16 @@ def test_who_has_been_served_does_not_expire() -> None:
 
 def test_choices_of_a_request_expire_together_or_not_at_all() -> None:
     sim, _ = busy("fcfs", max_queue_time=1.0)
-    first = sim.submit(list(range(10)), 4)
-    others = [sim.submit(list(range(10)), 4, parent=first, index=i) for i in (1, 2)]
+    choices = sim.submit_choices(list(range(10)), 4, n=3)
     sim.now += 2 * SECOND
     sim.step()
-    assert {s.finish_reason for s in (first, *others)} == {FinishReason.TIMEOUT}
+    assert {s.finish_reason for s in choices} == {FinishReason.TIMEOUT}
     served = Simulation(max_num_seqs=1, max_queue_time=1.0)
-    first = served.submit(list(range(10)), 4)
-    other = served.submit(list(range(10)), 4, parent=first, index=1)
+    choices = served.submit_choices(list(range(10)), 4, n=2)
     served.step()
     served.now += 2 * SECOND
     served.run_until_done()
-    assert {s.finish_reason for s in (first, other)} == {FinishReason.LENGTH}
+    assert {s.finish_reason for s in choices} == {FinishReason.LENGTH}
 
 
 # --- a prefix that is known already ---------------------------------------------------------------

@@ -1,0 +1,112 @@
+"""How a request comes in: whether it fits the model and its context, and which sequences it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from headway.policy.request import Request, Sequence
+from headway.policy.sampling_params import InvalidParameter, SamplingParams
+from headway.policy.stopping import stop_ids
+
+# Messages are taken up for so long between two steps: a crowd that arrives at once adds no more than this to a step.
+INTAKE_NS = 2_000_000
+T = TypeVar("T")
+
+
+def taken_up(messages: Iterable[T], clock: Callable[[], int]) -> Iterator[T]:
+    """The messages that are there, for INTAKE_NS; what is left is for the next call, as a step comes first."""
+    until = 0
+    for message in messages:
+        until = until or clock() + INTAKE_NS
+        yield message
+        if clock() >= until:
+            return
+
+
+def context_left(prompt_len: int, max_model_len: int) -> int:
+    """Tokens that may follow a prompt.
+
+    Raises:
+        InvalidParameter: `prompt`, there is no room for any.
+    """
+    if prompt_len >= max_model_len:
+        raise InvalidParameter(
+            "prompt",
+            f"the prompt has {prompt_len} tokens; the model's context is {max_model_len} tokens, "
+            f"so a prompt may have at most {max_model_len - 1}",
+        )
+    return max_model_len - prompt_len
+
+
+def fit_to_context(
+    params: SamplingParams, prompt_len: int, max_model_len: int, max_tokens_field: str | None
+) -> SamplingParams:
+    """The parameters with max_tokens settled for a prompt of `prompt_len` tokens.
+
+    Args:
+        max_tokens_field: where the request gave max_tokens itself, so that it is not lowered in silence.
+
+    Raises:
+        InvalidParameter: the prompt, or prompt and output together, do not fit the context.
+    """
+    room = context_left(prompt_len, max_model_len)
+    wishes = {max_tokens_field: params.max_tokens, "min_tokens": params.min_tokens}
+    for name, wished in wishes.items():
+        if name is not None and wished is not None and wished > room:
+            raise InvalidParameter(
+                name,
+                f"{name} is {wished} and the prompt has {prompt_len} tokens, together more than the model's "
+                f"context of {max_model_len} tokens; ask for at most {room}",
+            )
+    return replace(params, max_tokens=room if params.max_tokens is None else min(params.max_tokens, room))
+
+
+def check(request: Request, max_model_len: int, vocab_size: int) -> None:
+    """Refuse what would break a step that others share.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    if not request.prompt_token_ids:
+        raise ValueError("the prompt is empty; give at least one token")
+    context_left(len(request.prompt_token_ids), max_model_len)
+    known = len(request.prompt_token_ids) + max(len(choice.token_ids) for choice in request.choices)
+    if known >= max_model_len:  # the engine that began it had memory for more
+        raise ValueError(f"{known} tokens are known, and the context is now {max_model_len}: there is no room to go on")
+    for name, ids in (
+        ("prompt", request.prompt_token_ids),
+        ("logit_bias", request.params.logit_bias),
+        ("stop_token_ids", request.params.stop_token_ids),
+    ):
+        outside = [token for token in ids if not 0 <= token < vocab_size]
+        if outside:
+            raise ValueError(f"{name} has token id {outside[0]}; the model's vocabulary has ids 0 to {vocab_size - 1}")
+
+
+def sequences_of(request: Request, max_model_len: int) -> list[Sequence]:
+    """A sequence for each choice that is to be computed; the others share the prompt of the first."""
+    params, prompt = request.params, request.prompt_token_ids
+    seed = (request.seed or 0) if params.seed is None else params.seed
+    longest = max_model_len if params.max_tokens is None else min(max_model_len, len(prompt) + params.max_tokens)
+    sequences: list[Sequence] = []
+    for choice in request.choices:
+        sequence = Sequence(
+            request_id=request.request_id,
+            index=choice.index,
+            params=params,
+            tokens=[*prompt, *choice.token_ids],
+            prompt_len=len(prompt),
+            max_len=longest,
+            stop_ids=stop_ids(params, request.eos_token_ids),
+            seed=seed + choice.index,
+            priority=request.priority,
+            arrival_ns=request.arrival_ns,
+            cache_salt=request.cache_salt,
+            parent=sequences[0] if sequences else None,
+            cached_tokens=choice.cached_tokens,
+        )
+        sequence.ledger.began_ns = sequence.ledger.last_ns = request.sent_ns
+        sequences.append(sequence)
+    return sequences

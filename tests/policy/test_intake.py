@@ -1,0 +1,84 @@
+"""Which requests come in, what sequences they become, and how their end is named."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+
+from headway.policy.intake import INTAKE_NS, check, sequences_of, taken_up
+from headway.policy.request import FinishReason, Request, Resumed
+from headway.policy.sampling_params import SamplingParams
+from headway.policy.stopping import finish_reason, stop_ids, stop_reason
+
+EOS = [0, 2]
+
+
+def request(prompt: list[int] | None = None, resumed: list[Resumed] | None = None, **params: object) -> Request:
+    wanted = SamplingParams(**params)  # type: ignore[arg-type]
+    return Request("r", [5, 6] if prompt is None else prompt, wanted, EOS, sent_ns=70, seed=40, resumed=resumed)
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (request([]), "the prompt is empty"),
+        (
+            request([1] * 10),
+            "the model's context is 10 tokens, so a prompt may have at most 9",
+        ),
+        (request(resumed=[Resumed(0, [7] * 8)]), "10 tokens are known, and the context is now 10"),
+        (request([1, 50]), "prompt has token id 50; the model's vocabulary has ids 0 to 49"),
+        (request(stop_token_ids=[60]), "stop_token_ids has token id 60"),
+        (request(logit_bias={70: 1.0}), "logit_bias has token id 70"),
+    ],
+)
+def test_what_would_break_a_step_is_refused(refused: Request, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(refused, max_model_len=10, vocab_size=50)
+    check(request(resumed=[Resumed(0, [7] * 7)], stop_token_ids=[49]), max_model_len=10, vocab_size=50)
+
+
+def test_a_request_becomes_a_sequence_for_each_choice() -> None:
+    sequences = sequences_of(request(n=3, max_tokens=4), max_model_len=100)
+    assert [(s.index, s.seed, s.tokens, s.max_len) for s in sequences] == [(i, 40 + i, [5, 6], 6) for i in range(3)]
+    assert [s.parent for s in sequences] == [None, sequences[0], sequences[0]]
+    assert sequences[0].ledger.began_ns == sequences[0].ledger.last_ns == 70
+    assert sequences_of(request(max_tokens=None), max_model_len=100)[0].max_len == 100
+
+
+def test_a_resumed_request_goes_on_after_its_tokens() -> None:
+    sent = msgspec.msgpack.encode(request(n=3, resumed=[Resumed(1, [8, 9], cached_tokens=2)], seed=7))
+    (choice,) = sequences_of(msgspec.msgpack.decode(sent, type=Request), max_model_len=100)
+    assert (choice.index, choice.tokens, choice.output_len) == (1, [5, 6, 8, 9], 2)
+    assert (choice.seed, choice.cached_tokens) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("params", "token", "ends", "said"),
+    [
+        ({}, 2, True, None),
+        ({"ignore_eos": True}, 2, False, None),
+        ({"stop_token_ids": [9]}, 9, True, 9),
+        ({"stop_token_ids": [9]}, 8, False, None),
+        ({"stop_token_ids": [2]}, 2, True, None),  # it was the eos, which comes first
+        ({"stop_token_ids": [2], "ignore_eos": True}, 2, True, 2),
+    ],
+)
+def test_a_stop_token_is_named_unless_it_is_the_models_eos(
+    params: dict[str, object], token: int, ends: bool, said: int | None
+) -> None:
+    wanted = request(**params)
+    assert (token in stop_ids(wanted.params, EOS)) == ends
+    (sequence,) = sequences_of(wanted, max_model_len=100)
+    sequence.tokens.append(token)
+    assert finish_reason(sequence, token) is (FinishReason.STOP if ends else None)
+    assert stop_reason(token if ends else None, wanted.params, EOS) == said
+
+
+def test_what_is_there_is_taken_up_for_a_bounded_time() -> None:
+    times = itertools.count(0, INTAKE_NS // 4)
+    messages = iter(range(10))
+    assert list(taken_up(messages, lambda: next(times))) == [0, 1, 2, 3]
+    assert list(messages) == [4, 5, 6, 7, 8, 9], "the rest is still there"
