@@ -92,11 +92,13 @@ def _prepare(config: EngineConfig) -> mmap.mmap | None:
 def packed_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """What the matrices of the model take at least when they are packed; with an unknown dtype 0."""
     dtype = model.dtype or "float32" if config.dtype == "auto" else config.dtype
-    size = _PACKED_BYTES.get(config.quantization, _DTYPE_BYTES.get(dtype, 0.0))
+    scheme = config.quantization if model.packed is None else model.packed.scheme
+    size = _PACKED_BYTES.get(scheme, _DTYPE_BYTES.get(dtype, 0.0))
     shapes = expected_tensors(model)
     if not model.shape.tied_embeddings:
         del shapes["model.embed_tokens.weight"]  # it is kept as it is
-    return int(size * sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2))
+    matrices = (shape for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight"))
+    return int(size * sum(map(math.prod, matrices)))
 
 
 def _populate(mapping: mmap.mmap) -> None:

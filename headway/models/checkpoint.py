@@ -20,6 +20,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PAGE_BYTES = 4096
 LOADABLE = ("F64", "F32", "F16", "BF16")  # safetensors' names
+PACKED = ("I8",)
 DUMMY_STD = 0.02
 DUMMY_POOL = 1_048_573  # a prime, so that rows of a matrix do not repeat
 
@@ -138,10 +139,11 @@ class Checkpoint:
                 raise ModelError(
                     f"{path}: tensor {name} has shape {list(found.get_shape())}, but config.json asks for {list(shape)}"
                 )
-            if found.get_dtype() not in LOADABLE:
+            loadable = PACKED if f"{name}_scale" in expected else LOADABLE
+            if found.get_dtype() not in loadable:
                 raise ModelError(
                     f"{path}: tensor {name} is stored as {found.get_dtype()}, which is not supported; "
-                    f"use a checkpoint in one of {', '.join(LOADABLE)}"
+                    f"use a checkpoint in one of {', '.join(loadable)}"
                 )
         for path, names in names_in.items():
             for name in sorted(names - expected.keys()):

@@ -16,6 +16,7 @@ from typing import Any
 from headway.cost.config import read_shape
 from headway.cost.shape import CacheSpec, ModelShape
 from headway.cost.values import ConfigValues, ModelError
+from headway.models.quantization import PackedMatrices, read_packed
 from headway.models.rope_config import RopeConfig, read_rope
 
 __all__ = ["ARCHITECTURES", "ModelConfig", "ModelError", "RopeConfig"]
@@ -32,12 +33,14 @@ class ModelConfig:
     Args:
         shape: its sizes, the same that the cost model has.
         caches: what each layer keeps of a token.
+        packed: the matrices that the checkpoint holds as whole numbers; None where there are none.
         dtype: the checkpoint's own dtype by name, None where config.json does not say.
         eos_token_ids: ids that end a generation; generation_config.json wins over config.json.
     """
 
     shape: ModelShape
     caches: tuple[CacheSpec, ...]
+    packed: PackedMatrices | None
     rms_norm_eps: float
     rope: RopeConfig
     dtype: str | None
@@ -63,12 +66,15 @@ class ModelConfig:
     ) -> ModelConfig:
         """The same from a parsed config.json; `source` is the file that errors name."""
         values, shape = ConfigValues(raw, source), read_shape(raw, source, ARCHITECTURES)
-        _refuse_unsupported(values)
+        act = values.get("hidden_act", "silu")
+        if act not in ("silu", "swish"):
+            raise values.error("hidden_act", "is not supported; only silu is")
         if shape.head_dim % 2:
             raise ModelError(f"{source}: head_dim is {shape.head_dim}; rotary embeddings need an even number")
         return cls(
             shape=shape,
             caches=shape.caches,
+            packed=read_packed(values),
             rms_norm_eps=values.positive_number("rms_norm_eps"),
             rope=read_rope(values, shape.head_dim, shape.max_positions),
             dtype=_dtype(values),
@@ -107,20 +113,6 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path}: holds a {type(content).__name__}, not a JSON object; download it again")
     return content
-
-
-def _refuse_unsupported(values: ConfigValues) -> None:
-    act = values.get("hidden_act", "silu")
-    if act not in ("silu", "swish"):
-        raise values.error("hidden_act", "is not supported; only silu is")
-    for key in ("quantization_config", "compression_config"):
-        quantization = values.get(key)
-        if quantization is not None:
-            method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-            raise ModelError(
-                f"{values.source}: {key} asks for {method} quantisation, which is not supported; "
-                "use the unquantised checkpoint"
-            )
 
 
 def _dtype(values: ConfigValues) -> str | None:

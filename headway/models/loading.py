@@ -10,25 +10,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headway.cost.shape import CacheSpec
 from headway.kernels.interface import QUANTIZATIONS, Kernels, Linear, Weight
 from headway.models.checkpoint import Checkpoint, RandomWeights, StageClock, WeightSource
 from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import Decoder, DecoderWeights, DenseMLP, LayerWeights
 from headway.models.folder import read_ahead
 from headway.models.folder import resolve_model as resolve_model
-from headway.models.tensors import Shapes, expected_tensors
+from headway.models.quantization import scheme_of
+from headway.models.tensors import expected_tensors
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-
-
-def scheme_of(matrix: str, quantization: str) -> str:
-    """As what a matrix of a checkpoint, by its tensor's name, is multiplied where `quantization` is asked for.
-
-    The head, and with tied embeddings every token's first vector, suffers most from few bits.
-    """
-    is_head = matrix in ("lm_head.weight", "model.embed_tokens.weight")
-    return "int8" if is_head and quantization == "int4" else quantization
 
 
 def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
@@ -63,7 +56,8 @@ def load_model(
         seed: of the dummy weights.
         on_stage: called at the end with each stage of StageClock and its nanoseconds.
         max_model_len: see Decoder.
-        quantization: one of QUANTIZATIONS, for matrices; norms and biases stay as they are.
+        quantization: one of QUANTIZATIONS, for the matrices that the checkpoint has not packed; norms and biases stay
+            as they are.
 
     Raises:
         ModelError: the folder's files are missing, damaged, contradict each other or ask for what is not supported.
@@ -74,14 +68,19 @@ def load_model(
         raise ModelError(f"quantization is {quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}")
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
+    if config.packed is not None and quantization not in ("none", config.packed.scheme):
+        raise ModelError(
+            f"quantization is {quantization}, but the matrices in {folder} are packed as {config.packed.scheme}; "
+            "leave it out, or take the unquantised checkpoint"
+        )
     expected = expected_tensors(config)
     clock = StageClock()
     if load_format != "dummy":
         read_ahead(folder)
     source = nullcontext(RandomWeights(seed, clock)) if load_format == "dummy" else Checkpoint(folder, expected, clock)
     with source as opened:
-        assembler = _Assembler(opened, expected, kernels, dtype, torch.device(device), clock, quantization)
-        weights = assembler.decoder_weights(config)
+        assembler = _Assembler(opened, config, kernels, dtype, torch.device(device), clock, quantization)
+        weights = assembler.decoder_weights()
     if on_stage is not None:
         for stage, elapsed_ns in clock.ns.items():
             on_stage(stage, elapsed_ns)
@@ -94,7 +93,7 @@ class _Assembler:
     def __init__(
         self,
         source: WeightSource,
-        shapes: Shapes,
+        config: ModelConfig,
         kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device,
@@ -102,67 +101,76 @@ class _Assembler:
         quantization: str,
     ) -> None:
         self._source = source
-        self._shapes = shapes
+        self._config = config
+        self._shapes = expected_tensors(config)
         self._kernels = kernels
         self._dtype = dtype
         self._device = device
         self._clock = clock
         self._quantization = quantization
 
-    def decoder_weights(self, config: ModelConfig) -> DecoderWeights:
-        if config.shape.tied_embeddings:
+    def decoder_weights(self) -> DecoderWeights:
+        if self._config.shape.tied_embeddings:
             lm_head = self._linear("model.embed_tokens")
             embedding = lm_head.rows
         else:
             embedding = partial(self._kernels.take, self._stack("model.embed_tokens.weight"))
             lm_head = self._linear("lm_head")
-        layers = [self._layer(config, i) for i in range(len(config.caches))]
+        layers = [self._layer(i, cache) for i, cache in enumerate(self._config.caches)]
         return DecoderWeights(embedding, layers, self._stack("model.norm.weight"), lm_head)
 
-    def _layer(self, config: ModelConfig, index: int) -> LayerWeights:
-        layer = f"model.layers.{index}"
+    def _layer(self, index: int, cache: CacheSpec) -> LayerWeights:
+        layer, has_norms = f"model.layers.{index}", self._config.shape.qk_norm
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
         return LayerWeights(
             attention_norm=self._stack(f"{layer}.input_layernorm.weight"),
             qkv=self._linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
-            query_norm=self._stack(f"{attention}.q_norm.weight") if config.shape.qk_norm else None,
-            key_norm=self._stack(f"{attention}.k_norm.weight") if config.shape.qk_norm else None,
+            query_norm=self._stack(f"{attention}.q_norm.weight") if has_norms else None,
+            key_norm=self._stack(f"{attention}.k_norm.weight") if has_norms else None,
             o=self._linear(f"{attention}.o_proj"),
             mlp_norm=self._stack(f"{layer}.post_attention_layernorm.weight"),
             mlp=DenseMLP(self._gated(f"{mlp}.gate_proj", f"{mlp}.up_proj"), self._linear(f"{mlp}.down_proj")),
-            cache=config.caches[index],
+            cache=cache,
         )
 
-    def _linear(self, *names: str) -> Linear:
-        weight, bias = self._weight_and_bias(*names)
+    def _linear(self, *layers: str) -> Linear:
+        weight, bias = self._weight(*layers), self._bias(*layers)
         with self._clock.measure("layout"):
             return self._kernels.linear(weight, bias)
 
-    def _gated(self, *names: str) -> Callable[[Tensor], Tensor]:
-        weight, bias = self._weight_and_bias(*names)
+    def _gated(self, *layers: str) -> Callable[[Tensor], Tensor]:
+        weight, bias = self._weight(*layers), self._bias(*layers)
         with self._clock.measure("layout"):
             return self._kernels.gated_linear(weight, bias)
 
-    def _weight_and_bias(self, *names: str) -> tuple[Weight, Tensor | None]:
-        has_bias = f"{names[0]}.bias" in self._shapes
-        bias = self._stack(*(f"{name}.bias" for name in names)) if has_bias else None
-        return self._weight(*(f"{name}.weight" for name in names)), bias
+    def _bias(self, *layers: str) -> Tensor | None:
+        return self._stack(*(f"{layer}.bias" for layer in layers)) if f"{layers[0]}.bias" in self._shapes else None
 
-    def _weight(self, *names: str) -> Weight:
-        """The named tensors one under the other: where they lie in the file, if the kernels can read them there."""
-        scheme = scheme_of(names[0], self._quantization)
-        if self._device.type == "cpu":
-            lent = [self._source.lend(name, self._dtype) for name in names]
-            parts = [part for part in lent if part is not None]
-            if len(parts) == len(names):
-                return Weight(parts, scheme)
-        return Weight(self._stack(*names), scheme)
+    def _weight(self, *layers: str) -> Weight:
+        """The matrices one under the other: where they lie in the file, if the kernels can read them there."""
+        names = [f"{layer}.weight" for layer in layers]
+        scheme = scheme_of(layers[0], self._quantization, self._config.packed)
+        scales = [f"{name}_scale" for name in names if f"{name}_scale" in self._shapes]
+        if scales and len(scales) < len(names):
+            raise ModelError(
+                f"quantization_config packs some of {', '.join(layers)}, which are one product, and not all"
+            )
+        packed = self._lent(names, torch.int8) if scales else None
+        if packed is not None:
+            return Weight(packed, scheme, self._stack(*scales, dtype=torch.float32), dtype=self._dtype)
+        lent = self._lent(names, self._dtype) if self._device.type == "cpu" else None
+        return Weight(self._stack(*names) if lent is None else lent, scheme)
 
-    def _stack(self, *names: str) -> Tensor:
-        """The named tensors one under the other, in the model's dtype on its device."""
+    def _lent(self, names: list[str], dtype: torch.dtype) -> list[Tensor] | None:
+        """All of the named tensors where they lie in memory, or None."""
+        parts = [part for part in (self._source.lend(name, dtype) for name in names) if part is not None]
+        return parts if len(parts) == len(names) else None
+
+    def _stack(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The named tensors one under the other, in the model's dtype unless another is named, on its device."""
         shapes = [self._shapes[name] for name in names]
         rows = [shape[0] for shape in shapes]
-        stacked = torch.empty((sum(rows), *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        stacked = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype or self._dtype, device=self._device)
         for name, part in zip(names, stacked.split(rows), strict=True):
             self._source.copy_into(name, part)
         return stacked

@@ -8,12 +8,17 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def expected_tensors(config: ModelConfig) -> Shapes:
-    """Name and shape of every tensor that a checkpoint of this config holds, in the order of use."""
+    """Name and shape of every tensor that a checkpoint of this config holds, in the order of use.
+
+    A matrix that is packed has a scale for each row beside it, under its own name with "_scale" at the end.
+    """
     c = config.shape
     shapes: Shapes = {"model.embed_tokens.weight": (c.vocab, c.hidden)}
 
     def linear(name: str, rows: int, columns: int, bias: bool) -> None:
         shapes[f"{name}.weight"] = (rows, columns)
+        if config.packed is not None and config.packed.covers(name):
+            shapes[f"{name}.weight_scale"] = (rows, 1)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
 
@@ -33,5 +38,5 @@ def expected_tensors(config: ModelConfig) -> Shapes:
         linear(f"{layer}.mlp.down_proj", c.hidden, c.ffn, c.mlp_bias)
     shapes["model.norm.weight"] = (c.hidden,)
     if not c.tied_embeddings:
-        shapes["lm_head.weight"] = (c.vocab, c.hidden)
+        linear("lm_head", c.vocab, c.hidden, bias=False)
     return shapes

@@ -12,9 +12,10 @@ from headway.cost.precision import INT8, Format, Precision
 from headway.cost.shape import ModelShape
 from headway.models.config import ModelConfig, ModelError
 from headway.models.folder import resolve_model
+from headway.models.quantization import EMBEDDING, scheme_of
 
 QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4")
-_INT4 = Format("int4", 4, "int8", group=32, scale_bits=8)
+_FORMATS = {"int8": INT8, "int8-weight-only": INT8, "int4": Format("int4", 4, "int8", group=32, scale_bits=8)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class ProfiledModel:
         checkpoint_bytes: of its weight files; 0 where it has none (--load-format dummy).
         max_model_len: the context that is served where nothing else is asked for and the cache has room.
         kv_cache_dtype: auto (dtype) or int8, with a float32 scale for each token and head.
-        quantization: of the matrices, as `headway serve` has it; docs/quantization.md says what each keeps.
+        quantization, head_quantization: of the layers' matrices and of the head, as `headway serve` multiplies them;
+            docs/quantization.md says what each keeps.
     """
 
     name: str
@@ -37,13 +39,13 @@ class ProfiledModel:
     max_model_len: int
     kv_cache_dtype: str = "auto"
     quantization: str = "none"
+    head_quantization: str = "none"
 
     @property
     def precision(self) -> Precision:
-        precision = Precision.of(self.dtype)
-        if self.quantization != "none":
-            linear = _INT4 if self.quantization == "int4" else INT8
-            precision = replace(precision, linear=linear, head=INT8)
+        plain = Precision.of(self.dtype)
+        linear, head = _FORMATS.get(self.quantization, plain.linear), _FORMATS.get(self.head_quantization, plain.head)
+        precision = replace(plain, linear=linear, head=head)
         if self.kv_cache_dtype == "int8":
             kv = Format("int8", 8, "int8", group=self.shape.head_dim, scale_bits=32)
             precision = replace(precision, kv=kv)
@@ -100,6 +102,8 @@ def find_model(
         raise BenchError(f"{folder} holds no *.safetensors; give a complete checkpoint, or --load-format dummy")
     shown = f"headway/{STORY.name}" if name is None else name
     checkpoint_bytes = sum(file.stat().st_size for file in files)
+    head = EMBEDDING if config.shape.tied_embeddings else "lm_head"
+    schemes = (scheme_of(each, quantization, config.packed) for each in ("model.layers.0.mlp.down_proj", head))
     return ProfiledModel(
-        shown, folder, config.shape, runs_in, checkpoint_bytes, config.max_model_len, kv_cache_dtype, quantization
+        shown, folder, config.shape, runs_in, checkpoint_bytes, config.max_model_len, kv_cache_dtype, *schemes
     )

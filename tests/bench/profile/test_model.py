@@ -10,6 +10,7 @@ from headway.bench.errors import BenchError
 from headway.bench.profile.model import find_model
 from headway.bundled import STORY
 from tests.cost import published
+from tests.models.test_packed_checkpoints import W8A8
 
 
 def test_the_bundled_model():
@@ -39,6 +40,14 @@ def test_a_quantised_model(quantization: str, bits: float, products: str) -> Non
     assert model.weight_bytes == matrices * bits / 8 + head * (8 if quantization == "int4" else bits) / 8 + norms * 2
     assert model.products == products
     assert (model.kept_in == "bfloat16") == (quantization == "none")
+
+
+def test_a_checkpoint_that_is_packed(tmp_path):
+    """Its matrices have eight bits, and the head that it leaves out those of the dtype."""
+    config = {**published.LLAMA_3_1_8B, "rms_norm_eps": 1e-6, "dtype": "bfloat16", "quantization_config": W8A8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = find_model(str(tmp_path), load_format="dummy")
+    assert (model.precision.linear.bits, model.precision.head.bits, model.products) == (8, 16, "int8")
 
 
 def test_dummy_weights_need_no_checkpoint(tmp_path):

@@ -1,0 +1,92 @@
+"""As what each matrix of a checkpoint is multiplied: by what the checkpoint holds, and by --quantization. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headway.cost.values import ConfigValues, ModelError
+
+EMBEDDING = "model.embed_tokens"
+# What a packed checkpoint must say, for what its whole numbers mean to be what the kernels multiply.
+_FORMAT = {"quant_method": "compressed-tensors", "format": "int-quantized", "kv_cache_scheme": None}
+_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+_ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrices:
+    """Which matrices a checkpoint holds as whole numbers, with a scale for each row.
+
+    Args:
+        scheme: as what they are multiplied, int8 or int8-weight-only.
+        ignored: names of the layers that are not packed; "re:" begins an expression that matches the start of names.
+    """
+
+    scheme: str
+    ignored: tuple[str, ...] = ()
+
+    def covers(self, layer: str) -> bool:
+        """Whether the matrix of a layer is packed; the embedding's is none of a linear layer."""
+        return layer != EMBEDDING and not any(
+            name == layer or (name.startswith("re:") and re.match(name[3:], layer)) for name in self.ignored
+        )
+
+
+def read_packed(values: ConfigValues) -> PackedMatrices | None:
+    """What a config.json says of packed matrices; None where all are plain.
+
+    Raises:
+        ModelError: they are packed in a way that is not supported.
+    """
+    if values.get("compression_config") is not None:
+        raise values.error("compression_config", "is not supported; use the unquantised checkpoint")
+    said = values.get("quantization_config")
+    if said is None:
+        return None
+    section = _section(said, values.source, "quantization_config")
+    _check(section, _FORMAT)
+    groups = section.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise section.error("config_groups", "is not one group; use the unquantised checkpoint")
+    name, described = next(iter(groups.items()))
+    group = _section(described, values.source, f"quantization_config.config_groups.{name}")
+    _check(group, {"targets": ["Linear"], "output_activations": None})
+    weights = _section(group.get("weights"), values.source, f"{group.prefix}weights", {"dynamic": False})
+    _check(weights, _WEIGHTS)
+    ignored = section.get("ignore") or []
+    try:
+        for each in ignored:
+            re.compile(each.removeprefix("re:") if each.startswith("re:") else "")
+    except (TypeError, AttributeError, re.error):
+        raise section.error("ignore", "is not a list of names and expressions; correct it") from None
+    if group.get("input_activations") is None:
+        return PackedMatrices("int8-weight-only", tuple(ignored))
+    _check(_section(group.get("input_activations"), values.source, f"{group.prefix}input_activations"), _ACTIVATIONS)
+    return PackedMatrices("int8", tuple(ignored))
+
+
+def _section(said: Any, source: str, name: str, defaults: Mapping[str, Any] | None = None) -> ConfigValues:
+    if not isinstance(said, Mapping):
+        raise ModelError(f"{source}: {name} is not a JSON object; correct it")
+    return ConfigValues(said, source, defaults or {}, f"{name}.")
+
+
+def _check(section: ConfigValues, wanted: Mapping[str, Any]) -> None:
+    for key, value in wanted.items():
+        if section.get(key) != value:
+            raise section.error(key, f"is not supported, only {value!r} is; use the unquantised checkpoint")
+
+
+def scheme_of(layer: str, quantization: str, packed: PackedMatrices | None) -> str:
+    """As what the matrix of a linear layer is multiplied where --quantization asks for `quantization`.
+
+    What the checkpoint has packed stays so. The head, and with tied embeddings every token's first vector, suffers most
+    from few bits.
+    """
+    if packed is not None and packed.covers(layer):
+        return packed.scheme
+    is_head = layer in ("lm_head", EMBEDDING)
+    return "int8" if is_head and quantization == "int4" else quantization
