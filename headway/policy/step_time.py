@@ -147,12 +147,14 @@ class StepTimeModel:
     def share_without(self, work: StepWork, without: StepWork) -> float:
         """Fraction of a step with `work` that a step with only `without` of it would have taken, 0 to 1.
 
-        Falls back to the share of tokens until enough steps have been seen.
+        The share of tokens until enough steps have been seen, and where the prediction for the whole or the part is not
+        positive: every step takes time, so the steps that were seen do not tell the costs of its parts apart. They may
+        all have been equally full, and some of them slow for another reason.
         """
-        whole = self.predict_ns(work) if self.is_trained else 0.0
-        if whole <= 0.0:
+        whole, part = self.predict_ns(work), self.predict_ns(without)
+        if not self.is_trained or whole <= 0.0 or part <= 0.0:
             return without.tokens / work.tokens if work.tokens else 1.0
-        return min(1.0, self.predict_ns(without) / whole)
+        return min(1.0, part / whole)
 
 
 def _prior() -> list[list[float]]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy.accounting import Accounting, StepTimes
+from headway.policy.accounting import Accounting, StepTimes, work_of
 from headway.policy.ledger import Ledger, Phase, PhaseClock
 from headway.policy.plan import ScheduledSequence
-from headway.policy.request import Status
-from headway.policy.step_time import StepTimeModel, StepWork
+from headway.policy.request import Sequence, Status
+from headway.policy.step_time import StepTimeModel, StepWork, pairs
 from tests.policy.simulation import check_ledger, make_sequence
 
 
@@ -66,14 +67,22 @@ def random_work(rng: random.Random) -> StepWork:
     return StepWork(prefill, decode, prefill * rng.randrange(1, 2000), decode * rng.randrange(1, 2000), rows)
 
 
-def test_the_step_time_model_learns_a_linear_machine() -> None:
+def learnt() -> StepTimeModel:
     rng, model = random.Random(1), StepTimeModel()
     for _ in range(400):
         work = random_work(rng)
         model.observe(work, int(linear_time(work) * rng.uniform(0.95, 1.05)))
+    return model
+
+
+LEARNT = learnt()
+
+
+def test_the_step_time_model_learns_a_linear_machine() -> None:
+    rng = random.Random(2)
     for _ in range(50):
         work = random_work(rng)
-        assert model.predict_ns(work) == pytest.approx(linear_time(work), rel=0.1)
+        assert LEARNT.predict_ns(work) == pytest.approx(linear_time(work), rel=0.1)
 
 
 def test_the_step_time_model_follows_a_machine_that_slows_down() -> None:
@@ -108,36 +117,55 @@ def test_until_it_has_seen_enough_steps_tokens_divide() -> None:
     assert StepTimeModel().share_without(work, StepWork(decode_tokens=10)) == 0.25
 
 
-def test_a_mixed_step_is_divided_by_what_it_would_have_taken_without_others_prefill() -> None:
-    accounting = Accounting(StepTimeModel())
-    rng = random.Random(3)
-    for _ in range(600):
-        work = random_work(rng)
-        accounting.step_time.observe(work, linear_time(work))
+def test_every_part_of_a_step_takes_time_also_where_equally_full_steps_do_not_tell_them_apart() -> None:
+    """One step in ten is slow for another reason, and in some of these runs decodes then seem to take none."""
+    contradictions = 0
+    for seed in (35, 55, 92, 113, 146):
+        rng, model = random.Random(seed), StepTimeModel()
+        for _ in range(60):
+            decodes = rng.randrange(1, 9)
+            prompt = 16 - decodes
+            work = StepWork(prompt, decodes, prompt * rng.randrange(1, 60), decodes * rng.randrange(10, 80))
+            model.observe(work, 30_000_000 if rng.random() < 0.1 else 1_000_000)
+            decoding = StepWork(decode_tokens=decodes, decode_context=work.decode_context)
+            assert model.share_without(work, decoding) > 0
+            if model.is_trained and model.predict_ns(decoding) == 0:
+                contradictions += 1
+                assert model.share_without(work, decoding) == decodes / 16
+    assert contradictions > 0
+
+
+def divided(chunks: list[int], logit_rows: list[int]) -> tuple[Accounting, list[Sequence], int]:
+    """A step of a machine that is known, with a decoding sequence and a chunk of each of some prompts."""
+    accounting = Accounting(deepcopy(LEARNT))
     decoder = make_sequence("d", [1] * 100, 50)
     decoder.tokens.append(7)
-    decoder.num_computed, decoder.status = 100, Status.RUNNING
-    prompts = [make_sequence(name, [1] * 400, 5) for name in "pq"]
-    for prompt in prompts:
-        prompt.status = Status.RUNNING
+    decoder.num_computed = 100
+    sequences = [decoder, *(make_sequence(str(i), [1] * 400, 5) for i in range(len(chunks)))]
+    for sequence in sequences:
+        sequence.status = Status.RUNNING
     accounting.record_step([], [], [], StepTimes(0, 0, 0))
     accounting.join_decode_clock(decoder)
     scheduled = [ScheduledSequence(0, 100, [7], True, 1)]
-    scheduled += [ScheduledSequence(1, 0, [1] * 200, False, 0)]
-    scheduled += [ScheduledSequence(2, 0, [1] * 100, False, 0)]
-    pairs = [200 * 201 // 2, 100 * 101 // 2]
-    whole = linear_time(StepWork(300, 1, sum(pairs), 101))
-    accounting.record_step([decoder, *prompts], scheduled, [], StepTimes(10, 10 + whole, 10 + whole + 5))
+    for number, (chunk, rows) in enumerate(zip(chunks, logit_rows, strict=True), 1):
+        scheduled.append(ScheduledSequence(number, 0, [1] * chunk, False, 0, logit_rows=rows))
+    whole = linear_time(work_of(scheduled))
+    accounting.record_step(sequences, scheduled, [], StepTimes(10, 10 + whole, 10 + whole + 5))
     accounting.finish(decoder, 10 + whole + 5)
+    for sequence in sequences:
+        assert sequence.ledger.last_ns == 10 + whole + 5
+        check_ledger(sequence)
+    return accounting, sequences, whole
+
+
+def test_a_mixed_step_is_divided_by_what_it_would_have_taken_without_others_prefill() -> None:
+    accounting, (decoder, *prompts), whole = divided([200, 100], [0, 0])
     compute = linear_time(StepWork(0, 1, 0, 101))
     assert decoder.ledger.phases_ns[Phase.DECODE_COMPUTE] == pytest.approx(compute, rel=0.05)
     assert decoder.ledger.phases_ns[Phase.DECODE_STALL_PREFILL] == pytest.approx(whole - compute, rel=0.05)
-    for prompt, tokens, own in zip(prompts, (200, 100), pairs, strict=True):
-        compute = linear_time(StepWork(tokens, 1, own, 101))
+    for prompt, tokens in zip(prompts, (200, 100), strict=True):
+        compute = linear_time(StepWork(tokens, 1, pairs(0, tokens), 101))
         assert prompt.ledger.phases_ns[Phase.PREFILL_COMPUTE] == pytest.approx(compute, rel=0.05)
-        assert prompt.ledger.last_ns == 10 + whole + 5
-    for sequence in (decoder, *prompts):
-        check_ledger(sequence)
     stalls = accounting.take_stalls()
     assert stalls[Phase.DECODE_STALL_PREFILL] == decoder.ledger.phases_ns[Phase.DECODE_STALL_PREFILL]
     assert stalls[Phase.PREFILL_STALL] == sum(p.ledger.phases_ns[Phase.PREFILL_STALL] for p in prompts)
@@ -145,31 +173,13 @@ def test_a_mixed_step_is_divided_by_what_it_would_have_taken_without_others_pref
 
 
 def test_the_logits_of_a_prompt_are_its_own_work_and_a_stall_with_a_name_for_others() -> None:
-    accounting, rng = Accounting(StepTimeModel()), random.Random(5)
-    for _ in range(600):
-        work = random_work(rng)
-        accounting.step_time.observe(work, linear_time(work))
-    decoder = make_sequence("d", [1] * 100, 50)
-    decoder.tokens.append(7)
-    decoder.num_computed, decoder.status = 100, Status.RUNNING
-    asking, plain = make_sequence("a", [1] * 400, 5, prompt_logprobs=3), make_sequence("p", [1] * 400, 5)
-    asking.status = plain.status = Status.RUNNING
-    accounting.record_step([], [], [], StepTimes(0, 0, 0))
-    accounting.join_decode_clock(decoder)
-    scheduled = [ScheduledSequence(0, 100, [7], True, 1)]
-    scheduled += [ScheduledSequence(1, 0, [1] * 50, False, 0, logit_rows=50)]
-    scheduled += [ScheduledSequence(2, 0, [1] * 50, False, 0)]
-    own = 50 * 51 // 2
-    whole = linear_time(StepWork(100, 1, 2 * own, 101, 50))
-    accounting.record_step([decoder, asking, plain], scheduled, [], StepTimes(10, 10 + whole, 10 + whole + 5))
-    accounting.finish(decoder, 10 + whole + 5)
-    logits, prompts = 50 * 200_000, 2 * linear_time(StepWork(50, 0, own)) - 2 * linear_time(StepWork())
+    accounting, (decoder, asking, plain), _ = divided([50, 50], [50, 0])
+    logits = 50 * 200_000
+    prompts = 2 * linear_time(StepWork(50, 0, pairs(0, 50))) - 2 * linear_time(StepWork())
     assert decoder.ledger.phases_ns[Phase.DECODE_STALL_LOGPROBS] == pytest.approx(logits, rel=0.05)
     assert decoder.ledger.phases_ns[Phase.DECODE_STALL_PREFILL] == pytest.approx(prompts, rel=0.1)
-    compute = linear_time(StepWork(50, 1, own, 101))
+    compute = linear_time(StepWork(50, 1, pairs(0, 50), 101))
     assert asking.ledger.phases_ns[Phase.PREFILL_COMPUTE] == pytest.approx(compute + logits, rel=0.05)
     assert plain.ledger.phases_ns[Phase.PREFILL_COMPUTE] == pytest.approx(compute, rel=0.05)
-    for sequence in (decoder, asking, plain):
-        check_ledger(sequence)
     stalls = accounting.take_stalls()
     assert stalls[Phase.DECODE_STALL_LOGPROBS] == decoder.ledger.phases_ns[Phase.DECODE_STALL_LOGPROBS]
