@@ -72,7 +72,9 @@ ROOMS = {
     "kernels": Room(ours={"kernels", "models"}, forbidden=NO_SERVER),
     "models": Room(ours={"models", "kernels", "cost.config", "cost.shape", "cost.values"}, forbidden=NO_SERVER),
     "text": Room(ours={"text"}, forbidden=NO_DEVICE | NO_SERVER),
-    "engine": Room(ours={"engine", "policy", "cost", "models", "kernels"}, forbidden=frozenset({"fastapi", "uvicorn"})),
+    "engine": Room(
+        ours={"engine", "policy", "cost", "models", "kernels", "version"}, forbidden=frozenset({"fastapi", "uvicorn"})
+    ),
     "server": Room(
         ours={"server", "text", "policy", "engine.client", "engine.messages", "engine.config"}, forbidden=NO_DEVICE
     ),
@@ -82,6 +84,7 @@ ROOMS = {
         ours={"planner", "cost", "report", "calibration.store", "calibration.samples", "engine.config"},
         forbidden=NO_DEVICE | NO_SERVER,
     ),
+    "simulator": Room(ours={"simulator", "policy", "cost", "bench"}, forbidden=NO_DEVICE | NO_SERVER),
     "cli": Room(ours=None, forbidden=NO_DEVICE),
 }
 
@@ -252,7 +255,7 @@ def test_the_planner_follows_a_load_in_one_place() -> None:
 
 def light_modules() -> list[str]:
     """Modules that must start fast, and so without torch, whatever they import on the way."""
-    rooms = {"policy", "cost", "text", "server", "report", "bench", "planner", "cli"}
+    rooms = {"policy", "cost", "text", "server", "report", "bench", "planner", "simulator", "cli"}
     light = [p for p in modules() if p.relative_to(PACKAGE).parts[0] in rooms]
     light += [PACKAGE / name for name in ("__init__.py", "engine/messages.py", "engine/client.py")]
     return [dotted(p).removesuffix(".__init__") for p in light if p.exists()]

@@ -120,6 +120,10 @@ def serve(
     replay: Annotated[
         bool, typer.Option(help="Go on with running requests on the next engine process when one has died.")
     ] = True,
+    record_steps: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Append each step's plan and times to this file, without any text."),
+    ] = None,
     metrics_prefix: Annotated[str, typer.Option(help="Prefix of metric names; vllm: for its dashboards.")] = "headway:",
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="What the server logs; info logs each request.")
@@ -156,6 +160,7 @@ def serve(
         scheduling_policy=scheduling_policy,
         max_queue_time=max_queue_time,
         num_threads=threads,
+        record_steps=record_steps,
     )
     settings = ServerSettings(
         served_model_names=served_model_name or [model or f"headway/{STORY.name}"],

@@ -14,6 +14,7 @@ from headway.engine.config import BATCHED_TOKENS, EngineConfig, default_batched_
 from headway.engine.core import EngineCore
 from headway.engine.host import usable_threads
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
+from headway.engine.record_file import RecordFile
 from headway.engine.runner import Runner
 from headway.kernels.interface import KV_CACHE_DTYPES
 from headway.kernels.select import kernels_for
@@ -67,6 +68,7 @@ def build_engine(
             on_stage(stage, elapsed_ns)
 
     began = time.monotonic_ns()
+    recording = RecordFile(config.record_steps) if config.record_steps is not None else None
     device = _device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or usable_threads())
@@ -99,7 +101,10 @@ def build_engine(
         max_queue_time=math.inf if config.max_queue_time is None else config.max_queue_time,
     )
     blocks = KVBlocks(num_blocks, config.block_size, config.enable_prefix_caching)
+    shown = str(cache_dtype).removeprefix("torch.")
     scheduler = Scheduler(scheduler_config, blocks)
+    if recording is not None:
+        scheduler = recording.scheduler(config, scheduler_config, blocks, str(device), shown)
     runner = Runner(
         model, kernels, device, cache_dtype, num_blocks, config.block_size, config.max_num_seqs, max_model_len
     )
@@ -108,7 +113,6 @@ def build_engine(
     began = time.monotonic_ns()
     warm_up(scheduler_config, runner, config.block_size, num_blocks)
     done("warm_up", time.monotonic_ns() - began)
-    shown = str(cache_dtype).removeprefix("torch.")
     core = EngineCore(scheduler, runner)
     return Engine(core, runner, max_model_len, num_blocks, config.block_size, str(device), shown, startup)
 

@@ -29,6 +29,7 @@ class EngineConfig:
             may be infinite.
         scheduling_policy: fcfs or priority.
         max_queue_time: seconds that a request may wait without being begun; None sets no limit.
+        record_steps: file to which each step's plan and times are appended; None records nothing.
         num_threads: CPU threads of the engine; None takes one for each physical core, within the CPU quota.
     """
 
@@ -51,6 +52,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     max_queue_time: float | None = None
     num_threads: int | None = None
+    record_steps: str | None = None
 
 
 # What `headway serve` takes for everything that nobody chose, and `headway plan` for a machine that was measured.

@@ -20,7 +20,10 @@ from headway.engine.client import EngineClient, EngineDead
 from headway.engine.config import EngineConfig
 from headway.engine.messages import AddRequest, SequenceOutput, StepOutputs, StepStats, TokenLogprobs
 from headway.engine.requests import MOST_DEATHS
+from headway.policy.recording import Arrival, End
 from headway.policy.sampling_params import SamplingParams
+from headway.simulator.recording import read_recordings
+from headway.simulator.replay import replay
 from tests.engine.faulty_process import KILLER, RAISER
 from tests.engine.models import write_config
 
@@ -222,6 +225,28 @@ async def test_without_replay_a_killed_engine_ends_its_requests(tmp_path: Path) 
                 await collect(stream)
     assert client.state == "loading"
     await client.stop()
+
+
+async def test_an_engine_that_is_killed_leaves_a_recording_and_the_next_goes_on_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    client = EngineClient(config(tmp_path, record_steps=str(path)))
+    await client.start()
+    await client.wait_ready()
+    first = [await collect(client.generate(request("done", max_tokens=20)))]
+    streams = [client.generate(request(str(i), max_tokens=800)) for i in range(3)]
+    for stream in streams:
+        first.append([await anext(stream)])
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    for stream in streams:
+        await collect(stream)
+    await client.stop()
+    killed, ended = read_recordings(path)
+    assert sum(isinstance(record, Arrival) for record in killed.records) >= 1
+    arrived = [record for record in ended.records if isinstance(record, Arrival)]
+    assert [record.prompt_len for record in arrived] == [3, 3, 3] and arrived[0].known > 3
+    assert {record.length for record in ended.records if isinstance(record, End)} == {803}
+    assert replay(killed) >= 20 and replay(ended) > 700
 
 
 async def test_an_engine_that_fails_to_start_again_is_tried_on(

@@ -120,9 +120,12 @@ class Simulation:
             self.max_queue_time,
         )
         blocks = KVBlocks(self.num_blocks, self.block_size, self.caching)
-        self.scheduler = Scheduler(config, blocks, self.step_time, self.budget_rule)
+        self.scheduler = self.make_scheduler(config, blocks)
         self.sequences: list[Sequence] = []
         self.executor = FakeExecutor(self.block_size)
+
+    def make_scheduler(self, config: SchedulerConfig, blocks: KVBlocks) -> Scheduler:
+        return Scheduler(config, blocks, self.step_time, self.budget_rule)
 
     def submit_choices(self, prompt: list[int], max_tokens: int, **options: Any) -> list[Sequence]:
         """Take a request in as the server and the engine do; its choices."""

@@ -305,6 +305,7 @@ def test_terminated_server_finishes_its_stream_and_its_engine(folder: Path) -> N
     [
         (["--max-model-len", "100000"], "100000"),
         (["--kv-cache-memory", "1K"], "kv"),
+        (["--record-steps", "/no such folder/steps"], "/no such folder/steps: no such file or directory"),
     ],
 )
 def test_engine_that_cannot_start_ends_the_server(folder: Path, options: list[str], says: str) -> None:

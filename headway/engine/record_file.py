@@ -1,0 +1,121 @@
+"""The file that an engine's steps are recorded in: a record to a line, as JSON.
+
+Lines are gathered and written some at a time: when there are many, once a second, and when nothing is left to do. So
+what is lost when the process is killed is less than a second, and at most the last line that was written is not whole.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import logging
+import os
+import secrets
+import stat
+import time
+from dataclasses import asdict
+
+import msgspec
+
+from headway.engine.config import EngineConfig
+from headway.policy.kv_blocks import KVBlocks
+from headway.policy.recording import FORMAT, Record, RecordedEngine, RecordedScheduler
+from headway.policy.scheduler_config import SchedulerConfig
+from headway.version import __version__
+
+_FLUSH_BYTES = 1 << 16
+_FLUSH_S = 1.0
+_encoder = msgspec.json.Encoder()
+logger = logging.getLogger("headway.engine")
+
+
+class RecordFile:
+    """Appends records to a file, which is made where there is none. Once it can't be written it is left as it is.
+
+    Raises:
+        ValueError: it can't be written, another engine writes it, or it is something else than a recording.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._buffer = bytearray()
+        self._flushed = time.monotonic()
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        except OSError as error:
+            raise ValueError(f"the steps can't be recorded in {path}: {error.strerror}") from error
+        problem = self._problem()
+        if problem:
+            os.close(self._file)
+            raise ValueError(f"the steps can't be recorded in {path}: {problem}; name another file")
+        atexit.register(self.close)
+
+    def _problem(self) -> str:
+        """Why nothing may be appended, or an empty string. A last line that is not whole is ended."""
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            return "it is no file"
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return "another engine is recording there"
+        with open(self._path, "rb") as file:
+            first = file.readline(_FLUSH_BYTES)
+            if not first:
+                return ""
+            try:
+                if msgspec.json.decode(first, type=RecordedEngine).format != FORMAT:
+                    return "it is a recording in another format"
+            except msgspec.DecodeError:
+                return "it is there and is no recording"
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                self._buffer += b"\n"
+        return ""
+
+    def scheduler(
+        self, settings: EngineConfig, config: SchedulerConfig, blocks: KVBlocks, device: str, kv_cache_dtype: str
+    ) -> RecordedScheduler:
+        """A scheduler that is recorded here, beginning with what engine it belongs to."""
+        engine = RecordedEngine(
+            format=FORMAT,
+            version=__version__,
+            model=settings.model,
+            device=device,
+            kv_cache_dtype=kv_cache_dtype,
+            settings=asdict(settings),
+            scheduler=asdict(config),
+            num_blocks=blocks.num_blocks,
+            block_size=blocks.block_size,
+            enable_prefix_caching=blocks.enable_prefix_caching,
+            began_ns=time.monotonic_ns(),
+            began_unix_s=time.time(),
+        )
+        self.write(engine, idle=True)
+        # Whoever has the file can't try texts against the numbers of blocks.
+        return RecordedScheduler(config, blocks, self.write, root=secrets.randbits(60))
+
+    def write(self, record: Record, idle: bool) -> None:
+        """Add a record; `idle` when nothing else is to be done."""
+        if self._file < 0:
+            return
+        self._buffer += _encoder.encode(record)
+        self._buffer += b"\n"
+        if idle or len(self._buffer) >= _FLUSH_BYTES or time.monotonic() - self._flushed >= _FLUSH_S:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._flushed = time.monotonic()
+        try:
+            while self._buffer and self._file >= 0:
+                del self._buffer[: os.write(self._file, self._buffer)]
+        except OSError as error:
+            logger.warning("steps are recorded no more, as %s can't be written: %s", self._path, error.strerror)
+            self._buffer.clear()
+            self.close()
+
+    def close(self) -> None:
+        """Write what is left. Later records go nowhere."""
+        self._flush()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

@@ -1,0 +1,228 @@
+"""What a recording of an engine's steps consists of, and the scheduler that makes it.
+
+It has all that the scheduler was told, at what times, and all that it decided, so that the same decisions can be made
+again. It has no text and no token ids: of tokens it says how many there are, and a number for each block of them, equal
+where blocks are found in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headway.policy.accounting import StepTimes
+from headway.policy.kv_blocks import KVBlocks
+from headway.policy.plan import ScheduledSequence, StepPlan
+from headway.policy.request import FinishReason, Sequence
+from headway.policy.scheduler import Scheduler
+from headway.policy.scheduler_config import SchedulerConfig
+
+FORMAT = 1
+NOT_NUMBERS = -1  # in place of a number of new tokens
+_EXACT = 2**53 - 1  # numbers that every reader of JSON keeps exactly
+
+
+class _Record(msgspec.Struct, tag=str.lower, omit_defaults=True, gc=False):
+    pass
+
+
+class RecordedEngine(_Record, tag="engine"):
+    """The first record of an engine. All times are nanoseconds of its clock.
+
+    Args:
+        format: of the recording.
+        version: of Headway.
+        settings: of the engine, by the names of its flags.
+        scheduler: fields of SchedulerConfig; None for what is infinite.
+        began_ns, began_unix_s: one moment on the engine's clock and on that of the wall.
+    """
+
+    format: int
+    version: str
+    model: str
+    device: str
+    kv_cache_dtype: str
+    settings: dict[str, Any]
+    scheduler: dict[str, Any]
+    num_blocks: int
+    block_size: int
+    enable_prefix_caching: bool
+    began_ns: int
+    began_unix_s: float
+
+    def scheduler_config(self) -> SchedulerConfig:
+        fields: dict[str, Any] = {k: math.inf if value is None else value for k, value in self.scheduler.items()}
+        return SchedulerConfig(**fields)
+
+    def kv_blocks(self) -> KVBlocks:
+        """An empty pool."""
+        return KVBlocks(self.num_blocks, self.block_size, self.enable_prefix_caching)
+
+
+class Arrival(_Record):
+    """A sequence was queued.
+
+    Args:
+        known: its tokens, the prompt and what an engine before had generated.
+        max_len: most tokens that it may come to.
+        blocks: a number for each full block of the known tokens.
+        sent_ns: when it was handed over to the engine.
+        parent: the first choice of its request, whose prompt it shares.
+        wants_logits: of its prompt, for prompt_logprobs.
+    """
+
+    now: int
+    seq_id: int
+    prompt_len: int
+    known: int
+    max_len: int
+    blocks: list[int]
+    arrival_ns: int
+    sent_ns: int
+    priority: int = 0
+    index: int = 0
+    parent: int | None = None
+    wants_logits: bool = False
+
+
+class End(_Record):
+    """A sequence has finished, or was aborted: that is told to the scheduler, all else follows.
+
+    Args:
+        length: its tokens.
+        blocks: numbers of its full blocks after those of its Arrival.
+    """
+
+    now: int
+    seq_id: int
+    reason: FinishReason
+    length: int
+    blocks: list[int]
+
+
+class Retry(_Record):
+    """A step failed and was run again in parts, which took from `began` to `ended`; sequences that were at fault."""
+
+    failed: list[int]
+    began: int
+    ended: int
+
+
+class Item(msgspec.Struct, array_like=True, gc=False):
+    """A sequence's part of a step: `tokens` after the `start` tokens that it had computed, and how many came of it."""
+
+    seq_id: int
+    start: int
+    tokens: int
+    samples: int
+    new: int  # NOT_NUMBERS where none could be drawn
+
+
+class Step(_Record):
+    """What the scheduler decided at `now`, and what came of it.
+
+    Args:
+        items: empty where nothing could run; times is None then.
+        times: when it was launched, computed and sampled.
+    """
+
+    now: int
+    items: list[Item] = []
+    times: tuple[int, int, int] | None = None
+    preempted: list[int] = []
+    expired: list[int] = []
+    retry: Retry | None = None
+
+
+Record = RecordedEngine | Arrival | End | Step
+Write = Callable[[Record, bool], None]
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The numbered blocks of a sequence: their tokens, and the number of the last, which has those before it in it."""
+
+    tokens: int
+    last: int
+
+
+class RecordedScheduler(Scheduler):
+    """A scheduler that says what it is told and what it decides.
+
+    Args:
+        write: called with each record, and whether nothing is left to do after it.
+        root: any number; those of blocks depend on it.
+    """
+
+    def __init__(self, config: SchedulerConfig, blocks: KVBlocks, write: Write, root: int = 0) -> None:
+        super().__init__(config, blocks)
+        self._write_record = write
+        self._root = root
+        self._chains: dict[int, _Chain] = {}
+        self._step, self._planned = Step(0), list[ScheduledSequence]()
+
+    def _write(self, record: Record) -> None:
+        self._write_record(record, not self.has_work)
+
+    def add(self, sequence: Sequence, now: int) -> None:
+        super().add(sequence, now)
+        chain = self._chains[sequence.seq_id] = _Chain(0, hash((self._root, sequence.cache_salt)))
+        arrival = Arrival(
+            now=now,
+            seq_id=sequence.seq_id,
+            prompt_len=sequence.prompt_len,
+            known=len(sequence.tokens),
+            max_len=sequence.max_len,
+            blocks=self._number(chain, sequence.tokens),
+            arrival_ns=sequence.arrival_ns,
+            sent_ns=sequence.ledger.began_ns,
+            priority=sequence.priority,
+            index=sequence.index,
+            parent=None if sequence.parent is None else sequence.parent.seq_id,
+            wants_logits=sequence.params.prompt_logprobs is not None,
+        )
+        self._write(arrival)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, now: int) -> None:
+        super().finish(sequence, reason, now)
+        blocks = self._number(self._chains.pop(sequence.seq_id), sequence.tokens)
+        self._write(End(now, sequence.seq_id, reason, len(sequence.tokens), blocks))
+
+    def schedule(self, now: int) -> StepPlan:
+        plan = super().schedule(now)
+        self._step, self._planned = Step(now, preempted=plan.preempted, expired=plan.expired), plan.scheduled
+        if not plan.scheduled:
+            self._write(self._step)
+        return plan
+
+    def take_out(self, failed: list[Sequence], plan: StepPlan, began: int, ended: int) -> None:
+        super().take_out(failed, plan, began, ended)
+        self._step.retry = Retry([sequence.seq_id for sequence in failed], began, ended)
+
+    def complete(
+        self, plan: StepPlan, tokens: Mapping[int, list[int] | None], times: StepTimes
+    ) -> list[tuple[Sequence, list[int]]]:
+        changed = super().complete(plan, tokens, times)
+        step = self._step
+        step.items = [_item(item, tokens.get(item.seq_id, [])) for item in self._planned]
+        step.times = times.launched_ns, times.computed_ns, times.sampled_ns
+        self._write(step)
+        return changed
+
+    def _number(self, chain: _Chain, tokens: list[int]) -> list[int]:
+        """Number the full blocks of the tokens that have no number yet."""
+        size, numbers = self.blocks.block_size, []
+        for start in range(chain.tokens, len(tokens) // size * size, size):
+            chain.last = hash((chain.last, *tokens[start : start + size])) & _EXACT
+            numbers.append(chain.last)
+        chain.tokens += size * len(numbers)
+        return numbers
+
+
+def _item(item: ScheduledSequence, new: list[int] | None) -> Item:
+    count = NOT_NUMBERS if new is None else len(new)
+    return Item(item.seq_id, item.start, len(item.token_ids), item.samples, count)

@@ -1,0 +1,105 @@
+"""Makes recorded decisions again: the same scheduler, told the same at the same times, plans the same steps.
+
+Tokens are made up. Blocks of tokens with the same number are the same, so that the prefix cache finds what it found.
+"""
+
+from __future__ import annotations
+
+from headway.policy.accounting import StepTimes
+from headway.policy.plan import StepPlan
+from headway.policy.recording import NOT_NUMBERS, Arrival, End, Item, Step
+from headway.policy.request import FinishReason, Sequence
+from headway.policy.sampling_params import SamplingParams
+from headway.policy.scheduler import Scheduler
+from headway.simulator.recording import Recording
+
+_STOP = -1
+
+
+class DifferentStep(ValueError):
+    """The scheduler decides otherwise than the one that was recorded did."""
+
+    def __init__(self, number: int, recorded: Step, plan: StepPlan) -> None:
+        super().__init__(f"step {number} was recorded as {recorded}, and is now {plan}")
+        self.number, self.recorded, self.plan = number, recorded, plan
+
+
+def replay(recording: Recording) -> int:
+    """Make all decisions again; returns the number of steps.
+
+    Raises:
+        DifferentStep: the first that is another now.
+    """
+    return _Replay(recording).run()
+
+
+class _Replay:
+    def __init__(self, recording: Recording) -> None:
+        self._records = recording.records
+        self._ends = {record.seq_id: record for record in recording.records if isinstance(record, End)}
+        self._sequences: dict[int, Sequence] = {}
+        self._tokens: dict[int, list[int]] = {}  # of each sequence, to its end and further
+        engine = recording.engine
+        self._size = engine.block_size
+        self._scheduler = Scheduler(engine.scheduler_config(), engine.kv_blocks())
+
+    def run(self) -> int:
+        steps = 0
+        for record in self._records:
+            if isinstance(record, Arrival):
+                self._arrive(record)
+            elif isinstance(record, Step):
+                steps += 1
+                self._step(steps, record)
+            elif record.reason is FinishReason.ABORT:
+                self._scheduler.abort(self._sequences[record.seq_id], record.now)
+        return steps
+
+    def _arrive(self, arrival: Arrival) -> None:
+        tokens = self._tokens[arrival.seq_id] = self._tokens_of(arrival)
+        sequence = Sequence(
+            request_id=str(arrival.seq_id),
+            index=arrival.index,
+            params=SamplingParams(prompt_logprobs=0 if arrival.wants_logits else None),
+            tokens=tokens[: arrival.known],
+            prompt_len=arrival.prompt_len,
+            max_len=arrival.max_len,
+            stop_ids=frozenset({_STOP}),
+            seed=0,
+            priority=arrival.priority,
+            arrival_ns=arrival.arrival_ns,
+            parent=None if arrival.parent is None else self._sequences[arrival.parent],
+        )
+        sequence.ledger.began_ns = sequence.ledger.last_ns = arrival.sent_ns
+        self._sequences[arrival.seq_id] = sequence
+        self._scheduler.add(sequence, arrival.now)
+
+    def _tokens_of(self, arrival: Arrival) -> list[int]:
+        """Those of numbered blocks have the block's number, others the sequence's, below that of a stop."""
+        end = self._ends.get(arrival.seq_id)
+        numbers = arrival.blocks + (end.blocks if end is not None else [])
+        tokens = [number for number in numbers for _ in range(self._size)]
+        tokens += [_STOP - 1 - arrival.seq_id] * (arrival.max_len - len(tokens))
+        if end is not None and end.reason is FinishReason.STOP:
+            tokens[end.length - 1] = _STOP
+        return tokens
+
+    def _step(self, number: int, recorded: Step) -> None:
+        plan = self._scheduler.schedule(recorded.now)
+        decided = [(item.seq_id, item.start, item.num_tokens, item.samples) for item in plan.scheduled]
+        wanted = [(item.seq_id, item.start, item.tokens, item.samples) for item in recorded.items]
+        if (decided, plan.preempted, plan.expired) != (wanted, recorded.preempted, recorded.expired):
+            raise DifferentStep(number, recorded, plan)
+        if recorded.times is None:
+            return
+        if recorded.retry is not None:
+            failed = [self._sequences[seq_id] for seq_id in recorded.retry.failed]
+            self._scheduler.take_out(failed, plan, recorded.retry.began, recorded.retry.ended)
+        tokens = {item.seq_id: self._drawn(item) for item in recorded.items if item.samples}
+        self._scheduler.complete(plan, tokens, StepTimes(*recorded.times))
+
+    def _drawn(self, item: Item) -> list[int] | None:
+        if item.new == NOT_NUMBERS:
+            return None
+        known = len(self._sequences[item.seq_id].tokens)
+        return self._tokens[item.seq_id][known : known + item.new]

@@ -1,0 +1,133 @@
+"""What was recorded says so much that the same steps are planned again, whatever was asked of the engine."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway import LLM, SamplingParams
+from headway.policy.kv_blocks import KVBlocks
+from headway.policy.recording import Arrival, End, Record, RecordedEngine, RecordedScheduler, Step
+from headway.policy.scheduler_config import SchedulerConfig
+from headway.simulator.recording import Recording, read_recordings
+from headway.simulator.replay import DifferentStep, replay
+from tests.engine.models import write_config
+from tests.policy.simulation import Simulation
+from tests.policy.test_scheduler_faults import Faulty
+
+
+@dataclass
+class Recorded(Faulty):
+    """A simulation that is recorded."""
+
+    records: list[Record] = field(default_factory=list)
+
+    def make_scheduler(self, config: SchedulerConfig, blocks: KVBlocks) -> RecordedScheduler:
+        pool = blocks.num_blocks, blocks.block_size, blocks.enable_prefix_caching
+        fields = msgspec.to_builtins(config)
+        self.records.append(RecordedEngine(1, "0", "model", "cpu", "int8", {}, fields, *pool, 0, 0.0))
+        return RecordedScheduler(config, blocks, lambda record, idle: self.records.append(record))
+
+    def recording(self) -> Recording:
+        """As a file has it."""
+        lines = [msgspec.json.encode(record) for record in self.records]
+        engine, *records = [msgspec.json.decode(line, type=Record) for line in lines]  # type: ignore[arg-type]
+        return Recording(engine, records)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(16, 40),
+    max_num_seqs=st.integers(1, 6),
+    caching=st.booleans(),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    max_prefill_stall_ms=st.sampled_from([0.001, 0.01]),
+    max_queue_time=st.sampled_from([1e-5, 1.0]),
+    faults=st.dictionaries(
+        st.integers(0, 15), st.tuples(st.sampled_from(["nan", "raises"]), st.integers(0, 40)), max_size=3
+    ),
+)
+def test_the_same_steps_are_planned_again(seed: int, faults: dict[int, tuple[str, int]], **options: object) -> None:
+    rng = random.Random(seed)
+    sim = Recorded(rng=rng, faults=faults, **options)  # type: ignore[arg-type]
+    beginnings = [[rng.randrange(3, 100) for _ in range(rng.randrange(1, 30))] for _ in range(3)]
+    for _ in range(12):
+        prompt = rng.choice(beginnings) + [rng.randrange(3, 100) for _ in range(rng.randrange(1, 8))]
+        sim.submit_choices(
+            prompt,
+            rng.randrange(1, 20),
+            priority=rng.randrange(-2, 3),
+            salt=rng.choice(["", "a"]),
+            prompt_logprobs=rng.choice([None, None, 1]),
+            stop_token_ids=list(range(3, 3 + rng.randrange(20))),
+            n=rng.choice([1, 1, 2]),
+        )
+        if rng.random() < 0.3:  # a conversation goes on with what came of another
+            sim.submit([*rng.choice(sim.sequences).tokens, 1, 2][:60], 3)
+        for _ in range(rng.randrange(3)):
+            sim.step()
+        if rng.random() < 0.2:
+            sim.scheduler.abort(rng.choice(sim.sequences), sim.now)
+    sim.run_until_done()
+    recording = sim.recording()
+    assert replay(recording) == sum(isinstance(record, Step) for record in sim.records)
+    ends = {record.seq_id: record for record in recording.records if isinstance(record, End)}
+    assert [(s.finish_reason, len(s.tokens)) for s in sim.sequences] == [
+        (ends[s.seq_id].reason, ends[s.seq_id].length) for s in sim.sequences
+    ]
+    assert all(isinstance(record, Arrival | End | Step) for record in recording.records)
+    assert replay(Recording(recording.engine, recording.records[: len(recording.records) // 2])) > 0
+
+
+def test_another_decision_is_told() -> None:
+    sim = Recorded(num_blocks=64)
+    sim.submit(list(range(30)), 3)
+    sim.run_until_done()
+    recording = sim.recording()
+    recording.engine.scheduler["max_num_batched_tokens"] = 20
+    with pytest.raises(DifferentStep, match="step 1 was recorded as Step") as different:
+        replay(recording)
+    assert different.value.recorded.items[0].tokens == 16
+    assert different.value.plan.scheduled[0].num_tokens == 20
+
+
+def test_blocks_that_are_found_again_have_one_number() -> None:
+    sim = Recorded(num_blocks=64)
+    sim.submit(list(range(10)), 5)
+    sim.run_until_done()
+    known = sim.sequences[0].tokens
+    sim.submit([*known[:12], 1, 2], 2)
+    sim.submit(list(range(10)), 2, salt="other")
+    first, again, other = (record.blocks for record in sim.records if isinstance(record, Arrival))
+    (end,) = (record for record in sim.records if isinstance(record, End))
+    assert len(first) == 2 and [*first, *end.blocks] == again
+    assert not {*other} & {*again}
+    assert isinstance(sim, Simulation) and max(again) < 2**53
+
+
+def test_a_real_engine_s_steps(tmp_path: Path) -> None:
+    """With preemptions and with prompts found in the prefix cache."""
+    llm = LLM(
+        write_config(tmp_path / "model"), skip_tokenizer_init=True, load_format="dummy", num_threads=1,
+        kv_cache_memory=150 * 512, max_model_len=100, max_num_seqs=8, max_num_batched_tokens=16,
+        max_prefill_stall_ms=1.0, record_steps=str(tmp_path / "steps"),
+    )  # fmt: skip
+    prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 500 + 5 for j in range(9 + 5 * i)]} for i in range(12)]
+    wanted = [SamplingParams(max_tokens=20, n=1 + number % 2, ignore_eos=True) for number in range(12)]
+    cached = 0
+    for _ in range(2):
+        cached += sum(output.num_cached_tokens for output in llm.generate(prompts, wanted))
+    (recording,) = read_recordings(tmp_path / "steps")
+    assert recording.engine.settings["max_num_seqs"] == recording.engine.scheduler_config().max_num_seqs == 8
+    steps = [record for record in recording.records if isinstance(record, Step)]
+    assert replay(recording) == len(steps) > 40
+    assert sum(len(step.preempted) for step in steps) > 0 and cached > 0
+    assert sum(item.new for step in steps for item in step.items) == 2 * 18 * 20
+    assert all(step.times is not None and step.now <= step.times[0] <= step.times[2] for step in steps)
