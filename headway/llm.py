@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 from headway.engine.client import EngineClient
 from headway.engine.config import EngineConfig
 from headway.engine.messages import AddRequest, SequenceOutput, TokenLogprobs, of_prompt
-from headway.models.config import ModelConfig
 from headway.models.folder import resolve_model
 from headway.policy.sampling_params import SamplingParams
 from headway.text.chat_template import ChatTemplate
 from headway.text.detokenizer import Detokenizer
-from headway.text.tokenizer import TextError, Tokenizer
+from headway.text.tokenizer import TextError, Tokenizer, stated_eos_ids
 
 if TYPE_CHECKING:
     from headway.engine.core import EngineCore
@@ -135,8 +134,7 @@ class _Front:
         self.folder = resolve_model(model)
         self.tokenizer = None if skip_tokenizer_init else Tokenizer.load(self.folder)
         self.chat_template = ChatTemplate.load(self.tokenizer) if self.tokenizer is not None else None
-        known = self.tokenizer or ModelConfig.from_folder(self.folder)
-        self._eos_token_ids = list(known.eos_token_ids)
+        self._eos_token_ids = self.tokenizer.eos_token_ids if self.tokenizer else sorted(stated_eos_ids(self.folder))
         self._ids = itertools.count(1)  # collectors are made in several threads
 
     def default_params(self) -> SamplingParams:

@@ -35,7 +35,6 @@ class ModelConfig:
         caches: what each layer keeps of a token.
         packed: the matrices that the checkpoint holds as whole numbers; None where there are none.
         dtype: the checkpoint's own dtype by name, None where config.json does not say.
-        eos_token_ids: ids that end a generation; generation_config.json wins over config.json.
     """
 
     shape: ModelShape
@@ -44,11 +43,10 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     dtype: str | None
-    eos_token_ids: tuple[int, ...]
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Read config.json, and generation_config.json where there is one.
+        """Read config.json.
 
         Raises:
             ModelError: a file is missing or not JSON, a key is missing or of the wrong kind, or the model
@@ -56,14 +54,10 @@ class ModelConfig:
         """
         folder = Path(folder)
         raw = read_json(folder / "config.json", "a model folder holds the config.json of its checkpoint")
-        generation = folder / "generation_config.json"
-        extra = read_json(generation, "") if generation.is_file() else {}
-        return cls.from_dict(raw, str(folder / "config.json"), _eos_ids(extra, str(generation)))
+        return cls.from_dict(raw, str(folder / "config.json"))
 
     @classmethod
-    def from_dict(
-        cls, raw: Mapping[str, Any], source: str = "config.json", eos_token_ids: tuple[int, ...] = ()
-    ) -> ModelConfig:
+    def from_dict(cls, raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         """The same from a parsed config.json; `source` is the file that errors name."""
         values, shape = ConfigValues(raw, source), read_shape(raw, source, ARCHITECTURES)
         act = values.get("hidden_act", "silu")
@@ -78,7 +72,6 @@ class ModelConfig:
             rms_norm_eps=values.positive_number("rms_norm_eps"),
             rope=read_rope(values, shape.head_dim, shape.max_positions),
             dtype=_dtype(values),
-            eos_token_ids=eos_token_ids or _eos_ids(raw, source),
         )
 
     @property
@@ -123,12 +116,3 @@ def _dtype(values: ConfigValues) -> str | None:
     if isinstance(name, str) and name.removeprefix("torch.") in DTYPES:
         return name.removeprefix("torch.")
     raise values.error(key, f"is not supported; it must be one of {', '.join(DTYPES)}")
-
-
-def _eos_ids(raw: Mapping[str, Any], source: str) -> tuple[int, ...]:
-    value = raw.get("eos_token_id")
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise ModelError(f"{source}: eos_token_id is {value!r}; it must be a token id or a list of them")
-    return tuple(token for token in ids if token >= 0)

@@ -94,11 +94,13 @@ class Tokenizer:
         special_tokens = _special_tokens(folder, config)
         added = backend.get_added_tokens_decoder()
         vocab_size = model_config.get("vocab_size")
+        own_eos = backend.token_to_id(special_tokens.get("eos_token", ""))
+        eos_token_ids = stated_eos_ids(folder) | (set() if own_eos is None else {own_eos})
         return cls(
             backend=backend,
             folder=folder,
             vocab_size=vocab_size if isinstance(vocab_size, int) else backend.get_vocab_size(),
-            eos_token_ids=_eos_token_ids(backend, generation_config, model_config, special_tokens.get("eos_token")),
+            eos_token_ids=sorted(eos_token_ids),
             special_tokens=special_tokens,
             special_ids=frozenset(token_id for token_id, token in added.items() if token.special),
             config=config,
@@ -173,11 +175,17 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     return texts
 
 
-def _eos_token_ids(
-    backend: tokenizers.Tokenizer, generation: dict[str, Any], model: dict[str, Any], eos_token: str | None
-) -> list[int]:
-    stated = generation.get("eos_token_id", model.get("eos_token_id"))
-    ids = set(stated if isinstance(stated, list) else [stated])
-    if eos_token is not None:
-        ids.add(backend.token_to_id(eos_token))
-    return sorted(token_id for token_id in ids if isinstance(token_id, int))
+def stated_eos_ids(folder: Path) -> set[int]:
+    """The ids that end a text, as generation_config.json says, or else config.json.
+
+    Raises:
+        TextError: naming the file in which they are not ids.
+    """
+    for name in ("generation_config.json", "config.json"):
+        stated = read_json(folder / name, required=False).get("eos_token_id")
+        ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
+        if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids):
+            raise TextError(f"{folder / name}: eos_token_id is {stated!r}; it must be a token id or a list of them")
+        if known := {token_id for token_id in ids if token_id >= 0}:
+            return known
+    return set()

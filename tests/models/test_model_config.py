@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -53,7 +52,7 @@ def test_sizes_and_cache():
     shape = config.shape
     assert (shape.head_dim, shape.layers, shape.heads, shape.kv_heads) == (8, 4, 8, 2)
     assert config.caches == (CacheSpec(2, 8, 8),) * 4
-    assert (config.dtype, config.eos_token_ids) == ("bfloat16", (7,))
+    assert config.dtype == "bfloat16"
 
 
 def test_qwen2_5_7b_needs_57344_bytes_of_cache_per_token():
@@ -254,15 +253,6 @@ def test_published_models_have_their_published_size(raw, num_parameters, context
     assert config.max_model_len == context
 
 
-def test_generation_config_decides_the_eos_ids(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert ModelConfig.from_folder(tmp_path).eos_token_ids == (7,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9]}))
-    assert ModelConfig.from_folder(tmp_path).eos_token_ids == (8, 9)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.7}))
-    assert ModelConfig.from_folder(tmp_path).eos_token_ids == (7,)
-
-
 def sliding(**changes) -> dict:
     return {"use_sliding_window": True, "sliding_window": 32, **changes}
 
@@ -286,7 +276,6 @@ REFUSED = [
     (LLAMA, {"tie_word_embeddings": "yes"}, "tie_word_embeddings", "'yes'"),
     (LLAMA, {"attention_bias": 1}, "attention_bias", "1"),
     (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "torch_dtype", "float8_e4m3fn"),
-    (LLAMA, {"eos_token_id": "</s>"}, "eos_token_id", "</s>"),
     (LLAMA, {"rope_theta": -1}, "rope_theta", "-1"),
     (LLAMA, {"rope_scaling": "linear"}, "rope_scaling", "linear"),
     (LLAMA, {"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "rope_scaling.rope_type", "longrope"),

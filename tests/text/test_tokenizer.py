@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from headway.text.tokenizer import TextError, Tokenizer
+from headway.text.tokenizer import TextError, Tokenizer, stated_eos_ids
 from tests.text.tiny_tokenizers import CORPUS, SPECIAL, byte_level, save
 
 TEXTS = [*CORPUS, " leading", "trailing ", "two  spaces", "", "\n\n", "ẞæ𒀀 \u200d \u00a0", "<|im_start|>user"]
@@ -52,6 +52,11 @@ def test_eos_ids_come_from_every_file(tmp_path: Path) -> None:
     loaded = Tokenizer.load(folder)
     assert loaded.eos_token_ids == [1, 2]
     assert loaded.vocab_size == 1000
+    (folder / "generation_config.json").write_text('{"eos_token_id": null, "temperature": 0.7}')
+    assert stated_eos_ids(folder) == {0}
+    (folder / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+    with pytest.raises(TextError, match=r"generation_config.json: eos_token_id is \['</s>'\]; it must be a token id"):
+        Tokenizer.load(folder)
 
 
 @given(st.data())
