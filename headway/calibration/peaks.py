@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from dataclasses import dataclass, replace
 
 import msgspec
 
+from headway.cost.curve import on_curve
 from headway.cost.roofline import Roofline
 
 # How far the median of the repeats may lie below the best, and how much of a core others may use, before the machine
@@ -80,14 +79,7 @@ class MachinePeaks:
 
         Between the measured sizes it is interpolated over the logarithm of the size.
         """
-        rates = self.read_bytes_per_s
-        for below, above in itertools.pairwise(rates):
-            if working_set <= below.size:
-                return below.best
-            if working_set < above.size:
-                share = math.log(working_set / below.size) / math.log(above.size / below.size)
-                return below.best + share * (above.best - below.best)
-        return rates[-1].best
+        return on_curve([(rate.size, rate.best) for rate in self.read_bytes_per_s], working_set)
 
     def roofline(self, dtype: str, working_set: int | None = None) -> Roofline:
         """The machine's limits for a dtype; without a working set, memory beyond all caches.

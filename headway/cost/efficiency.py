@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, field, fields
+
+from headway.cost.curve import on_curve
 
 # Rows of a tile of a product whose weights are widened on the way: the usual choice of such kernels (MARLIN, Frantar et
 # al., 2024).
@@ -121,12 +122,4 @@ class Efficiency:
             formats: of the weights and of the products; the first that was measured apart counts.
         """
         curve = next((self.linear_of[each] for each in formats if each in self.linear_of), self.linear)
-        if not curve:
-            return 1.0
-        if tokens <= curve[0][0]:
-            return curve[0][1]
-        for (low, before), (high, after) in itertools.pairwise(curve):
-            if tokens < high:
-                share = math.log(tokens / low) / math.log(high / low)
-                return before + share * (after - before)
-        return curve[-1][1]
+        return on_curve(curve, tokens) if curve else 1.0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from dataclasses import dataclass, field
 
+from headway.cost.curve import on_curve
 from headway.cost.roofline import Roofline
 
 # What arithmetic a device without units for a format falls back on: the numbers are widened first.
@@ -120,13 +119,7 @@ class Hardware:
         """
         if working_set is None or not self.reads:
             return self.bytes_per_s
-        if working_set <= self.reads[0][0]:
-            return self.reads[0][1]
-        for (small, fast), (large, slow) in itertools.pairwise(self.reads):
-            if working_set < large:
-                share = math.log(working_set / small) / math.log(large / small)
-                return fast + share * (slow - fast)
-        return self.reads[-1][1]
+        return on_curve(self.reads, working_set)
 
     def roofline(self, format_: str = "bf16") -> Roofline:
         """Its limits by the data sheet."""

@@ -14,8 +14,9 @@ from headway.planner.make import make_plan
 from headway.planner.numbers import Numbers, gain_of, missed_by, numbers_of, value_of
 from headway.planner.plan import Plan
 from headway.planner.request import PlanError, PlanRequest
+from headway.policy.objectives import OBJECTIVES
 
-OBJECTIVES = ("ttft", "tpot", "e2el", "throughput", "cost")
+RANKED_BY = (*OBJECTIVES, "throughput", "cost")
 # A chain of levers ends where the next one gains less than this.
 LEAST_GAIN = 1.03
 # A lever that moves no figure by more than this changes nothing.
@@ -100,8 +101,8 @@ def choose_objective(base: Plan, wanted: str | None) -> tuple[str, str]:
         PlanError: what was asked for is no objective, or the cost where no price is known.
     """
     if wanted is not None:
-        if wanted not in OBJECTIVES:
-            raise PlanError(f"objective is {wanted!r}; it must be one of {', '.join(OBJECTIVES)}")
+        if wanted not in RANKED_BY:
+            raise PlanError(f"objective is {wanted!r}; it must be one of {', '.join(RANKED_BY)}")
         if wanted == "cost" and base.price_per_hour is None:
             raise PlanError(f"no price of {base.hardware_key} is known to rank by; give --price-per-hour")
         return wanted, "as asked for"

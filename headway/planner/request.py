@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headway.cost.loading import STORAGE_BYTES_PER_S
+from headway.policy.objectives import checked_objectives, parse_objectives
 
-OBJECTIVES = ("ttft", "tpot", "e2el")
 MOST_SPECULATIVE_TOKENS = 16
 # Above these no figure means anything, and following so many requests step by step would take minutes.
 MOST = {
@@ -25,7 +25,6 @@ MOST = {
 }
 RATES = (1e-4, 1e6)  # requests a second
 PRICES = (1e-4, 1e6)  # US dollars an hour
-LIMITS_MS = (1e-3, 1e9)  # of objectives
 GB_PER_S = (1e-3, 1e5)
 
 
@@ -139,7 +138,10 @@ class PlanRequest:
         _check_range("storage_gb_per_s", self.storage_gb_per_s, GB_PER_S, "10^9 bytes a second")
         if self.network_gb_per_s is not None:
             _check_range("network_gb_per_s", self.network_gb_per_s, GB_PER_S, "10^9 bytes a second of a device")
-        check_objectives(self.slo)
+        try:
+            checked_objectives(self.slo, "slo")
+        except ValueError as error:
+            raise PlanError(str(error)) from None
 
     def _check_sizes(self) -> None:
         for name, most in MOST.items():
@@ -173,34 +175,14 @@ class PlanRequest:
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """Objectives in ms, from `ttft:200,tpot:50`.
-
-    Raises:
-        PlanError: a part is not KEY:MS, a key is unknown or named twice, or a number is not above 0.
-    """
-    found: dict[str, float] = {}
-    for part in text.replace(",", " ").split():
-        key, colon, number = part.partition(":")
-        if not colon:
-            raise PlanError(f"slo has {part!r}, which is not KEY:MS; write for example ttft:200,tpot:50")
-        if key in found:
-            raise PlanError(f"slo names {key!r} twice; give each of {', '.join(OBJECTIVES)} at most once")
-        try:
-            found[key] = float(number)
-        except ValueError:
-            raise PlanError(f"slo has {part!r}, whose {number!r} is not a number; give milliseconds") from None
+    """Objectives in ms, from `ttft:200,tpot:50`. Raises PlanError where `parse_objectives` fails or there is none."""
+    try:
+        found = parse_objectives(text.replace(",", " ").split(), "slo")
+    except ValueError as error:
+        raise PlanError(str(error)) from None
     if not found:
         raise PlanError("slo is empty; write for example ttft:200,tpot:50")
-    return check_objectives(found)
-
-
-def check_objectives(objectives: dict[str, float]) -> dict[str, float]:
-    """The same. Raises PlanError at an unknown key, or a limit outside of LIMITS_MS."""
-    for key, limit in objectives.items():
-        if key not in OBJECTIVES:
-            raise PlanError(f"slo has the unknown objective {key!r}; use {', '.join(OBJECTIVES)}")
-        _check_range(f"slo's {key}", limit, LIMITS_MS, "milliseconds")
-    return objectives
+    return found
 
 
 def _check_range(name: str, value: float, ends: tuple[float, float], what: str) -> None:

@@ -147,7 +147,7 @@ llama-3.1-8b --hardware H100-SXM --quantization q4_k_m | must be one of auto, no
 llama-3.1-8b --hardware H100-SXM --dtype fp4 | bfloat16
 llama-3.1-8b --hardware H100-SXM --kv-cache-dtype fp4 | fp8
 llama-3.1-8b --hardware H100-SXM --slo ttft | KEY:MS
-llama-3.1-8b --hardware H100-SXM --slo ttft:-1 | slo's ttft is -1; give milliseconds from 0.001
+llama-3.1-8b --hardware H100-SXM --slo ttft:-1 | slo: ttft:-1.0 is not a limit; give milliseconds above 0
 llama-3.1-8b --hardware H100-SXM --concurrency 1000000000 | at most 1,000,000
 llama-3.1-8b --hardware H100-SXM --draft-model= --num-speculative-tokens 2 --acceptance-rate 0.5 | draft model ''
 llama-3.1-8b --hardware H100-SXM --slo speed:1 | ttft, tpot, e2el

@@ -14,50 +14,27 @@ from headway.bench.measures.latencies import NS_PER_MS, Latencies, Since
 from headway.bench.measures.numbers import Attainment
 from headway.bench.measures.percentiles import proportion_interval
 from headway.bench.record import FailureKind, RequestRecord
+from headway.policy.objectives import OBJECTIVES, checked_objectives, parse_objectives
 
-KEYS = ("ttft", "tpot", "e2el")
 FAILED = "failed"
 
 Objectives = Mapping[str, float]  # {"ttft": 200.0, ...}, in ms
 
 
 def parse_goodput(values: Sequence[str]) -> dict[str, float]:
-    """Objectives from `--goodput ttft:200 tpot:50 e2el:5000`, in ms.
-
-    Raises:
-        BenchError: a value is not KEY:MS, its key is unknown or named twice, or its number is not above 0.
-    """
-    objectives: dict[str, float] = {}
-    for value in values:
-        key, colon, number = value.partition(":")
-        if not colon:
-            raise BenchError(f"--goodput {value!r} is not KEY:MS; write for example ttft:200, with a key of {_keys()}")
-        if key in objectives:
-            raise BenchError(f"--goodput names {key!r} twice; give each of {_keys()} at most once")
-        try:
-            objectives[key] = float(number)
-        except ValueError:
-            raise BenchError(
-                f"--goodput {value!r}: {number!r} is not a number; write milliseconds, for example {key}:200"
-            ) from None
-    return check_objectives(objectives, "--goodput")
+    """Objectives from `--goodput ttft:200 tpot:50 e2el:5000`, in ms. Raises BenchError as `parse_objectives` does."""
+    try:
+        return parse_objectives(values, "--goodput")
+    except ValueError as error:
+        raise BenchError(str(error)) from None
 
 
 def check_objectives(objectives: Mapping[str, float], where: str) -> dict[str, float]:
-    """The same objectives, checked.
-
-    Args:
-        where: what to name in an error: the option, or the class of a mix.
-
-    Raises:
-        BenchError: an unknown key, or a limit that is not a finite number above 0.
-    """
-    for key, limit in objectives.items():
-        if key not in KEYS:
-            raise BenchError(f"{where}: unknown objective {key!r}; use {_keys()}")
-        if not (isinstance(limit, int | float) and math.isfinite(limit) and limit > 0):
-            raise BenchError(f"{where}: {key}:{limit} is not a limit; give milliseconds above 0")
-    return {key: float(limit) for key, limit in objectives.items()}
+    """The same objectives. Raises BenchError, which names `where` they stand, as `parse_objectives` does."""
+    try:
+        return checked_objectives(objectives, where)
+    except ValueError as error:
+        raise BenchError(str(error)) from None
 
 
 def objectives_of(
@@ -87,7 +64,9 @@ def missed_objectives(
     for position, record in enumerate(latencies.records):
         limits = judged[record.index]
         if limits:
-            missed[record.index] = tuple(key for key in KEYS if key in limits and measured[key][position] > limits[key])
+            missed[record.index] = tuple(
+                key for key in OBJECTIVES if key in limits and measured[key][position] > limits[key]
+            )
     for record in records:
         if record.ok or not judged[record.index]:
             continue
@@ -157,7 +136,7 @@ def attainment(
         high=high,
         requests_per_s=len(met) / duration_s if duration_s > 0 else 0.0,
         tokens_per_s=sum(record.tokens for record in met) / duration_s if duration_s > 0 else 0.0,
-        missed_by={reason: reasons[reason] for reason in (*KEYS, FAILED) if reason in asked or reason == FAILED},
+        missed_by={reason: reasons[reason] for reason in (*OBJECTIVES, FAILED) if reason in asked or reason == FAILED},
     )
 
 
@@ -170,7 +149,7 @@ def _missed_when_abandoned(record: RequestRecord, limits: Objectives, since: Sin
         "ttft": ((record.first_token_ns or record.end_ns) - start_ns) / NS_PER_MS,
         "e2el": (record.end_ns - start_ns) / NS_PER_MS,
     }
-    return tuple(key for key in KEYS if key in limits and waited.get(key, -np.inf) > limits[key])
+    return tuple(key for key in OBJECTIVES if key in limits and waited.get(key, -np.inf) > limits[key])
 
 
 def _stated(
@@ -181,7 +160,3 @@ def _stated(
     if len(different) == 1:
         return dict(next(iter(by_name.values())))
     return {f"{name or 'other'}.{key}": limit for name, limits in by_name.items() for key, limit in limits.items()}
-
-
-def _keys() -> str:
-    return ", ".join(KEYS)

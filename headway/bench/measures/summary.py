@@ -16,13 +16,11 @@ from headway.bench.measures.slo import Objectives, attainment
 from headway.bench.measures.steady import find_steady_window
 from headway.bench.measures.throughput import prompt_tokens, whole_run_rates, window_rates
 from headway.bench.record import FailureKind, RequestRecord, RunResult
+from headway.cost.price import cost_per_million
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 WHOLE_RUN = "whole run"
 STEADY_STATE = "steady state"
-
-TOKENS = 1_000_000
-SECONDS_PER_HOUR = 3600
 
 
 def summarise_all(
@@ -123,10 +121,10 @@ def summarise(
 
 
 def cost_per_million_tokens(price_per_hour: float | None, tokens_per_s: float) -> float | None:
-    """Price / 3600 * 10^6 / (tokens/s), document 003 section 13; None without a price or without tokens."""
+    """None without a price or without tokens."""
     if price_per_hour is None or tokens_per_s <= 0:
         return None
-    return price_per_hour / SECONDS_PER_HOUR * TOKENS / tokens_per_s
+    return cost_per_million(price_per_hour, tokens_per_s)
 
 
 def _distributions(
