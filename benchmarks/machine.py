@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from headway.files import write_files
+
 RESULTS = Path(__file__).parent / "results"
 _FEATURES = (
     *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"),
@@ -56,7 +58,6 @@ def own_file(output: Path) -> Path:
 def save(report: dict[str, Any], output: Path) -> None:
     """Write it whole or not at all; paths in it are shortened."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_suffix(".partial")
     text = json.dumps(report, indent=1)
-    partial.write_text(text.replace(str(RESULTS.parent.parent) + "/", "").replace(str(Path.home()), "~") + "\n")
-    partial.replace(output)
+    text = text.replace(str(RESULTS.parent.parent) + "/", "").replace(str(Path.home()), "~") + "\n"
+    write_files({output: text.encode()})

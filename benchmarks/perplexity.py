@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headway import LLM, SamplingParams
+from headway.files import write_files
 from headway.kernels.interface import KV_CACHE_DTYPES, QUANTIZATIONS
 
 _CHARACTERS = 12  # of a token at most, on average over a window
@@ -141,9 +142,7 @@ def main() -> None:
         sys.exit(2)
     settings = {"model": Path(arguments.model).name, "windows": arguments.windows, "tokens": arguments.tokens}
     content = {**settings, "dtype": arguments.dtype, "rows": [asdict(each) for each in rows]}
-    partial = arguments.output.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(arguments.output)
+    write_files({arguments.output: (json.dumps(content, indent=1) + "\n").encode()})
 
 
 if __name__ == "__main__":

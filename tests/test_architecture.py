@@ -66,7 +66,8 @@ ROOMS = {
     "policy": Room(ours={"policy", "cost"}, packages={"msgspec"}, forbidden=frozenset(CLOCKS_AND_IO)),
     "cost": Room(ours={"cost", "policy"}, packages={"msgspec", "numpy"}, forbidden=frozenset(CLOCKS_AND_IO)),
     "calibration": Room(
-        ours={"calibration", "cost", "policy", "models", "kernels", "engine", "installation"}, forbidden=NO_SERVER
+        ours={"calibration", "cost", "policy", "models", "kernels", "engine", "files", "installation"},
+        forbidden=NO_SERVER,
     ),
     "kernels": Room(ours={"kernels", "models"}, forbidden=NO_SERVER),
     "models": Room(ours={"models", "kernels", "cost.config", "cost.shape", "cost.values"}, forbidden=NO_SERVER),
@@ -77,7 +78,7 @@ ROOMS = {
     "server": Room(
         ours={"server", "text", "policy", "engine.client", "engine.messages", "engine.config"}, forbidden=NO_DEVICE
     ),
-    "report": Room(ours={"report"}, forbidden=NO_DEVICE | NO_SERVER),
+    "report": Room(ours={"report", "files"}, forbidden=NO_DEVICE | NO_SERVER),
     "bench": Room(ours=None, forbidden=NO_DEVICE),
     "planner": Room(
         ours={

@@ -5,9 +5,7 @@ docs/bench-definitions.md describes both files.
 
 from __future__ import annotations
 
-import os
 import re
-import secrets
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -27,6 +25,7 @@ from headway.bench.record import ClientHealth, RequestRecord, RunResult
 from headway.bench.result_columns import Nanoseconds, from_columns, to_columns
 from headway.bench.result_csv import csv_text
 from headway.bench.result_vllm import model_name, read_vllm, vllm_keys
+from headway.files import write_files
 
 FORMAT = 1
 MOST_NAME_BYTES = 80  # of a label or a model in the name of a file
@@ -218,17 +217,9 @@ def _encodable(value: Any) -> Any:
 
 def _write(path: Path, content: bytes) -> None:
     path = Path(path)
-    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_files({path: content})
     except OSError as error:
         raise BenchError(
             f"cannot write {path}: {error.strerror or error}; choose another place with --result-dir"

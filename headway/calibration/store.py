@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from headway.calibration.peaks import MachinePeaks
 from headway.calibration.samples import Kind, Sample
 from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware
+from headway.files import write_files
 
 FORMAT = 2  # of the file; raised when its meaning changes
 LONGEST_NAME = 64
@@ -140,25 +139,10 @@ def save(machine: CalibratedMachine, path: Path | None = None) -> Path:
     try:
         if path is None:
             target.parent.mkdir(parents=True, exist_ok=True)
-        _replace(target, machine.to_json() + b"\n")
+        write_files({target: machine.to_json() + b"\n"})
     except OSError as error:
         raise StoreError(f"cannot write {target}: {error.strerror}; choose another place with --output") from None
     return target
-
-
-def _replace(target: Path, content: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def load(path: Path) -> CalibratedMachine:

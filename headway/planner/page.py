@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 from headway.planner import pictures, tables
@@ -12,7 +10,7 @@ from headway.planner.formula import result
 from headway.planner.formulas import formulas
 from headway.planner.plan import Estimate, Plan
 from headway.planner.words import bar, dollars, gigabytes
-from headway.report.page import ReportError, write_page
+from headway.report.page import write_page
 from headway.report.parts import Banner, Page, Picture, Section, Table, cells
 from headway.report.style import number
 
@@ -28,17 +26,7 @@ def write_plan(folder: Path, plan: Plan) -> list[Path]:
     Raises:
         ReportError: they cannot be written there.
     """
-    page = page_of(plan)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".plan-") as name:
-            drafts = write_page(Path(name) / PAGE, page, figures_dir=Path(name))
-            for draft in reversed(drafts):
-                os.replace(draft, folder / draft.name)
-    except OSError as error:
-        where = error.filename or folder
-        raise ReportError(f"cannot write the plan {where}: {error.strerror or error}; name another folder") from None
-    return [folder / draft.name for draft in drafts]
+    return write_page(folder / PAGE, page_of(plan), figures_dir=folder)
 
 
 def page_of(plan: Plan) -> Page:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import re
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway import __version__
+from headway.files import write_files
 from headway.report import style
 from headway.report.parts import Page, Picture
 
@@ -45,7 +43,7 @@ def render(page: Page) -> str:
 
 
 def write_page(path: Path, page: Page, figures_dir: Path | None = None) -> list[Path]:
-    """Write the page, whole or not at all, and where asked its pictures as PNG. Folders are made.
+    """Write the page and where asked its pictures as PNG, all of them or none. Folders are made.
 
     Returns:
         All files written, the page first.
@@ -54,26 +52,21 @@ def write_page(path: Path, page: Page, figures_dir: Path | None = None) -> list[
         ReportError: a file cannot be written there.
     """
     content = render(page).encode(errors="replace")
+    pictures = {} if figures_dir is None else _pictures(page, figures_dir)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = [path, *(_write_pictures(page, figures_dir) if figures_dir is not None else ())]
-        _write(path, content)
+        for folder in {file.parent for file in (path, *pictures)}:
+            folder.mkdir(parents=True, exist_ok=True)
+        write_files({**pictures, path: content})
     except OSError as error:
         where = error.filename or path
         raise ReportError(f"cannot write the report {where}: {error.strerror or error}; name another place") from None
-    return written
+    return [path, *pictures]
 
 
-def _write_pictures(page: Page, folder: Path) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
+def _pictures(page: Page, folder: Path) -> dict[Path, bytes]:
     names: set[str] = set()
-    written = []
-    for section in page.sections:
-        for picture in section.pictures:
-            path = folder / f"{_free_name(picture.name, names)}.png"
-            style.save_png(picture.figure, path)
-            written.append(path)
-    return written
+    shown = [picture for section in page.sections for picture in section.pictures]
+    return {folder / f"{_free_name(each.name, names)}.png": style.to_png(each.figure) for each in shown}
 
 
 def _free_name(wanted: str, taken: set[str]) -> str:
@@ -85,16 +78,6 @@ def _free_name(wanted: str, taken: set[str]) -> str:
         name = f"{plain}-{again}"
     taken.add(name)
     return name
-
-
-def _write(path: Path, content: bytes) -> None:
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        unfinished.write_bytes(content)
-        os.replace(unfinished, path)
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
 
 
 @functools.cache

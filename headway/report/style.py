@@ -11,7 +11,6 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
@@ -222,10 +221,12 @@ def nothing_to_show(axes: Axes, why: str) -> None:
     axes.set_yticks([])
 
 
-def save_png(figure: Figure, path: Path) -> None:
-    """Write the light version, 150 dots per inch."""
+def to_png(figure: Figure) -> bytes:
+    """The light version, 150 dots per inch."""
+    file = io.BytesIO()
     with drawing(), _missing_glyphs_are_fine():
-        figure.savefig(path, format="png", dpi=PNG_DPI, metadata={"Software": None})
+        figure.savefig(file, format="png", dpi=PNG_DPI, metadata={"Software": None})
+    return file.getvalue()
 
 
 _UNREAD_ID = re.compile(r' id="(?:figure|axes|matplotlib\.axis|patch|line2d|text|legend|xtick|ytick)[A-Za-z0-9_.]*"')

@@ -107,7 +107,7 @@ def test_nothing_is_left_of_a_file_that_could_not_be_written(entries: Path, monk
     def full(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(StoreError, match=r"cannot write .*mine\.json: No space left on device; choose another"):
         save(replace(a_machine(), rounds=99))
     assert [each.name for each in entries.iterdir()] == ["mine.json"]
@@ -118,7 +118,7 @@ def test_nothing_is_left_after_an_interrupt(entries: Path, monkeypatch: pytest.M
     def interrupted(handle: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store.os, "fsync", interrupted)
+    monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(a_machine())
     assert list(entries.iterdir()) == []

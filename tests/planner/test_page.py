@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -66,15 +67,14 @@ def test_a_folder_that_cannot_be_is_one_line(headway: CommandLine, tmp_path: Pat
 
 def test_nothing_is_left_of_pages_that_cannot_be_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "plan.html").write_text("older")
-    done: list[Path] = []
+    written: list[int] = []
 
-    def full(figure: object, path: Path) -> None:
-        if done:
-            raise OSError(28, "No space left on device", str(path))
-        done.append(path)
-        path.write_bytes(b"half")
+    def full(descriptor: int) -> None:
+        if written:
+            raise OSError(28, "No space left on device")
+        written.append(descriptor)
 
-    monkeypatch.setattr(style, "save_png", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ReportError, match="No space left on device"):
         page.write_plan(tmp_path, planned())
     assert [path.name for path in tmp_path.iterdir()] == ["plan.html"]

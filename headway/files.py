@@ -1,0 +1,37 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+_LONGEST_NAME = 200  # of a draft, before what makes it unique: file systems allow 255 bytes
+
+
+def write_files(contents: Mapping[Path, bytes]) -> None:
+    """Write files into folders that are there: all of them, or none where one cannot be written.
+
+    They take their places in this order, when all are on the disk.
+
+    Raises:
+        OSError: with the name of the file that cannot be written.
+    """
+    drafts = {path: path.with_name(f".{path.name[:_LONGEST_NAME]}.{secrets.token_hex(8)}") for path in contents}
+    path = None
+    try:
+        for path, content in contents.items():
+            with open(drafts[path], "xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        for path, draft in drafts.items():
+            os.replace(draft, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+    finally:
+        for draft in drafts.values():
+            with contextlib.suppress(OSError):
+                draft.unlink()
