@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 import zmq
@@ -30,7 +30,7 @@ from headway.engine.messages import (
     StepStats,
     ToEngine,
 )
-from headway.engine.requests import Requests
+from headway.engine.requests import InFlight, Requests, StreamItem
 
 # Before the engine is started again, by how many in a row have not lived for STABLE_S.
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)
@@ -245,28 +245,34 @@ class EngineClient:
         """Call back with the statistics of every step."""
         self._subscribers.append(callback)
 
-    async def generate(self, request: AddRequest) -> AsyncIterator[SequenceOutput]:
-        """Outputs of all choices as they come, until each has finished.
+    async def generate(self, *requests: AddRequest) -> AsyncGenerator[SequenceOutput, None]:
+        """Outputs of all choices of the requests as they come, until each has finished.
 
-        Closing the iterator early aborts the request in the engine.
+        Closing the iterator early aborts the requests in the engine.
 
         Raises:
-            EngineDead: the engine is not ready, or died and the request does not go on.
-            ValueError: the request's id is in use.
+            EngineDead: the engine is not ready, or died and the requests do not go on.
+            ValueError: a request's id is in use.
         """
         if self.state != "ready":
             raise EngineDead(self.last_error if self.state != "loading" else "the engine is still loading")
-        entry = self._requests.add(request)
+        stream: asyncio.Queue[StreamItem] = asyncio.Queue()
+        entries: list[InFlight] = []
+        unfinished = sum(request.params.n for request in requests)
         try:
+            for request in requests:
+                entries.append(self._requests.add(request, stream))
             self._send_due()
-            while entry.choices or not entry.stream.empty():
-                item = await entry.stream.get()
+            while unfinished:
+                item = await stream.get()
                 if isinstance(item, Exception):
                     raise item
+                unfinished -= item.finish_reason is not None
                 yield item
         finally:
-            if self._requests.remove(entry):
-                self._send(AbortRequest(request.request_id))
+            for entry in entries:
+                if self._requests.remove(entry):
+                    self._send(AbortRequest(entry.request.request_id))
             self._send_due()
 
     def abort(self, request_id: str, index: int = -1) -> None:

@@ -34,12 +34,13 @@ class InFlight:
 
     Args:
         ledger: what is known of its time, until it was last handed to an engine.
+        stream: gets its outputs; others may share it.
     """
 
     request: AddRequest
     ledger: Ledger
     choices: dict[int, Resumed]
-    stream: asyncio.Queue[StreamItem] = field(default_factory=asyncio.Queue)
+    stream: asyncio.Queue[StreamItem]
     aborted: set[int] = field(default_factory=set)  # choices that the engine was told to drop
     replayed: bool = False
     number: int = _NOT_SENT  # among the requests sent to the engine process that runs
@@ -122,8 +123,8 @@ class Requests:
     def __len__(self) -> int:
         return len(self._known)
 
-    def add(self, request: AddRequest) -> InFlight:
-        """Take a request in; send_due() sends it when it may be sent.
+    def add(self, request: AddRequest, stream: asyncio.Queue[StreamItem]) -> InFlight:
+        """Take a request in, whose outputs go to `stream`; send_due() sends it when it may be sent.
 
         Raises:
             ValueError: its id is in use.
@@ -134,7 +135,7 @@ class Requests:
         if request.seed is None:
             request.seed = secrets.randbits(63)
         choices = {choice.index: choice for choice in request.choices}
-        entry = InFlight(request, Ledger(request.sent_ns), choices)
+        entry = InFlight(request, Ledger(request.sent_ns), choices, stream)
         self._known[name] = self._unreported[name] = entry
         self._unsent.append(entry)
         return entry

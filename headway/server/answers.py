@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -141,8 +141,8 @@ class Answer(ABC):
 
     # --- in chunks ----------------------------------------------------------------------------------
 
-    async def events(self, writer: EventWriter) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, to the [DONE] at the end. Raises what Generation.run() raises."""
+    async def events(self, writer: EventWriter) -> None:
+        """Push server-sent events, to the [DONE] at the end. Raises what Generation.run() raises."""
         opened: set[int] = set()
         begun: set[int] = set()
         left = len(self.generation.choices)
@@ -151,7 +151,7 @@ class Answer(ABC):
                 if choice.index not in opened:
                     opened.add(choice.index)
                     for entry in self.opening(choice):
-                        yield event(encode({**self._chunk(entry), **self.opening_extras()}))
+                        writer.push(event(encode({**self._chunk(entry), **self.opening_extras()})))
                 left -= piece.finish_reason is not None
                 if self._is_worth_sending(piece):
                     encoded = encode(self._chunk(self.growth(choice, piece)))
@@ -161,10 +161,10 @@ class Answer(ABC):
                     if is_first or is_last:
                         begun.add(choice.index)
                         writer.when_sent(partial(self.generation.sent, choice, is_first, is_last))
-                    yield event(encoded)
+                    writer.push(event(encoded))
         if self._usage_at_end:
-            yield event(encode({**self._chunk(None), "usage": self.generation.usage()}))
-        yield DONE
+            writer.push(event(encode({**self._chunk(None), "usage": self.generation.usage()})))
+        writer.push(DONE)
 
     def _is_worth_sending(self, piece: Piece) -> bool:
         """A token may add no text yet: part of a character, or what may become a stop string."""

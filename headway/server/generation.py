@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -60,6 +60,7 @@ class Generation:
         self._requests: list[AddRequest] = []
         self._choice_of: dict[tuple[str, int], Choice] = {}
         self._place = place
+        self._held: dict[int, Piece] = {}  # ends of choices that wait for the engine's last word on them
         self._without_output = {id(prompt): len(prompt.token_ids) for prompt in prompts}
         self.last: Choice | None = None  # the one that finished last
         for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
@@ -137,49 +138,51 @@ class Generation:
         Raises:
             ApiError: the engine failed, died, or the server is shutting down.
         """
-        outputs = self._outputs()
-        ended_well = False
+        outputs = self._engine.generate(*self._requests)
+        unfinished = len(self.choices)
         try:
-            async with aclosing(self._pieces(outputs)) as pieces:
-                async for choice, piece in pieces:
-                    yield choice, piece
-            ended_well = True
+            self._stamp_sent(clock())
+            async for output in outputs:
+                choice = self._choice_of[output.request_id, output.index]
+                piece = self._take(choice, output, clock())
+                if piece is None:
+                    continue
+                if piece.finish_reason is not None:
+                    self.last = choice
+                    unfinished -= 1
+                yield choice, piece
+                if not unfinished:
+                    break
         except EngineDead as error:
             for choice in self.choices:
                 choice.finish_reason = choice.finish_reason or "error"
             raise self._aborted or unavailable(str(error), "engine_dead", 5) from None
         finally:
             self.release()
-            if ended_well and not all(choice.engine_done for choice in self.choices):
+            if not unfinished and not all(choice.engine_done for choice in self.choices):
                 self._service.background(self._settle(outputs))
             else:
                 await outputs.aclose()
                 self._record()
 
-    async def _pieces(self, outputs: AsyncIterator[SequenceOutput]) -> AsyncGenerator[tuple[Choice, Piece], None]:
-        unfinished = len(self.choices)
-        held: dict[int, Piece] = {}
-        async for output in outputs:
-            choice = self._choice_of[output.request_id, output.index]
-            received_ns = clock()
-            if choice.finish_reason is None:
-                piece = self._accept(choice, output, received_ns)
-            elif output.finish_reason is not None:
-                self._settle_one(choice, output, received_ns)
-                if choice.index not in held:
-                    continue
-                piece = held.pop(choice.index)
-            else:
-                continue  # what the engine did before it heard of the stop string
+    def _stamp_sent(self, now_ns: int) -> None:
+        for request in self._requests:
+            request.sent_ns = now_ns
+        for choice in self.choices:
+            choice.stamps.sent_ns = now_ns
+
+    def _take(self, choice: Choice, output: SequenceOutput, received_ns: int) -> Piece | None:
+        """What an output adds to its choice; None while there is nothing to say of it."""
+        if choice.finish_reason is None:
+            piece = self._accept(choice, output, received_ns)
             if piece.finish_reason is not None and self._include_timings and not choice.engine_done:
-                held[choice.index] = piece
-                continue
-            if piece.finish_reason is not None:
-                self.last = choice
-                unfinished -= 1
-            yield choice, piece
-            if not unfinished:
-                return
+                self._held[choice.index] = piece
+                return None
+            return piece
+        if output.finish_reason is None:
+            return None  # what the engine did before it heard of the stop string
+        self._settle_one(choice, output, received_ns)
+        return self._held.pop(choice.index, None)
 
     def _accept(self, choice: Choice, output: SequenceOutput, received_ns: int) -> Piece:
         if output.finish_reason == "error":
@@ -239,49 +242,3 @@ class Generation:
                 choice.num_tokens,
                 choice.timings,
             )
-
-    # --- the engine's side --------------------------------------------------------------------------
-
-    async def _outputs(self) -> AsyncGenerator[SequenceOutput, None]:
-        """Outputs of all prompts in the order they come."""
-        if len(self._requests) == 1:
-            async with aclosing(self._send(self._requests[0])) as outputs:
-                async for output in outputs:
-                    yield output
-            return
-        merged: asyncio.Queue[SequenceOutput | BaseException | None] = asyncio.Queue()
-        pumps = [asyncio.create_task(self._pump(request, merged)) for request in self._requests]
-        running = len(pumps)
-        try:
-            while running:
-                item = await merged.get()
-                if isinstance(item, SequenceOutput):
-                    yield item
-                elif item is None:
-                    running -= 1
-                else:
-                    raise item
-        finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
-
-    async def _pump(self, request: AddRequest, merged: asyncio.Queue[SequenceOutput | BaseException | None]) -> None:
-        try:
-            async with aclosing(self._send(request)) as outputs:
-                async for output in outputs:
-                    merged.put_nowait(output)
-            merged.put_nowait(None)
-        except Exception as error:
-            merged.put_nowait(error)
-
-    async def _send(self, request: AddRequest) -> AsyncGenerator[SequenceOutput, None]:
-        request.sent_ns = clock()
-        for index in range(request.params.n):
-            self._choice_of[request.request_id, index].stamps.sent_ns = request.sent_ns
-        outputs = self._engine.generate(request)
-        try:
-            async for output in outputs:
-                yield output
-        finally:
-            await outputs.aclose()  # type: ignore[attr-defined]

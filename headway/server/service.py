@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Protocol
 
 from headway.engine.messages import AddRequest, Ready, SequenceOutput, StepStats
@@ -39,7 +39,7 @@ class Engine(Protocol):
 
     def subscribe(self, callback: Callable[[StepStats], None]) -> None: ...
 
-    def generate(self, request: AddRequest) -> AsyncIterator[SequenceOutput]: ...
+    def generate(self, *requests: AddRequest) -> AsyncGenerator[SequenceOutput, None]: ...
 
     def abort(self, request_id: str, index: int = -1) -> None: ...
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -156,15 +155,15 @@ class EventWriter:
             raise SlowReader(f"the client read nothing for {self._timeout_s:g} s") from None
 
 
-Events = Callable[[EventWriter], AsyncGenerator[bytes, None]]
+Events = Callable[[EventWriter], Awaitable[None]]
 
 
 class EventStream(Response):
     """An answer in server-sent events.
 
     Args:
-        events: makes the events; closing it frees what it uses. An ApiError it raises becomes the last event, or the
-            answer where it comes before the first.
+        events: pushes the events; cancelling it frees what it uses. An ApiError it raises becomes the last event, or
+            the answer where it comes before the first.
         done: called once, when the answer has ended in whatever way.
     """
 
@@ -207,9 +206,7 @@ class EventStream(Response):
 
     async def _produce(self, writer: EventWriter) -> None:
         try:
-            async with aclosing(self._events(writer)) as events:
-                async for data in events:
-                    writer.push(data)
+            await self._events(writer)
         except SlowReader:
             return
         except ApiError as error:

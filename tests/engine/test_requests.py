@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -89,7 +90,7 @@ class World:
         self.requests.send_due(self.engine.send, self.now)
 
     def submit(self, request: AddRequest) -> InFlight:
-        entry = self.entries[request.request_id] = self.requests.add(request)
+        entry = self.entries[request.request_id] = self.requests.add(request, asyncio.Queue())
         self.requests.send_due(self.engine.send, self.now)
         return entry
 

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from headway.engine.client import EngineDead
 from headway.engine.messages import (
@@ -100,11 +100,11 @@ class FakeEngine:
     def abort(self, request_id: str, index: int = -1) -> None:
         self._drop |= {key for key in self.running if key[0] == request_id and index in (-1, key[1])}
 
-    async def generate(self, request: AddRequest) -> AsyncIterator[SequenceOutput]:
+    async def generate(self, *requests: AddRequest) -> AsyncGenerator[SequenceOutput, None]:
         if self.state != "ready":
             raise EngineDead(self.last_error)
-        self.requests.append(request)
-        mine = {(request.request_id, index): _Saying(self, request, index) for index in range(request.params.n)}
+        self.requests += requests
+        mine = {(one.request_id, index): _Saying(self, one, index) for one in requests for index in range(one.params.n)}
         self.running |= mine.keys()
         try:
             while mine:
@@ -119,8 +119,7 @@ class FakeEngine:
                     yield output
         finally:
             self.running -= mine.keys()
-            if mine:
-                self.aborted.append(request.request_id)
+            self.aborted += [one.request_id for one in requests if any(key[0] == one.request_id for key in mine)]
 
     async def _step(self, keys: set[tuple[str, int]]) -> None:
         await asyncio.sleep(self.step_s)

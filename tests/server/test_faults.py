@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import httpx
@@ -252,8 +252,9 @@ def test_request_that_fails_in_the_engine(
 def test_bug_in_the_server_is_a_500_without_details(
     server: LiveServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(request: AddRequest) -> Any:
+    async def broken(*requests: AddRequest) -> AsyncGenerator[SequenceOutput, None]:
         raise ZeroDivisionError("secret")
+        yield
 
     monkeypatch.setattr(engine, "generate", broken)
     answer = server.post("/v1/completions", prompt="x")
