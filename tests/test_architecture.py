@@ -73,10 +73,12 @@ ROOMS = {
     "models": Room(ours={"models", "kernels", "cost.config", "cost.shape", "cost.values"}, forbidden=NO_SERVER),
     "text": Room(ours={"text"}, forbidden=NO_DEVICE | NO_SERVER),
     "engine": Room(
-        ours={"engine", "policy", "cost", "models", "kernels", "version"}, forbidden=frozenset({"fastapi", "uvicorn"})
+        ours={"engine", "policy", "cost", "models", "kernels", "flags", "version"},
+        forbidden=frozenset({"fastapi", "uvicorn"}),
     ),
     "server": Room(
-        ours={"server", "text", "policy", "engine.client", "engine.messages", "engine.config"}, forbidden=NO_DEVICE
+        ours={"server", "text", "policy", "engine.client", "engine.messages", "engine.config", "flags"},
+        forbidden=NO_DEVICE,
     ),
     "report": Room(ours={"report", "files"}, forbidden=NO_DEVICE | NO_SERVER),
     "bench": Room(ours=None, forbidden=NO_DEVICE),

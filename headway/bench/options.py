@@ -1,49 +1,103 @@
-"""What the user of the load generator asked for."""
+"""What the user of the load generator asked for: the flags of `headway bench`."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from headway.bench.errors import BenchError
+from headway.bench.measures.slo import parse_goodput
 from headway.bench.measures.summary import PERCENTILES
+from headway.bench.option_values import json_object, key_values, percentiles
+from headway.bench.workload.arrival_flags import ArrivalFlags
 from headway.bench.workload.spec import WorkloadSpec
+from headway.flags import Flag
+
+_endpoint, _load = functools.partial(Flag, panel="Endpoint"), functools.partial(Flag, panel="Load")
+_numbers, _results = functools.partial(Flag, panel="Numbers"), functools.partial(Flag, panel="Results")
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The endpoint, and what every request to it says.
+    """The server, and what every request to it says."""
 
-    Args:
-        backend: "openai-chat" asks /v1/chat/completions, anything else /v1/completions.
-        path: route in place of the backend's own.
-        model: name that requests give; None takes the one that is served.
-        tokenizer: folder, or Hugging Face id, of the tokenizer that measures prompts; None looks for it.
-        token_ids: send prompts of random tokens as token ids, which need no tokenizer.
-        ignore_eos: ask for all the tokens; None does for prompts that are made up, where the server honours it.
-        ready_timeout_s: how long to wait for a server that is not up yet.
-        request_timeout_s: a request that takes longer has failed.
-    """
+    base_url: Annotated[str | None, _endpoint("Of the server, as http://localhost:8000.")] = None
+    host: Annotated[str, _endpoint("Of the server, where there is no --base-url.")] = "127.0.0.1"
+    port: Annotated[int, _endpoint("Of the server, where there is no --base-url.", min=1, max=65535)] = 8000
+    backend: Annotated[
+        str,
+        _endpoint(
+            "openai-chat asks /v1/chat/completions, the others /v1/completions.",
+            choices=("openai", "openai-chat", "vllm", "headway"),
+        ),
+    ] = "openai"
+    path: Annotated[str | None, _endpoint("Route to ask instead of the backend's own.", "--endpoint")] = None
+    model: Annotated[str | None, _endpoint("Name that requests give. Default: the one that is served.")] = None
+    served_model_name: Annotated[
+        str | None, _endpoint("Name that requests give, where --model names the tokenizer, as for vLLM.")
+    ] = None
+    tokenizer: Annotated[
+        str | None, _endpoint("Folder or Hugging Face id of the tokenizer. Default: found, or done without.")
+    ] = None
+    token_ids: Annotated[
+        bool,
+        _endpoint(
+            "How /v1/completions is given random prompts.",
+            "--prompts",
+            choices=("text", "token-ids"),
+            parse="token-ids".__eq__,
+            default="text",
+        ),
+    ] = False
+    api_key: Annotated[str | None, _endpoint("Bearer token.", envvar=("HEADWAY_API_KEY", "OPENAI_API_KEY"))] = None
+    headers: Annotated[
+        dict[str, str],
+        _endpoint("KEY=VALUE sent with every request; may be repeated.", "--header", parse=key_values, repeated=True),
+    ] = field(default_factory=dict)
+    insecure: Annotated[bool, _endpoint("Accept any TLS certificate.", "--insecure")] = False
+    ready_timeout_s: Annotated[
+        float, _endpoint("Seconds to wait for a server that is not up yet.", "--ready-check-timeout-sec", min=0)
+    ] = 0.0
+    request_timeout_s: Annotated[
+        float, _endpoint("Seconds after which a request has failed.", "--request-timeout", min=0.001)
+    ] = 3600.0
+    ignore_eos: Annotated[
+        bool | None,
+        _endpoint("Generate all the tokens asked for. Default: for made-up prompts, where the server can do it."),
+    ] = None
+    temperature: Annotated[float | None, _endpoint("Default: the server's.", min=0)] = None
+    top_p: Annotated[float | None, _endpoint("Default: the server's.")] = None
+    top_k: Annotated[int | None, _endpoint("Default: the server's.")] = None
+    extra_body: Annotated[
+        dict[str, Any], _endpoint("JSON object of further fields of every request.", parse=json_object)
+    ] = field(default_factory=dict)
 
-    base_url: str
-    backend: str = "openai"
-    path: str | None = None
-    model: str | None = None
-    tokenizer: str | None = None
-    token_ids: bool = False
-    api_key: str | None = None
-    headers: dict[str, str] = field(default_factory=dict)
-    insecure: bool = False
-    ready_timeout_s: float = 0.0
-    request_timeout_s: float = 3600.0
-    ignore_eos: bool | None = None
-    extra_body: dict[str, Any] = field(default_factory=dict)
+    @property
+    def url(self) -> str:
+        return self.base_url or f"http://{self.host}:{self.port}"
 
     @property
     def chat(self) -> bool:
         return self.backend == "openai-chat"
+
+    @property
+    def model_name(self) -> str | None:
+        """Name that requests give; None takes the one that is served."""
+        return self.served_model_name or self.model
+
+    @property
+    def tokenizer_name(self) -> str | None:
+        """Folder, or Hugging Face id, of the tokenizer that measures prompts; None looks for it."""
+        return self.tokenizer or (self.model if self.served_model_name else None)
+
+    @property
+    def body_fields(self) -> dict[str, Any]:
+        """Fields of every request's body, beside those that a run needs."""
+        sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return {name: value for name, value in sampling.items() if value is not None} | self.extra_body
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,32 +105,52 @@ class Claims:
     """What the numbers are asked for.
 
     Args:
-        percentiles: between 0 and 100.
-        objectives: {"ttft": 200.0, ...} in ms, for requests whose class has none of its own.
-        price_per_hour: of the hardware, in any currency.
-        max_failed_share: a run with a larger share of failed requests is not valid.
-        attainment: share of requests that must meet their objectives at the rate that is looked for.
+        objectives: {"ttft": 200.0, ...}, for requests whose class has none of its own.
+        price_per_hour: in any currency.
     """
 
-    percentiles: tuple[float, ...] = PERCENTILES
-    objectives: dict[str, float] = field(default_factory=dict)
-    price_per_hour: float | None = None
-    max_failed_share: float = 0.01
-    attainment: float = 0.99
+    objectives: Annotated[
+        dict[str, float],
+        _numbers(
+            "Objectives in ms, as ttft:200 tpot:50 e2el:5000.",
+            "--goodput",
+            parse=parse_goodput,
+            repeated=True,
+            metavar="KEY:MS ...",
+        ),
+    ] = field(default_factory=dict)
+    percentiles: Annotated[
+        tuple[float, ...],
+        _numbers("Which to report.", "--metric-percentiles", parse=percentiles, default="50,90,95,99,99.9"),
+    ] = PERCENTILES
+    price_per_hour: Annotated[float | None, _numbers("Of the hardware, for a cost per token.", min=0)] = None
+    attainment: Annotated[
+        float,
+        _numbers(
+            "Share of requests that must meet --goodput in --find-max-rate.", "--slo-attainment", min=0.5, max=0.9999
+        ),
+    ] = 0.99
+    max_failed_share: Annotated[
+        float, _numbers("A run is not valid when a larger share of its requests failed.", min=0, max=1)
+    ] = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where results go. `save` off writes nothing; `report` is the HTML file, or None for no report."""
+    """Where results go."""
 
-    save: bool = True
-    detailed: bool = False
-    result_dir: Path = Path("bench-results")
-    result_filename: str | None = None
-    report: Path | None = None
-    csv: bool = False
-    label: str | None = None
-    metadata: dict[str, str] = field(default_factory=dict)
+    save: Annotated[bool, _results("Write the result as JSON.", "--save-result/--no-save-result")] = True
+    detailed: Annotated[bool, _results("With the lists of `vllm bench serve --save-detailed`.", "--save-detailed")] = (
+        False
+    )
+    result_dir: Annotated[Path, _results("Folder for what is written.")] = Path("bench-results")
+    result_filename: Annotated[str | None, _results("Default: from the backend, rate, model and time.")] = None
+    csv: Annotated[bool, _results("Write a row for each request, too.", "--csv")] = False
+    report: Annotated[Path | None, _results("Write an HTML report here, with its figures as PNGs beside.")] = None
+    label: Annotated[str | None, _results("Name of the run in its file and report.")] = None
+    metadata: Annotated[
+        dict[str, str], _results("KEY=VALUE kept in the result; may be repeated.", parse=key_values, repeated=True)
+    ] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,26 +185,37 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """All of a `headway bench`.
-
-    Args:
-        max_concurrency: with a rate, most requests under way; without, users of a closed loop.
-        num_warmups: requests sent first and not measured.
-        drain_timeout_s: a run ends when nothing is left to send and no request has ended for so long.
-        find_max_rate: look for the highest rate at which the objectives hold.
-        max_search_seconds: after which no probe of that search begins.
-        stall_s: misses within so many seconds may be one event, see `SearchOptions`.
-        sweep: measure at several values.
-    """
+    """All of a `headway bench`."""
 
     target: Target
+    arrivals: ArrivalFlags
     workload: WorkloadSpec
-    max_concurrency: int | None = None
-    num_warmups: int = 3
-    drain_timeout_s: float = 600.0
-    find_max_rate: bool = False
-    max_search_seconds: float = 3600.0
-    stall_s: float = 1.0
-    sweep: Sweep | None = None
+    max_concurrency: Annotated[
+        int | None, _load("Without a rate: users of a closed loop. With one: most requests under way.", min=1)
+    ] = None
+    num_warmups: Annotated[int, _load("Requests that are sent first and not measured.", min=0)] = 3
+    drain_timeout_s: Annotated[
+        float,
+        _load(
+            "When all is sent and no request has ended for so many seconds, the rest has failed.",
+            "--drain-timeout",
+            min=0.001,
+        ),
+    ] = 600.0
+    find_max_rate: Annotated[
+        bool, _load("Look for the highest rate at which --goodput still holds.", "--find-max-rate")
+    ] = False
+    sweep: Annotated[
+        Sweep | None, _load("Measure at each of rate:1,2,4 (requests/s) or concurrency:1,8,64.", parse=Sweep.parse)
+    ] = None
+    max_search_seconds: Annotated[float, _load("No probe of --find-max-rate begins later than this.", min=1)] = 3600.0
+    stall_s: Annotated[
+        float,
+        _load(
+            "The claim of --find-max-rate must survive stalls of this length; longer takes longer.",
+            "--stall-seconds",
+            min=0,
+        ),
+    ] = 1.0
     claims: Claims = field(default_factory=Claims)
     output: Output = field(default_factory=Output)

@@ -134,14 +134,14 @@ def endpoint_of(target: Target) -> Endpoint:
         BenchError: a value cannot be used.
     """
     return Endpoint(
-        base_url=target.base_url,
-        model=target.model,
+        base_url=target.url,
+        model=target.model_name,
         api="chat" if target.chat else "completions",
         path=target.path,
         api_key=target.api_key,
         headers=target.headers,
         ignore_eos=bool(target.ignore_eos),
-        extra_body=target.extra_body,
+        extra_body=target.body_fields,
         timeout_s=target.request_timeout_s,
         insecure=target.insecure,
     )

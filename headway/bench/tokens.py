@@ -32,7 +32,8 @@ async def token_source(target: Target, facts: ServerFacts, endpoint: Endpoint) -
     """
     if target.token_ids:
         _check_token_ids(target, facts)
-    tokenizer = load_tokenizer(target.tokenizer) if target.tokenizer is not None else _find_tokenizer(facts.model)
+    name = target.tokenizer_name
+    tokenizer = load_tokenizer(name) if name is not None else _find_tokenizer(facts.model)
     if target.token_ids:
         if tokenizer is None:
             raise BenchError("token ids are made with a tokenizer, and none was found; give --tokenizer")
@@ -43,8 +44,8 @@ async def token_source(target: Target, facts: ServerFacts, endpoint: Endpoint) -
         if off is None:
             added = None if endpoint.api != "chat" or counts is None else _added(tokenizer, counts)
             return TokenizerSource(tokenizer, added), f"tokenizer {tokenizer.folder}"
-        if target.tokenizer is not None:
-            raise BenchError(f"--tokenizer {target.tokenizer} is not the server's: {off}")
+        if name is not None:
+            raise BenchError(f"--tokenizer {name} is not the server's: {off}")
     if counts is None:
         raise BenchError("the server tells no token counts, so prompts cannot be measured; give its --tokenizer")
     source = WordSource.calibrated((SHORT_WORDS, counts[0]), (LONG_WORDS, counts[1]))

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from headway import __version__
-from headway.cli import bench, calibrate, plan, serve
 from headway.installation import EngineNotInstalled
+
+
+class Commands(TyperGroup):
+    """The modules of COMMANDS, each read when it is asked for: a server need not wait for what others import."""
+
+    NAMES = ("serve", "calibrate", "bench", "plan")
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.NAMES)
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        for each in (name,) if name in self.NAMES else self.NAMES:  # what nobody knows is compared with all of them
+            if each not in self.commands:
+                self.commands[each] = typer.main.get_command(importlib.import_module(f"headway.cli.{each}").app)
+        return self.commands.get(name)
+
 
 app = typer.Typer(
     name="headway",
+    cls=Commands,
     help="An LLM inference server built around latency.",
     no_args_is_help=True,
     add_completion=False,
@@ -34,12 +52,6 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-app.command()(serve.serve)
-app.command()(calibrate.calibrate)
-app.add_typer(bench.app)
-app.add_typer(plan.app)
 
 
 def main() -> NoReturn:

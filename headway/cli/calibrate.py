@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headway.cli.values import fail
+from headway.cli.commands import fail, with_flags
 from headway.installation import require_engine
 
 if TYPE_CHECKING:
@@ -24,6 +24,11 @@ _PROGRESS = re.compile(r"([01]\.\d{4}) (.+)")  # the share that is done, and wha
 _REDRAWS = 2  # a second: drawing takes time of the machine that is measured
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+@with_flags
 def calibrate(
     name: Annotated[str | None, typer.Option(help="Of the entry. Default: from the processor's or GPU's name.")] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure.")] = "auto",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from headway.cli.values import fail
+from headway.cli.commands import fail
 
 if TYPE_CHECKING:
     from headway.planner.plan import Plan

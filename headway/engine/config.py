@@ -2,61 +2,98 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Annotated
+
+from headway.flags import Flag, size
 
 # What None means in the fields below: tokens of a step by device, and of a CPU's memory that is free once the weights
 # are loaded, the share that the KV pool takes. The page cache, the API process and the neighbours keep the rest.
 BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 CPU_SHARE = 0.5
 
+_model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelOptions:
+    """How a model is loaded, and where it runs.
+
+    Args:
+        kv_cache_memory: bytes of the KV pool; None measures free memory.
+        num_threads: None takes one for each physical core, within the CPU quota.
+    """
+
+    dtype: Annotated[
+        str, _model("Type of weights and activations.", choices=("auto", "float32", "bfloat16", "float16"))
+    ] = "auto"
+    quantization: Annotated[
+        str,
+        _model(
+            "Quantise the weights of an ordinary checkpoint while loading; CPU.",
+            short="-q",
+            choices=("none", "int8", "int8-weight-only", "int4"),
+        ),
+    ] = "none"
+    kv_cache_dtype: Annotated[
+        str,
+        _model("Type of keys and values in the KV cache; auto: --dtype. int8: CPU.", choices=("auto", "int8")),
+    ] = "auto"
+    load_format: Annotated[
+        str, _model("dummy makes random weights from config.json.", choices=("auto", "safetensors", "dummy"))
+    ] = "auto"
+    device: Annotated[str, _model("Where the model runs.", choices=("auto", "cpu", "cuda"))] = "auto"
+    max_model_len: Annotated[
+        int | None, _model("Longest prompt plus output, in tokens. Default: the model's.", min=1)
+    ] = None
+    kv_cache_memory: Annotated[
+        int | None, _model("Memory of the KV cache, as 4G. Default: measured.", parse=size, metavar="SIZE")
+    ] = None
+    num_threads: Annotated[
+        int | None, _model("CPU threads of the engine. Default: one a physical core.", "--threads", min=1)
+    ] = None
+
 
 @dataclass(slots=True)
-class EngineConfig:
+class EngineConfig(ModelOptions):
     """Engine settings; names and meanings follow vLLM's flags.
 
     Args:
         model: folder of a Hugging Face checkpoint.
-        dtype: auto (the checkpoint's), float32, bfloat16 or float16.
-        quantization: none, int8, int8-weight-only or int4, of the weights of an ordinary checkpoint; CPU only.
-        kv_cache_dtype: of keys and values in the KV cache: auto (as dtype) or int8; int8 on a CPU only.
-        load_format: auto, safetensors, or dummy for random weights.
-        device: auto, cpu or cuda.
-        max_model_len: longest prompt plus output in tokens; None takes the model's, lowered to what the KV pool holds.
-        kv_cache_memory: bytes of the KV pool; None measures free memory.
-        gpu_memory_utilization: share of device memory that may be used when kv_cache_memory is None.
-        max_num_batched_tokens: token budget of a step; None picks one for the device.
-        max_prefill_stall_ms: for which prompts may hold up others in a step, where these do not take longer themselves;
-            may be infinite.
-        scheduling_policy: fcfs or priority.
-        max_queue_time: seconds that a request may wait without being begun; None sets no limit.
-        record_steps: file to which each step's plan and times are appended; None records nothing.
-        num_threads: CPU threads of the engine; None takes one for each physical core, within the CPU quota.
+        max_model_len: None takes the model's, lowered to what the KV pool holds.
+        max_prefill_stall_ms: may be infinite.
     """
 
-    model: str
-    dtype: str = "auto"
-    quantization: str = "none"
-    kv_cache_dtype: str = "auto"
-    load_format: str = "auto"
-    device: str = "auto"
-    seed: int = 0
-    max_model_len: int | None = None
-    block_size: int = 16
-    kv_cache_memory: int | None = None
-    gpu_memory_utilization: float = 0.9
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    max_prefill_stall_ms: float = 50.0
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    scheduling_policy: str = "fcfs"
-    max_queue_time: float | None = None
-    num_threads: int | None = None
-    record_steps: str | None = None
+    model: str = ""
+    seed: Annotated[int, _engine("Seed of dummy weights.")] = 0
+    block_size: Annotated[int, _engine("Tokens in a KV block.", min=1)] = 16
+    gpu_memory_utilization: Annotated[
+        float, _engine("Share of device memory to use when --kv-cache-memory is not set.", min=0.01, max=1.0)
+    ] = 0.9
+    max_num_seqs: Annotated[int, _engine("Most sequences in a step.", min=1)] = 256
+    max_num_batched_tokens: Annotated[
+        int | None, _engine("Token budget of a step. Default: chosen for the device.", min=1)
+    ] = None
+    max_prefill_stall_ms: Annotated[
+        float,
+        _engine("Prompts may hold up others for at most so many ms a step, or as long as these take.", min=0.0),
+    ] = 50.0
+    enable_prefix_caching: Annotated[bool, _engine("Share KV blocks of equal prompt beginnings.")] = True
+    enable_chunked_prefill: Annotated[bool, _engine("Split long prompts over steps.")] = True
+    scheduling_policy: Annotated[
+        str, _engine("Order of requests; priority: lower goes first.", choices=("fcfs", "priority"))
+    ] = "fcfs"
+    max_queue_time: Annotated[
+        float | None, _engine("Seconds that a request may wait without being begun; then 503. Default: any.")
+    ] = None
+    record_steps: Annotated[
+        str | None, _engine("Append each step's plan and times to this file, without any text.", metavar="FILE")
+    ] = None
 
 
 # What `headway serve` takes for everything that nobody chose, and `headway plan` for a machine that was measured.
-DEFAULTS = EngineConfig(model="")
+DEFAULTS = EngineConfig()
 
 
 def default_batched_tokens(device: str, max_num_seqs: int) -> int:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
+from typing import Annotated
 
-DEFAULT_MAX_BODY_SIZE = 8 * 2**20
+from headway.flags import Flag, limit, size
+
+_flag = functools.partial(Flag, panel="Server")
+_size = functools.partial(_flag, parse=size, metavar="SIZE")
+_limit = functools.partial(_flag, parse=limit, metavar="N|none")
 
 
 @dataclass(slots=True)
@@ -12,33 +18,51 @@ class ServerSettings:
     """Settings of the API process.
 
     Args:
-        served_model_names: names that requests may give; the first is the one in answers.
+        served_model_names: the first is the one in answers.
         api_keys: any of them opens the API; none leaves it open.
-        max_num_queued_reqs: choices that may wait or run at once; infinite for no limit, None suits the engine's size.
-        max_num_queued_tokens: tokens of prompts without an output yet; infinite and None likewise.
-        max_body_size: bytes of a request's body.
-        max_queued_text: characters of requests' texts that may wait for a thread that tokenizes them.
-        request_read_timeout: seconds that a request may take from its first byte to its last.
-        max_stream_buffer: bytes of a stream that may wait for a client that does not read.
-        send_timeout: seconds that a write may wait for a client that does not read.
-        shutdown_timeout: seconds that requests have to finish after SIGTERM.
-        generation_config: auto (the checkpoint's generation_config.json gives default sampling parameters) or none.
+        max_num_queued_reqs, max_num_queued_tokens: infinite for no limit, None suits the engine's size.
         priority_allowed: requests may have a priority; the engine's policy looks at it.
     """
 
-    served_model_names: list[str]
-    host: str = "0.0.0.0"
-    port: int = 8000
-    api_keys: list[str] = field(default_factory=list)
-    max_num_queued_reqs: float | None = None
-    max_num_queued_tokens: float | None = None
-    max_body_size: int = DEFAULT_MAX_BODY_SIZE
-    max_queued_text: int = 16 * 2**20
-    request_read_timeout: float = 60.0
-    max_stream_buffer: int = 2**20
-    send_timeout: float = 30.0
-    shutdown_timeout: float = 30.0
-    generation_config: str = "auto"
+    host: Annotated[str, _flag("Address to listen on.")] = "0.0.0.0"
+    port: Annotated[int, _flag("Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000
+    served_model_names: Annotated[
+        list[str],
+        _flag("Name that requests give; may be repeated. Default: MODEL.", "--served-model-name", repeated=True),
+    ] = field(default_factory=list)
+    api_keys: Annotated[
+        list[str],
+        _flag(
+            "Key that requests must carry; may be repeated.", "--api-key", repeated=True, envvar=("HEADWAY_API_KEY",)
+        ),
+    ] = field(default_factory=list)
+    max_num_queued_reqs: Annotated[
+        float | None,
+        _limit("Most choices that wait or run; then 429. Default: 8 times --max-num-seqs."),
+    ] = None
+    max_num_queued_tokens: Annotated[
+        float | None,
+        _limit("Most tokens of prompts without an output yet; then 429. Default: 8 KV pools."),
+    ] = None
+    max_body_size: Annotated[int, _size("Largest request body.", default="8M")] = 8 * 2**20
+    max_queued_text: Annotated[
+        int, _size("Most characters of text that wait to be tokenized; then 429.", default="16M")
+    ] = 16 * 2**20
+    request_read_timeout: Annotated[
+        float, _flag("Seconds that a request may take from its first byte to its last.", min=0.1)
+    ] = 60.0
+    max_stream_buffer: Annotated[int, _size("Most bytes of a stream that wait for a slow client.", default="1M")] = (
+        2**20
+    )
+    send_timeout: Annotated[float, _flag("Seconds that a stream waits for a client that does not read.", min=0.1)] = (
+        30.0
+    )
+    shutdown_timeout: Annotated[float, _flag("Seconds that requests have to finish after SIGTERM.", min=0.0)] = 30.0
+    generation_config: Annotated[
+        str, _flag("Take default sampling parameters from generation_config.json?", choices=("auto", "none"))
+    ] = "auto"
     priority_allowed: bool = False
-    metrics_prefix: str = "headway:"
-    log_level: str = "info"
+    metrics_prefix: Annotated[str, _flag("Prefix of metric names; vllm: for its dashboards.")] = "headway:"
+    log_level: Annotated[
+        str, _flag("What the server logs; info logs each request.", choices=("debug", "info", "warning", "error"))
+    ] = "info"

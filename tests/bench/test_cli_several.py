@@ -25,6 +25,7 @@ from headway.bench.record import RunResult
 from headway.bench.results import load_json
 from headway.bench.runs import Bench, Load
 from headway.bench.session import Session
+from headway.bench.workload.arrival_flags import ArrivalFlags
 from headway.bench.workload.spec import WorkloadSpec
 from tests.bench.command_line import CommandLine
 from tests.bench.script import script
@@ -108,7 +109,10 @@ def test_a_sweep_over_rates(headway: CommandLine, scripted: ScriptedServer) -> N
 @pytest.mark.parametrize("over", ["rate:2,4,8", "concurrency:2,4,8"])
 def test_points_of_a_sweep_share_all_but_their_words(over: str) -> None:
     workload = WorkloadSpec(seed=5, random_range_ratio=0.5)
-    specs = [load.spec for load in sweep_loads(BenchOptions(Target("http://x"), workload, sweep=Sweep.parse(over)))]
+    specs = [
+        load.spec
+        for load in sweep_loads(BenchOptions(Target("http://x"), ArrivalFlags(), workload, sweep=Sweep.parse(over)))
+    ]
     assert [spec.seed for spec in specs] == [5, 5, 5]
     assert [spec.seed_of_prompts for spec in specs] == [5, 6, 7]
 
@@ -122,7 +126,9 @@ async def test_probes_of_a_search_share_nothing(monkeypatch: pytest.MonkeyPatch)
         raise Interrupted
 
     monkeypatch.setattr(Bench, "run", run)
-    prober = _Prober(Bench(BenchOptions(Target("http://x"), WorkloadSpec(seed=5)), None, None, None, None))  # type: ignore[arg-type]
+    prober = _Prober(
+        Bench(BenchOptions(Target("http://x"), ArrivalFlags(), WorkloadSpec(seed=5)), None, None, None, None)
+    )  # type: ignore[arg-type]
     for prober._made, wanted in ((0, 1), (1, 5000), (2, 100_000)):
         assert not (await prober.probe(10.0, wanted)).valid
     assert seeds == [(5, 5, 400), (6, 6, 600), (7, 7, 600)]

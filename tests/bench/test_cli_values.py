@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.cli.bench_values import fold_lists
+from headway.cli.bench import fold_lists
 from tests.bench.command_line import CommandLine
 from tests.bench.scripted_server import ScriptedServer
 

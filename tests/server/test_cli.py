@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import headway
-from headway.cli import app, main
-from headway.cli.values import size
+from headway.cli import main
+from headway.flags import size
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -37,6 +37,7 @@ def test_module_is_the_same_command() -> None:
         (["--bogus"], "--bogus"),
         (["serve", "--bogus"], "--bogus"),
         (["nothing"], "nothing"),
+        (["serv"], "Did you mean 'serve'?"),
         (["serve", "--port", "http"], "--port"),
         (["serve", "--port", "70000"], "--port"),
         (["serve", "--dtype", "int3"], "bfloat16"),
@@ -87,6 +88,13 @@ def test_sizes(text: str, in_bytes: int) -> None:
     assert size(text) == in_bytes
 
 
-def test_commands_have_help() -> None:
-    assert app.info.help
-    assert all(command.callback is not None and command.callback.__doc__ for command in app.registered_commands)
+def test_the_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--help") == 0
+    listed = capsys.readouterr().out
+    for line in (
+        "serve      Serve a model",
+        "calibrate  Measure this machine",
+        "bench      Measure",
+        "plan       What",
+    ):
+        assert line in listed

@@ -22,9 +22,12 @@ Objectives = Mapping[str, float]  # {"ttft": 200.0, ...}, in ms
 
 
 def parse_goodput(values: Sequence[str]) -> dict[str, float]:
-    """Objectives from `--goodput ttft:200 tpot:50 e2el:5000`, in ms. Raises BenchError as `parse_objectives` does."""
+    """Objectives in ms, from `ttft:200`, `tpot:50` and the like; one value may hold several.
+
+    Raises BenchError as `parse_objectives` does.
+    """
     try:
-        return parse_objectives(values, "--goodput")
+        return parse_objectives(" ".join(values).replace(",", " ").split(), "--goodput")
     except ValueError as error:
         raise BenchError(str(error)) from None
 

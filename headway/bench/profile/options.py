@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from headway.bench.errors import BenchError
+from headway.bench.option_values import percentiles, token_counts
+from headway.engine.config import ModelOptions
+from headway.flags import Flag
 
 # Document 000 measured up to 400 tokens.
 DEFAULT_PROMPT_LENS = (16, 64, 128, 256, 400, 1024, 2048)
@@ -14,47 +18,42 @@ OWN_ARGUMENTS = ("--host", "--port", "--served-model-name", "--api-key")  # of t
 DEFAULT_PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileOptions:
-    """One profile.
+@dataclass(slots=True, kw_only=True)
+class ProfileOptions(ModelOptions):
+    """One profile: the flags of `headway bench profile`.
 
     Args:
-        model: folder of a checkpoint, or a Hugging Face id; None takes the bundled model.
-        prompt_lens: tokens; None takes DEFAULT_PROMPT_LENS as far as the model's context goes.
-        output_len: tokens of each answer; at least 2, as the first comes from the prompt's step.
-        repeats: requests of each length.
-        percentiles: of TTFT, TPOT and TTLT, between 0 and 100.
-        device, dtype, quantization, kv_cache_dtype, load_format, threads, max_model_len, kv_cache_memory: as `headway
-            serve` has them.
-        serve_arguments: more arguments for `headway serve`, as they are.
-        calibration: a file with the output of `python -m headway.calibration`; None measures the machine.
-        result_dir: where the folder of this profile is made.
-        result_name: the folder's name; None makes one of the model and the time. An existing one is replaced.
-        ready_timeout_s: for the model to load.
-        request_timeout_s: for each request.
-        seed: of the prompts.
+        prompt_lens: None takes DEFAULT_PROMPT_LENS as far as the model's context goes.
+        output_len: at least 2, as the first token comes from the prompt's step.
+        percentiles: of TTFT, TPOT and TTLT.
+        result_name: an existing folder of that name is replaced.
     """
 
-    model: str | None = None
-    prompt_lens: tuple[int, ...] | None = None
-    output_len: int = 32
-    repeats: int = 10
-    percentiles: tuple[float, ...] = DEFAULT_PERCENTILES
-    device: str = "auto"
-    dtype: str = "auto"
-    quantization: str = "none"
-    kv_cache_dtype: str = "auto"
-    load_format: str = "auto"
-    threads: int | None = None
-    max_model_len: int | None = None
-    kv_cache_memory: int | None = None
-    serve_arguments: tuple[str, ...] = ()
-    calibration: Path | None = None
-    result_dir: Path = Path("bench-results")
-    result_name: str | None = None
-    ready_timeout_s: float = 900.0
-    request_timeout_s: float = 600.0
-    seed: int = 0
+    model: Annotated[
+        str | None,
+        Flag("Folder of a checkpoint, or a Hugging Face id; default: the bundled model.", positional=True),
+    ] = None
+    prompt_lens: Annotated[
+        tuple[int, ...] | None,
+        Flag("Tokens of the prompts, as 16,256,1024. Default: 16 to 2048, as far as they fit.", parse=token_counts),
+    ] = None
+    output_len: Annotated[int, Flag("Tokens of each answer.", min=2)] = 32
+    repeats: Annotated[int, Flag("Requests of each prompt length.", min=1)] = 10
+    percentiles: Annotated[
+        tuple[float, ...], Flag("Which to report.", "--metric-percentiles", parse=percentiles, default="50,90,95,99")
+    ] = DEFAULT_PERCENTILES
+    serve_arguments: Annotated[
+        tuple[str, ...],
+        Flag("One more argument for `headway serve`; may be repeated.", "--serve-argument", parse=tuple, repeated=True),
+    ] = ()
+    calibration: Annotated[
+        Path | None, Flag("Output of `python -m headway.calibration`. Default: the machine is measured.")
+    ] = None
+    result_dir: Annotated[Path, Flag("Folder in which the profile's folder is made.")] = Path("bench-results")
+    result_name: Annotated[str | None, Flag("Of that folder. Default: from the model and time.")] = None
+    ready_timeout_s: Annotated[float, Flag("Seconds for the model to load.", "--ready-timeout", min=1)] = 900.0
+    request_timeout_s: Annotated[float, Flag("Seconds for each request.", "--timeout", min=1)] = 600.0
+    seed: Annotated[int, Flag("Of the prompts.", min=0)] = 0
 
 
 def check_options(options: ProfileOptions) -> None:

@@ -32,6 +32,8 @@ from headway.bench.profile.result import ProfileResult, profile_length
 from headway.bench.record import FailureKind, RequestRecord
 from headway.bench.results import write_json
 from headway.calibration.peaks import MachinePeaks
+from headway.engine.config import ModelOptions
+from headway.flags import flags_of, option
 from headway.report.console import print_banner, print_table
 from headway.report.page import write_page
 
@@ -136,7 +138,7 @@ async def _peaks(options: ProfileOptions, model: ProfiledModel, progress: Progre
         return await measure_peaks(
             options.device,
             model.products,
-            options.threads,
+            options.num_threads,
             lambda stage: progress.update(task, description=f"measuring the machine: {stage}"),
         )
     finally:
@@ -170,17 +172,8 @@ async def _started(server: LocalServer, stop: asyncio.Event) -> AsyncIterator[Lo
 
 def serve_arguments(options: ProfileOptions, model: ProfiledModel) -> list[str]:
     """Arguments of `headway serve` for this profile; the user's own come last."""
-    given = {
-        "--device": options.device,
-        "--dtype": options.dtype,
-        "--quantization": options.quantization,
-        "--kv-cache-dtype": options.kv_cache_dtype,
-        "--load-format": options.load_format,
-        "--threads": options.threads,
-        "--max-model-len": options.max_model_len,
-        "--kv-cache-memory": options.kv_cache_memory,
-    }
-    flags = [text for flag, value in given.items() if value is not None for text in (flag, str(value))]
+    own = [(option(field, flag), getattr(options, field.name)) for field, _, flag in flags_of(ModelOptions) if flag]
+    flags = [text for name, value in own if value is not None for text in (name, str(value))]
     return [str(model.folder), "--served-model-name", model.name, *flags, *options.serve_arguments]
 
 
@@ -193,7 +186,8 @@ def _ask(url: str) -> tuple[dict[str, float], str]:
 
 
 def _settings(options: ProfileOptions) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+    return {"threads": settings.pop("num_threads"), **settings}
 
 
 def _remarks(result: ProfileResult, outcome: LoadOutcome) -> list[str]:

@@ -2,53 +2,65 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 from headway.bench.errors import BenchError
 from headway.bench.workload.arrivals import AllAtOnce, Arrival, Constant, Gamma, OnOff, Poisson, Ramp
 from headway.bench.workload.traces import TRACES
+from headway.flags import Flag
 
 ARRIVALS = ("poisson", "gamma", "constant", "on-off", "ramp", "all-at-once", "trace")
 
 
-def make_arrival(
-    kind: str | None = None,
-    *,
-    request_rate: float | None = None,
-    burstiness: float | None = None,
-    on_s: float | None = None,
-    off_s: float | None = None,
-    ramp_up_strategy: str | None = None,
-    ramp_up_start_rps: float | None = None,
-    ramp_up_end_rps: float | None = None,
-    dataset_name: str | None = None,
-) -> Arrival | None:
-    """The process that the command line's flags describe; None leaves times to the dataset or to a closed loop.
+_load = functools.partial(Flag, panel="Load")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalFlags:
+    """What the command line says of when requests are sent."""
+
+    request_rate: Annotated[
+        float | None, _load("Requests per second, or inf: all at once. Poisson unless told otherwise.", min=0)
+    ] = None
+    arrival: Annotated[str | None, _load("Arrival process. Default: what the other flags say.", choices=ARRIVALS)] = (
+        None
+    )
+    burstiness: Annotated[float | None, _load("Shape of gamma gaps; 1 is Poisson, less is burstier.")] = None
+    on_seconds: Annotated[float | None, _load("Length of a burst of on-off arrivals.")] = None
+    off_seconds: Annotated[float | None, _load("Length of the silence between bursts.")] = None
+    ramp_up_strategy: Annotated[
+        str | None,
+        _load("How a ramp goes from its first rate to its last.", choices=("linear", "exponential")),
+    ] = None
+    ramp_up_start_rps: Annotated[float | None, _load("Requests per second at the start of a ramp.")] = None
+    ramp_up_end_rps: Annotated[float | None, _load("Requests per second at its end.")] = None
+
+
+def make_arrival(flags: ArrivalFlags, dataset_name: str | None = None) -> Arrival | None:
+    """The process that the flags describe; None leaves times to the dataset or to a closed loop.
+
+    Without `arrival` the flags that were given tell: a ramp's, the phases', a burstiness other than 1, and else Poisson
+    at `request_rate`. An infinite rate is "all-at-once", no rate at all None.
 
     Args:
-        kind: one of ARRIVALS, or None to tell from the flags that were given: a ramp's, the phases', a burstiness
-            other than 1, and else Poisson at `request_rate`. An infinite rate is "all-at-once", no rate at all None.
         dataset_name: whose times "trace" means; None where there is not one dataset but a mix.
 
     Raises:
         BenchError: naming a flag that is missing, or one that does not belong to the process.
     """
-    given = {
-        "--request-rate": request_rate,
-        "--burstiness": None if burstiness == 1 and kind != "gamma" else burstiness,
-        "--on-seconds": on_s,
-        "--off-seconds": off_s,
-        "--ramp-up-strategy": ramp_up_strategy,
-        "--ramp-up-start-rps": ramp_up_start_rps,
-        "--ramp-up-end-rps": ramp_up_end_rps,
-    }
-    given = {flag: value for flag, value in given.items() if value is not None}
+    kind = flags.arrival
+    said = {f"--{name.replace('_', '-')}": value for name, value in asdict(flags).items() if name != "arrival"}
+    if flags.burstiness == 1 and kind != "gamma":
+        del said["--burstiness"]
+    given = {flag: value for flag, value in said.items() if value is not None}
     kind = _kind_of(given) if kind is None else kind
     if kind is None:
         return None
-    if kind == "poisson" and request_rate == math.inf:
+    if kind == "poisson" and flags.request_rate == math.inf:
         kind = "all-at-once"
     build: dict[str, tuple[Callable[..., Arrival | None], Sequence[str], Sequence[str]]] = {
         "poisson": (Poisson, ["--request-rate"], []),

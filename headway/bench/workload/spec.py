@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from headway.bench.errors import BenchError
 from headway.bench.workload.arrivals import Arrival
@@ -24,6 +25,7 @@ from headway.bench.workload.spelling import hint
 from headway.bench.workload.synthetic import MultiTurn, PrefixRepetition, RandomLengths, check_whole
 from headway.bench.workload.texts import Custom, ShareGPT
 from headway.bench.workload.traces import MOONCAKE_BLOCK_SIZE, TraceRows, read_azure, read_burstgpt, read_mooncake
+from headway.flags import Flag
 
 DEFAULT_NUM_PROMPTS = 1000
 DEFAULT_TURNS = Uniform(2, 8)
@@ -31,77 +33,90 @@ DEFAULT_THINK_S = Exponential(5.0)
 DEFAULT_TURN_LEN = Uniform(50, 150)
 
 
+_workload, _load = functools.partial(Flag, panel="Workload"), functools.partial(Flag, panel="Load")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
-    """Where requests come from. Names are those of the flags; what a dataset has no use for is refused.
+    """Where requests come from. What a dataset has no use for is refused.
 
     Args:
         dataset_name: one of DATASETS.
-        dataset_path: of a dataset that is a file.
-        input_len: tokens of a prompt, instead of random_input_len; of a turn for multi_turn.
-        output_len: tokens of an answer, for any dataset, instead of what it says itself.
-        random_input_len, random_output_len, random_range_ratio, random_prefix_len: as in `vllm bench serve`.
-        prefix_repetition_...: as in `vllm bench serve`.
-        sharegpt_output_len, custom_output_len: tokens of every answer.
+        input_len: instead of random_input_len; of a turn for multi_turn.
+        output_len: for any dataset, instead of what it says itself.
         multi_turn_turns, multi_turn_prefix_len, multi_turn_think_s: see MultiTurn.
-        burstgpt_model: only the requests to this model.
-        trace_block_size: tokens that a hash id of a Mooncake trace stands for.
-        max_input_len, max_output_len: longer prompts that are made up, and longer answers, are clipped; longer texts
-            are left out.
-        disable_shuffle: takes texts in the order of their file.
     """
 
-    dataset_name: str = "random"
-    dataset_path: Path | None = None
-    input_len: Distribution | None = None
-    output_len: Distribution | None = None
-    random_input_len: int = 1024
-    random_output_len: int = 128
-    random_range_ratio: str | float | Mapping[str, float] = 0.0
-    random_prefix_len: int = 0
-    prefix_repetition_prefix_len: int = 256
-    prefix_repetition_suffix_len: int = 256
-    prefix_repetition_num_prefixes: int = 10
-    prefix_repetition_output_len: int = 128
-    sharegpt_output_len: int | None = None
-    custom_output_len: int | None = None
-    multi_turn_turns: Distribution = DEFAULT_TURNS
-    multi_turn_prefix_len: int = 0
-    multi_turn_think_s: Distribution = DEFAULT_THINK_S
-    burstgpt_model: str | None = None
-    trace_block_size: int = MOONCAKE_BLOCK_SIZE
-    max_input_len: int | None = None
-    max_output_len: int | None = None
-    disable_shuffle: bool = False
+    dataset_name: Annotated[
+        str, _workload("random, sharegpt, azure, mooncake, burstgpt, prefix_repetition, multi_turn or custom.")
+    ] = "random"
+    dataset_path: Annotated[Path | None, _workload("Of a dataset that is a file.")] = None
+    input_len: Annotated[
+        Distribution | None,
+        _workload("Tokens of a prompt: a number, or as lognormal:mean=200,cv=0.8,max=4000.", parse=parse_length),
+    ] = None
+    output_len: Annotated[Distribution | None, _workload("Tokens of an answer, likewise.", parse=parse_length)] = None
+    random_input_len: Annotated[int, _workload("Tokens of a random prompt.")] = 1024
+    random_output_len: Annotated[int, _workload("Tokens of its answer.")] = 128
+    random_range_ratio: Annotated[
+        str | float | Mapping[str, float],
+        _workload("Random lengths lie between LEN * (1 - RATIO) and LEN * (1 + RATIO). Default: 0.", parse=str),
+    ] = 0.0
+    random_prefix_len: Annotated[int, _workload("Tokens that all random prompts begin with.")] = 0
+    prefix_repetition_prefix_len: Annotated[int, _workload("Tokens of a shared prefix.")] = 256
+    prefix_repetition_suffix_len: Annotated[int, _workload("Tokens of each prompt after it.")] = 256
+    prefix_repetition_num_prefixes: Annotated[int, _workload("Shared prefixes.")] = 10
+    prefix_repetition_output_len: Annotated[int, _workload("Tokens of an answer.")] = 128
+    sharegpt_output_len: Annotated[int | None, _workload("Default: as long as the answer in the file.")] = None
+    custom_output_len: Annotated[int | None, _workload("Default: what each row says.")] = None
+    multi_turn_turns: Annotated[
+        Distribution,
+        _workload("Requests of a conversation.", parse=parse_length, default="uniform:min=2,max=8"),
+    ] = DEFAULT_TURNS
+    multi_turn_prefix_len: Annotated[int, _workload("Tokens that all conversations begin with.")] = 0
+    multi_turn_think_s: Annotated[
+        Distribution,
+        _workload(
+            "Seconds between an answer and the next turn.", parse=parse_distribution, default="exponential:mean=5"
+        ),
+    ] = DEFAULT_THINK_S
+    burstgpt_model: Annotated[str | None, _workload("Only the requests to this model.")] = None
+    trace_block_size: Annotated[int, _workload("Tokens of a Mooncake trace's hash id.")] = MOONCAKE_BLOCK_SIZE
+    max_input_len: Annotated[int | None, _workload("Longer prompts are clipped, longer texts left out.")] = None
+    max_output_len: Annotated[int | None, _workload("Longer answers are clipped.")] = None
+    disable_shuffle: Annotated[bool, _workload("Take texts in the order of their file.", "--disable-shuffle")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadSpec(DatasetOptions):
-    """A whole workload.
+    """A whole workload. The same seed makes the same workload.
 
     Args:
-        num_prompts: requests in all, later turns included; None takes a trace to its end, and DEFAULT_NUM_PROMPTS
-            of anything else.
+        num_prompts: later turns included; None takes a trace to its end, and DEFAULT_NUM_PROMPTS of anything else.
         duration_s: requests (or conversations) that come within this time; with num_prompts, whatever ends first.
-        seed: the same seed makes the same workload.
         prompt_seed: of the prompts' words only, where they are to differ and lengths and times are not; of texts from a
             file, which have the lengths that they have, which are taken. None is the seed.
         arrival: None takes the times of a trace, where the dataset is one, and gives none elsewhere.
         closed_loop: no times at all; the load generator sends when others are done.
-        time_scale: a trace's own times are replayed so many times as fast.
-        mix: name of a bundled mix, or path of a TOML file; it says the dataset of each class.
-        no_oversample: a dataset with fewer rows than num_prompts gives what it has.
+        mix: it says the dataset of each class.
     """
 
-    num_prompts: int | None = None
-    duration_s: float | None = None
-    seed: int = 0
+    mix: Annotated[
+        str | Path | None,
+        _workload("Classes of requests, in place of a dataset: a TOML file or a bundled mix.", parse=str),
+    ] = None
+    no_oversample: Annotated[
+        bool, _workload("A dataset with fewer rows than --num-prompts gives what it has.", "--no-oversample")
+    ] = False
+    num_prompts: Annotated[
+        int | None, _load("Requests. Default: 1000, or a whole trace, or what --duration holds.", min=1)
+    ] = None
+    duration_s: Annotated[float | None, _load("Seconds in which requests are sent.", "--duration", min=0.001)] = None
+    seed: Annotated[int, _load("Of arrivals, lengths and prompts.", min=0)] = 0
     prompt_seed: int | None = None
     arrival: Arrival | None = None
     closed_loop: bool = False
-    time_scale: float = 1.0
-    mix: str | Path | None = None
-    no_oversample: bool = False
+    time_scale: Annotated[float, _load("Replay a trace so many times as fast.")] = 1.0
 
     @property
     def seed_of_prompts(self) -> int:

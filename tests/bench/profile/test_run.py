@@ -178,12 +178,12 @@ async def test_what_cannot_be_done_is_refused_before_a_server_is_started(options
 
 
 def test_serve_gets_what_was_asked_for():
-    given = {"threads": 2, "dtype": "float32", "kv_cache_dtype": "int8", "kv_cache_memory": 4096}
+    given = {"num_threads": 2, "dtype": "float32", "kv_cache_dtype": "int8", "kv_cache_memory": 4096}
     options = ProfileOptions(**given, quantization="int4", serve_arguments=("--block-size", "32"))
     assert serve_arguments(options, QWEN) == [
-        *("qwen", "--served-model-name", "Qwen/Qwen2.5-0.5B", "--device", "auto", "--dtype", "float32"),
-        *("--quantization", "int4", "--kv-cache-dtype", "int8", "--load-format", "auto", "--threads", "2"),
-        *("--kv-cache-memory", "4096", "--block-size", "32"),
+        *("qwen", "--served-model-name", "Qwen/Qwen2.5-0.5B", "--dtype", "float32", "--quantization", "int4"),
+        *("--kv-cache-dtype", "int8", "--load-format", "auto", "--device", "auto", "--kv-cache-memory", "4096"),
+        *("--threads", "2", "--block-size", "32"),
     ]
 
 

@@ -1,0 +1,57 @@
+"""How the values of flags are read that are more than a number or a word.
+
+What raises a BenchError does not name the flag: who reads the command line does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from headway.bench.errors import BenchError
+
+
+def percentiles(text: str) -> tuple[float, ...]:
+    """From "50,90,99.9". Raises BenchError where a part is not a number above 0 and below 100."""
+    found = []
+    for part in text.split(","):
+        try:
+            p = float(part)
+        except ValueError:
+            p = math.nan
+        if not 0 < p < 100:
+            raise BenchError(f"{part!r} is no percentile; give numbers above 0 and below 100, as 50,90,99.9")
+        found.append(p)
+    return tuple(sorted(set(found)))
+
+
+def token_counts(text: str) -> tuple[int, ...]:
+    """From "16,256,1024". Raises BenchError where a part is not a whole number."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise BenchError(f"{text!r} is no list of lengths; give token counts, as 16,256,1024") from None
+
+
+def key_values(values: Sequence[str]) -> dict[str, str]:
+    """From KEY=VALUE each. Raises BenchError where there is no = in one, or nothing before it."""
+    pairs = {}
+    for value in values:
+        key, equals, rest = value.partition("=")
+        if not (equals and key.strip()):
+            raise BenchError(f"{value!r} is not KEY=VALUE")
+        pairs[key.strip()] = rest.strip()
+    return pairs
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Raises BenchError when the text is not a JSON object."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BenchError(f"it is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise BenchError(f'it is a JSON {type(found).__name__}; it must be an object, as {{"top_k": 20}}')
+    return found

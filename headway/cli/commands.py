@@ -1,0 +1,149 @@
+"""Commands out of dataclasses: each field with a `Flag` is a flag, and a key of the file that --config names."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+import tomllib
+import typing
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import typer
+
+from headway.flags import Flag, flags_of, option
+
+
+def fail(message: str) -> NoReturn:
+    """End the command with one line on standard error and exit code 2."""
+    print(f"headway: {' '.join(message.split())}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, for Typer: of each parameter that is a dataclass its flags, and --config.
+
+    A field that is itself a dataclass gives its flags in its place; one without a `Flag` has none. What the values
+    cannot be made of (a ValueError) is one line, and exit code 2.
+    """
+    hints = typing.get_type_hints(command, include_extras=True)
+    parameters: dict[str, inspect.Parameter] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        own = [parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)]
+        for each in _parameters(hints[name]) if dataclasses.is_dataclass(hints[name]) else own:
+            parameters[each.name] = each
+    parameters["config"] = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_Config)
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        try:
+            for name, hint in hints.items():
+                if dataclasses.is_dataclass(hint):
+                    values[name] = _made(hint, values)
+        except ValueError as error:
+            fail(str(error))
+        command(**{name: value for name, value in values.items() if name in hints})
+
+    run.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+    run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    return run
+
+
+def _key(option: str) -> str:
+    """Name of an option among values."""
+    return option.removeprefix("--").replace("-", "_")
+
+
+def _parameters(kind: Any) -> Iterator[inspect.Parameter]:
+    for field, hint, flag in flags_of(kind):
+        if flag is None:
+            yield from _parameters(hint)
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if flag.parse is not None:
+            default = flag.default
+        yield inspect.Parameter(
+            _key(option(field, flag)),
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
+            annotation=Annotated[_typed(hint, flag), _described(field, flag)],
+        )
+
+
+def _typed(hint: Any, flag: Flag) -> Any:
+    """What Typer is to read, before `parse`."""
+    if flag.repeated:
+        return list[str] | None
+    if flag.choices:
+        return Literal[flag.choices] | None
+    return hint if flag.parse is None else str | None
+
+
+def _described(field: dataclasses.Field[Any], flag: Flag) -> Any:
+    told: dict[str, Any] = {"help": flag.help, "metavar": flag.metavar, "rich_help_panel": flag.panel}
+    told |= {"min": flag.min, "max": flag.max, "envvar": list(flag.envvar) or None}
+    if flag.positional:
+        return typer.Argument(**told)
+    name = option(field, flag) if flag.short else flag.name
+    return typer.Option(*filter(None, (name, flag.short)), **told)
+
+
+def _made(kind: Any, values: dict[str, Any]) -> Any:
+    """A dataclass of the values of its flags. What was not given is left to its default."""
+    given = {}
+    for field, hint, flag in flags_of(kind):
+        if flag is None:
+            given[field.name] = _made(hint, values)
+            continue
+        name = option(field, flag)
+        value = values[_key(name)]
+        if value is None or value == []:
+            continue
+        try:
+            given[field.name] = value if flag.parse is None else flag.parse(value)
+        except ValueError as error:
+            raise ValueError(str(error) if name in str(error) else f"{name}: {error}") from None
+    return kind(**given)
+
+
+def _read_config(context: typer.Context, path: Path | None) -> None:
+    """Let the file's values be defaults: a flag on the command line and an environment variable go before."""
+    if path is None:
+        return
+    try:
+        content = tomllib.loads(path.read_text())
+    except OSError as error:
+        fail(f"cannot read --config {path}: {error.strerror}")
+    except ValueError as error:
+        fail(f"--config {path} is not TOML: {error}")
+    names = {name.lstrip("-"): each.name for each in context.command.params for name in each.opts}
+    defaults: dict[str, Any] = {}
+    for key, value in content.items():
+        flag = key.replace("_", "-")
+        name = names.get(flag, names.get(key))
+        if name is None or name in ("config", "help"):
+            near = get_close_matches(flag, names, 1)
+            hint = f"did you mean {near[0]}?" if near else f"its keys are the flags of {context.command_path}"
+            fail(f"--config {path} has the unknown key {key!r}; {hint}")
+        defaults[name] = [_text(each) for each in value] if isinstance(value, list) else _text(value)
+    context.default_map = defaults
+
+
+def _text(value: Any) -> Any:
+    """As on the command line, where all but truth values are texts."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+_Config = Annotated[
+    Path | None,
+    typer.Option(
+        callback=_read_config,
+        is_eager=True,
+        metavar="FILE",
+        help="TOML file with flags as keys; those given here win.",
+    ),
+]

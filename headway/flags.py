@@ -1,0 +1,78 @@
+"""What a field of a dataclass says of its flag on the command line:
+
+max_num_seqs: Annotated[int, Flag("Most sequences in a step.", min=1)] = 256
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import Field, dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag. Its type and default are those of the field.
+
+    Args:
+        name: as "--timeout" or "--save/--no-save"; None is the field's name, with a --no- form for a truth value.
+        short: as "-q".
+        panel: heading that it is listed under in the help.
+        choices: what a text may be.
+        parse: makes the value of a text, or of all texts where it is `repeated`; raises ValueError, one line.
+        default: of a flag with `parse`: the text that the field's default is made of.
+        repeated: it may be given more than once.
+        positional: it is no flag but an argument.
+    """
+
+    help: str
+    name: str | None = None
+    short: str | None = None
+    panel: str | None = None
+    min: float | None = None
+    max: float | None = None
+    choices: tuple[str, ...] = ()
+    parse: Callable[[Any], Any] | None = None
+    default: str | None = None
+    repeated: bool = False
+    positional: bool = False
+    metavar: str | None = None
+    envvar: tuple[str, ...] = ()
+
+
+def flags_of(kind: type) -> Iterator[tuple[Field[Any], Any, Flag | None]]:
+    """Fields of a dataclass with their types and flags; and those that are dataclasses themselves, without a flag."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        hint = hints[field.name]
+        hint, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        flag = next((each for each in metadata if isinstance(each, Flag)), None)
+        if flag is not None or is_dataclass(hint):
+            yield field, hint, flag
+
+
+def option(field: Field[Any], flag: Flag) -> str:
+    """As "--max-num-seqs"."""
+    return flag.name.split("/")[0] if flag.name else "--" + field.name.replace("_", "-")
+
+
+def size(text: str) -> int:
+    """Bytes, from 4096, 512M, 1.5GiB and the like; units are powers of 1024. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write bytes, or a number with K, M, G or T")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def limit(text: str) -> float:
+    """A whole number from 1, or infinity for `none`. Raises ValueError."""
+    if text.strip().lower() == "none":
+        return math.inf
+    if not text.strip().isascii() or not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError(f"{text!r} is not a limit; write a whole number from 1, or none for no limit")
+    return int(text)
