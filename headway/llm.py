@@ -14,19 +14,19 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from headway.choices import Choice, Piece, TokenizedPrompt
 from headway.engine.client import EngineClient
 from headway.engine.config import EngineConfig
 from headway.engine.messages import AddRequest, SequenceOutput, TokenLogprobs, of_prompt
 from headway.models.folder import resolve_model
-from headway.policy.sampling_params import SamplingParams
+from headway.policy.sampling_params import SamplingParams, sampling_defaults
 from headway.text.chat_template import ChatTemplate
-from headway.text.detokenizer import Detokenizer
 from headway.text.tokenizer import TextError, Tokenizer, stated_eos_ids
 
 if TYPE_CHECKING:
     from headway.engine.core import EngineCore
 
-Prompt = str | list[int] | dict[str, Any]
+PromptType = str | list[int] | dict[str, Any]
 Message = dict[str, Any]
 MAX_TOKEN_ID = 2**31
 _LINGER_S = 0.05  # how long the thread of the steps waits for another call: starting one takes longer than waking it
@@ -65,61 +65,41 @@ class _Collector:
     def __init__(self, tokenizer: Tokenizer | None, output: RequestOutput, request: AddRequest) -> None:
         self.output = output
         self.request = request
-        self._eos = set(request.eos_token_ids)
         self._last_ended_ns = 0
-        params = request.params
-        self._texts: list[Detokenizer] = []
-        if tokenizer is not None:
-            self._texts = [
-                Detokenizer(
-                    tokenizer,
-                    params.stop,
-                    include_stop_str_in_output=params.include_stop_str_in_output,
-                    skip_special_tokens=params.skip_special_tokens,
-                    min_tokens=params.min_tokens,
-                    context=request.prompt_token_ids,
-                )
-                for _ in range(params.n)
-            ]
+        prompt = TokenizedPrompt(request.prompt_token_ids, output.prompt)
+        self._choices = [
+            Choice(
+                index=index,
+                prompt=prompt,
+                params=request.params,
+                tokenizer=tokenizer,
+                eos_token_ids=request.eos_token_ids,
+            )
+            for index in range(request.params.n)
+        ]
 
     def take(self, output: SequenceOutput) -> bool:
         """Add new tokens; True when a stop string ended the choice and the engine should stop it."""
-        choice = self.output.outputs[output.index]
         if output.error is not None:
             raise ValueError(output.error)
-        self.output.num_cached_tokens = max(self.output.num_cached_tokens, output.cached_tokens)
-        if output.prompt_logprobs is not None:
-            self.output.prompt_logprobs = of_prompt(output.prompt_logprobs)
         self._take_timings(output)
+        choice = self._choices[output.index]
         if choice.finish_reason is not None:
             return False
-        choice.token_ids += output.token_ids
-        self._take_logprobs(choice, output)
-        choice.finish_reason = output.finish_reason
-        if output.stop_token_id is not None and output.stop_token_id not in self._eos:
-            choice.stop_reason = output.stop_token_id
-        stopped = self._take_text(choice, output)
-        self.output.finished = all(c.finish_reason is not None for c in self.output.outputs)
-        return stopped and output.finish_reason is None
+        self._grow(self.output.outputs[output.index], choice.accept(output))
+        self.output.num_cached_tokens = max(self.output.num_cached_tokens, choice.cached_tokens)
+        if output.prompt_logprobs is not None:
+            self.output.prompt_logprobs = of_prompt(output.prompt_logprobs)
+        self.output.finished = all(choice.finish_reason is not None for choice in self._choices)
+        return choice.finish_reason is not None and output.finish_reason is None
 
-    def _take_text(self, choice: CompletionOutput, output: SequenceOutput) -> bool:
-        if not self._texts:
-            return False
-        text = self._texts[choice.index]
-        drops_stop = output.stop_token_id is not None and not self.request.params.include_stop_str_in_output
-        choice.text += text.push(output.token_ids[:-1] if drops_stop else output.token_ids)
-        if output.finish_reason is not None:
-            choice.text += text.finish()
-        if text.stopped_by is None:
-            return False
-        choice.finish_reason, choice.stop_reason = "stop", text.stopped_by
-        return True
-
-    def _take_logprobs(self, choice: CompletionOutput, output: SequenceOutput) -> None:
-        if output.logprobs is None:
-            return
-        choice.logprobs = (choice.logprobs or []) + output.logprobs
-        choice.cumulative_logprob = sum(entry.logprob for entry in choice.logprobs)
+    def _grow(self, grown: CompletionOutput, piece: Piece) -> None:
+        grown.text += piece.text
+        grown.token_ids += piece.token_ids
+        if piece.logprobs is not None:
+            grown.logprobs = (grown.logprobs or []) + piece.logprobs
+            grown.cumulative_logprob = sum(entry.logprob for entry in grown.logprobs)
+        grown.finish_reason, grown.stop_reason = piece.finish_reason, piece.stop_reason
 
     def _take_timings(self, output: SequenceOutput) -> None:
         if output.timings is not None and output.timings.ended_ns >= self._last_ended_ns:
@@ -139,12 +119,9 @@ class _Front:
 
     def default_params(self) -> SamplingParams:
         """The checkpoint's own sampling defaults, from generation_config.json."""
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        found = self.tokenizer.generation_config if self.tokenizer is not None else {}
-        values = {name: found[name] for name in names if found.get(name) is not None}
-        return SamplingParams(**values)
+        return SamplingParams(**sampling_defaults(self.tokenizer.generation_config if self.tokenizer else {}))
 
-    def collector(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> _Collector:
+    def collector(self, prompt: PromptType, params: SamplingParams, request_id: str | None = None) -> _Collector:
         text, given = self._tokenize(prompt)
         if not given:
             raise ValueError("the prompt is empty; give at least one token")
@@ -167,7 +144,7 @@ class _Front:
         outputs = [CompletionOutput(index) for index in range(params.n)]
         return _Collector(self.tokenizer, RequestOutput(request.request_id, text, token_ids, outputs), request)
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokenize(self, prompt: PromptType) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), list(prompt["prompt_token_ids"])
@@ -372,7 +349,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_progress: bool = False,
     ) -> list[RequestOutput]:
@@ -427,7 +404,7 @@ class AsyncLLM:
         await self.engine.stop()
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self, prompt: PromptType, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """Yield the growing RequestOutput after every step; the last one has finished=True.
 
@@ -442,7 +419,7 @@ class AsyncLLM:
             yield collector.output
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     if isinstance(prompts, str | dict):
         return [prompts]
     if prompts and isinstance(prompts[0], Integral):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -17,6 +17,15 @@ MAX_LOGIT_BIAS_TOKENS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_COUNT = 2**31 - 1
 
+# Of these, generation_config.json may give the default.
+_DEFAULTABLE = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 _INTEGERS = {
     "n": (1, MAX_CHOICES),
     "top_k": (0, MAX_COUNT),
@@ -194,3 +203,18 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's own defaults, as arguments of SamplingParams, from what its generation_config.json holds.
+
+    Raises:
+        ValueError: one of them is out of its range.
+    """
+    found = {ours: generation_config.get(name) for name, ours in _DEFAULTABLE.items()}
+    defaults = {name: value for name, value in found.items() if value is not None}
+    try:
+        SamplingParams(**defaults)
+    except InvalidParameter as error:
+        raise ValueError(f"generation_config.json: {error}") from None
+    return defaults

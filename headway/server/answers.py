@@ -13,9 +13,10 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headway.choices import Piece
 from headway.engine.messages import TokenLogprobs, of_prompt
 from headway.policy.ledger import Phase
-from headway.server.choices import LOWEST_LOGPROB, Choice, Piece
+from headway.server.choices import LOWEST_LOGPROB, ServedChoice
 from headway.server.generation import Generation, clock
 from headway.server.schemas import GenerationBody
 from headway.server.streaming import DONE, EventWriter, event
@@ -81,15 +82,15 @@ class Answer(ABC):
     # --- the shapes ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+    def opening(self, choice: ServedChoice) -> list[dict[str, Any]]:
         """Entries of `choices` before the first piece of a choice, each a chunk of its own."""
 
     @abstractmethod
-    def growth(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def growth(self, choice: ServedChoice, piece: Piece) -> dict[str, Any]:
         """The entry of `choices` for one piece."""
 
     @abstractmethod
-    def entire(self, choice: Choice) -> dict[str, Any]:
+    def entire(self, choice: ServedChoice) -> dict[str, Any]:
         """The entry of `choices` of an answer in one piece."""
 
     def opening_extras(self) -> dict[str, Any]:
@@ -191,7 +192,7 @@ class Answer(ABC):
 
     # --- log-probabilities --------------------------------------------------------------------------
 
-    def prompt_logprobs(self, choice: Choice) -> list[msgspec.Raw]:
+    def prompt_logprobs(self, choice: ServedChoice) -> list[msgspec.Raw]:
         """vLLM's `prompt_logprobs`: for each prompt token but the first, token id to its log-probability."""
         key = id(choice.prompt)
         if key not in self._written:
@@ -202,7 +203,7 @@ class Answer(ABC):
             )
         return self._written[key]
 
-    def found_prompt_logprobs(self, choice: Choice) -> list[TokenLogprobs | None]:
+    def found_prompt_logprobs(self, choice: ServedChoice) -> list[TokenLogprobs | None]:
         """One for each token of the prompt; the engine reports them with the first of its choices."""
         sharing = (other for other in self.generation.choices if other.prompt is choice.prompt)
         found = next((other.prompt_logprobs for other in sharing if other.prompt_logprobs is not None), None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from headway.choices import Piece
 from headway.server.answers import Answer, written
-from headway.server.choices import Choice, Piece, ScoredToken
+from headway.server.choices import ScoredToken, ServedChoice, scored_tokens
 from headway.server.generation import Generation
 from headway.server.schemas import ChatBody
 from headway.text.tokenizer import Tokenizer
@@ -24,7 +25,7 @@ class ChatAnswer(Answer):
         self._num_top = body.top_logprobs or 0
         self._with_prompt_logprobs = body.prompt_logprobs is not None
 
-    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+    def opening(self, choice: ServedChoice) -> list[dict[str, Any]]:
         entry = self._entry(choice, {"delta": {"role": "assistant", "content": ""}}, None, None, None)
         if self.with_token_ids:
             entry["token_ids"] = []
@@ -33,15 +34,15 @@ class ChatAnswer(Answer):
     def opening_extras(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.generation.prompts[0].token_ids} if self.with_token_ids else {}
 
-    def growth(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def growth(self, choice: ServedChoice, piece: Piece) -> dict[str, Any]:
         delta = {"content": piece.text} if piece.text else {}
-        logprobs = None if piece.logprobs is None else self._logprobs(piece.logprobs)
+        logprobs = None if piece.logprobs is None else self._logprobs(scored_tokens(piece))
         entry = self._entry(choice, {"delta": delta}, logprobs, piece.finish_reason, piece.stop_reason)
         if self.with_token_ids:
             entry["token_ids"] = piece.token_ids
         return entry
 
-    def entire(self, choice: Choice) -> dict[str, Any]:
+    def entire(self, choice: ServedChoice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         logprobs = self._logprobs(choice.logprobs) if self._with_logprobs else None
         entry = self._entry(choice, {"message": message}, logprobs, choice.finish_reason, choice.stop_reason)
@@ -57,7 +58,7 @@ class ChatAnswer(Answer):
 
     def _entry(
         self,
-        choice: Choice,
+        choice: ServedChoice,
         content: dict[str, Any],
         logprobs: dict[str, Any] | None,
         finish_reason: str | None,

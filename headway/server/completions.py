@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from headway.choices import Piece
 from headway.server.answers import Answer, written
-from headway.server.choices import Choice, Piece, ScoredToken, scored
+from headway.server.choices import ScoredToken, ServedChoice, scored, scored_tokens
 from headway.server.generation import Generation
 from headway.server.schemas import CompletionBody
 from headway.text.detokenizer import Detokenizer
@@ -26,7 +27,7 @@ class CompletionAnswer(Answer):
         self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._skip_special_tokens = body.skip_special_tokens
 
-    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+    def opening(self, choice: ServedChoice) -> list[dict[str, Any]]:
         if not (self._echo or self.with_token_ids):
             return []
         entry = self._entry(choice, self._prompt_text(choice) if self._echo else "", None, None, None)
@@ -34,14 +35,14 @@ class CompletionAnswer(Answer):
             entry |= {"prompt_token_ids": choice.prompt.token_ids, "token_ids": []}
         return [entry]
 
-    def growth(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        logprobs = self._logprobs(piece.logprobs) if piece.logprobs is not None else None
+    def growth(self, choice: ServedChoice, piece: Piece) -> dict[str, Any]:
+        logprobs = self._logprobs(scored_tokens(piece)) if piece.logprobs is not None else None
         entry = self._entry(choice, piece.text, logprobs, piece.finish_reason, piece.stop_reason)
         if self.with_token_ids:
             entry["token_ids"] = piece.token_ids
         return entry
 
-    def entire(self, choice: Choice) -> dict[str, Any]:
+    def entire(self, choice: ServedChoice) -> dict[str, Any]:
         prompt_text = self._prompt_text(choice) if self._echo else ""
         logprobs = self._logprobs(choice.logprobs, len(prompt_text)) if self._with_logprobs else None
         if logprobs is not None and self._echo:
@@ -56,7 +57,7 @@ class CompletionAnswer(Answer):
 
     def _entry(
         self,
-        choice: Choice,
+        choice: ServedChoice,
         text: str,
         logprobs: dict[str, Any] | None,
         finish_reason: str | None,
@@ -70,7 +71,7 @@ class CompletionAnswer(Answer):
             "stop_reason": stop_reason,
         }
 
-    def _prompt_text(self, choice: Choice) -> str:
+    def _prompt_text(self, choice: ServedChoice) -> str:
         if choice.prompt.text is None:
             choice.prompt.text = self.tokenizer.decode(choice.prompt.token_ids, self._skip_special_tokens)
         return choice.prompt.text
@@ -90,7 +91,7 @@ class CompletionAnswer(Answer):
         top.setdefault(self.tokenizer.token_text(token.token_id), token.logprob)
         return top
 
-    def _logprobs_of_prompt(self, choice: Choice) -> dict[str, Any]:
+    def _logprobs_of_prompt(self, choice: ServedChoice) -> dict[str, Any]:
         """The same for an echoed prompt, whose first token has no probability."""
         found = self.found_prompt_logprobs(choice)
         detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=self._skip_special_tokens)

@@ -9,11 +9,12 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from headway.choices import Piece, TokenizedPrompt
 from headway.engine.client import EngineDead
 from headway.engine.messages import AddRequest, SequenceOutput
 from headway.policy.sampling_params import SamplingParams
 from headway.server.admission import Place
-from headway.server.choices import Choice, Piece, Prompt
+from headway.server.choices import ServedChoice
 from headway.server.errors import ApiError, request_failed, unavailable
 from headway.server.service import Service
 from headway.server.timings import ChoiceTimings, Stamps
@@ -40,7 +41,7 @@ class Generation:
     def __init__(
         self,
         service: Service,
-        prompts: list[Prompt],
+        prompts: list[TokenizedPrompt],
         params: list[SamplingParams],
         place: Place,
         *,
@@ -58,11 +59,11 @@ class Generation:
         self._include_timings = include_timings
         self._aborted: ApiError | None = None
         self._requests: list[AddRequest] = []
-        self._choice_of: dict[tuple[str, int], Choice] = {}
+        self._choice_of: dict[tuple[str, int], ServedChoice] = {}
         self._place = place
         self._held: dict[int, Piece] = {}  # ends of choices that wait for the engine's last word on them
         self._without_output = {id(prompt): len(prompt.token_ids) for prompt in prompts}
-        self.last: Choice | None = None  # the one that finished last
+        self.last: ServedChoice | None = None  # the one that finished last
         for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             request = AddRequest(
                 request_id=f"{self.id}-{number}",
@@ -76,8 +77,15 @@ class Generation:
             self._requests.append(request)
             for index in range(one.n):
                 stamps = Stamps(arrived_ns=arrived_ns, checked_ns=checked_ns)
-                choice = Choice(number * one.n + index, prompt, one, service.tokenizer, stamps, keep)
-                self._choice_of[request.request_id, index] = choice
+                self._choice_of[request.request_id, index] = ServedChoice(
+                    index=number * one.n + index,
+                    prompt=prompt,
+                    params=one,
+                    tokenizer=service.tokenizer,
+                    eos_token_ids=request.eos_token_ids,
+                    stamps=stamps,
+                    keep=keep,
+                )
         self.choices = list(self._choice_of.values())
         service.enlist(self)
 
@@ -106,7 +114,7 @@ class Generation:
         """The result of `function`, which writes `size` entries of the answer; in a thread where they are many."""
         return await self._service.text_work.finish(size, function)
 
-    def sent(self, choice: Choice, is_first: bool, is_last: bool, now_ns: int) -> None:
+    def sent(self, choice: ServedChoice, is_first: bool, is_last: bool, now_ns: int) -> None:
         """What is first, or last, of a choice's tokens was handed to the connection."""
         since_arrival_ns = now_ns - choice.stamps.arrived_ns
         if is_first:
@@ -132,7 +140,7 @@ class Generation:
         """Wait for room in a turn of the event loop (Pace)."""
         await self._service.pace.turn()
 
-    async def run(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
+    async def run(self) -> AsyncGenerator[tuple[ServedChoice, Piece], None]:
         """Each choice's growth as it comes.
 
         Raises:
@@ -171,7 +179,7 @@ class Generation:
         for choice in self.choices:
             choice.stamps.sent_ns = now_ns
 
-    def _take(self, choice: Choice, output: SequenceOutput, received_ns: int) -> Piece | None:
+    def _take(self, choice: ServedChoice, output: SequenceOutput, received_ns: int) -> Piece | None:
         """What an output adds to its choice; None while there is nothing to say of it."""
         if choice.finish_reason is None:
             piece = self._accept(choice, output, received_ns)
@@ -184,7 +192,7 @@ class Generation:
         self._settle_one(choice, output, received_ns)
         return self._held.pop(choice.index, None)
 
-    def _accept(self, choice: Choice, output: SequenceOutput, received_ns: int) -> Piece:
+    def _accept(self, choice: ServedChoice, output: SequenceOutput, received_ns: int) -> Piece:
         if output.finish_reason == "error":
             self._settle_one(choice, output, received_ns)
             choice.finish_reason = "error"
@@ -198,7 +206,7 @@ class Generation:
             choice.finish_reason = "abort"
             raise self._aborted or unavailable("the engine dropped this request", "aborted", 1)
         stamps = choice.stamps
-        piece = choice.accept(output)
+        piece = choice.take(output)
         detokenized_ns = clock()
         stamps.detokenizing_ns += detokenized_ns - received_ns
         if output.token_ids:
@@ -214,7 +222,7 @@ class Generation:
         return piece
 
     def _settle_one(
-        self, choice: Choice, output: SequenceOutput, received_ns: int, detokenized_ns: int | None = None
+        self, choice: ServedChoice, output: SequenceOutput, received_ns: int, detokenized_ns: int | None = None
     ) -> None:
         choice.settle(output)
         self._place.leave(choices=1)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from headway.policy.intake import fit_to_context
-from headway.policy.sampling_params import MAX_LOGIT_BIAS_TOKENS, InvalidParameter, SamplingParams, check_number
+from headway.policy.sampling_params import (
+    MAX_LOGIT_BIAS_TOKENS,
+    InvalidParameter,
+    SamplingParams,
+    check_number,
+    sampling_defaults,
+)
 from headway.server.errors import bad_request
 from headway.server.schemas import ChatBody, CompletionBody
 from headway.text.tokenizer import TextError
 
-# Of these, generation_config.json may give the default.
-DEFAULTABLE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 COMPLETION_MAX_TOKENS = 16
 _SAME_NAME = (
     "temperature",
@@ -33,19 +37,15 @@ _SAME_NAME = (
 
 
 def server_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
-    """Default sampling parameters from generation_config.json, with max_new_tokens as max_tokens.
+    """As policy.sampling_params.sampling_defaults().
 
     Raises:
         TextError: one of them is out of its range.
     """
-    defaults = {name: generation_config[name] for name in DEFAULTABLE if generation_config.get(name) is not None}
-    if generation_config.get("max_new_tokens") is not None:
-        defaults["max_tokens"] = generation_config["max_new_tokens"]
     try:
-        SamplingParams(**defaults)
-    except (InvalidParameter, TypeError) as error:
-        raise TextError(f"generation_config.json: {error}; --generation-config none ignores the file") from None
-    return defaults
+        return sampling_defaults(generation_config)
+    except ValueError as error:
+        raise TextError(f"{error}; --generation-config none ignores the file") from None
 
 
 def sampling_params(body: CompletionBody | ChatBody, defaults: dict[str, Any], vocab_size: int) -> SamplingParams:

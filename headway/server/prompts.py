@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.server.choices import Prompt
+from headway.choices import TokenizedPrompt
 from headway.server.errors import bad_request
 from headway.server.parameters import check_ids
 from headway.server.schemas import ChatFields, Message
@@ -19,7 +19,7 @@ def as_list(given: Any) -> list[Any]:
     return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
 
 
-async def completion_prompts(service: Service, given: Any, add_special_tokens: bool) -> list[Prompt]:
+async def completion_prompts(service: Service, given: Any, add_special_tokens: bool) -> list[TokenizedPrompt]:
     """Each prompt of a completion request, encoded.
 
     Raises:
@@ -34,12 +34,12 @@ async def completion_prompts(service: Service, given: Any, add_special_tokens: b
     if texts:
         tokenizer = service.tokenizer
 
-        def encode() -> list[Prompt]:
-            return [Prompt(tokenizer.encode(text, add_special_tokens), text) for text in texts]
+        def encode() -> list[TokenizedPrompt]:
+            return [TokenizedPrompt(tokenizer.encode(text, add_special_tokens), text) for text in texts]
 
         encoded = await service.text_work.run(sum(map(len, texts)), encode)
     else:
-        encoded = [Prompt(token_ids) for token_ids in prompts]
+        encoded = [TokenizedPrompt(token_ids) for token_ids in prompts]
         for prompt in encoded:
             check_ids(prompt.token_ids, service.tokenizer.vocab_size, "prompt")
     for position, prompt in enumerate(encoded):
@@ -52,7 +52,7 @@ async def completion_prompts(service: Service, given: Any, add_special_tokens: b
 CHARS_OF_A_TURN = 50  # what a template adds around a message: many empty ones are a long text too
 
 
-async def chat_prompt(service: Service, body: ChatFields) -> Prompt:
+async def chat_prompt(service: Service, body: ChatFields) -> TokenizedPrompt:
     """The messages through the chat template, encoded.
 
     Raises:
@@ -66,14 +66,14 @@ async def chat_prompt(service: Service, body: ChatFields) -> Prompt:
     knows_developer = "developer" in template.source
     messages = [_as_template_message(message, i, knows_developer) for i, message in enumerate(body.messages)]
 
-    def encode() -> Prompt:
+    def encode() -> TokenizedPrompt:
         text = template.render(
             messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,
         )
-        return Prompt(service.tokenizer.encode(text, body.add_special_tokens), text)
+        return TokenizedPrompt(service.tokenizer.encode(text, body.add_special_tokens), text)
 
     try:
         size = sum(len(message["content"]) + CHARS_OF_A_TURN for message in messages)

@@ -9,12 +9,12 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from headway import __version__
+from headway.choices import TokenizedPrompt
 from headway.policy.sampling_params import SamplingParams
 from headway.server import responses
 from headway.server.admission import Place
 from headway.server.answers import Answer
 from headway.server.chat import ChatAnswer
-from headway.server.choices import Prompt
 from headway.server.completions import CompletionAnswer
 from headway.server.edge import ARRIVED
 from headway.server.errors import bad_request
@@ -205,7 +205,7 @@ class Routes:
             answer = CompletionAnswer(generation, body, model, service.tokenizer)
         return answer if body.stream else await answer.whole()
 
-    async def _prompts(self, body: CompletionBody | ChatBody) -> list[Prompt]:
+    async def _prompts(self, body: CompletionBody | ChatBody) -> list[TokenizedPrompt]:
         if isinstance(body, ChatBody):
             return [await chat_prompt(self._service, body)]
         return await completion_prompts(self._service, body.prompt, body.add_special_tokens)
@@ -222,7 +222,7 @@ class Routes:
         return prompts * n
 
     def _check_prompt_logprobs(
-        self, prompts: list[Prompt], params: SamplingParams, body: CompletionBody | ChatBody
+        self, prompts: list[TokenizedPrompt], params: SamplingParams, body: CompletionBody | ChatBody
     ) -> None:
         if params.prompt_logprobs is None:
             return

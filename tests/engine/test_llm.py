@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_chat_model(tmp_path_factory.mktemp("model"), temperature=0.5, top_k=7)
+    folder = save_chat_model(tmp_path_factory.mktemp("model"), temperature=0.5, top_k=7, max_new_tokens=9)
     write_config(folder, vocab_size=TINY_LLAMA["vocab_size"])
     return folder
 
@@ -84,8 +84,8 @@ def test_parameters_go_with_their_prompts(llm: LLM) -> None:
 
 def test_the_checkpoints_sampling_defaults_are_used(llm: LLM) -> None:
     params = llm._front.default_params()
-    assert (params.temperature, params.top_k) == (0.5, 7)
-    assert len(llm.generate("Once upon")) == 1
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.5, 7, 9)
+    assert 1 <= len(llm.generate("Once upon")[0].outputs[0].token_ids) <= 9
 
 
 def test_without_a_tokenizer_the_checkpoints_eos_still_ends_a_choice(tmp_path: Path) -> None:
