@@ -90,6 +90,7 @@ ROOMS = {
             "calibration.store",
             "calibration.samples",
             "engine.config",
+            "flags",
             "policy.objectives",
         },
         forbidden=NO_DEVICE | NO_SERVER,

@@ -49,7 +49,8 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         command(**{name: value for name, value in values.items() if name in hints})
 
     run.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
-    run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    optional_last = sorted(parameters.values(), key=lambda each: each.default is not inspect.Parameter.empty)
+    run.__signature__ = inspect.Signature(optional_last)  # type: ignore[attr-defined]
     return run
 
 

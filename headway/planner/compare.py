@@ -7,7 +7,7 @@ import math
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -18,7 +18,7 @@ from headway.planner.answer import headline
 from headway.planner.json import as_object
 from headway.planner.numbers import missed_by, numbers_of, shortened
 from headway.planner.plan import Estimate, Plan
-from headway.planner.request import PlanError, PlanRequest
+from headway.planner.request import PlanError, PlanOptions, PlanRequest, SpeculationFlags
 from headway.planner.words import bar, dollars, gigabytes
 from headway.report.console import print_table
 from headway.report.parts import Cell, Table, cells
@@ -32,7 +32,6 @@ SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "da
 LOADS = ("batch_size", "concurrency", "request_rate")
 _COUNTED = re.compile(r"(\d+)x(.+)", re.IGNORECASE)
 _COUNT_LAST = re.compile(r"(.+)x(\d+)", re.IGNORECASE)
-_OF_SPECULATION: dict[str, type] = {"num_speculative_tokens": int, "acceptance_rate": float, "draft_model": str}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +58,18 @@ def parse_plans(texts: Sequence[str]) -> list[Wanted]:
     return found
 
 
-def merged(shared: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
-    """All flags of one plan: its own go before the shared ones, and its own load takes the place of theirs."""
-    load = LOADS if any(name in wanted.flags for name in LOADS) else ()
-    return {name: value for name, value in shared.items() if name not in load} | wanted.flags
+def merged(shared: PlanOptions, speculation: SpeculationFlags, wanted: Wanted) -> PlanRequest:
+    """What is asked of one plan: its own flags go before the shared ones, and its own load takes the place of theirs.
+
+    Raises:
+        PlanError: it cannot be planned.
+    """
+    left_out = LOADS if any(name in wanted.flags for name in LOADS) else ()
+    of_speculation = [each.name for each in fields(SpeculationFlags)]
+    own = {name: value for name, value in wanted.flags.items() if name not in of_speculation}
+    kept = {each.name: getattr(shared, each.name) for each in fields(shared) if each.name not in left_out}
+    guess = replace(speculation, **{name: wanted.flags[name] for name in of_speculation if name in wanted.flags})
+    return PlanRequest(**kept | own, speculation=guess.speculation())
 
 
 def _flags(text: str, first: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,10 +120,9 @@ def _value(text: str, name: str, value: str, kind: type) -> Any:
 
 def _option_types() -> dict[str, type]:
     """What can be set behind the colon: fields of a request that are a single value, and those of speculation."""
-    hints = typing.get_type_hints(PlanRequest)
-    kinds = {field.name: _single(hints[field.name]) for field in fields(PlanRequest)}
-    found = {name: kind for name, kind in kinds.items() if kind in (int, float, str, bool)}
-    return {name: kind for name, kind in found.items() if name not in ("model", "hardware")} | _OF_SPECULATION
+    hints = typing.get_type_hints(PlanRequest) | typing.get_type_hints(SpeculationFlags)
+    kinds = {name: _single(hint) for name, hint in hints.items() if name not in ("model", "hardware")}
+    return {name: kind for name, kind in kinds.items() if kind in (int, float, str, bool)}
 
 
 def _single(hint: Any) -> type:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from headway.cost.loading import STORAGE_BYTES_PER_S
+from headway.flags import Flag
 from headway.policy.objectives import checked_objectives, parse_objectives
 
 MOST_SPECULATIVE_TOKENS = 16
@@ -58,69 +61,146 @@ class Speculation:
             raise PlanError(f"acceptance_rate is {self.acceptance}; it is a probability, so give 0 to 1")
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """A model, hardware and load. Names of fields are those of the flags; "auto" and None leave the choice to the plan.
+_deployment, _load = functools.partial(Flag, panel="Deployment"), functools.partial(Flag, panel="Load")
+_engine, _money = functools.partial(Flag, panel="Engine"), functools.partial(Flag, panel="Objectives and price")
 
-    Names of engines and precisions are kept in lower case.
+
+def parse_slo(text: str) -> dict[str, float]:
+    """Objectives in ms, from `ttft:200,tpot:50`. Raises PlanError where `parse_objectives` fails or there is none."""
+    try:
+        found = parse_objectives(text.replace(",", " ").split(), "slo")
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    if not found:
+        raise PlanError("slo is empty; write for example ttft:200,tpot:50")
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationFlags:
+    """What the command line says of speculative decoding."""
+
+    num_speculative_tokens: Annotated[
+        int | None, _engine("Tokens that speculative decoding proposes in each step.")
+    ] = None
+    acceptance_rate: Annotated[float | None, _engine("Probability that a proposed token is accepted, 0 to 1.")] = None
+    draft_model: Annotated[
+        str | None, _engine("The model that proposes. Default: something that takes no time (n-grams).")
+    ] = None
+
+    def speculation(self) -> Speculation | None:
+        """Raises PlanError where the flags do not go together, or a number is out of its range."""
+        if self.num_speculative_tokens is None:
+            for name, value in (("--acceptance-rate", self.acceptance_rate), ("--draft-model", self.draft_model)):
+                if value is not None:
+                    raise PlanError(f"{name} has a meaning only with --num-speculative-tokens")
+            return None
+        if self.acceptance_rate is None:
+            raise PlanError("--num-speculative-tokens needs --acceptance-rate, which depends on draft, model and text")
+        return Speculation(self.num_speculative_tokens, self.acceptance_rate, self.draft_model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What plans are made for that are compared: all but the model and the hardware.
+
+    "auto" and None leave the choice to the plan.
 
     Args:
-        model: of the catalogue, a folder with a config.json, or a config.json.
-        hardware: of the catalogue, or a calibrated machine.
-        engine: the serving program whose efficiency counts (`cost.catalogue.engines`).
-        count: devices in all; more than one replica needs are further replicas.
-        quantization: none, fp8, int8, ... (`cost.precision.QUANTIZATIONS`); auto: as the checkpoint is published.
-        prompt_tokens, output_tokens: of each request; `cached_tokens` of the prompt are found in the prefix cache,
-            the same ones for all requests.
-        batch_size, concurrency, request_rate: the load: one batch of so many sequences for each replica; so many
-            clients in all that each wait for their answer; Poisson arrivals each second, in all. One of them at most;
-            none means batch_size 1.
-        output_spread: answers are evenly spread between output_tokens * (1 - spread) and output_tokens * (1 + spread).
-        max_num_batched_tokens, max_num_seqs: of the engine.
-        max_model_len: tokens of a sequence that the engine allows; None: the model's max_position_embeddings.
-        max_prefill_stall_ms: by which prompts may hold up others in a step, where these do not take longer themselves;
-            None: as `headway serve` on a calibrated machine, else no bound.
-        gpu_memory_utilization: share of the memory that the engine takes; None: the engine's own.
-        slo: objectives in ms, by ttft, tpot, e2el.
-        price_per_hour: of one device, in US dollars; None: the catalogue's list price, where it has one.
+        engine: see `cost.catalogue.engines`.
+        quantization: see `cost.precision.QUANTIZATIONS`.
+        batch_size, concurrency, request_rate: one of them at most; none means batch_size 1.
+        slo: by ttft, tpot, e2el.
+    """
 
-        storage_gb_per_s: 10^9 bytes a second at which the checkpoint is read.
-        network_gb_per_s: the same, of a device to other machines; None: the catalogue's, or that of 100 Gb/s.
+    count: Annotated[int | None, _deployment("Devices in all. Default: as many as one replica takes.")] = None
+    tensor_parallel_size: Annotated[
+        int | None,
+        _deployment("Devices that share each layer. Default: --count, where the model can be divided so."),
+    ] = None
+    pipeline_parallel_size: Annotated[int, _deployment("Stages that share the layers.")] = 1
+    data_parallel_size: Annotated[int, _deployment("Groups that share the experts; with --enable-expert-parallel.")] = 1
+    enable_expert_parallel: Annotated[
+        bool, _deployment("Deal experts out whole instead of dividing each.", "--enable-expert-parallel")
+    ] = False
+    sequence_parallel: Annotated[
+        bool, _deployment("Divide norms and residuals among the devices by token.", "--sequence-parallel")
+    ] = False
+    dtype: Annotated[str, _deployment("auto, bfloat16, float16 or float32: of what is not quantised.")] = "auto"
+    quantization: Annotated[
+        str,
+        _deployment(
+            "Of weights: auto (as published), none, fp8, fp8-weight-only, int8, int8-weight-only, int4, mxfp4, nvfp4, "
+            "or of experts alone int4-experts or nvfp4-experts."
+        ),
+    ] = "auto"
+    kv_cache_dtype: Annotated[str, _deployment("auto, bf16, fp16, fp32, fp8 or int8.")] = "auto"
+    prompt_tokens: Annotated[int, _load("Of each request.")] = 1024
+    output_tokens: Annotated[int, _load("Of each answer, on average.")] = 256
+    cached_tokens: Annotated[int, _load("Of each prompt, that the prefix cache already has, the same for all.")] = 0
+    output_spread: Annotated[
+        float,
+        _load("Answers are spread evenly by this share around --output-tokens: 0 to 1, 0 for all alike."),
+    ] = 0.1
+    batch_size: Annotated[int | None, _load("One batch of so many sequences for each replica. Default: 1.")] = None
+    concurrency: Annotated[
+        int | None, _load("Clients in all, each of whom waits for an answer before asking again.")
+    ] = None
+    request_rate: Annotated[float | None, _load("Requests a second in all, at random times (Poisson).")] = None
+    engine: Annotated[str, _engine("The serving program whose efficiency counts.")] = "vllm"
+    max_num_batched_tokens: Annotated[
+        int | None,
+        _engine(
+            "Tokens of a step. Default: 8192 on GPUs of 70 GiB and more (A100s apart), else 2048; on a calibrated "
+            "machine that of headway serve."
+        ),
+    ] = None
+    max_num_seqs: Annotated[int | None, _engine("Sequences at once. Default: 1024 on the same GPUs, else 256.")] = None
+    max_model_len: Annotated[int | None, _engine("Tokens of a sequence at most. Default: the model's.")] = None
+    max_prefill_stall_ms: Annotated[
+        float | None,
+        _engine(
+            "Milliseconds a step that prompts may hold up others for. Default: that of headway serve on a calibrated "
+            "machine, else no bound."
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _engine("Share of the memory that the engine takes. Default: 0.9; on a calibrated CPU half of what is free."),
+    ] = None
+    block_size: Annotated[int, _engine("Tokens of a block of the cache.")] = 16
+    flash_attention: Annotated[bool, _engine("Whether attention keeps its scores on the chip.")] = True
+    slo: Annotated[
+        dict[str, float],
+        _money("Objectives in ms: ttft, tpot, e2el.", parse=parse_slo, metavar="ttft:200,tpot:50"),
+    ] = field(default_factory=dict)
+    price_per_hour: Annotated[float | None, _money("US dollars for a device. Default: a list price, if known.")] = None
+    storage_gb_per_s: Annotated[float, _deployment("10^9 bytes a second at which the checkpoint is read.")] = (
+        STORAGE_BYTES_PER_S / 1e9
+    )
+    network_gb_per_s: Annotated[
+        float | None,
+        _deployment("10^9 bytes a second of a device to other machines. Default: the catalogue's, else 12.5."),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest(PlanOptions):
+    """A model, hardware and load. Names of engines and precisions are kept in lower case.
 
     Raises:
         PlanError: a number is out of its range, or two loads are given.
     """
 
-    model: str
-    hardware: str
-    engine: str = "vllm"
-    count: int | None = None
-    tensor_parallel_size: int | None = None
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-    enable_expert_parallel: bool = False
-    sequence_parallel: bool = False
-    dtype: str = "auto"
-    quantization: str = "auto"
-    kv_cache_dtype: str = "auto"
-    prompt_tokens: int = 1024
-    output_tokens: int = 256
-    cached_tokens: int = 0
-    output_spread: float = 0.1
-    batch_size: int | None = None
-    concurrency: int | None = None
-    request_rate: float | None = None
-    max_num_batched_tokens: int | None = None
-    max_num_seqs: int | None = None
-    max_model_len: int | None = None
-    max_prefill_stall_ms: float | None = None
-    gpu_memory_utilization: float | None = None
-    block_size: int = 16
-    flash_attention: bool = True
-    slo: dict[str, float] = field(default_factory=dict)
-    price_per_hour: float | None = None
-    storage_gb_per_s: float = STORAGE_BYTES_PER_S / 1e9
-    network_gb_per_s: float | None = None
+    model: Annotated[
+        str,
+        Flag(
+            "A name such as llama-3.1-8b, a folder with a config.json, or a config.json.",
+            positional=True,
+            metavar="MODEL",
+        ),
+    ]
+    hardware: Annotated[str, _deployment("Such as A100-80GB-SXM, H100-SXM, H200, or a calibrated machine.")]
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
@@ -172,17 +252,6 @@ class PlanRequest:
                     "max_prefill_stall_ms has a meaning only with --concurrency or --request-rate: in a batch nobody "
                     "decodes while prompts are computed"
                 )
-
-
-def parse_slo(text: str) -> dict[str, float]:
-    """Objectives in ms, from `ttft:200,tpot:50`. Raises PlanError where `parse_objectives` fails or there is none."""
-    try:
-        found = parse_objectives(text.replace(",", " ").split(), "slo")
-    except ValueError as error:
-        raise PlanError(str(error)) from None
-    if not found:
-        raise PlanError("slo is empty; write for example ttft:200,tpot:50")
-    return found
 
 
 def _check_range(name: str, value: float, ends: tuple[float, float], what: str) -> None:

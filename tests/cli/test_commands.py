@@ -18,6 +18,7 @@ from headway.cli import main
 from headway.cli.commands import with_flags
 from headway.engine.config import EngineConfig
 from headway.flags import Flag, flags_of, size
+from headway.planner.request import PlanRequest
 from headway.server.settings import ServerSettings
 
 
@@ -132,7 +133,9 @@ def test_what_is_wrong_in_a_file(command: Command, file: Path, content: str, say
     assert says in command.refused("here", "--config", file)
 
 
-@pytest.mark.parametrize("name", ["serve", "calibrate", "bench", "bench profile"])
+@pytest.mark.parametrize(
+    "name", ["serve", "calibrate", "bench", "bench profile", "plan", "plan compare", "plan levers"]
+)
 def test_every_command_reads_a_file(
     name: str, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,7 +165,7 @@ def test_no_file(command: Command, tmp_path: Path) -> None:
     assert "is not TOML" in command.refused("here", "--config", tmp_path / "latin")
 
 
-@pytest.mark.parametrize("kind", [EngineConfig, ServerSettings, BenchOptions, ProfileOptions])
+@pytest.mark.parametrize("kind", [EngineConfig, ServerSettings, BenchOptions, ProfileOptions, PlanRequest])
 def test_texts_of_defaults_are_the_defaults(kind: type) -> None:
     """They stand in the help, and are what a value is made of where none is given."""
     for each, hint, flag in flags_of(kind):

@@ -11,7 +11,7 @@ import pytest
 from headway.planner.compare import ROWS, SHARED, marks, merged, parse_plans, told_apart
 from headway.planner.make import make_plan
 from headway.planner.plan import Estimate, Plan
-from headway.planner.request import PlanError, PlanRequest
+from headway.planner.request import PlanError, PlanOptions, PlanRequest, Speculation, SpeculationFlags
 from tests.planner.command_line import CommandLine
 
 LIGHT: dict[str, Any] = {"prompt_tokens": 128, "output_tokens": 16, "max_num_seqs": 16}
@@ -63,10 +63,12 @@ def test_names_with_an_x_and_a_number_have_no_count(name: str) -> None:
 
 
 def test_own_flags_go_before_shared_ones_and_an_own_load_replaces_theirs() -> None:
-    shared = {"dtype": "auto", "concurrency": 16, "batch_size": None, "request_rate": None}
-    own, other = parse_plans(["a@H100:batch-size=4,dtype=float16", "@L4"])
-    assert merged(shared, own) == {"model": "a", "hardware": "H100", "batch_size": 4, "dtype": "float16"}
-    assert merged(shared, other) == {**shared, "model": "a", "hardware": "L4"}
+    shared, speculation = PlanOptions(concurrency=16, prompt_tokens=64), SpeculationFlags(acceptance_rate=0.5)
+    own, other = parse_plans(["a@H100:batch-size=4,dtype=float16,num-speculative-tokens=3", "@L4"])
+    expected = PlanRequest("a", "H100", Speculation(3, 0.5), batch_size=4, prompt_tokens=64, dtype="float16")
+    assert merged(shared, speculation, own) == expected
+    expected = PlanRequest("a", "L4", concurrency=16, prompt_tokens=64)
+    assert merged(shared, SpeculationFlags(), other) == expected
 
 
 @pytest.mark.parametrize(
