@@ -92,6 +92,7 @@ ROOMS = {
             "engine.config",
             "flags",
             "policy.objectives",
+            "policy.sizing",
         },
         forbidden=NO_DEVICE | NO_SERVER,
     ),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headway.engine.config import BATCHED_TOKENS, EngineConfig, default_batched_tokens
+from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
 from headway.engine.host import usable_threads
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
@@ -26,6 +26,7 @@ from headway.policy.request import Request
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.sizing import BATCHED_TOKENS, default_batched_tokens, pool_size
 
 StageListener = Callable[[str, int], None]
 
@@ -88,9 +89,10 @@ def build_engine(
     began = time.monotonic_ns()
     batched = config.max_num_batched_tokens or default_batched_tokens(device.type, config.max_num_seqs)
     block_bytes = bytes_per_block(model_config.caches, config.block_size, cache_dtype)
-    useful = config.max_num_seqs * -(-asked_len // config.block_size) + 1
-    num_blocks = min(useful, kv_pool_bytes(config, device, model_config, batched, asked_len) // block_bytes)
-    max_model_len = _fitting_model_len(config, asked_len, num_blocks, block_bytes)
+    pool_bytes = kv_pool_bytes(config, device, model_config, batched, asked_len)
+    shrinks = config.max_model_len is None
+    pool = pool_size(pool_bytes, block_bytes, config.block_size, config.max_num_seqs, asked_len, shrinks)
+    num_blocks, max_model_len = pool.num_blocks, pool.max_model_len
     scheduler_config = SchedulerConfig(
         config.max_num_seqs,
         batched,
@@ -168,17 +170,3 @@ def _asked_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if not 2 <= config.max_model_len <= longest:
         raise EngineError(f"max_model_len is {config.max_model_len}; for this model it must be between 2 and {longest}")
     return config.max_model_len
-
-
-def _fitting_model_len(config: EngineConfig, asked: int, num_blocks: int, block_bytes: int) -> int:
-    """The context that the pool can hold: what was asked for, or as much as fits when nothing was."""
-    fits = num_blocks * config.block_size
-    if asked <= fits:
-        return asked
-    if config.max_model_len is not None or fits < 2:
-        needed = -(-asked // config.block_size) * block_bytes
-        raise EngineError(
-            f"one sequence of {asked} tokens needs {needed / 2**20:.0f} MiB of KV cache, the pool has "
-            f"{num_blocks * block_bytes / 2**20:.0f} MiB; raise --kv-cache-memory or lower --max-model-len"
-        )
-    return fits

@@ -8,11 +8,6 @@ from typing import Annotated
 
 from headway.flags import Flag, size
 
-# What None means in the fields below: tokens of a step by device, and of a CPU's memory that is free once the weights
-# are loaded, the share that the KV pool takes. The page cache, the API process and the neighbours keep the rest.
-BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-CPU_SHARE = 0.5
-
 _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
 
 
@@ -94,8 +89,3 @@ class EngineConfig(ModelOptions):
 
 # What `headway serve` takes for everything that nobody chose, and `headway plan` for a machine that was measured.
 DEFAULTS = EngineConfig()
-
-
-def default_batched_tokens(device: str, max_num_seqs: int) -> int:
-    """The token budget of a step on cpu or cuda: at least a token for each sequence."""
-    return max(BATCHED_TOKENS[device], max_num_seqs)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.cost.shape import CacheSpec
-from headway.engine.config import CPU_SHARE, EngineConfig
+from headway.engine.config import EngineConfig
 from headway.engine.draws import padded_size
 from headway.engine.host import available_memory
 from headway.engine.penalties import most_bytes as penalty_bytes
@@ -17,6 +17,7 @@ from headway.kernels.cpu_memory import LargePages
 from headway.kernels.interface import LayerCache
 from headway.models.config import ModelConfig
 from headway.policy.sampling_params import MAX_LOGIT_BIAS_TOKENS, MAX_STOP_TOKEN_IDS
+from headway.policy.sizing import cpu_pool_bytes, gpu_pool_bytes
 
 ACTIVATION_COPIES = 8  # tensors of the widest activation that live at once in a step
 PROMPT_LOGPROB_ROWS = 64  # of a prompt's logits that are made at a time
@@ -75,9 +76,7 @@ def kv_pool_bytes(
 ) -> int:
     """Bytes for keys and values: as configured, or measured now, after the weights were loaded.
 
-    On a GPU: the share --gpu-memory-utilization of its memory, less what is in use and what a full step takes: its
-    activations and the sampler. On a CPU: half of the memory that is available, so that the page cache, the API
-    process and the neighbours keep the rest; less where a full step would not fit into that.
+    A full step takes its activations and the sampler beside them; policy.sizing says what that leaves.
     """
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
@@ -86,7 +85,5 @@ def kv_pool_bytes(
     step = batched_tokens * widest * 2 * ACTIVATION_COPIES
     step += sampling_bytes(config.max_num_seqs, shape.vocab, max_model_len)
     if device.type == "cpu":
-        available = available_memory()
-        return max(0, min(int(available * CPU_SHARE), available - step))
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(total * config.gpu_memory_utilization) - (total - free) - step)
+        return cpu_pool_bytes(available_memory(), step)
+    return gpu_pool_bytes(*torch.cuda.mem_get_info(device), config.gpu_memory_utilization, step)

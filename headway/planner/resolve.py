@@ -20,8 +20,9 @@ from headway.cost.precision import KV_DTYPES, QUANTIZATIONS, Precision, is_for_e
 from headway.cost.serving import Limits
 from headway.cost.shape import ModelShape, ShapeError
 from headway.cost.timing import Deployment
-from headway.engine.config import CPU_SHARE, DEFAULTS, default_batched_tokens
+from headway.engine.config import DEFAULTS
 from headway.planner.request import PlanError, PlanRequest
+from headway.policy.sizing import CPU_SHARE, default_batched_tokens
 
 # What `quantization_config.quant_method` of a config.json stands for, where it decides by itself.
 _METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", "moe_wna16": "int4-experts"}

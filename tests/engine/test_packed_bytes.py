@@ -13,7 +13,6 @@ import torch
 from headway.cost.config import read_shape
 from headway.cost.memory import kv_cache_bytes, weight_bytes
 from headway.cost.precision import ENGINE_QUANTIZATIONS, Precision
-from headway.engine.config import DEFAULTS, default_batched_tokens
 from headway.engine.memory import bytes_per_block
 from headway.kernels.cpu_linear import PackedLinear
 from headway.kernels.select import kernels_for
@@ -79,8 +78,3 @@ def test_llama_3_2_1b_in_int4_takes_780_mb() -> None:
 
     precision = Precision.of_engine("bfloat16", "int4", "auto", 64)
     assert weight_bytes(find_model("llama-3.2-1b").shape, precision) == pytest.approx(780e6, rel=0.005)
-
-
-def test_a_step_has_room_for_each_sequence() -> None:
-    assert default_batched_tokens("cpu", DEFAULTS.max_num_seqs) == 512
-    assert default_batched_tokens("cpu", 2000) == 2000

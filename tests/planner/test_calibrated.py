@@ -10,9 +10,10 @@ import pytest
 
 from headway.calibration.samples import Kind
 from headway.calibration.store import save
-from headway.engine.config import CPU_SHARE, DEFAULTS, default_batched_tokens
+from headway.engine.config import DEFAULTS
 from headway.planner.make import make_plan
 from headway.planner.request import PlanRequest
+from headway.policy.sizing import CPU_SHARE, default_batched_tokens
 from tests.calibration.machines import HARDWARE, a_machine
 from tests.planner.command_line import CommandLine
 

@@ -1,0 +1,63 @@
+"""How much a step computes at most, and how large the KV pool is, from what the device has and what was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Tokens of a step where nobody chose them, by device.
+BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+# Of a CPU's memory that is free once the weights are loaded: the page cache, the API process and the neighbours keep
+# the rest.
+CPU_SHARE = 0.5
+
+
+def default_batched_tokens(device: str, max_num_seqs: int) -> int:
+    """The token budget of a step on cpu or cuda: at least a token for each sequence."""
+    return max(BATCHED_TOKENS[device], max_num_seqs)
+
+
+def cpu_pool_bytes(available: int, step_bytes: int) -> int:
+    """Bytes for keys and values out of those available: half, or less where a full step would not fit beside that."""
+    return max(0, min(int(available * CPU_SHARE), available - step_bytes))
+
+
+def gpu_pool_bytes(free: int, total: int, utilization: float, step_bytes: int) -> int:
+    """The same on a GPU: a share of its memory, less what is in use and what a full step takes."""
+    return max(0, int(total * utilization) - (total - free) - step_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    num_blocks: int
+    max_model_len: int
+
+
+def pool_size(
+    pool_bytes: int,
+    block_bytes: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    may_shrink: bool,
+) -> PoolSize:
+    """As many blocks as `pool_bytes` hold, but no more than all sequences of full length need.
+
+    Args:
+        block_bytes: of one block in all layers.
+        max_model_len: longest sequence that is wanted.
+        may_shrink: it may be made shorter, to what the pool holds.
+
+    Raises:
+        ValueError: one such sequence does not fit; the message says what to change.
+    """
+    blocks_of_one = -(-max_model_len // block_size)
+    num_blocks = min(max_num_seqs * blocks_of_one + 1, pool_bytes // block_bytes)
+    fits = num_blocks * block_size
+    if max_model_len <= fits:
+        return PoolSize(num_blocks, max_model_len)
+    if may_shrink and fits >= 2:
+        return PoolSize(num_blocks, fits)
+    raise ValueError(
+        f"one sequence of {max_model_len} tokens needs {blocks_of_one * block_bytes / 2**20:.0f} MiB of KV cache, the "
+        f"pool has {num_blocks * block_bytes / 2**20:.0f} MiB; raise --kv-cache-memory or lower --max-model-len"
+    )
