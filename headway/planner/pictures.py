@@ -15,17 +15,18 @@ from headway.planner.answer import load_words
 from headway.planner.loads import per_lane
 from headway.planner.make import make_plan
 from headway.planner.plan import Estimate, Phase, Plan
-from headway.planner.spots import Spot, name_spots
 from headway.planner.words import gigabytes, many, seconds
 from headway.report import style
+from headway.report.roofline import Marks, draw_roofline
+from headway.report.spots import Spot, name_spots
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SWEEP_POINTS = 12
 LONGEST = 2**24
+LEAST_AREA, MORE_AREA = 18, 240  # of a point of the roofline, in square points: of any, and of all the time on top
 PHASES = {"prefill": ("prompt", "o", "prefill-compute"), "decode": ("decode step", "s", "orange")}
 # Parts of a step that are drawn as one, with their colours.
 GROUPS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -50,42 +51,26 @@ def roofline(plan: Plan) -> Figure:
     figure, (axes,) = style.new_figure(8.0, 4.6)
     roofs = _roofs(plan)
     unit, name = (1e12, "TFLOP/s") if max(roof.flops_per_s for roof in roofs.values()) >= 1e12 else (1e9, "GFLOP/s")
-    points = {key: _points(getattr(plan, key), unit) for key in PHASES}
-    xs = [spot.x for some in points.values() for spot in some]
-    ys = [spot.y for some in points.values() for spot in some]
+    marks = [
+        Marks(label, marker, colour, _points(getattr(plan, key), unit))
+        for key, (label, marker, colour) in PHASES.items()
+    ]
+    xs = [spot.x for kind in marks for spot in kind.spots]
+    ys = [spot.y for kind in marks for spot in kind.spots]
     main = next(iter(roofs.values()))
-    low, high = min(*xs, main.ridge) / 4, max(*xs, main.ridge) * 25
-    top = max(roof.flops_per_s for roof in roofs.values()) / unit
-    grid = np.geomspace(low, high, 200)
-    for number, (label, roof) in enumerate(roofs.items()):
-        heights = [roof.attainable(float(x)) / unit for x in grid]
-        axes.plot(grid, heights, color=style.colour("ink"), ls=style.series_line(number), lw=1.2, label=label)
+    across = min(*xs, main.ridge) / 4, max(*xs, main.ridge) * 25
+    up = min(ys) / 4, max(roof.flops_per_s for roof in roofs.values()) / unit * 2.2
+    draw_roofline(axes, {label: roof.attainable for label, roof in roofs.items()}, marks, unit, across, up)
     axes.axvline(main.ridge, color=style.colour("muted"), lw=0.8, ls=(0, (2, 2)))
-    for key, some in points.items():
-        phase, marker, colour = PHASES[key]
-        axes.scatter(
-            [spot.x for spot in some],
-            [spot.y for spot in some],
-            s=[spot.area for spot in some],
-            marker=marker,
-            label=phase,
-            zorder=3,
-            color=style.colour(colour),
-            edgecolors=style.colour("paper"),
-            linewidths=0.8,
-        )
-    axes.set_xlim(low, high)
-    axes.set_ylim(min(ys) / 4, top * 2.2)
-    style.log_axis(axes, "x")
-    style.log_axis(axes, "y")
     bottom = ("data", "axes fraction")
     text = f"ridge {style.number(main.ridge)}"
     axes.annotate(text, (main.ridge, 0.02), (4, 0), xycoords=bottom, textcoords="offset points", fontsize=8)
-    roof_at = [Spot("", float(x), main.attainable(float(x)) / unit, 0.0) for x in grid]
-    name_spots(axes, list(points.values()), [PHASES[key][2] for key in points], avoid=roof_at, size=(7.1, 3.5))
+    roof_at = [Spot("", float(x), main.attainable(float(x)) / unit) for x in np.geomspace(*across, 200)]
+    names = [kind.spots for kind in marks]
+    name_spots(axes, names, [kind.colour for kind in marks], avoid=roof_at, size=(7.1, 3.5))
     axes.set_xlabel("Arithmetic intensity (FLOP per byte)")
     axes.set_ylabel(f"{name} of a device")
-    _legend_below(figure, axes, 2)
+    style.legend_outside(figure, [axes], 2)
     return figure
 
 
@@ -122,7 +107,7 @@ def _points(phase: Phase, unit: float) -> list[Spot]:
             part.name.replace("_", " "),
             part.work.intensity,
             part.work.flops / part.seconds / unit,
-            part.seconds / whole,
+            LEAST_AREA + MORE_AREA * part.seconds / whole,
         )
         for part in sorted(parts, key=lambda part: -part.seconds)
     ]
@@ -175,7 +160,7 @@ def memory(plan: Plan) -> Figure:
     axes.annotate(f"this plan: {asked:,}", (asked, 0), (4, 5), textcoords="offset points", fontsize=8)
     axes.set_xlabel("Context of each sequence (tokens)")
     axes.set_ylabel("Memory of a device (GB)")
-    _legend_below(figure, axes, 2)
+    style.legend_outside(figure, [axes], 2)
     return figure
 
 
@@ -267,7 +252,7 @@ def latency(plan: Plan, plans: Sequence[Plan]) -> Figure:
             style.nothing_to_show(axes, "the model does not fit" if not plan.fits else f"there is no {key.upper()}")
             continue
         _curve(axes, plan, shown, plan.request.slo.get(key), key)
-    _legend_below(figure, panels[0], 3, *panels[1:])
+    style.legend_outside(figure, panels, 3)
     return figure
 
 
@@ -344,13 +329,10 @@ def times(plan: Plan) -> Figure:
         "prefill": f"A prompt of {plan.workload.prompt - plan.workload.cached:,} tokens",
         "decode": f"A decode step of {decode} at a context of {plan.context:,}",
     }
-    used = {name for key in titles for name, _, _ in _bars(getattr(plan, key)) if name}
     for axes, (key, title) in zip(panels, titles.items(), strict=True):
         _stacked(axes, getattr(plan, key))
         axes.set_title(title)
-    handles, labels = panels[0].get_legend_handles_labels()
-    kept = [(handle, label) for handle, label in zip(handles, labels, strict=True) if label in used]
-    figure.legend(*zip(*kept, strict=True), loc="outside lower left", ncols=5, columnspacing=1.2)
+    style.legend_outside(figure, panels, 5)
     return figure
 
 
@@ -370,11 +352,10 @@ def _stacked(axes: Axes, phase: Phase) -> None:
     whole = phase.time.seconds
     factor, unit = (1.0, "s") if whole >= 10 else (1e3, "ms") if whole >= 1e-3 else (1e6, "µs")
     colours = {label: style.colour(colour) for label, _, colour in GROUPS}
-    found = {label: (predicted, floor) for label, predicted, floor in _bars(phase)}
     edges = np.zeros(2)
-    for label, colour in colours.items():
-        widths = np.array(found.get(label, (0.0, 0.0))) * factor
-        axes.barh([0, 1], widths, left=edges, height=0.7, color=colour, label=label)
+    for label, predicted, floor in _bars(phase):
+        widths = np.array((predicted, floor)) * factor
+        axes.barh([0, 1], widths, left=edges, height=0.7, color=colours[label], label=label)
         for row, width in enumerate(widths):
             if width > 0.06 * whole * factor:
                 share = width / (whole if row == 0 else phase.floor_s) / factor
@@ -390,12 +371,3 @@ def _stacked(axes: Axes, phase: Phase) -> None:
     axes.set_xlim(0, max(edges) * 1.12)
     axes.set_xlabel(f"Time ({unit})")
     axes.grid(axis="y", visible=False)
-
-
-def _legend_below(figure: Figure, axes: Axes, columns: int, *others: Axes) -> None:
-    """Of what is drawn in any of these, each label once."""
-    found: dict[str, Artist] = {}
-    for each in (axes, *others):
-        for handle, label in zip(*each.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    figure.legend(list(found.values()), list(found), loc="outside lower left", ncols=columns, columnspacing=1.4)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -176,6 +177,22 @@ def legend(axes: Axes, **placing: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
         axes.legend(handles, labels, **placing)
+
+
+def legend_outside(figure: Figure, panels: Sequence[Axes], columns: int, above: bool = False) -> None:
+    """A legend below or above the panels: whatever is labelled in any of them, once."""
+    found: dict[str, Artist] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    if found:
+        figure.legend(
+            list(found.values()),
+            list(found),
+            loc="outside upper left" if above else "outside lower left",
+            ncols=columns,
+            columnspacing=1.4,
+        )
 
 
 def log_axis(axes: Axes, which: str) -> None:

@@ -12,12 +12,15 @@ from headway.bench.profile.result import LengthProfile, Opportunity, ProfileResu
 from headway.bench.profile.stages import BY_KEY, STAGES
 from headway.cost.roofline import Roofline
 from headway.report import style
+from headway.report.roofline import Marks, draw_roofline
+from headway.report.spots import Spot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MIB, GIB = 2**20, 2**30
+MARKER_AREA = 36.0  # square points
 NOTHING_MEASURED = "no request came back with the server's timings"
 
 
@@ -48,7 +51,7 @@ def stage_breakdown(lengths: Sequence[LengthProfile]) -> Figure:
     shares.set_xlim(0, 100)
     for axes in (times, shares):
         axes.grid(axis="y", visible=False)
-    _legend_below(figure, times, 4)
+    style.legend_outside(figure, [times], 4)
     return figure
 
 
@@ -84,7 +87,7 @@ def latency_by_length(result: ProfileResult) -> Figure:
     if style.wants_log([*(each.medians_ms["ttft_ms"] for each in measured), *floors]):
         ttft.set_ylim(bottom=min(floors) * 0.7)
         style.log_axis(ttft, "y")
-    _legend_below(figure, ttft, 3)
+    style.legend_outside(figure, [ttft], 3)
     return figure
 
 
@@ -118,7 +121,7 @@ def memory_requirements(result: ProfileResult) -> Figure:
     needs.set_xlabel("Context of one sequence (tokens)")
     needs.set_ylabel(f"Memory ({name})")
     needs.grid(axis="x", visible=False)
-    _legend_below(figure, needs, 3)
+    style.legend_outside(figure, [needs], 3)
     _room(room, result, lengths)
     return figure
 
@@ -167,7 +170,7 @@ def optimisation_opportunities(found: Sequence[Opportunity], each: LengthProfile
     axes.set_ylim(len(found) - 0.5, -0.5)
     axes.set_xlim(0, max(o.measured_ms for o in found) * 1.55)
     axes.grid(axis="y", visible=False)
-    _legend_below(figure, axes, 2)
+    style.legend_outside(figure, [axes], 2)
     return figure
 
 
@@ -177,34 +180,31 @@ def roofline(result: ProfileResult) -> Figure:
     figure, (axes,) = style.new_figure(8.0, 4.0)
     axes.set_xlabel("Arithmetic intensity (FLOP per byte of weights and cache)")
     axes.set_ylabel("GFLOP/s")
-    points = {
-        "prefill": ("o", "prefill-compute", [e.prefill for e in result.measured if e.prefill]),
-        "decode": ("s", "orange", [e.decode for e in result.measured if e.decode]),
-    }
-    everything = [p for _, _, some in points.values() for p in some]
-    if not everything:
+    marks = [
+        Marks("prefill", "o", "prefill-compute", _spots({e.prompt_tokens: e.prefill for e in result.measured})),
+        Marks("decode", "s", "orange", _spots({e.prompt_tokens: e.decode for e in result.measured})),
+    ]
+    measured = [each for e in result.measured for each in (e.prefill, e.decode) if each]
+    if not measured:
         style.nothing_to_show(axes, NOTHING_MEASURED)
         return figure
-    roofs = _roofs(result, everything)
-    low = min(p.intensity for p in everything) / 3
-    high = max(*(p.intensity for p in everything), *(roof.ridge for roof in roofs.values())) * 3
-    grid = np.geomspace(low, high, 200)
-    for number, (label, roof) in enumerate(roofs.items()):
-        heights = [roof.attainable(float(x)) / 1e9 for x in grid]
-        axes.plot(grid, heights, color=style.colour("ink"), ls=style.series_line(number), lw=1.2, label=label)
-    for name, (marker, colour, some) in points.items():
-        x = [p.intensity for p in some]
-        y = [p.flops / p.measured_ms / 1e6 for p in some]
-        axes.plot(x, y, marker, ms=6, color=style.colour(colour), mec=style.colour("paper"), mew=0.8, label=name)
-    for each in result.measured:
-        if each.prefill:
-            at = (each.prefill.intensity, each.prefill.flops / each.prefill.measured_ms / 1e6)
-            axes.annotate(f"{each.prompt_tokens:,}", at, (5, -9), textcoords="offset points", fontsize=7)
-    axes.set_xlim(low, high)
-    style.log_axis(axes, "x")
-    style.log_axis(axes, "y")
-    _legend_below(figure, axes, 2)
+    roofs = _roofs(result, measured)
+    low = min(each.intensity for each in measured) / 3
+    high = max(*(each.intensity for each in measured), *(roof.ridge for roof in roofs.values())) * 3
+    draw_roofline(axes, {label: roof.attainable for label, roof in roofs.items()}, marks, 1e9, (low, high))
+    for spot in marks[0].spots:
+        axes.annotate(spot.name, (spot.x, spot.y), (5, -9), textcoords="offset points", fontsize=7)
+    style.legend_outside(figure, [axes], 2)
     return figure
+
+
+def _spots(achieved: Mapping[int, Achieved | None]) -> list[Spot]:
+    """By tokens of the prompt, in GFLOP/s."""
+    return [
+        Spot(f"{tokens:,}", each.intensity, each.flops / each.measured_ms / 1e6, MARKER_AREA)
+        for tokens, each in achieved.items()
+        if each
+    ]
 
 
 def _roofs(result: ProfileResult, points: Sequence[Achieved]) -> dict[str, Roofline]:
@@ -243,11 +243,6 @@ def model_loading(stages: Mapping[str, float], total_s: float) -> Figure:
 def _beside(axes: Axes, x: float, row: int, text: str) -> None:
     """A text at the end of a horizontal bar."""
     axes.annotate(text, (x, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
-
-
-def _legend_below(figure: Figure, axes: Axes, columns: int) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.4)
 
 
 def _short(tokens: int) -> str:

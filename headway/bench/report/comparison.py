@@ -121,8 +121,7 @@ def ratios(comparison: Comparison) -> Figure:
     if max(limits) / min(limits) > 4 and all(math.isfinite(value) for value in limits):
         axes.set_xlim(min(*limits, 1.0) / 1.2, max(*limits, 1.0) * 1.2)
         style.log_axis(axes, "x")
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=3)
+    style.legend_outside(figure, [axes], 3, above=True)
     return figure
 
 

@@ -12,7 +12,6 @@ from headway.bench.report.views import load_of, steady_or_whole
 from headway.report import style
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -65,7 +64,7 @@ def latency_against_load(points: Sequence[LoadPoint], load: str = "Request rate 
         else:
             axes.set_ylim(bottom=0)
         axes.set_xlim(0, 1.06 * max(point.load for point in points))
-    _shared_legend(figure, panels)
+    style.legend_outside(figure, panels, len(SHOWN) + 1, above=True)
     return figure
 
 
@@ -181,15 +180,6 @@ def _attainment(axes: Axes, judged: Sequence[tuple[float, float, float, float]],
     axes.set_ylim(max(0.0, bottom - 5), 101)
     axes.set_xlim(left=0)
     style.legend(axes, loc="lower left")
-
-
-def _shared_legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    seen: dict[str, Artist] = {}
-    for axes in panels:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            seen.setdefault(label, handle)
-    if len(seen) > 1:
-        figure.legend(list(seen.values()), list(seen), loc="outside upper left", ncols=len(seen))
 
 
 def _claim(summary: Summary, metric: str, p: float) -> Percentile | None:

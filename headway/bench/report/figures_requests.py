@@ -72,7 +72,7 @@ def timeline(records: Sequence[RequestRecord], began_ns: int) -> Figure:
         )
     axes.set_ylim(first_rank + len(rows), first_rank)
     axes.grid(axis="y", visible=False)
-    _legend_below(figure, axes)
+    style.legend_outside(figure, [axes], 4)
     return figure
 
 
@@ -101,7 +101,7 @@ def slowest_requests(records: Sequence[RequestRecord]) -> Figure:
     axes.set_ylim(len(rows), 0)
     axes.set_xlim(left=0)
     axes.grid(axis="y", visible=False)
-    _legend_below(figure, axes)
+    style.legend_outside(figure, [axes], 4)
     return figure
 
 
@@ -136,7 +136,7 @@ def composition(slices: Sequence[tuple[str, Slice]]) -> Figure:
     axes.set_ylim(len(slices) - 0.5, -0.5)
     axes.set_xlim(0, float(edges.max()) * 1.12 or 1.0)
     axes.grid(axis="y", visible=False)
-    _legend_below(figure, axes)
+    style.legend_outside(figure, [axes], 4)
     return figure
 
 
@@ -163,8 +163,3 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], colour: str, label: str | None = 
     codes = np.tile([Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY], len(bars))
     path = Path(corners.reshape(-1, 2), codes)
     axes.add_patch(PathPatch(path, facecolor=style.colour(colour), lw=0, alpha=alpha, label=label))
-
-
-def _legend_below(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=4, columnspacing=1.4)

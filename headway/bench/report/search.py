@@ -114,8 +114,7 @@ def attainment_of_rates(found: SearchResult, target: float = 0.99) -> Figure:
         style.log_axis(axes, "x")
     else:
         axes.set_xlim(0, max(rates) * 1.1)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=4)
+    style.legend_outside(figure, [axes], 4, above=True)
     return figure
 
 

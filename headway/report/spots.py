@@ -21,17 +21,12 @@ MOST_NAMES = 3
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A point with a name; `share` says how much it matters."""
+    """A point with a name, and the area of its marker in square points."""
 
     name: str
     x: float
     y: float
-    share: float
-
-    @property
-    def area(self) -> float:
-        """Of its marker, in square points."""
-        return 18 + 240 * self.share
+    area: float = 0.0
 
     @property
     def radius(self) -> float:
