@@ -68,7 +68,7 @@ def client_for(kind: str, url: str, keep_text: bool) -> Any:
         from benchmarks.aiohttp_client import AiohttpClient
 
         return AiohttpClient(url)
-    return OpenAIClient(Endpoint(url, model="trivial", keep_text=keep_text))
+    return OpenAIClient(Endpoint(url, model="trivial"), keep_text=keep_text)
 
 
 def load(

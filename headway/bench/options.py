@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+from headway.bench.client.endpoint import Endpoint
 from headway.bench.errors import BenchError
 from headway.bench.measures.slo import parse_goodput
 from headway.bench.measures.summary import PERCENTILES
@@ -84,14 +85,24 @@ class Target:
         return self.backend == "openai-chat"
 
     @property
-    def model_name(self) -> str | None:
-        """Name that requests give; None takes the one that is served."""
-        return self.served_model_name or self.model
-
-    @property
     def tokenizer_name(self) -> str | None:
         """Folder, or Hugging Face id, of the tokenizer that measures prompts; None looks for it."""
         return self.tokenizer or (self.model if self.served_model_name else None)
+
+    def endpoint(self) -> Endpoint:
+        """How the user wants the server to be asked. Raises BenchError when a value cannot be used."""
+        return Endpoint(
+            base_url=self.url,
+            model=self.served_model_name or self.model,
+            api="chat" if self.chat else "completions",
+            path=self.path,
+            api_key=self.api_key,
+            headers=self.headers,
+            ignore_eos=bool(self.ignore_eos),
+            extra_body=self.body_fields,
+            timeout_s=self.request_timeout_s,
+            insecure=self.insecure,
+        )
 
     @property
     def body_fields(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class Bench:
 
             with self._stoppable():
                 workload = build_workload(spec, self.session.source, chat=self.options.target.chat, progress=show)
-        context = self.session.facts.max_model_len
+        context = self.session.server.max_model_len
         if context is not None and workload.longest_tokens > context:
             too_long = sum((each.prompt_tokens or 0) + each.output_tokens > context for each in workload.requests)
             raise BenchError(

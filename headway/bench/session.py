@@ -1,20 +1,18 @@
-"""An endpoint that has been looked at and can be measured, as often as needed."""
+"""A server that has been looked at and can be measured, as often as needed."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headway.bench.client.asking import Asker, asking
-from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, run_load
 from headway.bench.client.openai_client import OpenAIClient
-from headway.bench.client.probe import ServerFacts, probe
+from headway.bench.client.probe import Server, probe
 from headway.bench.client.serving_process import runs_here
 from headway.bench.errors import BenchError
 from headway.bench.measures.energy import EnergyMeter, energy_meter
@@ -31,14 +29,13 @@ EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One endpoint, as the server at hand understands it.
+    """A server that can be measured.
 
     Args:
         tokens: in words, what prompts are made of.
     """
 
-    endpoint: Endpoint
-    facts: ServerFacts
+    server: Server
     source: TokenSource
     tokens: str
 
@@ -53,17 +50,13 @@ class Session:
         Raises:
             BenchError: it cannot be reached, or cannot be asked for what is wanted.
         """
-        wanted = endpoint_of(target)
-        facts = await probe(wanted, target.ready_timeout_s)
-        if target.ignore_eos is None and made_up:
-            wanted = dataclasses.replace(wanted, ignore_eos=facts.ignore_eos is True)
-        endpoint = facts.applied_to(wanted)
-        source, tokens = await token_source(target, facts, endpoint)
-        return cls(endpoint, facts, source, tokens)
+        to_the_end = made_up and target.ignore_eos is None
+        server = await probe(target.endpoint(), target.ready_timeout_s, may_ignore_eos=to_the_end)
+        return cls(server, *await token_source(target, server))
 
     async def is_here(self) -> bool:
         """Whether the server is known to be on this machine, so that the machine's energy is its."""
-        address = self.endpoint.address
+        address = self.server.endpoint.address
         return await asyncio.to_thread(runs_here, address.host, address.port)
 
     async def measure(
@@ -91,8 +84,9 @@ class Session:
             BenchError: the workload does not fit, or every warm-up failed.
         """
         follow = any(request.follows is not None for request in workload.requests)
-        endpoint = dataclasses.replace(self.endpoint, keep_text=keep_text or follow)
-        async with OpenAIClient(endpoint) as client, _surroundings(self, endpoint) as surroundings:
+        endpoint = self.server.endpoint
+        client = OpenAIClient(endpoint, keep_text=keep_text or follow)
+        async with client, _surroundings(self) as surroundings:
             outcome = await run_load(
                 client,
                 workload.requests,
@@ -108,6 +102,7 @@ class Session:
                 sockets=client.busy_sockets,
             )
             metrics, joules = await surroundings.end(outcome.began_ns)
+            about = self.server.about | {"on_this_machine": surroundings.is_here}
         if outcome.gave_up is not None:
             raise BenchError(f"{endpoint.base_url}: {outcome.gave_up}")
         return RunResult(
@@ -117,34 +112,9 @@ class Session:
             ended_ns=outcome.ended_ns,
             client=outcome.client,
             interrupted=outcome.interrupted,
-            server=self._about_server(surroundings.is_here) | ({"metrics": metrics} if metrics else {}),
+            server=about | ({"metrics": metrics} if metrics else {}),
             energy_joules=joules,
         )
-
-    def _about_server(self, is_here: bool) -> dict[str, Any]:
-        facts = self.facts
-        about = {"name": facts.name, "version": facts.version, "model": facts.model}
-        return {**about, "max_model_len": facts.max_model_len, "on_this_machine": is_here}
-
-
-def endpoint_of(target: Target) -> Endpoint:
-    """How the user wants the server to be asked.
-
-    Raises:
-        BenchError: a value cannot be used.
-    """
-    return Endpoint(
-        base_url=target.url,
-        model=target.model_name,
-        api="chat" if target.chat else "completions",
-        path=target.path,
-        api_key=target.api_key,
-        headers=target.headers,
-        ignore_eos=bool(target.ignore_eos),
-        extra_body=target.body_fields,
-        timeout_s=target.request_timeout_s,
-        insecure=target.insecure,
-    )
 
 
 def _what_happened(outcome: LoadOutcome) -> dict[str, Any]:
@@ -216,9 +186,9 @@ class _Surroundings:
 
 
 @contextlib.asynccontextmanager
-async def _surroundings(session: Session, endpoint: Endpoint) -> AsyncIterator[_Surroundings]:
-    async with asking(endpoint) as asker:
-        surroundings = _Surroundings(asker if session.facts.metrics else None, session.is_here)
+async def _surroundings(session: Session) -> AsyncIterator[_Surroundings]:
+    async with asking(session.server.endpoint) as asker:
+        surroundings = _Surroundings(asker if session.server.metrics else None, session.is_here)
         try:
             yield surroundings
         finally:

@@ -17,17 +17,17 @@ def settings_of(
 ) -> dict[str, Any]:
     """JSON-able, and enough to see the command that made a run; without keys and other secrets."""
     target, claims, output = options.target, options.claims, options.output
-    arrival = spec.arrival
+    arrival, endpoint = spec.arrival, session.server.endpoint
     settings = {
         "label": output.label,
         "metadata": output.metadata,
         "backend": target.backend,
         "base_url": target.url,
-        "endpoint": session.endpoint.route,
-        "model": session.facts.model,
+        "endpoint": endpoint.route,
+        "model": endpoint.model or "",
         "tokenizer": target.tokenizer_name,
         "tokens": session.tokens,
-        "ignore_eos": session.endpoint.ignore_eos,
+        "ignore_eos": endpoint.ignore_eos,
         "extra_body": target.body_fields,
         "workload": workload.description,
         "arrivals": workload.arrivals,

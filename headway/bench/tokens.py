@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.bench.client.endpoint import Endpoint
-from headway.bench.client.probe import ServerFacts, count_tokens
+from headway.bench.client.probe import Server, count_tokens
 from headway.bench.errors import BenchError
 from headway.bench.options import Target
 from headway.bench.request import Prompt
@@ -20,7 +19,7 @@ SHORT_WORDS, LONG_WORDS = 16, 240
 MOST_OFF_SHARE = 0.05
 
 
-async def token_source(target: Target, facts: ServerFacts, endpoint: Endpoint) -> tuple[TokenSource, str]:
+async def token_source(target: Target, server: Server) -> tuple[TokenSource, str]:
     """The source of prompts' tokens, and which it is, in words.
 
     The tokenizer that was named, or else the one that belongs to the served model, where its files are on this
@@ -31,18 +30,18 @@ async def token_source(target: Target, facts: ServerFacts, endpoint: Endpoint) -
             taken.
     """
     if target.token_ids:
-        _check_token_ids(target, facts)
+        _check_token_ids(target, server)
     name = target.tokenizer_name
-    tokenizer = load_tokenizer(name) if name is not None else _find_tokenizer(facts.model)
+    tokenizer = load_tokenizer(name) if name is not None else _find_tokenizer(server.endpoint.model or "")
     if target.token_ids:
         if tokenizer is None:
             raise BenchError("token ids are made with a tokenizer, and none was found; give --tokenizer")
         return TokenIdSource.of_tokenizer(tokenizer), f"token ids by {tokenizer.folder}"
-    counts = await _server_counts(endpoint, facts)
+    counts = await _server_counts(server)
     if tokenizer is not None:
         off = _mismatch(tokenizer, counts)
         if off is None:
-            added = None if endpoint.api != "chat" or counts is None else _added(tokenizer, counts)
+            added = None if not target.chat or counts is None else _added(tokenizer, counts)
             return TokenizerSource(tokenizer, added), f"tokenizer {tokenizer.folder}"
         if name is not None:
             raise BenchError(f"--tokenizer {name} is not the server's: {off}")
@@ -77,11 +76,11 @@ def _local(name: str) -> Path:
         return Path(name)
 
 
-def _check_token_ids(target: Target, facts: ServerFacts) -> None:
+def _check_token_ids(target: Target, server: Server) -> None:
     if target.chat:
         raise BenchError("--prompts token-ids needs /v1/completions; a chat takes text only")
-    if not facts.token_id_prompts:
-        raise BenchError(f"this server ({facts.name}) takes no token ids as a prompt; use --prompts text")
+    if not server.token_id_prompts:
+        raise BenchError(f"this server ({server.name}) takes no token ids as a prompt; use --prompts text")
 
 
 def _download(name: str) -> Path:
@@ -110,11 +109,11 @@ def _find_tokenizer(model: str) -> Tokenizer | None:
         return None
 
 
-async def _server_counts(endpoint: Endpoint, facts: ServerFacts) -> tuple[int, int] | None:
+async def _server_counts(server: Server) -> tuple[int, int] | None:
     """Tokens of the short and of the long calibration text, by the server; None where it tells none that can be."""
     texts = [Prompt(text=WordSource.calibration_text(words)) for words in (SHORT_WORDS, LONG_WORDS)]
     try:
-        short, long = await count_tokens(endpoint, facts, texts)
+        short, long = await count_tokens(server, texts)
     except BenchError:
         return None
     return (short, long) if long > short > 0 else None

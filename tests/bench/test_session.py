@@ -12,7 +12,7 @@ from headway.bench.client.load import LoadMode
 from headway.bench.errors import BenchError
 from headway.bench.options import Target
 from headway.bench.record import RunResult
-from headway.bench.session import Session, endpoint_of
+from headway.bench.session import Session
 from headway.bench.workload.build import Workload, build_workload
 from headway.bench.workload.spec import WorkloadSpec
 from tests.bench.script import script
@@ -110,8 +110,8 @@ async def test_a_proxy_that_is_seen_only_after_the_run_has_no_energy(
 
 async def test_all_warm_ups_failed(scripted: ScriptedServer) -> None:
     session = await Session.open(Target(scripted.url))
-    cut = dataclasses.replace(session.endpoint, extra_body={"script": {"fail": "cut"}})
-    session = dataclasses.replace(session, endpoint=cut)
+    cut = dataclasses.replace(session.server.endpoint, extra_body={"script": {"fail": "cut"}})
+    session = dataclasses.replace(session, server=dataclasses.replace(session.server, endpoint=cut))
     workload = workload_of(session)
     with pytest.raises(BenchError, match=f"^{scripted.url}: all 2 warm-up requests failed"):
         await session.measure(
@@ -141,23 +141,23 @@ async def test_two_sessions_do_not_disturb_each_other(scripted: ScriptedServer) 
 )
 async def test_the_end_token(scripted: ScriptedServer, wish: bool | None, made_up: bool, asks: bool) -> None:
     session = await Session.open(Target(scripted.url, ignore_eos=wish), made_up=made_up)
-    assert session.endpoint.ignore_eos is asks
+    assert session.server.endpoint.ignore_eos is asks
 
 
 async def test_a_server_of_which_nobody_knows(scripted: ScriptedServer) -> None:
     """It may ignore the wish: it is not asked for what was not wished."""
     with ScriptedServer(script=script()) as server:
-        assert (await Session.open(Target(server.url))).endpoint.ignore_eos is False
+        assert (await Session.open(Target(server.url))).server.endpoint.ignore_eos is False
 
 
 def test_how_a_target_is_asked() -> None:
-    endpoint = endpoint_of(
-        Target(
-            "http://here:1/v1", backend="openai-chat", path="/v9/chat", model="m", api_key="k", headers={"x": "y"},
-            insecure=True, request_timeout_s=9, ignore_eos=True, extra_body={"a": 1},
-        )
-    )  # fmt: skip
+    endpoint = Target(
+        "http://here:1/v1", backend="openai-chat", path="/v9/chat", model="m", api_key="k", headers={"x": "y"},
+        insecure=True, request_timeout_s=9, ignore_eos=True, top_k=3, temperature=0.5, extra_body={"a": 1, "top_k": 4},
+    ).endpoint()  # fmt: skip
     assert endpoint.api == "chat" and endpoint.route == "/v9/chat" and endpoint.model == "m"
     assert endpoint.api_key == "k" and endpoint.headers == {"x": "y"} and endpoint.insecure
-    assert endpoint.timeout_s == 9 and endpoint.ignore_eos and endpoint.extra_body == {"a": 1}
-    assert endpoint_of(Target("http://here:1", backend="vllm")).route == "/v1/completions"
+    assert endpoint.timeout_s == 9 and endpoint.ignore_eos
+    assert endpoint.extra_body == {"a": 1, "temperature": 0.5, "top_k": 4}
+    endpoint = Target(host="here", port=1, backend="vllm", model="folder", served_model_name="m").endpoint()
+    assert (endpoint.base_url, endpoint.route, endpoint.model) == ("http://here:1", "/v1/completions", "m")

@@ -10,7 +10,6 @@ from headway.bench.client.probe import count_tokens, probe
 from headway.bench.errors import BenchError
 from headway.bench.options import Target
 from headway.bench.request import Prompt
-from headway.bench.session import endpoint_of
 from headway.bench.tokens import LONG_WORDS, SHORT_WORDS, load_tokenizer, token_source
 from headway.bench.workload.prompts import PromptMaker, TokenSource
 from headway.bench.workload.token_sources import TokenIdSource, TokenizerSource, WordSource
@@ -23,8 +22,7 @@ STORY_NAME = f"headway/{STORY.name}"
 
 
 async def source_for(target: Target) -> tuple[TokenSource, str]:
-    facts = await probe(endpoint_of(target))
-    return await token_source(target, facts, facts.applied_to(endpoint_of(target)))
+    return await token_source(target, await probe(target.endpoint()))
 
 
 @pytest.fixture
@@ -99,11 +97,10 @@ async def test_the_bundled_model() -> None:
     """Its name is enough to find its tokenizer. The scripted server counts words, so ids are made of it."""
     with ScriptedServer(kind="headway", model=[STORY_NAME]) as server:
         source, said = await source_for(Target(server.url, token_ids=True))
-        facts = await probe(endpoint_of(Target(server.url)))
         made = PromptMaker(source, 0).make(30)
         assert isinstance(source, TokenIdSource) and said == f"token ids by {STORY}"
         assert made.tokens == 30
-        assert await count_tokens(endpoint_of(Target(server.url)), facts, [made.prompt]) == [30]
+        assert await count_tokens(await probe(Target(server.url).endpoint()), [made.prompt]) == [30]
 
 
 async def test_token_ids_that_cannot_be(scripted: ScriptedServer) -> None:
@@ -125,16 +122,15 @@ async def test_what_a_chat_template_adds(word_tokens: Path) -> None:
 
     with ScriptedServer() as server:
         target = Target(server.url, backend="openai-chat", tokenizer=str(word_tokens))
-        facts = await probe(endpoint_of(target))
-        endpoint = facts.applied_to(endpoint_of(target))
+        probed = await probe(target.endpoint())
 
-        async def counted(endpoint: object, facts: object, prompts: list[Prompt]) -> list[int]:
+        async def counted(server: object, prompts: list[Prompt]) -> list[int]:
             return [len((prompt.text or "").split()) + 7 for prompt in prompts]
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tokens, "count_tokens", counted)
-            source, _ = await token_source(target, facts, endpoint)
-            words, _ = await token_source(Target(server.url, backend="openai-chat"), facts, endpoint)
+            source, _ = await token_source(target, probed)
+            words, _ = await token_source(Target(server.url, backend="openai-chat"), probed)
     assert source.added_tokens == words.added_tokens == 7
     made = PromptMaker(source, 0).make(20)
     assert made.tokens == 20 and made.prompt.text is not None and len(made.prompt.text.split()) == 13

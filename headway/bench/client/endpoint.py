@@ -18,7 +18,7 @@ _FRAMING_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "co
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """How a server is asked. What a particular server understands is found by `probe`.
+    """How a server is asked. The one that a given server understands is made by `probe`.
 
     Args:
         base_url: http:// or https://, host, port, and a path if the routes have one in front; a final /v1 is optional.
@@ -27,16 +27,13 @@ class Endpoint:
         api_key: sent as a bearer token.
         headers: further ones, or others than the client's own.
         ignore_eos: ask for exactly the planned number of tokens.
-        temperature: None leaves it to the server, as `vllm bench serve` does.
         extra_body: further fields of every body; those of a request win.
         include_timings: ask for Headway's `timings`. Others than Headway may refuse it.
         include_usage, continuous_usage: `stream_options`, the second with vLLM's `continuous_usage_stats`.
         max_tokens_field: max_tokens or max_completion_tokens.
-        keep_text: keep the answers' text in the records.
         timeout_s: of a whole request, from before it connects to the end of its response.
         connect_timeout_s: of a new connection.
         insecure: accept any TLS certificate.
-        request_id_prefix: where given, each request has an x-request-id of this and its index.
 
     Raises:
         BenchError: a value cannot be used.
@@ -49,17 +46,14 @@ class Endpoint:
     api_key: str | None = field(default=None, repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     ignore_eos: bool = False
-    temperature: float | None = None
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     include_timings: bool = False
     include_usage: bool = True
     continuous_usage: bool = False
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    keep_text: bool = False
     timeout_s: float = 3600.0
     connect_timeout_s: float = 30.0
     insecure: bool = False
-    request_id_prefix: str = ""
 
     def __post_init__(self) -> None:
         parse_base_url(self.base_url)
@@ -72,8 +66,6 @@ class Endpoint:
                 raise BenchError(f"the {name} is {seconds:g} s; it must be a number above 0")
         if self.api_key is not None and not _is_header_text(self.api_key, blanks=False):
             raise BenchError("the API key has characters that a header cannot carry; give it without blanks")
-        if self.request_id_prefix and not _is_header_text(self.request_id_prefix):
-            raise BenchError("the prefix of the request ids cannot be sent: only printable ASCII is allowed")
         for name, value in self.headers.items():
             if not _is_header_text(name, blanks=False) or ":" in name or not _is_header_text(str(value)):
                 raise BenchError(f"the header {name!r} cannot be sent: only printable ASCII is allowed")

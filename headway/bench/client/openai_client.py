@@ -20,8 +20,10 @@ class OpenAIClient:
     Connections are kept open between requests. Use it as an async context manager, or call close().
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, *, keep_text: bool = False) -> None:
+        """`keep_text` keeps the answers' text in the records."""
         self.endpoint = endpoint
+        self._keep_text = keep_text
         self.http = endpoint.connect()
         self._bodies = BodyBuilder(endpoint)
         self._head = self.http.head("POST", endpoint.route, endpoint.all_headers())
@@ -56,13 +58,10 @@ class OpenAIClient:
         """
         endpoint = self.endpoint
         body = self._bodies.body(planned, prompt)
-        head = self._head
-        if endpoint.request_id_prefix:
-            head += f"x-request-id: {endpoint.request_id_prefix}{planned.index}\r\n".encode()
-        answer = StreamedAnswer(record, keep_text=endpoint.keep_text, keep_timings=endpoint.include_timings)
+        answer = StreamedAnswer(record, keep_text=self._keep_text, keep_timings=endpoint.include_timings)
         record.sent_ns = record.connected_ns = time.monotonic_ns()
         try:
-            await self.http.exchange(head, body, answer, endpoint.timeout_s)
+            await self.http.exchange(self._head, body, answer, endpoint.timeout_s)
             record.failure = answer.failure(time.monotonic_ns())
         except RequestFailed as error:
             record.failure = error.failure

@@ -7,12 +7,12 @@ import dataclasses
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from headway.bench.client.asking import Asker, Reply, asking
 from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.request_body import as_messages, as_text
-from headway.bench.client.trial import Tried, count_by_stream, try_stream
+from headway.bench.client.trial import count_by_stream, try_stream
 from headway.bench.errors import BenchError
 from headway.bench.request import Prompt
 
@@ -30,95 +30,83 @@ _VERSION_AT = {
 
 
 @dataclass(frozen=True, slots=True)
-class ServerFacts:
+class Server:
     """What is known of a server.
 
     Args:
+        endpoint: how it is asked: as the user wants it, with all that helps a measurement and that it understands.
         kind: a key of NAMES.
         version: None where it does not tell.
-        model: the one that is asked for; "" when the server lists none and none was given.
-        models: those it lists; empty where it has no list.
         max_model_len: tokens of prompt and answer together; None where it does not tell.
         metrics, tokenize: whether it has these routes.
-        ignore_eos: honoured; False when it is refused, None when it is not, but nobody can tell or it was not tried.
-        timings: Headway's `include_timings` is honoured.
-        usage, continuous_usage: `stream_options.include_usage` and `continuous_usage_stats` are.
         token_id_prompts: /v1/completions takes token ids.
-        max_tokens_field: which of the two names it takes.
     """
 
+    endpoint: Endpoint
     kind: str
     version: str | None
-    model: str
-    models: tuple[str, ...]
     max_model_len: int | None
     metrics: bool
     tokenize: bool
-    ignore_eos: bool | None
-    timings: bool
-    usage: bool
-    continuous_usage: bool
     token_id_prompts: bool
-    max_tokens_field: Literal["max_tokens", "max_completion_tokens"]
 
     @property
     def name(self) -> str:
         return NAMES[self.kind]
 
-    def applied_to(self, endpoint: Endpoint) -> Endpoint:
-        """The endpoint, asked as this server understands it: with all that helps a measurement.
-
-        Raises:
-            BenchError: it was to be asked for something that this server refuses.
-        """
-        if endpoint.ignore_eos and self.ignore_eos is False:
-            raise BenchError("--ignore-eos was given, and the server refuses the field ignore_eos; leave it out")
-        return dataclasses.replace(
-            endpoint,
-            model=self.model or None,
-            include_timings=self.timings,
-            include_usage=self.usage,
-            continuous_usage=self.continuous_usage,
-            max_tokens_field=self.max_tokens_field,
-        )
+    @property
+    def about(self) -> dict[str, Any]:
+        """For results."""
+        model = self.endpoint.model or ""
+        return {"name": self.name, "version": self.version, "model": model, "max_model_len": self.max_model_len}
 
 
-async def probe(endpoint: Endpoint, ready_timeout_s: float = 0.0) -> ServerFacts:
+async def probe(wanted: Endpoint, ready_timeout_s: float = 0.0, may_ignore_eos: bool = False) -> Server:
     """Ask a server what it is. About a dozen requests, the largest for two tokens.
 
     Args:
+        wanted: how the user wants it to be asked; without a model's name, for the first one that is served.
         ready_timeout_s: wait this long for a server that refuses connections or answers 503.
+        may_ignore_eos: ask for all the tokens where the server is known to honour it.
 
     Raises:
-        BenchError: it cannot be reached, does not accept the key, does not serve the model, or does not answer what
-            every OpenAI-compatible server answers.
+        BenchError: it cannot be reached, does not accept the key, does not serve the model, refuses what is wanted, or
+            does not answer what every OpenAI-compatible server answers.
     """
-    async with asking(endpoint, ready_timeout_s) as asker:
+    async with asking(wanted, ready_timeout_s) as asker:
         cards = await _cards(asker)
         kind = await _kind(asker, cards)
-        model = _chosen(endpoint.model, cards)
-        tried = await try_stream(asker, _wishes(endpoint, model, kind))
+        model = _chosen(wanted.model, cards)
+        wishes = dataclasses.replace(
+            wanted,
+            model=model or None,
+            continuous_usage=True,
+            ignore_eos=wanted.ignore_eos or (may_ignore_eos and kind in KNOWS_IGNORE_EOS),
+            include_timings=kind == "headway",
+        )
+        accepted, record = await try_stream(asker, wishes)
+        if wanted.ignore_eos and not accepted.ignore_eos:
+            raise BenchError("--ignore-eos was given, and the server refuses the field ignore_eos; leave it out")
         if kind == "headway":
             cards = await _cards(asker)  # while it loads, it does not know its max_model_len
         version, max_model_len = await _version_and_length(asker, kind, cards, model)
-        return ServerFacts(
+        return Server(
+            endpoint=dataclasses.replace(
+                accepted,
+                include_timings=record.timings is not None,
+                include_usage=record.output_tokens is not None,
+                continuous_usage=record.tokens_per_chunk_known,
+            ),
             kind=kind,
             version=version,
-            model=model,
-            models=tuple(str(card["id"]) for card in cards),
             max_model_len=max_model_len,
             metrics=_is_metrics(await asker.look("GET", "/metrics")),
             tokenize=await _counted(asker, _tokenize_body(kind, model, Prompt(text="Hello"))) is not None,
-            ignore_eos=_ignore_eos(endpoint, kind, tried),
-            timings=tried.record.timings is not None,
-            usage=tried.record.output_tokens is not None,
-            continuous_usage=tried.record.tokens_per_chunk_known,
-            token_id_prompts=await _takes_token_ids(asker, tried.endpoint),
-            max_tokens_field=tried.endpoint.max_tokens_field,
+            token_id_prompts=await _takes_token_ids(asker, accepted),
         )
 
 
-async def count_tokens(endpoint: Endpoint, facts: ServerFacts, prompts: Sequence[Prompt]) -> list[int]:
+async def count_tokens(server: Server, prompts: Sequence[Prompt]) -> list[int]:
     """Prompt tokens as the server counts them, its chat template and special tokens included.
 
     By its /tokenize where it has one for this API, else by the `usage` of a request for one token.
@@ -126,13 +114,12 @@ async def count_tokens(endpoint: Endpoint, facts: ServerFacts, prompts: Sequence
     Raises:
         BenchError: it cannot be reached, or tells neither.
     """
-    endpoint = facts.applied_to(endpoint)
-    gate = asyncio.Semaphore(COUNTS_AT_ONCE)
+    endpoint, gate = server.endpoint, asyncio.Semaphore(COUNTS_AT_ONCE)
 
     async def count(prompt: Prompt) -> int:
         async with gate:
-            body = _tokenize_body(facts.kind, facts.model, prompt, is_chat=endpoint.api == "chat")
-            found = await _counted(asker, body) if facts.tokenize and body is not None else None
+            body = _tokenize_body(server.kind, endpoint.model or "", prompt, is_chat=endpoint.api == "chat")
+            found = await _counted(asker, body) if server.tokenize and body is not None else None
             if found is None:
                 found = await count_by_stream(asker, endpoint, prompt)
             if found is None:
@@ -196,24 +183,6 @@ def _is_metrics(reply: Reply) -> bool:
 
 
 # --- what it understands ----------------------------------------------------------------------------
-
-
-def _wishes(endpoint: Endpoint, model: str, kind: str) -> Endpoint:
-    """All that would help a measurement, and that this kind of server may know."""
-    return dataclasses.replace(
-        endpoint,
-        model=model or None,
-        include_usage=True,
-        continuous_usage=True,
-        ignore_eos=endpoint.ignore_eos or kind in KNOWS_IGNORE_EOS,
-        include_timings=kind == "headway",
-    )
-
-
-def _ignore_eos(endpoint: Endpoint, kind: str, tried: Tried) -> bool | None:
-    if tried.endpoint.ignore_eos:
-        return True if kind in KNOWS_IGNORE_EOS else None
-    return False if endpoint.ignore_eos or kind in KNOWS_IGNORE_EOS else None
 
 
 async def _takes_token_ids(asker: Asker, endpoint: Endpoint) -> bool:

@@ -55,8 +55,6 @@ class BodyBuilder:
         options = {"include_usage": endpoint.include_usage, "continuous_usage_stats": endpoint.continuous_usage}
         if any(options.values()):
             fields["stream_options"] = {name: True for name, wanted in options.items() if wanted}
-        if endpoint.temperature is not None:
-            fields["temperature"] = endpoint.temperature
         if endpoint.ignore_eos:
             fields["ignore_eos"] = True
         if endpoint.include_timings:

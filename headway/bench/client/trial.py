@@ -27,20 +27,11 @@ _OPTIONS_OF = {
 _BEYOND_OPENAI = ("continuous_usage", "ignore_eos", "include_timings")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tried:
-    """The endpoint as the server accepted it, and what a stream then held.
-
-    Args:
-        record: of that stream; its times mean nothing.
-    """
-
-    endpoint: Endpoint
-    record: RequestRecord
-
-
-async def try_stream(asker: Asker, wanted: Endpoint) -> Tried:
+async def try_stream(asker: Asker, wanted: Endpoint) -> tuple[Endpoint, RequestRecord]:
     """Ask for a stream of two tokens, leaving out what the server refuses.
+
+    Returns:
+        The endpoint as the server accepted it, and the record of the stream; its times mean nothing.
 
     Raises:
         BenchError: it refuses what every server should know, or its stream cannot be read.
@@ -57,7 +48,7 @@ async def try_stream(asker: Asker, wanted: Endpoint) -> Tried:
     record, failure = read_stream(reply, candidate)
     if failure is not None and failure.kind is not FailureKind.NO_TOKENS:
         raise BenchError(_advice(failure, candidate))
-    return Tried(candidate, record)
+    return candidate, record
 
 
 async def count_by_stream(asker: Asker, endpoint: Endpoint, prompt: Prompt) -> int | None:

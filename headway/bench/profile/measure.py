@@ -55,7 +55,12 @@ async def send_all(
         BenchError: every warm-up failed, so that there is nothing to measure.
     """
     endpoint = Endpoint(
-        base_url, ignore_eos=True, temperature=0.0, include_timings=True, continuous_usage=True, timeout_s=timeout_s
+        base_url,
+        ignore_eos=True,
+        extra_body={"temperature": 0.0},
+        include_timings=True,
+        continuous_usage=True,
+        timeout_s=timeout_s,
     )
     async with OpenAIClient(endpoint) as client:
         outcome = await run_load(

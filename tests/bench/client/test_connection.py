@@ -83,7 +83,7 @@ async def test_a_request_is_sent_again_only_once(client: OpenAIClient, server: S
 def test_a_cancelled_request_is_abandoned_and_its_connection_closed(server: ScriptedServer, run: Any) -> None:
     async def main() -> RequestRecord:
         record = RequestRecord(0)
-        async with OpenAIClient(Endpoint(server.url, keep_text=True)) as client:
+        async with OpenAIClient(Endpoint(server.url), keep_text=True) as client:
             task = asyncio.ensure_future(client.send(planned(0, chunks=1000, gap_s=0.01), record))
             while len(record.chunk_ns) < 3:
                 await asyncio.sleep(0.005)
@@ -149,7 +149,7 @@ async def test_closing_the_client_ends_what_is_under_way(server: ScriptedServer)
 async def test_every_framing_line_end_and_fragment(
     server: ScriptedServer, framing: str, newline: str, write_bytes: int
 ) -> None:
-    async with OpenAIClient(Endpoint(server.url, keep_text=True, continuous_usage=True)) as client:
+    async with OpenAIClient(Endpoint(server.url, continuous_usage=True), keep_text=True) as client:
         for index in range(2):
             record = await send(
                 client, index, chunks=3, framing=framing, newline=newline, write_bytes=write_bytes, comments=True,
@@ -178,7 +178,7 @@ async def test_small_writes_are_not_held_back(client: OpenAIClient) -> None:
 
 
 async def test_a_large_prompt_and_a_large_chunk_pass(server: ScriptedServer) -> None:
-    async with OpenAIClient(Endpoint(server.url, keep_text=True)) as client:
+    async with OpenAIClient(Endpoint(server.url), keep_text=True) as client:
         record = await send(client, chunks=2, texts=["a" * 300_000, "b" * 300_000], message="x" * 2_000_000)
         assert record.ok and record.text == "a" * 300_000 + "b" * 300_000
 
@@ -239,7 +239,7 @@ def test_tls_with_a_trusted_certificate(
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
 
     async def main() -> None:
-        async with OpenAIClient(Endpoint(tls_server.url, keep_text=True)) as client:
+        async with OpenAIClient(Endpoint(tls_server.url), keep_text=True) as client:
             for index in range(2):
                 record = await send(client, index, chunks=200, texts=["x" * 1000] * 200)
                 assert record.ok, record.failure

@@ -71,7 +71,6 @@ def test_addresses_that_are_none(url: str, message: str) -> None:
         ({"headers": {"x": "a\r\ny: b"}}, "cannot be sent"),
         ({"headers": {"x y": "a"}}, "cannot be sent"),
         ({"headers": {"Content-Length": "3"}}, "client's own"),
-        ({"request_id_prefix": "a\r\n"}, "request ids"),
     ],
 )
 def test_options_that_cannot_be_used(options: dict[str, Any], message: str) -> None:
@@ -105,7 +104,6 @@ def test_every_option_is_in_the_body() -> None:
         model="m",
         api="chat",
         ignore_eos=True,
-        temperature=0.0,
         include_timings=True,
         continuous_usage=True,
         max_tokens_field="max_completion_tokens",
@@ -118,7 +116,6 @@ def test_every_option_is_in_the_body() -> None:
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "ignore_eos": True,
-        "temperature": 0.0,
         "include_timings": True,
         "top_p": 0.5,
         "seed": 2,
@@ -140,7 +137,7 @@ def test_the_forms_of_a_prompt() -> None:
 
 
 async def test_what_is_sent_is_what_was_asked_for(server: ScriptedServer) -> None:
-    endpoint = Endpoint(server.url, model="scripted", request_id_prefix="run-", headers={"X-Api": "y"}, api_key="k")
+    endpoint = Endpoint(server.url, model="scripted", headers={"X-Api": "y", "x-request-id": "run-7"}, api_key="k")
     async with OpenAIClient(endpoint) as client:
         record = RequestRecord(7)
         planned = PlannedRequest(7, Prompt(text="planned"), 3, 5, extra_body={"seed": 1})

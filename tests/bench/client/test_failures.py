@@ -44,8 +44,8 @@ def check(failure: Failure | None, kind: FailureKind, message: str) -> None:
 async def test_a_stream_that_fails_in_its_middle(
     server: ScriptedServer, api: Any, fail: str, kind: FailureKind, message: str
 ) -> None:
-    endpoint = Endpoint(server.url, api=api, continuous_usage=True, keep_text=True)
-    async with OpenAIClient(endpoint) as client:
+    endpoint = Endpoint(server.url, api=api, continuous_usage=True)
+    async with OpenAIClient(endpoint, keep_text=True) as client:
         record = await send(client, chunks=5, tokens_per_chunk=2, gap_s=0.005, fail=fail, fail_at=3, message="it broke")
         check(record.failure, kind, message)
         assert not record.ok

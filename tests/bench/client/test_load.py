@@ -193,13 +193,13 @@ async def test_what_makes_no_sense_is_refused_in_a_line(
 
 
 async def test_a_conversation_with_the_real_client(server: ScriptedServer) -> None:
-    endpoint = Endpoint(server.url, model="scripted", api="chat", keep_text=True)
+    endpoint = Endpoint(server.url, model="scripted", api="chat")
     says = script(id="second", texts=["Fine", "."], chunks=2)
     requests = [
         PlannedRequest(0, Prompt(text=script(id="first", texts=["How ", "do?"], chunks=2)), 1, 2, arrival_s=0.0),
         PlannedRequest(1, Prompt(text=says), 1, 2, follows=0),
     ]
-    async with OpenAIClient(endpoint) as client:
+    async with OpenAIClient(endpoint, keep_text=True) as client:
         outcome = await run_load(client, requests[:1], sockets=client.busy_sockets)
         assert outcome.records[0].text == "How do?"
         outcome = await run_load(client, requests, as_messages=True, sockets=client.busy_sockets)

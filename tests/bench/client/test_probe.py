@@ -11,7 +11,7 @@ import pytest
 
 from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.openai_client import OpenAIClient
-from headway.bench.client.probe import ServerFacts, count_tokens, probe
+from headway.bench.client.probe import Server, count_tokens, probe
 from headway.bench.errors import BenchError
 from headway.bench.request import Prompt
 from tests.bench.client.sending import send
@@ -34,18 +34,13 @@ def servers() -> Iterator[dict[str, ScriptedServer]]:
 
 
 EXPECTED: dict[str, dict[str, Any]] = {
-    "headway": {"name": "Headway", "version": "0.1.0", "max_model_len": 32768, "metrics": True, "tokenize": True,
-                "ignore_eos": True, "timings": True, "continuous_usage": True},
-    "vllm": {"name": "vLLM", "version": "0.32.0", "max_model_len": 32768, "metrics": True, "tokenize": True,
-             "ignore_eos": True, "timings": False, "continuous_usage": True},
-    "sglang": {"name": "SGLang", "version": "0.5.0", "max_model_len": 32768, "metrics": True, "tokenize": False,
-               "ignore_eos": True, "timings": False, "continuous_usage": True},
+    "headway": {"name": "Headway", "version": "0.1.0", "max_model_len": 32768, "metrics": True, "tokenize": True},
+    "vllm": {"name": "vLLM", "version": "0.32.0", "max_model_len": 32768, "metrics": True, "tokenize": True},
+    "sglang": {"name": "SGLang", "version": "0.5.0", "max_model_len": 32768, "metrics": True, "tokenize": False},
     "llamacpp": {"name": "llama.cpp", "version": "b1-scripted", "max_model_len": 4096, "metrics": True,
-                 "tokenize": True, "ignore_eos": True, "timings": False},
-    "openai": {"name": "unknown", "version": None, "max_model_len": None, "metrics": False, "tokenize": False,
-               "ignore_eos": None, "timings": False, "continuous_usage": False},
-    "unknown": {"name": "unknown", "version": None, "max_model_len": None, "metrics": False, "tokenize": False,
-                "ignore_eos": None, "timings": False, "continuous_usage": True},
+                 "tokenize": True},
+    "openai": {"name": "unknown", "version": None, "max_model_len": None, "metrics": False, "tokenize": False},
+    "unknown": {"name": "unknown", "version": None, "max_model_len": None, "metrics": False, "tokenize": False},
 }  # fmt: skip
 
 
@@ -54,39 +49,35 @@ EXPECTED: dict[str, dict[str, Any]] = {
 async def test_each_kind_of_server_is_known_and_then_asked_as_it_likes(
     servers: dict[str, ScriptedServer], kind: str, api: Any
 ) -> None:
-    endpoint = Endpoint(servers[kind].url, api=api)
-    facts = await probe(endpoint)
-    assert {name: getattr(facts, name) for name in EXPECTED[kind]} == EXPECTED[kind]
-    assert facts.model == "scripted" and facts.models == ("scripted",) and facts.usage
-    assert facts.token_id_prompts is (api == "completions")
+    found = await probe(Endpoint(servers[kind].url, api=api), may_ignore_eos=True)
+    assert {name: getattr(found, name) for name in EXPECTED[kind]} == EXPECTED[kind]
+    assert found.token_id_prompts is (api == "completions")
+    asked = found.endpoint
     newer = kind == "openai" and api == "chat"
-    assert facts.max_tokens_field == ("max_completion_tokens" if newer else "max_tokens")
+    assert asked.max_tokens_field == ("max_completion_tokens" if newer else "max_tokens")
+    assert asked.model == "scripted" and asked.include_usage and asked.include_timings is (kind == "headway")
+    assert asked.ignore_eos is (kind in ("headway", "vllm", "sglang", "llamacpp"))
+    if kind != "llamacpp":
+        assert asked.continuous_usage is (kind != "openai")
 
-    asked = facts.applied_to(endpoint)
-    assert asked.model == "scripted" and asked.include_timings is facts.timings
     async with OpenAIClient(asked) as client:
         record = await send(client, chunks=3, tokens_per_chunk=2, timings={"e2e_ns": 5, "phases_ns": {}})
         assert record.ok and record.tokens == 6, record.failure
-        assert record.tokens_per_chunk_known is facts.continuous_usage
+        assert record.tokens_per_chunk_known is asked.continuous_usage
         assert (record.timings is not None) is (kind == "headway")
     prompts = [Prompt(text="one two three"), Prompt(text="one")]
-    assert await count_tokens(endpoint, facts, prompts) == [3, 1]
+    assert await count_tokens(found, prompts) == [3, 1]
 
 
-async def test_a_refused_ignore_eos_is_said_before_the_run(servers: dict[str, ScriptedServer]) -> None:
-    endpoint = Endpoint(servers["openai"].url, ignore_eos=True)
-    facts = await probe(endpoint)
-    assert facts.ignore_eos is False
+async def test_the_end_token_is_only_ignored_where_that_is_wanted(servers: dict[str, ScriptedServer]) -> None:
+    assert not (await probe(Endpoint(servers["vllm"].url))).endpoint.ignore_eos
+    assert (await probe(Endpoint(servers["unknown"].url, ignore_eos=True))).endpoint.ignore_eos
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+async def test_a_refused_ignore_eos_is_said_before_the_run(servers: dict[str, ScriptedServer], api: Any) -> None:
     with pytest.raises(BenchError, match="--ignore-eos was given, and the server refuses"):
-        facts.applied_to(endpoint)
-    assert (await probe(Endpoint(servers["unknown"].url, ignore_eos=True))).ignore_eos is None
-
-
-async def test_a_hosted_server_is_asked_for_usage_even_when_it_refuses_the_rest(
-    servers: dict[str, ScriptedServer],
-) -> None:
-    facts = await probe(Endpoint(servers["openai"].url, ignore_eos=True, api="chat"))
-    assert facts.usage and not facts.continuous_usage
+        await probe(Endpoint(servers["openai"].url, api=api, ignore_eos=True))
 
 
 async def test_a_field_of_the_users_that_is_refused_is_named(servers: dict[str, ScriptedServer]) -> None:
@@ -101,15 +92,15 @@ async def test_more_tokens_at_least_than_the_trial_asks_for(servers: dict[str, S
 async def test_models() -> None:
     names = ["meta/llama-3-8b", "qwen/qwen-7b", "other"]
     with ScriptedServer(model=names) as server:
-        assert (await probe(Endpoint(server.url))).model == names[0]
-        assert (await probe(Endpoint(server.url, model="other"))).model == "other"
+        assert (await probe(Endpoint(server.url))).endpoint.model == names[0]
+        assert (await probe(Endpoint(server.url, model="other"))).endpoint.model == "other"
         with pytest.raises(BenchError, match=r"--model is 'Qwen-7b'; the server serves qwen/qwen-7b, .*llama"):
             await probe(Endpoint(server.url, model="Qwen-7b"))
 
 
 async def test_keys() -> None:
     with ScriptedServer(api_key="right") as server:
-        assert (await probe(Endpoint(server.url, api_key="right"))).usage
+        assert (await probe(Endpoint(server.url, api_key="right"))).endpoint.include_usage
         for key in (None, "wrong"):
             with pytest.raises(BenchError, match="--api-key, OPENAI_API_KEY or HEADWAY_API_KEY"):
                 await probe(Endpoint(server.url, api_key=key))
@@ -126,7 +117,7 @@ async def test_a_server_that_loads_is_waited_for_where_asked(kind: str) -> None:
         with pytest.raises(BenchError, match=r"is not ready .*the model is loading.*--ready-check-timeout-sec"):
             await probe(Endpoint(server.url))
         server.ready(at_s=0.3)
-        assert (await probe(Endpoint(server.url), ready_timeout_s=60)).model == "scripted"
+        assert (await probe(Endpoint(server.url), ready_timeout_s=60)).endpoint.model == "scripted"
 
 
 async def test_a_server_that_is_not_there_yet_is_waited_for() -> None:
@@ -137,7 +128,7 @@ async def test_a_server_that_is_not_there_yet_is_waited_for() -> None:
     await asyncio.sleep(0.1)
     assert not probing.done()
     with ScriptedServer(port=port):
-        assert isinstance(await probing, ServerFacts)
+        assert isinstance(await probing, Server)
 
 
 async def test_tls_that_is_not_there(servers: dict[str, ScriptedServer]) -> None:
@@ -157,13 +148,12 @@ async def test_what_is_no_server_of_this_kind(servers: dict[str, ScriptedServer]
 
 async def test_a_server_that_ends_at_once_is_still_one() -> None:
     with ScriptedServer(script='{"chunks": 0}') as server:
-        assert (await probe(Endpoint(server.url))).usage
+        assert (await probe(Endpoint(server.url))).endpoint.include_usage
 
 
 async def test_without_usage_and_tokenize_nothing_can_be_counted() -> None:
     with ScriptedServer(script='{"usage": false, "continuous_usage": false}') as server:
-        endpoint = Endpoint(server.url)
-        facts = await probe(endpoint)
-        assert not facts.usage
+        found = await probe(Endpoint(server.url))
+        assert not found.endpoint.include_usage
         with pytest.raises(BenchError, match="tells no token counts"):
-            await count_tokens(endpoint, facts, [Prompt(text="a")])
+            await count_tokens(found, [Prompt(text="a")])
