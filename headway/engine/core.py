@@ -122,10 +122,12 @@ class EngineCore:
             if seq_id in self._sequences:
                 self._prompt_logprobs.setdefault(seq_id, []).extend(part)
         changed = self.scheduler.complete(plan, outcome.tokens, outcome.times)
+        for seq_id, drafts in outcome.drafts.items():
+            self.scheduler.propose(seq_id, drafts)
         outputs += [self._output(sequence, new, outcome) for sequence, new in changed]
         elapsed = outcome.times.sampled_ns - (outcome.failed_since_ns or outcome.times.launched_ns)
         stats = self._stats(elapsed, num_tokens, prompt_tokens)
-        stats.generation_tokens = len(changed)
+        stats.generation_tokens = sum(len(new) for _, new in changed)
         stats.scheduled_sequences = len(plan.scheduled)
         return StepOutputs(outputs, stats, self._clock())
 
@@ -152,12 +154,13 @@ class EngineCore:
         return outputs
 
     def _output(self, sequence: Sequence, new: list[int], outcome: StepOutcome) -> SequenceOutput:
+        logprobs = outcome.logprobs.get(sequence.seq_id)
         output = SequenceOutput(
             sequence.request_id,
             sequence.index,
             new,
             cached_tokens=sequence.cached_tokens,
-            logprobs=outcome.logprobs.get(sequence.seq_id),
+            logprobs=logprobs[: len(new)] if logprobs is not None else None,
             prompt_logprobs=self._prompt_logprobs.pop(sequence.seq_id, None),
         )
         if sequence.finish_reason is not None:

@@ -19,7 +19,9 @@ class StepOutcome:
     """What a step produced, by the seq_id of its sequences.
 
     Args:
-        tokens: the new ones of each that samples; None where its logits were not numbers.
+        tokens: the new ones of each that samples: its drafts as far as they are what is drawn, and one more; None where
+            its logits were not numbers.
+        drafts: tokens that are proposed to follow those, to be tried in the next step.
         logprobs: of its new tokens, where it wants them.
         prompt_logprobs: of the prompt tokens of this step, where it wants them.
         failed_since_ns: where the step failed and was run again in parts, since when; else 0.
@@ -30,6 +32,7 @@ class StepOutcome:
     tokens: dict[int, list[int] | None] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[PromptLogprobs]] = field(default_factory=dict)
+    drafts: dict[int, list[int]] = field(default_factory=dict)
     failed_since_ns: int = 0
     faults: dict[int, str] = field(default_factory=dict)
 
@@ -38,6 +41,7 @@ class StepOutcome:
         self.tokens |= part.tokens
         self.logprobs |= part.logprobs
         self.prompt_logprobs |= part.prompt_logprobs
+        self.drafts |= part.drafts
 
 
 class Executor(Protocol):

@@ -132,8 +132,10 @@ class StepLayout:
             lengths.append(count)
             contexts.append(start + count)
             rows.append(self.tables.row(sequence))
-            if item.samples:
+            if item.samples == 1:
                 last.append(len(tokens) - 1)
+            elif item.samples:
+                last.extend(range(len(tokens) - item.samples, len(tokens)))
         longest = max(contexts)
         most = -(-longest // size)
         repeatable = len(tokens) <= self._most_repeated
@@ -141,7 +143,7 @@ class StepLayout:
             tensors = self._anew(tokens, positions, slots, starts, contexts, last, self.tables.array[rows, :most])
         else:
             self._fill(tokens, positions, slots, rows, most)
-            if len(last) == len(tokens):
+            if len(last) == len(tokens) == len(scheduled):
                 tensors = self._of_decodes(contexts)
             else:
                 tensors = self._in_place(len(tokens), starts, contexts, last)

@@ -100,11 +100,6 @@ class PenaltyRows:
     version: int  # of the table, when the parts were made
 
 
-def uses_penalties(sequence: SequenceState) -> bool:
-    params = sequence.params
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-
-
 def most_bytes(rows: int, distinct: int) -> int:
     """What a table of so many sequences takes at most, each with up to `distinct` different tokens, as it is used.
 

@@ -64,8 +64,11 @@ class Runner:
             logits = self.model.logits(hidden if everyone else self.kernels.take(hidden, step.last_rows))
         timer = _DeviceTimer(self.device)
         if logits is not None:
-            sampling = [s for s, item in zip(sequences, plan.scheduled, strict=True) if item.samples]
-            self._sample(logits, sampling, outcome)
+            sampling = [(s, item) for s, item in zip(sequences, plan.scheduled, strict=True) if item.samples]
+            if len(logits) == len(sampling):
+                self._sample(logits, [sequence for sequence, _ in sampling], outcome)
+            else:
+                self._try_drafts(logits, sampling, outcome)
         computed, sampled = timer.stop()
         outcome.times = StepTimes(launched, max(launched, computed), max(launched, sampled))
         return outcome
@@ -102,7 +105,7 @@ class Runner:
         sequences = []
         for item in plan.scheduled:
             sequence = known[item.seq_id]
-            if item.start + len(item.token_ids) > len(sequence.tokens):
+            if item.decoding:  # after drafts that were refused, too
                 sequence.tokens[item.start :] = item.token_ids
             sequences.append(sequence)
         return sequences
@@ -113,6 +116,30 @@ class Runner:
             outcome.tokens[sequence.seq_id] = [token] if token != BAD_TOKEN else None
             if logprobs is not None:
                 outcome.logprobs[sequence.seq_id] = [logprobs]
+
+    def _try_drafts(
+        self, logits: Tensor, sampling: list[tuple[SequenceState, ScheduledSequence]], outcome: StepOutcome
+    ) -> None:
+        """Draw after the newest token of each sequence and each of its drafts; keep these as far as they are drawn.
+
+        A draw depends on the logits, the seed and the position alone. So what comes out is what would have come out
+        without drafts, token by token.
+        """
+        sequences = [sequence for sequence, item in sampling for _ in range(item.samples)]
+        ends = [item.start + item.num_tokens for _, item in sampling for _ in range(item.samples)]
+        behind = [each for _, item in sampling for each in range(item.samples - 1, -1, -1)]
+        sampled = self.sampler.sample(logits, sequences, [end - each for end, each in zip(ends, behind, strict=True)])
+        row = 0
+        for sequence, item in sampling:
+            drafts = item.token_ids[item.num_tokens - item.samples + 1 :]
+            drawn = sampled.token_ids[row : row + item.samples]
+            refused = next((at for at, draft in enumerate(drafts) if drawn[at] != draft), len(drafts))
+            new = drawn[: refused + 1] if drawn[refused] != BAD_TOKEN else drawn[:refused]
+            outcome.tokens[sequence.seq_id] = new or None
+            logprobs = [entry for entry in sampled.logprobs[row : row + len(new)] if entry is not None]
+            if logprobs:
+                outcome.logprobs[sequence.seq_id] = logprobs
+            row += item.samples
 
     def _prompt_logprobs(self, hidden: Tensor, scheduled: list[ScheduledSequence], outcome: StepOutcome) -> None:
         offset = 0

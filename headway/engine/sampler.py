@@ -77,11 +77,12 @@ class Sampler:
         self._memory = torch.empty(0, 0, device=device)
         self._steps_with_little = 0
 
-    def sample(self, logits: Tensor, sequences: list[SequenceState]) -> Sampled:
-        """Choose one token for each sequence, at position len(sequence.tokens).
+    def sample(self, logits: Tensor, sequences: list[SequenceState], positions: list[int] | None = None) -> Sampled:
+        """Choose one token for each row, at its position; where none are given, at the end of the sequence's tokens.
 
-        logits [R, V] in any float dtype, left unchanged; row r belongs to sequences[r]. Waits for the device
-        once, to read the result, and once more only when a nucleus (top_p) was wider than expected.
+        logits [R, V] in any float dtype, left unchanged; row r belongs to sequences[r]. A sequence may have several
+        rows, each with its position, unless it has penalties. Waits for the device once, to read the result, and once
+        more only when a nucleus (top_p) was wider than expected.
 
         Raises:
             ValueError: when the logits' shape is not [len(sequences), vocab_size].
@@ -98,11 +99,11 @@ class Sampler:
         if self._most_likely is not None and not (batch.groups or batch.edits_logits or batch.asking):
             return _greedy(*self._most_likely(logits))
         with torch.inference_mode(), _threads_for(logits):
-            return self._sample(logits, batch)
+            return self._sample(logits, batch, positions)
 
-    def _sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+    def _sample(self, logits: Tensor, batch: SamplingBatch, positions: list[int] | None) -> Sampled:
         raw = draws.padded(logits, self._room(len(batch.sequences)))
-        rows = self._prepare(raw, raw is logits, batch)
+        rows = self._prepare(raw, raw is logits, batch, positions)
         ids, state = self._choose(rows, batch)
         return self._read(raw, rows, batch, ids, state)
 
@@ -136,14 +137,14 @@ class Sampler:
             self._steps_with_little = 0
         return self._memory[:rows]
 
-    def _prepare(self, raw: Tensor, borrowed: bool, batch: SamplingBatch) -> draws.Rows:
-        """Logits with bias, min_tokens and penalties, and this step's uniform numbers.
+    def _prepare(self, raw: Tensor, borrowed: bool, batch: SamplingBatch, given: list[int] | None) -> draws.Rows:
+        """Logits with bias, min_tokens and penalties, and this step's uniform numbers, for the given positions.
 
         raw itself is changed unless it is the caller's (borrowed) or wanted again for log-probabilities.
         """
         positions = uniform = draws.NONE
         if batch.groups or batch.stops is not None:
-            where = np.array([len(sequence.tokens) for sequence in batch.sequences], np.int64)
+            where = np.array(given or [len(sequence.tokens) for sequence in batch.sequences], np.int64)
             numbers = np.stack((where, draws.uniforms(batch.streams, where)))
             positions, uniform = torch.from_numpy(numbers).to(self.device, non_blocking=True)
         x = raw

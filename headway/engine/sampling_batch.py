@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.engine import draws
-from headway.engine.penalties import PenaltyRows, PenaltyTable, uses_penalties
+from headway.engine.penalties import PenaltyRows, PenaltyTable
 from headway.policy.plan import SequenceState
 
 GREEDY_BELOW = 1e-5  # temperature; vLLM's limit
@@ -193,12 +194,14 @@ def _describe_edits(
     biases: dict[int, _TokenArrays] = {}
     stops: dict[int, _TokenArrays] = {}
     penalised: list[int] = []
+    rows_of = Counter(batch.sequences)
     for row, sequence in enumerate(batch.sequences):
         if sequence.params.logit_bias:
             biases[row] = edits.bias(sequence)
-        if sequence.params.min_tokens and len(sequence.tokens) < _allowed_from(sequence):
+        first = len(sequence.tokens) - rows_of[sequence] + 1  # position that is sampled; later steps have later ones
+        if sequence.params.min_tokens and first < _allowed_from(sequence):
             stops[row] = edits.stops(sequence)
-        if uses_penalties(sequence):
+        if sequence.params.penalises:
             penalised.append(row)
     batch.bias = _token_values(biases, torch.float32, device)
     batch.stops = _token_values(stops, torch.float64, device)

@@ -34,6 +34,10 @@ def work_of(scheduled: list[ScheduledSequence]) -> StepWork:
         if item.decoding:
             decode_tokens += 1
             decode_context += item.start + 1
+            if item.samples > 1:
+                drafts = item.samples - 1
+                decode_tokens += drafts
+                decode_context += pairs(item.start + 1, drafts)
         else:
             prefill_tokens += item.num_tokens
             prefill_pairs += pairs(item.start, item.num_tokens)

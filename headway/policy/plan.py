@@ -43,7 +43,9 @@ class ScheduledSequence(msgspec.Struct, array_like=True, gc=False):
     """A sequence's part of a step: the tokens after the `start` tokens that are computed already.
 
     Args:
-        samples: how many of the last tokens give a token each; 0 where more of the known ones are still to come.
+        token_ids: of a sequence that decodes its newest token, and drafts, which may turn out not to follow it.
+        samples: how many of the last tokens have their logits sampled: none where more of the known ones are still to
+            come, else the newest known one and the drafts.
         logit_rows: how many of the first tokens want their logits for prompt_logprobs.
     """
 

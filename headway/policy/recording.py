@@ -112,6 +112,13 @@ class Retry(_Record):
     ended: int
 
 
+class Proposal(_Record):
+    """A sequence was to try so many drafts in the next step."""
+
+    seq_id: int
+    drafts: int
+
+
 class Item(msgspec.Struct, array_like=True, gc=False):
     """A sequence's part of a step: `tokens` after the `start` tokens that it had computed, and how many came of it."""
 
@@ -138,7 +145,7 @@ class Step(_Record):
     retry: Retry | None = None
 
 
-Record = RecordedEngine | Arrival | End | Step
+Record = RecordedEngine | Arrival | Proposal | Step | End
 Write = Callable[[Record, bool], None]
 
 
@@ -212,6 +219,11 @@ class RecordedScheduler(Scheduler):
         step.times = times.launched_ns, times.computed_ns, times.sampled_ns
         self._write(step)
         return changed
+
+    def propose(self, seq_id: int, drafts: list[int]) -> None:
+        super().propose(seq_id, drafts)
+        if seq_id in self._drafts:
+            self._write(Proposal(seq_id, len(drafts)))
 
     def _number(self, chain: _Chain, tokens: list[int]) -> list[int]:
         """Number the full blocks of the tokens that have no number yet."""

@@ -201,6 +201,11 @@ class SamplingParams:
         self.logit_bias = {int(token): float(bias) for token, bias in self.logit_bias.items()}
 
     @property
+    def penalises(self) -> bool:
+        """The tokens so far count for the next one."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 

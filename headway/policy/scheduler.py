@@ -74,6 +74,7 @@ class Scheduler:
         self._unserved = Unserved(config.max_queue_time * 1e9)
         self._watermark = max(1, blocks.num_blocks // 100)
         self._next_seq_id = 0
+        self._drafts: dict[int, list[int]] = {}
 
     @property
     def has_work(self) -> bool:
@@ -133,6 +134,8 @@ class Scheduler:
         others = len(self.running) > len(decoding)
         self._schedule_decodes(decoding, plan, now)
         out_of_blocks = len(plan.preempted) > displaced
+        if self._drafts:
+            self._schedule_drafts(plan)
         budget = self._budget_beside(work_of(plan.scheduled))
         if others:
             self._schedule_prefills(plan, budget, now, may_admit=not out_of_blocks)
@@ -152,6 +155,19 @@ class Scheduler:
             if sequence.status is Status.RUNNING:
                 newest = [sequence.tokens[-1]]
                 plan.scheduled.append(ScheduledSequence(sequence.seq_id, sequence.num_computed, newest, True, 1))
+
+    def _schedule_drafts(self, plan: StepPlan) -> None:
+        """Beside newest tokens compute what was proposed to follow them, as far as there are tokens and blocks."""
+        drafts, self._drafts = self._drafts, {}
+        spare = self.config.max_num_batched_tokens - len(plan.scheduled)
+        for item in plan.scheduled:
+            sequence = self.sequences[item.seq_id]
+            most = min(spare, sequence.max_len - len(sequence.tokens) - 1)
+            proposed = drafts.get(item.seq_id, [])[:most]
+            if proposed and self._make_room(sequence, 1 + len(proposed), plan):
+                item.token_ids += proposed
+                item.samples += len(proposed)
+                spare -= len(proposed)
 
     def _victim(self, plan: StepPlan) -> Sequence:
         """Who is preempted next of those who have no token of this step yet."""
@@ -361,30 +377,46 @@ class Scheduler:
         """Apply a step's results.
 
         Args:
-            tokens: the new ones of each item that samples, by its seq_id. A None means that none could be drawn (the
-                logits were not numbers): the sequence ends with an error and leaves nothing in the prefix index.
+            tokens: the new ones of each item that samples, by its seq_id: of its drafts those that are accepted, and
+                the one drawn after them. With none, the newest known token is computed again. A None means that none
+                could be drawn (the logits were not numbers): the sequence ends with an error and leaves nothing in the
+                prefix index.
 
         Returns:
-            The sequences that have new tokens or have finished, with these tokens.
+            The sequences that have sampled or have finished, with their new tokens up to the one that ends them.
         """
         sequences = [self.sequences[item.seq_id] for item in plan.scheduled]
         idle = self._idle_beside(sequences)
         self.accounting.record_step(sequences, plan.scheduled, idle, times)
-        changed = []
+        changed: list[tuple[Sequence, list[int]]] = []
         size = self.blocks.block_size if self.blocks.enable_prefix_caching else 0
         for sequence, item in zip(sequences, plan.scheduled, strict=True):
-            sequence.num_computed += len(item.token_ids)
-            drawn = tokens[item.seq_id] if item.samples else []
-            if item.samples:
-                changed.append((sequence, drawn or []))
-            if drawn is None:
+            reason = None
+            if not item.samples:
+                sequence.num_computed += len(item.token_ids)
+            elif (drawn := tokens[item.seq_id]) is None:
+                changed.append((sequence, []))
                 self.finish(sequence, FinishReason.ERROR, times.sampled_ns)
                 continue
+            else:
+                new, reason = self._append(sequence, drawn)
+                changed.append((sequence, new))
+                self._keep_computed(sequence, item)
             if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
                 self._register_full_blocks(sequence)
-            for token in drawn:
-                self._append(sequence, token, times.sampled_ns)
+            if reason is not None:
+                self.finish(sequence, reason, times.sampled_ns)
+            elif item.samples and sequence.clock_marks is None and sequence.is_decoding:
+                self.accounting.join_decode_clock(sequence)
         return changed
+
+    def propose(self, seq_id: int, drafts: list[int]) -> None:
+        """The next step is to compute these too, if the sequence decodes in it: tokens that may be found to follow.
+
+        Where penalties count what came before, no draft can be tried; it is left out.
+        """
+        if seq_id in self.sequences and drafts and not self.sequences[seq_id].params.penalises:
+            self._drafts[seq_id] = drafts
 
     def _idle_beside(self, sequences: list[Sequence]) -> list[Sequence]:
         """Those that run, and that have no part in a step of these sequences."""
@@ -393,13 +425,22 @@ class Scheduler:
         ran = {sequence.seq_id for sequence in sequences}
         return [sequence for sequence in self.running if sequence.seq_id not in ran]
 
-    def _append(self, sequence: Sequence, token: int, now: int) -> None:
-        sequence.tokens.append(token)
-        reason = finish_reason(sequence, token)
-        if reason is not None:
-            self.finish(sequence, reason, now)
-        elif sequence.clock_marks is None:
-            self.accounting.join_decode_clock(sequence)
+    def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Append tokens up to the first that ends the sequence; returns them and why it ends."""
+        for count, token in enumerate(tokens, 1):
+            sequence.tokens.append(token)
+            reason = finish_reason(sequence, token)
+            if reason is not None:
+                return tokens[:count], reason
+        return tokens, None
+
+    def _keep_computed(self, sequence: Sequence, item: ScheduledSequence) -> None:
+        """Of what an item has computed keep what is before the newest token, and its block; the rest was refused."""
+        sequence.num_computed = len(sequence.tokens) - 1
+        if item.samples > 1:
+            kept = self.blocks.blocks_for(len(sequence.tokens))
+            self.blocks.release(sequence.block_table[kept:])
+            del sequence.block_table[kept:]
 
     def _register_full_blocks(self, sequence: Sequence) -> None:
         size = self.blocks.block_size

@@ -26,7 +26,7 @@ _UNBOUNDED = 2**31
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step does. A sequence that computes one token beyond its first output counts as decoding."""
+    """What a step does. A sequence that computes its newest output, and drafts after it, counts as decoding."""
 
     prefill_tokens: int = 0
     decode_tokens: int = 0

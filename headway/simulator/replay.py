@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from headway.policy.accounting import StepTimes
 from headway.policy.plan import StepPlan
-from headway.policy.recording import NOT_NUMBERS, Arrival, End, Item, Step
+from headway.policy.recording import NOT_NUMBERS, Arrival, End, Item, Proposal, Step
 from headway.policy.request import FinishReason, Sequence
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
@@ -51,6 +51,8 @@ class _Replay:
             elif isinstance(record, Step):
                 steps += 1
                 self._step(steps, record)
+            elif isinstance(record, Proposal):
+                self._scheduler.propose(record.seq_id, self._next_tokens(record.seq_id, record.drafts))
             elif record.reason is FinishReason.ABORT:
                 self._scheduler.abort(self._sequences[record.seq_id], record.now)
         return steps
@@ -101,5 +103,8 @@ class _Replay:
     def _drawn(self, item: Item) -> list[int] | None:
         if item.new == NOT_NUMBERS:
             return None
-        known = len(self._sequences[item.seq_id].tokens)
-        return self._tokens[item.seq_id][known : known + item.new]
+        return self._next_tokens(item.seq_id, item.new)
+
+    def _next_tokens(self, seq_id: int, count: int) -> list[int]:
+        known = len(self._sequences[seq_id].tokens)
+        return self._tokens[seq_id][known : known + count]

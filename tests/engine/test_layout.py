@@ -27,9 +27,9 @@ def sequence(draw: random.Random, length: int) -> SequenceState:
     return SequenceState(next(numbers), SamplingParams(), 0, frozenset(), length, tokens, blocks)
 
 
-def part(each: SequenceState, tokens: int, samples: bool) -> ScheduledSequence:
-    """Its last tokens."""
-    return ScheduledSequence(each.seq_id, len(each.tokens) - tokens, each.tokens[-tokens:], samples, int(samples))
+def part(each: SequenceState, tokens: int, samples: int) -> ScheduledSequence:
+    """Its last tokens, of which some are sampled."""
+    return ScheduledSequence(each.seq_id, len(each.tokens) - tokens, each.tokens[-tokens:], samples > 0, samples)
 
 
 def check(laid_out: LaidOut, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> None:
@@ -51,8 +51,7 @@ def check(laid_out: LaidOut, scheduled: list[ScheduledSequence], sequences: list
             assert step.positions[place] == position
             assert step.slots[place] == table[position // BLOCK] * BLOCK + position % BLOCK
             place += 1
-        if item.samples:
-            wanted.append(place - 1)
+        wanted += range(place - item.samples, place)
     assert step.query_start[-1] == len(laid_out.token_ids) == place
     assert laid_out.last_rows.tolist() == wanted
     assert laid_out.token_ids.dtype == step.slots.dtype == step.positions.dtype == torch.int64
@@ -84,7 +83,7 @@ def test_steps_of_sequences_that_live(seed: int, count: int) -> None:
         scheduled = []
         for each in chosen:
             tokens = 1 if decoding or draw.random() < 0.5 else draw.randint(1, len(each.tokens))
-            samples = tokens == 1 and (decoding or draw.random() < 0.5)
+            samples = 1 if decoding else draw.choice([0, 1, tokens])
             scheduled.append(part(each, tokens, samples))
         laid_out = layout.lay_out(scheduled, chosen)
         check(laid_out, scheduled, chosen)
@@ -108,7 +107,7 @@ def test_many_tokens_are_not_repeated(count: int, repeatable: bool) -> None:
     draw = random.Random(0)
     layout = StepLayout(CPU, BLOCK, MOST_SEQUENCES, MOST_TOKENS)
     sequences = [sequence(draw, 5) for _ in range(count)]
-    scheduled = [part(each, 1, samples=True) for each in sequences]
+    scheduled = [part(each, 1, samples=1) for each in sequences]
     laid_out = layout.lay_out(scheduled, sequences)
     check(laid_out, scheduled, sequences)
     assert laid_out.geometry.repeatable == repeatable

@@ -72,7 +72,9 @@ class FakeExecutor:
             self.read(item, self.known[item.seq_id])
 
     def write(self, item: ScheduledSequence, state: SequenceState) -> None:
-        state.tokens[item.start : item.start + item.num_tokens] = item.token_ids
+        if item.decoding:
+            state.tokens[item.start :] = item.token_ids
+        assert state.tokens[item.start : item.start + item.num_tokens] == item.token_ids
         for position in range(item.start, item.start + item.num_tokens):
             self.written[self.place(state, position)] = tuple(state.tokens[: position + 1])
 
@@ -176,6 +178,7 @@ class Simulation:
             times = StepTimes(launched, computed, sampled)
             tokens = {item.seq_id: self.tokens_of(item) for item in plan.scheduled if item.samples}
             self.scheduler.complete(plan, tokens, times)
+            self.propose(items)
         self.scheduler.check()
         assert {s.seq_id for s in (*self.scheduler.waiting, *self.scheduler.running)} == self.scheduler.sequences.keys()
         return items
@@ -183,6 +186,9 @@ class Simulation:
     def tokens_of(self, item: ScheduledSequence) -> list[int] | None:
         token = self.draw(self.sequence_of(item))
         return None if token is None else [token]
+
+    def propose(self, items: list[ScheduledSequence]) -> None:
+        """Give the sequences of a step drafts for the next one."""
 
     def sequence_of(self, item: ScheduledSequence) -> Sequence:
         return self.sequences[item.seq_id]
@@ -202,8 +208,11 @@ class Simulation:
             assert item.num_tokens >= 1
             assert item.start == sequence.num_computed
             end = item.start + item.num_tokens
-            assert item.token_ids == sequence.tokens[item.start : end]
-            assert item.samples == (end == len(sequence.tokens))
+            known = sequence.tokens[item.start : end]
+            drafts = item.num_tokens - len(known)
+            assert item.token_ids[: len(known)] == known
+            assert item.samples == (1 + drafts if end >= len(sequence.tokens) else 0)
+            assert drafts == 0 or (item.decoding and end < sequence.max_len)
             assert len(sequence.block_table) * size >= end
             for block in sequence.block_table[item.start // size : -(-end // size)]:
                 assert scheduler.blocks.references[block] == 1, "a step would write into a shared block"
@@ -230,8 +239,9 @@ class Simulation:
         """From plans alone the executor knows what the scheduler knows."""
         for item in items:
             sequence, state = self.sequence_of(item), self.executor.known[item.seq_id]
-            assert state.tokens == sequence.tokens
-            assert state.block_table == sequence.block_table
+            drafted = [*sequence.tokens[: item.start], *item.token_ids] if item.decoding else sequence.tokens
+            assert state.tokens == drafted
+            assert state.block_table[: len(sequence.block_table)] == sequence.block_table
             assert (state.seed, state.prompt_len) == (sequence.seed, sequence.prompt_len)
             assert (state.params, state.stop_ids) == (sequence.params, sequence.stop_ids)
 

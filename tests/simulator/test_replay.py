@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 from headway import LLM, SamplingParams
 from headway.policy.kv_blocks import KVBlocks
-from headway.policy.recording import Arrival, End, Record, RecordedEngine, RecordedScheduler, Step
+from headway.policy.recording import Arrival, End, Proposal, Record, RecordedEngine, RecordedScheduler, Step
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.simulator.recording import Recording, read_recordings
 from headway.simulator.replay import DifferentStep, replay
 from tests.engine.models import write_config
 from tests.policy.simulation import Simulation
-from tests.policy.test_scheduler_faults import Faulty
+from tests.policy.test_drafts import Drafting
 
 
 @dataclass
-class Recorded(Faulty):
+class Recorded(Drafting):
     """A simulation that is recorded."""
 
     records: list[Record] = field(default_factory=list)
@@ -49,6 +49,8 @@ class Recorded(Faulty):
     caching=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority"]),
     max_prefill_stall_ms=st.sampled_from([0.001, 0.01]),
+    most_drafts=st.sampled_from([0, 3]),
+    idle_steps=st.sampled_from([0.0, 0.1]),
     max_queue_time=st.sampled_from([1e-5, 1.0]),
     faults=st.dictionaries(
         st.integers(0, 15), st.tuples(st.sampled_from(["nan", "raises"]), st.integers(0, 40)), max_size=3
@@ -82,12 +84,12 @@ def test_the_same_steps_are_planned_again(seed: int, faults: dict[int, tuple[str
     assert [(s.finish_reason, len(s.tokens)) for s in sim.sequences] == [
         (ends[s.seq_id].reason, ends[s.seq_id].length) for s in sim.sequences
     ]
-    assert all(isinstance(record, Arrival | End | Step) for record in recording.records)
+    assert all(isinstance(record, Arrival | Proposal | Step | End) for record in recording.records)
     assert replay(Recording(recording.engine, recording.records[: len(recording.records) // 2])) > 0
 
 
 def test_another_decision_is_told() -> None:
-    sim = Recorded(num_blocks=64)
+    sim = Recorded(num_blocks=64, most_drafts=0)
     sim.submit(list(range(30)), 3)
     sim.run_until_done()
     recording = sim.recording()
@@ -99,7 +101,7 @@ def test_another_decision_is_told() -> None:
 
 
 def test_blocks_that_are_found_again_have_one_number() -> None:
-    sim = Recorded(num_blocks=64)
+    sim = Recorded(num_blocks=64, most_drafts=0)
     sim.submit(list(range(10)), 5)
     sim.run_until_done()
     known = sim.sequences[0].tokens

@@ -1,0 +1,65 @@
+"""Drafts, right ones and wrong ones, change how many steps it takes, and no token."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway import LLM, RequestOutput, SamplingParams
+from headway.engine.executor import StepOutcome
+from headway.policy.plan import StepPlan
+from tests.engine.models import write_config
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 7, "top_p": 0.9, "n": 2},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 1.3, "seed": 3, "min_tokens": 12, "stop_token_ids": list(range(0, 512, 5))},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+    {"temperature": 0.7, "seed": 5, "logit_bias": {9: 5.0}, "stop_token_ids": list(range(0, 512, 29))},
+]
+PROMPTS = [[(7 * i + 3 * j) % 500 + 5 for j in range(5 + 4 * i)] for i in range(12)]
+WANTED = [SamplingParams(max_tokens=40, **{"ignore_eos": True, **KINDS[i % 6]}) for i in range(12)]
+
+
+def answers(llm: LLM) -> list[RequestOutput]:
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], WANTED)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_tokens_and_logprobs_are_those_without_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caching: bool
+) -> None:
+    llm = LLM(
+        write_config(tmp_path), skip_tokenizer_init=True, load_format="dummy", dtype="float32", num_threads=1,
+        kv_cache_memory=4 << 20, max_num_seqs=16, max_num_batched_tokens=48, enable_prefix_caching=caching,
+    )  # fmt: skip
+    plain = answers(llm)
+    core, chance, counts = llm.engine.core, random.Random(1), [0, 0]
+    expected = {
+        (i, choice.index): [*PROMPTS[i], *choice.token_ids] for i, o in enumerate(plain) for choice in o.outputs
+    }
+    first, run = int(plain[-1].request_id) + 1, core.executor.run
+
+    def drafting(plan: StepPlan) -> StepOutcome:
+        outcome = run(plan)
+        for item in plan.scheduled:
+            sequence, new = core._sequences[item.seq_id], outcome.tokens.get(item.seq_id) or []
+            known = len(sequence.tokens) + len(new)
+            follows = expected[int(sequence.request_id) - first, sequence.index][known : known + chance.randrange(6)]
+            outcome.drafts[item.seq_id] = [token if chance.random() < 0.8 else 11 for token in follows]
+            counts[0] += item.samples > 1
+            counts[1] += len(new) > 1
+        return outcome
+
+    monkeypatch.setattr(core.executor, "run", drafting)
+    for before, after in zip(plain, answers(llm), strict=True):
+        for one, other in zip(before.outputs, after.outputs, strict=True):
+            assert (other.token_ids, other.finish_reason) == (one.token_ids, one.finish_reason)
+            assert other.logprobs == one.logprobs
+    assert counts[0] > counts[1] > 40
+    core.check()
+    assert core.scheduler.blocks.usage == 0.0
