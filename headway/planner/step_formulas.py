@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from headway.cost.attention import Chunk
 from headway.cost.capacity import sequence_bytes
 from headway.cost.parallel import stage_layers
 from headway.cost.precision import Format
 from headway.cost.timing import LINEAR, PartTime
-from headway.cost.work import LAYER_NORM_FLOPS, NORMALISATION, RMS_NORM_FLOPS, Operation, compute_format, total
+from headway.cost.work import (
+    LAYER_NORM_FLOPS,
+    NORMALISATION,
+    RMS_NORM_FLOPS,
+    Operation,
+    compute_format,
+    step_work,
+    total,
+)
 from headway.planner.formula import Formula, plain
 from headway.planner.plan import Phase, Plan
 
@@ -208,6 +217,20 @@ def of_phase(plan: Plan, name: str, phase: Phase) -> Iterator[Formula]:
         phase.time.seconds * 1e3,
         "ms",
         "roofline of each operation",
+    )
+
+
+def of_cache_saved(plan: Plan) -> Formula:
+    d, tokens = plan.deployment, plan.context + 1
+    naive = total(step_work(d.shape, [Chunk(tokens)], d.precision, d.flash).values()).flops
+    return Formula(
+        "Arithmetic that the cache saves",
+        f"FLOPs of a pass over all {tokens:,} tokens, which a token takes without a cache / FLOPs of the decode step "
+        "for each sequence",
+        f"{plain(naive)} / ({plain(plan.decode.flops)} / {plain(plan.batch)})",
+        naive / (plan.decode.flops / plan.batch),
+        "times",
+        "document 001, chapter 5, section 2, and chapter 6, section 3",
     )
 
 

@@ -13,7 +13,6 @@ from headway.cost.memory import activation_bytes, kv_bytes_per_token, kv_cache_b
 from headway.cost.precision import Precision
 from headway.cost.serving import Workload, burst, closed_loop, open_loop
 from headway.cost.shape import ModelShape
-from headway.cost.waste import recompute_s, recompute_work, static_batch
 from headway.cost.work import Operation, Work, step_work, total
 from tests.cost.machines import MACHINE, deployment
 
@@ -106,7 +105,7 @@ def test_contradiction_744_tflop_is_not_what_llama_405b_takes():
     in_layers = of_linear(LLAMA_405B, [Chunk(1000)])
     assert in_layers / (2 * 126 * 1000 * 16_384**2) == 11.875
     assert in_layers / 1e12 == pytest.approx(803, abs=0.5)
-    assert recompute_work(LLAMA_405B, 1000).flops / 1e12 == pytest.approx(807, abs=0.7)
+    assert step(Chunk(1000)).flops / 1e12 == pytest.approx(807, abs=0.7)
     assert ELEVEN.num_parameters / 1e9 == pytest.approx(376, abs=0.5)  # 7 % too few
 
 
@@ -114,22 +113,25 @@ def test_a_word_in_0_74_seconds():
     """Chapter 5, projection: 744 / 1000, about 0.74 s at 1 PFLOPS, which is an H100's peak; 1 to 2 words a second."""
     assert PETAFLOPS.least_seconds(of_linear(ELEVEN, [Chunk(1000)]), 0) == pytest.approx(0.74, abs=0.005)
     assert find_hardware("H100-SXM").rate("fp16") == pytest.approx(1e15, rel=0.02)
-    naive = deployment(LLAMA_405B, hardware=H100)
-    assert recompute_s(naive, 1000, 1) == pytest.approx(0.83, abs=0.005)  # all operations, and 11.875 d^2
-    assert 1 <= 10 / recompute_s(naive, 1000, 10) <= 2
-    assert recompute_s(naive, 4000, 1) > 4 * recompute_s(naive, 1000, 1)  # "slowing further as contexts lengthen"
+
+    def naive_s(tokens: int) -> float:
+        return deployment(LLAMA_405B, hardware=H100).step([Chunk(tokens)]).seconds
+
+    assert naive_s(1000) == pytest.approx(0.83, abs=0.005)  # all operations, and 11.875 d^2
+    assert 1 <= 10 / sum(naive_s(1000 + word) for word in range(10)) <= 2
+    assert naive_s(4000) > 4 * naive_s(1000)  # "slowing further as contexts lengthen"
 
 
 def test_two_and_a_half_hours_for_token_1_000_001():
     """Chapter 5, projection: about 2.5 h, with 11 d^2 in a layer and the whole square of scores, at 1 PFLOPS."""
-    flops = recompute_work(ELEVEN, 10**6, flash=False).flops
+    flops = total(step_work(ELEVEN, [Chunk(10**6)], flash=False).values()).flops
     assert PETAFLOPS.least_seconds(flops, 0) / 3600 == pytest.approx(2.5, abs=0.01)
     assert of_attention(ELEVEN, [Chunk(10**6)], False) > 10 * of_linear(ELEVEN, [Chunk(10**6)])
 
 
 def test_contradiction_two_and_a_half_hours_count_what_the_mask_hides():
     """Chapter 5, projection: 2.5 h; chapter 8 says that words attend to preceding words only, which takes 1.4 h."""
-    flops = recompute_work(LLAMA_405B, 10**6).flops
+    flops = step(Chunk(10**6)).flops
     assert PETAFLOPS.least_seconds(flops, 0) / 3600 == pytest.approx(1.37, abs=0.01)
 
 
@@ -197,13 +199,18 @@ def test_a_batch_reads_weights_once_and_a_cache_for_each():
 
 def test_padding_of_static_batches():
     """Chapter 7, section 3: shorter requests are padded, and are held up by the longest one."""
-    batch = static_batch(deployment(), [(400, 10), (100, 50), (50, 5)])
-    assert batch.computed_tokens == 3 * (400 + 50 - 1)
-    assert batch.useful_tokens == 409 + 149 + 54
-    assert batch.wasted_tokens == pytest.approx(1 - 612 / 1347)
-    assert batch.seconds > batch.continuous_s and batch.wasted_flops > 0.5
-    alike = static_batch(deployment(), [(100, 10)] * 3)
-    assert alike.wasted_tokens == alike.wasted_flops == 0 and alike.seconds == alike.continuous_s
+    asked = [(400, 10), (100, 50), (50, 5)]
+    padded = [[Chunk(400, sequences=3)], *([Chunk(1, 400 + i, sequences=3)] for i in range(49))]
+    leaving = [[Chunk(prompt) for prompt, _ in asked]]
+    leaving += [[Chunk(1, prompt + i) for prompt, output in asked if output > i + 1] for i in range(49)]
+    assert sum(each.sequences for step in padded for each in step if each.tokens == 1) == 3 * 49
+    assert sum(len(step) for step in leaving[1:]) == 9 + 49 + 4
+
+    def whole(steps: list[list[Chunk]]) -> tuple[float, int]:
+        flops = sum(total(step_work(LLAMA_405B, step).values()).flops for step in steps)
+        return sum(deployment().step(step).seconds for step in steps), flops
+
+    assert whole(padded)[0] > whole(leaving)[0] and whole(padded)[1] > 2 * whole(leaving)[1]
 
 
 # Chapter 8: prefill and decode of Llama 3 405B at N = 100,000

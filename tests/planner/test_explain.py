@@ -90,6 +90,16 @@ def test_every_headline_figure_is_explained(model: str, hardware: str, given: di
             assert values[name] == pytest.approx(figures[key]), key
 
 
+def test_a_cache_saves_a_pass_over_all_tokens_but_the_last() -> None:
+    """Document 001, chapter 6, section 3: of N tokens about N times the work; the head is computed once anyway."""
+    saved = {}
+    for tokens in (1000, 4000):
+        plan = make_plan(PlanRequest("llama-3.1-405b", "H200", count=8, prompt_tokens=tokens, output_tokens=2))
+        saved[tokens] = {each.name: each.value for each in formulas(plan)}["Arithmetic that the cache saves"]
+    assert 0.95 * 1002 < saved[1000] < 1002
+    assert 0.95 * 4002 < saved[4000] < 4002
+
+
 def test_numbers_are_written_so_that_they_can_be_put_in() -> None:
     assert [plain(n) for n in (3, 131072, 2.0, 0.0123456789, 1.5e30)] == ["3", "131,072", "2", "0.0123457", "1.5e+30"]
     assert result(Formula("", "", "", 1024.0, "bytes", "")) == "= 1,024 bytes"
