@@ -8,6 +8,7 @@ count until their first token is out: that is the work which a newcomer waits fo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # By default as much may be there as this many full batches: seats for choices, the KV pool for tokens.
@@ -116,3 +117,37 @@ class QueueBound:
         if rate <= 0:
             return 1
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil((refusal.present + refusal.asked - refusal.limit) / rate)))
+
+
+class Place:
+    """What one request takes of the queue, until it gives it back: its choices, and its prompts without output."""
+
+    def __init__(self, bound: QueueBound) -> None:
+        self._bound = bound
+        self._choices = 0
+        self._prompts: list[int] = []  # tokens of each prompt; 0 once it has had an output
+
+    def take(self, choices: int = 0, prompts: Sequence[int] = ()) -> Refusal | None:
+        """So many choices, and prompts of so many tokens, come in; or why they may not, and nothing is taken."""
+        refusal = self._bound.enter(choices, sum(prompts))
+        if refusal is None:
+            self._choices += choices
+            self._prompts += prompts
+        return refusal
+
+    def had_output(self, prompt: int, now: int) -> None:
+        """A token of the prompt with this number is out; only the first one counts."""
+        if self._prompts[prompt]:
+            self._bound.leave(now, tokens=self._prompts[prompt])
+            self._prompts[prompt] = 0
+
+    def ended(self, now: int, choices: int = 1) -> None:
+        """So many of its choices have ended; none is left to end once it is closed."""
+        choices = min(choices, self._choices)
+        self._choices -= choices
+        self._bound.leave(now, choices=choices)
+
+    def close(self, now: int) -> None:
+        """Give everything back; may be called again."""
+        self._bound.leave(now, self._choices, sum(self._prompts))
+        self._choices, self._prompts = 0, [0] * len(self._prompts)

@@ -5,38 +5,13 @@ from __future__ import annotations
 import time
 
 from headway.engine.messages import Ready
-from headway.policy.queue_bound import QueueBound, QueueLimits, Refusal
+from headway.policy.queue_bound import Place, QueueBound, QueueLimits, Refusal
 from headway.server.errors import ApiError, bad_request, too_many
 from headway.server.settings import ServerSettings
 
 clock = time.monotonic_ns
 _FLAGS = {"choices": "--max-num-queued-reqs", "tokens": "--max-num-queued-tokens"}
 _WHAT = {"choices": "choices are waiting or running", "tokens": "prompt tokens wait for their first output"}
-
-
-class Place:
-    """What one request takes of the queue, until it gives it back; a `with` block gives back what is left."""
-
-    def __init__(self, admission: Admission, choices: int) -> None:
-        self._admission = admission
-        self._choices = choices
-        self._tokens = 0
-
-    def add_tokens(self, tokens: int) -> None:
-        """The request's prompts have so many tokens. Raises as Admission.admit()."""
-        self._admission.enter(tokens=tokens)
-        self._tokens += tokens
-
-    def leave(self, choices: int = 0, tokens: int = 0) -> None:
-        """So many of its choices have ended, and prompts of so many tokens have an output."""
-        choices, tokens = min(choices, self._choices), min(tokens, self._tokens)
-        self._choices -= choices
-        self._tokens -= tokens
-        self._admission.queue.leave(clock(), choices, tokens)
-
-    def close(self) -> None:
-        """Give everything back; may be called again."""
-        self.leave(self._choices, self._tokens)
 
 
 class Admission:
@@ -64,16 +39,20 @@ class Admission:
         Raises:
             ApiError: 429, others have taken what it needs; 400, no empty server would have room for it.
         """
-        self.enter(choices=choices)
-        return Place(self, choices)
+        place = Place(self.queue)
+        self._check(place.take(choices))
+        return place
+
+    def add_prompts(self, place: Place, lengths: list[int]) -> None:
+        """The prompts of a request that was admitted have so many tokens each. Raises as admit()."""
+        self._check(place.take(prompts=lengths))
 
     def refuse_if_full(self) -> None:
         """Raises ApiError 429 where no request can come in, before any work is done on this one."""
         if self.queue.is_full:
-            self.enter(choices=1, tokens=1)
+            self._check(self.queue.enter(choices=1, tokens=1))
 
-    def enter(self, choices: int = 0, tokens: int = 0) -> None:
-        refusal = self.queue.enter(choices, tokens)
+    def _check(self, refusal: Refusal | None) -> None:
         if refusal is not None:
             raise self._error(refusal)
 

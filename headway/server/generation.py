@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from headway.choices import Piece, TokenizedPrompt
 from headway.engine.client import EngineDead
 from headway.engine.messages import AddRequest, SequenceOutput
+from headway.policy.queue_bound import Place
 from headway.policy.sampling_params import SamplingParams
-from headway.server.admission import Place
 from headway.server.choices import ServedChoice
 from headway.server.errors import ApiError, request_failed, unavailable
 from headway.server.service import Service
@@ -62,7 +62,6 @@ class Generation:
         self._choice_of: dict[tuple[str, int], ServedChoice] = {}
         self._place = place
         self._held: dict[int, Piece] = {}  # ends of choices that wait for the engine's last word on them
-        self._without_output = {id(prompt): len(prompt.token_ids) for prompt in prompts}
         self.last: ServedChoice | None = None  # the one that finished last
         for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             request = AddRequest(
@@ -133,7 +132,7 @@ class Generation:
 
     def release(self) -> None:
         """Give up what the constructor took; for a generation that run() was never called of, too."""
-        self._place.close()
+        self._place.close(clock())
         self._service.generations.discard(self)
 
     async def turn(self) -> None:
@@ -214,7 +213,7 @@ class Generation:
                 self._service.metrics.on_output(received_ns - stamps.last_token_ns)
             stamps.first_token_ns = stamps.first_token_ns or received_ns
             stamps.last_token_ns = received_ns
-            self._place.leave(tokens=self._without_output.pop(id(choice.prompt), 0))
+            self._place.had_output(choice.index // choice.params.n, received_ns)
         if output.finish_reason is not None:
             self._settle_one(choice, output, received_ns, detokenized_ns)
         elif piece.finish_reason is not None:
@@ -225,7 +224,7 @@ class Generation:
         self, choice: ServedChoice, output: SequenceOutput, received_ns: int, detokenized_ns: int | None = None
     ) -> None:
         choice.settle(output)
-        self._place.leave(choices=1)
+        self._place.ended(received_ns)
         choice.stamps.received_ns = received_ns
         choice.stamps.detokenized_ns = detokenized_ns or received_ns
 

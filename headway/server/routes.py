@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from headway import __version__
 from headway.choices import TokenizedPrompt
+from headway.policy.queue_bound import Place
 from headway.policy.sampling_params import SamplingParams
 from headway.server import responses
-from headway.server.admission import Place
 from headway.server.answers import Answer
 from headway.server.chat import ChatAnswer
 from headway.server.completions import CompletionAnswer
@@ -154,7 +154,7 @@ class Routes:
             return EventStream(answer.events, service.settings, lambda: self._end(answer))
         finally:
             if not streams:
-                place.close()
+                place.close(clock())
                 service.end()
 
     def _end(self, answer: Answer) -> None:
@@ -184,7 +184,7 @@ class Routes:
             )
             for prompt in prompts
         ]
-        place.add_tokens(sum(len(prompt.token_ids) for prompt in prompts))
+        service.admission.add_prompts(place, [len(prompt.token_ids) for prompt in prompts])
         generation = Generation(
             service,
             prompts,

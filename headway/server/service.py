@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Protocol
 
 from headway.engine.messages import AddRequest, Ready, SequenceOutput, StepStats
-from headway.server.admission import Admission, Place
+from headway.policy.queue_bound import Place
+from headway.server.admission import Admission
 from headway.server.errors import ApiError, unavailable
 from headway.server.garbage import FullCollections
 from headway.server.metrics import Metrics

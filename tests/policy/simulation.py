@@ -13,6 +13,7 @@ from headway.policy.accounting import StepTimes, work_of
 from headway.policy.intake import check, fit_to_context, sequences_of
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan
+from headway.policy.queue_bound import Place, QueueBound, QueueLimits
 from headway.policy.request import Request, Sequence, Status
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
@@ -106,6 +107,7 @@ class Simulation:
     longest_step_ns: int = 10_000
     step_time: StepTime | None = None
     budget_rule: BudgetRule | None = None
+    limits: QueueLimits = field(default_factory=QueueLimits)
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     now: int = 1_000
 
@@ -124,13 +126,18 @@ class Simulation:
         blocks = KVBlocks(self.num_blocks, self.block_size, self.caching)
         self.scheduler = self.make_scheduler(config, blocks)
         self.sequences: list[Sequence] = []
+        self.queue = QueueBound(self.limits)
+        self.places: list[tuple[Place, list[Sequence]]] = []  # with the choices that have not ended
         self.executor = FakeExecutor(self.block_size)
 
     def make_scheduler(self, config: SchedulerConfig, blocks: KVBlocks) -> Scheduler:
         return Scheduler(config, blocks, self.step_time, self.budget_rule)
 
     def submit_choices(self, prompt: list[int], max_tokens: int, **options: Any) -> list[Sequence]:
-        """Take a request in as the server and the engine do; its choices."""
+        """Take a request in as the server and the engine do; its choices, none where the queue is full."""
+        place = Place(self.queue)
+        if place.take(options.get("n", 1), [len(prompt)]) is not None:
+            return []
         request = make_request(str(len(self.sequences)), prompt, max_tokens, self.now, **options)
         request.params = fit_to_context(request.params, len(prompt), self.max_model_len, max_tokens_field=None)
         check(request, self.max_model_len, VOCAB_SIZE)
@@ -138,7 +145,22 @@ class Simulation:
         for sequence in sequences:
             self.scheduler.add(sequence, self.now)
         self.sequences += sequences
+        self.places.append((place, list(sequences)))
         return sequences
+
+    def settle_places(self) -> None:
+        """Requests give back what they took of the queue: their prompts with a first token, and choices that ended."""
+        for place, sequences in self.places:
+            if any(sequence.output_len for sequence in sequences):
+                place.had_output(0, self.now)
+            ended = [sequence for sequence in sequences if sequence.status is Status.FINISHED]
+            place.ended(self.now, len(ended))
+            for sequence in ended:
+                sequences.remove(sequence)
+            if not sequences:
+                place.close(self.now)
+        self.places = [(place, sequences) for place, sequences in self.places if sequences]
+        assert self.queue.choices == sum(len(sequences) for _, sequences in self.places)
 
     def submit(self, prompt: list[int], max_tokens: int, **options: Any) -> Sequence:
         """The same for a request of one choice."""
@@ -179,6 +201,7 @@ class Simulation:
             tokens = {item.seq_id: self.tokens_of(item) for item in plan.scheduled if item.samples}
             self.scheduler.complete(plan, tokens, times)
             self.propose(items)
+        self.settle_places()
         self.scheduler.check()
         assert {s.seq_id for s in (*self.scheduler.waiting, *self.scheduler.running)} == self.scheduler.sequences.keys()
         return items
@@ -254,7 +277,9 @@ class Simulation:
         raise AssertionError(f"still work after {limit} steps: somebody starves")
 
     def check_all_closed(self) -> None:
-        """Every block is free and every ledger sums to its life."""
+        """Every block and every place is free, and every ledger sums to its life."""
+        self.settle_places()
+        assert (self.queue.choices, self.queue.tokens) == (0, 0)
         blocks = self.scheduler.blocks
         assert blocks.num_free == blocks.num_blocks
         for sequence in self.sequences:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.policy.queue_bound import MAX_RETRY_AFTER_S, QueueBound, QueueLimits
+from headway.policy.queue_bound import MAX_RETRY_AFTER_S, Place, QueueBound, QueueLimits
+from tests.policy.simulation import Simulation
 
 SECOND = 10**9
 
@@ -75,3 +76,38 @@ def test_tokens_have_a_rate_of_their_own() -> None:
         bound.leave(second * SECOND, choices=1, tokens=500)
         assert bound.enter(1, 500) is None
     assert bound.retry_after_s(refusal, 8 * SECOND) in (5, 6, 7)
+
+
+def test_a_place_gives_everything_back_once() -> None:
+    bound = QueueBound(QueueLimits(10, 100))
+    place = Place(bound)
+    assert place.take(3) is None and place.take(prompts=[20, 30]) is None
+    refusal = place.take(prompts=[60])
+    assert refusal is not None and (refusal.asked, refusal.present) == (60, 50)
+    assert (bound.choices, bound.tokens) == (3, 50)
+    for _ in range(2):
+        place.had_output(1, SECOND)
+    assert bound.tokens == 20
+    place.ended(SECOND)
+    assert bound.choices == 2
+    for _ in range(2):
+        place.close(SECOND)
+    place.ended(SECOND)  # the engine's last word comes after the answer
+    place.had_output(0, SECOND)
+    assert (bound.choices, bound.tokens) == (0, 0)
+
+
+def test_a_full_queue_takes_nobody_in_until_somebody_leaves() -> None:
+    sim = Simulation(limits=QueueLimits(choices=4, tokens=40), max_num_seqs=2)
+    first = sim.submit_choices(list(range(30)), 3, n=3)
+    assert len(first) == 3
+    assert sim.submit_choices([1, 2], 3, n=2) == [], "two choices more than there is room for"
+    assert sim.submit_choices(list(range(11)), 3) == [], "and a token more"
+    while first[0].output_len == 0:
+        sim.step()
+    assert len(sim.submit_choices(list(range(11)), 3)) == 1, "a prompt counts until its first token is out"
+    assert sim.submit_choices([1], 3) == []
+    sim.run_until_done()
+    assert len(sim.submit_choices([1], 3, n=4)) == 4
+    sim.run_until_done()
+    sim.check_all_closed()
