@@ -64,4 +64,4 @@ class Executor(Protocol):
         """A sequence has finished or was preempted; does nothing for an unknown one."""
 
     def recover(self) -> None:
-        """A step raised: make anew what it may have half written."""
+        """A step raised: make again what it may have half written."""

@@ -140,7 +140,7 @@ class StepLayout:
         most = -(-longest // size)
         repeatable = len(tokens) <= self._most_repeated
         if not repeatable:
-            tensors = self._anew(tokens, positions, slots, starts, contexts, last, self.tables.array[rows, :most])
+            tensors = self._transfer(tokens, positions, slots, starts, contexts, last, self.tables.array[rows, :most])
         else:
             self._fill(tokens, positions, slots, rows, most)
             if len(last) == len(tokens) == len(scheduled):
@@ -162,7 +162,7 @@ class StepLayout:
         )
         return LaidOut(tensors.token_ids, geometry, tensors.last_rows)
 
-    def _anew(
+    def _transfer(
         self,
         tokens: list[int],
         positions: list[int],
@@ -172,7 +172,7 @@ class StepLayout:
         last: list[int],
         tables: np.ndarray,
     ) -> _Tensors:
-        """On the device, in two transfers and that of the tables."""
+        """New tensors on the device, in three transfers."""
         count = len(tokens)
         wide = self._to_device(np.array(tokens + positions + slots + last, dtype=np.int64))
         token_ids, position_ids, slot_ids, last_rows = wide.split([count, count, count, len(last)])

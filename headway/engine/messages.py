@@ -106,7 +106,10 @@ def of_prompt(parts: list[PromptLogprobs]) -> list[TokenLogprobs | None]:
 
 
 class SequenceTimings(_Message):
-    """The engine's part of a choice's ledger: nanoseconds from AddRequest.sent_ns to ended_ns, summing exactly."""
+    """The engine's part of a choice's ledger: nanoseconds from AddRequest.sent_ns to ended_ns, summing exactly.
+
+    Where an engine process died, the phases go on with the next, and `steps` and `preemptions` are those of the last.
+    """
 
     phases_ns: dict[str, int]
     ended_ns: int

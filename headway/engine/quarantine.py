@@ -1,7 +1,7 @@
 """Runs steps so that a request which makes one fail does not take the others with it.
 
 A step that raises has changed nothing that counts: sequences are as they were before it, keys and values that it
-wrote are written again with the same numbers, and what the executor keeps of sequences is made anew from their tokens.
+wrote are written again with the same numbers, and what the executor keeps of sequences is made again from their tokens.
 So its sequences are run again in halves, and the halves that fail in halves, until those are alone that still fail.
 They are at fault; what the others got is kept.
 """

@@ -49,7 +49,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutcome:
-        """Execute a step and read its tokens back, the one point where the host waits for the device."""
+        """Execute a step and read its tokens back; the host waits for the device here, and for prompt_logprobs."""
         self._copy_blocks(plan.copies)
         sequences = self._take_in(plan)
         step = self.layout.lay_out(plan.scheduled, sequences)

@@ -129,7 +129,7 @@ class Sampler:
         self._batch = None
 
     def _room(self, rows: int) -> Tensor:
-        """Memory for the logits of a step in float32, the same at every step: mapping it anew costs milliseconds."""
+        """Memory for the logits of a step in float32, the same at every step: mapping new memory costs milliseconds."""
         height = len(self._memory)
         self._steps_with_little = self._steps_with_little + 1 if 4 * rows <= height else 0
         if height < rows or self._steps_with_little == _STEPS_BEFORE_SHRINKING:

@@ -125,12 +125,12 @@ def describe(
         if sequence.params.temperature < GREEDY_BELOW:
             greedy.append(row)
         else:
-            members.setdefault(_way(sequence, vocab_size, device), []).append(row)
+            members.setdefault(_width_for(sequence, vocab_size, device), []).append(row)
     if greedy:
         batch.greedy = _index(greedy, device)
     batch.groups = [
-        _group(sequences, part, *way, vocab_size, device)
-        for way, rows in members.items()
+        _group(sequences, part, *width, vocab_size, device)
+        for width, rows in members.items()
         for part in _parts(rows, vocab_size, device)
     ]
     _describe_edits(batch, vocab_size, table, edits, device)
@@ -156,7 +156,7 @@ def _parts(rows: list[int], vocab_size: int, device: torch.device) -> list[list[
     return [rows[at : at + size] for at in range(0, len(rows), size)]
 
 
-def _way(sequence: SequenceState, vocab_size: int, device: torch.device) -> tuple[int, bool]:
+def _width_for(sequence: SequenceState, vocab_size: int, device: torch.device) -> tuple[int, bool]:
     """(width, bounded) of the row's group: from its own parameters alone, or the batch would matter."""
     params = sequence.params
     size = draws.padded_size(vocab_size)

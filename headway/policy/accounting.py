@@ -1,10 +1,9 @@
 """Who spent which nanosecond of a step on what.
 
-The rule of division. A mixed step takes longer for everybody than it would have without the prefill
-tokens of the others. For each sequence in it, compute is the share of the step's forward time that the
-step would have taken without other sequences' prefill tokens, by the coefficients of `step_time`, which
-are learnt from measured steps; the rest is stall. Compute is rounded down to whole nanoseconds and
-stall takes the remainder, so that the parts sum to the step exactly.
+A mixed step takes longer for everybody in it than it would without the prompts of the others. So each sequence's
+compute is the share of the forward pass that the step would have taken without the others' prompt tokens, as
+`step_time` predicts it, and the rest is stall. Compute is rounded down to whole nanoseconds and stall takes the
+remainder, so that the parts sum to the step exactly.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ def work_of(scheduled: list[ScheduledSequence]) -> StepWork:
 class Accounting:
     """Keeps the ledgers of all sequences in the engine.
 
-    Waiting sequences live on the queue clock, decoding ones on the decode clock; the few that prefill
-    are marked one by one. `stall_ns` counts the stalls of all sequences by cause since it was last taken.
+    Waiting sequences share the queue clock, decoding ones the decode clock; only those with a prompt under way are
+    marked one by one. `stall_ns` adds up the stalls of all sequences by cause since it was last taken.
 
     Args:
         step_time: divides a step among its sequences, and is told how long each step took.
@@ -93,7 +92,7 @@ class Accounting:
         sequence.clock_marks = self._queue.read()
 
     def _leave(self, sequence: Sequence, now: int) -> None:
-        """Bring the ledger to `now`, whichever clock or mode the sequence lived on."""
+        """Bring the ledger to `now`, whichever clock it was on, if any."""
         marks, sequence.clock_marks = sequence.clock_marks, None
         if sequence.status is Status.WAITING:
             if marks is not None:
@@ -138,9 +137,9 @@ class Accounting:
     def record_step(
         self, sequences: list[Sequence], scheduled: list[ScheduledSequence], idle: list[Sequence], times: StepTimes
     ) -> None:
-        """Divide a finished step among the sequences that ran in it, in its order, and the running ones that did not.
+        """Divide a finished step among its sequences, given in its order, and the idle ones, which had no part in it.
 
-        Called before the results are applied, so that a sequence is still what it was in the step.
+        To be called before the results are applied, while each sequence is still what it was in the step.
         """
         work = work_of(scheduled)
         forward = times.computed_ns - times.launched_ns
@@ -207,5 +206,5 @@ class Accounting:
 
 
 def _stall_of(sequence: Sequence) -> Phase:
-    """A stall is the decode's once a sequence has produced a token, even while it computes its past again."""
+    """What waiting for others is called: a decode stall once it has a token, also while it computes its past again."""
     return Phase.DECODE_STALL_PREFILL if sequence.output_len > 0 else Phase.PREFILL_STALL

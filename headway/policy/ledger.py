@@ -68,7 +68,7 @@ class Ledger:
 
 
 class PhaseClock:
-    """Time divided into phases once for all the sequences that live through it alike.
+    """Time divided into phases once, for all sequences that spend it in the same way.
 
     Sequences that wait in the queue, or decode in every step, spend the same nanoseconds on the same
     phases. The clock adds them up once a step; a sequence notes its reading when it joins and is given

@@ -1,8 +1,8 @@
 """How much may be in the server at once, and when who was refused may come back.
 
-Everything is counted in choices: a request with n = 8 and two prompts is sixteen. A choice counts from its admission
-to its end, whether it waits or runs; so nothing can slip through between two counts. Beside that the tokens of prompts
-count until their first token is out: that is the work which a newcomer waits for.
+Two things are counted. Choices, from their admission to their end, whether they wait or run: a request with n = 8 and
+two prompts has sixteen. And the tokens of prompts until their first token is out, which is the work that a newcomer
+waits for.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request may not come in: with the `asked` units it would be more than `limit`."""
+    """Why a request may not come in: `present` units are there, and with those `asked` for it would be over `limit`."""
 
     unit: str  # choices | tokens
     asked: int
@@ -51,7 +51,7 @@ class Refusal:
 
     @property
     def is_final(self) -> bool:
-        """It would not fit into an empty server either."""
+        """Not even an empty server would have room for it."""
         return self.asked > self.limit
 
 

@@ -122,7 +122,7 @@ class Scheduler:
     # --- a step -------------------------------------------------------------------------------------
 
     def schedule(self, now: int) -> StepPlan:
-        """Decide the next step. An empty plan means there is nothing to run."""
+        """Decide the next step. The plan is empty when there is nothing to run."""
         plan = StepPlan()
         for sequence in self._unserved.expired(now):
             self.finish(sequence, FinishReason.TIMEOUT, now)
@@ -175,7 +175,7 @@ class Scheduler:
         return max((s for s in self.running if s.seq_id not in scheduled), key=self.orders.victims)
 
     def _schedule_prefills(self, plan: StepPlan, budget: Budget, now: int, may_admit: bool) -> None:
-        """Continue prompts under way, whose blocks are theirs; who comes before one of them is admitted first."""
+        """Give prompts under way their next chunks; a waiting sequence that comes before one is admitted first."""
         for sequence in [sequence for sequence in self.running if not sequence.is_decoding]:
             if may_admit and len(self.waiting) and self._comes_before(self.waiting.first(), sequence):
                 self._admit(plan, budget, now, before=sequence)
@@ -239,14 +239,14 @@ class Scheduler:
         return order(sequence) < order(other)
 
     def _running_ranks(self) -> RunningRanks:
-        """Made anew only when a sequence has joined or left those who run."""
+        """Computed again only when a sequence has joined or left those who run."""
         if self._ranks_version != self.running.version:
             self._ranks = RunningRanks.of(self.running, self.orders.admission)
             self._ranks_version = self.running.version
         return self._ranks
 
     def _displace(self, plan: StepPlan, now: int) -> None:
-        """Preempt those whose places waiting sequences of a better priority take; these are admitted as any other."""
+        """Preempt running sequences for waiting ones of a better priority, which are then admitted like any other."""
         if self.waiting.first_key() > self._running_ranks().last:
             return
         order = self.orders.admission
@@ -305,7 +305,7 @@ class Scheduler:
         return parent.num_computed < sequence.prompt_len - 1
 
     def _missing_blocks(self, sequence: Sequence) -> int:
-        """Free blocks that admitting it takes, or must leave: of all known tokens, less those shared and in use."""
+        """Free blocks that its admission needs: for all known tokens but those shared and in use, and the spare."""
         prefix, references = self._known_prefix(sequence), self.blocks.references
         in_use = sum(1 for block in prefix if references[block])
         return self.blocks.blocks_for(len(sequence.tokens)) - in_use + self._can_fork(sequence) + self._spare
@@ -362,9 +362,9 @@ class Scheduler:
     # --- results ------------------------------------------------------------------------------------
 
     def take_out(self, failed: list[Sequence], plan: StepPlan, began: int, ended: int) -> None:
-        """The plan was run in parts between `began` and `ended`, as the failed sequences made it fail; end these.
+        """End the sequences that made a plan fail; what is left of it is to be completed.
 
-        They may be of the plan or not; what is left of it is to be completed.
+        It was run again in parts between `began` and `ended`. The failed ones need not all be in the plan.
         """
         self.accounting.record_retry(self.running, began, ended)
         for sequence in failed:

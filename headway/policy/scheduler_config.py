@@ -16,10 +16,10 @@ class SchedulerConfig:
         max_num_seqs: sequences that may run at once.
         max_num_batched_tokens: tokens of one step; at least max_num_seqs, so that decoding never waits.
         max_model_len: longest sequence; the pool must hold one of it.
-        lookahead: waiting sequences examined behind the first that does not fit.
-        max_bypasses: times a sequence that does not fit may be overtaken.
-        max_prefill_stall_ms: for which a step's prompts may hold up others in it, where these do not take longer
-            themselves; may be infinite. Whole prompts, without chunked prefill, are not bounded.
+        lookahead: how many waiting sequences behind one that does not fit are tried.
+        max_bypasses: how often a sequence that does not fit may be overtaken.
+        max_prefill_stall_ms: prompts may hold up others for at most so many ms a step, or for as long as these take
+            themselves where that is longer; may be infinite. Without chunked prefill there is no bound.
         max_queue_time: seconds after which a sequence that was never served is ended; may be infinite.
 
     Raises:

@@ -1,9 +1,9 @@
 """How long a step takes, learnt from the steps that were run.
 
-The time of a step is modelled as linear in what it does: a fixed part (reading the weights), tokens of
-prompts, tokens of decoding sequences, the query-key pairs and context that attention reads, and the rows of
-logits that prompt_logprobs wants. The coefficients follow the machine by recursive least squares with forgetting
-(Ljung, System Identification, 1999, section 11.2); what a step has none of is not forgotten in it.
+The time of a step is taken to be linear in what it does: a fixed part (reading the weights), tokens of prompts, tokens
+of decoding sequences, the query-key pairs and the context that attention reads, and the rows of logits that
+prompt_logprobs wants. The coefficients follow the machine by recursive least squares with forgetting (Ljung, System
+Identification, 1999, section 11.2). A step makes the model forget only of what the step had.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class StepTimeModel:
         self._steps_with_logits += work.logit_rows > 0
 
     def predict_ns(self, work: StepWork) -> float:
-        """Expected duration in nanoseconds. Parts that always come together may each be wrong and their sum right."""
+        """Expected nanoseconds. Of parts that always come together each may be wrong and their sum right."""
         return 1e6 * max(0.0, sum(c * f for c, f in zip(self._milliseconds, work.features(), strict=True)))
 
     def _prefill_costs(self, with_logits: bool) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from headway.policy.request import FinishReason, Sequence, Status
 
 
 class Unserved:
-    """Sequences that have never run, in the order of their hand-over, so that a step looks at the first only.
+    """Sequences that have never run, in the order in which they came: a step looks at the first only.
 
     Args:
         max_wait_ns: how long they may wait; may be infinite.
@@ -26,9 +26,9 @@ class Unserved:
         self._sequences.pop(sequence.seq_id, None)
 
     def expired(self, now: int) -> Iterator[Sequence]:
-        """Those who have waited too long; each is to be finished before the next is asked for.
+        """Those that have waited too long; finish each before asking for the next.
 
-        A further choice of a request that has been served goes on waiting: its request has not waited too long.
+        A further choice of a request goes on waiting once the first has been served.
         """
         while self._sequences:
             sequence = next(iter(self._sequences.values()))

@@ -158,7 +158,7 @@ class Server(uvicorn.Server):
     def drain(self) -> None:
         """Finish what is in flight, within the shutdown timeout, and stop; called again, stop now."""
         if self._draining is not None:
-            self._service.hurry()
+            self._service.end_drain()
             return
         self._draining = asyncio.create_task(self._drain())
 

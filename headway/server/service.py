@@ -159,8 +159,8 @@ class Service:
             generation.abort(self._refusal)
         await self._is_idle_within(2.0)
 
-    def hurry(self) -> None:
-        """Wait no longer in drain()."""
+    def end_drain(self) -> None:
+        """Let drain() wait no longer."""
         self._idle.set()
 
     async def _is_idle_within(self, seconds: float) -> bool:
