@@ -18,13 +18,13 @@ from headway.bench.measures.anytime import anytime_interval, least_blocks
 from headway.bench.measures.dependence import autocorrelation_time
 
 _FEWEST_IN_BLOCK = 10  # requests that may miss together without anybody having seen it
-_TIMES_MEMORY = 2.0  # a block is so many times as long as the misses' memory that was seen: few misses are uncertain
+_TIMES_MEMORY = 3.0  # a block is so many times as long as the misses' memory that was seen: few misses are uncertain
 _SLOWEST = 50  # as few of the slowest requests still show how they cluster
 _LOOKS = (
     3.0  # a first look takes the requests of which three would miss at the target; an unclear one, three times that
 )
 _LONGEST_STEP = 1.25  # down to a lower rate, where one could not be proven
-_LONGEST_PROOF = 4.0  # times the fewest requests that could show that a rate holds
+_LONGEST_PROOF = 6.0  # times the fewest requests that could show that a rate holds
 
 
 class Verdict(StrEnum):
@@ -175,7 +175,7 @@ class SearchOptions:
         confidence: of the interval that must lie on one side of the target before a rate is judged.
         tolerance: the search ends when the bounds are closer than this, as a share.
         stall_s: misses within so many seconds may be one event: the claim must survive stalls of this length.
-        max_samples: requests at one rate, after which it is left undecided; None is four times the fewest that could
+        max_samples: requests at one rate, after which it is left undecided; None is six times the fewest that could
             show that it holds.
         max_probes: in all.
         max_seconds: no probe begins later.

@@ -193,8 +193,9 @@ def test_stalls_that_miss_the_target_are_not_claimed(length: int) -> None:
     assert searched(partial(stalls, length=length), 0.0, 2).claimed == 1.0
 
 
+QUEUE = "M/M/4 at load 0.8"
 WITHIN_THE_PROMISE = [
-    name for name in PROCESSES if not name.startswith(("stalls of 20", "stalls of 60", "stalls of 100"))
+    name for name in PROCESSES if not name.startswith(("stalls of 20", "stalls of 60", "stalls of 100", QUEUE))
 ]
 
 
@@ -208,11 +209,18 @@ def test_a_rate_that_misses_is_claimed_in_no_more_than_the_promised_share(name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITHIN_THE_PROMISE)
+@pytest.mark.parametrize(("missed", "allowed"), [(0.058, 0.0), (0.02, 0.08), (0.0125, 0.2), (0.0101, 0.25)])
+def test_a_queue_just_short_of_the_target_is_claimed_at_times(missed: float, allowed: float) -> None:
+    """Beyond the promise: what misses in a queue near its limit comes in clusters of any length."""
+    assert searched(PROCESSES[QUEUE], missed, 200, seed=1).claimed <= allowed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*WITHIN_THE_PROMISE, QUEUE])
 def test_a_rate_that_clearly_holds_is_claimed(name: str) -> None:
-    """The waits of a queue near its limit hang together for long: there half of the searches stay unsure."""
+    """The waits of a queue near its limit hang together for long: there many searches stay unsure."""
     outcome = searched(PROCESSES[name], 0.001, 100, seed=2)
-    assert outcome.claimed >= (0.4 if name.startswith("M/M/4") else 0.8) and outcome.requests <= 12_000
+    assert outcome.claimed >= (0.6 if name == QUEUE else 0.8) and outcome.requests <= 12_000
 
 
 def test_the_interval_holds_for_shares_of_blocks_of_any_kind() -> None:
@@ -241,7 +249,7 @@ def test_memory_is_how_many_requests_miss_together() -> None:
     assert memory(calm) < 1.5 and memory(np.full(100, 0.5)) == memory(np.empty(0)) == 1.0
     stalled = calm.copy()
     stalled[1000:1060] = 9.0
-    assert 60 < memory(stalled) < 180
+    assert 60 < memory(stalled) < 240
     # Nothing was missed, and the slowest requests come in groups of twenty.
     assert memory(np.where(np.arange(4000) % 800 < 20, 0.9, 0.3 * calm)) > 10
 
