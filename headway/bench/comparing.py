@@ -13,8 +13,9 @@ from headway.bench.measures.numbers import Summary
 from headway.bench.measures.summary import summarise_all
 from headway.bench.record import RunResult
 from headway.bench.report.console import print_comparison
-from headway.bench.report.run_page import write_comparison
+from headway.bench.report.run_page import comparison_page
 from headway.bench.results import load_json
+from headway.report.page import write_page
 
 
 def compare_files(a: Sequence[Path], b: Sequence[Path], report: Path | None = None) -> None:
@@ -37,7 +38,7 @@ def compare_files(a: Sequence[Path], b: Sequence[Path], report: Path | None = No
     if report is None:
         return
     shown = {name: (runs[0], _summaries(runs[0])) for name, runs in zip(names, sides, strict=True)}
-    written = write_comparison(report, comparison, shown, figures_dir=figures_beside(report))
+    written = write_page(report, comparison_page(comparison, shown), figures_beside(report))
     out.print(Text(f"Report: {written[0]}", style="dim"), soft_wrap=True)
 
 

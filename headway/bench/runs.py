@@ -23,7 +23,7 @@ from headway.bench.record import RunResult
 from headway.bench.report import verdict
 from headway.bench.report.console import print_summary
 from headway.bench.report.live import LiveView
-from headway.bench.report.run_page import write_report
+from headway.bench.report.run_page import report_page
 from headway.bench.results import default_file_name, to_json, write_csv, write_json
 from headway.bench.session import Session
 from headway.bench.settings import settings_of
@@ -31,6 +31,7 @@ from headway.bench.workload.arrivals import AllAtOnce, Constant, Gamma, Poisson
 from headway.bench.workload.build import Workload, build_workload, warm_up_requests
 from headway.bench.workload.spec import WorkloadSpec
 from headway.bench.workload.traces import TRACES
+from headway.report.page import write_page
 from headway.report.parts import Section
 
 VALID, NOT_VALID, INTERRUPTED = 0, 1, 130
@@ -195,15 +196,13 @@ class Bench:
             return
         try:
             with self.progress.status("Drawing the report ..."), self._stoppable():
-                write_report(
-                    path,
-                    [result for result, _ in runs],
-                    [summaries for _, summaries in runs],
+                page = report_page(
+                    *zip(*runs, strict=True),
                     extra=extra,
                     target=claims.attainment,
                     max_failed_share=claims.max_failed_share,
-                    figures_dir=figures_beside(path),
                 )
+                write_page(path, page, figures_beside(path))
         except Interrupted:
             self.progress.print("Stopped: there is no report.")
             return

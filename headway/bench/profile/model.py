@@ -14,7 +14,6 @@ from headway.models.config import ModelConfig, ModelError
 from headway.models.folder import resolve_model
 from headway.models.quantization import EMBEDDING, scheme_of
 
-QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4")
 _FORMATS = {"int8": INT8, "int8-weight-only": INT8, "int4": Format("int4", 4, "int8", group=32, scale_bits=8)}
 
 
@@ -91,12 +90,6 @@ def find_model(
     except ModelError as error:
         raise BenchError(str(error)) from None
     runs_in = (config.dtype or "float32") if dtype == "auto" else dtype
-    if runs_in not in ("float32", "bfloat16", "float16"):
-        raise BenchError(f"--dtype is {dtype!r}; it must be auto, float32, bfloat16 or float16")
-    if kv_cache_dtype not in ("auto", "int8"):
-        raise BenchError(f"--kv-cache-dtype is {kv_cache_dtype!r}; it must be auto or int8")
-    if quantization not in QUANTIZATIONS:
-        raise BenchError(f"--quantization is {quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}")
     files = [] if load_format == "dummy" else sorted(folder.glob("*.safetensors"))
     if not files and load_format != "dummy":
         raise BenchError(f"{folder} holds no *.safetensors; give a complete checkpoint, or --load-format dummy")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -120,7 +119,7 @@ class ProfileResult:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, JSON-able; times are in the unit that the key names, sizes in bytes and tokens."""
+        """Everything, for `write_json`; times are in the unit that the key names, sizes in bytes and tokens."""
         model, peaks = self.model, self.peaks
         return {
             "profile": 1,
@@ -175,21 +174,12 @@ def _length_as_json(each: LengthProfile) -> dict[str, Any]:
         "completed": each.completed,
         "failures": each.failures,
         "medians_ms": each.medians_ms,
-        "latencies": {name: _plain(asdict(found)) for name, found in each.latencies.items()},
+        "latencies": {name: asdict(found) for name, found in each.latencies.items()},
         "stages_ms": each.stages_ms,
         "stage_shares": {key: ms / each.total_ms for key, ms in each.stages_ms.items()},
         "prefill": computed(each.prefill),
         "decode_step": computed(each.decode),
     }
-
-
-def _plain(value: Any) -> Any:
-    """NaN has no form in JSON."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def profile_length(

@@ -192,7 +192,7 @@ def settings_table(comparison: Comparison, a: str, b: str) -> Table | None:
 
 
 def comparison_section(comparison: Comparison, a: str = "a", b: str = "b") -> Section:
-    """For the top of a report: `write_report(..., extra=[comparison_section(...)])`.
+    """For the top of a report.
 
     Args:
         a, b: what to call the two sides: their files, or labels.

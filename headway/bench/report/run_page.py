@@ -7,7 +7,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import headway
@@ -18,7 +17,6 @@ from headway.bench.report import pictures, tables, verdict
 from headway.bench.report.comparison import comparison_banners, comparison_section
 from headway.bench.report.figures_rates import load_points
 from headway.bench.report.views import load_name, load_of, steady_or_whole
-from headway.report.page import write_page
 from headway.report.parts import Banner, Page, Section, Table
 from headway.report.style import number, plain, sentence
 
@@ -43,63 +41,21 @@ DEFINITIONS = (
 )
 
 
-def write_report(
-    path: Path,
-    results: Sequence[RunResult],
-    summaries: Sequence[Sequence[Summary]],
-    *,
-    extra: Sequence[Section] = (),
-    title: str | None = None,
-    target: float = verdict.TARGET,
-    max_failed_share: float = verdict.MAX_FAILED_SHARE,
-    environment: Mapping[str, Any] | None = None,
-    date: datetime | None = None,
-    figures_dir: Path | None = None,
-) -> list[Path]:
-    """Write the report of one run or of several runs of one workload.
-
-    Args:
-        path: the HTML file; written whole or not at all.
-        results, summaries: each run, and what `summarise_all` makes of it.
-        extra: sections that come first: the outcome of a search, or of a comparison.
-        target: share of requests that must meet their objectives.
-        max_failed_share: a run with a larger share of failed requests is not valid.
-        environment: where the client ran; None describes this machine.
-        figures_dir: folder for the pictures as PNG; None writes none.
-
-    Returns:
-        The files written, the page first.
-
-    Raises:
-        ValueError: there is no run, or not one row of summaries for each.
-        ReportError: a file cannot be written.
-    """
-    limits = {"target": target, "max_failed_share": max_failed_share}
-    page = report_page(results, summaries, extra=extra, title=title, environment=environment, date=date, **limits)
-    return write_page(path, page, figures_dir)
-
-
-def write_comparison(
-    path: Path,
+def comparison_page(
     comparison: Comparison,
     sides: Mapping[str, tuple[RunResult, Sequence[Summary]]],
     *,
     environment: Mapping[str, Any] | None = None,
     date: datetime | None = None,
-    figures_dir: Path | None = None,
-) -> list[Path]:
-    """Write the report of a comparison.
+) -> Page:
+    """The report of a comparison.
 
     Args:
         sides: by what it is called, one run of each side, a first, with what `summarise_all` makes of it.
-        others: see `write_report`.
-
-    Returns:
-        The files written, the page first.
+        environment, date: see `report_page`.
 
     Raises:
         ValueError: there are not two sides.
-        ReportError: a file cannot be written.
     """
     if len(sides) != 2:
         raise ValueError(f"{len(sides)} sides: a comparison has two")
@@ -111,14 +67,13 @@ def write_comparison(
         sections.append(Section(plain(name, 60), banners=verdict.banners(result, summaries), anchor=_anchor(sections)))
         sections += run_sections(result, summaries, prefix=plain(name, 60))
     results = [result for result, _ in sides.values()]
-    page = Page(
+    return Page(
         title=f"headway bench: {plain(b, 60)} compared with {plain(a, 60)}",
         subtitle=_subtitle(results),
         verdict=comparison_banners(comparison, a, b),
         sections=(*sections, *_closing(results, environment)),
         footer=_footer(date),
     )
-    return write_page(path, page, figures_dir)
 
 
 def _anchor(before: Sequence[Section]) -> str:
@@ -140,7 +95,19 @@ def report_page(
     environment: Mapping[str, Any] | None = None,
     date: datetime | None = None,
 ) -> Page:
-    """The page of `write_report`, not yet drawn as HTML."""
+    """The report of one run, or of several runs of one workload.
+
+    Args:
+        results, summaries: each run, and what `summarise_all` makes of it.
+        extra: sections that come first: the outcome of a search.
+        target: share of requests that must meet their objectives.
+        max_failed_share: a run with a larger share of failed requests is not valid.
+        environment: where the client ran; None describes this machine.
+        date: of the report; None is now.
+
+    Raises:
+        ValueError: there is no run, or not one row of summaries for each.
+    """
     if not results or len(results) != len(summaries):
         raise ValueError(f"{len(results)} results and {len(summaries)} rows of summaries: give one row for each result")
     limits = {"target": target, "max_failed_share": max_failed_share}

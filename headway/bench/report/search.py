@@ -119,7 +119,7 @@ def attainment_of_rates(found: SearchResult, target: float = 0.99) -> Figure:
 
 
 def search_section(found: SearchResult, target: float = 0.99) -> Section:
-    """For the top of a report: `write_report(..., extra=[search_section(...)])`."""
+    """For the top of a report: `report_page(..., extra=[search_section(...)])`."""
     caption = "Each point is all that was measured at one rate, with an interval that holds at every look at once."
     if found.rate is not None and found.above is not None:
         caption += f" The limit lies between {number(found.rate)} and {number(found.above)} requests/s."

@@ -67,76 +67,64 @@ def _renewals_until(duration_s: float, rate: float, gaps: Callable[[int], Times]
 
 
 @dataclass(frozen=True, slots=True)
-class Poisson:
+class Rated:
+    """A process with one rate: requests per second, in the mean."""
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        _positive("the request rate", self.rate)
+
+    @property
+    def mean_rate(self) -> float:
+        return self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class Poisson(Rated):
     """Independent arrivals: exponential gaps of mean 1 / rate, the first of them before the first arrival.
 
     `vllm bench serve` then stretches the times so that the last is exactly count / rate. That is no Poisson process
     (its count in a window varies less), so it is not done here.
     """
 
-    rate: float
-
-    def __post_init__(self) -> None:
-        _positive("the request rate", self.rate)
-
-    @property
-    def mean_rate(self) -> float:
-        return self.rate
+    def gaps(self, count: int, rng: np.random.Generator) -> Times:
+        return rng.standard_exponential(count) / self.rate
 
     def offsets(self, count: int, rng: np.random.Generator) -> Times:
-        return np.cumsum(rng.standard_exponential(count) / self.rate)
+        return np.cumsum(self.gaps(count, rng))
 
     def offsets_until(self, duration_s: float, rng: np.random.Generator) -> Times:
-        return _renewals_until(duration_s, self.rate, lambda count: rng.standard_exponential(count) / self.rate)
+        return _renewals_until(duration_s, self.rate, lambda count: self.gaps(count, rng))
 
     def describe(self) -> str:
         return f"Poisson, {self.rate:g} requests/s"
 
 
 @dataclass(frozen=True, slots=True)
-class Gamma:
+class Gamma(Poisson):
     """Gamma gaps of mean 1 / rate and coefficient of variation 1 / sqrt(burstiness).
 
     Burstiness is the distribution's shape, as in `vllm bench serve`: 1 is Poisson, below 1 arrivals cluster, above
     1 they are more even.
     """
 
-    rate: float
     burstiness: float
 
     def __post_init__(self) -> None:
-        _positive("the request rate", self.rate)
+        Poisson.__post_init__(self)
         _positive("the burstiness", self.burstiness)
 
-    @property
-    def mean_rate(self) -> float:
-        return self.rate
-
-    def _gaps(self, count: int, rng: np.random.Generator) -> Times:
+    def gaps(self, count: int, rng: np.random.Generator) -> Times:
         return rng.standard_gamma(self.burstiness, count) / (self.rate * self.burstiness)
-
-    def offsets(self, count: int, rng: np.random.Generator) -> Times:
-        return np.cumsum(self._gaps(count, rng))
-
-    def offsets_until(self, duration_s: float, rng: np.random.Generator) -> Times:
-        return _renewals_until(duration_s, self.rate, lambda count: self._gaps(count, rng))
 
     def describe(self) -> str:
         return f"gamma, {self.rate:g} requests/s, burstiness {self.burstiness:g}"
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class Constant(Rated):
     """Equal gaps: arrival i at i / rate."""
-
-    rate: float
-
-    def __post_init__(self) -> None:
-        _positive("the request rate", self.rate)
-
-    @property
-    def mean_rate(self) -> float:
-        return self.rate
 
     def offsets(self, count: int, rng: np.random.Generator) -> Times:
         return np.arange(count) / self.rate
@@ -151,39 +139,33 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
-class OnOff:
+class OnOff(Rated):
     """Bursts: a Poisson process for `on_s` seconds, silence for `off_s`, and again from the start.
 
     Args:
         rate: mean over time, silence included; while on, it is rate * (on_s + off_s) / on_s.
     """
 
-    rate: float
     on_s: float
     off_s: float
 
     def __post_init__(self) -> None:
-        _positive("the request rate", self.rate)
+        Rated.__post_init__(self)
         _positive("the length of the on-phase in seconds", self.on_s)
         _positive("the length of the off-phase in seconds", self.off_s)
-
-    @property
-    def mean_rate(self) -> float:
-        return self.rate
 
     @property
     def rate_on(self) -> float:
         return self.rate * (self.on_s + self.off_s) / self.on_s
 
     def offsets(self, count: int, rng: np.random.Generator) -> Times:
-        return self._with_silence(np.cumsum(rng.standard_exponential(count) / self.rate_on))
+        return self._with_silence(Poisson(self.rate_on).offsets(count, rng))
 
     def offsets_until(self, duration_s: float, rng: np.random.Generator) -> Times:
         _positive("the duration in seconds", duration_s)
         cycles, rest = divmod(duration_s, self.on_s + self.off_s)
         on_time = cycles * self.on_s + min(rest, self.on_s)
-        times = _renewals_until(on_time, self.rate_on, lambda count: rng.standard_exponential(count) / self.rate_on)
-        return self._with_silence(times)
+        return self._with_silence(Poisson(self.rate_on).offsets_until(on_time, rng))
 
     def _with_silence(self, on_times: Times) -> Times:
         """From time counted in on-phases only to time on the clock."""

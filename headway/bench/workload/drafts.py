@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -35,30 +35,34 @@ class Draft:
 Turns = tuple[Draft, ...]  # of one conversation; a single request is a conversation of one turn
 
 
-class Dataset(Protocol):
+@dataclass(kw_only=True)
+class Dataset(ABC):
     """Where requests come from.
 
-    Attributes:
+    Args:
         has_times: each first turn has an arrival_s, ascending.
         rows: how many conversations there are; None when there is no end.
         repeats_prompts: taken once more, a row is the same prompt again.
-        mean_turns: of a conversation.
         notes: what was left out or changed while reading, a sentence each.
     """
 
-    has_times: bool
-    rows: int | None
-    repeats_prompts: bool
-    notes: list[str]
+    has_times: bool = field(default=False, init=False)
+    rows: int | None = field(default=None, init=False)
+    repeats_prompts: bool = field(default=False, init=False)
+    notes: list[str] = field(default_factory=list, init=False)
 
     @property
-    def mean_turns(self) -> float: ...
+    def mean_turns(self) -> float:
+        """Of a conversation."""
+        return 1.0
 
+    @abstractmethod
     def draw(self, count: int | None, rng: np.random.Generator) -> Sequence[Turns]:
         """Up to `count` conversations, or all that there are; fewer only where the dataset ends.
 
         `notes` may grow by what this draw left out.
         """
-        ...
 
-    def describe(self) -> str: ...
+    @abstractmethod
+    def describe(self) -> str:
+        """In a few words, for titles."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headway.bench.errors import BenchError
-from headway.bench.workload.drafts import Draft, Turns
+from headway.bench.workload.drafts import Dataset, Draft, Turns
 from headway.bench.workload.lengths import Distribution, tokens
 
 
@@ -19,7 +19,7 @@ def check_whole(flag: str, value: int, fewest: int) -> None:
 
 
 @dataclass
-class RandomLengths:
+class RandomLengths(Dataset):
     """Single requests with random prompts.
 
     Args:
@@ -30,11 +30,6 @@ class RandomLengths:
     input_len: Distribution
     output_len: Distribution
     prefix_len: int = 0
-    has_times: bool = False
-    rows: int | None = None
-    repeats_prompts: bool = False
-    mean_turns: float = 1.0
-    notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_whole("--random-prefix-len", self.prefix_len, 0)
@@ -54,7 +49,7 @@ class RandomLengths:
 
 
 @dataclass
-class PrefixRepetition:
+class PrefixRepetition(Dataset):
     """Prompts in groups of equal size: those of a group share a prefix, and all end differently.
 
     Groups differ by one in size where the number of prompts is no multiple of theirs; their order is random.
@@ -64,11 +59,6 @@ class PrefixRepetition:
     prefix_len: int
     suffix_len: int
     output_len: Distribution
-    has_times: bool = False
-    rows: int | None = None
-    repeats_prompts: bool = False
-    mean_turns: float = 1.0
-    notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_whole("--prefix-repetition-num-prefixes", self.num_prefixes, 1)
@@ -92,7 +82,7 @@ class PrefixRepetition:
 
 
 @dataclass
-class MultiTurn:
+class MultiTurn(Dataset):
     """Conversations: each turn brings all that was said before it, comes after the answer, and some thinking.
 
     Args:
@@ -109,10 +99,6 @@ class MultiTurn:
     think_s: Distribution
     prefix_len: int = 0
     longest: int | None = None
-    has_times: bool = False
-    rows: int | None = None
-    repeats_prompts: bool = False
-    notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_whole("--multi-turn-prefix-len", self.prefix_len, 0)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from headway.bench.errors import BenchError
-from headway.bench.workload.drafts import Draft, Turns
+from headway.bench.workload.drafts import Dataset, Draft, Turns
 from headway.bench.workload.files import numbered_lines, read_text, wrong
 from headway.bench.workload.lengths import Distribution, tokens
 from headway.bench.workload.prompts import TokenSource
@@ -21,7 +22,31 @@ FEWEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048
 DEFAULT_OUTPUT_TOKENS = 256
 
 
-class ShareGPT:
+@dataclass
+class TextDataset(Dataset):
+    """A file with prompts in it.
+
+    Args:
+        output_len: tokens of answers; None takes those that the file says.
+        longest_prompt: longer ones are left out; None takes the dataset's own bound, or none.
+        shuffle: take them in random order.
+    """
+
+    path: Path
+    source: TokenSource
+    output_len: Distribution | None = None
+    longest_prompt: int | None = None
+    shuffle: bool = True
+    repeats_prompts: bool = field(default=True, init=False)
+
+    def _order(self, rng: np.random.Generator) -> list[int]:
+        order = rng.permutation(self.rows or 0) if self.shuffle else np.arange(self.rows or 0)
+        found: list[int] = order.tolist()
+        return found
+
+
+@dataclass
+class ShareGPT(TextDataset):
     """The first two turns of each conversation: a prompt, and an answer whose length is asked for.
 
     As `vllm bench serve` does, conversations are taken in random order, whoever speaks first, and left out when the
@@ -30,29 +55,16 @@ class ShareGPT:
 
     Args:
         path: JSON, [{"conversations": [{"from": "human", "value": "..."}, ...]}, ...].
-        output_len: tokens of answers; None takes the answer's own length.
         longest_prompt: instead of 1024; both together may then have 1024 more.
 
     Raises:
         BenchError: naming the file, and the line or entry that is wrong.
     """
 
-    has_times = False
-    repeats_prompts = True
-    mean_turns = 1.0
-
-    def __init__(
-        self,
-        path: Path,
-        source: TokenSource,
-        output_len: Distribution | None = None,
-        longest_prompt: int | None = None,
-        shuffle: bool = True,
-    ) -> None:
-        self.path, self._source, self._output_len, self._shuffle = path, source, output_len, shuffle
-        self._longest_prompt = longest_prompt or LONGEST_PROMPT
-        self._longest = max(LONGEST, self._longest_prompt + LONGEST - LONGEST_PROMPT)
-        self.notes: list[str] = []
+    def __post_init__(self) -> None:
+        path = self.path
+        self._most = self.longest_prompt or LONGEST_PROMPT
+        self._longest = max(LONGEST, self._most + LONGEST - LONGEST_PROMPT)
         entries = _sharegpt_entries(path)
         self._pairs = [(turns[0].value, turns[1].value) for turns in entries if len(turns) > 1]
         if len(self._pairs) < len(entries):
@@ -60,14 +72,14 @@ class ShareGPT:
             self.notes.append(f"{path.name}: {short} of {len(entries)} conversations have no answer; left out")
         if not self._pairs:
             raise BenchError(f"{path} has no conversation with a prompt and an answer; it must have at least one")
-        self.rows: int | None = len(self._pairs)
+        self.rows = len(self._pairs)
 
     def draw(self, count: int | None, rng: np.random.Generator) -> Sequence[Turns]:
-        order = rng.permutation(len(self._pairs)) if self._shuffle else np.arange(len(self._pairs))
-        wanted = tokens(self._output_len, len(order), rng).tolist() if self._output_len else [None] * len(order)
+        order = self._order(rng)
+        wanted = tokens(self.output_len, len(order), rng).tolist() if self.output_len else [None] * len(order)
         kept: list[Turns] = []
         seen = 0
-        for at, output_tokens in zip(order.tolist(), wanted, strict=True):
+        for at, output_tokens in zip(order, wanted, strict=True):
             if len(kept) == count:
                 break
             seen += 1
@@ -84,13 +96,13 @@ class ShareGPT:
         return kept
 
     def _bounds(self) -> str:
-        return f"{FEWEST} to {self._longest_prompt} prompt tokens and {self._longest} in all"
+        return f"{FEWEST} to {self._most} prompt tokens and {self._longest} in all"
 
     def _sensible(self, prompt: str, answer: str, output_tokens: int | None) -> Draft | None:
-        asked = self._source.count(prompt)
-        answered = self._source.count(answer) if output_tokens is None else output_tokens
+        asked = self.source.count(prompt)
+        answered = self.source.count(answer) if output_tokens is None else output_tokens
         too_short = asked < FEWEST or (output_tokens is None and answered < FEWEST)
-        if too_short or asked > self._longest_prompt or asked + answered > self._longest:
+        if too_short or asked > self._most or asked + answered > self._longest:
             return None
         return Draft(answered, asked, text=prompt)
 
@@ -133,58 +145,44 @@ class _CustomRow(msgspec.Struct):
     output_tokens: int | None = None
 
 
-class Custom:
+@dataclass
+class Custom(TextDataset):
     """Prompts of one's own.
 
     Args:
-        path: JSON Lines, {"prompt": "...", "output_tokens": 10}; output_tokens may be absent.
-        output_len: tokens of answers; None takes each line's own, or DEFAULT_OUTPUT_TOKENS.
+        path: JSON Lines, {"prompt": "...", "output_tokens": 10}; DEFAULT_OUTPUT_TOKENS where output_tokens is absent.
 
     Raises:
         BenchError: naming the file and the line that is wrong.
     """
 
-    has_times = False
-    repeats_prompts = True
-    mean_turns = 1.0
-
-    def __init__(
-        self,
-        path: Path,
-        source: TokenSource,
-        output_len: Distribution | None = None,
-        longest_prompt: int | None = None,
-        shuffle: bool = True,
-    ) -> None:
-        self.path, self._source, self._output_len, self._shuffle = path, source, output_len, shuffle
-        self._longest_prompt = longest_prompt
-        self.notes: list[str] = []
-        self._rows = list(_custom_rows(path))
-        self.rows: int | None = len(self._rows)
+    def __post_init__(self) -> None:
+        self._rows = list(_custom_rows(self.path))
+        self.rows = len(self._rows)
         unsaid = sum(row.output_tokens is None for row in self._rows)
-        if unsaid and output_len is None:
+        if unsaid and self.output_len is None:
             default = f"{DEFAULT_OUTPUT_TOKENS} taken"
-            self.notes.append(f"{path.name}: {unsaid} of {self.rows} prompts have no output_tokens; {default}")
+            self.notes.append(f"{self.path.name}: {unsaid} of {self.rows} prompts have no output_tokens; {default}")
 
     def draw(self, count: int | None, rng: np.random.Generator) -> Sequence[Turns]:
-        order = rng.permutation(len(self._rows)) if self._shuffle else np.arange(len(self._rows))
-        said = [self._rows[at].output_tokens or DEFAULT_OUTPUT_TOKENS for at in order.tolist()]
-        wanted = tokens(self._output_len, len(order), rng).tolist() if self._output_len else said
+        order = self._order(rng)
+        said = [self._rows[at].output_tokens or DEFAULT_OUTPUT_TOKENS for at in order]
+        wanted = tokens(self.output_len, len(order), rng).tolist() if self.output_len else said
         kept: list[Turns] = []
         long = 0
-        for at, output_tokens in zip(order.tolist(), wanted, strict=True):
+        for at, output_tokens in zip(order, wanted, strict=True):
             if len(kept) == count:
                 break
             prompt = self._rows[at].prompt
-            asked = self._source.count(prompt)
-            if self._longest_prompt is not None and asked > self._longest_prompt:
+            asked = self.source.count(prompt)
+            if self.longest_prompt is not None and asked > self.longest_prompt:
                 long += 1
             else:
                 kept.append((Draft(output_tokens, asked, text=prompt),))
         if not kept:
-            raise BenchError(f"{self.path}: every prompt is longer than --max-input-len {self._longest_prompt}")
+            raise BenchError(f"{self.path}: every prompt is longer than --max-input-len {self.longest_prompt}")
         if long:
-            self.notes.append(f"{self.path.name}: {long} prompts longer than {self._longest_prompt} tokens left out")
+            self.notes.append(f"{self.path.name}: {long} prompts longer than {self.longest_prompt} tokens left out")
         return kept
 
     def describe(self) -> str:

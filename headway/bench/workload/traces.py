@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from headway.bench.errors import BenchError
-from headway.bench.workload.drafts import Draft, Turns
+from headway.bench.workload.drafts import Dataset, Draft, Turns
 from headway.bench.workload.files import count_of, numbered_lines, read_text, wrong
 from headway.bench.workload.lengths import Distribution, tokens
 
@@ -34,20 +34,17 @@ T = TypeVar("T")
 Row = tuple[int, Draft]  # nanoseconds from any origin, and the request
 
 
-class TraceRows:
+class TraceRows(Dataset):
     """The requests of a trace, by their time.
 
     Attributes:
         output_len: tokens of answers, instead of those that were recorded.
     """
 
-    has_times = True
-    mean_turns = 1.0
-
     def __init__(self, name: str, path: Path, rows: list[Row], shares_blocks: bool) -> None:
+        super().__init__()
         self.name, self.path = name, path
-        self.repeats_prompts = shares_blocks
-        self.notes: list[str] = []
+        self.has_times, self.repeats_prompts = True, shares_blocks
         self.output_len: Distribution | None = None
         rows = self._usable(rows)
         first = rows[0][0]
@@ -56,7 +53,7 @@ class TraceRows:
             (Draft(draft.output_tokens, draft.input_tokens, draft.shared, arrival_s=(at - first) / 1e9),)
             for at, draft in rows
         ]
-        self.rows: int | None = len(rows)
+        self.rows = len(rows)
 
     def _usable(self, rows: list[Row]) -> list[Row]:
         kept = [row for row in rows if row[1].output_tokens and row[1].input_tokens]

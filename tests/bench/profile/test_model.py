@@ -67,9 +67,3 @@ def test_bad_models_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["GPTJForCausalLM"]}')
     with pytest.raises(BenchError, match="GPTJForCausalLM"):
         find_model(str(tmp_path))
-    with pytest.raises(BenchError, match="--dtype is 'int3'; it must be auto, float32"):
-        find_model(None, "int3")
-    with pytest.raises(BenchError, match="--quantization is 'int3'; it must be one of none, int8"):
-        find_model(None, quantization="int3")
-    with pytest.raises(BenchError, match="--kv-cache-dtype is 'fp8'; it must be auto or int8"):
-        find_model(None, kv_cache_dtype="fp8")

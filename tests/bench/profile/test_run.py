@@ -156,7 +156,7 @@ async def test_a_server_that_refuses_is_quoted(options):
     ("changes", "said"),
     [
         ({"model": "no such model"}, "'no such model': no such folder"),
-        ({"repeats": 0}, "--repeats is 0"),
+        ({"prompt_lens": (0,)}, "--prompt-lens has 0"),
         ({"max_model_len": 32}, "a prompt of 40 tokens and an answer of 4 do not fit in a context of 32 tokens"),
         ({"prompt_lens": (1021,)}, "a prompt of 1021 tokens and an answer of 4 do not fit in a context of 1024 tokens"),
         ({"calibration": Path("/no/such/file")}, "--calibration /no/such/file: No such file or directory"),

@@ -16,7 +16,7 @@ from headway.bench.measures.compare import compare
 from headway.bench.measures.search import ProbeOutcome, SearchResult, Stop, Trial, Verdict
 from headway.bench.measures.summary import summarise_all
 from headway.bench.report import run_page
-from headway.bench.report.run_page import report_page, write_report
+from headway.bench.report.run_page import comparison_page, report_page
 from headway.bench.report.search import search_section
 from headway.report import style
 from headway.report.page import ReportError, render, write_page
@@ -85,7 +85,7 @@ def check(html: str) -> Checker:
 def test_the_report_of_a_run(tmp_path: Path) -> None:
     run, summaries = usual()
     path = tmp_path / "new" / "report.html"
-    written = write_report(path, [run], [summaries], figures_dir=tmp_path / "figures")
+    written = write_page(path, report_page([run], [summaries]), tmp_path / "figures")
     assert written[0] == path and all(each.stat().st_size > 5000 for each in written)
     assert {each.name for each in written[1:]} >= {"latency-cdf.png", "tail-composition.png", "timeline.png"}
     assert sorted(each.name for each in path.parent.iterdir()) == ["report.html"]
@@ -159,18 +159,17 @@ def test_a_search_comes_first() -> None:
     assert "Highest rate: 4 requests/s" in shown.text and "{{7*7}}" in shown.text
 
 
-def test_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = simulated_run(120, rate=8, seed=1), simulated_run(120, rate=8, seed=1, seats=2)
     found = compare(a, b, objectives=OBJECTIVES, resamples=200)
     sides = {NASTY: (a, summarise_all(a)), "b.json": (b, summarise_all(b))}
     parts = run_page.run_sections
     monkeypatch.setattr(run_page, "run_sections", lambda *args, **options: parts(*args, **options)[:1])
-    run_page.write_comparison(tmp_path / "compare.html", found, sides)
-    page = check((tmp_path / "compare.html").read_text())
+    page = check(render(comparison_page(found, sides)))
     for words in ("real", "TTFT median", "Both sides", "b.json: Numbers"):
         assert words in page.text
     with pytest.raises(ValueError, match="two"):
-        run_page.write_comparison(tmp_path / "no.html", found, {"a": sides["b.json"]})
+        comparison_page(found, {"a": sides["b.json"]})
 
 
 def test_parts_of_a_page_and_names_that_occur_twice(tmp_path: Path) -> None:
