@@ -127,7 +127,7 @@ class EngineCore:
         outputs += [self._output(sequence, new, outcome) for sequence, new in changed]
         elapsed = outcome.times.sampled_ns - (outcome.failed_since_ns or outcome.times.launched_ns)
         stats = self._stats(elapsed, num_tokens, prompt_tokens)
-        stats.generation_tokens = sum(len(new) for _, new in changed)
+        stats.generation_tokens = sum([len(new) for _, new in changed])
         stats.scheduled_sequences = len(plan.scheduled)
         return StepOutputs(outputs, stats, self._clock())
 

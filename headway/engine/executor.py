@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from headway.engine.messages import PromptLogprobs, TokenLogprobs
 from headway.policy.accounting import StepTimes
@@ -14,8 +15,7 @@ class EngineFault(RuntimeError):
     """A step failed and no request is to blame. The engine's state is unknown: it is of no further use."""
 
 
-@dataclass(slots=True)
-class StepOutcome:
+class StepOutcome(msgspec.Struct):
     """What a step produced, by the seq_id of its sequences.
 
     Args:
@@ -29,12 +29,12 @@ class StepOutcome:
     """
 
     times: StepTimes
-    tokens: dict[int, list[int] | None] = field(default_factory=dict)
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[PromptLogprobs]] = field(default_factory=dict)
-    drafts: dict[int, list[int]] = field(default_factory=dict)
+    tokens: dict[int, list[int] | None] = {}
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[int, list[PromptLogprobs]] = {}
+    drafts: dict[int, list[int]] = {}
     failed_since_ns: int = 0
-    faults: dict[int, str] = field(default_factory=dict)
+    faults: dict[int, str] = {}
 
     def take(self, part: StepOutcome) -> None:
         """Add what some of the step's sequences got."""

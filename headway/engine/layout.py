@@ -120,7 +120,7 @@ class StepLayout:
         for item, sequence in zip(scheduled, sequences, strict=True):
             start, table = item.start, sequence.block_table
             count = len(item.token_ids)
-            tokens.extend(item.token_ids)
+            tokens += item.token_ids
             if count == 1:
                 positions.append(start)
                 slots.append(table[start // size] * size + start % size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutcome:
         """Execute a step and read its tokens back; the host waits for the device here, and for prompt_logprobs."""
-        self._copy_blocks(plan.copies)
+        if plan.copies:
+            self._copy_blocks(plan.copies)
         sequences = self._take_in(plan)
         step = self.layout.lay_out(plan.scheduled, sequences)
         launched = time.monotonic_ns()
@@ -64,11 +66,7 @@ class Runner:
             logits = self.model.logits(hidden if everyone else self.kernels.take(hidden, step.last_rows))
         timer = _DeviceTimer(self.device)
         if logits is not None:
-            sampling = [(s, item) for s, item in zip(sequences, plan.scheduled, strict=True) if item.samples]
-            if len(logits) == len(sampling):
-                self._sample(logits, [sequence for sequence, _ in sampling], outcome)
-            else:
-                self._try_drafts(logits, sampling, outcome)
+            self._sample(logits, plan.scheduled, sequences, outcome)
         computed, sampled = timer.stop()
         outcome.times = StepTimes(launched, max(launched, computed), max(launched, sampled))
         return outcome
@@ -86,8 +84,6 @@ class Runner:
         self.sampler.reset()
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        if not copies:
-            return
         sources, targets = zip(*copies, strict=True)
         try:
             self.kernels.copy_blocks(self.caches, list(sources), list(targets))
@@ -102,7 +98,7 @@ class Runner:
         for change in plan.tables:
             known[change.seq_id].block_table[change.start :] = change.blocks
             self.layout.tables.write(change)
-        sequences = []
+        sequences: list[SequenceState] = []
         for item in plan.scheduled:
             sequence = known[item.seq_id]
             if item.decoding:  # after drafts that were refused, too
@@ -110,12 +106,24 @@ class Runner:
             sequences.append(sequence)
         return sequences
 
-    def _sample(self, logits: Tensor, sequences: list[SequenceState], outcome: StepOutcome) -> None:
+    def _sample(
+        self, logits: Tensor, scheduled: list[ScheduledSequence], sequences: list[SequenceState], outcome: StepOutcome
+    ) -> None:
+        rows = [item.samples for item in scheduled]
+        if max(rows) > 1:
+            sampling = [(s, item) for s, item in zip(sequences, scheduled, strict=True) if item.samples]
+            self._try_drafts(logits, sampling, outcome)
+            return
+        if len(logits) < len(rows):
+            sequences = list(compress(sequences, rows))
         sampled = self.sampler.sample(logits, sequences)
-        for sequence, token, logprobs in zip(sequences, sampled.token_ids, sampled.logprobs, strict=True):
-            outcome.tokens[sequence.seq_id] = [token] if token != BAD_TOKEN else None
-            if logprobs is not None:
-                outcome.logprobs[sequence.seq_id] = [logprobs]
+        outcome.tokens = {s.seq_id: [token] for s, token in zip(sequences, sampled.token_ids, strict=True)}
+        for row in sampled.bad_rows:
+            outcome.tokens[sequences[row].seq_id] = None
+        if any(sampled.logprobs):
+            outcome.logprobs = {
+                s.seq_id: [e] for s, e in zip(sequences, sampled.logprobs, strict=True) if e is not None
+            }
 
     def _try_drafts(
         self, logits: Tensor, sampling: list[tuple[SequenceState, ScheduledSequence]], outcome: StepOutcome

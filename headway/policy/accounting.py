@@ -9,7 +9,9 @@ remainder, so that the parts sum to the step exactly.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from headway.policy.ledger import Phase, PhaseClock
 from headway.policy.plan import ScheduledSequence
@@ -17,8 +19,7 @@ from headway.policy.request import Sequence, Status
 from headway.policy.step_time import StepTime, StepWork, pairs
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepTimes(msgspec.Struct, frozen=True, gc=False):
     """Readings of the monotonic clock around a step, in nanoseconds."""
 
     launched_ns: int  # the forward pass began

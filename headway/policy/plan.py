@@ -82,4 +82,4 @@ class StepPlan(msgspec.Struct, array_like=True):
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(item.token_ids) for item in self.scheduled)
+        return sum([len(item.token_ids) for item in self.scheduled])

@@ -399,9 +399,12 @@ class Scheduler:
                 self.finish(sequence, FinishReason.ERROR, times.sampled_ns)
                 continue
             else:
-                new, reason = self._append(sequence, drawn)
-                changed.append((sequence, new))
-                self._keep_computed(sequence, item)
+                known = len(sequence.tokens)
+                reason = self._append(sequence, drawn)
+                changed.append((sequence, drawn if reason is None else sequence.tokens[known:]))
+                sequence.num_computed = len(sequence.tokens) - 1
+                if item.samples > 1:
+                    self._release_refused(sequence)
             if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
                 self._register_full_blocks(sequence)
             if reason is not None:
@@ -425,22 +428,20 @@ class Scheduler:
         ran = {sequence.seq_id for sequence in sequences}
         return [sequence for sequence in self.running if sequence.seq_id not in ran]
 
-    def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Append tokens up to the first that ends the sequence; returns them and why it ends."""
-        for count, token in enumerate(tokens, 1):
+    def _append(self, sequence: Sequence, tokens: list[int]) -> FinishReason | None:
+        """Append tokens up to the first that ends the sequence; returns why it ends."""
+        for token in tokens:
             sequence.tokens.append(token)
             reason = finish_reason(sequence, token)
             if reason is not None:
-                return tokens[:count], reason
-        return tokens, None
+                return reason
+        return None
 
-    def _keep_computed(self, sequence: Sequence, item: ScheduledSequence) -> None:
-        """Of what an item has computed keep what is before the newest token, and its block; the rest was refused."""
-        sequence.num_computed = len(sequence.tokens) - 1
-        if item.samples > 1:
-            kept = self.blocks.blocks_for(len(sequence.tokens))
-            self.blocks.release(sequence.block_table[kept:])
-            del sequence.block_table[kept:]
+    def _release_refused(self, sequence: Sequence) -> None:
+        """Give back the blocks behind the newest token's: they were for drafts."""
+        kept = self.blocks.blocks_for(len(sequence.tokens))
+        self.blocks.release(sequence.block_table[kept:])
+        del sequence.block_table[kept:]
 
     def _register_full_blocks(self, sequence: Sequence) -> None:
         size = self.blocks.block_size

@@ -8,9 +8,10 @@ Identification, 1999, section 11.2). A step makes the model forget only of what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import sqrt
 from typing import Protocol
+
+import msgspec
 
 _FORGETTING = 0.998
 _GROWTH = _FORGETTING**-0.5  # of the standard deviations of coefficients, in a step
@@ -24,8 +25,7 @@ _LOGIT_ROWS = 64.0
 _UNBOUNDED = 2**31
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(msgspec.Struct, frozen=True, gc=False):
     """What a step does. A sequence that computes its newest output, and drafts after it, counts as decoding."""
 
     prefill_tokens: int = 0
