@@ -31,7 +31,7 @@ async def search(bench: Bench) -> int:
         BenchError: there are no objectives, or an arrival process without one rate.
     """
     _check(bench)
-    prober = _Prober(bench)
+    prober = Prober(bench)
     start = bench.options.workload.arrival.mean_rate if bench.options.workload.arrival is not None else None
     start = start if start is not None else await prober.first_look()
     claims = bench.options.claims
@@ -72,7 +72,7 @@ def _check(bench: Bench) -> None:
         raise BenchError("--find-max-rate needs arrivals that have one rate: poisson, gamma or constant")
 
 
-class _Prober:
+class Prober:
     """Measures at a rate, each time with new arrivals, lengths and prompts, and keeps the runs.
 
     Probes at one rate are pooled: with the same arrivals they would be the same sample again.

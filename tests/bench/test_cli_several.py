@@ -16,12 +16,12 @@ import pytest
 
 from headway.bench import max_rate
 from headway.bench.errors import BenchError
-from headway.bench.interrupts import Interrupted
 from headway.bench.jobs import sweep_loads
-from headway.bench.max_rate import _Prober
+from headway.bench.max_rate import Prober
+from headway.bench.measures.numbers import Summary
 from headway.bench.measures.search import SearchOptions
-from headway.bench.options import BenchOptions, Sweep, Target
-from headway.bench.record import RunResult
+from headway.bench.options import BenchOptions, Output, Sweep, Target
+from headway.bench.record import ClientHealth, RunResult
 from headway.bench.results import load_json
 from headway.bench.runs import Bench, Load
 from headway.bench.session import Session
@@ -121,17 +121,16 @@ async def test_probes_of_a_search_share_nothing(monkeypatch: pytest.MonkeyPatch)
     """They are pooled: the same arrivals again would be the same sample again."""
     seeds = []
 
-    async def run(self: Bench, load: Load, label: str = "") -> None:
+    async def run(self: Bench, load: Load, label: str = "") -> tuple[RunResult, list[Summary]]:
         seeds.append((load.spec.seed, load.spec.seed_of_prompts, load.spec.num_prompts))
-        raise Interrupted
+        return RunResult({"goodput_by_class": {}}, [], 0, 1, ClientHealth()), []
 
     monkeypatch.setattr(Bench, "run", run)
-    prober = _Prober(
-        Bench(BenchOptions(Target("http://x"), ArrivalFlags(), WorkloadSpec(seed=5)), None, None, None, None)
-    )  # type: ignore[arg-type]
-    for prober._made, wanted in ((0, 1), (1, 5000), (2, 100_000)):
-        assert not (await prober.probe(10.0, wanted)).valid
-    assert seeds == [(5, 5, 400), (6, 6, 600), (7, 7, 600)]
+    options = BenchOptions(Target("http://x"), ArrivalFlags(), WorkloadSpec(seed=5), output=Output(save=False))
+    prober = Prober(Bench(options, None, None, None, None))  # type: ignore[arg-type]
+    for wanted in (1, 5000, 100_000):
+        await prober.probe(10.0, wanted)
+    assert seeds == [(5, 5, 400), (6, 6, 600), (7, 7, 600)] and len(prober.runs) == 3
 
 
 def test_a_sweep_over_users(headway: CommandLine, scripted: ScriptedServer) -> None:

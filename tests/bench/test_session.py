@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 
 from headway.bench import session as session_module
+from headway.bench.client.asking import Asker, Reply
 from headway.bench.client.load import LoadMode
 from headway.bench.errors import BenchError
 from headway.bench.options import Target
@@ -62,14 +63,17 @@ async def test_what_a_run_keeps(scripted: ScriptedServer, monkeypatch: pytest.Mo
     )
     seen: list[tuple[str, str, list[float]]] = []
 
-    async def scrape(surroundings: object) -> str:
-        return next(texts)
+    async def look(asker: Asker, method: str, route: str) -> Reply:
+        assert (method, route) == ("GET", "/metrics")
+        reply = Reply()
+        reply.status, reply.bytes = 200, next(texts).encode()
+        return reply
 
     def metrics(before: str, after: str, gauges: list[tuple[float, object]]) -> dict[str, int]:
         seen.append((before, after, [at_s for at_s, _ in gauges]))
         return {"tokens": 9}
 
-    monkeypatch.setattr(session_module._Surroundings, "_scrape", scrape)
+    monkeypatch.setattr(Asker, "look", look)
     monkeypatch.setattr(session_module, "server_metrics", metrics)
     result = await measured(session, workload_of(session, 40))
     assert len(result.records) == 40 and all(record.ok and record.text is None for record in result.records)

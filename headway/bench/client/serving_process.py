@@ -76,10 +76,10 @@ def _sockets() -> Iterator[_Socket]:
         file = PROC / "net" / name
         for line in file.read_text().splitlines()[1:] if file.exists() else ():
             fields = line.split()
-            yield _Socket(_end(fields[1]), _end(fields[2]), fields[3], fields[9])
+            yield _Socket(socket_end(fields[1]), socket_end(fields[2]), fields[3], fields[9])
 
 
-def _end(text: str) -> tuple[IP, int]:
+def socket_end(text: str) -> tuple[IP, int]:
     """From "0100007F:1F90": words of 4 bytes in the machine's order, then the port."""
     digits, _, port = text.partition(":")
     words = bytes.fromhex(digits)
@@ -91,14 +91,14 @@ def _plain(address: IP) -> IP:
     return getattr(address, "ipv4_mapped", None) or address
 
 
-def _pids() -> Iterable[str]:
+def process_ids() -> Iterable[str]:
     return filter(str.isdigit, os.listdir(PROC))
 
 
 def _holders() -> defaultdict[str, set[str]]:
     """Sockets by inode: which processes hold them; of other users' processes only root is told."""
     holders: defaultdict[str, set[str]] = defaultdict(set)
-    for pid in _pids():
+    for pid in process_ids():
         with contextlib.suppress(OSError):  # another user's, or it has ended
             for descriptor in os.listdir(PROC / pid / "fd"):
                 with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -111,7 +111,7 @@ def _holders() -> defaultdict[str, set[str]]:
 def _with_children(pids: set[str]) -> set[str]:
     """These processes and all that they have started."""
     children: defaultdict[str, list[str]] = defaultdict(list)
-    for pid in _pids():
+    for pid in process_ids():
         with contextlib.suppress(OSError):
             children[(PROC / pid / "stat").read_text().rpartition(")")[2].split()[1]].append(pid)
     found = list(pids)

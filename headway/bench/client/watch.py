@@ -68,7 +68,7 @@ class LoopWatch:
     def __enter__(self) -> Self:
         self._alarm = Alarm(self._sample)
         self._cpu_s = -time.process_time()
-        self._waited_ns = -_waited_for_core_ns()
+        self._waited_ns = -waited_for_core_ns()
         self._began_ns = time.monotonic_ns()
         self._due_ns = self._began_ns + self._interval_ns
         self._alarm.set(self._due_ns)
@@ -81,7 +81,7 @@ class LoopWatch:
         self._alarm.close()
         self._alarm = None
         self._cpu_s += time.process_time()
-        self._waited_ns += _waited_for_core_ns()
+        self._waited_ns += waited_for_core_ns()
 
     def health(self, records: Sequence[RequestRecord], start_lag_ms: list[float]) -> ClientHealth:
         """What was seen while it was entered, judged against the latencies of the run.
@@ -136,7 +136,7 @@ def _unread_bytes(sockets: Sequence[int]) -> Iterator[int]:
             yield buffer[0]
 
 
-def _waited_for_core_ns() -> int:
+def waited_for_core_ns() -> int:
     """How long this thread was ready to run and had no core (Linux's schedstat); 0 where nobody says."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1])

@@ -68,7 +68,7 @@ def _cdfs(axes: Axes, curves: dict[str, Floats], label: str, things: str, named:
         style.nothing_to_show(axes, "no request has this latency")
         return
     for place, (name, values) in enumerate(present.items()):
-        shown = _thinned(values)
+        shown = thinned(values)
         axes.step(*shown, where="post", color=style.series_colour(place), ls=style.series_line(place), label=name)
     axes.set_ylim(0, 101)
     axes.set_yticks([0, 25, 50, 75, 90, 100])
@@ -88,7 +88,7 @@ def _scale_x(axes: Axes, curves: list[Floats]) -> None:
         axes.set_xlim(left=min(0.0, low))
 
 
-def _thinned(values: Floats) -> tuple[Floats, Floats]:
+def thinned(values: Floats) -> tuple[Floats, Floats]:
     """Points of the curve: all, or quantiles that are denser towards the tail, where it matters."""
     shares = np.arange(1, len(values) + 1) / len(values)
     if len(values) > MOST_POINTS:
@@ -130,7 +130,7 @@ def client_lag(client: ClientHealth) -> Figure:
     if not len(lag):
         style.nothing_to_show(loop, "no samples of the event loop")
         return figure
-    places, worst = _worst_of_bins(lag, 400)
+    places, worst = worst_of_bins(lag, 400)
     loop.fill_between(
         places * client.sample_interval_s, 0, worst, step="post", color=style.colour("purple"), alpha=0.75, lw=0
     )
@@ -139,7 +139,7 @@ def client_lag(client: ClientHealth) -> Figure:
     return figure
 
 
-def _worst_of_bins(values: Floats, most: int) -> tuple[Floats, Floats]:
+def worst_of_bins(values: Floats, most: int) -> tuple[Floats, Floats]:
     """At most `most` points that keep every peak: the index where each bin begins, and its greatest value."""
     if len(values) <= most:
         return np.arange(len(values), dtype=float), values

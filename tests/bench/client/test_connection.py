@@ -193,13 +193,26 @@ async def test_ipv6() -> None:
             assert (await send(client)).ok
 
 
-async def test_a_name_with_several_addresses_is_tried_on_each_and_remembered() -> None:
+async def test_a_name_with_several_addresses_is_tried_on_each_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, tried, asked = asyncio.get_running_loop(), [], []
+    connect, look_up = loop.create_connection, loop.getaddrinfo
+
+    async def create_connection(protocol: Any, host: str, *args: Any, **options: Any) -> Any:
+        tried.append(host)
+        return await connect(protocol, host, *args, **options)
+
+    async def getaddrinfo(host: str, *args: Any, **options: Any) -> Any:
+        if host != "two.addresses":
+            return await look_up(host, *args, **options)
+        asked.append(host)
+        return [(0, 0, 0, "", (address, 0)) for address in ("::1", "127.0.0.1")]
+
+    monkeypatch.setattr(loop, "create_connection", create_connection)
+    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
     with ScriptedServer(host="127.0.0.1") as server:
-        async with OpenAIClient(Endpoint(f"http://localhost:{server.port}")) as client:
-            client.http._hosts = ["::1", "127.0.0.1"]
-            assert (await send(client, close=True)).ok
-            assert client.http._hosts == ["127.0.0.1", "::1"]
-            assert (await send(client, 1)).ok
+        async with OpenAIClient(Endpoint(f"http://two.addresses:{server.port}")) as client:
+            assert (await send(client, close=True)).ok and tried == ["::1", "127.0.0.1"]
+            assert (await send(client, 1)).ok and tried[2:] == ["127.0.0.1"] and len(asked) == 1
 
 
 async def test_a_path_in_front_of_the_routes() -> None:

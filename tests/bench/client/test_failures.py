@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headway.bench.client.answer import StreamedAnswer
 from headway.bench.client.connection import Connection
 from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.failures import RequestFailed, failure_of_status, one_line
@@ -136,7 +137,7 @@ async def test_an_error_of_the_client_itself_is_not_taken_for_the_servers(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("headway.bench.client.answer._decode", broken)
+    monkeypatch.setattr(StreamedAnswer, "body", broken)
     record = RequestRecord(0)
     with pytest.raises(ZeroDivisionError):
         await client.send(PlannedRequest(0, Prompt(text="x"), None, 2), record)

@@ -106,7 +106,7 @@ def test_what_is_not_known_is_not_here(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         free = listener.getsockname()[1]
     assert not runs_here("127.0.0.1", free)  # nobody listens
-    monkeypatch.setattr(serving_process, "_pids", list)  # another user's process, of which nothing is told
+    monkeypatch.setattr(serving_process, "process_ids", list)  # another user's process, of which nothing is told
     assert not runs_here("127.0.0.1", port)
     monkeypatch.undo()
     monkeypatch.setattr(serving_process, "PROC", tmp_path)  # no Linux
@@ -115,8 +115,8 @@ def test_what_is_not_known_is_not_here(
 
 def test_addresses_are_read_as_linux_writes_them() -> None:
     expected = "0100007F:1F90" if sys.byteorder == "little" else "7F000001:1F90"
-    assert [str(each) for each in serving_process._end(expected)] == ["127.0.0.1", "8080"]
+    assert [str(each) for each in serving_process.socket_end(expected)] == ["127.0.0.1", "8080"]
     mapped = "0000000000000000FFFF00000100007F:0050" if sys.byteorder == "little" else None
     if mapped is not None:
-        assert [str(each) for each in serving_process._end(mapped)] == ["127.0.0.1", "80"]
-        assert str(serving_process._end("00000000000000000000000001000000:0050")[0]) == "::1"
+        assert [str(each) for each in serving_process.socket_end(mapped)] == ["127.0.0.1", "80"]
+        assert str(serving_process.socket_end("00000000000000000000000001000000:0050")[0]) == "::1"

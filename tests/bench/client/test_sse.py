@@ -103,7 +103,8 @@ def test_a_long_event_in_small_pieces_takes_time_by_its_length() -> None:
     """A few milliseconds; by its square it would take minutes."""
     parser = EventParser()
     began = time.process_time()
+    parser.feed(b"data: ")
     for _ in range(40_000):
-        assert parser.feed(b"x" * 100 if parser._rest else b"data: ") == []
+        assert parser.feed(b"x" * 100) == []
     assert time.process_time() - began < 10
     assert len(parser.feed(b"\n\n")) == 1

@@ -224,7 +224,7 @@ def test_p99_is_that_of_numpy(count: int) -> None:
 
 
 def test_waiting_for_a_core_is_read_where_the_system_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = watch._waited_for_core_ns()
-    assert 0 <= before <= watch._waited_for_core_ns()
+    before = watch.waited_for_core_ns()
+    assert 0 <= before <= watch.waited_for_core_ns()
     monkeypatch.setattr(watch, "Path", lambda _: (_ for _ in ()).throw(OSError))
-    assert watch._waited_for_core_ns() == 0
+    assert watch.waited_for_core_ns() == 0
