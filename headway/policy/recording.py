@@ -215,7 +215,11 @@ class RecordedScheduler(Scheduler):
     ) -> list[tuple[Sequence, list[int]]]:
         changed = super().complete(plan, tokens, times)
         step = self._step
-        step.items = [_item(item, tokens.get(item.seq_id, [])) for item in self._planned]
+        new = {seq_id: NOT_NUMBERS if drawn is None else len(drawn) for seq_id, drawn in tokens.items()}
+        step.items = [
+            Item(item.seq_id, item.start, len(item.token_ids), item.samples, new.get(item.seq_id, 0))
+            for item in self._planned
+        ]
         step.times = times.launched_ns, times.computed_ns, times.sampled_ns
         self._write(step)
         return changed
@@ -233,8 +237,3 @@ class RecordedScheduler(Scheduler):
             numbers.append(chain.last)
         chain.tokens += size * len(numbers)
         return numbers
-
-
-def _item(item: ScheduledSequence, new: list[int] | None) -> Item:
-    count = NOT_NUMBERS if new is None else len(new)
-    return Item(item.seq_id, item.start, len(item.token_ids), item.samples, count)
