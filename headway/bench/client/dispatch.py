@@ -23,7 +23,6 @@ from headway.bench.request import PlannedRequest, Prompt
 class LoadMode(StrEnum):
     OPEN = "open"  # at each request's arrival_s; with max_concurrency it may have to wait for a place
     CLOSED = "closed"  # max_concurrency users: each sends its next request when its last one has ended
-    AT_ONCE = "at_once"  # every first turn at time 0; max_concurrency as in OPEN
 
 
 class Phase(StrEnum):
@@ -165,10 +164,8 @@ class Dispatch:
             for _ in range(min(self._max_concurrency or 1, len(firsts))):
                 self._next_conversation(self.began_ns)
         else:
-            at_once = self._mode is LoadMode.AT_ONCE
             for first in firsts:
-                offset_s = 0.0 if at_once or first.arrival_s is None else first.arrival_s
-                self._at(_Due(first, self.began_ns + round(offset_s * 1e9), None, []))
+                self._at(_Due(first, self.began_ns + round((first.arrival_s or 0.0) * 1e9), None, []))
         self._check_finished()
 
     async def _wait(self, stop: asyncio.Event, until_ns: int | None, drain_s: float | None) -> None:

@@ -38,8 +38,6 @@ class Workload:
         seed: that their prompts were made with.
         notes: what was left out, clipped, repeated or estimated, a sentence each.
         classes: of a mix: name to objectives in ms (empty: the run's own); empty without a mix.
-        mean_rate: conversations or single requests per second that the arrivals were made for; None where there is
-            no such number.
     """
 
     description: str
@@ -48,11 +46,6 @@ class Workload:
     seed: int
     notes: list[str] = field(default_factory=list)
     classes: dict[str, dict[str, float]] = field(default_factory=dict)
-    mean_rate: float | None = None
-
-    @property
-    def first_turns(self) -> int:
-        return sum(request.follows is None for request in self.requests)
 
     @property
     def longest_tokens(self) -> int:
@@ -94,7 +87,6 @@ def build_workload(
         seed=spec.seed_of_prompts,
         notes=[note for part in parts for note in part.dataset.notes] + planned.notes + clipped + writer.notes(),
         classes={each.name: each.objectives for each in mix.classes} if mix else {},
-        mean_rate=planned.mean_rate,
     )
 
 

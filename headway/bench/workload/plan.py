@@ -43,13 +43,11 @@ class Plan:
     Args:
         times: of their first turns, in seconds; None where the load generator decides.
         recorded: the times are the trace's own.
-        mean_rate: conversations per second, where there is such a number.
     """
 
     conversations: list[Planned]
     times: Times | None
     recorded: bool = False
-    mean_rate: float | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -108,7 +106,7 @@ def _recorded(spec: WorkloadSpec, part: Part) -> Plan:
     trace = Trace(tuple(each[0].arrival_s or 0.0 for each in turns), spec.time_scale)
     rng = np.random.default_rng([spec.seed, _TIMES])
     times = trace.offsets(len(turns), rng) if spec.duration_s is None else trace.offsets_until(spec.duration_s, rng)
-    made = Plan([], times[: spec.num_prompts], recorded=True, mean_rate=trace.mean_rate)
+    made = Plan([], times[: spec.num_prompts], recorded=True)
     made.conversations = [(part, each) for each in turns[: len(times)][: spec.num_prompts]]
     if spec.num_prompts is not None and spec.num_prompts > len(turns):
         made.notes.append(f"{spec.num_prompts} requests were asked for and the trace has {len(turns)}: all are sent")
@@ -119,7 +117,7 @@ def _within(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Pla
     """As many conversations as the arrival process gives a duration."""
     assert spec.arrival is not None
     times = spec.arrival.offsets_until(duration_s, np.random.default_rng([spec.seed, _TIMES]))
-    made = Plan([], None, mean_rate=spec.arrival.mean_rate)
+    made = Plan([], None)
     counts = _apportioned(len(times), [part.of_class.share / part.dataset.mean_turns for part in parts])
     drawn = [_drawn(spec, part, count, True, made.notes) for part, count in zip(parts, counts, strict=True)]
     made.conversations = _shuffled(spec, drawn)
@@ -141,7 +139,6 @@ def _numbered(spec: WorkloadSpec, parts: Sequence[Part]) -> Plan:
     if spec.arrival is not None:
         rng = np.random.default_rng([spec.seed, _TIMES])
         made.times = spec.arrival.offsets(len(made.conversations), rng)
-        made.mean_rate = spec.arrival.mean_rate
     return made
 
 

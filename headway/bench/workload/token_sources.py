@@ -178,15 +178,6 @@ class TokenIdSource:
         alphabet = alphabet_of(tokenizer)
         return cls(alphabet.ids, alphabet.openers, tokenizer)
 
-    @classmethod
-    def of_vocabulary(cls, vocab_size: int) -> TokenIdSource:
-        """The middle three quarters of a vocabulary that is not at hand: special tokens lie at its ends.
-
-        Raises:
-            BenchError: when it is too small for that.
-        """
-        return cls(range(vocab_size // 8, vocab_size - vocab_size // 8))
-
     def members_for(self, tokens: int) -> int:
         return tokens
 

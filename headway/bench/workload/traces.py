@@ -70,11 +70,6 @@ class TraceRows(Dataset):
             kept.sort(key=lambda row: row[0])
         return kept
 
-    @property
-    def timestamps(self) -> tuple[float, ...]:
-        """Seconds from the first request on."""
-        return tuple(turns[0].arrival_s or 0.0 for turns in self._turns)
-
     def draw(self, count: int | None, rng: np.random.Generator) -> Sequence[Turns]:
         taken = self._turns[:count]
         if self.output_len is None:
@@ -220,15 +215,3 @@ def decoded(decode: Callable[[str], T], path: Path, line: int, said: str, expect
         return decode(said)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise wrong(path, line, str(error), f"expected as {expected}") from None
-
-
-def timestamps_of(path: Path) -> tuple[float, ...]:
-    """When the requests of a trace came, in any of the formats above: seconds from the first on.
-
-    Raises:
-        BenchError: when it is none of them.
-    """
-    _, first = next(numbered_lines(path))
-    if first.lstrip().startswith("{"):
-        return read_mooncake(path).timestamps
-    return (read_burstgpt if "Request tokens" in first else read_azure)(path).timestamps

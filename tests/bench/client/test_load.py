@@ -37,12 +37,6 @@ def test_requests_are_sent_in_order_of_their_times_whatever_their_order_in_the_w
     assert client.sent == [1, 3, 4, 2, 0] and indices(outcome) == [0, 1, 2, 3, 4]
 
 
-def test_all_at_once_takes_no_notice_of_times(run: Run) -> None:
-    client = FakeClient(answer_after=3)
-    outcome = run(run_load(client, at(0.0, 3600.0, 7200.0), mode=LoadMode.AT_ONCE))
-    assert {record.scheduled_ns for record in outcome.records} == {outcome.began_ns}
-
-
 def test_what_is_sent_late_stays_late_and_the_run_says_so(run: Run) -> None:
     class Blocking(LoadListener):
         def started(self, record: RequestRecord) -> None:
