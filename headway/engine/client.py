@@ -218,7 +218,7 @@ class EngineClient:
                 return message.message
 
     async def _next_frame(self) -> bytes:
-        """At once where one has come: a wait takes turns of a loop that may be busy, and steps do not wait for it."""
+        """The next message. Where one is there, without an await: that would take turns of a loop that may be busy."""
         assert self._socket is not None
         with contextlib.suppress(zmq.Again):
             return await self._socket.recv(zmq.NOBLOCK)

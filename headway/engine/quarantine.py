@@ -2,8 +2,8 @@
 
 A step that raises has changed nothing that counts: sequences are as they were before it, keys and values that it
 wrote are written again with the same numbers, and what the executor keeps of sequences is made again from their tokens.
-So its sequences are run again in halves, and the halves that fail in halves, until those are alone that still fail.
-They are at fault; what the others got is kept.
+So its sequences are run again in halves, and the halves that fail in halves, down to single sequences. Those that fail
+alone are at fault; what the others got is kept.
 """
 
 from __future__ import annotations

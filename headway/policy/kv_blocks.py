@@ -129,8 +129,8 @@ class KVBlocks:
         One token is always left to compute, because its logits are wanted. Takes no references.
 
         Args:
-            known: what an earlier call with the same tokens and salt found; brought up to date. What still holds of
-                it is not looked up again.
+            known: what an earlier call with the same tokens and salt found, which is brought up to date. What still
+                holds of it is not looked up again.
         """
         if not self.enable_prefix_caching:
             return []
@@ -212,7 +212,7 @@ class KVBlocks:
             pass
 
     def check_by_parts(self, tables: Iterable[Sequence[int]]) -> Iterator[None]:
-        """check() with a pause after every CHECKED_AT_ONCE blocks; once the pool has changed, do not go on with it."""
+        """check() with a pause after every CHECKED_AT_ONCE blocks; do not go on with it once the pool has changed."""
         expected = [0] * self.num_blocks
         for table in tables:
             for block in table:

@@ -30,7 +30,7 @@ TOKENS_BETWEEN_PAUSES, PAUSE_S = 128, 2e-5
 
 
 def written(entries: Iterable[Any]) -> list[msgspec.Raw]:
-    """Each entry as JSON, with pauses in which the event loop can run: what a list of them then takes is a copy."""
+    """Each entry encoded as JSON, with pauses for the event loop; to encode the list is then only to copy it."""
     done = []
     for number, entry in enumerate(entries, 1):
         done.append(msgspec.Raw(encode(entry)))
@@ -117,7 +117,7 @@ class Answer(ABC):
         return _Whole(encoded, headers, self._sent)
 
     def _num_entries(self) -> int:
-        """How many log-probabilities the answer has, with something for the token that each few are of."""
+        """How much there is to write: log-probabilities, and a few more for the token that they belong to."""
         return sum(
             len(choice.logprobs) * ((choice.params.logprobs or 0) + ENTRIES_OF_A_TOKEN)
             + len(choice.prompt.token_ids) * ((choice.params.prompt_logprobs or 0) + ENTRIES_OF_A_TOKEN)

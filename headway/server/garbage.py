@@ -1,8 +1,8 @@
 """Python's full garbage collections at times when they are short.
 
-A full collection looks at every object: 0.2 s with two thousand requests in flight, in which every stream stands still.
-So none runs by itself; one does when few requests are in flight, or at last when very many have ended. Young objects
-are collected as ever.
+A full collection looks at every object. With two thousand requests in flight that takes 0.2 s, and every stream stands
+still. So Python starts none by itself: one runs when few requests are in flight, or when very many have ended since the
+last. Young objects are collected as usual.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Generation:
         return await self._service.text_work.finish(size, function)
 
     def sent(self, choice: ServedChoice, is_first: bool, is_last: bool, now_ns: int) -> None:
-        """What is first, or last, of a choice's tokens was handed to the connection."""
+        """The first tokens of a choice, or its last ones, were handed to the connection."""
         since_arrival_ns = now_ns - choice.stamps.arrived_ns
         if is_first:
             self._service.metrics.on_first_sent(since_arrival_ns)
@@ -131,7 +131,7 @@ class Generation:
                 self._engine.abort(request_id, index)
 
     def release(self) -> None:
-        """Give up what the constructor took; for a generation that run() was never called of, too."""
+        """Give back what the constructor took, also where run() was never called."""
         self._place.close(clock())
         self._service.generations.discard(self)
 

@@ -85,7 +85,7 @@ def _log_config(level: str) -> dict[str, Any]:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, with an end that first lets requests finish, and an exit code of 0 after it."""
+    """Uvicorn that lets requests finish before it ends, and then exits with 0."""
 
     def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
         self._service: Service = app.state.service

@@ -131,7 +131,7 @@ class Service:
         """A request is about to use the engine.
 
         Raises:
-            ApiError: 503, its time was up before it began.
+            ApiError: 503, the time to shut down was up before it began.
         """
         if self._refusal is not None:
             raise self._refusal

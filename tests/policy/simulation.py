@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from headway.policy.accounting import StepTimes, work_of
-from headway.policy.intake import check, fit_to_context, sequences_of
+from headway.policy.intake import check, fit_to_context, sequences_of, taken_up
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan
 from headway.policy.queue_bound import Place, QueueBound, QueueLimits
@@ -18,6 +20,7 @@ from headway.policy.request import Request, Sequence, Status
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.sizing import pool_size
 from headway.policy.step_budget import BudgetRule
 from headway.policy.step_time import StepTime, StepWork
 from headway.policy.victims import MAX_DISPLACEMENTS
@@ -90,7 +93,12 @@ class FakeExecutor:
 
 @dataclass
 class Simulation:
-    """A scheduler with a clock of its own; `random` draws step times and tokens."""
+    """A scheduler with a clock of its own; `random` draws step times and tokens.
+
+    Args:
+        num_blocks: for which there is memory.
+        message_ns: what it takes to take a message up.
+    """
 
     num_blocks: int = 32
     block_size: int = 4
@@ -108,6 +116,7 @@ class Simulation:
     step_time: StepTime | None = None
     budget_rule: BudgetRule | None = None
     limits: QueueLimits = field(default_factory=QueueLimits)
+    message_ns: int = 1_000
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     now: int = 1_000
 
@@ -123,9 +132,12 @@ class Simulation:
             self.max_prefill_stall_ms,
             self.max_queue_time,
         )
-        blocks = KVBlocks(self.num_blocks, self.block_size, self.caching)
+        memory = self.num_blocks, 1, self.block_size
+        pool = pool_size(*memory, self.max_num_seqs, self.max_model_len, may_shrink=False)
+        blocks = KVBlocks(pool.num_blocks, self.block_size, self.caching)
         self.scheduler = self.make_scheduler(config, blocks)
         self.sequences: list[Sequence] = []
+        self.inbox: deque[tuple[list[int], int]] = deque()  # requests that have not been taken up: prompt, max_tokens
         self.queue = QueueBound(self.limits)
         self.places: list[tuple[Place, list[Sequence]]] = []  # with the choices that have not ended
         self.executor = FakeExecutor(self.block_size)
@@ -162,6 +174,11 @@ class Simulation:
         self.places = [(place, sequences) for place, sequences in self.places if sequences]
         assert self.queue.choices == sum(len(sequences) for _, sequences in self.places)
 
+    def receive(self) -> Iterator[tuple[list[int], int]]:
+        while self.inbox:
+            self.now += self.message_ns
+            yield self.inbox.popleft()
+
     def submit(self, prompt: list[int], max_tokens: int, **options: Any) -> Sequence:
         """The same for a request of one choice."""
         (sequence,) = self.submit_choices(prompt, max_tokens, **options)
@@ -181,6 +198,8 @@ class Simulation:
 
     def step(self) -> list[ScheduledSequence]:
         """One step; returns what ran."""
+        for message in taken_up(self.receive(), lambda: self.now):
+            self.submit(*message)
         self.now += self.rng.randrange(0, 50)
         plan = self.scheduler.schedule(self.now)
         self.check_plan(plan.scheduled)

@@ -11,6 +11,7 @@ from headway.policy.intake import INTAKE_NS, check, sequences_of, taken_up
 from headway.policy.request import FinishReason, Request, Resumed
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.stopping import finish_reason, stop_ids, stop_reason
+from tests.policy.simulation import Simulation
 
 EOS = [0, 2]
 
@@ -82,3 +83,20 @@ def test_what_is_there_is_taken_up_for_a_bounded_time() -> None:
     messages = iter(range(10))
     assert list(taken_up(messages, lambda: next(times))) == [0, 1, 2, 3]
     assert list(messages) == [4, 5, 6, 7, 8, 9], "the rest is still there"
+
+
+def test_a_crowd_holds_up_no_step_longer_than_the_intake_may() -> None:
+    sim = Simulation(max_num_seqs=8, message_ns=INTAKE_NS // 10)
+    reader = sim.submit([1, 2, 3], 40)
+    sim.step()
+    sim.inbox += [([5, 6], 2)] * 200
+    longest = 0
+    while sim.inbox:
+        before, tokens = sim.now, reader.output_len
+        sim.step()
+        longest = max(longest, sim.now - before)
+        assert reader.output_len == tokens + 1
+    assert INTAKE_NS < longest < 1.2 * INTAKE_NS + sim.longest_step_ns
+    assert len(sim.sequences) == 201
+    sim.run_until_done()
+    sim.check_all_closed()
