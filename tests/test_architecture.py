@@ -93,6 +93,7 @@ ROOMS = {
             "flags",
             "policy.objectives",
             "policy.sizing",
+            "policy.step_memory",
         },
         forbidden=NO_DEVICE | NO_SERVER,
     ),

@@ -35,7 +35,7 @@ class Capacity:
         memory: of the device.
         usable: the share that the engine takes.
         weights: of the device.
-        activations: of the largest step.
+        activations: of the largest step, and what its sampler takes.
         workspace: of the runtime and its captured graphs.
         kv_pool: what is left for the cache; negative where not even weights and activations fit.
         kv_per_token: of the device, in all its layers, sliding windows apart.
@@ -81,6 +81,7 @@ class Settings:
         max_num_batched_tokens: of the largest step, which decides the activations.
         max_num_seqs: sequences in a step; here only the size of its logits, and no limit on `max_batch`.
         rolling: layers with a sliding window keep no more than the window; otherwise they keep everything.
+        sampler_bytes: beside the activations of a step.
 
     Raises:
         ValueError: a size is below 1, or a share is not above 0 and at most 1.
@@ -92,6 +93,7 @@ class Settings:
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
     rolling: bool = True
+    sampler_bytes: int = 0
 
     def __post_init__(self) -> None:
         for share in ("utilization", "free_share"):
@@ -126,6 +128,7 @@ def capacity(deployment: Deployment, prompt: int, output: int, settings: Setting
     rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
     weights = device_weight_bytes(d.shape, d.precision, d.parallelism)
     activations = activation_bytes(d.device, settings.max_num_batched_tokens, rows, d.precision, d.flash)
+    activations += settings.sampler_bytes
     workspace = CPU_WORKSPACE if d.hardware.kind == "cpu" else GPU_WORKSPACE
     if settings.free_share is None:
         usable = int(d.hardware.memory_bytes * settings.utilization)

@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-BLOCK = 128
+from headway.policy.step_memory import BLOCK, padded_size
+
 ALMOST_ONE = 1.0 - 2.0**-52
 Index = Tensor | slice  # of rows; a slice costs no copy
 NONE = torch.empty(0)  # stands for numbers that no row of a batch needs
@@ -83,11 +84,6 @@ def uniforms(starts: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArra
     """
     counters = (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     return (_mix(starts + counters) >> np.uint64(12)).astype(np.float64) * 2.0**-52
-
-
-def padded_size(vocab_size: int) -> int:
-    """The least multiple of BLOCK that holds vocab_size."""
-    return -(-vocab_size // BLOCK) * BLOCK
 
 
 def padded(logits: Tensor, result: Tensor | None = None) -> Tensor:

@@ -10,17 +10,14 @@ from torch import Tensor
 
 from headway.cost.shape import CacheSpec
 from headway.engine.config import EngineConfig
-from headway.engine.draws import padded_size
 from headway.engine.host import available_memory
-from headway.engine.penalties import most_bytes as penalty_bytes
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.interface import LayerCache
 from headway.models.config import ModelConfig
-from headway.policy.sampling_params import MAX_LOGIT_BIAS_TOKENS, MAX_STOP_TOKEN_IDS
 from headway.policy.sizing import cpu_pool_bytes, gpu_pool_bytes
+from headway.policy.step_memory import sampling_bytes
 
 ACTIVATION_COPIES = 8  # tensors of the widest activation that live at once in a step
-PROMPT_LOGPROB_ROWS = 64  # of a prompt's logits that are made at a time
 SCALE_DTYPE = torch.float32  # of a token and head in a cache of int8
 
 
@@ -58,17 +55,6 @@ def zero_caches(
     return [
         LayerCache(*(zeros(*part) for part in _cache_parts(spec, num_blocks, block_size, dtype))) for spec in caches
     ]
-
-
-def sampling_bytes(max_num_seqs: int, vocab_size: int, max_model_len: int) -> int:
-    """What the sampler takes at most: logits, penalties, logit_bias and stop tokens of so many sequences.
-
-    Logits are there three times: as the model gives them, in float32, and as a draw or an edit changes them.
-    """
-    logits = 3 * 4 * padded_size(vocab_size) * max(max_num_seqs, PROMPT_LOGPROB_ROWS)
-    penalties = penalty_bytes(max_num_seqs, min(vocab_size, max_model_len))
-    edits = max_num_seqs * (MAX_LOGIT_BIAS_TOKENS + MAX_STOP_TOKEN_IDS) * 2 * (8 + 8 + 8)
-    return logits + penalties + edits
 
 
 def kv_pool_bytes(

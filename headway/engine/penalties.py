@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from headway.policy.plan import SequenceState
+from headway.policy.step_memory import ENTRIES_AT_A_TIME, LEAST_ROWS, LEAST_WIDTH
 
 EMPTY = -1
-LEAST_ROWS, LEAST_WIDTH = 4, 64
-# Entries of rows that are penalised together: bounds what that takes, at some 40 bytes an entry.
-ENTRIES_AT_A_TIME = 1 << 20
 
 
 class _Rows:
@@ -98,17 +96,6 @@ class PenaltyRows:
     stride: int
     parts: list[_Part]
     version: int  # of the table, when the parts were made
-
-
-def most_bytes(rows: int, distinct: int) -> int:
-    """What a table of so many sequences takes at most, each with up to `distinct` different tokens, as it is used.
-
-    Three times its entries: rows that are being doubled are there twice, and the narrower ones that they came from
-    may still be there.
-    """
-    height = 1 << (max(rows, LEAST_ROWS) - 1).bit_length()
-    width = 1 << (max(distinct, LEAST_WIDTH) - 1).bit_length()
-    return 3 * height * width * (8 + 4) + 40 * min(height * width, max(ENTRIES_AT_A_TIME, width))
 
 
 class PenaltyTable:

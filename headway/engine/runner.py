@@ -10,12 +10,13 @@ from torch import Tensor
 
 from headway.engine.executor import EngineFault, StepOutcome
 from headway.engine.layout import StepLayout
-from headway.engine.memory import PROMPT_LOGPROB_ROWS, zero_caches
+from headway.engine.memory import zero_caches
 from headway.engine.sampler import BAD_TOKEN, Sampler, prompt_logprobs
 from headway.kernels.interface import Kernels
 from headway.models.decoder import Decoder
 from headway.policy.accounting import StepTimes
 from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan
+from headway.policy.step_memory import PROMPT_LOGPROB_ROWS
 
 
 class Runner:

@@ -30,6 +30,7 @@ from headway.engine.penalties import PenaltyTable
 from headway.engine.sampling_batch import GREEDY_BELOW, EditTable, Group, SamplingBatch, describe, wider
 from headway.kernels.threads import one_thread
 from headway.policy.plan import SequenceState
+from headway.policy.step_memory import padded_size
 
 __all__ = ["BAD_TOKEN", "GREEDY_BELOW", "Sampled", "Sampler", "prompt_logprobs"]
 
@@ -133,7 +134,7 @@ class Sampler:
         height = len(self._memory)
         self._steps_with_little = self._steps_with_little + 1 if 4 * rows <= height else 0
         if height < rows or self._steps_with_little == _STEPS_BEFORE_SHRINKING:
-            self._memory = torch.empty(rows, draws.padded_size(self.vocab_size), device=self.device)
+            self._memory = torch.empty(rows, padded_size(self.vocab_size), device=self.device)
             self._steps_with_little = 0
         return self._memory[:rows]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from headway.engine import draws
 from headway.engine.penalties import PenaltyRows, PenaltyTable
 from headway.policy.plan import SequenceState
+from headway.policy.step_memory import padded_size
 
 GREEDY_BELOW = 1e-5  # temperature; vLLM's limit
 
@@ -159,7 +160,7 @@ def _parts(rows: list[int], vocab_size: int, device: torch.device) -> list[list[
 def _width_for(sequence: SequenceState, vocab_size: int, device: torch.device) -> tuple[int, bool]:
     """(width, bounded) of the row's group: from its own parameters alone, or the batch would matter."""
     params = sequence.params
-    size = draws.padded_size(vocab_size)
+    size = padded_size(vocab_size)
     if 0 < params.top_k < vocab_size:
         needed = params.top_k + SPARE
         return next((w for w in WIDTHS if needed <= w < size), size), True
@@ -180,9 +181,7 @@ def _group(
     cut = draws.Cut(
         inverse_temperature=column([1.0 / p.temperature for p in params], torch.float32),
         log_min_p=column(logs, torch.float32) if any(p.min_p > 0.0 for p in params) else None,
-        top_k=column(
-            [p.top_k if 0 < p.top_k < vocab_size else draws.padded_size(vocab_size) for p in params], torch.int64
-        ),
+        top_k=column([p.top_k if 0 < p.top_k < vocab_size else padded_size(vocab_size) for p in params], torch.int64),
         top_p=column([p.top_p for p in params], torch.float64),
     )
     return Group(rows, _index(rows, device), cut, width, bounded)
@@ -207,7 +206,7 @@ def _describe_edits(
     batch.stops = _token_values(stops, torch.float64, device)
     if penalised:
         chosen = [batch.sequences[row] for row in penalised]
-        batch.penalties = table.rows(chosen, penalised, draws.padded_size(vocab_size))
+        batch.penalties = table.rows(chosen, penalised, padded_size(vocab_size))
 
 
 def _token_values(arrays: dict[int, _TokenArrays], dtype: torch.dtype, device: torch.device) -> TokenValues | None:

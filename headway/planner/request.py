@@ -166,7 +166,9 @@ class PlanOptions:
     ] = None
     gpu_memory_utilization: Annotated[
         float | None,
-        _engine("Share of the memory that the engine takes. Default: 0.9; on a calibrated CPU half of what is free."),
+        _engine(
+            "Share of the memory that the engine takes. Default: 0.9. Of a calibrated CPU always half of the free."
+        ),
     ] = None
     block_size: Annotated[int, _engine("Tokens of a block of the cache.")] = 16
     flash_attention: Annotated[bool, _engine("Whether attention keeps its scores on the chip.")] = True

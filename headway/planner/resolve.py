@@ -23,6 +23,7 @@ from headway.cost.timing import Deployment
 from headway.engine.config import DEFAULTS
 from headway.planner.request import PlanError, PlanRequest
 from headway.policy.sizing import CPU_SHARE, default_batched_tokens
+from headway.policy.step_memory import sampling_bytes
 
 # What `quantization_config.quant_method` of a config.json stands for, where it decides by itself.
 _METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", "moe_wna16": "int4-experts"}
@@ -106,7 +107,7 @@ def resolve(request: PlanRequest) -> Resolved:
         replicas=devices // parallelism.devices,
         devices=devices,
         limits=limits,
-        settings=_settings(request, hardware, limits),
+        settings=_settings(request, model.shape, hardware, limits),
         machine=machine,
     )
 
@@ -353,16 +354,18 @@ def _usual_limits(hardware: Hardware) -> tuple[int, int, float]:
     return (8192, 1024, math.inf) if large else (2048, 256, math.inf)
 
 
-def _settings(request: PlanRequest, hardware: Hardware, limits: Limits) -> Settings:
-    """Of memory. This engine keeps everything in layers with a window, and on a CPU takes a share of what is free."""
-    share, of_free = request.gpu_memory_utilization, None
-    if share is None and hardware.measured and hardware.kind == "cpu":
-        of_free = CPU_SHARE
+def _settings(request: PlanRequest, shape: ModelShape, hardware: Hardware, limits: Limits) -> Settings:
+    """Of memory. This engine keeps everything in layers with a window, and on a CPU takes a share of what is free.
+
+    Of other engines the sampler is part of the workspace.
+    """
+    longest = request.max_model_len or shape.max_positions or shape.vocab
     return Settings(
-        utilization=share or DEFAULTS.gpu_memory_utilization,
-        free_share=of_free,
+        utilization=request.gpu_memory_utilization or DEFAULTS.gpu_memory_utilization,
+        free_share=CPU_SHARE if hardware.measured and hardware.kind == "cpu" else None,
         block_size=request.block_size,
         max_num_batched_tokens=limits.batched_tokens,
         max_num_seqs=limits.sequences,
         rolling=not hardware.measured,
+        sampler_bytes=sampling_bytes(limits.sequences, shape.vocab, longest) if hardware.measured else 0,
     )

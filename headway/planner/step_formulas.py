@@ -121,15 +121,16 @@ def _kept(plan: Plan, windows: tuple[int | None, ...], tokens: int) -> str:
 def of_memory(plan: Plan) -> Iterator[Formula]:
     held, work = plan.capacity, plan.workload
     share = plan.settings.free_share
+    free = f"({plain(held.memory)} - {plain(held.weights)} - {plain(held.workspace)})"
     yield Formula(
         "Memory left for the cache, of a device",
         "memory × share that the engine takes - weights - activations - workspace"
         if share is None
-        else "(memory - weights - workspace) × share of what is free",
+        else "what weights and workspace leave × share of it, or what activations leave of it if that is less",
         f"{plain(held.memory)} * {plan.settings.utilization:g} - {plain(held.weights)} - "
         f"{plain(held.activations)} - {plain(held.workspace)}"
         if share is None
-        else f"({plain(held.memory)} - {plain(held.weights)} - {plain(held.workspace)}) * {share:g}",
+        else f"min({free} * {share:g}, {free} - {plain(held.activations)})",
         held.kv_pool,
         "bytes",
         "document 002, Memory Limits Batch Size",

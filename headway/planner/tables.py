@@ -25,11 +25,12 @@ def tables(plan: Plan, narrow: bool = False) -> tuple[Table, ...]:
 def memory_table(plan: Plan) -> Table:
     """Of the fullest device."""
     held, tokens = plan.capacity, plan.workload.prompt + plan.workload.output
+    sampler = ", and its sampler" if plan.settings.sampler_bytes else ""
     rows = [
         ("memory", gigabytes(held.memory), plan.deployment.hardware.name),
         ("to use", gigabytes(held.usable), share_of_memory(plan.settings)),
         ("weights", gigabytes(held.weights), f"{gigabytes(plan.weights_bytes)} in all"),
-        ("activations", gigabytes(held.activations), f"of a step of {plan.limits.batched_tokens:,} tokens"),
+        ("activations", gigabytes(held.activations), f"of a step of {plan.limits.batched_tokens:,} tokens{sampler}"),
         ("workspace", gigabytes(held.workspace), "runtime and captured graphs"),
         ("left for the cache", gigabytes(held.kv_pool), f"{held.pool_tokens:,} tokens"),
         ("one token", gigabytes(held.kv_per_token), f"{gigabytes(plan.kv_bytes_per_token)} in all"),

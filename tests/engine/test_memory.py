@@ -14,7 +14,8 @@ from headway.cost.config import read_shape
 from headway.cost.shape import CacheSpec
 from headway.engine import memory
 from headway.engine.config import EngineConfig
-from headway.engine.memory import kv_pool_bytes, sampling_bytes
+from headway.engine.memory import kv_pool_bytes
+from headway.policy.step_memory import sampling_bytes
 from tests.cost import published
 
 GIB = 1 << 30

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from headway.engine.memory import sampling_bytes
 from headway.engine.sampler import Sampler
 from headway.policy.plan import SequenceState
+from headway.policy.step_memory import sampling_bytes
 from tests.engine.sampling_oracle import acceptable, logits_of, make_sequence
 
 CPU = torch.device("cpu")

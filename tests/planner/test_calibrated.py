@@ -10,10 +10,13 @@ import pytest
 
 from headway.calibration.samples import Kind
 from headway.calibration.store import save
+from headway.cost.memory import activation_bytes
 from headway.engine.config import DEFAULTS
+from headway.planner.formulas import formulas
 from headway.planner.make import make_plan
 from headway.planner.request import PlanRequest
 from headway.policy.sizing import CPU_SHARE, default_batched_tokens
+from headway.policy.step_memory import sampling_bytes
 from tests.calibration.machines import HARDWARE, a_machine
 from tests.planner.command_line import CommandLine
 
@@ -40,9 +43,33 @@ def test_flags_go_before_the_engine_s_defaults() -> None:
     asked = PlanRequest(
         MODEL, "mine", concurrency=2, max_num_batched_tokens=300, max_num_seqs=7, max_prefill_stall_ms=5.0
     )
-    plan = make_plan(replace(asked, gpu_memory_utilization=0.5))
+    plan = make_plan(asked)
     assert (plan.limits.batched_tokens, plan.limits.sequences, plan.limits.prefill_stall_s) == (300, 7, 0.005)
-    assert plan.capacity.usable == HARDWARE.memory_bytes // 2
+
+
+def test_a_cpu_takes_half_of_what_is_free_whatever_is_asked_of_a_gpu() -> None:
+    plain, asked = (make_plan(PlanRequest(MODEL, "mine", gpu_memory_utilization=share)) for share in (None, 0.3))
+    assert asked.capacity == plain.capacity
+    assert not plain.warnings and "takes no notice of --gpu-memory-utilization" in " ".join(asked.warnings)
+
+
+def test_the_sampler_s_memory_counts() -> None:
+    """As the engine plans it; of other engines it is part of the workspace."""
+    here, elsewhere = (make_plan(PlanRequest(MODEL, hardware, max_num_seqs=64)) for hardware in ("mine", "H100-SXM"))
+    for plan, sampler in ((here, sampling_bytes(64, 128256, 131072)), (elsewhere, 0)):
+        d, settings = plan.deployment, plan.settings
+        step = activation_bytes(d.device, settings.max_num_batched_tokens, 64, d.precision, d.flash)
+        assert plan.capacity.activations == step + sampler
+
+
+def test_a_step_larger_than_half_of_what_is_free_leaves_less_for_the_cache() -> None:
+    save(replace(a_machine(), hardware=replace(HARDWARE, memory_bytes=5 * 2**30)))
+    plan = make_plan(PlanRequest(MODEL, "mine"))
+    held = plan.capacity
+    free = held.memory - held.weights - held.workspace
+    assert held.kv_pool == free - held.activations < int(free * CPU_SHARE)
+    left = next(each for each in formulas(plan) if each.name.startswith("Memory left"))
+    assert left.value == held.kv_pool and left.numbers.startswith("min(")
 
 
 def test_a_window_s_layers_keep_everything_here() -> None:
