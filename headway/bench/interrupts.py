@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(Exception):
-    """Ctrl-C came while nothing was measured that could be kept."""
+    """Ctrl-C came before there was a result to keep."""
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def interrupts(stop: asyncio.Event, progress: Console) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Around work that does not return to the event loop for a while: Ctrl-C and SIGTERM raise Interrupted there."""
+    """For work that blocks the event loop: Ctrl-C and SIGTERM raise Interrupted in it."""
 
     def interrupt(*_: Any) -> None:
         raise Interrupted

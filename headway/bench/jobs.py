@@ -46,7 +46,7 @@ def run_job(options: BenchOptions) -> int:
 
 
 def _check_places(output: Output) -> None:
-    """Before an hour is measured, and not after: whether its results could be written."""
+    """Check before the measurement, not after it, that its results can be written."""
     places = {"--result-dir": output.result_dir / (output.result_filename or "result.json")} if output.save else {}
     if output.report is not None:
         places["--report"] = output.report

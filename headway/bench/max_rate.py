@@ -73,7 +73,7 @@ def _check(bench: Bench) -> None:
 
 
 class Prober:
-    """Measures at a rate, each time with new arrivals, lengths and prompts, and keeps the runs.
+    """Measures at one rate after another, each time with new arrivals, lengths and prompts, and keeps the runs.
 
     Probes at one rate are pooled: with the same arrivals they would be the same sample again.
     """

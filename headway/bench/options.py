@@ -25,9 +25,9 @@ _numbers, _results = functools.partial(Flag, panel="Numbers"), functools.partial
 class Target:
     """The server, and what every request to it says."""
 
-    base_url: Annotated[str | None, _endpoint("Of the server, as http://localhost:8000.")] = None
-    host: Annotated[str, _endpoint("Of the server, where there is no --base-url.")] = "127.0.0.1"
-    port: Annotated[int, _endpoint("Of the server, where there is no --base-url.", min=1, max=65535)] = 8000
+    base_url: Annotated[str | None, _endpoint("Address of the server, as http://localhost:8000.")] = None
+    host: Annotated[str, _endpoint("Host of the server, in place of --base-url.")] = "127.0.0.1"
+    port: Annotated[int, _endpoint("Port of the server, in place of --base-url.", min=1, max=65535)] = 8000
     backend: Annotated[
         str,
         _endpoint(
@@ -35,25 +35,30 @@ class Target:
             choices=("openai", "openai-chat", "vllm", "headway"),
         ),
     ] = "openai"
-    path: Annotated[str | None, _endpoint("Route to ask instead of the backend's own.", "--endpoint")] = None
-    model: Annotated[str | None, _endpoint("Name that requests give. Default: the one that is served.")] = None
+    path: Annotated[
+        str | None, _endpoint("Route to send requests to, in place of the backend's own.", "--endpoint")
+    ] = None
+    model: Annotated[str | None, _endpoint("Model that requests ask for. Default: the one that is served.")] = None
     served_model_name: Annotated[
-        str | None, _endpoint("Name that requests give, where --model names the tokenizer, as for vLLM.")
+        str | None, _endpoint("Model that requests ask for, when --model names the tokenizer, as in vLLM.")
     ] = None
     tokenizer: Annotated[
-        str | None, _endpoint("Folder or Hugging Face id of the tokenizer. Default: found, or done without.")
+        str | None,
+        _endpoint("Folder or Hugging Face id of the tokenizer. Default: the served model's, if it is on this machine."),
     ] = None
     token_ids: Annotated[
         bool,
         _endpoint(
-            "How /v1/completions is given random prompts.",
+            "Whether random prompts are sent as text or as token ids.",
             "--prompts",
             choices=("text", "token-ids"),
             parse="token-ids".__eq__,
             default="text",
         ),
     ] = False
-    api_key: Annotated[str | None, _endpoint("Bearer token.", envvar=("HEADWAY_API_KEY", "OPENAI_API_KEY"))] = None
+    api_key: Annotated[
+        str | None, _endpoint("API key, sent as a bearer token.", envvar=("HEADWAY_API_KEY", "OPENAI_API_KEY"))
+    ] = None
     headers: Annotated[
         dict[str, str],
         _endpoint("KEY=VALUE sent with every request; may be repeated.", "--header", parse=key_values, repeated=True),
@@ -67,7 +72,9 @@ class Target:
     ] = 3600.0
     ignore_eos: Annotated[
         bool | None,
-        _endpoint("Generate all the tokens asked for. Default: for made-up prompts, where the server can do it."),
+        _endpoint(
+            "Generate all tokens that are asked for. Default: yes for random prompts, if the server supports it."
+        ),
     ] = None
     temperature: Annotated[float | None, _endpoint("Default: the server's.", min=0)] = None
     top_p: Annotated[float | None, _endpoint("Default: the server's.")] = None
@@ -132,9 +139,11 @@ class Claims:
     ] = field(default_factory=dict)
     percentiles: Annotated[
         tuple[float, ...],
-        _numbers("Which to report.", "--metric-percentiles", parse=percentiles, default="50,90,95,99,99.9"),
+        _numbers("Percentiles to report.", "--metric-percentiles", parse=percentiles, default="50,90,95,99,99.9"),
     ] = PERCENTILES
-    price_per_hour: Annotated[float | None, _numbers("Of the hardware, for a cost per token.", min=0)] = None
+    price_per_hour: Annotated[float | None, _numbers("Price of the hardware, to report the cost per token.", min=0)] = (
+        None
+    )
     attainment: Annotated[
         float,
         _numbers(
@@ -151,7 +160,7 @@ class Output:
     """Where results go."""
 
     save: Annotated[bool, _results("Write the result as JSON.", "--save-result/--no-save-result")] = True
-    detailed: Annotated[bool, _results("With the lists of `vllm bench serve --save-detailed`.", "--save-detailed")] = (
+    detailed: Annotated[bool, _results("Add the lists of `vllm bench serve --save-detailed`.", "--save-detailed")] = (
         False
     )
     result_dir: Annotated[Path, _results("Folder for what is written.")] = Path("bench-results")
@@ -202,13 +211,13 @@ class BenchOptions:
     arrivals: ArrivalFlags
     workload: WorkloadSpec
     max_concurrency: Annotated[
-        int | None, _load("Without a rate: users of a closed loop. With one: most requests under way.", min=1)
+        int | None, _load("Without a rate: users of a closed loop. With a rate: most requests in flight.", min=1)
     ] = None
     num_warmups: Annotated[int, _load("Requests that are sent first and not measured.", min=0)] = 3
     drain_timeout_s: Annotated[
         float,
         _load(
-            "When all is sent and no request has ended for so many seconds, the rest has failed.",
+            "Seconds without any request ending, after the last was sent, until the rest count as failed.",
             "--drain-timeout",
             min=0.001,
         ),
@@ -219,11 +228,13 @@ class BenchOptions:
     sweep: Annotated[
         Sweep | None, _load("Measure at each of rate:1,2,4 (requests/s) or concurrency:1,8,64.", parse=Sweep.parse)
     ] = None
-    max_search_seconds: Annotated[float, _load("No probe of --find-max-rate begins later than this.", min=1)] = 3600.0
+    max_search_seconds: Annotated[float, _load("Seconds after which --find-max-rate starts no further run.", min=1)] = (
+        3600.0
+    )
     stall_s: Annotated[
         float,
         _load(
-            "The claim of --find-max-rate must survive stalls of this length; longer takes longer.",
+            "Length of server stalls that --find-max-rate allows for. Longer ones make the search longer.",
             "--stall-seconds",
             min=0,
         ),

@@ -188,7 +188,7 @@ class _Detailed(msgspec.Struct):
 
 
 def read_vllm(values: Mapping[str, Any]) -> RunResult:
-    """A run from the object of `vllm bench serve --save-detailed`, as far as it goes.
+    """A run from the object of `vllm bench serve --save-detailed`, as far as that tells.
 
     It has no ledger, no classes and nothing of the client's health. A failed request has its error as a message, and a
     kind guessed from it.

@@ -207,7 +207,7 @@ def _whole_characters(value: Any) -> Any:
 
 
 def _encodable(value: Any) -> Any:
-    """Settings may hold what JSON has no word for, and a finished run must not be lost over it."""
+    """For what JSON cannot hold: a finished run must not be lost over one value of its settings."""
     if isinstance(value, array):
         return value.tolist()
     if hasattr(value, "item"):  # numpy's scalars

@@ -65,7 +65,7 @@ def load_of(options: BenchOptions) -> Load:
 
 
 def is_made_up(spec: WorkloadSpec) -> bool:
-    """Whether prompts are random words, to which a model may well answer with its end token."""
+    """Whether prompts are random words, which a model may answer with its end token at once."""
     return spec.mix is not None or spec.dataset_name not in TEXTS
 
 
@@ -167,7 +167,7 @@ class Bench:
         return summaries
 
     def save(self, result: RunResult, summaries: Sequence[Summary], number: int | None = None) -> None:
-        """Write what was asked for of one run; `number` tells the runs of a sweep or search apart."""
+        """Write the files of one run that were asked for; `number` tells the runs of a sweep or search apart."""
         output, claims = self.options.output, self.options.claims
         if not output.save:
             return

@@ -55,7 +55,7 @@ class Session:
         return cls(server, *await token_source(target, server))
 
     async def is_here(self) -> bool:
-        """Whether the server is known to be on this machine, so that the machine's energy is its."""
+        """Whether the server is known to run on this machine, so that the machine's energy is the server's."""
         address = self.server.endpoint.address
         return await asyncio.to_thread(runs_here, address.host, address.port)
 
@@ -118,7 +118,7 @@ class Session:
 
 
 def _what_happened(outcome: LoadOutcome) -> dict[str, Any]:
-    """What a reader of the settings must know of how they were carried out; nothing when nothing stood against them."""
+    """How the run departed from its settings; empty when it did not."""
     happened = {
         "never_due": outcome.never_due,
         "waited_for_place": outcome.waited_for_place,
@@ -130,8 +130,8 @@ def _what_happened(outcome: LoadOutcome) -> dict[str, Any]:
 
 
 class _Surroundings:
-    """What a run can be seen by besides its answers: the server's metrics before and after and its gauges each second,
-    and the machine's energy, where the server is known to be on it.
+    """What is recorded around a run: the server's metrics before and after it, its gauges every second, and the energy
+    of the machine if the server is known to run on it.
     """
 
     def __init__(self, asker: Asker | None, look: Callable[[], Awaitable[bool]]) -> None:

@@ -20,7 +20,7 @@ MOST_OFF_SHARE = 0.05
 
 
 async def token_source(target: Target, server: Server) -> tuple[TokenSource, str]:
-    """The source of prompts' tokens, and which it is, in words.
+    """Where the tokens of prompts come from, and a description of it.
 
     The tokenizer that was named, or else the one that belongs to the served model, where its files are on this
     machine; without one, everyday words whose length the server has told.
@@ -94,7 +94,7 @@ def _download(name: str) -> Path:
 
 
 def _find_tokenizer(model: str) -> Tokenizer | None:
-    """That of a served model whose files are on this machine: its name is a folder, or a hub id in the cache."""
+    """The tokenizer of a served model whose name is a folder of this machine, or a Hugging Face id in the cache."""
     folder = STORY if model == f"headway/{STORY.name}" else _local(model)
     try:
         if not (folder / "tokenizer.json").is_file():
@@ -110,7 +110,7 @@ def _find_tokenizer(model: str) -> Tokenizer | None:
 
 
 async def _server_counts(server: Server) -> tuple[int, int] | None:
-    """Tokens of the short and of the long calibration text, by the server; None where it tells none that can be."""
+    """Tokens of the short and of the long calibration text, by the server; None where it gives no usable counts."""
     texts = [Prompt(text=WordSource.calibration_text(words)) for words in (SHORT_WORDS, LONG_WORDS)]
     try:
         short, long = await count_tokens(server, texts)
@@ -128,7 +128,7 @@ def _added(tokenizer: Tokenizer, counts: tuple[int, int]) -> int:
 
 
 def _mismatch(tokenizer: Tokenizer, counts: tuple[int, int] | None) -> str | None:
-    """What shows that the server has another tokenizer; None where nothing does. Both texts have the same added."""
+    """Why the server must have another tokenizer, or None. What it adds to prompts cancels out in the difference."""
     if counts is None:
         return None
     ours, theirs = _counted(tokenizer, LONG_WORDS) - _counted(tokenizer, SHORT_WORDS), counts[1] - counts[0]

@@ -60,7 +60,7 @@ def bench(
     compare: Annotated[
         tuple[str, str] | None,
         typer.Option(
-            help="Which differences between two results are real; several runs a side are joined by commas.",
+            help="Compare two results: which differences are real? Join several runs of a side by commas.",
             rich_help_panel="Results",
             metavar="A.json B.json",
         ),

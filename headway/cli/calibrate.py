@@ -30,7 +30,9 @@ app = typer.Typer(add_completion=False)
 @app.command()
 @with_flags
 def calibrate(
-    name: Annotated[str | None, typer.Option(help="Of the entry. Default: from the processor's or GPU's name.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the entry. Default: from the processor's or GPU's name.")
+    ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: as headway serve.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Some seconds, and coarse.")] = False,

@@ -126,18 +126,20 @@ class PlanOptions:
     sequence_parallel: Annotated[
         bool, _deployment("Divide norms and residuals among the devices by token.", "--sequence-parallel")
     ] = False
-    dtype: Annotated[str, _deployment("auto, bfloat16, float16 or float32: of what is not quantised.")] = "auto"
+    dtype: Annotated[str, _deployment("Type of what is not quantised: auto, bfloat16, float16 or float32.")] = "auto"
     quantization: Annotated[
         str,
         _deployment(
-            "Of weights: auto (as published), none, fp8, fp8-weight-only, int8, int8-weight-only, int4, mxfp4, nvfp4, "
-            "or of experts alone int4-experts or nvfp4-experts."
+            "Format of weights: auto (as published), none, fp8, fp8-weight-only, int8, int8-weight-only, int4, mxfp4, "
+            "nvfp4, or of experts alone int4-experts or nvfp4-experts."
         ),
     ] = "auto"
-    kv_cache_dtype: Annotated[str, _deployment("auto, bf16, fp16, fp32, fp8 or int8.")] = "auto"
-    prompt_tokens: Annotated[int, _load("Of each request.")] = 1024
-    output_tokens: Annotated[int, _load("Of each answer, on average.")] = 256
-    cached_tokens: Annotated[int, _load("Of each prompt, that the prefix cache already has, the same for all.")] = 0
+    kv_cache_dtype: Annotated[str, _deployment("Type of the KV cache: auto, bf16, fp16, fp32, fp8 or int8.")] = "auto"
+    prompt_tokens: Annotated[int, _load("Tokens of each prompt.")] = 1024
+    output_tokens: Annotated[int, _load("Tokens of each answer, on average.")] = 256
+    cached_tokens: Annotated[
+        int, _load("Tokens of each prompt that the prefix cache already holds, the same for all.")
+    ] = 0
     output_spread: Annotated[
         float,
         _load("Answers are spread evenly by this share around --output-tokens: 0 to 1, 0 for all alike."),
@@ -202,7 +204,7 @@ class PlanRequest(PlanOptions):
             metavar="MODEL",
         ),
     ]
-    hardware: Annotated[str, _deployment("Such as A100-80GB-SXM, H100-SXM, H200, or a calibrated machine.")]
+    hardware: Annotated[str, _deployment("Device, such as A100-80GB-SXM, H100-SXM, H200, or a calibrated machine.")]
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:

@@ -2,8 +2,8 @@
 
     outcome = await run_load(client, requests, mode=LoadMode.OPEN, stop=stop)
 
-In an open loop a request is sent when it is due, whatever became of those before it. What is sent late all the same is
-seen to be late: `scheduled_ns` stays what it was.
+In an open loop a request is sent when it is due, whatever became of those before it. One that is sent late keeps its
+`scheduled_ns`, so that the delay is seen.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ async def run_load(
         max_concurrency: most requests under way; in mode CLOSED the number of users, and needed.
         warm_ups: sent first, a few at a time, and not recorded. Where all of them fail, the run is not begun.
         duration_s: what is due later is not sent; what is under way then is awaited.
-        drain_s: the run ends when no request is left to be sent at a known time, and for so long none was sent and none
-            has ended; what is under way then has failed with DRAIN_LIMIT. None waits for as long as it takes.
+        drain_s: when nothing is left to send, and for so long no request was sent or has ended, the run ends and the
+            requests in flight fail with DRAIN_LIMIT. None sets no limit.
         grace_s: how long requests under way are awaited after `stop`.
         as_messages: later turns go out as messages, as a chat needs them; else text that follows text goes out as one
             text.

@@ -53,7 +53,7 @@ class EnergyMeter:
         return tuple(counter.name for counter, _ in self._last)
 
     def read(self) -> float | None:
-        """Joules so far; None where there is no counter, or one of them was lost on the way."""
+        """Joules so far; None where there is no counter, or one of them can no longer be read."""
         try:
             now = [(counter, counter.joules()) for counter, _ in self._last]
         except OSError:

@@ -12,8 +12,7 @@ class Percentile:
     Args:
         p: 0 < p < 100.
         value: None when the claim is refused: there are fewer samples than even independent ones would have to be.
-        low, high: bounds of the confidence interval; None where it is open, as the samples depend on each other and are
-            worth too few.
+        low, high: bounds of the confidence interval; None where the effective number of samples is too small for one.
         needs: samples that both bounds would take, where one is missing; None otherwise.
     """
 
@@ -26,7 +25,7 @@ class Percentile:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of one metric. Units are the metric's own. `effective_count` is `count` less what dependence takes away."""
+    """Distribution of one metric, in its own unit. `effective_count` is how many independent samples tell as much."""
 
     count: int
     effective_count: float

@@ -83,7 +83,7 @@ def missed_objectives(
 def slowness(
     records: Iterable[RequestRecord], objectives: Objectives | None, by_class: Mapping[str, Objectives] | None = None
 ) -> np.ndarray:
-    """Of each judged request, as it was due: the largest of its values from the schedule over their limits.
+    """For each judged request, by due time: the largest ratio of a latency from the schedule to its limit.
 
     Above 1 it has missed, by `missed_objectives`; inf has failed. Shape (judged requests,).
     """

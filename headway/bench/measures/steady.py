@@ -202,7 +202,7 @@ def _ramp_up(values: np.ndarray) -> int:
 
 
 def falls_behind(records: Iterable[RequestRecord]) -> str:
-    """Why the server cannot do what it is offered, when that is plain to see; "" when it is not.
+    """Why the server plainly cannot keep up with the offered load; "" when that cannot be said.
 
     Stricter than the lack of a steady state, which may also come of a short run: latency or the number in flight
     grows, by much and beyond doubt.
@@ -264,7 +264,7 @@ def _describe(series: _Series, trend: _Trend, backlog: bool) -> str:
 
 
 def _backlog_grows(run: _Run, first: int) -> bool:
-    """Whether arrivals outrun departures by more than chance would have a server do that just keeps up.
+    """Whether arrivals outrun departures by more than chance allows for a server that just keeps up.
 
     What is in flight then walks at random, each arrival by the spread of the gaps between arrivals and between
     departures; a server with capacity to spare is drawn back to its level and stays below that.

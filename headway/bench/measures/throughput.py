@@ -21,7 +21,7 @@ def whole_run_rates(records: Sequence[RequestRecord], began_ns: int, ended_ns: i
 
 
 def window_rates(records: Sequence[RequestRecord], began_ns: int, ended_ns: int) -> dict[str, float]:
-    """What came between two times, of whichever completed request it was. Keys are those of Summary.rates.
+    """Rates of what came between two times, counting any completed request. Keys are those of Summary.rates.
 
     A request counts where its last token came, its prompt where its first token came, and each output token
     where its chunk came.

@@ -52,7 +52,7 @@ class ProfiledModel:
 
     @property
     def products(self) -> str:
-        """The fastest arithmetic that its products are done in: what of `MachinePeaks.gemm_flops_per_s` bounds them.
+        """The key of `MachinePeaks.gemm_flops_per_s` that bounds its matrix products.
 
         Weights of 8 bits alone are multiplied in words of 16 bits, as many at a time as of bfloat16.
         """

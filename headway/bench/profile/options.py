@@ -40,7 +40,8 @@ class ProfileOptions(ModelOptions):
     output_len: Annotated[int, Flag("Tokens of each answer.", min=2)] = 32
     repeats: Annotated[int, Flag("Requests of each prompt length.", min=1)] = 10
     percentiles: Annotated[
-        tuple[float, ...], Flag("Which to report.", "--metric-percentiles", parse=percentiles, default="50,90,95,99")
+        tuple[float, ...],
+        Flag("Percentiles to report.", "--metric-percentiles", parse=percentiles, default="50,90,95,99"),
     ] = DEFAULT_PERCENTILES
     serve_arguments: Annotated[
         tuple[str, ...],
@@ -50,10 +51,10 @@ class ProfileOptions(ModelOptions):
         Path | None, Flag("Output of `python -m headway.calibration`. Default: the machine is measured.")
     ] = None
     result_dir: Annotated[Path, Flag("Folder in which the profile's folder is made.")] = Path("bench-results")
-    result_name: Annotated[str | None, Flag("Of that folder. Default: from the model and time.")] = None
+    result_name: Annotated[str | None, Flag("Name of that folder. Default: from the model and time.")] = None
     ready_timeout_s: Annotated[float, Flag("Seconds for the model to load.", "--ready-timeout", min=1)] = 900.0
     request_timeout_s: Annotated[float, Flag("Seconds for each request.", "--timeout", min=1)] = 600.0
-    seed: Annotated[int, Flag("Of the prompts.", min=0)] = 0
+    seed: Annotated[int, Flag("Seed of the prompts.", min=0)] = 0
 
 
 def check_options(options: ProfileOptions) -> None:

@@ -119,7 +119,7 @@ async def _measure(
 
 
 def _done(outcome: LoadOutcome) -> list[RequestRecord]:
-    """Requests that were answered or failed by themselves, and not because the user ended the run."""
+    """Requests that ended by themselves, and not because the user stopped the run."""
     return [r for r in outcome.records if r.failure is None or r.failure.kind is not FailureKind.ABANDONED]
 
 
@@ -163,7 +163,7 @@ async def _send(
 
 @contextlib.asynccontextmanager
 async def _started(server: LocalServer, stop: asyncio.Event) -> AsyncIterator[LocalServer]:
-    """The server, ended at the end; waiting for it to become ready ends with `stop` too."""
+    """Start the server, and end it afterwards; `stop` ends the waiting for it to become ready."""
     try:
         yield await unless_stopped(stop, server.__aenter__())
     finally:

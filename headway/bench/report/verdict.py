@@ -71,7 +71,7 @@ def headline(result: RunResult, summaries: Sequence[Summary], **limits: float) -
 def is_valid(
     result: RunResult, summaries: Sequence[Summary], *, max_failed_share: float = MAX_FAILED_SHARE, **_: float
 ) -> bool:
-    """Whether its numbers can be taken for the server's: answered, not client-bound, complete, with few failures."""
+    """Whether the numbers are the server's: requests were answered, the client kept up, and few requests failed."""
     whole = summaries[0]
     asked = whole.completed + whole.failed
     few_failed = bool(asked) and whole.failed <= max_failed_share * asked

@@ -26,7 +26,7 @@ def steady_or_whole(summaries: Sequence[Summary]) -> Summary:
 
 
 def load_of(result: RunResult) -> float:
-    """What a run was asked to bear: its rate, else its concurrency, else the rate at which requests came."""
+    """The load of a run: its rate, else its concurrency, else the rate at which requests came."""
     for key in ("request_rate", "max_concurrency"):
         asked = result.settings.get(key)
         if isinstance(asked, int | float) and 0 < asked < math.inf:

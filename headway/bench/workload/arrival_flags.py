@@ -24,11 +24,11 @@ class ArrivalFlags:
     """What the command line says of when requests are sent."""
 
     request_rate: Annotated[
-        float | None, _load("Requests per second, or inf: all at once. Poisson unless told otherwise.", min=0)
+        float | None, _load("Requests per second, or inf for all at once. Poisson arrivals by default.", min=0)
     ] = None
-    arrival: Annotated[str | None, _load("Arrival process. Default: what the other flags say.", choices=ARRIVALS)] = (
-        None
-    )
+    arrival: Annotated[
+        str | None, _load("Arrival process. Default: chosen from the other flags.", choices=ARRIVALS)
+    ] = None
     burstiness: Annotated[float | None, _load("Shape of gamma gaps; 1 is Poisson, less is burstier.")] = None
     on_seconds: Annotated[float | None, _load("Length of a burst of on-off arrivals.")] = None
     off_seconds: Annotated[float | None, _load("Length of the silence between bursts.")] = None

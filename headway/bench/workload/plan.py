@@ -52,7 +52,7 @@ class Plan:
 
 
 def parts_of(spec: WorkloadSpec, classes: Sequence[MixClass], source: TokenSource) -> list[Part]:
-    """The classes with their datasets; the run's own limits of lengths hold for each class.
+    """The classes with their datasets. The run's limits of lengths apply to each class.
 
     Raises:
         BenchError: from make_dataset, naming the class of a mix.
@@ -159,7 +159,7 @@ def _number_of_requests(spec: WorkloadSpec, parts: Sequence[Part]) -> tuple[int,
 
 
 def _apportioned(total: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers that add up to `total`, in proportion to `shares`, the largest remainders rounded up."""
+    """Whole numbers in proportion to `shares` that add up to `total`: the largest remainders are rounded up."""
     exact: NDArray[np.float64] = total * np.array(shares) / sum(shares)
     counts = np.floor(exact).astype(int)
     left = total - int(counts.sum())
@@ -168,7 +168,7 @@ def _apportioned(total: int, shares: Sequence[float]) -> list[int]:
 
 
 def _drawn(spec: WorkloadSpec, part: Part, count: int, is_exact: bool, notes: list[str]) -> list[Planned]:
-    """So many conversations of one class; where the number is exact, a dataset that ends is begun again."""
+    """So many conversations of one class. Where the number is exact, a dataset that ends starts over."""
     if not count:
         return []
     seed = spec.seed_of_prompts if part.dataset.repeats_prompts else spec.seed
@@ -193,7 +193,7 @@ def _shuffled(spec: WorkloadSpec, drawn: Sequence[list[Planned]]) -> list[Planne
 
 
 def _cut(planned: list[Planned], requests: int) -> list[Planned]:
-    """The first conversations that have so many requests together, the last of them cut short."""
+    """The first conversations, until there are so many requests; the last one may be cut short."""
     kept: list[Planned] = []
     for part, turns in planned:
         if requests <= 0:

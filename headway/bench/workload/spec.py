@@ -50,7 +50,7 @@ class DatasetOptions:
     dataset_name: Annotated[
         str, _workload("random, sharegpt, azure, mooncake, burstgpt, prefix_repetition, multi_turn or custom.")
     ] = "random"
-    dataset_path: Annotated[Path | None, _workload("Of a dataset that is a file.")] = None
+    dataset_path: Annotated[Path | None, _workload("File of the dataset.")] = None
     input_len: Annotated[
         Distribution | None,
         _workload("Tokens of a prompt: a number, or as lognormal:mean=200,cv=0.8,max=4000.", parse=parse_length),
@@ -94,16 +94,16 @@ class WorkloadSpec(DatasetOptions):
     Args:
         num_prompts: later turns included; None takes a trace to its end, and DEFAULT_NUM_PROMPTS of anything else.
         duration_s: requests (or conversations) that come within this time; with num_prompts, whatever ends first.
-        prompt_seed: of the prompts' words only, where they are to differ and lengths and times are not; of texts from a
-            file, which have the lengths that they have, which are taken. None is the seed.
-        arrival: None takes the times of a trace, where the dataset is one, and gives none elsewhere.
+        prompt_seed: of the prompts' words only: lengths and times stay those of `seed`. For a file of texts it decides
+            which of them are taken. None is `seed`.
+        arrival: None takes the times of the trace; other datasets then have no times.
         closed_loop: no times at all; the load generator sends when others are done.
         mix: it says the dataset of each class.
     """
 
     mix: Annotated[
         str | Path | None,
-        _workload("Classes of requests, in place of a dataset: a TOML file or a bundled mix.", parse=str),
+        _workload("Classes of requests in place of a dataset: a TOML file or a bundled mix.", parse=str),
     ] = None
     no_oversample: Annotated[
         bool, _workload("A dataset with fewer rows than --num-prompts gives what it has.", "--no-oversample")
@@ -111,12 +111,12 @@ class WorkloadSpec(DatasetOptions):
     num_prompts: Annotated[
         int | None, _load("Requests. Default: 1000, or a whole trace, or what --duration holds.", min=1)
     ] = None
-    duration_s: Annotated[float | None, _load("Seconds in which requests are sent.", "--duration", min=0.001)] = None
-    seed: Annotated[int, _load("Of arrivals, lengths and prompts.", min=0)] = 0
+    duration_s: Annotated[float | None, _load("Send requests for this many seconds.", "--duration", min=0.001)] = None
+    seed: Annotated[int, _load("Seed of arrivals, lengths and prompts.", min=0)] = 0
     prompt_seed: int | None = None
     arrival: Arrival | None = None
     closed_loop: bool = False
-    time_scale: Annotated[float, _load("Replay a trace so many times as fast.")] = 1.0
+    time_scale: Annotated[float, _load("Replay a trace this many times as fast.")] = 1.0
 
     @property
     def seed_of_prompts(self) -> int:
