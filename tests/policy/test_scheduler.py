@@ -125,6 +125,18 @@ def test_choices_share_the_prompt_and_copy_the_block_they_write() -> None:
     sim.check_all_closed()
 
 
+def test_the_executor_is_told_of_a_block_that_is_exchanged() -> None:
+    sim = Simulation(num_blocks=32)
+    sequence = sim.submit([1, 2], 9)
+    sim.step()
+    (held,) = sequence.block_table
+    sim.scheduler.blocks.share([held])
+    plan = sim.scheduler.schedule(sim.now)
+    assert plan.copies == [(held, sequence.block_table[0])]
+    assert [(c.seq_id, c.start, c.blocks) for c in plan.tables] == [(sequence.seq_id, 0, sequence.block_table)]
+    assert len(sequence.block_table) == 1
+
+
 def test_choices_go_on_when_the_first_is_aborted() -> None:
     sim = Simulation()
     first, other = sim.submit_choices(list(range(10)), 4, n=2)
