@@ -8,25 +8,30 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from headway import __version__
 from headway.installation import EngineNotInstalled
 
+COMMANDS = {
+    "serve": "Serve a model over the OpenAI API.",
+    "calibrate": "Measure this machine and what the engine reaches of it, for about a minute, and store it for "
+    "`headway plan`.",
+    "bench": "Measure an OpenAI-compatible endpoint, and show where the time goes.",
+    "plan": "What a model on hardware takes and gives: memory, TTFT, TPOT, throughput, cost, and what limits them.",
+}
+
 
 class Commands(TyperGroup):
-    """The modules of COMMANDS, each read when it is asked for: a server need not wait for what others import."""
+    """The modules of COMMANDS, each read when its command is run: a server need not wait for what others import."""
 
-    NAMES = ("serve", "calibrate", "bench", "plan")
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = {name: TyperCommand(name, help=said) for name, said in COMMANDS.items()}
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(self.NAMES)
-
-    def get_command(self, ctx: Any, name: str) -> Any:
-        for each in (name,) if name in self.NAMES else self.NAMES:  # what nobody knows is compared with all of them
-            if each not in self.commands:
-                self.commands[each] = typer.main.get_command(importlib.import_module(f"headway.cli.{each}").app)
-        return self.commands.get(name)
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, typer.main.get_command(importlib.import_module(f"headway.cli.{name}").app), rest
 
 
 app = typer.Typer(

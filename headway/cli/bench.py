@@ -45,7 +45,6 @@ def fold_lists(arguments: Sequence[str], options: Collection[str]) -> list[str]:
 app = typer.Typer(
     name="bench",
     cls=BenchGroup,
-    help="Measure an OpenAI-compatible endpoint, and show where the time goes.",
     invoke_without_command=True,
     subcommand_metavar="[COMMAND]",
     add_completion=False,

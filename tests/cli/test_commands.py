@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from dataclasses import MISSING, dataclass, field
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from headway.bench.options import BenchOptions
 from headway.bench.profile.options import ProfileOptions
-from headway.cli import main
+from headway.cli import COMMANDS, main
 from headway.cli.commands import with_flags
 from headway.engine.config import EngineConfig
 from headway.flags import Flag, flags_of, size
@@ -146,6 +147,19 @@ def test_every_command_reads_a_file(
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith(f"headway: --config {file} has the unknown key 'seeds'; ") and error.count("\n") == 1
+
+
+def test_the_help_says_of_each_command_what_that_says_of_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, said in COMMANDS.items():
+        command = typer.main.get_command(importlib.import_module(f"headway.cli.{name}").app)
+        assert command.help is not None and command.help.split("\n\n")[0].replace("\n", " ") == said
+    monkeypatch.setattr(sys, "argv", ["headway", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    listed = capsys.readouterr().out
+    assert all(f"│ {name:9}  {said[:20]}" in listed for name, said in COMMANDS.items())
 
 
 def test_a_command_reads_its_own_modules_only() -> None:

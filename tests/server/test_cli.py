@@ -86,15 +86,3 @@ def test_broken_template_and_generation_config(
 )
 def test_sizes(text: str, in_bytes: int) -> None:
     assert size(text) == in_bytes
-
-
-def test_the_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "--help") == 0
-    listed = capsys.readouterr().out
-    for line in (
-        "serve      Serve a model",
-        "calibrate  Measure this machine",
-        "bench      Measure",
-        "plan       What",
-    ):
-        assert line in listed
