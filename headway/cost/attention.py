@@ -39,6 +39,17 @@ class Chunk:
             )
 
 
+def append_alike(chunks: list[Chunk], chunk: Chunk) -> None:
+    """Append one sequence's chunk; where it is like the last, that counts one sequence more."""
+    if chunks and (chunks[-1].tokens, chunks[-1].context, chunks[-1].logit_rows) == (
+        chunk.tokens,
+        chunk.context,
+        chunk.logit_rows,
+    ):
+        chunk = Chunk(chunk.tokens, chunk.context, chunk.logit_rows, chunks.pop().sequences + 1)
+    chunks.append(chunk)
+
+
 def attended_pairs(tokens: int, context: int, window: int | None = None) -> int:
     """Query-key pairs of `tokens` new tokens after `context` others: sum of min(context + i, window), i from 1 up."""
     if window is None:

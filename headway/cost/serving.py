@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from headway.cost.attention import Chunk, attended_pairs
+from headway.cost.attention import Chunk, append_alike, attended_pairs
 from headway.cost.timing import Deployment
 
 _GOLDEN = 0.6180339887498949
@@ -378,7 +378,7 @@ class _Engine:
             if tokens == 0:
                 break
             last = tokens == request.left
-            self._add(step.prompts, Chunk(tokens, request.done, int(last)))
+            append_alike(step.prompts, Chunk(tokens, request.done, int(last)))
             if math.isinf(stall):
                 stall = self._stall_s(step.prompts)
             else:
@@ -397,17 +397,6 @@ class _Engine:
         if math.isinf(self._limits.prefill_stall_s) or not others:
             return math.inf
         return max(self._limits.prefill_stall_s, self._deployment.step(others).seconds)
-
-    @staticmethod
-    def _add(chunks: list[Chunk], chunk: Chunk) -> None:
-        """Chunks that are alike count as one with several sequences."""
-        if chunks and (chunks[-1].tokens, chunks[-1].context, chunks[-1].logit_rows) == (
-            chunk.tokens,
-            chunk.context,
-            chunk.logit_rows,
-        ):
-            chunk = Chunk(chunk.tokens, chunk.context, chunk.logit_rows, chunks.pop().sequences + 1)
-        chunks.append(chunk)
 
     def _advance(self, step: _Step, times: int) -> int:
         before, decoding = len(self.finished), step.lane.decoding

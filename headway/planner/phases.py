@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from headway.cost.attention import Chunk
+from headway.cost.attention import Chunk, append_alike
 from headway.cost.serving import Workload
 from headway.cost.timing import LINEAR, Deployment, PartTime, StepTime
 from headway.cost.work import Operation, step_work, total
@@ -25,17 +24,10 @@ def prompt_steps(workload: Workload, budget: int, requests: int = 1) -> list[lis
                 steps.append([])
                 room = budget
             tokens = min(room, workload.prompt - done)
-            _add(steps[-1], Chunk(tokens, done, int(done + tokens == workload.prompt)))
+            append_alike(steps[-1], Chunk(tokens, done, int(done + tokens == workload.prompt)))
             done += tokens
             room -= tokens
     return steps
-
-
-def _add(chunks: list[Chunk], chunk: Chunk) -> None:
-    """Chunks that are alike count as one with several sequences."""
-    if chunks and replace(chunks[-1], sequences=1) == chunk:
-        chunk = replace(chunk, sequences=chunks.pop().sequences + 1)
-    chunks.append(chunk)
 
 
 def steps_s(deployment: Deployment, steps: Sequence[Sequence[Chunk]]) -> float:
