@@ -84,6 +84,11 @@ class RequestRecord:
         return self.failure is None and bool(self.chunk_ns)
 
     @property
+    def failure_kind(self) -> FailureKind:
+        """Of a request that was not answered."""
+        return self.failure.kind if self.failure is not None else FailureKind.NO_TOKENS
+
+    @property
     def first_token_ns(self) -> int:
         return self.chunk_ns[0] if self.chunk_ns else 0
 

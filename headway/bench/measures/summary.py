@@ -88,7 +88,7 @@ def summarise(
     if part:
         records = [record for record in records if began_ns <= record.scheduled_ns < ended_ns]
     latencies = Latencies.of(records)
-    failures = Counter(str(_failure(record)) for record in records if not record.ok)
+    failures = Counter(str(record.failure_kind) for record in records if not record.ok)
     tokens = _tokens(latencies.records)
     price = price_per_hour if class_name is None else None
     return Summary(
@@ -155,14 +155,10 @@ def _tokens_per_joule(result: RunResult, output_tokens: int, whole: bool) -> flo
     return output_tokens / result.energy_joules if whole and result.energy_joules else None
 
 
-def _failure(record: RequestRecord) -> FailureKind:
-    return record.failure.kind if record.failure is not None else FailureKind.NO_TOKENS
-
-
 def _notes(result: RunResult, records: Sequence[RequestRecord], latencies: Latencies) -> list[str]:
     """What a reader must know before believing the numbers, a sentence each."""
     notes = [f"client-bound: {reason}" for reason in result.client.reasons]
-    abandoned = sum(not record.ok and _failure(record) is FailureKind.ABANDONED for record in records)
+    abandoned = sum(not record.ok and record.failure_kind is FailureKind.ABANDONED for record in records)
     failed = sum(not record.ok for record in records) - abandoned
     if result.interrupted:
         notes.append(f"interrupted: {_requests(abandoned)} abandoned, in no latency")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from headway.bench.measures.numbers import Attainment, Summary
-from headway.bench.record import RequestRecord, RunResult
+from headway.bench.record import RunResult
 from headway.bench.report.views import load_of, steady_or_whole
 from headway.report.parts import Banner
 from headway.report.style import number, plain, sentence
@@ -112,18 +112,13 @@ def other_notes(whole: Summary) -> list[str]:
     return [note for note in whole.notes if not note.startswith(said)]
 
 
-def kind_of(record: RequestRecord) -> str:
-    """Of a request without an answer."""
-    return str(record.failure.kind) if record.failure is not None else "no_tokens"
-
-
 def failures_by_kind(result: RunResult) -> list[tuple[str, int, str]]:
     """Kind, how many, and the commonest message of that kind; the commonest kind first."""
     by_kind: dict[str, Counter[str]] = {}
     for record in result.records:
         if not record.ok:
             message = record.failure.message if record.failure is not None else "the answer had no token"
-            by_kind.setdefault(kind_of(record), Counter())[message] += 1
+            by_kind.setdefault(str(record.failure_kind), Counter())[message] += 1
     rows = [(kind, messages.total(), messages.most_common(1)[0][0]) for kind, messages in by_kind.items()]
     return sorted(rows, key=lambda row: -row[1])
 
