@@ -283,3 +283,20 @@ def test_a_request_sent_again_and_one_that_never_ends_are_shown(
     for text in (ran.out, report.read_text()):
         assert "requests sent again" in text and "1 request sent again, as the server" in text
         assert "drain_limit" in text and "drain limit: nothing was left to send" in text
+
+
+def test_flags_of_a_file(headway: CommandLine, scripted: ScriptedServer, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'base-url = "{scripted.url}"\nnum_prompts = 6\nnum-warmups = 0\nrandom-input-len = 4\noutput-len = 3\n'
+        'request-rate = inf\ngoodput = ["ttft:9000", "e2el:9000"]\nmetadata = ["gpu=none"]\nsave-detailed = true\n'
+    )
+    ran = headway("bench", "--config", file, "--num-prompts", 4)
+    assert ran.code == 0, ran.err
+    settings = ran.settings()
+    assert (settings["num_prompts"], settings["num_warmups"], settings["arrivals"]) == (4, 0, "all at once")
+    assert settings["goodput"] == {"ttft": 9000.0, "e2el": 9000.0} and settings["metadata"] == {"gpu": "none"}
+    assert ran.result()["output_lens"] == [3] * 4
+    # What a file says without need is refused as it is on the command line.
+    file.write_text("slo-attainment = 0.9\n")
+    assert "--slo-attainment has a meaning only with --goodput" in headway("bench", "--config", file).error()
