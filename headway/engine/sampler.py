@@ -94,7 +94,7 @@ class Sampler:
             return Sampled([], [], [])
         if self._batch is None or self._batch.sequences != sequences:
             with torch.inference_mode():
-                self._batch = describe(sequences, self.vocab_size, self._penalties, self._edits, self.device)
+                self._batch = describe(sequences, self.vocab_size, self._edits, self.device)
             self._known.update(sequences)
         batch = self._batch
         if self._most_likely is not None and not (batch.groups or batch.edits_logits or batch.asking):
@@ -162,8 +162,8 @@ class Sampler:
         if (stops := batch.stops) is not None:
             banned = positions[stops.rows] < stops.values
             x[stops.rows, stops.token_ids] = x[stops.rows, stops.token_ids].masked_fill_(banned, -torch.inf)
-        if batch.penalties is not None:
-            self._penalties.apply(x, batch.penalties)
+        if batch.penalised:
+            self._penalties.apply(x, batch.penalised, [batch.sequences[row] for row in batch.penalised])
 
     def _choose(self, rows: draws.Rows, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """Token ids [R] and their state [R]: OK, BAD or UNDECIDED."""

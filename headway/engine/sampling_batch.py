@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.engine import draws
-from headway.engine.penalties import PenaltyRows, PenaltyTable
 from headway.policy.plan import SequenceState
 from headway.policy.step_memory import padded_size
 
@@ -100,14 +99,14 @@ class SamplingBatch:
     groups: list[Group] = field(default_factory=list)  # the other rows
     bias: TokenValues | None = None
     stops: TokenValues | None = None  # value: first position at which the token is allowed, float64
-    penalties: PenaltyRows | None = None
+    penalised: list[int] = field(default_factory=list)  # rows
     asking: list[int] = field(default_factory=list)  # rows that want log-probabilities
     asking_rows: draws.Index = field(default_factory=lambda: slice(0))  # the same
     top_logprobs: int = 0  # most alternatives that any row wants
 
     @property
     def edits_logits(self) -> bool:
-        return self.bias is not None or self.stops is not None or self.penalties is not None
+        return self.bias is not None or self.stops is not None or bool(self.penalised)
 
 
 def wider(width: int, size: int) -> int:
@@ -115,10 +114,8 @@ def wider(width: int, size: int) -> int:
     return next((w for w in WIDTHS if width < w < size), size)
 
 
-def describe(
-    sequences: list[SequenceState], vocab_size: int, table: PenaltyTable, edits: EditTable, device: torch.device
-) -> SamplingBatch:
-    """Read the parameters of sequences, and enter those with penalties and edits into the tables."""
+def describe(sequences: list[SequenceState], vocab_size: int, edits: EditTable, device: torch.device) -> SamplingBatch:
+    """Read the parameters of sequences, and enter those with edits into their table."""
     batch = SamplingBatch(list(sequences), draws.streams([s.seed for s in sequences]))
     greedy: list[int] = []
     members: dict[tuple[int, bool], list[int]] = {}
@@ -134,7 +131,7 @@ def describe(
         for width, rows in members.items()
         for part in _parts(rows, vocab_size, device)
     ]
-    _describe_edits(batch, vocab_size, table, edits, device)
+    _describe_edits(batch, edits, device)
     batch.asking = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
     batch.asking_rows = _index(batch.asking, device)
     most = max((sequences[row].params.logprobs or 0 for row in batch.asking), default=0)
@@ -187,12 +184,9 @@ def _group(
     return Group(rows, _index(rows, device), cut, width, bounded)
 
 
-def _describe_edits(
-    batch: SamplingBatch, vocab_size: int, table: PenaltyTable, edits: EditTable, device: torch.device
-) -> None:
+def _describe_edits(batch: SamplingBatch, edits: EditTable, device: torch.device) -> None:
     biases: dict[int, _TokenArrays] = {}
     stops: dict[int, _TokenArrays] = {}
-    penalised: list[int] = []
     rows_of = Counter(batch.sequences)
     for row, sequence in enumerate(batch.sequences):
         if sequence.params.logit_bias:
@@ -201,12 +195,9 @@ def _describe_edits(
         if sequence.params.min_tokens and first < _allowed_from(sequence):
             stops[row] = edits.stops(sequence)
         if sequence.params.penalises:
-            penalised.append(row)
+            batch.penalised.append(row)
     batch.bias = _token_values(biases, torch.float32, device)
     batch.stops = _token_values(stops, torch.float64, device)
-    if penalised:
-        chosen = [batch.sequences[row] for row in penalised]
-        batch.penalties = table.rows(chosen, penalised, padded_size(vocab_size))
 
 
 def _token_values(arrays: dict[int, _TokenArrays], dtype: torch.dtype, device: torch.device) -> TokenValues | None:

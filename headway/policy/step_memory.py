@@ -6,10 +6,7 @@ from headway.policy.sampling_params import MAX_LOGIT_BIAS_TOKENS, MAX_STOP_TOKEN
 
 BLOCK = 128  # tokens that a row of logits is a multiple of
 PROMPT_LOGPROB_ROWS = 64  # of a prompt's logits that are made at a time
-# Of a table of penalties: rows of a width and tokens of a row at least, and entries that are penalised together, at
-# some 40 bytes an entry.
-LEAST_ROWS, LEAST_WIDTH = 4, 64
-ENTRIES_AT_A_TIME = 1 << 20
+ENTRIES_AT_A_TIME = 1 << 20  # tokens of sequences that are penalised together, at some 64 bytes each
 
 
 def padded_size(vocab_size: int) -> int:
@@ -18,14 +15,9 @@ def padded_size(vocab_size: int) -> int:
 
 
 def penalty_bytes(rows: int, distinct: int) -> int:
-    """What a table of so many sequences takes at most, each with up to `distinct` different tokens, as it is used.
-
-    Three times its entries: rows that are being doubled are there twice, and the narrower ones that they came from
-    may still be there.
-    """
-    height = 1 << (max(rows, LEAST_ROWS) - 1).bit_length()
-    width = 1 << (max(distinct, LEAST_WIDTH) - 1).bit_length()
-    return 3 * height * width * (8 + 4) + 40 * min(height * width, max(ENTRIES_AT_A_TIME, width))
+    """What so many sequences take at most, each with up to `distinct` different tokens, as they are penalised."""
+    # An array that grows has an eighth to spare, and is there twice for a moment.
+    return 14 * (rows + 1) * distinct + 64 * min(rows * distinct, max(ENTRIES_AT_A_TIME, distinct))
 
 
 def sampling_bytes(max_num_seqs: int, vocab_size: int, max_model_len: int) -> int:

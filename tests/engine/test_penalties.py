@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from headway.engine import penalties
 from headway.engine.sampler import Sampler
 from headway.policy.plan import SequenceState
 from headway.policy.step_memory import sampling_bytes
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("steps_of_two", [False, True])
 def test_penalties_follow_a_growing_output(steps_of_two: bool) -> None:
-    """Hundreds of steps over a changing batch, so that tables grow, rows are freed and given away again."""
+    """Over a hundred steps of a changing batch."""
     sampler, vocab_size = Sampler(2000, CPU), 2000
     chance = random.Random(3)
     live: list[SequenceState] = []
@@ -81,8 +82,10 @@ def test_memory_of_a_crowd_is_as_planned_and_given_back() -> None:
     assert len(sampler._penalties) == len(sampler._edits) == len(sampler._known) == 0
 
 
-def test_rows_that_move_are_still_penalised_as_defined() -> None:
-    """Outgrown rows, and rows that move when a crowd leaves, in the middle of a batch."""
+@pytest.mark.parametrize("together", [1, 150, 1 << 20])
+def test_a_crowd_is_penalised_as_defined_however_it_is_parted(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when most of it leaves, in the middle of a batch."""
+    monkeypatch.setattr(penalties, "ENTRIES_AT_A_TIME", together)
     sampler, vocab_size = Sampler(400, CPU), 400
     params = {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.2}
     live = [make_sequence(list(range(seed, seed + 62)), seed=seed, temperature=0.8, **params) for seed in range(33)]

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway import LLM, SamplingParams
+from headway.engine import penalties
 from headway.engine.core import EngineCore
 from headway.engine.executor import EngineFault, StepOutcome
 from headway.engine.messages import AddRequest, SequenceOutput
@@ -133,17 +133,16 @@ def fail_anew(monkeypatch: pytest.MonkeyPatch, core: EngineCore, owner: Any, nam
     patch(monkeypatch, owner, name, nothing, fail)
 
 
-class HalfWritten:
-    """NumPy as the penalties use it: when tokens have been noted as seen, and are not yet counted."""
+def fail_half_counted(monkeypatch: pytest.MonkeyPatch, core: EngineCore, fail: Raise) -> None:
+    """Raise in the penalties when a sequence's tokens are counted, and not yet noted as seen."""
 
-    int64 = np.int64
+    class History(penalties._History):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "seen" and hasattr(self, "seen"):
+                fail()
+            super().__setattr__(name, value)
 
-    def __init__(self, fail: Raise) -> None:
-        self.fail = fail
-
-    def array(self, *arguments: Any) -> Any:
-        self.fail()
-        return np.array(*arguments)
+    monkeypatch.setattr(penalties, "_History", History)
 
 
 PLACES: dict[str, Callable[[pytest.MonkeyPatch, EngineCore, Raise], None]] = {
@@ -154,7 +153,7 @@ PLACES: dict[str, Callable[[pytest.MonkeyPatch, EngineCore, Raise], None]] = {
     "repeating": lambda m, core, fail: patch(m, core.executor.kernels, "repeat", nothing, fail),
     "forward": lambda m, core, fail: patch(m, core.executor.model, "forward", nothing, fail),
     "logits": lambda m, core, fail: patch(m, core.executor.model, "logits", fail),
-    "penalties": lambda m, core, fail: m.setattr("headway.engine.penalties.np", HalfWritten(fail)),
+    "penalties": fail_half_counted,
     "sampler": lambda m, core, fail: patch(m, core.executor.sampler, "_choose", nothing, fail),
     "logprobs": lambda m, core, fail: patch(m, core.executor.sampler, "_read", nothing, fail),
     "prompt_logprobs": lambda m, core, fail: patch(m, core.executor, "_prompt_logprobs", nothing, fail),
