@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.engine.transfer import to_device
 from headway.kernels.interface import StepGeometry
 from headway.policy.plan import ScheduledSequence, SequenceState, TableChange
 
@@ -26,17 +27,6 @@ class LaidOut:
 
     token_ids: Tensor
     geometry: StepGeometry
-    last_rows: Tensor
-
-
-@dataclass(slots=True)
-class _Tensors:
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    block_tables: Tensor
-    query_start: Tensor
-    context_lens: Tensor
     last_rows: Tensor
 
 
@@ -98,10 +88,9 @@ class StepLayout:
         fixed = _MOST_REPEATED if device.type == "cpu" else 0
         self._most_repeated = fixed
         self._numbers = np.zeros((3, fixed), np.int64)
-        self._contexts = np.zeros(fixed, np.int32)
         self._tables = np.zeros((fixed, self.tables.array.shape[1]), np.int32)
         self._taken: tuple[list[int], int, int] | None = None  # the rows, blocks and version that _tables has
-        self._decodes: dict[int, _Tensors] = {}  # by the number of sequences
+        self._decodes: dict[int, tuple[LaidOut, np.ndarray]] = {}  # by their number, with the memory of context_lens
 
     def reset(self) -> None:
         """Forget what was laid out; its memory stays where it is."""
@@ -138,21 +127,27 @@ class StepLayout:
                 last.extend(range(len(tokens) - item.samples, len(tokens)))
         longest = max(contexts)
         most = -(-longest // size)
-        repeatable = len(tokens) <= self._most_repeated
+        count = len(tokens)
+        repeatable = count <= self._most_repeated
+        decodes = len(last) == count == len(scheduled)
         if not repeatable:
-            tensors = self._transfer(tokens, positions, slots, starts, contexts, last, self.tables.array[rows, :most])
+            wide = to_device(np.array(tokens + positions + slots + last, np.int64), self._device)
+            numbers, last_rows = wide[: 3 * count].view(3, count), wide[3 * count :]
+            block_tables = to_device(self.tables.array[rows, :most], self._device)
         else:
             self._fill(tokens, positions, slots, rows, most)
-            if len(last) == len(tokens) == len(scheduled):
-                tensors = self._of_decodes(contexts)
-            else:
-                tensors = self._in_place(len(tokens), starts, contexts, last)
+            if decodes and count in self._decodes:
+                return self._decode_again(contexts, longest)
+            numbers, last_rows = torch.from_numpy(self._numbers[:, :count]), torch.tensor(last, dtype=torch.int64)
+            block_tables = torch.from_numpy(self._tables[: len(rows)])
+        lens = np.array(starts + contexts, np.int32)
+        query_start, context_lens = to_device(lens, self._device).split([len(starts), len(contexts)])
         geometry = StepGeometry(
-            query_start=tensors.query_start,
-            context_lens=tensors.context_lens,
-            block_tables=tensors.block_tables,
-            slots=tensors.slots,
-            positions=tensors.positions,
+            query_start=query_start,
+            context_lens=context_lens,
+            block_tables=block_tables,
+            slots=numbers[2],
+            positions=numbers[1],
             num_sequences=len(scheduled),
             max_query_len=max(lengths),
             max_context_len=longest,
@@ -160,26 +155,19 @@ class StepLayout:
             context_lens_host=contexts,
             repeatable=repeatable,
         )
-        return LaidOut(tensors.token_ids, geometry, tensors.last_rows)
+        laid_out = LaidOut(numbers[0], geometry, last_rows)
+        if decodes and repeatable:
+            self._decodes[count] = laid_out, lens[len(starts) :]
+        return laid_out
 
-    def _transfer(
-        self,
-        tokens: list[int],
-        positions: list[int],
-        slots: list[int],
-        starts: list[int],
-        contexts: list[int],
-        last: list[int],
-        tables: np.ndarray,
-    ) -> _Tensors:
-        """New tensors on the device, in three transfers."""
-        count = len(tokens)
-        wide = self._to_device(np.array(tokens + positions + slots + last, dtype=np.int64))
-        token_ids, position_ids, slot_ids, last_rows = wide.split([count, count, count, len(last)])
-        narrow = self._to_device(np.array(starts + contexts, dtype=np.int32))
-        query_start, context_lens = narrow.split([len(starts), len(contexts)])
-        block_tables = self._to_device(tables)
-        return _Tensors(token_ids, position_ids, slot_ids, block_tables, query_start, context_lens, last_rows)
+    def _decode_again(self, contexts: list[int], longest: int) -> LaidOut:
+        """A step in which each sequence decodes a token, with the tensors of the first one of as many."""
+        kept, context_lens = self._decodes[len(contexts)]
+        context_lens[:] = contexts
+        step, count = kept.geometry, len(contexts)
+        tensors = step.query_start, step.context_lens, step.block_tables, step.slots, step.positions
+        geometry = StepGeometry(*tensors, count, 1, longest, step.query_lens_host, contexts, repeatable=True)
+        return LaidOut(kept.token_ids, geometry, kept.last_rows)
 
     def _fill(self, tokens: list[int], positions: list[int], slots: list[int], rows: list[int], most: int) -> None:
         """Write a repeatable step to its place; of its block tables the first `most` entries, unless they are there."""
@@ -188,32 +176,3 @@ class StepLayout:
         if self._taken != wanted:
             np.take(self.tables.array[:, :most], rows, axis=0, out=self._tables[: len(rows), :most])
             self._taken = wanted
-
-    def _of_decodes(self, contexts: list[int]) -> _Tensors:
-        """Of a step in which each sequence decodes a token, kept for the next one of as many."""
-        count = len(contexts)
-        self._contexts[:count] = contexts
-        if count not in self._decodes:
-            ones = list(range(count))
-            self._decodes[count] = self._in_place(count, [*ones, count], contexts, ones)
-            self._decodes[count].context_lens = torch.from_numpy(self._contexts[:count])
-        return self._decodes[count]
-
-    def _in_place(self, count: int, starts: list[int], contexts: list[int], last: list[int]) -> _Tensors:
-        """Views of the memory of repeatable steps, for one of `count` tokens."""
-        numbers, narrow = torch.from_numpy(self._numbers), torch.tensor([*starts, *contexts], dtype=torch.int32)
-        return _Tensors(
-            token_ids=numbers[0, :count],
-            positions=numbers[1, :count],
-            slots=numbers[2, :count],
-            block_tables=torch.from_numpy(self._tables[: len(contexts)]),
-            query_start=narrow[: len(starts)],
-            context_lens=narrow[len(starts) :],
-            last_rows=torch.tensor(last, dtype=torch.int64),
-        )
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        host = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return host
-        return host.pin_memory().to(self._device, non_blocking=True)

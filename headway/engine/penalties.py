@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.engine.transfer import to_device
 from headway.policy.plan import SequenceState
 from headway.policy.step_memory import ENTRIES_AT_A_TIME
 
@@ -72,17 +73,14 @@ class PenaltyTable:
         """Histories whose rows start at `starts` of the flattened logits; penalties [len(histories), 3]."""
         lengths = [len(history.places) for history in histories]
         where = np.concatenate([history.token_ids for history in histories]) + np.repeat(starts, lengths)
-        at = self._to_device(where)
-        counts = self._to_device(np.concatenate([history.counts for history in histories]))
-        repetition, frequency, presence = self._to_device(np.repeat(penalties.T, lengths, axis=1))
+        at = to_device(where, self._device)
+        counts = to_device(np.concatenate([history.counts for history in histories]), self._device)
+        repetition, frequency, presence = to_device(np.repeat(penalties.T, lengths, axis=1), self._device)
         old = logits[at]
         new = torch.where(old > 0, old / repetition, old * repetition)
         new -= frequency * counts
         new -= presence * (counts > 0)
         logits[at] = new
-
-    def _to_device(self, numbers: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(numbers).to(self._device, non_blocking=True)
 
     def _history(self, sequence: SequenceState) -> _History:
         """Of all its tokens up to now."""
