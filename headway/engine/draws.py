@@ -23,6 +23,7 @@ from torch import Tensor
 from headway.policy.step_memory import BLOCK, padded_size
 
 ALMOST_ONE = 1.0 - 2.0**-52
+UNDECIDED = -2  # stands for a token id where the candidates that were looked at are too few to tell
 Index = Tensor | slice  # of rows; a slice costs no copy
 NONE = torch.empty(0)  # stands for numbers that no row of a batch needs
 
@@ -33,20 +34,29 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 @dataclass(slots=True)
 class Cut:
-    """How to cut and scale the distributions of R rows; every tensor is [R, 1]."""
+    """How to cut and scale the distributions of R rows; every tensor is [R, 1].
+
+    Args:
+        width: how many of the likeliest tokens to look at; 0 where nothing is cut by rank.
+        bounded: every row has a top_k of at most width. Otherwise none has one.
+    """
 
     inverse_temperature: Tensor  # float32
     log_min_p: Tensor | None  # float32, natural logarithm, -inf keeps all; None when no row uses it
     top_k: Tensor  # int64, V or more keeps all
     top_p: Tensor  # float64
+    width: int
+    bounded: bool
 
-    def take(self, index: Index) -> Cut:
-        """The same for some of the rows."""
+    def take(self, index: Index, width: int) -> Cut:
+        """The same for some of the rows, with so many candidates."""
         return Cut(
             self.inverse_temperature[index],
             None if self.log_min_p is None else self.log_min_p[index],
             self.top_k[index],
             self.top_p[index],
+            width,
+            self.bounded,
         )
 
 
@@ -143,14 +153,9 @@ def likeliest(x: Tensor, peaks: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, pool.gather(1, places)
 
 
-def _scale(x: Tensor, rows: Rows, cut: Cut) -> Tensor:
-    """(x - greatest) / temperature: the likeliest has 0, and nothing overflows upwards."""
-    return (x - rows.best).mul_(cut.inverse_temperature)
-
-
 def _likelihoods(x: Tensor, rows: Rows, cut: Cut) -> Tensor:
     """Probabilities of the logits x relative to the likeliest token's, 0 where min_p cuts."""
-    scaled = _scale(x, rows, cut)
+    scaled = (x - rows.best).mul_(cut.inverse_temperature)  # the likeliest has 0: nothing overflows upwards
     if cut.log_min_p is None:
         return scaled.exp_()
     kept = as_float(torch.ge, scaled, cut.log_min_p)
@@ -171,61 +176,44 @@ def locate(weights: Tensor, share: Tensor) -> Tensor:
     return (block * BLOCK + index).squeeze(1)
 
 
-def draw_from_all(rows: Rows, cut: Cut) -> Tensor:
-    """A token id [R] from the rows' whole distributions, less what min_p cuts; top_k and top_p are not looked at."""
-    return locate(_likelihoods(rows.x, rows, cut), rows.uniform)
+def draw(rows: Rows, cut: Cut | None) -> Tensor:
+    """A token id [R] for each row: the likeliest where there is no cut, else one that it keeps, or UNDECIDED."""
+    if cut is None:
+        return most_likely(rows.x, rows.peaks)
+    if cut.width == 0:
+        return locate(_likelihoods(rows.x, rows, cut), rows.uniform)
+    return _draw_by_rank(rows, cut)
 
 
-def draw_from_top(rows: Rows, cut: Cut, width: int, bounded: bool) -> tuple[Tensor, Tensor]:
-    """A token id [R] from what min_p, then top_k, then top_p keep, looking at the `width` likeliest only.
+def _draw_by_rank(rows: Rows, cut: Cut) -> Tensor:
+    """A token id [R] from what min_p, then top_k, then top_p keep, looking at the cut.width likeliest only.
 
-    top_p is a share of the mass that min_p and top_k left, as in vLLM. bounded: every row's top_k is at
-    most width, so that this mass lies within the candidates; otherwise no row has a top_k and the mass is
-    that of the whole row.
-
-    Returns the ids and a flag [R], set where the candidates were too few to tell and the id is not valid.
+    top_p is a share of the mass that min_p and top_k left, as in vLLM. Where the cut is bounded, this mass lies within
+    the candidates; otherwise it is that of the whole row.
     """
-    values, ids = likeliest(rows.x, rows.peaks, width)
-    weights = _candidate_weights(values, rows, cut)
-    mass = (
-        weights.sum(-1, keepdim=True, dtype=torch.float64)
-        if bounded
-        else block_sums(_likelihoods(rows.x, rows, cut)).sum(-1, keepdim=True)
-    )
-    place = _place(weights, mass, rows, cut)
-    drawn = values.gather(1, place)
-    nth = (place - (values > drawn).sum(-1, keepdim=True)).clamp_(min=0)  # among the tokens with this very logit
-    tied = torch.where(values == drawn, ids, rows.x.shape[1] - 1).sort(-1).values
-    unsure = drawn == values[:, -1:]  # tokens with the same logit may be left outside
-    if not bounded:
-        unsure |= weights[:, -1:] > 0.0  # the kept tokens may go on outside
-    return tied.gather(1, nth).squeeze(1), unsure.squeeze(1)
-
-
-def draw_from_sorted(rows: Rows, cut: Cut) -> Tensor:
-    """As draw_from_top with all tokens for candidates: slower, and never unsure."""
-    values = _falling(rows.x)
-    weights = _candidate_weights(values, rows, cut)
-    place = _place(weights, weights.sum(-1, keepdim=True, dtype=torch.float64), rows, cut)
-    drawn = values.gather(1, place)
-    nth = place - (values > drawn).sum(-1, keepdim=True)
-    count = (values == drawn).sum(-1, keepdim=True)
-    return locate(as_float(torch.eq, rows.x, drawn), ((nth + 0.5) / count).squeeze(1))
-
-
-def _candidate_weights(values: Tensor, rows: Rows, cut: Cut) -> Tensor:
-    """Unnormalised probabilities [R, K] of the likeliest tokens, 0 where min_p or top_k cuts."""
-    ranks = torch.arange(values.shape[1], device=values.device)
-    return _likelihoods(values, rows, cut).mul_(ranks < cut.top_k)
-
-
-def _place(weights: Tensor, mass: Tensor, rows: Rows, cut: Cut) -> Tensor:
-    """Cut the weights [R, K] by top_p of mass [R, 1], in place, and draw a column [R, 1] of what is left."""
+    everything = cut.width >= rows.x.shape[1]
+    values, ids = (_falling(rows.x), None) if everything else likeliest(rows.x, rows.peaks, cut.width)
+    weights = _likelihoods(values, rows, cut)
+    weights *= torch.arange(values.shape[1], device=values.device) < cut.top_k
+    if everything or cut.bounded:
+        mass = weights.sum(-1, keepdim=True, dtype=torch.float64)
+    else:
+        mass = block_sums(_likelihoods(rows.x, rows, cut)).sum(-1, keepdim=True)
     before = weights.cumsum(-1, dtype=torch.float64) - weights
     weights *= before < cut.top_p * mass
     ends = weights.cumsum(-1, dtype=torch.float64)
     target = rows.uniform.unsqueeze(1) * ends[:, -1:]
-    return torch.searchsorted(ends, target, right=True).clamp_(max=weights.shape[1] - 1)
+    place = torch.searchsorted(ends, target, right=True).clamp_(max=values.shape[1] - 1)
+    drawn = values.gather(1, place)
+    nth = (place - (values > drawn).sum(-1, keepdim=True)).clamp_(min=0)  # among the tokens with this very logit
+    if ids is None:
+        count = (values == drawn).sum(-1, keepdim=True)
+        return locate(as_float(torch.eq, rows.x, drawn), ((nth + 0.5) / count).squeeze(1))
+    tied = torch.where(values == drawn, ids, rows.x.shape[1] - 1).sort(-1).values
+    unsure = drawn == values[:, -1:]  # tokens with the same logit may be left outside
+    if not cut.bounded:
+        unsure |= weights[:, -1:] > 0.0  # the kept tokens may go on outside
+    return tied.gather(1, nth).masked_fill_(unsure, UNDECIDED).squeeze(1)
 
 
 def _falling(x: Tensor) -> Tensor:

@@ -64,9 +64,7 @@ def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, top: int) -> PromptL
     that follow them. A row of logits with NaN or +inf has NaN log-probabilities.
     """
     top = min(top, logits.shape[1])
-    pieces = zip(logits.split(ROWS_AT_A_TIME), next_token_ids.split(ROWS_AT_A_TIME), strict=True)
-    tables = [logprob_table(padded(rows), ids, top) for rows, ids in pieces if len(ids)]
-    table = torch.cat(tables).cpu().numpy() if tables else np.empty((0, ALTERNATIVES + 2 * top))
+    table = logprob_table(padded(logits), next_token_ids, top).cpu().numpy()
     ids, values = table[:, ALTERNATIVES : ALTERNATIVES + top], table[:, ALTERNATIVES + top :]
     return PromptLogprobs(
         top,

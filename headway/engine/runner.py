@@ -10,8 +10,9 @@ from torch import Tensor
 
 from headway.engine.executor import EngineFault, StepOutcome
 from headway.engine.layout import StepLayout
+from headway.engine.logprobs import prompt_logprobs
 from headway.engine.memory import zero_caches
-from headway.engine.sampler import BAD_TOKEN, Sampler, prompt_logprobs
+from headway.engine.sampler import BAD_TOKEN, Sampler
 from headway.kernels.interface import Kernels
 from headway.models.decoder import Decoder
 from headway.policy.accounting import StepTimes
@@ -118,9 +119,10 @@ class Runner:
         if len(logits) < len(rows):
             sequences = list(compress(sequences, rows))
         sampled = self.sampler.sample(logits, sequences)
-        outcome.tokens = {s.seq_id: [token] for s, token in zip(sequences, sampled.token_ids, strict=True)}
-        for row in sampled.bad_rows:
-            outcome.tokens[sequences[row].seq_id] = None
+        outcome.tokens = {
+            s.seq_id: [token] if token != BAD_TOKEN else None
+            for s, token in zip(sequences, sampled.token_ids, strict=True)
+        }
         if any(sampled.logprobs):
             outcome.logprobs = {
                 s.seq_id: [e] for s, e in zip(sequences, sampled.logprobs, strict=True) if e is not None

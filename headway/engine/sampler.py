@@ -24,18 +24,16 @@ import torch
 from torch import Tensor
 
 from headway.engine import draws
-from headway.engine.logprobs import logprob_table, prompt_logprobs, token_logprobs
+from headway.engine.logprobs import logprob_table, token_logprobs
 from headway.engine.messages import TokenLogprobs
 from headway.engine.penalties import PenaltyTable
-from headway.engine.sampling_batch import GREEDY_BELOW, EditTable, Group, SamplingBatch, describe, wider
+from headway.engine.sampling_batch import SamplingBatch, TokenEdits, describe, undecided
+from headway.engine.transfer import to_device
 from headway.kernels.threads import one_thread
 from headway.policy.plan import SequenceState
 from headway.policy.step_memory import padded_size
 
-__all__ = ["BAD_TOKEN", "GREEDY_BELOW", "Sampled", "Sampler", "prompt_logprobs"]
-
 BAD_TOKEN = -1
-OK, BAD, UNDECIDED = 0, 1, 2
 _ALONE_BELOW = 2**21  # elements
 # Memory for logits is given back when so many steps in a row used a quarter of it or less, or none is sampled any more.
 _STEPS_BEFORE_SHRINKING = 256
@@ -47,15 +45,10 @@ MostLikely = Callable[[Tensor], tuple[list[int], list[float]]]
 
 @dataclass(slots=True)
 class Sampled:
-    """The outcome of a step, by row.
-
-    token_ids holds BAD_TOKEN, and logprobs None, for the rows in bad_rows, whose logits were not numbers.
-    logprobs is None also for rows that did not ask.
-    """
+    """The outcome of a step, by row: BAD_TOKEN where the logits are bad, logprobs None there and where nobody asked."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
-    bad_rows: list[int]
 
 
 class Sampler:
@@ -72,7 +65,7 @@ class Sampler:
         self.device = device
         self._most_likely = most_likely
         self._penalties = PenaltyTable(device)
-        self._edits = EditTable(vocab_size)
+        self._edits: dict[SequenceState, TokenEdits] = {}
         self._batch: SamplingBatch | None = None
         self._known: set[SequenceState] = set()
         self._memory = torch.empty(0, 0, device=device)
@@ -91,27 +84,40 @@ class Sampler:
         if tuple(logits.shape) != (len(sequences), self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)}; expected {(len(sequences), self.vocab_size)}")
         if not sequences:
-            return Sampled([], [], [])
+            return Sampled([], [])
         if self._batch is None or self._batch.sequences != sequences:
             with torch.inference_mode():
-                self._batch = describe(sequences, self.vocab_size, self._edits, self.device)
+                self._batch = describe(
+                    sequences, positions or _ends(sequences), self._edits, self.vocab_size, self.device
+                )
             self._known.update(sequences)
         batch = self._batch
-        if self._most_likely is not None and not (batch.groups or batch.edits_logits or batch.asking):
-            return _greedy(*self._most_likely(logits))
+        if self._most_likely is not None and batch.is_greedy and not (batch.edits_logits or batch.asking):
+            token_ids, best = self._most_likely(logits)
+            token_ids = [t if math.isfinite(logit) else BAD_TOKEN for t, logit in zip(token_ids, best, strict=True)]
+            return Sampled(token_ids, [None] * len(token_ids))
         with torch.inference_mode(), _threads_for(logits):
-            return self._sample(logits, batch, positions)
+            return self._sample(logits, batch, positions or _ends(sequences))
 
-    def _sample(self, logits: Tensor, batch: SamplingBatch, positions: list[int] | None) -> Sampled:
+    def _sample(self, logits: Tensor, batch: SamplingBatch, positions: list[int]) -> Sampled:
         raw = draws.padded(logits, self._room(len(batch.sequences)))
         rows = self._prepare(raw, raw is logits, batch, positions)
-        ids, state = self._choose(rows, batch)
-        return self._read(raw, rows, batch, ids, state)
+        bad = ~rows.best.isfinite().squeeze(1)
+        ids = torch.empty(len(raw), dtype=torch.int64, device=self.device)
+        groups = batch.groups
+        while True:
+            for group in groups:
+                part = rows if len(group.members) == len(ids) else rows.take(group.rows)
+                ids[group.rows] = draws.draw(part, group.cut)
+            sampled = self._read(raw, ids.masked_fill_(bad, BAD_TOKEN), batch)
+            groups = undecided(groups, sampled.token_ids, raw.shape[1], self.device)
+            if not groups:
+                return sampled
 
     def forget(self, sequence: SequenceState) -> None:
         """Drop what is kept for a sequence that is finished or preempted; does nothing for an unknown one."""
         self._penalties.forget(sequence)
-        self._edits.forget(sequence)
+        self._edits.pop(sequence, None)
         self._known.discard(sequence)
         self._batch = None
         if not self._known and self._memory.nbytes > _KEPT_BYTES:
@@ -125,7 +131,7 @@ class Sampler:
     def reset(self) -> None:
         """Forget every sequence; what is kept of one is made again from its tokens."""
         self._penalties = PenaltyTable(self.device)
-        self._edits = EditTable(self.vocab_size)
+        self._edits.clear()
         self._known.clear()
         self._batch = None
 
@@ -138,121 +144,49 @@ class Sampler:
             self._steps_with_little = 0
         return self._memory[:rows]
 
-    def _prepare(self, raw: Tensor, borrowed: bool, batch: SamplingBatch, given: list[int] | None) -> draws.Rows:
+    def _prepare(self, raw: Tensor, borrowed: bool, batch: SamplingBatch, positions: list[int]) -> draws.Rows:
         """Logits with bias, min_tokens and penalties, and this step's uniform numbers, for the given positions.
 
         raw itself is changed unless it is the caller's (borrowed) or wanted again for log-probabilities.
         """
-        positions = uniform = draws.NONE
-        if batch.groups or batch.stops is not None:
-            where = np.array(given or [len(sequence.tokens) for sequence in batch.sequences], np.int64)
-            numbers = np.stack((where, draws.uniforms(batch.streams, where)))
-            positions, uniform = torch.from_numpy(numbers).to(self.device, non_blocking=True)
+        at = uniform = draws.NONE
+        if batch.edits is not None or not batch.is_greedy:
+            where = np.array(positions, np.int64)
+            at, uniform = to_device(np.stack((where, draws.uniforms(batch.streams, where))), self.device)
         x = raw
         if batch.edits_logits:
             x = raw.clone() if borrowed or batch.asking else raw
-            self._edit(x, batch, positions)
+        if (edits := batch.edits) is not None:
+            here = edits.rows, edits.token_ids
+            x[here] = (x[here] + edits.bias).masked_fill_(at[edits.rows] < edits.allowed_from, -torch.inf)
+        if batch.penalised:
+            self._penalties.apply(x, batch.penalised, [batch.sequences[row] for row in batch.penalised])
         peaks = draws.block_peaks(x)
         return draws.Rows(x, peaks, peaks.amax(-1, keepdim=True), uniform)
 
-    def _edit(self, x: Tensor, batch: SamplingBatch, positions: Tensor) -> None:
-        """Apply logit_bias, min_tokens and penalties in place."""
-        if (bias := batch.bias) is not None:
-            x[bias.rows, bias.token_ids] += bias.values
-        if (stops := batch.stops) is not None:
-            banned = positions[stops.rows] < stops.values
-            x[stops.rows, stops.token_ids] = x[stops.rows, stops.token_ids].masked_fill_(banned, -torch.inf)
-        if batch.penalised:
-            self._penalties.apply(x, batch.penalised, [batch.sequences[row] for row in batch.penalised])
-
-    def _choose(self, rows: draws.Rows, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """Token ids [R] and their state [R]: OK, BAD or UNDECIDED."""
-        state = torch.where(rows.best.isfinite(), OK, BAD).squeeze(1)
-        if not batch.groups:
-            return draws.most_likely(rows.x, rows.peaks), state
-        ids = torch.empty_like(state)
-        if batch.greedy is not None:
-            ids[batch.greedy] = draws.most_likely(rows.x[batch.greedy], rows.peaks[batch.greedy])
-        for group in batch.groups:
-            drawn, unsure = self._draw(rows.take(group.rows), group.cut, group)
-            ids[group.rows] = drawn
-            if unsure is not None:
-                state[group.rows] = torch.where(unsure & (state[group.rows] == OK), UNDECIDED, state[group.rows])
-        return ids, state
-
-    def _draw(
-        self, rows: draws.Rows, cut: draws.Cut, group: Group, width: int | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Token ids of rows of a group, and which of them too few candidates leave open, if any can be."""
-        width = group.width if width is None else width
-        if width == 0:
-            return draws.draw_from_all(rows, cut), None
-        if width >= rows.x.shape[1]:
-            return draws.draw_from_sorted(rows, cut), None
-        return draws.draw_from_top(rows, cut, width, group.bounded)
-
-    def _decide(self, rows: draws.Rows, batch: SamplingBatch, undecided: list[int]) -> dict[int, int]:
-        """Token ids of the rows for which too few candidates were looked at, by looking at more and more."""
-        decided: dict[int, int] = {}
-        wanted = set(undecided)
-        for group in batch.groups:
-            places = [place for place, row in enumerate(group.members) if row in wanted]
-            width = group.width
-            while places:
-                width = wider(width, rows.x.shape[1])
-                members = [group.members[place] for place in places]
-                part = rows.take(torch.tensor(members, device=self.device))
-                cut = group.cut.take(torch.tensor(places, device=self.device))
-                drawn, unsure = self._draw(part, cut, group, width)
-                decided.update(zip(members, drawn.tolist(), strict=True))
-                places = [] if unsure is None else [p for p, more in zip(places, unsure.tolist(), strict=True) if more]
-        return decided
-
-    def _read(self, raw: Tensor, rows: draws.Rows, batch: SamplingBatch, ids: Tensor, state: Tensor) -> Sampled:
-        """Bring the outcome to the host in one transfer, then settle what it leaves undecided."""
-        count, top = len(batch.sequences), batch.top_logprobs
-        parts = [ids.double(), state.double()]
-        if batch.asking:
-            parts.append(logprob_table(raw[batch.asking_rows], ids[batch.asking_rows], top).flatten())
-        numbers = torch.cat(parts).tolist()
-        token_ids = [int(token) for token in numbers[:count]]
-        states = numbers[count : 2 * count]
-        table = numbers[2 * count :]
-        width = len(table) // len(batch.asking) if batch.asking else 0
-        entries = {row: table[i * width : (i + 1) * width] for i, row in enumerate(batch.asking)}
-        bad: list[int] = []
-        if any(states):
-            bad = [row for row, value in enumerate(states) if value == BAD]
-            undecided = [row for row, value in enumerate(states) if value == UNDECIDED]
-            decided = self._decide(rows, batch, undecided)
-            self._late_logprobs(raw, decided, entries, top)
-            for row, token in decided.items():
-                token_ids[row] = token
-            for row in bad:
-                token_ids[row] = BAD_TOKEN
-                entries.pop(row, None)
+    def _read(self, raw: Tensor, ids: Tensor, batch: SamplingBatch) -> Sampled:
+        """Bring token ids and log-probabilities to the host in one transfer."""
+        count = len(ids)
         logprobs: list[TokenLogprobs | None] = [None] * count
-        for row, entry in entries.items():
-            logprobs[row] = token_logprobs(entry, batch.sequences[row].params.logprobs or 0)
-        return Sampled(token_ids, logprobs, bad)
+        if not batch.asking:
+            return Sampled(ids.tolist(), logprobs)
+        wanted = ids[batch.asking_rows].clamp(min=0)
+        table = logprob_table(raw[batch.asking_rows], wanted, batch.top_logprobs)
+        numbers = torch.cat([ids.double(), table.flatten()]).tolist()
+        token_ids = [int(token) for token in numbers[:count]]
+        width = table.shape[1]
+        for row, start in zip(batch.asking, range(count, len(numbers), width), strict=True):
+            if token_ids[row] != BAD_TOKEN:
+                entry = numbers[start : start + width]
+                logprobs[row] = token_logprobs(entry, batch.sequences[row].params.logprobs or 0)
+        return Sampled(token_ids, logprobs)
 
-    def _late_logprobs(self, raw: Tensor, decided: dict[int, int], entries: dict[int, list[float]], top: int) -> None:
-        """Replace the log-probabilities of rows whose token was decided late."""
-        late = [row for row in decided if row in entries]
-        if late:
-            ids = torch.tensor([decided[row] for row in late], device=self.device)
-            table = logprob_table(raw[torch.tensor(late, device=self.device)], ids, top)
-            entries.update(zip(late, table.tolist(), strict=True))
+
+def _ends(sequences: list[SequenceState]) -> list[int]:
+    return [len(sequence.tokens) for sequence in sequences]
 
 
 def _threads_for(logits: Tensor) -> AbstractContextManager[None]:
     """Small tensor operations on a CPU on this thread alone."""
     alone = logits.device.type == "cpu" and logits.numel() <= _ALONE_BELOW
     return one_thread() if alone else nullcontext()
-
-
-def _greedy(token_ids: list[int], best: list[float]) -> Sampled:
-    bad = [row for row, logit in enumerate(best) if not math.isfinite(logit)]
-    for row in bad:
-        token_ids[row] = BAD_TOKEN
-    return Sampled(token_ids, [None] * len(token_ids), bad)

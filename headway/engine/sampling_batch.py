@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,114 +28,103 @@ PART_BYTES = 8 << 20
 
 @dataclass(slots=True)
 class Group:
-    """Rows of a batch that are drawn in the same way."""
+    """Rows of a batch that are drawn alike: from what the cut keeps, or the likeliest token where there is none."""
 
     members: list[int]
     rows: draws.Index  # the same
-    cut: draws.Cut
-    width: int  # candidates to look at; 0 when nothing is cut by rank
-    bounded: bool  # every member has a top_k of at most width
+    cut: draws.Cut | None
 
 
 @dataclass(slots=True)
-class TokenValues:
-    """A value for some (row, token) pairs of the batch; tensors are [N]."""
+class Edits:
+    """Changes of the logits of some (row, token) pairs; tensors are [N]."""
 
     rows: Tensor
     token_ids: Tensor
-    values: Tensor
+    bias: Tensor  # float32
+    allowed_from: Tensor  # float64, the first position at which the token may come
 
 
-@dataclass(slots=True)
-class _TokenArrays:
-    token_ids: NDArray[np.int64]
-    values: NDArray[np.float64]
-
-
-class EditTable:
-    """logit_bias and stop tokens of each sequence as arrays, made once: their lists can be long."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._biases: dict[SequenceState, _TokenArrays] = {}
-        self._stops: dict[SequenceState, _TokenArrays] = {}
-
-    def __len__(self) -> int:
-        return len(self._biases) + len(self._stops)
-
-    def forget(self, sequence: SequenceState) -> None:
-        self._biases.pop(sequence, None)
-        self._stops.pop(sequence, None)
-
-    def bias(self, sequence: SequenceState) -> _TokenArrays:
-        """Its logit_bias."""
-        found = self._biases.get(sequence)
-        if found is None:
-            given = sequence.params.logit_bias
-            found = _TokenArrays(np.array(list(given), np.int64), np.array(list(given.values()), np.float64))
-            self._biases[sequence] = found
-        return found
-
-    def stops(self, sequence: SequenceState) -> _TokenArrays:
-        """Its stop tokens, with the first position at which they are allowed."""
-        found = self._stops.get(sequence)
-        if found is None:
-            ids = np.array([token for token in sequence.stop_ids if token < self._vocab_size], np.int64)
-            found = _TokenArrays(ids, np.full(len(ids), _allowed_from(sequence), np.float64))
-            self._stops[sequence] = found
-        return found
-
-
-def _allowed_from(sequence: SequenceState) -> int:
-    return sequence.prompt_len + sequence.params.min_tokens
+TokenEdits = NDArray[np.float64]  # [3, N]: of one sequence, token ids, bias, allowed_from
 
 
 @dataclass(slots=True)
 class SamplingBatch:
+    """
+    Args:
+        streams: of random numbers, by row.
+        penalised: rows with penalties.
+        asking, asking_rows: rows that want log-probabilities.
+        top_logprobs: most alternatives that any row wants.
+    """
+
     sequences: list[SequenceState]
     streams: NDArray[np.uint64]
-    greedy: draws.Index | None = None  # rows; None for none
-    groups: list[Group] = field(default_factory=list)  # the other rows
-    bias: TokenValues | None = None
-    stops: TokenValues | None = None  # value: first position at which the token is allowed, float64
-    penalised: list[int] = field(default_factory=list)  # rows
-    asking: list[int] = field(default_factory=list)  # rows that want log-probabilities
-    asking_rows: draws.Index = field(default_factory=lambda: slice(0))  # the same
-    top_logprobs: int = 0  # most alternatives that any row wants
+    groups: list[Group]
+    edits: Edits | None
+    penalised: list[int]
+    asking: list[int]
+    asking_rows: draws.Index
+    top_logprobs: int
+
+    @property
+    def is_greedy(self) -> bool:
+        """No row is drawn at random."""
+        return all(group.cut is None for group in self.groups)
 
     @property
     def edits_logits(self) -> bool:
-        return self.bias is not None or self.stops is not None or bool(self.penalised)
+        return self.edits is not None or bool(self.penalised)
 
 
-def wider(width: int, size: int) -> int:
-    """The number of candidates to look at after `width` were too few, of a vocabulary padded to size."""
-    return next((w for w in WIDTHS if width < w < size), size)
+def describe(
+    sequences: list[SequenceState],
+    positions: list[int],
+    known_edits: dict[SequenceState, TokenEdits],
+    vocab_size: int,
+    device: torch.device,
+) -> SamplingBatch:
+    """Read the parameters of the sequences of the rows, whose positions can only grow as long as they stay the same.
 
-
-def describe(sequences: list[SequenceState], vocab_size: int, edits: EditTable, device: torch.device) -> SamplingBatch:
-    """Read the parameters of sequences, and enter those with edits into their table."""
-    batch = SamplingBatch(list(sequences), draws.streams([s.seed for s in sequences]))
-    greedy: list[int] = []
-    members: dict[tuple[int, bool], list[int]] = {}
+    known_edits: what was read of sequences before, as their lists can be long; it is added to.
+    """
+    members: dict[tuple[int, bool] | None, list[int]] = {}
+    edits: dict[int, TokenEdits] = {}
     for row, sequence in enumerate(sequences):
-        if sequence.params.temperature < GREEDY_BELOW:
-            greedy.append(row)
-        else:
-            members.setdefault(_width_for(sequence, vocab_size, device), []).append(row)
-    if greedy:
-        batch.greedy = _index(greedy, device)
-    batch.groups = [
-        _group(sequences, part, *width, vocab_size, device)
-        for width, rows in members.items()
-        for part in _parts(rows, vocab_size, device)
-    ]
-    _describe_edits(batch, edits, device)
-    batch.asking = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
-    batch.asking_rows = _index(batch.asking, device)
-    most = max((sequences[row].params.logprobs or 0 for row in batch.asking), default=0)
-    batch.top_logprobs = min(most, vocab_size)
-    return batch
+        params = sequence.params
+        members.setdefault(_candidates(sequence, vocab_size, device), []).append(row)
+        if params.logit_bias or (params.min_tokens and positions[row] < _allowed_from(sequence)):
+            if sequence not in known_edits:
+                known_edits[sequence] = _token_edits(sequence, vocab_size)
+            edits[row] = known_edits[sequence]
+    asking = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+    return SamplingBatch(
+        sequences=list(sequences),
+        streams=draws.streams([sequence.seed for sequence in sequences]),
+        groups=[
+            _group(sequences, part, candidates, vocab_size, device)
+            for candidates, rows in members.items()
+            for part in _parts(rows, vocab_size, device)
+        ],
+        edits=_edits(edits, device),
+        penalised=[row for row, sequence in enumerate(sequences) if sequence.params.penalises],
+        asking=asking,
+        asking_rows=_index(asking, device),
+        top_logprobs=min(vocab_size, max((sequences[row].params.logprobs or 0 for row in asking), default=0)),
+    )
+
+
+def undecided(groups: list[Group], token_ids: list[int], size: int, device: torch.device) -> list[Group]:
+    """The groups less the rows that have a token, to be drawn from more candidates of a vocabulary padded to size."""
+    found = []
+    for group in groups:
+        places = [place for place, row in enumerate(group.members) if token_ids[row] == draws.UNDECIDED]
+        if places and group.cut is not None:
+            members = [group.members[place] for place in places]
+            width = next((width for width in WIDTHS if group.cut.width < width < size), size)
+            cut = group.cut.take(torch.tensor(places, device=device), width)
+            found.append(Group(members, _index(members, device), cut))
+    return found
 
 
 def _index(rows: list[int], device: torch.device) -> draws.Index:
@@ -154,60 +142,64 @@ def _parts(rows: list[int], vocab_size: int, device: torch.device) -> list[list[
     return [rows[at : at + size] for at in range(0, len(rows), size)]
 
 
-def _width_for(sequence: SequenceState, vocab_size: int, device: torch.device) -> tuple[int, bool]:
-    """(width, bounded) of the row's group: from its own parameters alone, or the batch would matter."""
+def _candidates(sequence: SequenceState, vocab_size: int, device: torch.device) -> tuple[int, bool] | None:
+    """(width, bounded) of the row's cut: from its own parameters alone, or the batch would matter; None if greedy."""
     params = sequence.params
     size = padded_size(vocab_size)
+    if params.temperature < GREEDY_BELOW:
+        return None
     if 0 < params.top_k < vocab_size:
         needed = params.top_k + SPARE
-        return next((w for w in WIDTHS if needed <= w < size), size), True
+        return next((width for width in WIDTHS if needed <= width < size), size), True
     if params.top_p < 1.0:
         return min(FIRST_WIDTH.get(device.type, FIRST_WIDTH_ELSEWHERE), size), False
     return 0, False
 
 
 def _group(
-    sequences: list[SequenceState], rows: list[int], width: int, bounded: bool, vocab_size: int, device: torch.device
+    sequences: list[SequenceState],
+    rows: list[int],
+    candidates: tuple[int, bool] | None,
+    vocab_size: int,
+    device: torch.device,
 ) -> Group:
+    if candidates is None:
+        return Group(rows, _index(rows, device), None)
     params = [sequences[row].params for row in rows]
 
     def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
 
     logs = [math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params]
+    whole = padded_size(vocab_size)
     cut = draws.Cut(
         inverse_temperature=column([1.0 / p.temperature for p in params], torch.float32),
         log_min_p=column(logs, torch.float32) if any(p.min_p > 0.0 for p in params) else None,
-        top_k=column([p.top_k if 0 < p.top_k < vocab_size else padded_size(vocab_size) for p in params], torch.int64),
+        top_k=column([p.top_k if 0 < p.top_k < vocab_size else whole for p in params], torch.int64),
         top_p=column([p.top_p for p in params], torch.float64),
+        width=candidates[0],
+        bounded=candidates[1],
     )
-    return Group(rows, _index(rows, device), cut, width, bounded)
+    return Group(rows, _index(rows, device), cut)
 
 
-def _describe_edits(batch: SamplingBatch, edits: EditTable, device: torch.device) -> None:
-    biases: dict[int, _TokenArrays] = {}
-    stops: dict[int, _TokenArrays] = {}
-    rows_of = Counter(batch.sequences)
-    for row, sequence in enumerate(batch.sequences):
-        if sequence.params.logit_bias:
-            biases[row] = edits.bias(sequence)
-        first = len(sequence.tokens) - rows_of[sequence] + 1  # position that is sampled; later steps have later ones
-        if sequence.params.min_tokens and first < _allowed_from(sequence):
-            stops[row] = edits.stops(sequence)
-        if sequence.params.penalises:
-            batch.penalised.append(row)
-    batch.bias = _token_values(biases, torch.float32, device)
-    batch.stops = _token_values(stops, torch.float64, device)
+def _allowed_from(sequence: SequenceState) -> int:
+    """The first position at which a stop token may come."""
+    return sequence.prompt_len + sequence.params.min_tokens
 
 
-def _token_values(arrays: dict[int, _TokenArrays], dtype: torch.dtype, device: torch.device) -> TokenValues | None:
-    """The arrays of some rows of a batch, end to end; None where they have no entry."""
-    lengths = [len(each.token_ids) for each in arrays.values()]
+def _token_edits(sequence: SequenceState, vocab_size: int) -> TokenEdits:
+    bias, stops = sequence.params.logit_bias, sequence.stop_ids if sequence.params.min_tokens else frozenset()
+    tokens = [*bias, *(token for token in stops if token < vocab_size and token not in bias)]
+    from_where = [_allowed_from(sequence) if token in stops else 0 for token in tokens]
+    return np.array([tokens, [bias.get(token, 0.0) for token in tokens], from_where], np.float64)
+
+
+def _edits(edits: dict[int, TokenEdits], device: torch.device) -> Edits | None:
+    """Those of some rows of a batch, end to end; None where they change nothing."""
+    lengths = [each.shape[1] for each in edits.values()]
     if not any(lengths):
         return None
-    rows = np.repeat(np.array(list(arrays), np.int64), lengths)
-    ids = np.concatenate([each.token_ids for each in arrays.values()])
-    values = np.concatenate([each.values for each in arrays.values()])
-    return TokenValues(
-        torch.from_numpy(rows).to(device), torch.from_numpy(ids).to(device), torch.from_numpy(values).to(device, dtype)
-    )
+    rows = np.repeat(np.array(list(edits), np.float64), lengths)
+    numbers = torch.from_numpy(np.vstack((rows, np.hstack(list(edits.values()))))).to(device)
+    return Edits(numbers[0].long(), numbers[1].long(), numbers[2].float(), numbers[3])

@@ -154,7 +154,7 @@ PLACES: dict[str, Callable[[pytest.MonkeyPatch, EngineCore, Raise], None]] = {
     "forward": lambda m, core, fail: patch(m, core.executor.model, "forward", nothing, fail),
     "logits": lambda m, core, fail: patch(m, core.executor.model, "logits", fail),
     "penalties": fail_half_counted,
-    "sampler": lambda m, core, fail: patch(m, core.executor.sampler, "_choose", nothing, fail),
+    "sampler": lambda m, core, fail: patch(m, core.executor.sampler, "_prepare", nothing, fail),
     "logprobs": lambda m, core, fail: patch(m, core.executor.sampler, "_read", nothing, fail),
     "prompt_logprobs": lambda m, core, fail: patch(m, core.executor, "_prompt_logprobs", nothing, fail),
 }

@@ -31,7 +31,7 @@ def two_threads() -> Iterator[None]:
 
 def sample(logits: torch.Tensor, sequences: list[SequenceState]) -> list[int]:
     sampled = Sampler(logits.shape[1], CPU).sample(logits, sequences)
-    assert sampled.bad_rows == []
+    assert BAD_TOKEN not in sampled.token_ids
     return sampled.token_ids
 
 
@@ -355,10 +355,10 @@ def test_logprobs_of_a_vocabulary_smaller_than_asked_for() -> None:
 
 # --- extreme and bad logits ----------------------------------------------------------------------------
 
-WAYS = [{"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 280}]
+DRAWS = [{"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 280}]
 
 
-@pytest.mark.parametrize("params", WAYS, ids=str)
+@pytest.mark.parametrize("params", DRAWS, ids=str)
 def test_extreme_logits(params: dict[str, object]) -> None:
     rows = torch.full((5, 300), -math.inf)
     rows[0, 7] = 0.0  # all but one impossible
@@ -373,7 +373,7 @@ def test_extreme_logits(params: dict[str, object]) -> None:
     assert 0 <= tokens[4] < 300
 
 
-@pytest.mark.parametrize("params", WAYS, ids=str)
+@pytest.mark.parametrize("params", DRAWS, ids=str)
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_a_bad_row_is_reported_and_the_others_go_on(params: dict[str, object], wrong: float) -> None:
     logits = logits_of(3, 300, seed=13)
@@ -381,14 +381,13 @@ def test_a_bad_row_is_reported_and_the_others_go_on(params: dict[str, object], w
     fine = Sampler(300, CPU).sample(logits, sequences)
     logits[1, slice(None) if wrong == -math.inf else 200] = wrong
     sampled = Sampler(300, CPU).sample(logits, sequences)
-    assert sampled.bad_rows == [1]
     assert sampled.token_ids == [fine.token_ids[0], BAD_TOKEN, fine.token_ids[2]]
     assert sampled.logprobs == [fine.logprobs[0], None, fine.logprobs[2]]
 
 
 def test_a_row_that_bans_everything_is_bad() -> None:
     sequence = make_sequence(stop_ids=(0, 1, 2), min_tokens=1)
-    assert Sampler(3, CPU).sample(torch.zeros(1, 3), [sequence]).bad_rows == [0]
+    assert Sampler(3, CPU).sample(torch.zeros(1, 3), [sequence]).token_ids == [BAD_TOKEN]
 
 
 def test_a_bad_row_with_penalties_and_logprobs_recovers() -> None:
@@ -396,8 +395,8 @@ def test_a_bad_row_with_penalties_and_logprobs_recovers() -> None:
     sequences = [make_sequence(seed=seed, presence_penalty=1.0, top_p=0.9, logprobs=0) for seed in range(2)]
     logits = torch.zeros(2, 300)
     logits[0, 5] = math.nan
-    assert sampler.sample(logits, sequences).bad_rows == [0]
-    assert sampler.sample(torch.zeros(2, 300), sequences).bad_rows == []
+    assert [token == BAD_TOKEN for token in sampler.sample(logits, sequences).token_ids] == [True, False]
+    assert BAD_TOKEN not in sampler.sample(torch.zeros(2, 300), sequences).token_ids
 
 
 # --- the step's manners --------------------------------------------------------------------------------
@@ -436,7 +435,7 @@ def test_a_steady_batch_is_described_once(monkeypatch: pytest.MonkeyPatch) -> No
 def test_no_rows_and_wrong_shapes() -> None:
     sampler = Sampler(40, CPU)
     empty = sampler.sample(torch.zeros(0, 40), [])
-    assert (empty.token_ids, empty.logprobs, empty.bad_rows) == ([], [], [])
+    assert (empty.token_ids, empty.logprobs) == ([], [])
     for shape in ((1, 39), (2, 40), (40,)):
         with pytest.raises(ValueError, match=r"expected \(1, 40\)"):
             sampler.sample(torch.zeros(shape), [make_sequence()])

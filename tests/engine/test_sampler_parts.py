@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from headway.engine import draws
-from headway.engine.sampler import Sampler, prompt_logprobs
+from headway.engine.logprobs import prompt_logprobs
+from headway.engine.sampler import Sampler
 from tests.engine.sampling_oracle import make_sequence
 
 MASK = 2**64 - 1
