@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.cost.shape import Experts, Latent, ModelShape
@@ -45,6 +45,7 @@ class _ExpertKeys:
         step, first, but: keys that say which layers have experts: every n-th, from which on, and a list of those
             that do not.
         shared: key of how many further experts every token goes through.
+        shared_width: key of the F of a further expert with a gate, which every token goes through.
     """
 
     count: str
@@ -56,6 +57,7 @@ class _ExpertKeys:
     first: str | None = None
     but: str | None = None
     shared: str | None = None
+    shared_width: str | None = None
     other: str | None = None
 
 
@@ -72,7 +74,7 @@ def _deepseek(router_bias: bool) -> _Family:
     return _Family(latent=True, experts=keys, refused=("attention_bias", "mlp_bias"))
 
 
-_QWEN3_EXPERTS = _ExpertKeys(
+_QWEN_EXPERTS = _ExpertKeys(
     "num_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
@@ -93,6 +95,12 @@ _FAMILIES: dict[str, _Family] = {
         windows="all", experts=_ExpertKeys("num_local_experts", "num_experts_per_tok", "intermediate_size")
     ),
     "Qwen2ForCausalLM": _Family(qkv_bias=True, windows="layers", defaults=_QWEN_WINDOWS),
+    "Qwen2MoeForCausalLM": _Family(
+        qkv_bias="qkv_bias",
+        experts=replace(_QWEN_EXPERTS, shared_width="shared_expert_intermediate_size"),
+        refused=("use_sliding_window",),
+        defaults={"qkv_bias": True},
+    ),
     "Qwen3ForCausalLM": _Family(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
@@ -105,7 +113,7 @@ _FAMILIES: dict[str, _Family] = {
         o_bias="attention_bias",
         qk_norm=True,
         windows="switched",
-        experts=_QWEN3_EXPERTS,
+        experts=_QWEN_EXPERTS,
         defaults=_QWEN_WINDOWS,
     ),
     "DeepseekV2ForCausalLM": _deepseek(router_bias=False),
@@ -254,7 +262,7 @@ def _latent(values: ConfigValues) -> Latent:
 
 def _experts(values: ConfigValues, keys: _ExpertKeys, layers: int) -> Experts | None:
     """None where no layer has experts."""
-    with_experts = _layers_with_experts(values, keys, layers)
+    with_experts = len(_layers_with_experts(values, keys, layers))
     count_key = keys.other if keys.other in values.raw and keys.count not in values.raw else keys.count
     count, per_token, width = (values.positive_int(key) for key in (str(count_key), keys.per_token, keys.width))
     if per_token > count:
@@ -266,21 +274,35 @@ def _experts(values: ConfigValues, keys: _ExpertKeys, layers: int) -> Experts | 
         per_token=per_token,
         width=width,
         layers=with_experts,
-        shared_width=width * values.non_negative_int(keys.shared, 0) if keys.shared else 0,
+        shared_width=_shared_width(values, keys, width),
+        shared_gate=keys.shared_width is not None,
         bias=keys.bias,
         router_bias=keys.router_bias,
     )
 
 
-def _layers_with_experts(values: ConfigValues, keys: _ExpertKeys, layers: int) -> int:
+def _shared_width(values: ConfigValues, keys: _ExpertKeys, width: int) -> int:
+    if keys.shared_width is not None:
+        return values.positive_int(keys.shared_width)
+    return width * values.non_negative_int(keys.shared, 0) if keys.shared else 0
+
+
+def layers_with_experts(raw: Mapping[str, Any], source: str = "config.json") -> tuple[int, ...]:
+    """Numbers of the layers that have experts, of a parsed config.json that read_shape() takes."""
+    keys = _FAMILIES[_architecture(raw, source, known_architectures())].experts
+    values = ConfigValues(raw, source)
+    return _layers_with_experts(values, keys, values.positive_int("num_hidden_layers")) if keys else ()
+
+
+def _layers_with_experts(values: ConfigValues, keys: _ExpertKeys, layers: int) -> tuple[int, ...]:
     step = values.positive_int(keys.step, 1) if keys.step else 1
     first = values.non_negative_int(keys.first, 0) if keys.first else 0
     without = values.get(keys.but) or [] if keys.but else []
     if not isinstance(without, list):
         raise values.error(str(keys.but), "is not a list of layers")
     if keys.step == "decoder_sparse_step":  # Qwen counts layers from 1
-        return sum((layer + 1) % step == 0 and layer not in without for layer in range(layers))
-    return sum(layer >= first and layer % step == 0 for layer in range(layers))
+        return tuple(layer for layer in range(step - 1, layers, step) if layer not in without)
+    return tuple(layer for layer in range(first, layers) if layer % step == 0)
 
 
 def _windows(values: ConfigValues, family: _Family, layers: int) -> tuple[int | None, ...]:

@@ -96,6 +96,7 @@ class Experts:
         width: F of each expert.
         layers: that have experts; the others have the plain feed-forward layer.
         shared_width: F of what every token goes through beside them; 0 for nothing.
+        shared_gate: the router has a row for it too, whose logit says how much of its result counts (Qwen2-MoE).
         bias: experts' matrices have one.
         router_bias: one number for each expert.
         held: experts that this device has; None for all.
@@ -108,6 +109,7 @@ class Experts:
     width: int
     layers: int
     shared_width: int = 0
+    shared_gate: bool = False
     bias: bool = False
     router_bias: bool = False
     held: int | None = None
@@ -123,6 +125,10 @@ class Experts:
     @property
     def here(self) -> int:
         return self.held or self.count
+
+    @property
+    def router_rows(self) -> int:
+        return self.count + self.shared_gate
 
     def touched(self, tokens: int) -> float:
         """Expected number of distinct experts, of those here, that a batch of tokens goes to: E (1 - (1 - k/E)^n).
@@ -252,8 +258,7 @@ class ModelShape:
             "head": self.vocab * (self.hidden * (not self.tied_embeddings) + self.head_bias),
         }
         if (experts := self.experts) is not None:
-            router = experts.count * (self.hidden + experts.router_bias)
-            parts["router"] = experts.layers * router
+            parts["router"] = experts.layers * experts.router_rows * (self.hidden + experts.router_bias)
             parts["shared_experts"] = experts.layers * (
                 experts.shared_width and self.ffn_parameters(experts.shared_width)
             )

@@ -246,9 +246,10 @@ class _Counter:
 
     def _router(self, experts: Experts) -> Work:
         inputs, layers = self.shape.hidden, experts.layers
-        weights = layers * experts.count * (inputs + experts.router_bias)
-        work = self._elements(weights, layers * self.tokens * (inputs + experts.count))
-        return Work(2 * layers * self.tokens * inputs * experts.count, work.weight_bytes, work.activation_bytes)
+        rows = experts.router_rows
+        weights = layers * rows * (inputs + experts.router_bias)
+        work = self._elements(weights, layers * self.tokens * (inputs + rows))
+        return Work(2 * layers * self.tokens * inputs * rows, work.weight_bytes, work.activation_bytes)
 
     def _routed(self, experts: Experts) -> Work:
         """Each pair of token and expert reads the token, writes what is between the matrices twice, and its result."""

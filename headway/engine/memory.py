@@ -68,6 +68,8 @@ def kv_pool_bytes(
         return config.kv_cache_memory
     shape = model.shape
     widest = max(2 * shape.ffn, shape.hidden, shape.heads * shape.head_dim)
+    if (experts := shape.experts) is not None:  # a result for each of a token's experts, and of the shared one
+        widest = max(widest, (experts.per_token + 1) * shape.hidden, 2 * experts.width, 2 * experts.shared_width)
     step = batched_tokens * widest * 2 * ACTIVATION_COPIES
     step += sampling_bytes(config.max_num_seqs, shape.vocab, max_model_len)
     if device.type == "cpu":

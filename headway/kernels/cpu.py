@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.kernels import cpu_attention, cpu_cache, cpu_rows
+from headway.kernels import cpu_attention, cpu_cache, cpu_experts, cpu_rows
 from headway.kernels.cpu_arithmetic import WIDE_INT8, arithmetic_of
 from headway.kernels.cpu_attention_plan import AttentionPlan
 from headway.kernels.cpu_cache import is_arranged
@@ -183,6 +183,41 @@ class CpuKernels:
         )  # fmt: skip
         code = cpu_attention.attend_job(KINDS[query.dtype], CACHE_KINDS[cache.keys.dtype])
         self._team.run(code, cpu_attention.ATTEND, arguments)
+        return out
+
+    def route(self, logits: Tensor, per_token: int, normalized: bool, shared: bool) -> tuple[Tensor, Tensor]:
+        """See Kernels."""
+        logits = logits.contiguous()
+        rows, columns = logits.shape
+        width = per_token + shared
+        chosen, weights = self._team.empty((rows, width), torch.int64), self._team.empty((rows, width), torch.float32)
+        arguments = (
+            logits.data_ptr(), logits.element_size(), columns - shared, per_token, int(normalized), int(shared),
+            chosen.data_ptr(), weights.data_ptr(),
+        )  # fmt: skip
+        code = cpu_experts.route_job(KINDS[logits.dtype])
+        self._share(code, cpu_experts.ROUTE, rows, _SCATTERED * logits.numel(), arguments)
+        return chosen, weights
+
+    def mixture(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
+    ) -> Tensor:
+        """See Kernels; in the order in which the experts of a token are given."""
+        x = x.contiguous()
+        tokens, width = x.shape
+        results = []  # which the addresses are of
+        addresses = np.empty(chosen.numel(), np.int64)
+        for number, pairs in cpu_experts.by_expert(chosen.numpy()):
+            everyone = len(pairs) == tokens  # in order, as none has an expert twice
+            part = x if everyone else self.take(x, torch.from_numpy(pairs // chosen.shape[1]))
+            results.append(experts[number](part).contiguous())
+            addresses[pairs] = results[-1].data_ptr() + np.arange(len(pairs)) * width * x.element_size()
+        sums = self._team.empty((tokens, width), torch.float32)
+        out = self._team.empty((tokens, width), x.dtype)
+        arguments = (
+            addresses.ctypes.data, weights.data_ptr(), chosen.shape[1], width, sums.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        self._share(cpu_experts.mix_job(KINDS[x.dtype]), cpu_experts.MIX, tokens, width * chosen.numel(), arguments)
         return out
 
     def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:

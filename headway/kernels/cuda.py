@@ -19,8 +19,8 @@ _INTERPRETED_MULTIPROCESSORS = 8
 class CudaKernels(TorchKernels):
     """Kernels for float32, bfloat16 and float16 on a CUDA device.
 
-    No operation waits for the device or reads back from it; every grid follows from tensor shapes and the
-    host-side sizes of StepGeometry, so a step of fixed sizes can be captured in a CUDA graph.
+    No operation but a mixture of experts waits for the device or reads back from it; every grid follows from tensor
+    shapes and the host-side sizes of StepGeometry, so a step of fixed sizes can be captured in a CUDA graph.
     """
 
     name = "cuda"

@@ -180,6 +180,25 @@ class Kernels(Protocol):
         """
         ...
 
+    def route(self, logits: Tensor, per_token: int, normalized: bool, shared: bool) -> tuple[Tensor, Tensor]:
+        """The experts that a router's logits [T, E] choose, and their weights: int64 and float32, each [T, per_token].
+
+        The greatest come first, the lowest of equals. Weights are a softmax in float32 over all experts; normalized,
+        over those that are chosen. With a shared expert, logits have a column more, [T, E + 1], and so has the result:
+        expert E, with the sigmoid of its logit. A row with a NaN has NaN as weights.
+        """
+        ...
+
+    def mixture(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
+    ) -> Tensor:
+        """x [T, N] through the experts that are chosen for each token, [T, k], none twice: their weighted sum, [T, N].
+
+        An expert is given its tokens alone, and sums are in float32 and in one order, so that what a token gets
+        depends on nothing else in the step. May wait for the device.
+        """
+        ...
+
     def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
         """The token of the greatest logit of each row of [R, V], the lowest of equals, and that logit.
 

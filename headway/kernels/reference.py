@@ -83,6 +83,28 @@ class TorchKernels:
         """See Kernels."""
         return table.index_select(0, rows)
 
+    def route(self, logits: Tensor, per_token: int, normalized: bool, shared: bool) -> tuple[Tensor, Tensor]:
+        """See Kernels; a stable sort, as topk does not promise the first of equals."""
+        wide = logits.float()
+        routed = wide[:, :-1] if shared else wide
+        order = routed.argsort(dim=1, descending=True, stable=True)
+        chosen = order[:, :per_token]
+        weights = routed.gather(1, chosen).softmax(1) if normalized else routed.softmax(1).gather(1, chosen)
+        if not shared:
+            return chosen, weights
+        number = torch.full_like(chosen[:, :1], routed.shape[1])
+        return torch.cat([chosen, number], 1), torch.cat([weights, wide[:, -1:].sigmoid()], 1)
+
+    def mixture(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
+    ) -> Tensor:
+        """See Kernels; in the order of the experts' numbers."""
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for number in chosen.unique().tolist():
+            tokens, place = torch.where(chosen == number)
+            total[tokens] += weights[tokens, place, None] * experts[number](x[tokens]).float()
+        return total.to(x.dtype)
+
     def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
         """See Kernels; argmax does not promise the first of equals."""
         best = logits.amax(dim=1, keepdim=True)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headway.models.config import ModelError, read_json
-from headway.models.tensors import Shapes
+from headway.models.tensors import STACKED, Shapes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -57,6 +57,19 @@ class WeightSource(Protocol):
     def copy_into(self, name: str, out: Tensor) -> None:
         """Fill `out`, of the tensor's shape, any dtype and device."""
         ...
+
+
+def has_stacked_experts(folder: Path) -> bool:
+    """Whether the experts of a layer are one tensor. What is wrong with the files is left to Checkpoint to say."""
+    try:
+        if (folder / INDEX_FILE).is_file():
+            names = read_json(folder / INDEX_FILE, "").get("weight_map")
+        else:
+            with safe_open(str(folder / SINGLE_FILE), framework="pt") as file:
+                names = file.keys()
+    except (ModelError, SafetensorError, OSError):
+        return False
+    return any(str(name).endswith(STACKED) for name in names or ())
 
 
 class Checkpoint:

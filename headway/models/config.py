@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.cost.config import read_shape
+from headway.cost.config import layers_with_experts, read_shape
 from headway.cost.shape import CacheSpec, ModelShape
 from headway.cost.values import ConfigValues, ModelError
 from headway.models.quantization import PackedMatrices, read_packed
@@ -23,7 +23,34 @@ __all__ = ["ARCHITECTURES", "ModelConfig", "ModelError", "RopeConfig"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Of those that are known, the ones whose tensors and operations the decoder has.
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+# Keys of routers that choose in another way, with the values that change nothing.
+_PLAIN_ROUTER = {"scoring_func": "softmax", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How tokens find their experts, of which `ModelShape.experts` has the sizes.
+
+    Args:
+        layers: numbers of the layers that have experts.
+        normalized: the weights of a token's experts are divided by their sum.
+        block: what a checkpoint calls the mixture within its layer.
+        parts: what it calls the gate, up and down projection of an expert.
+    """
+
+    layers: tuple[int, ...]
+    normalized: bool
+    block: str = "mlp"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +60,14 @@ class ModelConfig:
     Args:
         shape: its sizes, the same that the cost model has.
         caches: what each layer keeps of a token.
+        routing: None where every layer has the plain feed-forward layer.
         packed: the matrices that the checkpoint holds as whole numbers; None where there are none.
         dtype: the checkpoint's own dtype by name, None where config.json does not say.
     """
 
     shape: ModelShape
     caches: tuple[CacheSpec, ...]
+    routing: Routing | None
     packed: PackedMatrices | None
     rms_norm_eps: float
     rope: RopeConfig
@@ -68,6 +97,7 @@ class ModelConfig:
         return cls(
             shape=shape,
             caches=shape.caches,
+            routing=None if shape.experts is None else _routing(values),
             packed=read_packed(values),
             rms_norm_eps=values.positive_number("rms_norm_eps"),
             rope=read_rope(values, shape.head_dim, shape.max_positions),
@@ -106,6 +136,16 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path}: holds a {type(content).__name__}, not a JSON object; download it again")
     return content
+
+
+def _routing(values: ConfigValues) -> Routing:
+    for key, plain in _PLAIN_ROUTER.items():
+        if values.get(key) not in (None, plain):
+            raise values.error(key, f"is not supported, only {plain!r} is")
+    layers = layers_with_experts(values.raw, values.source)
+    if "MixtralForCausalLM" in values.get("architectures"):
+        return Routing(layers, normalized=True, block="block_sparse_moe", parts=("w1", "w3", "w2"))
+    return Routing(layers, values.boolean("norm_topk_prob"))
 
 
 def _dtype(values: ConfigValues) -> str | None:

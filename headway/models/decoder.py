@@ -1,7 +1,7 @@
 """One decoder for every supported family.
 
-Each layer: RMS norm, attention with rotary positions over the paged cache, RMS norm, gated MLP, each pair
-added to a residual stream. What differs between families (biases, QK norm, windows, RoPE) is data.
+Each layer: RMS norm, attention with rotary positions over the paged cache, RMS norm, gated MLP or several as experts,
+each pair added to a residual stream. What differs between families (biases, QK norm, windows, RoPE) is data.
 """
 
 from __future__ import annotations
@@ -31,6 +31,31 @@ class DenseMLP:
 
 
 @dataclass(slots=True)
+class MixtureMLP:
+    """Experts of which each token goes through some, and where there is a shared one, through that one too.
+
+    Args:
+        router: rows of the experts, then one of the shared expert.
+        experts: the shared one last.
+        per_token: experts that are chosen for a token.
+        normalized: their weights sum to 1.
+        shared: whether there is a shared one.
+    """
+
+    kernels: Kernels
+    router: Linear
+    experts: list[DenseMLP]
+    per_token: int
+    normalized: bool
+    shared: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        chosen, weights = self.kernels.route(self.router(x), self.per_token, self.normalized, self.shared)
+        return self.kernels.mixture(x, chosen, weights, self.experts)
+
+
+@dataclass(slots=True)
 class LayerWeights:
     """One layer, laid out by the device's kernels; qkv stacks query, key and value rows."""
 
@@ -57,7 +82,7 @@ class DecoderWeights:
 class Decoder:
     """A model on a device: token ids in, hidden states out, and logits for the rows that need them.
 
-    It holds no sequence state: keys and values live in the caches that the caller passes. Shapes and
+    It holds no sequence state: keys and values live in the caches that the caller passes. Without experts, shapes and
     addresses depend only on the sizes of a step, and nothing waits for the device, so a step can be captured
     in a graph where the kernels allow it. Call under torch.inference_mode() for the least dispatch time.
 
@@ -101,7 +126,7 @@ class Decoder:
                 its address too, the caches are always the same, and the result holds until the next step.
             caches: one for each layer, of the size that ModelConfig.caches says.
         """
-        if not step.repeatable:
+        if not step.repeatable or self.config.routing is not None:  # what experts do depends on the tokens
             return self._layers_of(token_ids, step, caches)
         key = (self._identity, len(token_ids))
         return self.kernels.repeat(key, step, self._attentions, lambda: self._layers_of(token_ids, step, caches))

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from headway.cost.shape import CacheSpec
 from headway.kernels.interface import QUANTIZATIONS, Kernels, Linear, Weight
-from headway.models.checkpoint import Checkpoint, RandomWeights, StageClock, WeightSource
+from headway.models.checkpoint import Checkpoint, RandomWeights, StageClock, WeightSource, has_stacked_experts
 from headway.models.config import ModelConfig, ModelError
-from headway.models.decoder import Decoder, DecoderWeights, DenseMLP, LayerWeights
+from headway.models.decoder import Decoder, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP
 from headway.models.folder import read_ahead
 from headway.models.folder import resolve_model as resolve_model
 from headway.models.quantization import scheme_of
-from headway.models.tensors import expected_tensors
+from headway.models.tensors import STACKED, Parts, Shapes, dense_names, expected_tensors, mixture_names
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -49,7 +49,8 @@ def load_model(
     """Build the decoder of a model folder.
 
     Weights go one at a time from the mapped file to their place in the fused matrix, so that besides the model
-    itself only the matrix being filled is in memory (mapped pages belong to the file and can be dropped).
+    itself only the matrix being filled is in memory, of stacked experts those of a layer (mapped pages belong to the
+    file and can be dropped).
 
     Args:
         load_format: auto or safetensors read the folder's safetensors; dummy needs only config.json.
@@ -73,13 +74,14 @@ def load_model(
             f"quantization is {quantization}, but the matrices in {folder} are packed as {config.packed.scheme}; "
             "leave it out, or take the unquantised checkpoint"
         )
-    expected = expected_tensors(config)
     clock = StageClock()
+    stacked = config.routing is not None and load_format != "dummy" and has_stacked_experts(folder)
+    expected = expected_tensors(config, stacked)
     if load_format != "dummy":
         read_ahead(folder)
     source = nullcontext(RandomWeights(seed, clock)) if load_format == "dummy" else Checkpoint(folder, expected, clock)
     with source as opened:
-        assembler = _Assembler(opened, config, kernels, dtype, torch.device(device), clock, quantization)
+        assembler = _Assembler(opened, expected, config, kernels, dtype, torch.device(device), clock, quantization)
         weights = assembler.decoder_weights()
     if on_stage is not None:
         for stage, elapsed_ns in clock.ns.items():
@@ -93,6 +95,7 @@ class _Assembler:
     def __init__(
         self,
         source: WeightSource,
+        shapes: Shapes,
         config: ModelConfig,
         kernels: Kernels,
         dtype: torch.dtype,
@@ -102,7 +105,7 @@ class _Assembler:
     ) -> None:
         self._source = source
         self._config = config
-        self._shapes = expected_tensors(config)
+        self._shapes = shapes
         self._kernels = kernels
         self._dtype = dtype
         self._device = device
@@ -121,7 +124,7 @@ class _Assembler:
 
     def _layer(self, index: int, cache: CacheSpec) -> LayerWeights:
         layer, has_norms = f"model.layers.{index}", self._config.shape.qk_norm
-        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        attention = f"{layer}.self_attn"
         return LayerWeights(
             attention_norm=self._stack(f"{layer}.input_layernorm.weight"),
             qkv=self._linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
@@ -129,9 +132,41 @@ class _Assembler:
             key_norm=self._stack(f"{attention}.k_norm.weight") if has_norms else None,
             o=self._linear(f"{attention}.o_proj"),
             mlp_norm=self._stack(f"{layer}.post_attention_layernorm.weight"),
-            mlp=DenseMLP(self._gated(f"{mlp}.gate_proj", f"{mlp}.up_proj"), self._linear(f"{mlp}.down_proj")),
+            mlp=self._mlp(index),
             cache=cache,
         )
+
+    def _mlp(self, index: int) -> Callable[[Tensor], Tensor]:
+        layer, experts, routing = f"model.layers.{index}", self._config.shape.experts, self._config.routing
+        stacked = f"{layer}.{STACKED[0]}" in self._shapes
+        names = mixture_names(self._config, index, stacked)
+        if names is None or experts is None or routing is None:
+            return self._dense(dense_names(f"{layer}.mlp"))
+        every = self._stacked(layer) if stacked else [self._dense(parts) for parts in names.experts]
+        if names.shared is not None:
+            every.append(self._dense(names.shared))
+        router, has_shared = self._linear(*names.router), names.shared is not None
+        return MixtureMLP(self._kernels, router, every, experts.per_token, routing.normalized, has_shared)
+
+    def _dense(self, parts: Parts) -> DenseMLP:
+        gate, up, down = parts
+        return DenseMLP(self._gated(gate, up), self._linear(down))
+
+    def _stacked(self, layer: str) -> list[DenseMLP]:
+        """The experts of a layer whose tensors hold all of them, [E, out, in]."""
+        gate_ups, downs = (self._matrices(f"{layer}.{each}") for each in STACKED)
+        with self._clock.measure("layout"):
+            return [
+                DenseMLP(self._kernels.gated_linear(gate_up, None), self._kernels.linear(down, None))
+                for gate_up, down in zip(gate_ups, downs, strict=True)
+            ]
+
+    def _matrices(self, name: str) -> list[Weight]:
+        scheme = scheme_of(name, self._quantization, None)
+        lent = self._lent([name], self._dtype) if self._device.type == "cpu" else None
+        if lent is not None:
+            return [Weight([matrix], scheme) for matrix in lent[0]]
+        return [Weight(matrix, scheme) for matrix in self._stack(name)]
 
     def _linear(self, *layers: str) -> Linear:
         weight, bias = self._weight(*layers), self._bias(*layers)

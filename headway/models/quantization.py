@@ -10,6 +10,8 @@ from typing import Any
 from headway.cost.values import ConfigValues, ModelError
 
 EMBEDDING = "model.embed_tokens"
+# What makes the logits of experts, by the last part of its name: few numbers that decide much.
+ROUTERS = ("gate", "shared_expert_gate")
 # What a packed checkpoint must say, for what its whole numbers mean to be what the kernels multiply.
 _FORMAT = {"quant_method": "compressed-tensors", "format": "int-quantized", "kv_cache_scheme": None}
 _WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -83,10 +85,12 @@ def _check(section: ConfigValues, wanted: Mapping[str, Any]) -> None:
 def scheme_of(layer: str, quantization: str, packed: PackedMatrices | None) -> str:
     """As what the matrix of a linear layer is multiplied where --quantization asks for `quantization`.
 
-    What the checkpoint has packed stays so. The head, and with tied embeddings every token's first vector, suffers most
-    from few bits.
+    What the checkpoint has packed stays so, and routers stay as they are. The head, and with tied embeddings every
+    token's first vector, suffers most from few bits.
     """
     if packed is not None and packed.covers(layer):
         return packed.scheme
+    if layer.rpartition(".")[2] in ROUTERS:
+        return "none"
     is_head = layer in ("lm_head", EMBEDDING)
     return "int8" if is_head and quantization == "int4" else quantization

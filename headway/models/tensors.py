@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from headway.models.config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
+Parts = tuple[str, str, str]  # the gate, up and down projection of a feed-forward layer
+# Ends of the names of what newer checkpoints hold of all experts of a layer: gate rows above up rows, and down.
+STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-def expected_tensors(config: ModelConfig) -> Shapes:
+class MixtureNames(NamedTuple):
+    """Names of the linear layers of a mixture of experts.
+
+    Args:
+        router: what makes the logits of the experts, and of the shared one where there is one.
+        experts: those to choose from; none where they are stacked.
+        shared: the one that every token goes through.
+    """
+
+    router: tuple[str, ...]
+    experts: tuple[Parts, ...]
+    shared: Parts | None
+
+
+def dense_names(block: str) -> Parts:
+    """Of a feed-forward layer."""
+    return f"{block}.gate_proj", f"{block}.up_proj", f"{block}.down_proj"
+
+
+def mixture_names(config: ModelConfig, layer: int, stacked: bool) -> MixtureNames | None:
+    """Of a layer; None where it has no experts."""
+    experts, routing = config.shape.experts, config.routing
+    if experts is None or routing is None or layer not in routing.layers:
+        return None
+    block = f"model.layers.{layer}.{'mlp' if stacked else routing.block}"
+    prefixes = (f"{block}.experts.{number}" for number in range(0 if stacked else experts.count))
+    gate, up, down = routing.parts
+    named = tuple((f"{prefix}.{gate}", f"{prefix}.{up}", f"{prefix}.{down}") for prefix in prefixes)
+    if not experts.shared_gate:
+        return MixtureNames((f"{block}.gate",), named, None)
+    return MixtureNames((f"{block}.gate", f"{block}.shared_expert_gate"), named, dense_names(f"{block}.shared_expert"))
+
+
+def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
     """Name and shape of every tensor that a checkpoint of this config holds, in the order of use.
 
     A matrix that is packed has a scale for each row beside it, under its own name with "_scale" at the end.
+
+    Args:
+        stacked: the experts of a layer are one tensor (transformers 5), and not one each.
     """
     c = config.shape
     shapes: Shapes = {"model.embed_tokens.weight": (c.vocab, c.hidden)}
@@ -21,6 +62,12 @@ def expected_tensors(config: ModelConfig) -> Shapes:
             shapes[f"{name}.weight_scale"] = (rows, 1)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
+
+    def feed_forward(parts: Parts, width: int, bias: bool) -> None:
+        gate, up, down = parts
+        linear(gate, width, c.hidden, bias)
+        linear(up, width, c.hidden, bias)
+        linear(down, c.hidden, width, bias)
 
     for i, cache in enumerate(config.caches):
         layer = f"model.layers.{i}"
@@ -33,9 +80,19 @@ def expected_tensors(config: ModelConfig) -> Shapes:
             shapes[f"{layer}.self_attn.k_norm.weight"] = (cache.key_dim,)
         linear(f"{layer}.self_attn.o_proj", c.hidden, c.heads * cache.value_dim, c.o_bias)
         shapes[f"{layer}.post_attention_layernorm.weight"] = (c.hidden,)
-        linear(f"{layer}.mlp.gate_proj", c.ffn, c.hidden, c.mlp_bias)
-        linear(f"{layer}.mlp.up_proj", c.ffn, c.hidden, c.mlp_bias)
-        linear(f"{layer}.mlp.down_proj", c.hidden, c.ffn, c.mlp_bias)
+        mixture = mixture_names(config, i, stacked)
+        if mixture is None or c.experts is None:
+            feed_forward(dense_names(f"{layer}.mlp"), c.ffn, c.mlp_bias)
+            continue
+        for name, rows in zip(mixture.router, (c.experts.count, 1), strict=False):
+            linear(name, rows, c.hidden, bias=False)
+        if stacked:
+            shapes[f"{layer}.{STACKED[0]}"] = (c.experts.count, 2 * c.experts.width, c.hidden)
+            shapes[f"{layer}.{STACKED[1]}"] = (c.experts.count, c.hidden, c.experts.width)
+        for parts in mixture.experts:
+            feed_forward(parts, c.experts.width, bias=False)
+        if mixture.shared is not None:
+            feed_forward(mixture.shared, c.experts.shared_width, bias=False)
     shapes["model.norm.weight"] = (c.hidden,)
     if not c.tied_embeddings:
         linear("lm_head", c.vocab, c.hidden, bias=False)

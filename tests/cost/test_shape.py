@@ -14,6 +14,7 @@ from headway.cost.shape import ModelShape, ShapeError
 from headway.cost.values import ModelError
 from headway.kernels.reference import ReferenceKernels
 from headway.models.config import ModelConfig
+from headway.models.decoder import DenseMLP, MixtureMLP
 from headway.models.loading import load_model
 from tests.cost import published, tiny_families
 from tests.models import tiny
@@ -56,15 +57,29 @@ def parameters_of(decoder):
         parts = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
         return sum(part.numel() for part in parts if part is not None)
 
+    def dense(mlp):
+        return linear(mlp.gate_up.linear) + linear(mlp.down)
+
+    mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMLP)]
     tied = weights.embedding == weights.lm_head.rows
     table = weights.lm_head.weight if tied else weights.embedding.args[0]
     return {
         "embedding": table.numel(),
         "attention": sum(linear(layer.qkv) + linear(layer.o) for layer in weights.layers),
-        "ffn": sum(linear(layer.mlp.gate_up.linear) + linear(layer.mlp.down) for layer in weights.layers),
+        "ffn": sum(dense(layer.mlp) for layer in weights.layers if isinstance(layer.mlp, DenseMLP)),
         "norms": sum(norms(layer) for layer in weights.layers) + weights.final_norm.numel(),
         "head": 0 if tied else linear(weights.lm_head),
-    }
+    } | (
+        {
+            "router": sum(linear(mixture.router) for mixture in mixtures),
+            "shared_experts": sum(dense(mixture.experts[-1]) for mixture in mixtures if mixture.shared),
+            "experts": sum(
+                dense(expert) for mixture in mixtures for expert in mixture.experts[: -1 if mixture.shared else None]
+            ),
+        }
+        if mixtures
+        else {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,6 +146,8 @@ FAMILY_PARTS = {
     "shared_experts": "shared_experts",
     "mlp.experts": "experts",
     "mlp.gate.": "router",
+    "shared_expert_gate": "router",
+    "shared_expert.": "shared_experts",
     "mlp.router": "router",
     "attn": "attention",
     "mlp": "ffn",
@@ -172,7 +189,7 @@ def test_every_parameter_is_kept_in_some_format(case):
     shape = read_shape(tiny_families.config_json(model))
     kept = Counter()
     for name, tensor in tiny_families.tensors(model):
-        is_router = "mlp.gate." in name or "mlp.router" in name
+        is_router = any(part in name for part in ("mlp.gate.", "mlp.router", "shared_expert_gate"))
         if tensor.dim() < 2 or is_router or name.endswith("_bias"):
             kept["rest"] += tensor.numel()
         elif "embed_tokens" in name or "wte" in name:

@@ -239,6 +239,8 @@ MODULES = {
     "mlp.fc_out": Operation.DOWN,
     "mlp.gate": Operation.ROUTER,
     "mlp.router": Operation.ROUTER,
+    "mlp.shared_expert_gate": Operation.ROUTER,
+    "mlp.shared_expert": Operation.SHARED_EXPERTS,
     "mlp.shared_experts": Operation.SHARED_EXPERTS,
     "mlp.experts": Operation.EXPERTS,
     "lm_head": Operation.HEAD,

@@ -20,12 +20,15 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
@@ -59,6 +62,12 @@ LATENT = {
     "topk_group": 1,
 }
 QWEN = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "head_dim": 10}
+QWEN_SHARED = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 10,
+    "shared_expert_intermediate_size": 14,
+}
 OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 10, "sliding_window": 3}
 GPT_J = {"vocab_size": 53, "n_positions": 64, "n_embd": 24, "n_layer": 3, "n_head": 4, "rotary_dim": 4}
 
@@ -69,6 +78,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         SIZES | {"num_local_experts": 4, "num_experts_per_tok": 3, "tie_word_embeddings": True},
     ),
     "mixtral_window": ("mixtral", SIZES | {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 5}),
+    "qwen2_moe": ("qwen2_moe", SIZES | QWEN_SHARED),
+    "qwen2_moe_some_dense": ("qwen2_moe", SIZES | QWEN_SHARED | {"mlp_only_layers": [2], "qkv_bias": False}),
     "qwen3_moe": ("qwen3_moe", SIZES | QWEN),
     "qwen3_moe_bias": ("qwen3_moe", SIZES | QWEN | {"attention_bias": True}),
     "qwen3_moe_every_second": ("qwen3_moe", SIZES | QWEN | {"decoder_sparse_step": 2}),

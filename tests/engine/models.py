@@ -26,6 +26,18 @@ TINY_LLAMA: dict[str, Any] = {
 }
 
 
+# Beside TINY_LLAMA: a mixture with a shared expert.
+TINY_MIXTURE: dict[str, Any] = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
+
+
 def write_config(folder: Path, **changes: Any) -> str:
     """A folder that `--load-format dummy` can serve; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from headway.engine import runner
 from headway.engine.logprobs import prompt_logprobs
 from headway.engine.messages import PromptLogprobs
 from headway.kernels import cpu
-from tests.engine.models import write_config
+from tests.engine.models import TINY_MIXTURE, write_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[(7 * i + 3 * j) % 500 + 5 for j in range(9 + 5 * i)] for i in range(32)]
@@ -46,18 +46,23 @@ class Model(NamedTuple):
         ("cpu", "none", "auto", "float16"),
         ("cpu", "int8", "int8", "bfloat16"),
         ("cpu", "int4", "auto", "bfloat16"),
+        ("cpu", "none", "auto", "float32", "experts"),
+        ("cpu", "none", "auto", "bfloat16", "experts"),
+        ("cpu", "int4", "auto", "bfloat16", "experts"),
         pytest.param(("cuda", "none", "auto"), marks=pytest.mark.gpu),
     ],
     ids="-".join,
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    """With "vectors" as where the processor has no matrix tiles, or the system refuses them."""
-    settings = request.param
+    """With "experts" a mixture; with "vectors" as where there are no matrix tiles, or the system refuses them."""
+    settings, changes = request.param, {}
+    if settings[-1] == "experts":
+        settings, changes = settings[:-1], TINY_MIXTURE
     with pytest.MonkeyPatch.context() as patch:
         if settings[-1] == "vectors":
             patch.setattr(cpu, "has_matrix_tiles", lambda: False)
             settings = settings[:-1]
-        yield Model(write_config(tmp_path_factory.mktemp("tiny")), *settings)
+        yield Model(write_config(tmp_path_factory.mktemp("tiny"), **changes), *settings)
 
 
 def build(model: Model, **settings: Any) -> LLM:

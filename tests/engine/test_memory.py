@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from headway.cost.config import read_shape
-from headway.cost.shape import CacheSpec
+from headway.cost.shape import CacheSpec, Experts
 from headway.engine import memory
 from headway.engine.config import EngineConfig
 from headway.engine.memory import kv_pool_bytes
@@ -72,3 +73,12 @@ def test_memory_is_flat_whatever_the_lengths(dtype: str, seconds: int) -> None:
     command = [sys.executable, "-m", "tests.engine.mixed_lengths", dtype, str(seconds)]
     ready, after = map(int, subprocess.check_output(command, text=True).split()[-2:])
     assert after < 1.3 * ready, (ready >> 20, after >> 20)
+
+
+def test_a_mixture_keeps_a_result_for_each_expert_of_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20 experts and the shared one, where that is more than a plain feed-forward layer's widest."""
+    plain = pool(4 * GIB, monkeypatch, max_num_seqs=1024)
+    experts = Experts(count=32, per_token=20, width=64, layers=SHAPE.layers)
+    monkeypatch.setattr(MODEL, "shape", replace(SHAPE, experts=experts))
+    more = 21 * SHAPE.hidden - 2 * SHAPE.ffn
+    assert plain - pool(4 * GIB, monkeypatch, max_num_seqs=1024) == 512 * more * 2 * memory.ACTIVATION_COPIES > 0

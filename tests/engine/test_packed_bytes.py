@@ -17,7 +17,7 @@ from headway.engine.memory import bytes_per_block
 from headway.kernels.cpu_linear import PackedLinear
 from headway.kernels.select import kernels_for
 from headway.models.config import ModelConfig
-from headway.models.decoder import Decoder
+from headway.models.decoder import Decoder, DenseMLP, MixtureMLP
 from headway.models.loading import QUANTIZATIONS, load_model
 
 # Sizes that fill neither panels of 64 rows nor groups of 32 inputs.
@@ -39,20 +39,33 @@ CONFIG = {
 }
 
 
+EXPERTS = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 44,
+    "shared_expert_intermediate_size": 68,
+    "mlp_only_layers": [1],
+}
+
+
 def packed(model: Decoder) -> Iterator[PackedLinear]:
+    linears: list[Any] = [model.weights.lm_head]
     for layer in model.weights.layers:
-        for linear in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down):
-            assert isinstance(linear, PackedLinear)
-            yield linear
-    assert isinstance(model.weights.lm_head, PackedLinear)
-    yield model.weights.lm_head
+        linears += [layer.qkv, layer.o]
+        for mlp in layer.mlp.experts if isinstance(layer.mlp, MixtureMLP) else [layer.mlp]:
+            assert isinstance(mlp, DenseMLP)
+            linears += [mlp.gate_up, mlp.down]
+    for linear in linears:
+        assert isinstance(linear, PackedLinear)
+        yield linear
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, EXPERTS], ids=["tied", "untied", "experts"])
 @pytest.mark.parametrize("quantization", [each for each in ENGINE_QUANTIZATIONS if each != "none"])
-def test_the_planner_counts_what_the_engine_packs(tmp_path: Path, quantization: str, tied: bool) -> None:
-    """Panels, groups and the scales of both; norms, and an embedding that is not the head, stay in bfloat16."""
-    config: dict[str, Any] = CONFIG | {"tie_word_embeddings": tied}
+def test_the_planner_counts_what_the_engine_packs(tmp_path: Path, quantization: str, changes: dict[str, Any]) -> None:
+    """Panels, groups and the scales of both; norms, routers, and an embedding beside a head stay in bfloat16."""
+    config = CONFIG | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     kernels = kernels_for("cpu", torch.bfloat16)
     model = load_model(tmp_path, torch.bfloat16, kernels, load_format="dummy", quantization=quantization)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from headway.kernels.interface import Kernels, LayerCache, Weight
 from headway.kernels.reference import ReferenceKernels
@@ -106,6 +108,66 @@ def check_most_likely(kernels: Kernels, device: str, dtype: torch.dtype) -> None
     tokens, best = kernels.most_likely(many.to(device))
     assert (tokens[:2], best[:2]) == ([8191, 16_384], [2.0, 2.0])
     assert math.isnan(best[2])
+
+
+def check_route(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
+    """The greatest first, of equals the first; each row by itself; of a NaN, NaN."""
+    logits = torch.tensor([[1.0, 3.0, 3.0, -80.0, 0.5], [2.0, -math.inf, 2.0, 2.0, -0.5]]).to(dtype).to(device)
+    chosen, weights = kernels.route(logits, 3, normalized=False, shared=False)
+    assert (chosen.dtype, weights.dtype) == (torch.int64, torch.float32)
+    assert chosen.tolist() == [[1, 2, 0], [0, 2, 3]]
+    expected = logits.float().softmax(1).gather(1, chosen).cpu()
+    torch.testing.assert_close(weights.cpu(), expected)
+    normalized = kernels.route(logits, 3, normalized=True, shared=False)[1].cpu()
+    torch.testing.assert_close(normalized, expected / expected.sum(1, keepdim=True))
+    chosen, weights = kernels.route(logits, 2, normalized=True, shared=True)
+    assert chosen.tolist() == [[1, 2, 4], [0, 2, 4]]
+    torch.testing.assert_close(weights.cpu(), torch.tensor([[0.5, 0.5, 0.6224593], [0.5, 0.5, 0.3775407]]))
+
+    logits = random(0, dtype, 300, 61).to(device) * 3
+    chosen, weights = kernels.route(logits, 4, normalized=False, shared=True)
+    theirs = REFERENCE.route(logits.cpu(), 4, normalized=False, shared=True)
+    assert torch.equal(chosen.cpu(), theirs[0])
+    torch.testing.assert_close(weights.cpu(), theirs[1])
+    for row in (0, 150, 299):
+        alone = kernels.route(logits[row : row + 1], 4, normalized=False, shared=True)
+        assert torch.equal(alone[0], chosen[row : row + 1]) and torch.equal(alone[1], weights[row : row + 1])
+    for bad in (math.nan, math.inf):
+        logits[7, 5] = bad
+        chosen, weights = kernels.route(logits, 4, normalized=True, shared=True)
+        assert weights[7, :4].isnan().all() and weights.isnan().sum() == 4
+        assert chosen[7, :4].unique().tolist() == sorted(chosen[7, :4].tolist())  # whatever they are, they are experts
+        assert chosen[7].min() >= 0 and chosen[7, :4].max() < 60
+
+
+def check_mixture(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int) -> None:
+    """Each token through its experts alone, and an expert is given nobody else's; alone a token gets the same."""
+    weights = random(0, dtype, 6, 40, 40) / 40**0.5
+    linears = [kernels.linear(Weight(weight.clone().to(device)), None) for weight in weights]
+    x, shares = random(1, dtype, tokens, 40), random(2, torch.float32, tokens, 3).softmax(1)
+    order = torch.rand(tokens, 5, generator=torch.Generator().manual_seed(3)).argsort(1)[:, :2]
+    chosen = torch.cat([order, torch.full((tokens, 1), 5)], 1)  # the last one by all, and one by nobody but for chance
+    given = [0] * 6
+
+    def counted(number: int) -> Callable[[Tensor], Tensor]:
+        def product(part: Tensor) -> Tensor:
+            given[number] += len(part)
+            return linears[number](part)
+
+        return product
+
+    experts = [counted(number) for number in range(6)]
+    inputs = x.to(device), chosen.to(device), shares.to(device)
+    got = kernels.mixture(*inputs, experts)
+    assert given == chosen.flatten().bincount(minlength=6).tolist()
+    each = torch.einsum("ti,tkoi->tko", x.double(), weights.double()[chosen])
+    assert_close(got, (shares.double().unsqueeze(2) * each).sum(1).to(dtype), dtype)
+    for row in {0, tokens // 2, tokens - 1}:
+        alone = kernels.mixture(*(each[row : row + 1] for each in inputs), experts)
+        if device == "cpu" and kernels.name == "cpu":
+            assert torch.equal(alone[0], got[row])
+        else:
+            assert_close(alone[0], got[row].cpu(), dtype)
 
 
 def check_copy_blocks(kernels: Kernels, device: str) -> None:

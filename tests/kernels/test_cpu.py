@@ -78,6 +78,17 @@ def test_most_likely(kernels: CpuKernels, dtype: torch.dtype) -> None:
     operations.check_most_likely(kernels, "cpu", dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_route(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    operations.check_route(kernels, "cpu", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 9, 130])
+def test_mixture(kernels: CpuKernels, dtype: torch.dtype, tokens: int) -> None:
+    operations.check_mixture(kernels, "cpu", dtype, tokens)
+
+
 def test_copy_blocks(kernels: CpuKernels) -> None:
     operations.check_copy_blocks(kernels, "cpu")
 

@@ -71,6 +71,12 @@ def test_most_likely(kernels: CudaKernels, dtype: torch.dtype) -> None:
     operations.check_most_likely(kernels, DEVICE, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts(kernels: CudaKernels, dtype: torch.dtype) -> None:
+    operations.check_route(kernels, DEVICE, dtype)
+    operations.check_mixture(kernels, DEVICE, dtype, 9)
+
+
 def test_copy_blocks(kernels: CudaKernels) -> None:
     operations.check_copy_blocks(kernels, DEVICE)
     kernels.copy_blocks([], [], [])

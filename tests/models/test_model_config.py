@@ -31,6 +31,15 @@ LLAMA = {
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"]}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+QWEN3_MOE = LLAMA | EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"]}
+QWEN2_MOE = QWEN3_MOE | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 48}
+MIXTRAL = MISTRAL | {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
 LLAMA3_SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -115,6 +124,28 @@ def test_heads_that_are_left_out(raw, head_dim, num_kv_heads):
 )
 def test_sliding_windows_by_layer(raw, windows):
     assert tuple(cache.window for cache in read(raw).caches) == windows
+
+
+@pytest.mark.parametrize(
+    ("raw", "layers", "normalized"),
+    [
+        (QWEN3_MOE, (0, 1, 2, 3), False),
+        (QWEN3_MOE | {"norm_topk_prob": True}, (0, 1, 2, 3), True),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, (1, 3), False),
+        (QWEN3_MOE | {"mlp_only_layers": [0, 3]}, (1, 2), False),
+        (QWEN2_MOE | {"mlp_only_layers": [1], "decoder_sparse_step": 2}, (3,), False),
+        (MIXTRAL, (0, 1, 2, 3), True),
+    ],
+)
+def test_layers_with_experts(raw, layers, normalized):
+    routing = read(raw).routing
+    assert (routing.layers, routing.normalized) == (layers, normalized)
+    assert read(raw).shape.experts.layers == len(layers)
+
+
+@pytest.mark.parametrize("raw", [LLAMA, QWEN3_MOE | {"mlp_only_layers": [0, 1, 2, 3]}])
+def test_a_model_without_experts_has_no_routing(raw):
+    assert read(raw).routing is None and read(raw).shape.experts is None
 
 
 @pytest.mark.parametrize("kind_key", ["type", "rope_type"])
@@ -245,6 +276,53 @@ def published(architecture: str, sizes: tuple[int, ...], **rest) -> dict:
             596_049_920,
             40960,
         ),
+        (  # Mixtral 8x7B
+            published(
+                "MixtralForCausalLM",
+                (32000, 4096, 14336, 32, 32, 8, 32768),
+                num_local_experts=8,
+                num_experts_per_tok=2,
+                sliding_window=None,
+                rope_theta=1000000.0,
+            ),
+            46_702_792_704,
+            32768,
+        ),
+        (  # Qwen3 30B A3B
+            published(
+                "Qwen3MoeForCausalLM",
+                (151936, 2048, 6144, 48, 32, 4, 40960),
+                head_dim=128,
+                num_experts=128,
+                num_experts_per_tok=8,
+                moe_intermediate_size=768,
+                norm_topk_prob=True,
+                decoder_sparse_step=1,
+                mlp_only_layers=[],
+                use_sliding_window=False,
+                sliding_window=None,
+                attention_bias=False,
+            ),
+            30_532_122_624,
+            40960,
+        ),
+        (  # Qwen1.5 MoE A2.7B
+            published(
+                "Qwen2MoeForCausalLM",
+                (151936, 2048, 5632, 24, 16, 16, 8192),
+                num_experts=60,
+                num_experts_per_tok=4,
+                moe_intermediate_size=1408,
+                shared_expert_intermediate_size=5632,
+                norm_topk_prob=False,
+                decoder_sparse_step=1,
+                use_sliding_window=False,
+                sliding_window=32768,
+                max_window_layers=21,
+            ),
+            14_315_784_192,
+            8192,
+        ),
     ],
 )
 def test_published_models_have_their_published_size(raw, num_parameters, context):
@@ -259,8 +337,8 @@ def sliding(**changes) -> dict:
 
 REFUSED = [
     (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "architectures", "GPT2LMHeadModel"),
-    (LLAMA, {"architectures": []}, "architectures", "must name one of LlamaForCausalLM, MistralForCausalLM, Qwen2"),
-    (LLAMA, {"architectures": ["MixtralForCausalLM"]}, "architectures", "must name one of LlamaForCausalLM"),
+    (LLAMA, {"architectures": []}, "architectures", "must name one of LlamaForCausalLM, MistralForCausalLM, Mixtral"),
+    (LLAMA, {"architectures": ["DeepseekV3ForCausalLM"]}, "architectures", "must name one of LlamaForCausalLM"),
     (without(LLAMA, "architectures"), {}, "architectures", "must name one of"),
     (LLAMA, {"num_local_experts": 8}, "num_local_experts", "a mixture of experts"),
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act", "gelu"),
@@ -311,6 +389,16 @@ REFUSED = [
         )
     ],
     (without(QWEN2, "num_key_value_heads"), {}, "num_key_value_heads", "missing"),
+    (QWEN3_MOE, {"scoring_func": "sigmoid"}, "scoring_func", "only 'softmax' is"),
+    (QWEN3_MOE, {"n_group": 8}, "n_group", "8"),
+    (QWEN3_MOE, {"routed_scaling_factor": 2.5}, "routed_scaling_factor", "2.5"),
+    (QWEN3_MOE, {"norm_topk_prob": "yes"}, "norm_topk_prob", "'yes'"),
+    (QWEN3_MOE, {"num_experts_per_tok": 7}, "num_experts_per_tok", "more than num_experts, 6"),
+    (QWEN3_MOE, {"mlp_only_layers": 3}, "mlp_only_layers", "not a list"),
+    (without(QWEN3_MOE, "moe_intermediate_size"), {}, "moe_intermediate_size", "missing"),
+    (QWEN2_MOE, {"use_sliding_window": True}, "use_sliding_window", "not supported for Qwen2MoeForCausalLM"),
+    (without(QWEN2_MOE, "shared_expert_intermediate_size"), {}, "shared_expert_intermediate_size", "missing"),
+    (without(MIXTRAL, "num_local_experts"), {}, "num_local_experts", "missing"),
 ]
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headway.kernels.reference import ReferenceKernels
+from headway.kernels.select import kernels_for
 from headway.models import ModelConfig, ModelError
 from headway.models.checkpoint import DUMMY_POOL, INDEX_FILE, SINGLE_FILE, RandomWeights, StageClock
 from headway.models.decoder import Decoder
@@ -109,6 +110,37 @@ def test_a_tied_checkpoint_may_hold_an_lm_head(tmp_path):
     torch.testing.assert_close(whole(load(tmp_path), PROMPT)[0], tiny.logits(model, PROMPT[0]), rtol=0, atol=1e-4)
 
 
+EXPERT_CASES = ["mixtral", "qwen2_moe", "qwen3_moe_some_dense"]
+
+
+@pytest.mark.parametrize("case", EXPERT_CASES)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_stacked_experts_are_the_same_model(tmp_path, case, stored):
+    """In the model's dtype, which is lent, and in another, which is converted."""
+    folders = [tmp_path / "one_each", tmp_path / "stacked"]
+    for folder, original in zip(folders, (True, False), strict=True):
+        tiny.save(case, folder, save_original_format=original)
+        assert any("experts.gate_up_proj" in name for name in load_file(folder / SINGLE_FILE)) != original
+        rewrite(folder, lambda tensors: tensors.update({n: t.to(stored) for n, t in tensors.items()}))
+    assert_same(*folders)
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_experts_in_shards(tmp_path, original):
+    folders = [tmp_path / "one", tmp_path / "shards"]
+    for folder, size in zip(folders, ("1GB", "60KB"), strict=True):
+        tiny.save("qwen2_moe", folder, save_original_format=original, max_shard_size=size)
+    assert (folders[1] / INDEX_FILE).is_file()
+    assert_same(*folders)
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """By the CPU's kernels, which read what is lent."""
+    for kernels in (ReferenceKernels(), kernels_for("cpu", torch.float32)):
+        ours, theirs = (whole(load_model(folder, torch.float32, kernels), PROMPT) for folder in (one, other))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
 # --- refused ----------------------------------------------------------------------------------------
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -141,6 +173,34 @@ def test_a_tensor_that_does_not_fit_is_named_with_its_file(single, damage, tenso
     message = refused(single)
     assert message.startswith(f"{path}: tensor {tensor} ")
     assert problem in message
+
+
+DAMAGED_EXPERTS = [
+    ("mixtral", True, "model.layers.1.block_sparse_moe.experts.2.w3.weight"),
+    ("mixtral", False, "model.layers.1.mlp.experts.down_proj"),
+    ("mixtral", True, "model.layers.0.block_sparse_moe.gate.weight"),
+    ("qwen2_moe", True, "model.layers.2.mlp.experts.4.down_proj.weight"),
+    ("qwen2_moe", True, "model.layers.0.mlp.shared_expert_gate.weight"),
+    ("qwen2_moe", False, "model.layers.0.mlp.shared_expert.up_proj.weight"),
+    ("qwen3_moe_some_dense", True, "model.layers.0.mlp.up_proj.weight"),
+]
+
+
+@pytest.mark.parametrize(("case", "original", "tensor"), DAMAGED_EXPERTS)
+def test_a_tensor_of_experts_that_does_not_fit_is_named(tmp_path, case, original, tensor):
+    tiny.save(case, tmp_path, save_original_format=original)
+    path = rewrite(tmp_path, lambda tensors: tensors.update({tensor: tensors[tensor][:-1].clone()}))
+    assert refused(tmp_path).startswith(f"{path}: tensor {tensor} has shape ")
+    rewrite(tmp_path, lambda tensors: tensors.pop(tensor))
+    assert refused(tmp_path) == f"{path}: tensor {tensor} is missing; the checkpoint does not fit config.json"
+
+
+def test_an_expert_too_many_is_named(tmp_path):
+    tiny.save("qwen3_moe", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_local_experts": 4}))
+    rewrite(tmp_path, lambda tensors: tensors.update({n: t[:4].clone() for n, t in tensors.items() if ".gate." in n}))
+    assert "tensor model.layers.0.mlp.experts.4.down_proj.weight has no place in the model" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0, 4, 1000, -1])

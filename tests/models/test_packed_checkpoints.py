@@ -45,6 +45,7 @@ W8A8 = {
     "kv_cache_scheme": None,
     "quantization_status": "compressed",
 }
+IGNORING_ROUTERS = {"ignore": ["lm_head", "re:.*gate$"]}
 W8A16 = W8A8 | {"config_groups": {"group_0": GROUP | {"input_activations": None}}}
 
 
@@ -84,24 +85,32 @@ def load(folder: Path, quantization: str = "none", **options: Any) -> Decoder:
     return load_model(folder, torch.float32, kernels, quantization=quantization, **options)
 
 
-@pytest.mark.parametrize("case", ["qwen2", "qwen2_tied"])
+@pytest.mark.parametrize("case", ["qwen2", "qwen2_tied", "qwen2_moe"])
 def test_logits_are_those_of_hugging_face_with_the_numbers_multiplied_out(case: str, tmp_path: Path) -> None:
     """Activations have 16 bits: what rounding them adds is small."""
-    plain = save(tmp_path, W8A16, case)
-    model = tiny.build(case)
-    model.load_state_dict(plain, strict=False)
+    save(tmp_path, W8A16 | IGNORING_ROUTERS, case)
+    (tmp_path / "plain").mkdir()
+    save(tmp_path / "plain", None, case)
+    model = type(tiny.build(case)).from_pretrained(tmp_path / "plain", attn_implementation="eager").eval()
     ours = torch.cat(whole(load(tmp_path), PROMPTS))
     expected = torch.cat([tiny.logits(model, prompt) for prompt in PROMPTS])
     assert (ours - expected).abs().max() < 2e-3 * expected.std()
 
 
-@pytest.mark.parametrize(("said", "scheme"), [(W8A8, "int8"), (W8A16, "int8-weight-only")])
-def test_it_is_the_model_that_rounding_gives(said: dict[str, Any], scheme: str, tmp_path: Path) -> None:
-    """Bit for bit, the head rounded too as --quantization asks for."""
+@pytest.mark.parametrize(
+    ("case", "said", "scheme"),
+    [
+        ("qwen2", W8A8, "int8"),
+        ("qwen2", W8A16, "int8-weight-only"),
+        ("qwen2_moe", W8A8 | IGNORING_ROUTERS, "int8"),
+    ],
+)
+def test_it_is_the_model_that_rounding_gives(case: str, said: dict[str, Any], scheme: str, tmp_path: Path) -> None:
+    """Bit for bit, the head rounded too as --quantization asks for; routers are not rounded."""
     folders = [tmp_path / name for name in ("packed", "plain")]
     for folder, quantization in zip(folders, (said, None), strict=True):
         folder.mkdir()
-        save(folder, quantization)
+        save(folder, quantization, case)
     packed, rounded = (whole(load(folder, scheme), PROMPTS) for folder in folders)
     torch.testing.assert_close(packed, rounded, rtol=0, atol=0)
 
@@ -142,6 +151,10 @@ def test_dummy_weights_are_rounded_to_the_scheme(tmp_path: Path) -> None:
         ("lm_head", "int4", None, "int8"),
         ("model.embed_tokens", "int4", None, "int8"),
         ("model.layers.0.mlp.up_proj", "int4", None, "int4"),
+        ("model.layers.0.mlp.experts.7.gate_proj", "int4", None, "int4"),
+        ("model.layers.0.block_sparse_moe.gate", "int4", None, "none"),
+        ("model.layers.0.mlp.shared_expert_gate", "int8", None, "none"),
+        ("model.layers.0.mlp.gate", "none", PackedMatrices("int8"), "int8"),
         ("lm_head", "none", PackedMatrices("int8"), "int8"),
         ("lm_head", "none", PackedMatrices("int8", ("lm_head",)), "none"),
         ("lm_head", "int8", PackedMatrices("int8", ("lm_head",)), "int8"),

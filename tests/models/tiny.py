@@ -12,11 +12,17 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
@@ -24,6 +30,9 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
 BASE = {
@@ -47,6 +56,8 @@ LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, o
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
 DYNAMIC = rope("dynamic", factor=2.0) | {"max_position_embeddings": 32}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 6}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 40}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -95,6 +106,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         QWEN_WINDOW | {"head_dim": 16, "tie_word_embeddings": True, "max_window_layers": 2, "num_key_value_heads": 1},
     ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral_window": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 6}),
+    "qwen2_moe": ("qwen2_moe", SHARED),
+    "qwen2_moe_normalized": ("qwen2_moe", SHARED | {"norm_topk_prob": True, "qkv_bias": False}),
+    "qwen2_moe_every_second": ("qwen2_moe", SHARED | {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 16}),
+    "qwen3_moe_all_of_few": ("qwen3_moe", EXPERTS | {"num_experts": 3, "num_experts_per_tok": 3}),
+    "qwen3_moe_some_dense": ("qwen3_moe", EXPERTS | {"mlp_only_layers": [0, 2], "attention_bias": True}),
 }
 
 
@@ -114,7 +133,7 @@ def build(case: str, **changes: Any) -> PreTrainedModel:
             elif name.endswith(".bias") or "embed_tokens" in name or "lm_head" in name:
                 parameter.copy_(0.4 * noise)
             else:
-                parameter.copy_(noise * 1.2 / parameter.shape[1] ** 0.5)
+                parameter.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)
     return model
 
 
