@@ -122,16 +122,17 @@ def build_engine(
 def warm_up(config: SchedulerConfig, runner: Runner, block_size: int, num_blocks: int) -> None:
     """Run two prompts and decode, so that kernels are compiled before the first request.
 
-    The prompts are as long as it takes for that: a whole step, or few tokens where the kernels say that these do. The
-    last step is the second of its kind, which is what repeats the first.
+    The prompts are as long as it takes for that: a whole step, or few tokens where the kernels say that these do. Each
+    kind of step comes twice, as the second is what repeats the first: both sequences, and the greedy one alone, whose
+    tokens are found by a kernel of their own.
     """
     blocks = KVBlocks(num_blocks, block_size, enable_prefix_caching=False)
     scheduler = Scheduler(config, blocks)
-    longest = max(1, min(config.max_model_len - 4, config.max_num_batched_tokens))
+    longest = max(1, min(config.max_model_len - 6, config.max_num_batched_tokens))
     longest = min(longest, runner.kernels.warm_up_tokens or longest)
     new = 2 if longest == 1 else 3
     for index, length in enumerate((longest, 1)):
-        params = SamplingParams(temperature=float(index), max_tokens=new, ignore_eos=True)
+        params = SamplingParams(temperature=float(index), max_tokens=new + 2 * (index == 0), ignore_eos=True)
         for sequence in sequences_of(Request(str(index), [1] * length, params, []), config.max_model_len):
             scheduler.add(sequence, 0)
     while scheduler.has_work:

@@ -45,8 +45,8 @@ class CpuKernels:
     """
 
     name = "cpu"
-    # A loop over tokens is the same code for one as for many.
-    warm_up_tokens: int | None = 1
+    # A loop over tokens is the same code for one as for many; with two, the last is taken out of them.
+    warm_up_tokens: int | None = 2
 
     def __init__(self, memory: mmap.mmap | None = None, tiles: bool | None = None) -> None:
         self._tiles = has_matrix_tiles() if tiles is None else tiles

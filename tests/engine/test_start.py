@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import mmap
+import subprocess
+import sys
 
 import pytest
 
@@ -112,3 +114,11 @@ def test_nothing_is_compiled_after_the_warm_up(quantization: str, monkeypatch: p
     for number, (prompt, temperature) in enumerate([(1, 0.0), (16, 0.0), (65, 1.0), (100, 0.0), (130, 1.0)]):
         assert len(run(engine, str(number), prompt, temperature)) == 4
     assert [function.signatures for function in functions] == compiled
+
+
+def test_nothing_is_compiled_after_the_warm_up_of_a_process_that_is_new() -> None:
+    """In this one others have run steps before."""
+    test = f"{__file__}::test_nothing_is_compiled_after_the_warm_up[none]"
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", test]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-2000:]

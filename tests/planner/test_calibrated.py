@@ -63,7 +63,7 @@ def test_the_sampler_s_memory_counts() -> None:
 
 
 def test_a_step_larger_than_half_of_what_is_free_leaves_less_for_the_cache() -> None:
-    save(replace(a_machine(), hardware=replace(HARDWARE, memory_bytes=5 * 2**30)))
+    save(replace(a_machine(), hardware=replace(HARDWARE, memory_bytes=9 * 2**29)))
     plan = make_plan(PlanRequest(MODEL, "mine"))
     held = plan.capacity
     free = held.memory - held.weights - held.workspace
