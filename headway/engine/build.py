@@ -130,9 +130,8 @@ def warm_up(config: SchedulerConfig, runner: Runner, block_size: int, num_blocks
     scheduler = Scheduler(config, blocks)
     longest = max(1, min(config.max_model_len - 6, config.max_num_batched_tokens))
     longest = min(longest, runner.kernels.warm_up_tokens or longest)
-    new = 2 if longest == 1 else 3
-    for index, length in enumerate((longest, 1)):
-        params = SamplingParams(temperature=float(index), max_tokens=new + 2 * (index == 0), ignore_eos=True)
+    for index, (length, new) in enumerate(((longest, 5), (1, 3))):
+        params = SamplingParams(temperature=float(index), max_tokens=new, ignore_eos=True)
         for sequence in sequences_of(Request(str(index), [1] * length, params, []), config.max_model_len):
             scheduler.add(sequence, 0)
     while scheduler.has_work:

@@ -50,7 +50,8 @@ TokenEdits = NDArray[np.float64]  # [3, N]: of one sequence, token ids, bias, al
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """
+    """What the sequences of a step want, row by row.
+
     Args:
         streams: of random numbers, by row.
         penalised: rows with penalties.
