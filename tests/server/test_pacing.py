@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-import time
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -75,9 +75,17 @@ def test_a_crowd_is_taken_up_a_few_connections_to_a_turn(server: LiveServer, mon
 
     monkeypatch.setattr(Server, "_accept", counted)
     listener = server._listener
-    server.call(lambda: server.server._listen(listener))  # with the counting one
-    server.call(lambda: time.sleep(0.2))
+    busy, crowded = threading.Event(), threading.Event()
+
+    def listen_and_be_busy() -> None:
+        server.server._listen(listener)  # with the counting one
+        busy.set()
+        crowded.wait(10)
+
+    server.call(listen_and_be_busy)
+    assert busy.wait(10)
     crowd = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(60)]
+    crowded.set()
     try:
         eventually(lambda: sum(taken) >= 60)
         assert max(taken) == lifecycle.ACCEPTED_PER_TURN
