@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -26,7 +26,7 @@ from headway.policy.request import Request
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.sizing import BATCHED_TOKENS, default_batched_tokens, pool_size
+from headway.policy.sizing import BATCHED_TOKENS, pool_size
 
 StageListener = Callable[[str, int], None]
 
@@ -87,33 +87,22 @@ def build_engine(
     )
 
     began = time.monotonic_ns()
-    batched = config.max_num_batched_tokens or default_batched_tokens(device.type, config.max_num_seqs)
+    batched = config.batched_tokens(device.type)
     block_bytes = bytes_per_block(model_config.caches, config.block_size, cache_dtype)
     pool_bytes = kv_pool_bytes(config, device, model_config, batched, asked_len)
     shrinks = config.max_model_len is None
     pool = pool_size(pool_bytes, block_bytes, config.block_size, config.max_num_seqs, asked_len, shrinks)
     num_blocks, max_model_len = pool.num_blocks, pool.max_model_len
-    scheduler_config = SchedulerConfig(
-        config.max_num_seqs,
-        batched,
-        max_model_len,
-        config.enable_chunked_prefill,
-        config.scheduling_policy,
-        max_prefill_stall_ms=config.max_prefill_stall_ms,
-        max_queue_time=math.inf if config.max_queue_time is None else config.max_queue_time,
-    )
-    blocks = KVBlocks(num_blocks, config.block_size, config.enable_prefix_caching)
     shown = str(cache_dtype).removeprefix("torch.")
-    scheduler = Scheduler(scheduler_config, blocks)
-    if recording is not None:
-        scheduler = recording.scheduler(config, scheduler_config, blocks, str(device), shown)
+    make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
+    scheduler = config.scheduler(device.type, pool, make)
     runner = Runner(
         model, kernels, device, cache_dtype, num_blocks, config.block_size, config.max_num_seqs, max_model_len
     )
     done("kv_allocation", time.monotonic_ns() - began)
 
     began = time.monotonic_ns()
-    warm_up(scheduler_config, runner, config.block_size, num_blocks)
+    warm_up(scheduler.config, runner, config.block_size, num_blocks)
     done("warm_up", time.monotonic_ns() - began)
     core = EngineCore(scheduler, runner)
     return Engine(core, runner, max_model_len, num_blocks, config.block_size, str(device), shown, startup)

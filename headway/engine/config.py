@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
 from headway.flags import Flag, size
+from headway.policy.kv_blocks import KVBlocks
+from headway.policy.scheduler import Scheduler
+from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.sizing import PoolSize, default_batched_tokens
 
 _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class ModelOptions:
     """How a model is loaded, and where it runs.
 
@@ -50,22 +56,15 @@ class ModelOptions:
     ] = None
 
 
-@dataclass(slots=True)
-class EngineConfig(ModelOptions):
-    """Engine settings; names and meanings follow vLLM's flags.
+@dataclass(kw_only=True)
+class SchedulingOptions:
+    """What a scheduler goes by, in a server as in a simulation of one.
 
     Args:
-        model: folder of a Hugging Face checkpoint.
-        max_model_len: None takes the model's, lowered to what the KV pool holds.
         max_prefill_stall_ms: may be infinite.
     """
 
-    model: str = ""
-    seed: Annotated[int, _engine("Seed of dummy weights.")] = 0
     block_size: Annotated[int, _engine("Tokens in a KV block.", min=1)] = 16
-    gpu_memory_utilization: Annotated[
-        float, _engine("Share of device memory to use when --kv-cache-memory is not set.", min=0.01, max=1.0)
-    ] = 0.9
     max_num_seqs: Annotated[int, _engine("Most sequences in a step.", min=1)] = 256
     max_num_batched_tokens: Annotated[
         int | None, _engine("Token budget of a step. Default: chosen for the device.", min=1)
@@ -82,6 +81,45 @@ class EngineConfig(ModelOptions):
     max_queue_time: Annotated[
         float | None, _engine("Seconds that a request may wait without being begun; then 503. Default: any.")
     ] = None
+
+    def scheduler(
+        self, device: str, pool: PoolSize, make: Callable[[SchedulerConfig, KVBlocks], Scheduler] = Scheduler
+    ) -> Scheduler:
+        """A scheduler with an empty pool, for a device that is cpu or cuda.
+
+        Raises:
+            ValueError: the settings contradict each other, or one sequence does not fit in the pool.
+        """
+        config = SchedulerConfig(
+            self.max_num_seqs,
+            self.batched_tokens(device),
+            pool.max_model_len,
+            self.enable_chunked_prefill,
+            self.scheduling_policy,
+            max_prefill_stall_ms=self.max_prefill_stall_ms,
+            max_queue_time=math.inf if self.max_queue_time is None else self.max_queue_time,
+        )
+        return make(config, KVBlocks(pool.num_blocks, self.block_size, self.enable_prefix_caching))
+
+    def batched_tokens(self, device: str) -> int:
+        """Tokens of a step on cpu or cuda."""
+        return self.max_num_batched_tokens or default_batched_tokens(device, self.max_num_seqs)
+
+
+@dataclass
+class EngineConfig(SchedulingOptions, ModelOptions):
+    """Engine settings; names and meanings follow vLLM's flags.
+
+    Args:
+        model: folder of a Hugging Face checkpoint.
+        max_model_len: None takes the model's, lowered to what the KV pool holds.
+    """
+
+    model: str = ""
+    seed: Annotated[int, _engine("Seed of dummy weights.")] = 0
+    gpu_memory_utilization: Annotated[
+        float, _engine("Share of device memory to use when --kv-cache-memory is not set.", min=0.01, max=1.0)
+    ] = 0.9
     record_steps: Annotated[
         str | None, _engine("Append each step's plan and times to this file, without any text.", metavar="FILE")
     ] = None

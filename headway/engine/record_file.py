@@ -73,7 +73,7 @@ class RecordFile:
         return ""
 
     def scheduler(
-        self, settings: EngineConfig, config: SchedulerConfig, blocks: KVBlocks, device: str, kv_cache_dtype: str
+        self, settings: EngineConfig, device: str, kv_cache_dtype: str, config: SchedulerConfig, blocks: KVBlocks
     ) -> RecordedScheduler:
         """A scheduler that is recorded here, beginning with what engine it belongs to."""
         engine = RecordedEngine(

@@ -20,7 +20,7 @@ from headway.simulator.recording import read_recordings
 def begin(path: Path) -> RecordFile:
     """With what is recorded first."""
     file = RecordFile(str(path))
-    file.scheduler(EngineConfig("m"), SchedulerConfig(4, 16, 64), KVBlocks(16, 4), "cpu", "int8")
+    file.scheduler(EngineConfig("m"), "cpu", "int8", SchedulerConfig(4, 16, 64), KVBlocks(16, 4))
     return file
 
 
