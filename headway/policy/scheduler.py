@@ -8,7 +8,8 @@ so a prompt under way is never out of memory. One that does not fit lets up to `
 When a decoding sequence finds no block, another is preempted: its blocks are freed, and it computes its tokens again
 when it returns. The first in order is never a victim, and any sequence alone fits in the pool, so every preempted
 sequence comes back. A sequence of a better priority takes the place of a running one (`victims`), and one that was not
-served in time is ended (`waiting`). What is first and who must go is said by three functions (`order`).
+served in time is ended (`waiting`). What is first and who must go is said by three functions (`order`). The
+`block_manager` takes blocks for sequences and gives them back.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from headway.policy.accounting import Accounting, StepTimes, work_of
-from headway.policy.kv_blocks import KVBlocks, PrefixMatch
+from headway.policy.block_manager import BlockManager
+from headway.policy.kv_blocks import KVBlocks
 from headway.policy.ledger import Phase
 from headway.policy.order import ORDERS, OrderedSequences
-from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan, TableChange
+from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.step_budget import Budget, BudgetRule, stall_bound
@@ -61,6 +63,7 @@ class Scheduler:
         max_stall_ns = config.max_prefill_stall_ms * 1e6 if config.enable_chunked_prefill else math.inf
         self.config = config
         self.blocks = blocks
+        self.block_manager = BlockManager(blocks)
         self.orders = ORDERS[config.policy]
         self.accounting = Accounting(step_time)
         self.waiting = OrderedSequences(self.orders.admission)
@@ -100,24 +103,13 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: FinishReason, now: int) -> None:
         self.accounting.finish(sequence, now)
         if reason is FinishReason.ERROR:
-            self._withdraw(sequence)
+            self.block_manager.withdraw(sequence)
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
         del self.sequences[sequence.seq_id]
         self._unserved.discard(sequence)
-        self._free(sequence)
+        self.block_manager.release(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
-
-    def _withdraw(self, sequence: Sequence) -> None:
-        """What a sequence that failed has entered in the prefix index is not to be found by others."""
-        found = sequence.cached_tokens // self.blocks.block_size
-        self.blocks.withdraw(sequence.block_table[found : sequence.num_registered])
-
-    def _free(self, sequence: Sequence) -> None:
-        self.blocks.release(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_computed = sequence.num_registered = sequence.cache_node = 0
-        sequence.in_executor = False
 
     # --- a step -------------------------------------------------------------------------------------
 
@@ -149,8 +141,9 @@ class Scheduler:
 
     def _schedule_decodes(self, decoding: list[Sequence], plan: StepPlan, now: int) -> None:
         """Give every decoding sequence its token, in order, preempting others where blocks run out."""
+        extend = self.block_manager.extend
         for sequence in decoding:
-            while sequence.status is Status.RUNNING and not self._make_room(sequence, 1, plan):
+            while sequence.status is Status.RUNNING and not extend(sequence, 1, plan):
                 self._preempt(self._victim(plan), plan, now)
             if sequence.status is Status.RUNNING:
                 newest = [sequence.tokens[-1]]
@@ -164,7 +157,7 @@ class Scheduler:
             sequence = self.sequences[item.seq_id]
             most = min(spare, sequence.max_len - len(sequence.tokens) - 1)
             proposed = drafts.get(item.seq_id, [])[:most]
-            if proposed and self._make_room(sequence, 1 + len(proposed), plan):
+            if proposed and self.block_manager.extend(sequence, 1 + len(proposed), plan):
                 item.token_ids += proposed
                 item.samples += len(proposed)
                 spare -= len(proposed)
@@ -188,7 +181,7 @@ class Scheduler:
         count = budget.fit(start, wanted, sequence.logit_rows(start, wanted) > 0)
         if count == 0 or (count < wanted and not self.config.enable_chunked_prefill):
             return
-        if not self._make_room(sequence, count, plan):
+        if not self.block_manager.extend(sequence, count, plan):
             return
         if not sequence.in_executor:
             plan.new.append(_state_of(sequence))
@@ -198,33 +191,10 @@ class Scheduler:
         plan.scheduled.append(ScheduledSequence(sequence.seq_id, start, chunk, sequence.is_decoding, samples, rows))
         budget.spend(start, count, rows)
 
-    def _make_room(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
-        """Give the sequence blocks of its own for its next `count` tokens; False when none are free."""
-        blocks, table = self.blocks, sequence.block_table
-        size, start = blocks.block_size, sequence.num_computed
-        first = start // size
-        shared = first < len(table) and blocks.references[table[first]] > 1
-        missing = (start + count + size - 1) // size - len(table)
-        if missing <= 0 and not shared:
-            return True
-        if max(0, missing) + shared > blocks.num_free:
-            return False
-        if shared:
-            (copy,) = blocks.allocate(1)
-            plan.copies.append((table[first], copy))
-            blocks.release([table[first]])
-            table[first] = copy
-        changed = first if shared else len(table)
-        if missing > 0:
-            table.extend(blocks.allocate(missing))
-        if sequence.in_executor:
-            plan.tables.append(TableChange(sequence.seq_id, changed, table[changed:]))
-        return True
-
     def _preempt(self, victim: Sequence, plan: StepPlan, now: int) -> None:
         self.accounting.begin_preempted(victim, now)
         self.running.remove(victim)
-        self._free(victim)
+        self.block_manager.release(victim)
         victim.status = Status.WAITING
         victim.preemptions += 1
         victim.times_bypassed = self.config.max_bypasses  # it has been served already: nobody overtakes it
@@ -254,7 +224,7 @@ class Scheduler:
         for candidate in self._candidates():
             if order(candidate) > self._running_ranks().last:
                 return
-            missing = self._missing_blocks(candidate) + promised - self.blocks.num_free
+            missing = self.block_manager.wanted(candidate) + self._spare + promised - self.blocks.num_free
             last_first = sorted(self.running, key=self.orders.victims, reverse=True)
             victims = victims_for(candidate, last_first, order, seats, missing, self.blocks.references)
             if victims is None:
@@ -263,7 +233,7 @@ class Scheduler:
                 victim.displacements += 1
                 self._preempt(victim, plan, now)
             seats += len(victims) - 1
-            promised += self._missing_blocks(candidate) - self._spare
+            promised += self.block_manager.wanted(candidate)
 
     def _admit(self, plan: StepPlan, budget: Budget, now: int, before: Sequence | None = None) -> Phase:
         """Admit waiting sequences in order, or only those who come `before` another; returns why it stopped."""
@@ -276,7 +246,7 @@ class Scheduler:
             wanted = sequence.num_to_compute
             if not self.config.enable_chunked_prefill and budget.fit(0, wanted) < wanted:
                 return Phase.QUEUE_CAPACITY
-            if self._take_blocks(sequence):
+            if self.block_manager.admit(sequence, self._spare):
                 self._start(sequence, budget, plan, now)
                 for overtaken in passed:
                     overtaken.times_bypassed += 1
@@ -304,56 +274,15 @@ class Scheduler:
             return False
         return parent.num_computed < sequence.prompt_len - 1
 
-    def _missing_blocks(self, sequence: Sequence) -> int:
-        """Free blocks that its admission needs: for all known tokens but those shared and in use, and the spare."""
-        prefix, references = self._known_prefix(sequence), self.blocks.references
-        in_use = sum(1 for block in prefix if references[block])
-        return self.blocks.blocks_for(len(sequence.tokens)) - in_use + self._can_fork(sequence) + self._spare
-
     @property
     def _spare(self) -> int:
         """Blocks that admission leaves to those who run."""
         return self._watermark if len(self.running) else 0
 
-    def _take_blocks(self, sequence: Sequence) -> bool:
-        """Find blocks for all known tokens: shared with the parent or a cached prefix where possible."""
-        blocks = self.blocks
-        if self._missing_blocks(sequence) > blocks.num_free:
-            return False
-        table = list(self._known_prefix(sequence))
-        blocks.share(table)
-        if self._can_fork(sequence):
-            sequence.num_computed = sequence.prompt_len - 1
-        else:
-            sequence.num_computed = len(table) * blocks.block_size
-            sequence.num_registered = len(table)
-            sequence.cache_node = blocks.node_of(table[-1]) if table else 0
-        table.extend(blocks.allocate(blocks.blocks_for(len(sequence.tokens)) - len(table)))
-        sequence.block_table = table
-        return True
-
-    def _can_fork(self, sequence: Sequence) -> bool:
-        parent = sequence.parent
-        return parent is not None and parent.status is Status.RUNNING and sequence.output_len == 0
-
-    def _known_prefix(self, sequence: Sequence) -> list[int]:
-        if self._can_fork(sequence) and sequence.parent is not None:
-            return sequence.parent.block_table[: self.blocks.blocks_for(sequence.prompt_len)]
-        if sequence.logit_rows(0, sequence.prompt_len):
-            return []  # every prompt token's logits are wanted, so every one is computed
-        if sequence.prefix_match is None:
-            sequence.prefix_match = PrefixMatch()
-        return self.blocks.match(sequence.tokens, sequence.cache_salt, sequence.prefix_match)
-
     def _start(self, sequence: Sequence, budget: Budget, plan: StepPlan, now: int) -> None:
-        if sequence.preemptions == 0 and sequence.output_len == 0:
-            sequence.cached_tokens = sequence.num_computed
-            self.blocks.prefix_stats.queries += sequence.prompt_len
-            self.blocks.prefix_stats.hits += sequence.num_computed
         self.accounting.begin_running(sequence, now)
         self.waiting.remove(sequence)
         sequence.status = Status.RUNNING
-        sequence.parent = sequence.prefix_match = None
         sequence.times_bypassed = 0
         self._unserved.discard(sequence)
         self.running.add(sequence)
@@ -404,9 +333,9 @@ class Scheduler:
                 changed.append((sequence, drawn if reason is None else sequence.tokens[known:]))
                 sequence.num_computed = len(sequence.tokens) - 1
                 if item.samples > 1:
-                    self._release_refused(sequence)
+                    self.block_manager.trim(sequence)
             if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
-                self._register_full_blocks(sequence)
+                self.block_manager.register_full(sequence)
             if reason is not None:
                 self.finish(sequence, reason, times.sampled_ns)
             elif item.samples and sequence.clock_marks is None and sequence.is_decoding:
@@ -436,21 +365,6 @@ class Scheduler:
             if reason is not None:
                 return reason
         return None
-
-    def _release_refused(self, sequence: Sequence) -> None:
-        """Give back the blocks behind the newest token's: they were for drafts."""
-        kept = self.blocks.blocks_for(len(sequence.tokens))
-        self.blocks.release(sequence.block_table[kept:])
-        del sequence.block_table[kept:]
-
-    def _register_full_blocks(self, sequence: Sequence) -> None:
-        size = self.blocks.block_size
-        while (sequence.num_registered + 1) * size <= sequence.num_computed:
-            at = sequence.num_registered
-            parent: int | str = sequence.cache_node if at else sequence.cache_salt
-            content = tuple(sequence.tokens[at * size : (at + 1) * size])
-            sequence.cache_node = self.blocks.register(sequence.block_table[at], parent, content)
-            sequence.num_registered += 1
 
     def check(self) -> None:
         """Verify that no block is leaked or held twice.

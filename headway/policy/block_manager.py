@@ -1,0 +1,129 @@
+"""The block tables of sequences: which blocks of the pool hold their tokens, from admission to the end.
+
+A block that another sequence holds too is copied before it is written. A block is registered in the prefix index once
+it is full and all its tokens are final.
+"""
+
+from __future__ import annotations
+
+from headway.policy.kv_blocks import KVBlocks, PrefixMatch
+from headway.policy.plan import StepPlan, TableChange
+from headway.policy.request import Sequence, Status
+
+
+class BlockManager:
+    """Takes blocks of a pool for sequences and gives them back; `block_table` and `num_computed` follow."""
+
+    def __init__(self, blocks: KVBlocks) -> None:
+        self._blocks = blocks
+
+    # --- admission ----------------------------------------------------------------------------------
+
+    def wanted(self, sequence: Sequence) -> int:
+        """Free blocks that its admission takes: for all known tokens, but not those that are shared and in use."""
+        prefix, references = self._known_prefix(sequence), self._blocks.references
+        in_use = sum(1 for block in prefix if references[block])
+        return self._blocks.blocks_for(len(sequence.tokens)) - in_use + _can_fork(sequence)
+
+    def admit(self, sequence: Sequence, spare: int) -> bool:
+        """Give a waiting sequence blocks for all known tokens, shared with its parent or a cached prefix where it can.
+
+        Args:
+            spare: blocks that must be left free.
+
+        Returns:
+            False when too few blocks are free; nothing is taken then.
+        """
+        blocks = self._blocks
+        if self.wanted(sequence) + spare > blocks.num_free:
+            return False
+        table = list(self._known_prefix(sequence))
+        blocks.share(table)
+        if _can_fork(sequence):
+            sequence.num_computed = sequence.prompt_len - 1
+        else:
+            sequence.num_computed = len(table) * blocks.block_size
+            sequence.num_registered = len(table)
+            sequence.cache_node = blocks.node_of(table[-1]) if table else 0
+        if sequence.preemptions == 0 and sequence.output_len == 0:
+            sequence.cached_tokens = sequence.num_computed
+            blocks.prefix_stats.queries += sequence.prompt_len
+            blocks.prefix_stats.hits += sequence.num_computed
+        table.extend(blocks.allocate(blocks.blocks_for(len(sequence.tokens)) - len(table)))
+        sequence.block_table = table
+        sequence.parent = sequence.prefix_match = None
+        return True
+
+    def _known_prefix(self, sequence: Sequence) -> list[int]:
+        if _can_fork(sequence) and sequence.parent is not None:
+            return sequence.parent.block_table[: self._blocks.blocks_for(sequence.prompt_len)]
+        if sequence.logit_rows(0, sequence.prompt_len):
+            return []  # every prompt token's logits are wanted, so every one is computed
+        if sequence.prefix_match is None:
+            sequence.prefix_match = PrefixMatch()
+        return self._blocks.match(sequence.tokens, sequence.cache_salt, sequence.prefix_match)
+
+    # --- steps --------------------------------------------------------------------------------------
+
+    def extend(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
+        """Give the sequence blocks of its own for its next `count` tokens, and tell the plan.
+
+        Returns:
+            False when too few blocks are free; nothing changes then.
+        """
+        blocks, table = self._blocks, sequence.block_table
+        size, start = blocks.block_size, sequence.num_computed
+        first = start // size
+        shared = first < len(table) and blocks.references[table[first]] > 1
+        missing = (start + count + size - 1) // size - len(table)
+        if missing <= 0 and not shared:
+            return True
+        if max(0, missing) + shared > blocks.num_free:
+            return False
+        if shared:
+            (copy,) = blocks.allocate(1)
+            plan.copies.append((table[first], copy))
+            blocks.release([table[first]])
+            table[first] = copy
+        changed = first if shared else len(table)
+        if missing > 0:
+            table.extend(blocks.allocate(missing))
+        if sequence.in_executor:
+            plan.tables.append(TableChange(sequence.seq_id, changed, table[changed:]))
+        return True
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the blocks after the newest token's: they were for drafts."""
+        kept = self._blocks.blocks_for(len(sequence.tokens))
+        self._blocks.release(sequence.block_table[kept:])
+        del sequence.block_table[kept:]
+
+    def register_full(self, sequence: Sequence) -> None:
+        """Enter blocks that have become full in the prefix index."""
+        size = self._blocks.block_size
+        while (sequence.num_registered + 1) * size <= sequence.num_computed:
+            at = sequence.num_registered
+            parent: int | str = sequence.cache_node if at else sequence.cache_salt
+            content = tuple(sequence.tokens[at * size : (at + 1) * size])
+            sequence.cache_node = self._blocks.register(sequence.block_table[at], parent, content)
+            sequence.num_registered += 1
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Take what a sequence that failed has registered out of the prefix index, so that others do not find it."""
+        found = sequence.cached_tokens // self._blocks.block_size
+        self._blocks.withdraw(sequence.block_table[found : sequence.num_registered])
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back all blocks; the sequence has nothing computed any more."""
+        self._blocks.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed = sequence.num_registered = sequence.cache_node = 0
+        sequence.in_executor = False
+
+
+def _can_fork(sequence: Sequence) -> bool:
+    """A further choice of a request takes over the prompt's blocks of the first one."""
+    parent = sequence.parent
+    return parent is not None and parent.status is Status.RUNNING and sequence.output_len == 0
