@@ -12,6 +12,7 @@ from headway.flags import Flag, size
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.service_class import BUILT_IN, ClassTable
 from headway.policy.sizing import PoolSize, default_batched_tokens
 
 _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
@@ -62,8 +63,10 @@ class SchedulingOptions:
 
     Args:
         max_prefill_stall_ms: may be infinite.
+        classes: of requests.
     """
 
+    classes: ClassTable = BUILT_IN
     block_size: Annotated[int, _engine("Tokens in a KV block.", min=1)] = 16
     max_num_seqs: Annotated[int, _engine("Most sequences in a step.", min=1)] = 256
     max_num_batched_tokens: Annotated[
@@ -98,6 +101,7 @@ class SchedulingOptions:
             self.scheduling_policy,
             max_prefill_stall_ms=self.max_prefill_stall_ms,
             max_queue_time=math.inf if self.max_queue_time is None else self.max_queue_time,
+            classes=self.classes,
         )
         return make(config, KVBlocks(pool.num_blocks, self.block_size, self.enable_prefix_caching))
 

@@ -62,7 +62,7 @@ class EngineCore:
                 for choice in request.choices
             ]
             return
-        sequences = sequences_of(request, limit)
+        sequences = sequences_of(request, limit, self.scheduler.config.classes)
         for sequence in sequences:
             self.scheduler.add(sequence, self._clock())
         self._live[request.request_id] = {s.index: s for s in sequences}

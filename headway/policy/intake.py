@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from headway.policy.request import Request, Sequence
+from headway.policy.request import NEVER, Request, Sequence
 from headway.policy.sampling_params import InvalidParameter, SamplingParams
+from headway.policy.service_class import BUILT_IN, ClassTable
 from headway.policy.stopping import stop_ids
 
 # Messages are taken up for so long between two steps: a crowd that arrives at once adds no more than this to a step.
@@ -85,8 +87,14 @@ def check(request: Request, max_model_len: int, vocab_size: int) -> None:
             raise ValueError(f"{name} has token id {outside[0]}; the model's vocabulary has ids 0 to {vocab_size - 1}")
 
 
-def sequences_of(request: Request, max_model_len: int) -> list[Sequence]:
-    """A sequence for each choice that is to be computed; the others share the prompt of the first."""
+def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUILT_IN) -> list[Sequence]:
+    """A sequence for each choice that is to be computed; the others share the prompt of the first.
+
+    One whose class is no longer in the table is of the default class.
+    """
+    names = [each.name for each in classes]
+    service = classes.named(request.service_class) if request.service_class in names else classes.default_class
+    ttft_ms, tpot_ms = min(service.ttft_ms, request.ttft_ms), min(service.tpot_ms, request.tpot_ms)
     params, prompt = request.params, request.prompt_token_ids
     seed = (request.seed or 0) if params.seed is None else params.seed
     longest = max_model_len if params.max_tokens is None else min(max_model_len, len(prompt) + params.max_tokens)
@@ -103,6 +111,10 @@ def sequences_of(request: Request, max_model_len: int) -> list[Sequence]:
             seed=seed + choice.index,
             priority=request.priority,
             arrival_ns=request.arrival_ns,
+            service=service,
+            rank=classes.rank(service.name),
+            due_ns=NEVER if math.isinf(ttft_ms) else request.arrival_ns + round(ttft_ms * 1e6),
+            tpot_ns=NEVER if math.isinf(tpot_ms) else round(tpot_ms * 1e6),
             cache_salt=request.cache_salt,
             parent=sequences[0] if sequences else None,
             cached_tokens=choice.cached_tokens,

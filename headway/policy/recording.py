@@ -17,7 +17,7 @@ import msgspec
 from headway.policy.accounting import StepTimes
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.plan import ScheduledSequence, StepPlan
-from headway.policy.request import FinishReason, Sequence
+from headway.policy.request import NEVER, FinishReason, Sequence
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 
@@ -55,8 +55,7 @@ class RecordedEngine(_Record, tag="engine"):
     began_unix_s: float
 
     def scheduler_config(self) -> SchedulerConfig:
-        fields: dict[str, Any] = {k: math.inf if value is None else value for k, value in self.scheduler.items()}
-        return SchedulerConfig(**fields)
+        return msgspec.convert(_with_infinities(self.scheduler), SchedulerConfig)
 
     def kv_blocks(self) -> KVBlocks:
         """An empty pool."""
@@ -71,6 +70,7 @@ class Arrival(_Record):
         max_len: most tokens that it may come to.
         blocks: a number for each full block of the known tokens.
         sent_ns: when it was handed over to the engine.
+        due_ns, tpot_ns: when its first token is due, and most time between two; NEVER for no objective.
         parent: the first choice of its request, whose prompt it shares.
         wants_logits: of its prompt, for prompt_logprobs.
     """
@@ -84,6 +84,9 @@ class Arrival(_Record):
     arrival_ns: int
     sent_ns: int
     priority: int = 0
+    service_class: str = ""
+    due_ns: int = NEVER
+    tpot_ns: int = NEVER
     index: int = 0
     parent: int | None = None
     wants_logits: bool = False
@@ -145,6 +148,15 @@ class Step(_Record):
     retry: Retry | None = None
 
 
+def _with_infinities(value: Any) -> Any:
+    """JSON has no infinity: what was one is null."""
+    if isinstance(value, dict):
+        return {key: _with_infinities(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_infinities(each) for each in value]
+    return math.inf if value is None else value
+
+
 Record = RecordedEngine | Arrival | Proposal | Step | End
 Write = Callable[[Record, bool], None]
 
@@ -188,6 +200,9 @@ class RecordedScheduler(Scheduler):
             arrival_ns=sequence.arrival_ns,
             sent_ns=sequence.ledger.began_ns,
             priority=sequence.priority,
+            service_class=sequence.service.name,
+            due_ns=sequence.due_ns,
+            tpot_ns=sequence.tpot_ns,
             index=sequence.index,
             parent=None if sequence.parent is None else sequence.parent.seq_id,
             wants_logits=sequence.params.prompt_logprobs is not None,

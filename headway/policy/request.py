@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -10,6 +11,9 @@ import msgspec
 from headway.policy.kv_blocks import PrefixMatch
 from headway.policy.ledger import Ledger, Phase
 from headway.policy.sampling_params import SamplingParams
+from headway.policy.service_class import BUILT_IN, ServiceClass
+
+NEVER = 2**62  # in nanoseconds: later than anything
 
 
 class FinishReason(StrEnum):
@@ -18,6 +22,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     ERROR = "error"
     TIMEOUT = "timeout"  # it waited longer than max_queue_time
+    LATE = "late"  # its first token could not be there in time, and its class refuses such requests
 
 
 class Status(StrEnum):
@@ -47,6 +52,9 @@ class Request(msgspec.Struct, array_like=True, gc=False):
     sent_ns: int = 0  # when the API process handed it over; the engine's part of the ledger starts here
     seed: int | None = None  # for params that have none; drawn by the API process, so that it is the same when resumed
     resumed: list[Resumed] | None = None  # the choices to go on with; None begins all of them
+    service_class: str = ""  # name of its class; empty for the default one
+    ttft_ms: float = math.inf  # its own objectives, where they are tighter than those of its class
+    tpot_ms: float = math.inf
 
     @property
     def choices(self) -> list[Resumed]:
@@ -72,6 +80,10 @@ class Sequence:
     seed: int  # of this choice; draws depend on it and on the position alone
     priority: int = 0
     arrival_ns: int = 0
+    service: ServiceClass = BUILT_IN.default_class
+    rank: int = 0  # of its class; 0 is the most urgent
+    due_ns: int = NEVER  # its first token, by its objective
+    tpot_ns: int = NEVER  # most time between two tokens, by its objective
     cache_salt: str = ""
     parent: Sequence | None = None  # first choice of the same request, whose prompt blocks this one shares
     ledger: Ledger = field(default_factory=Ledger)

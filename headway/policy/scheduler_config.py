@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from headway.policy.order import ORDERS
+from headway.policy.service_class import BUILT_IN, ClassTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class SchedulerConfig:
         max_prefill_stall_ms: prompts may hold up others for at most so many ms a step, or for as long as these take
             themselves where that is longer; may be infinite. Without chunked prefill there is no bound.
         max_queue_time: seconds after which a sequence that was never served is ended; may be infinite.
+        classes: of requests, with their objectives.
 
     Raises:
         ValueError: when the limits contradict each other; the message names both.
@@ -35,6 +37,7 @@ class SchedulerConfig:
     max_bypasses: int = 32
     max_prefill_stall_ms: float = math.inf
     max_queue_time: float = math.inf
+    classes: ClassTable = BUILT_IN
 
     def __post_init__(self) -> None:
         if not self.max_queue_time > 0:

@@ -41,7 +41,9 @@ class _Replay:
         self._tokens: dict[int, list[int]] = {}  # of each sequence, to its end and further
         engine = recording.engine
         self._size = engine.block_size
-        self._scheduler = Scheduler(engine.scheduler_config(), engine.kv_blocks())
+        config = engine.scheduler_config()
+        self._classes = config.classes
+        self._scheduler = Scheduler(config, engine.kv_blocks())
 
     def run(self) -> int:
         steps = 0
@@ -69,6 +71,12 @@ class _Replay:
             stop_ids=frozenset({_STOP}),
             seed=0,
             priority=arrival.priority,
+            service=self._classes.named(arrival.service_class)
+            if arrival.service_class
+            else self._classes.default_class,
+            rank=self._classes.rank(arrival.service_class),
+            due_ns=arrival.due_ns,
+            tpot_ns=arrival.tpot_ns,
             arrival_ns=arrival.arrival_ns,
             parent=None if arrival.parent is None else self._sequences[arrival.parent],
         )
