@@ -8,8 +8,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -405,18 +405,18 @@ class AsyncLLM:
 
     async def generate(
         self, prompt: PromptType, sampling_params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the growing RequestOutput after every step; the last one has finished=True.
 
         Leaving the iteration early aborts the request.
         """
         params = sampling_params or self._front.default_params()
         collector = await asyncio.to_thread(self._front.collector, prompt, params, request_id)
-        outputs = self.engine.generate(collector.request)
-        async for output in outputs:
-            if collector.take(output):
-                self.engine.abort(output.request_id, output.index)
-            yield collector.output
+        async with aclosing(self.engine.generate(collector.request)) as outputs:
+            async for output in outputs:
+                if collector.take(output):
+                    self.engine.abort(output.request_id, output.index)
+                yield collector.output
 
 
 def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

@@ -172,7 +172,8 @@ async def test_async_llm_streams_and_stops(folder: Path, llm: LLM) -> None:
             with pytest.raises(ValueError, match="token id"):
                 await anext(served.generate({"prompt_token_ids": wrong}, GREEDY))
         assert not (await anext(going_on)).finished  # the engine that they share has not noticed
-        await going_on.aclose()  # type: ignore[attr-defined]
+        await going_on.aclose()
+        assert not len(served.engine._requests), "it is still there when its stream has been closed"
         *_, output = [grown async for grown in served.generate("Once upon a time", stop)]
         assert output.outputs[0].finish_reason == "stop"
         assert output.outputs[0].text == expected.text[: expected.text.index(expected.text[4:7])]
