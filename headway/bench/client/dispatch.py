@@ -120,6 +120,7 @@ class Dispatch:
     async def go(self, stop: asyncio.Event, drain_s: float | None, grace_s: float) -> None:
         """Until all is done, or nothing happens for `drain_s`, or `stop` is set and the grace over."""
         self._alarm = Alarm(self._ring)
+        self._stop = stop
         try:
             self._begin()
             await self._wait(stop, self._deadline_ns, drain_s)
@@ -214,10 +215,10 @@ class Dispatch:
     # --- a request's way ----------------------------------------------------------------------------
 
     def _at(self, due: _Due) -> None:
-        """It becomes due at its time, if the run lasts so long."""
+        """It becomes due at its time, if the run lasts so long. After `stop` it only counts as left."""
         if self._closing or self._is_too_late(due.at_ns):
             return
-        if due.at_ns <= time.monotonic_ns():
+        if due.at_ns <= time.monotonic_ns() and not self._stop.is_set():
             return self._now_due(due)
         entry = (due.at_ns, due.planned.index, due)
         heapq.heappush(self._later, entry)
@@ -229,6 +230,8 @@ class Dispatch:
 
     def _ring(self) -> None:
         """Start whatever is due."""
+        if self._stop.is_set():
+            return
         try:
             now = time.monotonic_ns()
             while self._later and self._later[0][0] <= now:
@@ -331,7 +334,7 @@ class Dispatch:
             self._at(_Due(first, free_ns, None, []))
 
     def _fill_place(self, free_ns: int) -> None:
-        if not self._waiting or self._closing:
+        if not self._waiting or self._closing or self._stop.is_set():
             return
         due = self._waiting.popleft()
         ready_ns = max(free_ns, due.at_ns)

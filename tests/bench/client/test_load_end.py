@@ -142,6 +142,28 @@ def test_what_ends_within_the_grace_is_kept_and_followed_by_nothing(run: Run) ->
     assert outcome.interrupted and outcome.never_due == 1 and outcome.abandoned_in_flight == 0
 
 
+@pytest.mark.parametrize(
+    ("requests", "options"),
+    [
+        (at(0.0, 0.0), {"mode": LoadMode.CLOSED, "max_concurrency": 1}),  # its user would go on
+        (at(0.0, 0.0), {"max_concurrency": 1}),  # its place would be taken
+        (turns(2), {}),
+        (turns(2, think_s=0.001), {}),
+    ],
+)
+def test_nothing_is_sent_in_the_turn_of_the_loop_that_stops_it(
+    run: Run, requests: list[PlannedRequest], options: dict[str, Any]
+) -> None:
+    async def measure() -> LoadOutcome:
+        listener, client = Listening(stop_after_starts=1, stop_after_ends=1), FakeClient()
+        outcome = await run_load(client, requests, stop=listener.stop, listener=listener, **options)
+        assert client.sent == [0]
+        return outcome
+
+    outcome = run(measure())
+    assert outcome.interrupted and outcome.records[0].ok
+
+
 def test_nothing_is_sent_within_the_grace(run: Run) -> None:
     async def measure() -> LoadOutcome:
         listener = Listening(stop_after_starts=1)
