@@ -7,6 +7,7 @@ import fcntl
 import functools
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +68,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
             quiet = item.get_closest_marker("quiet")
             inside.enter_context(locked(here, fcntl.LOCK_EX if quiet else fcntl.LOCK_SH))
         return (yield)
+
+
+def pytest_runtest_setup() -> None:
+    """An engine of the test before may have left torch with threads for all cores, which other workers are on."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.hookimpl(wrapper=True)

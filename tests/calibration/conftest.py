@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from headway.calibration import measure
 from tests.calibration.little import LITTLE_MEMORY, LITTLE_OF_PEAKS
@@ -26,15 +24,7 @@ def headway(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
-def threads_as_before() -> Iterator[None]:
-    """A calibration sets torch's number of threads for the whole process."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def small_peaks(monkeypatch: pytest.MonkeyPatch, threads_as_before: None) -> None:
+def small_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peaks from sizes that take no time."""
     for key in measure.EFFORTS:
         monkeypatch.setitem(measure.EFFORTS, key, LITTLE_OF_PEAKS)

@@ -116,7 +116,7 @@ def test_a_device_gives_its_entry_a_name() -> None:
     assert hardware.memory_bytes == 32 * 2**30 and hardware.reads == ((2**28, 40e9),)
 
 
-def test_the_engine_decodes_as_many_sequences_as_asked(threads_as_before: None) -> None:
+def test_the_engine_decodes_as_many_sequences_as_asked() -> None:
     bench = HostBench(2, "cpu", 1, 5)
     for sequences in (1, 7, 1, 32):
         seconds = bench.seconds(sequences)
@@ -126,7 +126,7 @@ def test_the_engine_decodes_as_many_sequences_as_asked(threads_as_before: None) 
     assert (piece.kind, piece.layers, piece.sequences, piece.tokens) == (Kind.STEP, 2, 7, 7)
 
 
-def test_the_timed_steps_are_those_of_the_piece(threads_as_before: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timed_steps_are_those_of_the_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes alone, of all sequences, around the context that the cost model is given."""
     bench = HostBench(1, "cpu", 1, 5)
     steps: list[list[tuple[int, int]]] = []
@@ -145,7 +145,7 @@ def test_the_timed_steps_are_those_of_the_piece(threads_as_before: None, monkeyp
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_the_cost_model_knows_the_model_that_runs(layers: int, threads_as_before: None) -> None:
+def test_the_cost_model_knows_the_model_that_runs(layers: int) -> None:
     runs = HostBench(layers, "cpu", 1, 1)._core.executor.model.config
     assert tiny_shape(layers) == runs.shape
 

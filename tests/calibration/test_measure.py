@@ -56,13 +56,10 @@ def test_the_budget_bounds_the_repeats():
 
 @pytest.fixture
 def little_effort(monkeypatch):
-    """Sizes that take no time, and torch's threads as they were."""
-    threads = torch.get_num_threads()
+    """Sizes that take no time."""
     for key in EFFORTS:
         monkeypatch.setitem(EFFORTS, key, Effort(0.0, (MIB,), (64, 128)))
     monkeypatch.setattr("headway.calibration.measure.total_memory", lambda: LITTLE_MEMORY)
-    yield
-    torch.set_num_threads(threads)
 
 
 def check(peaks: MachinePeaks) -> None:

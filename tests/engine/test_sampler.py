@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -21,12 +20,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def two_threads() -> Iterator[None]:
+def two_threads() -> None:
     """Results must not depend on how torch divides the work."""
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def sample(logits: torch.Tensor, sequences: list[SequenceState]) -> list[int]:
