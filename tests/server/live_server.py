@@ -24,7 +24,7 @@ def settings(**changes: Any) -> ServerSettings:
     return ServerSettings(**{"served_model_names": [MODEL], "log_level": "error", **changes})
 
 
-def eventually(check: Callable[[], bool], seconds: float = 5.0) -> None:
+def eventually(check: Callable[[], bool], seconds: float = 20.0) -> None:
     """Wait until `check` holds; fail when it does not in time."""
     deadline = time.monotonic() + seconds
     while not check():

@@ -86,7 +86,7 @@ def test_slow_reader_is_cancelled_and_cut_off(
     server = start_server(**bounds)
     client = RawClient(server, receive_buffer=4096)
     client.ask(**LONG)
-    eventually(lambda: len(long_talker.aborted) == 1, 20)
+    eventually(lambda: len(long_talker.aborted) == 1)
     eventually(lambda: is_free(server))
     received, was_reset = client.read_to_end()
     assert was_reset, "the connection must not linger with what the client does not read"
@@ -101,7 +101,7 @@ def test_reader_that_only_pauses_is_served_and_the_pause_is_accounted(
     client = RawClient(server, receive_buffer=4096)
     long_talker.step_s = 0.0
     client.ask(**{**LONG, "max_tokens": 60_000, "include_timings": True})
-    eventually(lambda: bool(long_talker.requests) and not long_talker.running, 20)
+    eventually(lambda: bool(long_talker.requests) and not long_talker.running)
     time.sleep(0.5)
     received, _ = client.read_to_end()
     last = next(line for line in reversed(received.split(b"data: ")) if b'"timings"' in line)
@@ -129,7 +129,7 @@ def test_client_that_goes_away_frees_the_engine_at_once(
         client.socket.close()
     else:
         client.reset()
-    eventually(lambda: is_free(server), 2)
+    eventually(lambda: is_free(server))
     assert len(engine.aborted) == 2
 
 
@@ -151,7 +151,7 @@ def test_client_that_goes_away_while_its_prompt_is_tokenized(
     client.ask(prompt="The quick brown fox. " * 100_000)
     eventually(lambda: server.service.in_flight == 1)
     client.reset()
-    eventually(lambda: is_free(server), 10)
+    eventually(lambda: is_free(server))
     assert engine.requests == []
 
 

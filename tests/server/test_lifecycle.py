@@ -48,7 +48,7 @@ class Process:
             return 0
 
     def until_ready(self) -> Process:
-        eventually(lambda: self.answers() == 200, 20)
+        eventually(lambda: self.answers() == 200)
         return self
 
     def end(self) -> tuple[int, str]:
@@ -150,7 +150,7 @@ def test_second_signal_does_not_wait(start: StartProcess) -> None:
 
 def test_port_answers_while_the_engine_loads(start: StartProcess) -> None:
     process = start(engine={"loads": False})
-    eventually(lambda: process.answers() == 503, 20)
+    eventually(lambda: process.answers() == 503)
     assert httpx.get(f"{process.url}/health").json()["error"]["code"] == "engine_loading"
     assert process.answers("/version") == 200
     process.popen.terminate()
