@@ -27,6 +27,8 @@ from headway.simulator.replay import replay
 from tests.engine.faulty_process import KILLER, RAISER
 from tests.engine.models import write_config
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 def config(tmp_path: Path, **changes: object) -> EngineConfig:
     folder = write_config(tmp_path / "model", max_position_embeddings=4096)
@@ -40,43 +42,42 @@ def request(name: str, max_tokens: int = 8, n: int = 1, prompt: list[int] | None
 
 
 @contextlib.asynccontextmanager
-async def running(tmp_path: Path) -> AsyncIterator[EngineClient]:
-    client = EngineClient(config(tmp_path))
+async def running(tmp_path: Path, replay: bool = True, **changes: object) -> AsyncIterator[EngineClient]:
+    client = EngineClient(config(tmp_path, **changes), replay=replay)
     await client.start()
     await client.wait_ready()
     yield client
     await client.stop()
 
 
-@pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[EngineClient]:
-    async with running(tmp_path) as client:
-        yield client
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineClient]:
-    """Of the tests that leave an engine as it was, in an event loop of theirs."""
+async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineClient]:
+    """Of the tests that leave it with an engine that serves, be it another one."""
     async with running(tmp_path_factory.mktemp("shared")) as client:
         yield client
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often engines have died in the tests before."""
+    monkeypatch.setattr("headway.engine.client.RESTART_DELAYS_S", (0.0,))
 
 
 async def collect(outputs: AsyncIterator[SequenceOutput]) -> list[SequenceOutput]:
     return [output async for output in outputs]
 
 
-async def until_idle(client: EngineClient, seconds: float = 10.0) -> StepStats:
-    async with asyncio.timeout(seconds):
+async def until_idle(client: EngineClient) -> StepStats:
+    async with asyncio.timeout(60):
         while client.stats is None or client.stats.kv_cache_usage > 0 or client.stats.num_running:
             await asyncio.sleep(0.01)
     return client.stats
 
 
-@pytest.mark.asyncio(loop_scope="module")
-async def test_results_and_timings_come_back(shared: EngineClient) -> None:
+async def test_results_and_timings_come_back(client: EngineClient) -> None:
     steps: list[StepStats] = []
-    shared.subscribe(steps.append)
-    outputs = await collect(shared.generate(request("a", max_tokens=8, n=2)))
+    client.subscribe(steps.append)
+    outputs = await collect(client.generate(request("a", max_tokens=8, n=2)))
     for index in (0, 1):
         mine = [o for o in outputs if o.index == index]
         assert sum(len(o.token_ids) for o in mine) == 8
@@ -85,47 +86,43 @@ async def test_results_and_timings_come_back(shared: EngineClient) -> None:
         assert timings is not None and timings.steps == 8 and timings.phases_ns["decode_compute"] > 0
     assert sum(s.generation_tokens for s in steps) == 16
     assert all(s.step_ns > 0 for s in steps if s.scheduled_tokens)
-    assert shared.ready is not None and set(shared.ready.startup_ns) >= {"import", "kv_allocation", "warm_up", "layout"}
+    assert client.ready is not None and set(client.ready.startup_ns) >= {"import", "kv_allocation", "warm_up", "layout"}
 
 
-@pytest.mark.asyncio(loop_scope="module")
-async def test_leaving_a_stream_frees_its_blocks(shared: EngineClient) -> None:
-    stream = shared.generate(request("long", max_tokens=4000))
+async def test_leaving_a_stream_frees_its_blocks(client: EngineClient) -> None:
+    stream = client.generate(request("long", max_tokens=4000))
     await anext(stream)
-    assert shared.stats is not None and shared.stats.kv_cache_usage > 0
+    assert client.stats is not None and client.stats.kv_cache_usage > 0
     await stream.aclose()  # type: ignore[attr-defined]
-    await until_idle(shared)
-    assert [o.finish_reason for o in await collect(shared.generate(request("next")))][-1] == "length"
+    await until_idle(client)
+    assert [o.finish_reason for o in await collect(client.generate(request("next")))][-1] == "length"
 
 
-@pytest.mark.asyncio(loop_scope="module")
-async def test_one_choice_can_be_stopped(shared: EngineClient) -> None:
+async def test_one_choice_can_be_stopped(client: EngineClient) -> None:
     finished: dict[int, SequenceOutput] = {}
     tokens = {0: 0, 1: 0}
-    async for output in shared.generate(request("two", max_tokens=60, n=2)):
+    async for output in client.generate(request("two", max_tokens=60, n=2)):
         tokens[output.index] += len(output.token_ids)
         if output.finish_reason:
             finished[output.index] = output
         elif output.index == 1 and tokens[1] == 5:
-            shared.abort("two", 1)
+            client.abort("two", 1)
     assert finished[0].finish_reason == "length" and tokens[0] == 60
     assert finished[1].finish_reason == "abort" and tokens[1] < 60
     assert finished[1].timings is not None
 
 
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_duplicate_id_is_refused_without_harm_to_the_first(shared: EngineClient) -> None:
-    first = shared.generate(request("same", max_tokens=2000))
+async def test_a_duplicate_id_is_refused_without_harm_to_the_first(client: EngineClient) -> None:
+    first = client.generate(request("same", max_tokens=2000))
     await anext(first)
     with pytest.raises(ValueError, match="'same' is in use"):
-        await collect(shared.generate(request("same")))
+        await collect(client.generate(request("same")))
     assert (await anext(first)).token_ids
     await first.aclose()  # type: ignore[attr-defined]
 
 
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_prompt_beyond_the_context_ends_with_an_error(shared: EngineClient) -> None:
-    outputs = await collect(shared.generate(request("big", prompt=[5] * 5000)))
+async def test_a_prompt_beyond_the_context_ends_with_an_error(client: EngineClient) -> None:
+    outputs = await collect(client.generate(request("big", prompt=[5] * 5000)))
     assert [o.finish_reason for o in outputs] == ["error"]
     assert outputs[0].error is not None and "the prompt has 5000 tokens" in outputs[0].error
 
@@ -183,12 +180,18 @@ def check_as_if_nothing_had_happened(found: Choices, expected: Choices, requests
         assert [prompt_logprobs_of(o) for o in outputs] == [prompt_logprobs_of(o) for o in alone]
 
 
-async def test_requests_go_on_when_the_engine_is_killed(client: EngineClient) -> None:
-    expected: Choices = {}
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def expected(client: EngineClient) -> Choices:
+    """Each request of the crowd on its own."""
+    everything: Choices = {}
     for number, one in enumerate(crowd("alone")):
         found = await ask_all(client, [one])
-        expected |= {(number, index): outputs for (_, index), outputs in found.items()}
-    requests = crowd("killed")
+        everything |= {(number, index): outputs for (_, index), outputs in found.items()}
+    return everything
+
+
+async def test_requests_go_on_when_the_engine_is_killed(client: EngineClient, expected: Choices) -> None:
+    restarts, requests = client.restarts, crowd("killed")
     leaver = client.generate(request("leaver", max_tokens=4000))
     await anext(leaver)
     answers = asyncio.create_task(ask_all(client, requests))
@@ -206,41 +209,35 @@ async def test_requests_go_on_when_the_engine_is_killed(client: EngineClient) ->
     check_as_if_nothing_had_happened(await answers, expected, requests)
     phases = [outputs[-1].timings.phases_ns for outputs in answers.result().values() if outputs[-1].timings]
     assert all({"engine_lost", "engine_restart"} <= of_one.keys() for of_one in phases)
-    assert client.restarts == 1
+    assert client.restarts == restarts + 1
     assert (await until_idle(client)).num_waiting == client.num_waiting == 0
 
 
 async def test_without_replay_a_killed_engine_ends_its_requests(tmp_path: Path) -> None:
-    client = EngineClient(config(tmp_path), replay=False)
-    await client.start()
-    await client.wait_ready()
-    streams = [client.generate(request(str(i), max_tokens=4000)) for i in range(3)]
-    for stream in streams:
-        await anext(stream)
-    assert client.pid is not None
-    os.kill(client.pid, signal.SIGKILL)
-    for stream in streams:
-        with pytest.raises(EngineDead, match="died"):
-            async with asyncio.timeout(10):
-                await collect(stream)
-    assert client.state == "loading"
-    await client.stop()
+    async with running(tmp_path, replay=False) as client:
+        streams = [client.generate(request(str(i), max_tokens=4000)) for i in range(3)]
+        for stream in streams:
+            await anext(stream)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineDead, match="died"):
+                async with asyncio.timeout(60):
+                    await collect(stream)
+        assert client.state == "loading"
 
 
 async def test_an_engine_that_is_killed_leaves_a_recording_and_the_next_goes_on_with_it(tmp_path: Path) -> None:
     path = tmp_path / "steps"
-    client = EngineClient(config(tmp_path, record_steps=str(path)))
-    await client.start()
-    await client.wait_ready()
-    first = [await collect(client.generate(request("done", max_tokens=20)))]
-    streams = [client.generate(request(str(i), max_tokens=800)) for i in range(3)]
-    for stream in streams:
-        first.append([await anext(stream)])
-    assert client.pid is not None
-    os.kill(client.pid, signal.SIGKILL)
-    for stream in streams:
-        await collect(stream)
-    await client.stop()
+    async with running(tmp_path, record_steps=str(path)) as client:
+        await collect(client.generate(request("done", max_tokens=20)))
+        streams = [client.generate(request(str(i), max_tokens=800)) for i in range(3)]
+        for stream in streams:
+            await anext(stream)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        for stream in streams:
+            await collect(stream)
     killed, ended = read_recordings(path)
     assert sum(isinstance(record, Arrival) for record in killed.records) >= 1
     arrived = [record for record in ended.records if isinstance(record, Arrival)]
@@ -249,18 +246,16 @@ async def test_an_engine_that_is_killed_leaves_a_recording_and_the_next_goes_on_
     assert replay(killed) >= 20 and replay(ended) > 700
 
 
-async def test_an_engine_that_fails_to_start_again_is_tried_on(
-    client: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headway.engine.client.RESTART_DELAYS_S", (0.0,))
+async def test_an_engine_that_fails_to_start_again_is_tried_on(client: EngineClient, tmp_path: Path) -> None:
     expected = tokens_of(await collect(client.generate(request("alone", max_tokens=500))))
     waits = client.generate(request("waits", max_tokens=500))
     outputs = [await anext(waits)]
-    config_file = tmp_path / "model" / "config.json"
+    config_file = Path(client.config.model) / "config.json"
     config_file.rename(tmp_path / "aside")
     assert client.pid is not None
+    restarts = client.restarts
     os.kill(client.pid, signal.SIGKILL)
-    while client.restarts < 2:  # the first start has failed
+    while client.restarts < restarts + 2:  # the first start has failed
         await asyncio.sleep(0.01)
     (tmp_path / "aside").rename(config_file)
     outputs += await collect(waits)
@@ -270,11 +265,10 @@ async def test_an_engine_that_fails_to_start_again_is_tried_on(
 async def test_requests_do_not_wait_for_ever_for_an_engine_and_the_server_does(
     client: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.engine.client.RESTART_DELAYS_S", (0.0,))
     monkeypatch.setattr("headway.engine.client.MOST_FAILED_STARTS", 1)
     waits = client.generate(request("waits too long", max_tokens=4000))
     await anext(waits)
-    config_file = tmp_path / "model" / "config.json"
+    config_file = Path(client.config.model) / "config.json"
     config_file.rename(tmp_path / "aside")
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
@@ -286,17 +280,14 @@ async def test_requests_do_not_wait_for_ever_for_an_engine_and_the_server_does(
 
 
 async def test_requests_that_raise_or_kill_the_engine_are_ended_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, expected: Choices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headway.engine.client.ENGINE_MODULE", "tests.engine.faulty_process")
-    monkeypatch.setattr("headway.engine.client.RESTART_DELAYS_S", (0.0,))
-    client = EngineClient(config(tmp_path))
-    await client.start()
-    await client.wait_ready()
-    expected = {}
-    for number in range(32):
-        one = await ask_all(client, [crowd("alone")[number]])
-        expected |= {(number, index): outputs for (_, index), outputs in one.items()}
+    async with running(tmp_path) as client:
+        await check_faults(client, expected)
+
+
+async def check_faults(client: EngineClient, expected: Choices) -> None:
     raises = asyncio.create_task(collect(client.generate(request("raises", prompt=[RAISER, 5], n=2))))
     kills = asyncio.create_task(collect(client.generate(request("kills", prompt=[KILLER, 5], max_tokens=20))))
     requests = crowd("beside")
@@ -308,7 +299,6 @@ async def test_requests_that_raise_or_kill_the_engine_are_ended_and_no_others(
     assert killed.finish_reason == "error" and killed.error is not None
     assert "times with this request in it" in killed.error
     assert client.restarts in (MOST_DEATHS, MOST_DEATHS + 1)
-    await client.stop()
 
 
 async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
@@ -321,13 +311,10 @@ async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 async def test_stopping_ends_the_process_and_what_it_was_doing(tmp_path: Path) -> None:
-    client = EngineClient(config(tmp_path))
-    await client.start()
-    await client.wait_ready()
-    pid = client.pid
-    stream = client.generate(request("long", max_tokens=4000))
-    await anext(stream)
-    await client.stop()
+    async with running(tmp_path) as client:
+        pid = client.pid
+        stream = client.generate(request("long", max_tokens=4000))
+        await anext(stream)
     with pytest.raises(EngineDead, match="shutting down"):
         await collect(stream)
     assert pid is not None
@@ -346,38 +333,37 @@ async def test_stopping_while_loading_is_clean_and_prompt(tmp_path: Path) -> Non
 
 
 async def test_a_signal_to_the_whole_group_leaves_the_end_to_the_server(client: EngineClient) -> None:
-    stream = client.generate(request("long", max_tokens=100))
+    restarts, stream = client.restarts, client.generate(request("long", max_tokens=100))
     await anext(stream)
     assert client.pid is not None
     os.kill(client.pid, signal.SIGTERM)
     assert (await collect(stream))[-1].finish_reason == "length"
-    assert client.restarts == 0
+    assert client.restarts == restarts
 
 
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_request_that_cannot_be_sent_leaves_nothing_behind(shared: EngineClient) -> None:
+async def test_a_request_that_cannot_be_sent_leaves_nothing_behind(client: EngineClient) -> None:
     for _ in range(2):  # the same id twice: the first is forgotten
         with pytest.raises(OverflowError):
-            await collect(shared.generate(request("huge", prompt=[2**70])))
-    assert shared.num_waiting == 0
-    assert (await collect(shared.generate(request("huge"))))[-1].finish_reason == "length"
-    stream = shared.generate(request("next", max_tokens=4000))
+            await collect(client.generate(request("huge", prompt=[2**70])))
+    assert client.num_waiting == 0
+    assert (await collect(client.generate(request("huge"))))[-1].finish_reason == "length"
+    stream = client.generate(request("next", max_tokens=4000))
     await anext(stream)
-    assert shared.num_waiting == 0
+    assert client.num_waiting == 0
     await stream.aclose()  # type: ignore[attr-defined]
 
 
 async def test_a_report_does_not_hide_requests_still_on_their_way(client: EngineClient) -> None:
     assert (await collect(client.generate(request("before"))))[-1].finish_reason == "length"
     report = client.stats
-    assert report is not None and report.received == 1 and client.num_waiting == 0
+    assert report is not None and report.received == client._requests._sent and client.num_waiting == 0
     streams = [client.generate(request(str(i), max_tokens=4000, n=2)) for i in range(3)]
     waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
     await asyncio.sleep(0)
     client._deliver(StepOutputs([], report, 0))  # as from a step that began before they came
     assert client.num_waiting == 6  # choices, as the engine counts them
     await asyncio.gather(*waiting)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while client.num_waiting:  # the second choices begin a step after the first
             await asyncio.sleep(0)
     for stream in streams:
@@ -389,10 +375,11 @@ async def test_a_failing_subscriber_harms_nobody(client: EngineClient, caplog: p
         raise ValueError("no more paper")
 
     seen: list[StepStats] = []
+    restarts = client.restarts
     client.subscribe(fail)
     client.subscribe(seen.append)
     assert len(tokens_of(await collect(client.generate(request("a", max_tokens=200))))) == 200
-    assert (client.state, client.restarts) == ("ready", 0)
+    assert (client.state, client.restarts) == ("ready", restarts)
     assert len(seen) >= 200
     assert caplog.text.count("a listener to the engine failed") == 1
 
@@ -400,7 +387,7 @@ async def test_a_failing_subscriber_harms_nobody(client: EngineClient, caplog: p
 async def test_a_message_that_cannot_be_read_is_a_death_like_any_other(
     client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = client.generate(request("a", max_tokens=300))
+    restarts, stream = client.restarts, client.generate(request("a", max_tokens=300))
     outputs = [await anext(stream)]
     deliver, broken = client._deliver, [True]
 
@@ -412,7 +399,7 @@ async def test_a_message_that_cannot_be_read_is_a_death_like_any_other(
     monkeypatch.setattr(client, "_deliver", fail_once)
     outputs += await collect(stream)
     assert len(tokens_of(outputs)) == 300
-    assert client.restarts == 1
+    assert client.restarts == restarts + 1
 
 
 async def test_a_busy_engine_ends_with_its_parent(tmp_path: Path) -> None:
@@ -426,7 +413,7 @@ async def main():
     client = EngineClient(config(Path(sys.argv[1])))
     await client.start()
     await client.wait_ready()
-    streams = [client.generate(request(str(i), max_tokens=4000)) for i in range(8)]
+    streams = [client.generate(request(str(i), max_tokens=4000)) for i in range(64)]
     await asyncio.gather(*(anext(stream) for stream in streams))
     print(client.pid, flush=True)
     await asyncio.sleep(60)
@@ -441,6 +428,6 @@ asyncio.run(main())
     pid = int(parent.stdout.readline())
     parent.kill()
     parent.communicate()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):  # what it was asked for takes longer
         while os.path.exists(f"/proc/{pid}"):
             await asyncio.sleep(0.05)

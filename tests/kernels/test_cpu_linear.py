@@ -48,19 +48,19 @@ def rounded(x: Tensor, quantization: str) -> Tensor:
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("out", "width"), SHAPES)
-def test_linear(quantization: str, dtype: torch.dtype, biased: bool, out: int, width: int) -> None:
+def test_linear(quantization: str, dtype: torch.dtype, out: int, width: int) -> None:
     """The product of the weights as they were packed and of the activations as they are rounded."""
-    weight, bias = random(0, dtype, out, width), random(1, dtype, out) if biased else None
-    linear = CpuKernels().linear(Weight(weight, quantization), bias)
-    assert linear.out_features == out
+    weight, bias, x = (random(i, dtype, *shape) for i, shape in enumerate([(out, width), (out,), (TOKENS[-1], width)]))
     # In float32, so that what is packed comes out as it is.
     packed = CpuKernels().linear(Weight(weight.float(), quantization), None).rows(torch.arange(out)).double()
-    for tokens in TOKENS:
-        x = random(2, dtype, tokens, width)
-        expected = F.linear(rounded(x, quantization), packed, bias.double() if bias is not None else None)
-        assert relative_error(linear(x), expected) < ROUNDING[dtype], tokens
+    expected = F.linear(rounded(x, quantization), packed)
+    for addend in (None, bias):
+        linear = CpuKernels().linear(Weight(weight, quantization), addend)
+        assert linear.out_features == out
+        total = expected if addend is None else expected + addend.double()
+        for tokens in TOKENS:
+            assert relative_error(linear(x[:tokens]), total[:tokens]) < ROUNDING[dtype], tokens
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
