@@ -213,6 +213,10 @@ class BenchOptions:
     max_concurrency: Annotated[
         int | None, _load("Without a rate: users of a closed loop. With a rate: most requests in flight.", min=1)
     ] = None
+    probe_rate: Annotated[
+        float | None,
+        _load("Short requests of a stranger per second, sent beside the load and reported apart.", min=0.001),
+    ] = None
     num_warmups: Annotated[int, _load("Requests that are sent first and not measured.", min=0)] = 3
     drain_timeout_s: Annotated[
         float,

@@ -8,7 +8,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
+
+from headway.bench.request import PlannedRequest
 
 
 class FailureKind(StrEnum):
@@ -28,6 +30,7 @@ class FailureKind(StrEnum):
     NO_TOKENS = "no_tokens"  # it ended well, without a token
     DRAIN_LIMIT = "drain_limit"  # had not ended when the run had waited for it as long as it may
     ABANDONED = "abandoned"  # still running, or never sent, when the run was interrupted
+    CANCELLED = "cancelled"  # by its client, as planned: no failure of the server
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +82,28 @@ class RequestRecord:
     timings: dict[str, Any] | None = None
     text: str | None = None
 
+    @classmethod
+    def of(cls, planned: PlannedRequest, due_ns: int) -> Self:
+        """Of a request that is due then, and unsent."""
+        return cls(
+            index=planned.index,
+            class_name=planned.class_name,
+            planned_prompt_tokens=planned.prompt_tokens,
+            planned_output_tokens=planned.output_tokens,
+            scheduled_ns=due_ns,
+        )
+
     @property
     def ok(self) -> bool:
         return self.failure is None and bool(self.chunk_ns)
+
+    @property
+    def cancelled(self) -> bool:
+        return self.failure is not None and self.failure.kind is FailureKind.CANCELLED
+
+    @property
+    def failed(self) -> bool:
+        return not (self.ok or self.cancelled)
 
     @property
     def failure_kind(self) -> FailureKind:
@@ -139,6 +161,7 @@ class RunResult:
         server: what the server says of itself: name, version, model, max_model_len; and `metrics`, the change
             of its own metrics over the run, where it has some.
         energy_joules: of the machine over the run, where power can be read; None elsewhere.
+        probes: short requests that were sent beside the load; they are in none of its numbers.
     """
 
     settings: dict[str, Any]
@@ -149,6 +172,7 @@ class RunResult:
     interrupted: bool = False
     server: dict[str, Any] = field(default_factory=dict)
     energy_joules: float | None = None
+    probes: list[RequestRecord] = field(default_factory=list)
 
     @property
     def duration_s(self) -> float:

@@ -40,6 +40,8 @@ class PlannedRequest:
         follows: index of the request whose answer this one waits for (the turn before), or None.
         think_s: seconds between that answer and this request.
         extra_body: further fields of the request's body.
+        headers: further ones of the request.
+        cancel_after_s: its client gives it up so many seconds after it was sent, if it has not ended by then.
     """
 
     index: int
@@ -51,3 +53,5 @@ class PlannedRequest:
     follows: int | None = None
     think_s: float = 0.0
     extra_body: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    cancel_after_s: float | None = None

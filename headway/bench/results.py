@@ -74,6 +74,7 @@ def to_json(
             "server": result.server,
             "energy_joules": result.energy_joules,
             "requests": to_columns(result.records, result.began_ns),
+            **({"probes": to_columns(result.probes, result.began_ns)} if result.probes else {}),
         }
     }
 
@@ -165,7 +166,7 @@ def _failures(records: Sequence[RequestRecord]) -> dict[str, dict[str, Any]]:
     """By kind: how many, and what the first of them said."""
     failures: dict[str, dict[str, Any]] = {}
     for record in records:
-        if record.failure is not None:
+        if record.failure is not None and record.failed:
             failure = failures.setdefault(str(record.failure.kind), {"count": 0, "example": record.failure.message})
             failure["count"] += 1
     return dict(sorted(failures.items()))
@@ -182,6 +183,7 @@ class _Saved(msgspec.Struct):
     server: dict[str, Any]
     energy_joules: float | None
     requests: dict[str, Any]
+    probes: dict[str, Any] | None = None
 
 
 def _read_headway(values: Any) -> RunResult:
@@ -195,6 +197,7 @@ def _read_headway(values: Any) -> RunResult:
         interrupted=saved.interrupted,
         server=saved.server,
         energy_joules=saved.energy_joules,
+        probes=[] if saved.probes is None else from_columns(saved.probes, saved.began_ns),
     )
 
 

@@ -28,7 +28,8 @@ from headway.bench.results import default_file_name, to_json, write_csv, write_j
 from headway.bench.session import Session
 from headway.bench.settings import settings_of
 from headway.bench.workload.arrivals import AllAtOnce, Constant, Gamma, Poisson
-from headway.bench.workload.build import Workload, build_workload, warm_up_requests
+from headway.bench.workload.build import Workload, build_workload, probe_requests, warm_up_requests
+from headway.bench.workload.mix import load_mix
 from headway.bench.workload.spec import WorkloadSpec
 from headway.bench.workload.traces import TRACES
 from headway.report.page import write_page
@@ -53,9 +54,14 @@ def load_of(options: BenchOptions) -> Load:
     """The load that the flags describe.
 
     Without an arrival process: a trace keeps its own times; --max-concurrency is a closed loop of so many users; and
-    otherwise everything is sent at once, as by `vllm bench serve`.
+    otherwise everything is sent at once, as by `vllm bench serve`. Classes of a mix may have arrivals of their own.
+
+    Raises:
+        BenchError: the mix cannot be read.
     """
     spec, most = options.workload, options.max_concurrency
+    if spec.mix is not None and load_mix(spec.mix).has_own_arrivals:
+        return Load(dataclasses.replace(spec, closed_loop=most is not None), LoadMode.OPEN, most)
     timeless = spec.arrival is None and (spec.mix is not None or spec.dataset_name not in TRACES)
     if timeless or isinstance(spec.arrival, AllAtOnce):
         if most is not None:
@@ -137,7 +143,9 @@ class Bench:
             Interrupted: by the user, before anything was measured.
         """
         workload = self.plan(load.spec)
-        warm_ups = warm_up_requests(workload, self.session.source, self.options.num_warmups)
+        source, rate = self.session.source, self.options.probe_rate
+        warm_ups = warm_up_requests(workload, source, self.options.num_warmups)
+        probes = None if rate is None else probe_requests(workload, source, rate, made=len(warm_ups))
         last = workload.requests[-1].arrival_s if workload.requests[-1].follows is None else None
         with LiveView(self.progress, len(workload.requests), label, expected_s=last) as view:
             result = await self.session.measure(
@@ -146,6 +154,7 @@ class Bench:
                 mode=load.mode,
                 max_concurrency=load.max_concurrency,
                 warm_ups=warm_ups,
+                probes=probes,
                 duration_s=load.spec.duration_s,
                 drain_s=self.options.drain_timeout_s,
                 stop=self.stop,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ class Session:
         mode: LoadMode,
         max_concurrency: int | None = None,
         warm_ups: Sequence[PlannedRequest] = (),
+        probes: Iterator[PlannedRequest] | None = None,
         duration_s: float | None = None,
         drain_s: float | None = None,
         stop: asyncio.Event | None = None,
@@ -92,6 +93,8 @@ class Session:
                 workload.requests,
                 mode=mode,
                 max_concurrency=max_concurrency,
+                users=workload.users,
+                probes=probes,
                 warm_ups=warm_ups,
                 duration_s=duration_s,
                 drain_s=drain_s,
@@ -114,6 +117,7 @@ class Session:
             interrupted=outcome.interrupted,
             server=about | ({"metrics": metrics} if metrics else {}),
             energy_joules=joules,
+            probes=outcome.probes,
         )
 
 

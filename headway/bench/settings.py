@@ -38,6 +38,7 @@ def settings_of(
         "duration": spec.duration_s,
         "time_scale": spec.time_scale,
         "num_warmups": options.num_warmups,
+        "probe_rate": options.probe_rate,
         "seed": spec.seed,
         "prompt_seed": spec.seed_of_prompts,
         "fingerprint": workload.fingerprint(),

@@ -96,7 +96,7 @@ BAD_FOR_A_SERVER = """
 --dataset-name burstgpt --dataset-path /no/such/file --burstgpt-model a | /no/such/file
 --mix nothing-like-it | nothing-like-it
 --mix /no/such.toml | /no/such.toml
---mix chat --input-len 4 | --input-len
+--mix assistants --input-len 4 | --input-len
 --input-len few | few
 --output-len lognormal:mean=0 | mean
 --input-len 4 --random-input-len 8 | leave one of the two out

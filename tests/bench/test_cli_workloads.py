@@ -154,6 +154,61 @@ def test_a_mix_with_objectives_of_its_classes(headway: CommandLine, scripted: Sc
     assert "Objectives missed (class hard)" in ran.out and ran.settings()["mix"] == str(mix)
 
 
+OWN = """
+[[class]]
+name = "chat"
+arrival = "constant"
+request_rate = 50
+random_input_len = 8
+random_output_len = 3
+goodput = { ttft = 60000 }
+service_class = "interactive"
+headers = { x-request-id = "of chat" }
+[[class]]
+name = "offline"
+max_concurrency = 2
+num_prompts = 5
+random_input_len = 8
+random_output_len = 4
+goodput = { e2el = 0.001 }
+[[class]]
+name = "hasty"
+arrival = "all-at-once"
+num_prompts = 3
+random_input_len = 8
+random_output_len = 2000
+cancel_share = 1
+cancel_after_s = 0.05
+goodput = { ttft = 60000 }
+"""
+
+
+def test_a_mix_of_classes_with_arrivals_of_their_own_and_probes(
+    headway: CommandLine, scripted: ScriptedServer, tmp_path: Path
+) -> None:
+    mix = tmp_path / "own.toml"
+    mix.write_text(OWN)
+    ran = headway(
+        "bench", "--base-url", scripted.url, "--mix", mix, "--duration", 0.4, "--time-scale", 2, "--probe-rate", 50,
+        "--num-warmups", 0,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    content = ran.result()["headway"]
+    views = {each["name"]: each for each in content["summaries"]}
+    counts = {name: (views[name]["completed"], views[name]["cancelled"], views[name]["failed"]) for name in views}
+    assert counts["class chat"] == (40, 0, 0) and counts["class offline"] == (5, 0, 0)
+    assert counts["class hasty"] == (0, 3, 0) and counts["whole run"] == (45, 3, 0)
+    assert views["whole run"]["attainment"]["met"] == 40 and views["whole run"]["attainment"]["total"] == 45
+    goodput = [views[name]["attainment"]["requests_per_s"] for name in ("class chat", "whole run")]
+    assert goodput[0] == goodput[1] > 0
+    assert views["probe stream"]["completed"] >= 15 and content["probes"]["count"] >= 15
+    (named,) = [entry for name, entry in scripted.logs()["requests"].items() if name == "of chat"]
+    assert named["body"]["service_class"] == "interactive"
+    assert ran.settings()["arrivals"].startswith("chat: constant, 50 requests/s; offline: closed loop of 2; hasty: all")
+    assert "Probes" in ran.out and "cancelled" in ran.out
+    assert ran.settings()["probe_rate"] == 50
+
+
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:15:{46 + second:02}.0000000,{8 + second},3\n" for second in range(4)
 )

@@ -56,6 +56,7 @@ def a_run() -> RunResult:
     records += [failed(60, due=6000), failed(61, FailureKind.CUT, due=6100), never]
     return run(
         records,
+        probes=[request(0, [40.0, 50.0], due=10), failed(1, due=700)],
         client=ClientHealth([0.1, 7.25], [0, 4096], [0.25], 0.5, 0.02, ["it ran late"]),
         interrupted=True,
         server={"name": "headway", "max_model_len": 512, "metrics": {"preemptions": 3.0}},
@@ -165,7 +166,11 @@ def test_ours_says_what_is_refused_and_both_views(tmp_path: Path) -> None:
     assert by_p[99]["value"] is None and by_p[99]["needs"] > 60
     assert by_p[50]["low"] < by_p[50]["value"] < by_p[50]["high"]
     assert whole["from_send"]["ttft_ms"]["mean"] == pytest.approx(whole["from_schedule"]["ttft_ms"]["mean"] - 0.3)
-    assert [each["name"] for each in ours["summaries"]][-2:] == ["class batch", "class chat"]
+    assert [each["name"] for each in ours["summaries"]][-3:] == [
+        "class batch",
+        "class chat",
+        "probe stream",
+    ]
     assert ours["failures"]["server_error"] == {"count": 1, "example": "a server_error failure"}
     assert ours["failures"]["abandoned"]["count"] == 1
     assert ours["client"]["bound"] is True and ours["client"]["reasons"] == ["it ran late"]

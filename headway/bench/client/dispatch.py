@@ -10,7 +10,8 @@ import asyncio
 import heapq
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -62,13 +63,28 @@ class LoadListener:
 
 
 @dataclass(slots=True)
+class _Loop:
+    """A closed loop: how many users it has, and the conversations that none of them has begun."""
+
+    users: int
+    unbegun: Iterator[PlannedRequest]
+
+
+@dataclass(slots=True)
 class _Due:
-    """A request and when it is due; `prompt` of a later turn; `after` are further turns of a closed loop's user."""
+    """A request and when it is due.
+
+    Args:
+        prompt: of a later turn.
+        loop: the closed loop whose user sends it; None in an open loop.
+        after: further turns of this user.
+    """
 
     planned: PlannedRequest
     at_ns: int
-    prompt: Prompt | None
-    after: list[_Due]
+    prompt: Prompt | None = None
+    loop: _Loop | None = None
+    after: list[_Due] = field(default_factory=list)
 
 
 class Dispatch:
@@ -91,6 +107,7 @@ class Dispatch:
         duration_s: float | None,
         as_messages: bool,
         listener: LoadListener,
+        users: Mapping[str, int],
     ) -> None:
         self.records: list[RequestRecord] = []
         self.began_ns = time.monotonic_ns()
@@ -100,13 +117,13 @@ class Dispatch:
         self.interrupted = False
         self._client = client
         self._conversations = conversations
-        self._mode = mode
-        self._max_concurrency = max_concurrency
+        # In a closed loop the users are the limit.
+        self._max_concurrency = max_concurrency if mode is LoadMode.OPEN else None
+        self._loops, self._scheduled = _loops(conversations.first_turns, mode, max_concurrency, users)
         self._duration_s = duration_s
         self._as_messages = as_messages
         self._listener = listener
         self._deadline_ns: int | None = None
-        self._unbegun = iter(conversations.first_turns)  # of a closed loop
         self._later: list[tuple[int, int, _Due]] = []  # heap by time, then index
         self._waiting: deque[_Due] = deque()
         self._under_way: dict[asyncio.Task[None], tuple[_Due, RequestRecord]] = {}
@@ -161,12 +178,11 @@ class Dispatch:
         self._listener.phase(Phase.LOAD)
         self._listener.began(self.began_ns)
         self._last_ns = self.began_ns
-        if self._mode is LoadMode.CLOSED:
-            for _ in range(min(self._max_concurrency or 1, len(firsts))):
-                self._next_conversation(self.began_ns)
-        else:
-            for first in firsts:
-                self._at(_Due(first, self.began_ns + round((first.arrival_s or 0.0) * 1e9), None, []))
+        for first in self._scheduled:
+            self._at(_Due(first, self.began_ns + round((first.arrival_s or 0.0) * 1e9)))
+        for loop in self._loops:
+            for _ in range(min(loop.users, len(firsts))):
+                self._next_conversation(loop, self.began_ns)
         self._check_finished()
 
     async def _wait(self, stop: asyncio.Event, until_ns: int | None, drain_s: float | None) -> None:
@@ -244,7 +260,7 @@ class Dispatch:
 
     def _now_due(self, due: _Due) -> None:
         full = self._max_concurrency is not None and len(self._under_way) >= self._max_concurrency
-        if not full or self._mode is LoadMode.CLOSED:
+        if not full or due.loop is not None:
             return self._start(due, due.at_ns)
         self.waited_for_place += 1
         self._waiting.append(due)
@@ -253,7 +269,7 @@ class Dispatch:
         self._listener.waiting(len(self._waiting))
 
     def _start(self, due: _Due, ready_ns: int) -> None:
-        record = self._record(due)
+        record = self._record(due.planned, due.at_ns)
         self._last_ns = time.monotonic_ns()
         self._ready_ns.append((record, ready_ns))
         task = asyncio.get_running_loop().create_task(self._serve(due, record))
@@ -289,9 +305,9 @@ class Dispatch:
         self._last_ns = time.monotonic_ns()
         self._listener.ended(record)
         followers = self._followers(due, record)
-        if self._mode is LoadMode.CLOSED:
+        if due.loop is not None:
             due.after.extend(reversed(followers))
-            self._next_of_user(due.after, record.end_ns)
+            self._next_of_user(due.loop, due.after, record.end_ns)
         else:
             self._fill_place(record.end_ns)
             for follower in followers:
@@ -307,9 +323,12 @@ class Dispatch:
         if record.failure is not None:
             if self._is_too_late(record.end_ns):
                 return []
-            reason = f"the turn before it, request {index}, failed ({record.failure.kind.value})"
+            given_up = Failure(
+                FailureKind.CANCELLED if record.cancelled else FailureKind.ABANDONED,
+                f"the turn before it, request {index}, failed ({record.failure.kind.value})",
+            )
             for planned in self._conversations.all_after(index):
-                self._abandon(self._record(_Due(planned, record.end_ns, None, [])), reason)
+                self._give_up(self._record(planned, record.end_ns), given_up)
             return []
         if record.text is None:
             raise RuntimeError(f"the client did not keep the answer to request {index}, which others follow")
@@ -317,21 +336,22 @@ class Dispatch:
         followers = []
         for planned in later:
             prompt = continued(history, said, planned.prompt, self._as_messages)
-            followers.append(_Due(planned, record.end_ns + round(planned.think_s * 1e9), prompt, due.after))
+            due_ns = record.end_ns + round(planned.think_s * 1e9)
+            followers.append(_Due(planned, due_ns, prompt, due.loop, due.after))
         return followers
 
-    def _next_of_user(self, after: list[_Due], free_ns: int) -> None:
+    def _next_of_user(self, loop: _Loop, after: list[_Due], free_ns: int) -> None:
         """A user of a closed loop goes on with its conversation, or begins the next one."""
         if not after:
-            return self._next_conversation(free_ns)
+            return self._next_conversation(loop, free_ns)
         due = after.pop()
         due.at_ns = max(due.at_ns, free_ns)
         self._at(due)
 
-    def _next_conversation(self, free_ns: int) -> None:
-        first = next(self._unbegun, None)
+    def _next_conversation(self, loop: _Loop, free_ns: int) -> None:
+        first = next(loop.unbegun, None)
         if first is not None:
-            self._at(_Due(first, free_ns, None, []))
+            self._at(_Due(first, free_ns, loop=loop))
 
     def _fill_place(self, free_ns: int) -> None:
         if not self._waiting or self._closing or self._stop.is_set():
@@ -344,21 +364,17 @@ class Dispatch:
 
     # --- records ------------------------------------------------------------------------------------
 
-    def _record(self, due: _Due) -> RequestRecord:
-        planned = due.planned
-        record = RequestRecord(
-            index=planned.index,
-            class_name=planned.class_name,
-            planned_prompt_tokens=planned.prompt_tokens,
-            planned_output_tokens=planned.output_tokens,
-            scheduled_ns=due.at_ns,
-        )
+    def _record(self, planned: PlannedRequest, due_ns: int) -> RequestRecord:
+        record = RequestRecord.of(planned, due_ns)
         self.records.append(record)
         return record
 
     def _abandon(self, record: RequestRecord, reason: str) -> None:
+        self._give_up(record, self._end or record.failure or Failure(FailureKind.ABANDONED, reason))
+
+    def _give_up(self, record: RequestRecord, failure: Failure) -> None:
         record.end_ns = record.end_ns or time.monotonic_ns()
-        record.failure = self._end or record.failure or Failure(FailureKind.ABANDONED, reason)
+        record.failure = failure
         self._listener.ended(record)
 
     def _give_up_waiting(self, reason: str) -> None:
@@ -367,4 +383,14 @@ class Dispatch:
         while self._waiting:
             due = self._waiting.popleft()
             self.longest_wait_ns = max(self.longest_wait_ns, now - due.at_ns)
-            self._abandon(self._record(due), reason)
+            self._abandon(self._record(due.planned, due.at_ns), reason)
+
+
+def _loops(
+    firsts: Sequence[PlannedRequest], mode: LoadMode, max_concurrency: int | None, users: Mapping[str, int]
+) -> tuple[list[_Loop], list[PlannedRequest]]:
+    """The closed loops of a load, and the first turns that are in none."""
+    if mode is LoadMode.CLOSED:
+        return [_Loop(max_concurrency or 1, iter(firsts))], []
+    loops = [_Loop(count, iter([each for each in firsts if each.class_name == name])) for name, count in users.items()]
+    return loops, [each for each in firsts if each.class_name not in users]

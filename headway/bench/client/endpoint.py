@@ -66,11 +66,7 @@ class Endpoint:
                 raise BenchError(f"the {name} is {seconds:g} s; it must be a number above 0")
         if self.api_key is not None and not _is_header_text(self.api_key, blanks=False):
             raise BenchError("the API key has characters that a header cannot carry; give it without blanks")
-        for name, value in self.headers.items():
-            if not _is_header_text(name, blanks=False) or ":" in name or not _is_header_text(str(value)):
-                raise BenchError(f"the header {name!r} cannot be sent: only printable ASCII is allowed")
-            if name.lower() in _FRAMING_HEADERS:
-                raise BenchError(f"the header {name!r} is the client's own; leave it out")
+        check_headers(self.headers)
 
     @property
     def address(self) -> Address:
@@ -85,11 +81,25 @@ class Endpoint:
         headers = {"content-type": "application/json", "accept": "text/event-stream, application/json"}
         if self.api_key is not None:
             headers["authorization"] = f"Bearer {self.api_key}"
-        return headers | {name.lower(): str(value) for name, value in self.headers.items()}
+        return headers | lower_names(self.headers)
 
     def connect(self) -> HttpClient:
         """A client for this server; needs a running event loop."""
         return HttpClient(self.address, connect_timeout_s=self.connect_timeout_s, insecure=self.insecure)
+
+
+def lower_names(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): str(value) for name, value in headers.items()}
+
+
+def check_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """The same. Raises BenchError where one of them cannot be sent, or is HTTP's own."""
+    for name, value in headers.items():
+        if not _is_header_text(name, blanks=False) or ":" in name or not _is_header_text(str(value)):
+            raise BenchError(f"the header {name!r} cannot be sent: only printable ASCII is allowed")
+        if name.lower() in _FRAMING_HEADERS:
+            raise BenchError(f"the header {name!r} is the client's own; leave it out")
+    return dict(headers)
 
 
 def _is_header_text(text: str, blanks: bool = True) -> bool:

@@ -13,11 +13,12 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headway.bench.client.dispatch import Dispatch, LoadListener, LoadMode, Phase, Sender
+from headway.bench.client.probe_stream import ProbeStream
 from headway.bench.client.turns import Conversations
 from headway.bench.client.watch import LoopWatch, OpenSockets
 from headway.bench.errors import BenchError
@@ -46,6 +47,7 @@ class LoadOutcome:
         abandoned_in_flight: requests cancelled because the run was stopped or its drain limit reached.
         warm_up_failures: of those warm-ups that failed.
         gave_up: why nothing was measured: all warm-ups failed. None otherwise.
+        probes: of the requests of a probe stream that were due.
     """
 
     records: list[RequestRecord]
@@ -59,6 +61,7 @@ class LoadOutcome:
     abandoned_in_flight: int = 0
     warm_up_failures: list[Failure] = field(default_factory=list)
     gave_up: str | None = None
+    probes: list[RequestRecord] = field(default_factory=list)
 
 
 async def run_load(
@@ -67,6 +70,8 @@ async def run_load(
     *,
     mode: LoadMode = LoadMode.OPEN,
     max_concurrency: int | None = None,
+    users: Mapping[str, int] | None = None,
+    probes: Iterator[PlannedRequest] | None = None,
     warm_ups: Sequence[PlannedRequest] = (),
     duration_s: float | None = None,
     drain_s: float | None = None,
@@ -81,9 +86,12 @@ async def run_load(
 
     Args:
         client: keeps the answer's text (RequestRecord.text) of every request that another follows.
-        requests: of one run; in mode OPEN every first turn has an arrival_s.
+        requests: of one run; in mode OPEN every first turn has an arrival_s, unless its class is a closed loop.
         mode: see LoadMode.
         max_concurrency: most requests under way; in mode CLOSED the number of users, and needed.
+        users: in mode OPEN, of classes that are closed loops of their own: name to number of users.
+        probes: requests without end, each with an arrival_s, that are sent beside these until the last of these has
+            ended. They wait for nothing, take nobody's place, and are not among the outcome's records.
         warm_ups: sent first, a few at a time, and not recorded. Where all of them fail, the run is not begun.
         duration_s: what is due later is not sent; what is under way then is awaited.
         drain_s: when nothing is left to send, and for so long no request was sent or has ended, the run ends and the
@@ -100,8 +108,12 @@ async def run_load(
         BenchError: an argument or the workload makes no sense.
     """
     listener, stop = listener or LoadListener(), stop or asyncio.Event()
-    _check(requests, mode, max_concurrency, {"duration": duration_s, "drain time": drain_s, "grace time": grace_s})
-    dispatch = Dispatch(client, Conversations(requests), mode, max_concurrency, duration_s, as_messages, listener)
+    users = users or {}
+    limits = {"duration": duration_s, "drain time": drain_s, "grace time": grace_s}
+    _check(requests, mode, max_concurrency, users, limits)
+    conversations = Conversations(requests)
+    dispatch = Dispatch(client, conversations, mode, max_concurrency, duration_s, as_messages, listener, users)
+    stream = ProbeStream(client, probes or iter(()))
     failures: list[Failure] = []
     if warm_ups:
         listener.phase(Phase.WARM_UP)
@@ -114,7 +126,8 @@ async def run_load(
         if before_load is not None:
             await before_load()
         with _collector_off(), watch:
-            await dispatch.go(stop, drain_s, grace_s)
+            async with stream.beside(grace_s):
+                await dispatch.go(stop, drain_s, grace_s)
     listener.phase(Phase.DONE)
     records = sorted(dispatch.records, key=lambda record: record.index)
     return LoadOutcome(
@@ -129,11 +142,16 @@ async def run_load(
         abandoned_in_flight=dispatch.abandoned_in_flight,
         warm_up_failures=failures,
         gave_up=gave_up,
+        probes=stream.records,
     )
 
 
 def _check(
-    requests: Sequence[PlannedRequest], mode: LoadMode, max_concurrency: int | None, times: dict[str, float | None]
+    requests: Sequence[PlannedRequest],
+    mode: LoadMode,
+    max_concurrency: int | None,
+    users: Mapping[str, int],
+    times: dict[str, float | None],
 ) -> None:
     if max_concurrency is None and mode is LoadMode.CLOSED:
         raise BenchError("a closed loop needs --max-concurrency: its number of users")
@@ -144,7 +162,8 @@ def _check(
             raise BenchError(f"the {name} is {seconds} s; it must be 0 s or more, and finite")
     for request in requests:
         due_s = request.arrival_s
-        if mode is LoadMode.OPEN and request.follows is None and due_s is None:
+        in_loop = mode is LoadMode.CLOSED or request.class_name in users
+        if not in_loop and request.follows is None and due_s is None:
             raise BenchError(f"request {request.index} has no arrival time; in an open loop every first turn needs one")
         if due_s is not None and not (0 <= due_s < math.inf):
             raise BenchError(f"request {request.index} arrives at {due_s} s; it must be 0 s or more, and finite")

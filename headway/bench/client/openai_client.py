@@ -7,7 +7,7 @@ import time
 from typing import Self
 
 from headway.bench.client.answer import StreamedAnswer
-from headway.bench.client.endpoint import Endpoint
+from headway.bench.client.endpoint import Endpoint, lower_names
 from headway.bench.client.failures import RequestFailed
 from headway.bench.client.request_body import BodyBuilder
 from headway.bench.record import Failure, FailureKind, RequestRecord
@@ -26,13 +26,17 @@ class OpenAIClient:
         self._keep_text = keep_text
         self.http = endpoint.connect()
         self._bodies = BodyBuilder(endpoint)
-        self._head = self.http.head("POST", endpoint.route, endpoint.all_headers())
+        self._head = self._head_with({})
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    def _head_with(self, headers: dict[str, str]) -> bytes:
+        endpoint = self.endpoint
+        return self.http.head("POST", endpoint.route, endpoint.all_headers() | lower_names(headers))
 
     def close(self) -> None:
         """Close all connections; requests under way end as CUT."""
@@ -48,7 +52,7 @@ class OpenAIClient:
 
         Nothing that a server or the network does raises: it becomes `record.failure`, and what came before that
         stays in the record. When the task is cancelled, the connection is closed, the failure is ABANDONED, and
-        CancelledError goes on.
+        CancelledError goes on. Where the plan's `cancel_after_s` is over first, it is CANCELLED.
 
         Args:
             prompt: in place of the plan's, as for a later turn of a conversation.
@@ -58,11 +62,16 @@ class OpenAIClient:
         """
         endpoint = self.endpoint
         body = self._bodies.body(planned, prompt)
+        head = self._head_with(planned.headers) if planned.headers else self._head
         answer = StreamedAnswer(record, keep_text=self._keep_text, keep_timings=endpoint.include_timings)
         record.sent_ns = record.connected_ns = time.monotonic_ns()
         try:
-            await self.http.exchange(self._head, body, answer, endpoint.timeout_s)
+            async with asyncio.timeout(planned.cancel_after_s):
+                await self.http.exchange(head, body, answer, endpoint.timeout_s)
             record.failure = answer.failure(time.monotonic_ns())
+        except TimeoutError:
+            message = f"its client gave it up {planned.cancel_after_s:g} s after it was sent"
+            record.failure = Failure(FailureKind.CANCELLED, message)
         except RequestFailed as error:
             record.failure = error.failure
         except asyncio.CancelledError:

@@ -213,7 +213,7 @@ def _doubts(side: str, runs: list[RunResult]) -> list[str]:
     lines = []
     for number, run in enumerate(runs, 1):
         name = side if len(runs) == 1 else f"{side} (run {number})"
-        failed = sum(not record.ok for record in run.records)
+        failed = sum(record.failed for record in run.records)
         if run.client.bound:
             lines.append(f"{name} was client-bound, its latencies are in part the client's: {run.client.reasons[0]}")
         if run.interrupted:

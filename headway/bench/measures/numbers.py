@@ -88,6 +88,7 @@ class Summary:
             normalized_latency_ms (E2E per output token). tpot_ms and itl_ms are the same in both.
         phases_ms: by phase of the server's ledger (where given), plus "queue" and "stall" as sums.
         failures: by kind.
+        cancelled: requests that their own clients gave up, as planned; they have not failed.
         resent: requests that were sent again on a new connection, answered or not.
         rates: request_throughput, output_throughput, total_token_throughput (per second), max_output_tokens_per_s,
             max_concurrent_requests, mean_concurrent_requests.
@@ -108,6 +109,7 @@ class Summary:
     rates: dict[str, float]
     tokens: dict[str, int]
     resent: int = 0
+    cancelled: int = 0
     attainment: Attainment | None = None
     cost_per_million_output_tokens: float | None = None
     cost_per_million_tokens: float | None = None

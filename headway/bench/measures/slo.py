@@ -56,8 +56,8 @@ def missed_objectives(
 ) -> dict[int, tuple[str, ...]]:
     """By index of the request: which objectives it missed, "failed" among them; () when it met all.
 
-    Requests without objectives are left out. So are those that were abandoned when the run was interrupted and might
-    still have met theirs. An answer of one token, or that came in one chunk, meets any TPOT.
+    Requests without objectives are left out. So are those that were abandoned when the run was interrupted, or given up
+    by their client, and might still have met theirs. An answer of one token, or that came in one chunk, meets any TPOT.
     """
     records = list(records)
     judged = {record.index: objectives_of(record, objectives, by_class) for record in records}
@@ -73,9 +73,9 @@ def missed_objectives(
     for record in records:
         if record.ok or not judged[record.index]:
             continue
-        if record.failure is None or record.failure.kind is not FailureKind.ABANDONED:
+        if record.failure_kind not in (FailureKind.ABANDONED, FailureKind.CANCELLED):
             missed[record.index] = (FAILED,)
-        elif already := _missed_when_abandoned(record, judged[record.index], since):
+        elif already := _missed_when_given_up(record, judged[record.index], since):
             missed[record.index] = already
     return missed
 
@@ -143,8 +143,8 @@ def attainment(
     )
 
 
-def _missed_when_abandoned(record: RequestRecord, limits: Objectives, since: Since) -> tuple[str, ...]:
-    """What it had missed already when it was abandoned; its TPOT is not known."""
+def _missed_when_given_up(record: RequestRecord, limits: Objectives, since: Since) -> tuple[str, ...]:
+    """What it had missed already when it was abandoned or cancelled; its TPOT is not known."""
     start_ns = record.scheduled_ns if since == "schedule" else record.sent_ns
     if not start_ns or not record.end_ns:
         return ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from headway.cost.price import cost_per_million
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 WHOLE_RUN = "whole run"
 STEADY_STATE = "steady state"
+PROBE_STREAM = "probe stream"
 
 
 def summarise_all(
@@ -32,7 +34,8 @@ def summarise_all(
     price_per_hour: float | None = None,
     confidence: float = 0.95,
 ) -> list[Summary]:
-    """The whole run first, then its steady state where there is one, then each class by name, over the whole run.
+    """The whole run first, then its steady state where there is one, then each class by name, over the whole run, and
+    at last the probes, which are in none of these.
 
     Without a steady state the first summary's notes say why. Arguments are those of `summarise`.
     """
@@ -51,7 +54,12 @@ def summarise_all(
     else:
         whole.notes.append(f"no steady state: {steady.reason}")
     classes = sorted({record.class_name for record in result.records} - {""})
-    return summaries + [summarise(result, name=f"class {name}", class_name=name, **options) for name in classes]
+    summaries += [summarise(result, name=f"class {name}", class_name=name, **options) for name in classes]
+    if result.probes:
+        beside = replace(result, records=result.probes)
+        limits: dict[str, Any] = {"percentiles": percentiles, "confidence": confidence}
+        summaries.append(summarise(beside, name=PROBE_STREAM, class_name="", **limits))
+    return summaries
 
 
 def summarise(
@@ -88,7 +96,7 @@ def summarise(
     if part:
         records = [record for record in records if began_ns <= record.scheduled_ns < ended_ns]
     latencies = Latencies.of(records)
-    failures = Counter(str(record.failure_kind) for record in records if not record.ok)
+    failures = Counter(str(record.failure_kind) for record in records if record.failed)
     tokens = _tokens(latencies.records)
     price = price_per_hour if class_name is None else None
     return Summary(
@@ -106,6 +114,7 @@ def summarise(
         rates=rates,
         tokens=tokens,
         resent=sum(record.resent > 0 for record in records),
+        cancelled=sum(record.cancelled for record in records),
         attainment=attainment(
             records,
             objectives,
@@ -159,11 +168,14 @@ def _notes(result: RunResult, records: Sequence[RequestRecord], latencies: Laten
     """What a reader must know before believing the numbers, a sentence each."""
     notes = [f"client-bound: {reason}" for reason in result.client.reasons]
     abandoned = sum(not record.ok and record.failure_kind is FailureKind.ABANDONED for record in records)
-    failed = sum(not record.ok for record in records) - abandoned
+    failed = sum(record.failed for record in records) - abandoned
+    cancelled = sum(record.cancelled for record in records)
     if result.interrupted:
         notes.append(f"interrupted: {_requests(abandoned)} abandoned, in no latency")
     elif abandoned:
         notes.append(f"{_requests(abandoned)} abandoned by this client, in no latency")
+    if cancelled:
+        notes.append(f"{_requests(cancelled)} cancelled by the client as planned, in no latency; no failures")
     if failed:
         notes.append(f"{_requests(failed)} failed, in no latency; where there are objectives they count as missed")
     if resent := sum(record.resent > 0 for record in records):

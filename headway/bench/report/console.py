@@ -36,6 +36,7 @@ def print_summary(
         tables.overview(summaries),
         *tables.latency_tables(summaries),
         tables.class_table(summaries),
+        tables.probe_table(summaries),
         tables.phase_table(summaries[0]),
         tables.metrics_table(result.server.get("metrics") or {}),
         tables.failure_table(result),

@@ -51,7 +51,7 @@ def ttft_over_time(records: Sequence[RequestRecord], began_ns: int, steady: Wind
     due = np.asarray([(record.scheduled_ns - began_ns) / 1e9 for record in latencies.records])
     _cloud(axes, due, latencies.ttft("schedule"), "no request was answered")
     _rolling_lines(axes, due, latencies.ttft("schedule"))
-    failed = [(each.scheduled_ns - began_ns) / 1e9 for each in records if not each.ok and each.scheduled_ns]
+    failed = [(each.scheduled_ns - began_ns) / 1e9 for each in records if each.failed and each.scheduled_ns]
     if failed:
         axes.plot(
             failed,

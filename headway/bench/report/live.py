@@ -147,9 +147,9 @@ class LiveView(LoadListener):
         self.tokens += len(record.chunk_ns) if record.output_tokens is None else record.output_tokens
         if record.sent_ns:
             self.start_lag_ms.add((record.sent_ns - record.scheduled_ns) / NS_PER_MS)
-        if record.failure is not None:
+        if record.failure is not None and record.failed:
             self.failures[str(record.failure.kind)] += 1
-        elif record.chunk_ns:
+        elif record.ok:
             self.e2el_ms.add((record.chunk_ns[-1] - record.scheduled_ns) / NS_PER_MS)
             if record.tokens > 1 and len(record.chunk_ns) > 1:
                 self.tpot_ms.add((record.chunk_ns[-1] - record.chunk_ns[0]) / NS_PER_MS / (record.tokens - 1))

@@ -35,6 +35,11 @@ DEFINITIONS = (
     ("needs N+", "The sample is too small to claim this percentile; N samples would do."),
     ("steady state", "The part of the run after its ramp-up and before its drain, found from the data."),
     ("goodput", "Requests per second, of those that met all their objectives; failed requests have missed theirs."),
+    (
+        "cancelled",
+        "Given up by its client, as planned: no failure, and judged only if an objective was missed by then.",
+    ),
+    ("probes", "Short requests of a stranger, sent beside the load; they are in none of its numbers."),
     ("client-bound", "The client itself was late, so its delays would be read as the server's. The run is not valid."),
     ("queue", "Phases of the server's ledger in which a request waited for a place in the batch."),
     ("stall", "Phases in which it was in the batch, but waited for others' work."),
@@ -140,6 +145,7 @@ def run_sections(result: RunResult, summaries: Sequence[Summary], prefix: str = 
         tables.overview(summaries),
         *tables.latency_tables(summaries),
         tables.class_table(summaries),
+        tables.probe_table(summaries),
         tables.failure_table(result),
     )
     notes = tuple(f"Note: {sentence(note)}" for note in verdict.other_notes(whole))

@@ -11,7 +11,7 @@ import numpy as np
 from headway.bench.measures.numbers import Attainment, Distribution, Percentile, Summary
 from headway.bench.record import ClientHealth, RunResult
 from headway.bench.report.verdict import METRIC_NAMES, failures_by_kind, is_valid, objectives_in_words, outcome
-from headway.bench.report.views import class_views, load_of, main_views, steady_or_whole
+from headway.bench.report.views import class_views, load_of, main_views, probe_view, steady_or_whole
 from headway.report.parts import Cell, Table, Tone, cells
 from headway.report.style import number, plain
 
@@ -38,6 +38,7 @@ def overview(summaries: Sequence[Summary]) -> Table:
     rows: list[Row] = [
         ("requests answered", [f"{view.completed:,}" for view in views]),
         ("requests failed", [Cell(f"{view.failed:,}", "bad" if view.failed else "") for view in views]),
+        ("requests cancelled by clients", [f"{view.cancelled:,}" for view in views]),
         ("requests sent again", [Cell(f"{view.resent:,}", "warn" if view.resent else "") for view in views]),
         ("seconds", [number((view.window.ended_ns - view.window.began_ns) / 1e9) for view in views]),
     ]
@@ -127,17 +128,33 @@ def class_table(summaries: Sequence[Summary]) -> Table | None:
     if not views:
         return None
     names = [plain(view.name.removeprefix("class "), 24) for view in views]
-    rows: list[Row] = [
-        ("answered", [f"{view.completed:,}" for view in views]),
-        ("failed", [Cell(f"{view.failed:,}", "bad" if view.failed else "") for view in views]),
-    ]
-    for metric, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("e2el_ms", "E2E")):
-        rows += [(f"{name} P{p:g}, ms", [_claim_cell(view, metric, p) for view in views]) for p in (50.0, 90.0, 99.0)]
-    rows += _goodput_rows(views)
+    rows = _apart_rows(views) + _goodput_rows(views)
     stated = {name: view.attainment.objectives for name, view in zip(names, views, strict=True) if view.attainment}
     note = "; ".join(f"{name}: {objectives_in_words(limits)}" for name, limits in stated.items() if limits)
     shown = tuple(cells(label, *values) for label, values in rows)
     return Table("Classes", ("", *names), shown, note=f"Latencies from the schedule. {note}".strip())
+
+
+def probe_table(summaries: Sequence[Summary]) -> Table | None:
+    """What a stranger felt; None without a probe stream."""
+    view = probe_view(summaries)
+    if view is None:
+        return None
+    rows = tuple(cells(label, *values) for label, values in _apart_rows([view]))
+    note = "Short requests of a stranger, sent beside the load and in none of its numbers. Latencies from the schedule."
+    return Table("Probes", ("", "probes"), rows, note=note)
+
+
+def _apart_rows(views: Sequence[Summary]) -> list[Row]:
+    """Of views that stand beside each other: how many requests, and their latencies."""
+    rows: list[Row] = [
+        ("answered", [f"{view.completed:,}" for view in views]),
+        ("failed", [Cell(f"{view.failed:,}", "bad" if view.failed else "") for view in views]),
+        ("cancelled", [f"{view.cancelled:,}" for view in views]),
+    ]
+    for metric, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2el_ms", "E2E")):
+        rows += [(f"{name} P{p:g}, ms", [_claim_cell(view, metric, p) for view in views]) for p in (50.0, 90.0, 99.0)]
+    return rows
 
 
 def _claim_cell(view: Summary, metric: str, p: float) -> Cell:

@@ -116,7 +116,7 @@ def failures_by_kind(result: RunResult) -> list[tuple[str, int, str]]:
     """Kind, how many, and the commonest message of that kind; the commonest kind first."""
     by_kind: dict[str, Counter[str]] = {}
     for record in result.records:
-        if not record.ok:
+        if record.failed:
             message = record.failure.message if record.failure is not None else "the answer had no token"
             by_kind.setdefault(str(record.failure_kind), Counter())[message] += 1
     rows = [(kind, messages.total(), messages.most_common(1)[0][0]) for kind, messages in by_kind.items()]

@@ -6,19 +6,23 @@ import math
 from collections.abc import Sequence
 
 from headway.bench.measures.numbers import Summary
-from headway.bench.measures.summary import STEADY_STATE
+from headway.bench.measures.summary import PROBE_STREAM, STEADY_STATE
 from headway.bench.record import RunResult
 
 CLASS = "class "
 
 
 def main_views(summaries: Sequence[Summary]) -> list[Summary]:
-    """The whole run and its steady state; without the classes."""
-    return [view for view in summaries if not view.name.startswith(CLASS)]
+    """The whole run and its steady state; without the classes and the probes."""
+    return [view for view in summaries if not view.name.startswith(CLASS) and view.name != PROBE_STREAM]
 
 
 def class_views(summaries: Sequence[Summary]) -> list[Summary]:
     return [view for view in summaries if view.name.startswith(CLASS)]
+
+
+def probe_view(summaries: Sequence[Summary]) -> Summary | None:
+    return next((view for view in summaries if view.name == PROBE_STREAM), None)
 
 
 def steady_or_whole(summaries: Sequence[Summary]) -> Summary:

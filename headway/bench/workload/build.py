@@ -6,10 +6,12 @@ The same specification and seed make the same workload, byte by byte.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,7 +20,7 @@ from headway.bench.errors import BenchError
 from headway.bench.request import PlannedRequest, Prompt
 from headway.bench.workload.drafts import Draft
 from headway.bench.workload.mix import MixClass, load_mix, options_beside_a_mix
-from headway.bench.workload.plan import Part, Plan, Planned, parts_of, plan
+from headway.bench.workload.plan import PROBES, Part, Plan, Planned, parts_of, plan, with_cancellations
 from headway.bench.workload.prompts import MadePrompt, PromptMaker, TokenSource
 from headway.bench.workload.spec import WorkloadSpec
 from headway.bench.workload.synthetic import check_whole
@@ -26,6 +28,7 @@ from headway.bench.workload.synthetic import check_whole
 Progress = Callable[[int, int], None]  # prompts made, prompts in all
 MOST_TOKENS = 10_000_000  # of a prompt or an answer; more is an error of the file or the flag
 PROGRESS_EVERY = 50
+PROBE_INPUT, PROBE_OUTPUT = 32, 16  # tokens of a probe
 
 
 @dataclass
@@ -38,6 +41,7 @@ class Workload:
         seed: that their prompts were made with.
         notes: what was left out, clipped, repeated or estimated, a sentence each.
         classes: of a mix: name to objectives in ms (empty: the run's own); empty without a mix.
+        users: of those classes of a mix that are closed loops, by name.
     """
 
     description: str
@@ -46,6 +50,7 @@ class Workload:
     seed: int
     notes: list[str] = field(default_factory=list)
     classes: dict[str, dict[str, float]] = field(default_factory=dict)
+    users: dict[str, int] = field(default_factory=dict)
 
     @property
     def longest_tokens(self) -> int:
@@ -56,7 +61,7 @@ class Workload:
         """The same for the same requests at the same times, on any machine."""
         encoded = hashlib.sha256()
         for request in self.requests:
-            encoded.update(msgspec.json.encode(request))
+            encoded.update(msgspec.json.encode(_as_ever(request)))
         return encoded.hexdigest()[:16]
 
 
@@ -75,19 +80,36 @@ def build_workload(
     """
     _check(spec, source, chat)
     mix = load_mix(spec.mix) if spec.mix is not None else None
+    if mix is not None and mix.has_own_arrivals:
+        _check_alone(spec)
     parts = parts_of(spec, mix.classes if mix else (MixClass("", 1.0, spec),), source)
     planned = plan(spec, parts)
     clipped = _clip(planned)
+    planned.conversations = with_cancellations(spec, parts, planned.conversations)
     writer = _Writer(PromptMaker(source, spec.seed_of_prompts), len(parts), chat)
     requests = writer.requests(planned, progress)
     return Workload(
         description=f"mix {mix.name}: {mix.description}" if mix else parts[0].dataset.describe(),
-        arrivals=_describe_arrivals(spec, planned),
+        arrivals=_describe_arrivals(spec, parts, planned),
         requests=requests,
         seed=spec.seed_of_prompts,
         notes=[note for part in parts for note in part.dataset.notes] + planned.notes + clipped + writer.notes(),
         classes={each.name: each.objectives for each in mix.classes} if mix else {},
+        users={
+            part.of_class.name: part.of_class.load.users
+            for part in parts
+            if part.of_class.load is not None and part.of_class.load.users is not None
+        },
     )
+
+
+def _as_ever(request: PlannedRequest) -> dict[str, Any]:
+    """Without the fields that came later where they say nothing, so that fingerprints stay what they were."""
+    fields: dict[str, Any] = msgspec.to_builtins(request)
+    for name in ("headers", "cancel_after_s"):
+        if not fields[name] and fields[name] != 0:
+            del fields[name]
+    return fields
 
 
 def warm_up_requests(workload: Workload, source: TokenSource, count: int) -> list[PlannedRequest]:
@@ -103,6 +125,23 @@ def warm_up_requests(workload: Workload, source: TokenSource, count: int) -> lis
     return [
         PlannedRequest(index, each.prompt, each.tokens, answers[len(answers) // 2]) for index, each in enumerate(made)
     ]
+
+
+def probe_requests(workload: Workload, source: TokenSource, rate: float, made: int) -> Iterator[PlannedRequest]:
+    """Short requests without end, Poisson, so that they meet the server as it is over time; numbered from 0.
+
+    Args:
+        source: the one that the workload was built with.
+        rate: per second.
+        made: prompts made beside the workload's: they are unlike those too.
+    """
+    maker = PromptMaker(source, workload.seed, made=len(workload.requests) + made)
+    rng = np.random.default_rng([workload.seed, PROBES])
+    at_s = 0.0
+    for index in itertools.count():
+        at_s += rng.standard_exponential() / rate
+        prompt = maker.make(PROBE_INPUT)
+        yield PlannedRequest(index, prompt.prompt, prompt.tokens, PROBE_OUTPUT, arrival_s=at_s)
 
 
 def _check(spec: WorkloadSpec, source: TokenSource, chat: bool) -> None:
@@ -121,7 +160,24 @@ def _check(spec: WorkloadSpec, source: TokenSource, chat: bool) -> None:
         raise BenchError(f"{beside[0]} was given beside --mix, which says what is sent; leave one of the two out")
 
 
-def _describe_arrivals(spec: WorkloadSpec, planned: Plan) -> str:
+def _check_alone(spec: WorkloadSpec) -> None:
+    """Raises BenchError where the command line says of all requests what each class of the mix says of its own."""
+    if spec.arrival is not None or spec.closed_loop:
+        raise BenchError(
+            "the classes of the mix have arrivals of their own; leave out --request-rate and other arrivals, "
+            "--max-concurrency, --sweep and --find-max-rate, or make all faster with --time-scale"
+        )
+    if spec.num_prompts is not None:
+        raise BenchError(
+            f"--num-prompts is {spec.num_prompts}, and the classes of the mix have arrivals of their own; say "
+            "num_prompts in a class, or --duration"
+        )
+
+
+def _describe_arrivals(spec: WorkloadSpec, parts: Sequence[Part], planned: Plan) -> str:
+    own = [f"{part.of_class.name}: {part.of_class.load.describe()}" for part in parts if part.of_class.load]
+    if own:
+        return "; ".join(own) + (f"; {spec.time_scale:g}x as fast" if spec.time_scale != 1 else "")
     if spec.arrival is not None:
         return spec.arrival.describe()
     if planned.recorded:
@@ -173,13 +229,11 @@ class _Writer:
     def requests(self, planned: Plan, progress: Progress | None) -> list[PlannedRequest]:
         total = sum(len(turns) for _, turns in planned.conversations)
         # To nanoseconds: what lies below depends on the machine's logarithm.
-        times: Iterable[float | None] = (
-            [None] * len(planned.conversations) if planned.times is None else np.round(planned.times, 9).tolist()
-        )
+        times = np.round(planned.times, 9).tolist()
         requests: list[PlannedRequest] = []
         told = 0
         for conversation, arrival_s in zip(planned.conversations, times, strict=True):
-            self._write(requests, conversation, arrival_s)
+            self._write(requests, conversation, None if math.isnan(arrival_s) else arrival_s)
             if progress is not None and (len(requests) >= told + PROGRESS_EVERY or len(requests) == total):
                 progress(told := len(requests), total)
         return requests
@@ -201,6 +255,8 @@ class _Writer:
                     follows=len(requests) - 1 if turn else None,
                     think_s=draft.think_s,
                     extra_body=dict(part.of_class.extra_body),
+                    headers=dict(part.of_class.headers),
+                    cancel_after_s=draft.cancel_after_s,
                 )
             )
             said = (tokens or 0) + draft.output_tokens

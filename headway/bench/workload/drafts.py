@@ -21,6 +21,7 @@ class Draft:
         arrival_s: by the dataset's own clock, from its first request on; None where it has none.
         think_s: before this turn, after the answer to the turn before.
         ends_early: the conversation was to go on, and would have become too long.
+        cancel_after_s: its client gives it up so long after it was sent; None for one that waits.
     """
 
     output_tokens: int
@@ -30,6 +31,7 @@ class Draft:
     arrival_s: float | None = None
     think_s: float = 0.0
     ends_early: bool = False
+    cancel_after_s: float | None = None
 
 
 Turns = tuple[Draft, ...]  # of one conversation; a single request is a conversation of one turn

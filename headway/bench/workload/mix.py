@@ -1,35 +1,73 @@
-"""A mix: classes of requests, each with its share, its lengths and its objectives, from a TOML file.
+"""A mix: classes of requests, each with its share or its arrivals, its lengths and its objectives, from a TOML file.
 
     description = "one line, for titles"
 
     [[class]]
     name = "chat"
-    share = 0.8
+    request_rate = 2
     input_len = "lognormal:mean=200,cv=0.8,max=2000"
     output_len = { distribution = "normal", mean = 100, cv = 0.3 }
     goodput = { ttft = 200, tpot = 50 }
-    priority = -1
+    service_class = "interactive"
 
-A class takes every option of a dataset under the name of its flag with underscores, `dataset_name` and `dataset_path`
-(from the file's folder on) among them.
+    [[class]]
+    name = "offline"
+    max_concurrency = 4
+    num_prompts = 200
+    input_len = 2000
+
+A class takes every option of a dataset and of arrivals under the name of its flag with underscores, `dataset_name` and
+`dataset_path` (from the file's folder on) among them. Instead of arrivals all classes may have a `share`.
 """
 
 from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from headway.bench.client.endpoint import check_headers
 from headway.bench.errors import BenchError
 from headway.bench.measures.slo import check_objectives
+from headway.bench.workload.arrival_flags import ArrivalFlags, make_arrival
+from headway.bench.workload.arrivals import Arrival
 from headway.bench.workload.spec import DATASET_FIELDS, DISTRIBUTIONS, DatasetOptions, flag
 from headway.bench.workload.spelling import hint
 
-CLASS_KEYS = ("name", "share", "goodput", "priority", "extra_body")
+S = TypeVar("S")
+T = TypeVar("T")
+BODY_KEYS: dict[str, type] = {"priority": int, "service_tier": str, "service_class": str}  # fields of the body
+LOAD_KEYS: dict[str, type] = {
+    **{each.name: str if each.name in ("arrival", "ramp_up_strategy") else float for each in fields(ArrivalFlags)},
+    "max_concurrency": int,
+    "num_prompts": int,
+}
+CLASS_KEYS = ("name", "share", "goodput", "extra_body", "headers", *BODY_KEYS, *LOAD_KEYS)
+TYPE_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", dict: "a table"}
+
+
+@dataclass(frozen=True)
+class ClassLoad:
+    """When the requests of a class come that has arrivals of its own.
+
+    Args:
+        arrival: None takes the recorded times of its trace, or leaves them to the users of a closed loop.
+        users: of a closed loop; None where there is none.
+        num_prompts: most requests of the class; None is as many as come within the run's duration.
+    """
+
+    arrival: Arrival | None
+    users: int | None
+    num_prompts: int | None
+
+    def describe(self) -> str:
+        if self.users is not None:
+            return f"closed loop of {self.users}"
+        return self.arrival.describe() if self.arrival is not None else "as recorded"
 
 
 @dataclass(frozen=True)
@@ -37,10 +75,13 @@ class MixClass:
     """One class.
 
     Args:
-        share: of all requests, later turns of conversations included; shares of a mix add up to 1.
+        share: of all requests, later turns of conversations included; shares of a mix add up to 1. Without a meaning
+            where there is a `load`.
         options: where its requests come from.
         objectives: {"ttft": 200.0, ...} in ms; empty where the run's own are meant.
-        extra_body: fields of each request's body, `priority` among them where the class has one.
+        extra_body: fields of each request's body, those of BODY_KEYS among them.
+        headers: of each request.
+        load: its own arrivals; None where one process is for all classes.
     """
 
     name: str
@@ -48,13 +89,21 @@ class MixClass:
     options: DatasetOptions
     objectives: dict[str, float] = field(default_factory=dict)
     extra_body: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    load: ClassLoad | None = None
 
 
 @dataclass(frozen=True)
 class Mix:
+    """Either all classes have a load of their own, or none."""
+
     name: str
     description: str
     classes: tuple[MixClass, ...]
+
+    @property
+    def has_own_arrivals(self) -> bool:
+        return self.classes[0].load is not None
 
 
 def bundled_mixes() -> list[str]:
@@ -94,10 +143,14 @@ def _mix(path: Path, table: dict[str, Any]) -> Mix:
     for name in names:
         if names.count(name) > 1:
             raise BenchError(f"the mix {path} has two classes named '{name}'; give each its own name")
+    without = next((each.name for each in made if each.load is None), None)
+    if without is not None and any(each.load for each in made):
+        raise BenchError(
+            f"{path}, class '{without}' has no arrivals of its own, and others have; give it, for example, "
+            "request_rate = 2, or max_concurrency = 4 for a closed loop"
+        )
     total = sum(each.share for each in made)
-    normalised = tuple(
-        MixClass(each.name, each.share / total, each.options, each.objectives, each.extra_body) for each in made
-    )
+    normalised = tuple(replace(each, share=each.share / total) for each in made)
     return Mix(path.stem, _of_type(str(path), table, "description", str, ""), normalised)
 
 
@@ -107,29 +160,65 @@ def _class(path: Path, table: dict[str, Any], number: int) -> MixClass:
     if not name:
         raise BenchError(f'{where} has no name; write name = "..."')
     _known_keys(where, table, (*CLASS_KEYS, *DATASET_FIELDS))
-    share = _number(where, table.get("share"))
-    extra_body = dict(_of_type(where, table, "extra_body", dict, {}))
-    if "priority" in table:
-        extra_body["priority"] = _of_type(where, table, "priority", int, 0)
-    objectives = check_objectives(_of_type(where, table, "goodput", dict, {}), where)
     given = {key: value for key, value in table.items() if key in DATASET_FIELDS}
-    return MixClass(name, share, _options(path, where, given), objectives, extra_body)
+    options = _options(path, where, given)
+    load = _load(where, table, options.dataset_name)
+    extra_body = dict(_of_type(where, table, "extra_body", dict, {}))
+    extra_body |= {key: _of_type(where, table, key, kind, None) for key, kind in BODY_KEYS.items() if key in table}
+    headers = {key: str(value) for key, value in _of_type(where, table, "headers", dict, {}).items()}
+    return MixClass(
+        name,
+        _share(where, table, load),
+        options,
+        check_objectives(_of_type(where, table, "goodput", dict, {}), where),
+        extra_body,
+        _named(where, check_headers, headers),
+        load,
+    )
 
 
-def _number(where: str, share: Any) -> float:
+def _share(where: str, table: Mapping[str, Any], load: ClassLoad | None) -> float:
+    share = table.get("share")
+    if load is not None:
+        if share is not None:
+            raise BenchError(f"{where}: share is {share}, and it has arrivals of its own; leave one of the two out")
+        return 1.0
     if isinstance(share, bool) or not isinstance(share, int | float) or not (math.isfinite(share) and share > 0):
-        raise BenchError(f"{where}: share is {share}; every class needs one, a number above 0 (they are normalised)")
+        raise BenchError(
+            f"{where}: share is {share}; every class needs one, a number above 0 (they are normalised), or arrivals "
+            "of its own (request_rate, ...)"
+        )
     return float(share)
+
+
+def _load(where: str, table: Mapping[str, Any], dataset_name: str) -> ClassLoad | None:
+    given = {key: _of_type(where, table, key, kind, None) for key, kind in LOAD_KEYS.items() if key in table}
+    if not given:
+        return None
+    users, num_prompts = given.pop("max_concurrency", None), given.pop("num_prompts", None)
+    for key, value in (("max_concurrency", users), ("num_prompts", num_prompts)):
+        if value is not None and value < 1:
+            raise BenchError(f"{where}: {key} is {value}; it must be 1 or more")
+    if bool(given) == (users is not None):
+        both = "both arrivals and max_concurrency" if given else "neither arrivals nor max_concurrency"
+        raise BenchError(f"{where} has {both}; a class needs either request_rate and the like, or users of a loop")
+    arrival = _named(where, lambda flags: make_arrival(flags, dataset_name), ArrivalFlags(**given))
+    return ClassLoad(arrival, users, num_prompts)
+
+
+def _named(where: str, make: Callable[[S], T], said: S) -> T:
+    """What is made of it; an error names where it was said."""
+    try:
+        return make(said)
+    except BenchError as error:
+        raise BenchError(f"{where}: {error}") from None
 
 
 def _options(path: Path, where: str, given: Mapping[str, Any]) -> DatasetOptions:
     values: dict[str, Any] = {}
     for key, value in given.items():
         if key in DISTRIBUTIONS:
-            try:
-                values[key] = DISTRIBUTIONS[key](value)
-            except BenchError as error:
-                raise BenchError(f"{where}, {key}: {error}") from None
+            values[key] = _named(f"{where}, {key}", DISTRIBUTIONS[key], value)
         elif key == "dataset_path":
             values[key] = path.parent / _of_type(where, given, key, str, "")
         elif key == "random_range_ratio":
@@ -144,10 +233,10 @@ def _options(path: Path, where: str, given: Mapping[str, Any]) -> DatasetOptions
 
 def _of_type(where: str, table: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
     value = table.get(key, default)
+    wanted = int | float if kind is float else kind
     # To Python true is the number 1.
-    if key in table and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-        names = {str: "a text", int: "a whole number", bool: "true or false", dict: "a table"}
-        raise BenchError(f"{where}: {key} is {value!r}; {names.get(kind, kind.__name__)} is expected")
+    if key in table and (not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool)):
+        raise BenchError(f"{where}: {key} is {value!r}; {TYPE_NAMES[kind]} is expected")
     return value
 
 

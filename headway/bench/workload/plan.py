@@ -6,7 +6,7 @@ twice the rate the same prompts come twice as fast.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 
@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.bench.errors import BenchError
-from headway.bench.workload.arrivals import Times, Trace
+from headway.bench.workload.arrivals import AllAtOnce, Times, Trace
 from headway.bench.workload.drafts import Dataset, Turns
 from headway.bench.workload.mix import MixClass
 from headway.bench.workload.prompts import TokenSource
 from headway.bench.workload.spec import DEFAULT_NUM_PROMPTS, WorkloadSpec, make_dataset
 
 # Purposes of random numbers.
-_LENGTHS, _TIMES, _ORDER = range(3)
+_LENGTHS, _TIMES, _ORDER, _CANCELLATIONS, PROBES = range(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class Plan:
     """Conversations in the order of their coming.
 
     Args:
-        times: of their first turns, in seconds; None where the load generator decides.
+        times: of their first turns, in seconds, of shape [conversations]; NaN where the load generator decides.
         recorded: the times are the trace's own.
     """
 
     conversations: list[Planned]
-    times: Times | None
+    times: Times
     recorded: bool = False
     notes: list[str] = field(default_factory=list)
 
@@ -84,19 +84,60 @@ def plan(spec: WorkloadSpec, parts: Sequence[Part]) -> Plan:
     Raises:
         BenchError: when number, duration, arrivals and dataset do not go together.
     """
-    replays = spec.mix is None and parts[0].dataset.has_times and spec.arrival is None and not spec.closed_loop
-    if replays:
-        made = _recorded(spec, parts[0])
-    elif spec.no_oversample and all(part.dataset.rows is None for part in parts):
+    if spec.no_oversample and all(part.dataset.rows is None for part in parts):
         raise BenchError("--no-oversample was given, and no file of requests could run out; leave it out")
-    elif spec.time_scale != 1:
-        raise BenchError("--time-scale was given, and no recorded times are replayed; leave it out")
-    elif spec.duration_s is not None and spec.arrival is not None:
-        made = _within(spec, parts, spec.duration_s)
-    else:
-        made = _numbered(spec, parts)
+    made = _planned(spec, parts) if parts[0].of_class.load is None else _each_by_itself(spec, parts)
     if not made.conversations:
         raise BenchError(f"no request comes within --duration {spec.duration_s} s; give it more time or a higher rate")
+    return made
+
+
+def _planned(spec: WorkloadSpec, parts: Sequence[Part]) -> Plan:
+    """Classes that share one arrival process."""
+    if spec.mix is None and parts[0].dataset.has_times and spec.arrival is None and not spec.closed_loop:
+        return _recorded(spec, parts[0])
+    if spec.time_scale != 1:
+        raise BenchError("--time-scale was given, and no recorded times are replayed; leave it out")
+    bounded = isinstance(spec.arrival, AllAtOnce) and spec.num_prompts is not None
+    if spec.duration_s is not None and spec.arrival is not None and not bounded:
+        return _within(spec, parts, spec.duration_s)
+    return _numbered(spec, parts)
+
+
+def _each_by_itself(spec: WorkloadSpec, parts: Sequence[Part]) -> Plan:
+    """Classes with arrivals of their own, in order of time; closed loops come last."""
+    plans = []
+    for part in parts:
+        try:
+            plans.append(_of_one_class(spec, part))
+        except BenchError as error:
+            raise BenchError(f"class '{part.of_class.name}' of the mix: {error}") from None
+    times = np.concatenate([each.times for each in plans])
+    conversations = [conversation for each in plans for conversation in each.conversations]
+    order = np.argsort(times, kind="stable")  # NaN is the largest
+    notes = [note for each in plans for note in each.notes]
+    return Plan([conversations[place] for place in order], times[order], notes=notes)
+
+
+def _of_one_class(spec: WorkloadSpec, part: Part) -> Plan:
+    load = part.of_class.load
+    assert load is not None
+    if load.num_prompts is None and spec.duration_s is None:
+        raise BenchError("nothing says when its requests end; give it num_prompts, or the run --duration")
+    own = replace(
+        spec,
+        mix=None,
+        arrival=load.arrival,
+        closed_loop=load.users is not None,
+        num_prompts=load.num_prompts,
+        no_oversample=spec.no_oversample and part.dataset.rows is not None,
+    )
+    if load.arrival is None:
+        return _planned(own if load.users is None else replace(own, time_scale=1.0), [part])
+    # The process runs on a clock that is `time_scale` times as fast.
+    until_s = None if spec.duration_s is None else spec.duration_s * spec.time_scale
+    made = _planned(replace(own, duration_s=until_s, time_scale=1.0), [part])
+    made.times = made.times / spec.time_scale
     return made
 
 
@@ -106,8 +147,8 @@ def _recorded(spec: WorkloadSpec, part: Part) -> Plan:
     trace = Trace(tuple(each[0].arrival_s or 0.0 for each in turns), spec.time_scale)
     rng = np.random.default_rng([spec.seed, _TIMES])
     times = trace.offsets(len(turns), rng) if spec.duration_s is None else trace.offsets_until(spec.duration_s, rng)
-    made = Plan([], times[: spec.num_prompts], recorded=True)
-    made.conversations = [(part, each) for each in turns[: len(times)][: spec.num_prompts]]
+    conversations = [(part, each) for each in turns[: len(times)][: spec.num_prompts]]
+    made = Plan(conversations, times[: spec.num_prompts], recorded=True)
     if spec.num_prompts is not None and spec.num_prompts > len(turns):
         made.notes.append(f"{spec.num_prompts} requests were asked for and the trace has {len(turns)}: all are sent")
     return made
@@ -116,30 +157,32 @@ def _recorded(spec: WorkloadSpec, part: Part) -> Plan:
 def _within(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Plan:
     """As many conversations as the arrival process gives a duration."""
     assert spec.arrival is not None
-    times = spec.arrival.offsets_until(duration_s, np.random.default_rng([spec.seed, _TIMES]))
-    made = Plan([], None)
+    times = spec.arrival.offsets_until(duration_s, _times_rng(spec, parts))
     counts = _apportioned(len(times), [part.of_class.share / part.dataset.mean_turns for part in parts])
-    drawn = [_drawn(spec, part, count, True, made.notes) for part, count in zip(parts, counts, strict=True)]
-    made.conversations = _shuffled(spec, drawn)
+    notes: list[str] = []
+    drawn = [_drawn(spec, part, count, True, notes) for part, count in zip(parts, counts, strict=True)]
+    conversations = _shuffled(spec, drawn)
     if spec.num_prompts is not None:
-        made.conversations = _cut(made.conversations, spec.num_prompts)
-    made.times = times[: len(made.conversations)]
-    return made
+        conversations = _cut(conversations, spec.num_prompts)
+    return Plan(conversations, times[: len(conversations)], notes=notes)
 
 
 def _numbered(spec: WorkloadSpec, parts: Sequence[Part]) -> Plan:
     """So many requests, at the times of the arrival process or at none."""
-    made = Plan([], None)
     requests, is_exact = _number_of_requests(spec, parts)
     counts = _apportioned(requests, [part.of_class.share for part in parts])
-    drawn = [
-        _cut(_drawn(spec, part, count, is_exact, made.notes), count) for part, count in zip(parts, counts, strict=True)
-    ]
-    made.conversations = _shuffled(spec, drawn)
+    notes: list[str] = []
+    drawn = [_cut(_drawn(spec, part, count, is_exact, notes), count) for part, count in zip(parts, counts, strict=True)]
+    conversations = _shuffled(spec, drawn)
+    times = np.full(len(conversations), np.nan)
     if spec.arrival is not None:
-        rng = np.random.default_rng([spec.seed, _TIMES])
-        made.times = spec.arrival.offsets(len(made.conversations), rng)
-    return made
+        times = spec.arrival.offsets(len(conversations), _times_rng(spec, parts))
+    return Plan(conversations, times, notes=notes)
+
+
+def _times_rng(spec: WorkloadSpec, parts: Sequence[Part]) -> np.random.Generator:
+    """A class with arrivals of its own is planned alone, and has a stream of its own."""
+    return np.random.default_rng([spec.seed, _TIMES, parts[0].number])
 
 
 def _number_of_requests(spec: WorkloadSpec, parts: Sequence[Part]) -> tuple[int, bool]:
@@ -190,6 +233,29 @@ def _shuffled(spec: WorkloadSpec, drawn: Sequence[list[Planned]]) -> list[Planne
     owners = np.repeat(np.arange(len(drawn)), [len(each) for each in drawn])
     queues = [iter(each) for each in drawn]
     return [next(queues[owner]) for owner in np.random.default_rng([spec.seed, _ORDER]).permutation(owners)]
+
+
+def with_cancellations(spec: WorkloadSpec, parts: Sequence[Part], planned: Sequence[Planned]) -> list[Planned]:
+    """The same conversations; in those of classes with a `cancel_share`, some requests are given up by their client."""
+    left = {part.number: _patience(spec, part, planned) for part in parts}
+    return [
+        (part, tuple(replace(draft, cancel_after_s=next(left[part.number])) for draft in turns))
+        if part.of_class.options.cancel_share
+        else (part, turns)
+        for part, turns in planned
+    ]
+
+
+def _patience(spec: WorkloadSpec, part: Part, planned: Sequence[Planned]) -> Iterator[float | None]:
+    """For each request of a class, after how many seconds its client gives it up; None where it waits."""
+    options = part.of_class.options
+    if options.cancel_after_s is None:
+        return iter(())
+    count = sum(len(turns) for of_turns, turns in planned if of_turns is part)
+    rng = np.random.default_rng([spec.seed, _CANCELLATIONS, part.number])
+    gives_up = rng.random(count) < options.cancel_share
+    after_s = np.round(options.cancel_after_s.values(count, rng), 6).tolist()
+    return (seconds if will else None for will, seconds in zip(gives_up, after_s, strict=True))
 
 
 def _cut(planned: list[Planned], requests: int) -> list[Planned]:

@@ -38,13 +38,15 @@ _workload, _load = functools.partial(Flag, panel="Workload"), functools.partial(
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
-    """Where requests come from. What a dataset has no use for is refused.
+    """Where requests come from, and how patient their clients are. What a dataset has no use for is refused.
 
     Args:
         dataset_name: one of DATASETS.
         input_len: instead of random_input_len; of a turn for multi_turn.
         output_len: for any dataset, instead of what it says itself.
         multi_turn_turns, multi_turn_prefix_len, multi_turn_think_s: see MultiTurn.
+        cancel_share: of the requests, later turns included; each is one by chance.
+        cancel_after_s: seconds after the send.
     """
 
     dataset_name: Annotated[
@@ -85,6 +87,13 @@ class DatasetOptions:
     max_input_len: Annotated[int | None, _workload("Longer prompts are clipped, longer texts left out.")] = None
     max_output_len: Annotated[int | None, _workload("Longer answers are clipped.")] = None
     disable_shuffle: Annotated[bool, _workload("Take texts in the order of their file.", "--disable-shuffle")] = False
+    cancel_share: Annotated[
+        float, _workload("Share of requests that their client gives up after --cancel-after-s.", min=0, max=1)
+    ] = 0.0
+    cancel_after_s: Annotated[
+        Distribution | None,
+        _workload("Seconds after the send, as 2 or exponential:mean=2,max=10.", parse=parse_distribution),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +125,9 @@ class WorkloadSpec(DatasetOptions):
     prompt_seed: int | None = None
     arrival: Arrival | None = None
     closed_loop: bool = False
-    time_scale: Annotated[float, _load("Replay a trace this many times as fast.")] = 1.0
+    time_scale: Annotated[
+        float, _load("Replay a trace, or let the classes' own arrivals come, this many times as fast.")
+    ] = 1.0
 
     @property
     def seed_of_prompts(self) -> int:
@@ -125,7 +136,7 @@ class WorkloadSpec(DatasetOptions):
 
 DATASET_FIELDS: dict[str, Any] = {each.name: each.default for each in fields(DatasetOptions)}
 # Of any dataset; the rest belongs to one, by the beginning of its name or as said here.
-SHARED_FIELDS = {"dataset_name", "output_len", "max_input_len", "max_output_len"}
+SHARED_FIELDS = {"dataset_name", "output_len", "max_input_len", "max_output_len", "cancel_share", "cancel_after_s"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +170,10 @@ def make_dataset(options: DatasetOptions, source: TokenSource) -> Dataset:
     for name in ("max_input_len", "max_output_len", "sharegpt_output_len", "custom_output_len"):
         if (value := getattr(options, name)) is not None:
             check_whole(flag(name), value, 1)
+    if not 0 <= options.cancel_share <= 1:
+        raise BenchError(f"--cancel-share is {options.cancel_share:g}; it must be from 0 to 1")
+    if (options.cancel_share > 0) != (options.cancel_after_s is not None):
+        raise BenchError("of --cancel-share and --cancel-after-s one was given; clients that cancel need both")
     return kind.make(options, source)
 
 
@@ -261,4 +276,5 @@ DISTRIBUTIONS: dict[str, Callable[[Any], Distribution]] = {
     "output_len": parse_length,
     "multi_turn_turns": parse_length,
     "multi_turn_think_s": parse_distribution,
+    "cancel_after_s": parse_distribution,
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.errors import BenchError
 from headway.bench.record import FailureKind, RequestRecord
 from headway.bench.request import PlannedRequest, Prompt
-from tests.bench.client.senders import FakeClient, Run, at, indices, kinds, turns
+from tests.bench.client.senders import FakeClient, Listening, Run, at, indices, kinds, turns
 from tests.bench.script import script
 from tests.bench.scripted_server import ScriptedServer
 
@@ -86,6 +89,87 @@ def test_a_user_of_a_closed_loop_ends_its_conversation_before_the_next(run: Run)
     ends = [record.end_ns for record in outcome.records]
     scheduled = [record.scheduled_ns for record in outcome.records]
     assert scheduled[1:] == [ends[0] + 10_000_000, ends[1] + 10_000_000, ends[2], ends[3]]
+
+
+def test_a_class_may_be_a_closed_loop_beside_an_open_one(run: Run) -> None:
+    client = FakeClient(delay_s=0.005)
+    offline = [PlannedRequest(i, Prompt(text=str(i)), 1, 8, class_name="offline") for i in range(4, 16)]
+    outcome = run(run_load(client, [*at(0.0, 0.01, 0.01, 0.02), *offline], users={"offline": 2}))
+    open_loop, closed = outcome.records[:4], outcome.records[4:]
+    assert [record.scheduled_ns - outcome.began_ns for record in open_loop] == [0, 10_000_000, 10_000_000, 20_000_000]
+    ends = sorted(record.end_ns for record in closed)
+    assert sorted(record.scheduled_ns for record in closed) == [outcome.began_ns] * 2 + ends[:10]
+
+
+def test_a_place_in_an_open_loop_is_none_in_the_closed_one(run: Run) -> None:
+    client = FakeClient(answer_after=4)
+    offline = [PlannedRequest(i, Prompt(text=str(i)), 1, 8, class_name="offline") for i in range(1, 4)]
+    outcome = run(run_load(client, [*at(0.0), *offline], max_concurrency=1, users={"offline": 3}))
+    assert indices(outcome) == [0, 1, 2, 3] and client.most == 4
+
+
+# --- probes ---------------------------------------------------------------------------------------------
+
+
+def endless(gap_s: float) -> Iterator[PlannedRequest]:
+    return (PlannedRequest(i, Prompt(text="probe"), 1, 1, arrival_s=i * gap_s) for i in itertools.count())
+
+
+def test_probes_go_beside_the_load_and_end_with_it(run: Run) -> None:
+    client, told = FakeClient(delay_s=0.004), Listening()
+    loop = run_load(
+        client, at(*[0.0] * 8), mode=LoadMode.CLOSED, max_concurrency=1, probes=endless(0.003), listener=told
+    )
+    outcome = run(loop)
+    assert indices(outcome) == list(range(8)) and told.starts == told.ends == list(range(8))
+    probes = outcome.probes
+    assert len(probes) >= 5 and [probe.index for probe in probes] == list(range(len(probes)))
+    assert all(probe.ok and probe.sent_ns >= probe.scheduled_ns for probe in probes)
+    assert {later.scheduled_ns - probe.scheduled_ns for probe, later in itertools.pairwise(probes)} == {3_000_000}
+    assert len(outcome.client.start_lag_ms) == 8 and outcome.never_due == 0
+
+
+def test_a_probe_that_hangs_does_not_hold_up_the_end(run: Run) -> None:
+    class Hanging(FakeClient):
+        async def send(self, planned: PlannedRequest, record: RequestRecord, prompt: Prompt | None = None) -> None:
+            if planned.prompt.text == "probe":
+                await asyncio.Event().wait()
+            await super().send(planned, record, prompt)
+
+    outcome = run(run_load(Hanging(delay_s=0.01), at(0.0, 0.0), probes=endless(0.001), grace_s=0.01))
+    assert len(outcome.records) == 2 and outcome.probes and not any(probe.ok for probe in outcome.probes)
+
+
+def test_what_is_broken_in_a_probe_ends_the_run(run: Run) -> None:
+    class Broken(FakeClient):
+        async def send(self, planned: PlannedRequest, record: RequestRecord, prompt: Prompt | None = None) -> None:
+            if planned.prompt.text == "probe":
+                raise RuntimeError("broken")
+            await super().send(planned, record, prompt)
+
+    with pytest.raises(RuntimeError, match="broken"):
+        run(run_load(Broken(delay_s=0.005), at(0.0), probes=endless(0.001)))
+
+
+# --- clients that cancel --------------------------------------------------------------------------------
+
+
+async def test_a_client_that_cancels_leaves_its_request_and_its_conversation(server: ScriptedServer) -> None:
+    endpoint = Endpoint(server.url, model="scripted", api="chat")
+    hangs, fine = Prompt(text=script(id="hangs", chunks=9, fail="hang", fail_at=2)), Prompt(text=script(id="fine"))
+    requests = [
+        PlannedRequest(0, hangs, 1, 9, arrival_s=0.0, cancel_after_s=0.15),
+        PlannedRequest(1, Prompt(text="And then?"), 1, 2, follows=0),
+        PlannedRequest(2, fine, 1, 2, arrival_s=0.0, cancel_after_s=30.0),
+        PlannedRequest(3, fine, 1, 2, arrival_s=0.0, headers={"X-Tenant": "a"}),
+    ]
+    async with OpenAIClient(endpoint, keep_text=True) as client:
+        outcome = await run_load(client, requests, as_messages=True, sockets=client.busy_sockets)
+    given_up, later, patient, _ = outcome.records
+    assert kinds(outcome) == {0: "cancelled", 1: "cancelled"} and patient.ok
+    assert given_up.end_ns - given_up.sent_ns >= 149_000_000 and len(given_up.chunk_ns) == 2
+    assert given_up.failure is not None and given_up.failure.message.startswith("its client gave it up 0.15 s")
+    assert later.sent_ns == 0 and not (later.failed or given_up.failed)
 
 
 # --- later turns ----------------------------------------------------------------------------------------

@@ -150,6 +150,18 @@ def test_an_abandoned_request_counts_only_if_it_had_missed_already() -> None:
     assert told is not None and (told.met, told.total) == (1, 3)
 
 
+def test_a_cancelled_request_counts_only_if_it_had_missed_already() -> None:
+    records = [
+        failed(0, FailureKind.CANCELLED, due=0, end=50),
+        failed(1, FailureKind.CANCELLED, chunks=[90, 95], due=0, end=190),
+        failed(2, FailureKind.CANCELLED, due=0, end=150),
+        request(3, [50, 60]),
+    ]
+    assert missed_objectives(records, OBJECTIVES) == {2: ("ttft",), 3: ()}
+    told = attainment(records, OBJECTIVES, duration_s=1)
+    assert told is not None and (told.met, told.total, told.missed_by["failed"]) == (1, 2, 0)
+
+
 def test_a_request_never_sent_is_not_judged() -> None:
     never = failed(0, FailureKind.ABANDONED, due=5000)
     never.sent_ns = never.end_ns = 0

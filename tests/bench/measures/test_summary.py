@@ -86,6 +86,25 @@ def test_every_view_of_a_mix() -> None:
     assert by_name["class chat"].cost_per_million_tokens is None
 
 
+def test_cancelled_requests_are_counted_apart() -> None:
+    records = [*steady_stream(20), *(failed(20 + i, FailureKind.CANCELLED, due=0, end=9) for i in range(3)), failed(23)]
+    summary = summarise(run(records), objectives={"ttft": 5000.0})
+    assert (summary.completed, summary.failed, summary.cancelled) == (20, 1, 3)
+    assert summary.failures == {"server_error": 1}
+    assert summary.attainment is not None and (summary.attainment.met, summary.attainment.total) == (20, 21)
+    assert any(note.startswith("3 requests cancelled by the client") for note in summary.notes)
+
+
+def test_probes_are_in_no_number_of_the_load() -> None:
+    records = steady_stream(40, class_name="chat")
+    probes = [request(i, [i * 500 + 7, i * 500 + 9], due=i * 500) for i in range(20)]
+    alone, beside = summarise_all(run(records)), summarise_all(run(records, probes=probes))
+    assert beside[:-1] == alone
+    stream = beside[-1]
+    assert (stream.name, stream.completed, stream.attainment) == ("probe stream", 20, None)
+    assert stream.from_schedule["ttft_ms"].maximum == pytest.approx(7)
+
+
 @pytest.mark.parametrize("found", [True, False])
 def test_the_steady_state_is_its_own_view_or_a_note_says_why_not(monkeypatch, found: bool) -> None:
     window = Window(at(1000), at(9000), found, "because")

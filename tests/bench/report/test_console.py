@@ -15,7 +15,7 @@ from headway.bench.measures.numbers import Attainment, Distribution, Percentile
 from headway.bench.measures.search import ProbeOutcome, SearchResult, Stop, Trial
 from headway.bench.measures.search import Verdict as RateVerdict
 from headway.bench.measures.summary import summarise_all
-from headway.bench.record import RunResult
+from headway.bench.record import Failure, FailureKind, RunResult
 from headway.bench.report import tables, verdict
 from headway.bench.report.comparison import comparison_banners
 from headway.bench.report.console import print_comparison, print_runs, print_search, print_summary
@@ -67,6 +67,16 @@ def test_a_percentile_is_shown_with_its_interval_or_with_what_it_would_need() ->
     refused = tables.percentile_cell(Percentile(99.0, None, None, None, 368))
     assert (refused.text, refused.detail) == ("needs 368+", "")
     assert tables.percentile_cell(None, 0).text == "–"
+
+
+def test_probes_have_a_table_of_their_own_and_cancelled_requests_are_no_failures() -> None:
+    run = simulated_run(40)
+    run.records[3].failure = Failure(FailureKind.CANCELLED, "its client gave it up 2 s after it was sent")
+    assert "Probes" not in summary_of(run) and not verdict.failures_by_kind(run)
+    probed = dataclasses.replace(run, probes=simulated_run(20).records)
+    text = " ".join(summary_of(probed).split())
+    assert "Short requests of a stranger" in text and "1 request cancelled by the client" in text
+    assert "FAILED" not in text and "Valid: 39 of 39 requests answered" in text
 
 
 def test_failures_are_listed_by_kind_with_an_example() -> None:

@@ -105,6 +105,7 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
         "batch",
         "cost per 1M output tokens",
         "3 REQUESTS",
+        "Short requests of a stranger",
     ):
         assert words in page.text
     html = path.read_text()

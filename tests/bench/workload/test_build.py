@@ -391,6 +391,9 @@ def test_requests_can_be_kept_as_json(text: TokenizerSource) -> None:
         ({"mix": "assistants", "output_len": Fixed(3)}, "--output-len was given beside --mix"),
         ({"mix": "assistents"}, "did you mean 'assistants'?"),
         ({"arrival": AllAtOnce(), "duration_s": 3.0}, "say --num-prompts"),
+        ({"cancel_share": 0.5}, "of --cancel-share and --cancel-after-s one was given"),
+        ({"cancel_after_s": Fixed(2)}, "of --cancel-share and --cancel-after-s one was given"),
+        ({"cancel_share": 1.5, "cancel_after_s": Fixed(2)}, "--cancel-share is 1.5; it must be from 0 to 1"),
         ({"arrival": Trace((0.0, 1.0)), "num_prompts": 3}, "3 arrivals were asked for and the trace has 2"),
     ],
 )

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from headway.bench.errors import BenchError
-from headway.bench.workload.lengths import Fixed, LogNormal, Normal
-from headway.bench.workload.mix import bundled_mixes, load_mix
+from headway.bench.workload.arrivals import OnOff, Poisson
+from headway.bench.workload.lengths import Exponential, Fixed, LogNormal, Normal
+from headway.bench.workload.mix import ClassLoad, bundled_mixes, load_mix
 from tests.bench.workload.files import write
 
 WHOLE = """
@@ -44,6 +45,39 @@ def test_a_whole_mix(tmp_path: Path) -> None:
     assert replay.objectives == {} and replay.extra_body == {}
 
 
+def test_classes_with_arrivals_of_their_own(tmp_path: Path) -> None:
+    content = """
+    [[class]]
+    name = "chat"
+    request_rate = 2
+    service_class = "interactive"
+    headers = { x-llm-d-slo-ttft-ms = 200 }
+    cancel_share = 1
+    cancel_after_s = "exponential:mean=2"
+    [[class]]
+    name = "bursts"
+    request_rate = 4
+    on_seconds = 1
+    off_seconds = 3
+    service_tier = "flex"
+    [[class]]
+    name = "offline"
+    max_concurrency = 4
+    num_prompts = 50
+    """
+    mix = load_mix(write(tmp_path / "own.toml", content))
+    assert mix.has_own_arrivals and not load_mix("assistants").has_own_arrivals
+    chat, bursts, offline = mix.classes
+    assert [each.load for each in mix.classes] == [
+        ClassLoad(Poisson(2.0), None, None),
+        ClassLoad(OnOff(4.0, 1.0, 3.0), None, None),
+        ClassLoad(None, 4, 50),
+    ]
+    assert chat.extra_body == {"service_class": "interactive"} and bursts.extra_body == {"service_tier": "flex"}
+    assert chat.headers == {"x-llm-d-slo-ttft-ms": "200"} and offline.headers == {}
+    assert (chat.options.cancel_share, chat.options.cancel_after_s) == (1, Exponential(2.0))
+
+
 def test_the_bundled_mixes_load_by_name() -> None:
     assert bundled_mixes() == ["assistants", "interactive-and-batch"]
     for name in bundled_mixes():
@@ -55,7 +89,8 @@ def test_the_bundled_mixes_load_by_name() -> None:
     assert adversarial.options.input_len == Fixed(30_000)
 
 
-CLASS = '[[class]]\nname = "a"\nshare = 1\n'
+OWN = '[[class]]\nname = "a"\n'
+CLASS = OWN + "share = 1\n"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +122,20 @@ CLASS = '[[class]]\nname = "a"\nshare = 1\n'
         (CLASS + "burstgpt_model = 5", "burstgpt_model is 5; a text is expected"),
         (CLASS + "disable_shuffle = 1", "disable_shuffle is 1; true or false is expected"),
         (CLASS + "input_len = 'norml:mean=3'", "class 'a', input_len: 'norml' .* did you mean 'normal'?"),
-        (CLASS + "num_prompts = 3", "unknown key 'num_prompts'"),
+        (CLASS + "seed = 3", "unknown key 'seed'"),
+        (CLASS + "cancel_share = true", "cancel_share is True; a number is expected"),
+        (CLASS + "headers = { host = 'x' }", "class 'a': the header 'host' is the client's own"),
+        (CLASS + "service_class = 5", "service_class is 5; a text is expected"),
+        (CLASS + "request_rate = 3", "class 'a': share is 1, and it has arrivals of its own"),
+        (OWN + "request_rate = -3", "class 'a': the request rate is -3; it must be a finite number above 0"),
+        (OWN + "request_rate = '3'", "class 'a': request_rate is '3'; a number is expected"),
+        (OWN + "request_rate = 3\non_seconds = 2", "class 'a': --arrival on-off needs --off-seconds"),
+        (OWN + "arrival = 'trace'", "class 'a': --arrival trace needs a dataset with times"),
+        (OWN + "request_rat = 3", "class 'a': unknown key 'request_rat'; did you mean 'request_rate'?"),
+        (OWN + "max_concurrency = 0", "class 'a': max_concurrency is 0; it must be 1 or more"),
+        (OWN + "request_rate = 3\nmax_concurrency = 2", "class 'a' has both arrivals and max_concurrency"),
+        (OWN + "num_prompts = 3", "class 'a' has neither arrivals nor max_concurrency"),
+        (OWN + "request_rate = 3\n" + CLASS.replace('"a"', '"b"'), "class 'b' has no arrivals of its own, and others"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, content: str | bytes, words: str) -> None:
