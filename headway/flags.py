@@ -46,13 +46,13 @@ class Flag:
 
 
 def flags_of(kind: type) -> Iterator[tuple[Field[Any], Any, Flag | None]]:
-    """Fields of a dataclass with their types and flags; and those that are dataclasses themselves, without a flag."""
+    """Fields of a dataclass with their types and flags; and those that are dataclasses with flags themselves."""
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         hint = hints[field.name]
         hint, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         flag = next((each for each in metadata if isinstance(each, Flag)), None)
-        if flag is not None or is_dataclass(hint):
+        if flag is not None or (isinstance(hint, type) and is_dataclass(hint) and any(flags_of(hint))):
             yield field, hint, flag
 
 

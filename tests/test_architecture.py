@@ -77,7 +77,17 @@ ROOMS = {
         forbidden=frozenset({"fastapi", "uvicorn"}),
     ),
     "server": Room(
-        ours={"server", "text", "policy", "choices", "engine.client", "engine.messages", "engine.config", "flags"},
+        ours={
+            "server",
+            "text",
+            "policy",
+            "choices",
+            "class_file",
+            "engine.client",
+            "engine.messages",
+            "engine.config",
+            "flags",
+        },
         forbidden=NO_DEVICE,
     ),
     "report": Room(ours={"report", "files"}, forbidden=NO_DEVICE | NO_SERVER),
@@ -255,7 +265,10 @@ def light_modules() -> list[str]:
     """Modules that must start fast, and so without torch, whatever they import on the way."""
     rooms = {"policy", "cost", "text", "server", "report", "bench", "planner", "simulator", "cli"}
     light = [p for p in modules() if p.relative_to(PACKAGE).parts[0] in rooms]
-    light += [PACKAGE / name for name in ("__init__.py", "choices.py", "engine/messages.py", "engine/client.py")]
+    light += [
+        PACKAGE / name
+        for name in ("__init__.py", "choices.py", "class_file.py", "engine/messages.py", "engine/client.py")
+    ]
     return [dotted(p).removesuffix(".__init__") for p in light if p.exists()]
 
 

@@ -47,6 +47,8 @@ def serve(
         fail(f"--metrics-prefix {server.metrics_prefix!r} is not a Prometheus name, as headway: is")
     if engine.max_queue_time is not None and not engine.max_queue_time > 0:
         fail(f"--max-queue-time {engine.max_queue_time:g} is no time to wait; it must be more than 0")
+    if server.service_classes is not None:
+        engine.classes = server.service_classes.table
     engine.model = str(_model_folder(model))
     server.served_model_names = server.served_model_names or [model or f"headway/{STORY.name}"]
     server.priority_allowed = engine.scheduling_policy == "priority"

@@ -7,13 +7,27 @@ its own and the last one yields first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 MOST_MS = 1e9
 WHEN_LATE = ("serve", "refuse")
 SERVICE_TIERS = ("priority", "default", "flex")
+COUNTS = ("max_queued", "max_prompt_tokens", "max_output_tokens")
+SHARES = ("seats", "tokens", "kv")
+
+
+class InvalidClasses(ValueError):
+    """What is wrong with a class or a table of them.
+
+    Args:
+        path: where, as keys and positions from the outermost one, like ("class", 2, "ttft_ms").
+    """
+
+    def __init__(self, message: str, *path: str | int) -> None:
+        super().__init__(message)
+        self.path = path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +49,7 @@ class ServiceClass:
             those that still can, `refuse` ends it.
 
     Raises:
-        ValueError: naming the key, its value and its limits.
+        InvalidClasses: naming the key, its value and its limits.
     """
 
     name: str
@@ -54,26 +68,27 @@ class ServiceClass:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ValueError('a class has no name; write name = "..."')
+            raise InvalidClasses('a class has no name; write name = "..."', "name")
         for key in ("ttft_ms", "tpot_ms"):
-            value = getattr(self, key)
-            if not 0 < value <= MOST_MS and value != math.inf:
-                raise ValueError(f"{key} is {value:g}; an objective is more than 0 and at most {MOST_MS:g} ms")
+            self._check(key, "an objective is more than 0 and at most 1e9 ms", lambda ms: 0 < ms <= MOST_MS, math.inf)
         least, most = self.window_ms
         if not 0 <= least <= most <= 1000:
-            raise ValueError(f"window_ms is [{least:g}, {most:g}]; give its least and its most, from 0 to 1000 ms")
-        for key in ("seats", "tokens", "kv"):
-            value = getattr(self, key)
-            if not 0 <= value < 1:
-                raise ValueError(f"{key} is {value:g}; a share is from 0 to below 1")
-        for key in ("max_queued", "max_prompt_tokens", "max_output_tokens"):
-            if not getattr(self, key) >= 1:
-                raise ValueError(f"{key} is {getattr(self, key):g}; it must be at least 1")
+            raise InvalidClasses(
+                f"window_ms is [{least:g}, {most:g}]; give its least and its most, from 0 to 1000 ms", "window_ms"
+            )
+        for key in SHARES:
+            self._check(key, "a share is from 0 to below 1", lambda share: 0 <= share < 1)
+        for key in COUNTS:
+            self._check(key, "it must be a whole number from 1", lambda count: count >= 1 and count % 1 == 0, math.inf)
         for key in ("queue_timeout_s", "starvation_s"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key} is {getattr(self, key):g}; it must be more than 0")
+            self._check(key, "it must be more than 0", lambda seconds: seconds > 0)
         if self.when_late not in WHEN_LATE:
-            raise ValueError(f"when_late is {self.when_late!r}; choose one of {', '.join(WHEN_LATE)}")
+            raise InvalidClasses(f"when_late is {self.when_late!r}; choose one of {', '.join(WHEN_LATE)}", "when_late")
+
+    def _check(self, key: str, rule: str, holds: Callable[[float], bool], allowed: float | None = None) -> None:
+        value = getattr(self, key)
+        if value != allowed and not holds(value):
+            raise InvalidClasses(f"{key} is {value:g}; {rule}", key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +100,7 @@ class ClassTable:
         service_tiers: name of the class for each of OpenAI's service tiers; `auto` is `default`.
 
     Raises:
-        ValueError: two classes have one name, a name is unknown, or shares add up to the whole or more.
+        InvalidClasses: two classes have one name, a name is unknown, or shares add up to the whole or more.
     """
 
     classes: tuple[ServiceClass, ...]
@@ -94,21 +109,32 @@ class ClassTable:
 
     def __post_init__(self) -> None:
         names = [each.name for each in self.classes]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two classes are named {name!r}; give each its own name")
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                raise InvalidClasses(f"two classes are named {name!r}; give each its own name", "class", number, "name")
         if not names:
-            raise ValueError("there are no classes; write [[class]] once for each")
-        for what, name in [("default", self.default), *self.service_tiers.items()]:
-            if name and name not in names:
-                raise ValueError(f"{what} is {name!r}, which is no class; there are {', '.join(names)}")
+            raise InvalidClasses("there are no classes; write [[class]] once for each", "class")
         for tier in self.service_tiers:
             if tier not in SERVICE_TIERS:
-                raise ValueError(f"service tier {tier!r} is unknown; there are {', '.join(SERVICE_TIERS)}")
-        for key in ("seats", "tokens", "kv"):
-            total = sum(getattr(each, key) for each in self.classes)
+                raise InvalidClasses(
+                    f"service tier {tier!r} is unknown; there are {', '.join(SERVICE_TIERS)}", "service_tiers", tier
+                )
+        if self.default:
+            self._check_name(self.default, "default")
+        for tier, name in self.service_tiers.items():
+            self._check_name(name, "service_tiers", tier)
+        for key in SHARES:
+            given = [(getattr(each, key), number) for number, each in enumerate(self.classes)]
+            total = sum(share for share, _ in given)
             if total >= 1:
-                raise ValueError(f"the classes' shares of {key} add up to {total:g}; keep the sum below 1")
+                last = max(number for share, number in given if share)
+                message = f"the classes' shares of {key} add up to {total:g}; keep the sum below 1"
+                raise InvalidClasses(message, "class", last, key)
+
+    def _check_name(self, name: str, *path: str | int) -> None:
+        if name not in (each.name for each in self.classes):
+            known = ", ".join(each.name for each in self.classes)
+            raise InvalidClasses(f"{path[-1]} is {name!r}, which is no class; there are {known}", *path)
 
     def __iter__(self) -> Iterator[ServiceClass]:
         return iter(self.classes)
@@ -142,26 +168,49 @@ class ClassTable:
         return tiers.get(service_class.name, "default")
 
 
-def class_of(table: Mapping[str, Any]) -> ServiceClass:
-    """A class from the keys of its table in a file.
+def table_of(content: Mapping[str, Any]) -> ClassTable:
+    """The classes that a file describes, as its `default`, `service_tiers` and list of `class`.
 
     Raises:
-        ValueError: a key is unknown, of another type or out of range.
+        InvalidClasses: a key is unknown, of another type or out of range, or they contradict each other.
     """
-    known = {each.name for each in fields(ServiceClass)}
-    for key, value in table.items():
-        if key not in known:
-            raise ValueError(f"{key!r} is unknown; a class has {', '.join(sorted(known))}")
-        if key in ("name", "when_late"):
-            good = isinstance(value, str)
-        elif key == "window_ms":
-            good = isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
-        else:
-            good = _is_number(value)
-        if not good:
-            raise ValueError(f"{key} is {value!r}, of the wrong type")
-    window = table.get("window_ms")
-    return ServiceClass(**{**table, "name": table.get("name", "")} | ({"window_ms": tuple(window)} if window else {}))
+    default, tiers, listed = content.get("default", ""), content.get("service_tiers", {}), content.get("class", [])
+    if not isinstance(default, str):
+        raise InvalidClasses(f"default is {default!r}; it must be the name of a class", "default")
+    if not isinstance(tiers, dict) or not all(isinstance(name, str) for name in tiers.values()):
+        raise InvalidClasses("service_tiers must be a table with a class's name for each tier", "service_tiers")
+    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+        raise InvalidClasses("class must be a list; write [[class]] once for each", "class")
+    classes = []
+    for number, keys in enumerate(listed):
+        try:
+            classes.append(class_of(keys))
+        except InvalidClasses as error:
+            raise InvalidClasses(str(error), "class", number, *error.path) from None
+    return ClassTable(tuple(classes), default, tiers)
+
+
+def class_of(keys: Mapping[str, Any]) -> ServiceClass:
+    """A class from its keys in a file. Raises InvalidClasses: one is unknown, of another type or out of range."""
+    kinds: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        each.name: ("a number", _is_number) for each in fields(ServiceClass)
+    }
+    kinds |= dict.fromkeys(("name", "when_late"), ("a string", lambda value: isinstance(value, str)))
+    kinds["window_ms"] = ("a list of two numbers", _is_pair)
+    for key, value in keys.items():
+        if key not in kinds:
+            raise InvalidClasses(f"{key!r} is unknown; a class has {', '.join(kinds)}", key)
+        kind, is_one = kinds[key]
+        if not is_one(value):
+            raise InvalidClasses(f"{key} is {value!r}; it must be {kind}", key)
+    values: dict[str, Any] = {"name": "", **keys}
+    if "window_ms" in keys:
+        values["window_ms"] = tuple(keys["window_ms"])
+    return ServiceClass(**values)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
 
 
 def _is_number(value: Any) -> bool:

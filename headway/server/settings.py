@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from headway.class_file import ClassFile, read_class_file
 from headway.flags import Flag, limit, size
 
 _flag = functools.partial(Flag, panel="Server")
@@ -19,6 +20,7 @@ class ServerSettings:
 
     Args:
         served_model_names: the first is the one in answers.
+        service_classes: None has the built-in ones.
         api_keys: any of them opens the API; none leaves it open.
         max_num_queued_reqs, max_num_queued_tokens: infinite for no limit, None suits the engine's size.
         priority_allowed: requests may have a priority; the engine's policy looks at it.
@@ -36,6 +38,14 @@ class ServerSettings:
             "Key that requests must carry; may be repeated.", "--api-key", repeated=True, envvar=("HEADWAY_API_KEY",)
         ),
     ] = field(default_factory=list)
+    service_classes: Annotated[
+        ClassFile | None,
+        _flag(
+            "TOML file with classes of requests and their objectives; SIGHUP reads it again. Default: built in.",
+            parse=read_class_file,
+            metavar="FILE",
+        ),
+    ] = None
     max_num_queued_reqs: Annotated[
         float | None,
         _limit("Most choices that wait or run; then 429. Default: 8 times --max-num-seqs."),

@@ -61,6 +61,20 @@ def test_bad_input_is_one_line(
     assert errors.count("\n") == 1
 
 
+def test_bad_classes_are_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By the flag, and by the key of a file of flags."""
+    classes, flags = tmp_path / "classes.toml", tmp_path / "flags.toml"
+    classes.write_text('[[class]]\nname = "a"\nttft_ms = 0\n')
+    flags.write_text(f'service-classes = "{classes}"')
+    for arguments in (["--service-classes", str(classes)], ["--config", str(flags)]):
+        assert run(monkeypatch, "serve", *arguments) == 2
+        line = capsys.readouterr().err
+        assert line.startswith(f"headway: --service-classes: {classes}, line 3: ttft_ms is 0; an objective is")
+        assert line.count("\n") == 1
+
+
 def test_folder_without_a_tokenizer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
