@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headway.bench.errors import BenchError
+from headway.policy.objectives import checked_objectives, parse_objectives
 
 
 def percentiles(text: str) -> tuple[float, ...]:
@@ -55,3 +56,22 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BenchError(f'it is a JSON {type(found).__name__}; it must be an object, as {{"top_k": 20}}')
     return found
+
+
+def parse_goodput(values: Sequence[str]) -> dict[str, float]:
+    """Objectives in ms, from `ttft:200`, `tpot:50` and the like; one value may hold several.
+
+    Raises BenchError as `parse_objectives` does.
+    """
+    try:
+        return parse_objectives(" ".join(values).replace(",", " ").split(), "--goodput")
+    except ValueError as error:
+        raise BenchError(str(error)) from None
+
+
+def check_objectives(objectives: Mapping[str, float], where: str) -> dict[str, float]:
+    """The same objectives. Raises BenchError, which names `where` they stand, as `parse_objectives` does."""
+    try:
+        return checked_objectives(objectives, where)
+    except ValueError as error:
+        raise BenchError(str(error)) from None

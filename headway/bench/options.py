@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from headway.bench.client.endpoint import Endpoint
 from headway.bench.errors import BenchError
-from headway.bench.measures.slo import parse_goodput
-from headway.bench.measures.summary import PERCENTILES
-from headway.bench.option_values import json_object, key_values, percentiles
+from headway.bench.measures.numbers import PERCENTILES
+from headway.bench.option_values import json_object, key_values, parse_goodput, percentiles
 from headway.bench.workload.arrival_flags import ArrivalFlags
 from headway.bench.workload.spec import WorkloadSpec
 from headway.flags import Flag

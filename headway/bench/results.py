@@ -17,10 +17,9 @@ import msgspec
 
 import headway
 from headway.bench.errors import BenchError
-from headway.bench.measures.numbers import Summary
+from headway.bench.measures.numbers import PERCENTILES, Summary
 from headway.bench.measures.phases import MEDIAN, SLOWEST, phase_composition
 from headway.bench.measures.slo import Objectives
-from headway.bench.measures.summary import PERCENTILES
 from headway.bench.record import ClientHealth, RequestRecord, RunResult
 from headway.bench.result_columns import Nanoseconds, from_columns, to_columns
 from headway.bench.result_csv import csv_text

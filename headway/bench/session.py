@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import dataclass
 from typing import Any
 
-from headway.bench.client.asking import Asker, asking
+from headway.bench.client.asker import Asker
 from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, run_load
 from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.client.probe import Server, probe
@@ -191,7 +191,7 @@ class _Surroundings:
 
 @contextlib.asynccontextmanager
 async def _surroundings(session: Session) -> AsyncIterator[_Surroundings]:
-    async with asking(session.server.endpoint) as asker:
+    async with Asker.open(session.server.endpoint) as asker:
         surroundings = _Surroundings(asker if session.server.metrics else None, session.is_here)
         try:
             yield surroundings

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from headway.bench import session as session_module
-from headway.bench.client.asking import Asker, Reply
+from headway.bench.client.asker import Asker, Reply
 from headway.bench.client.load import LoadMode
 from headway.bench.errors import BenchError
 from headway.bench.options import Target

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from headway.bench.client.alarm import Alarm
-from headway.bench.client.turns import Conversations, continued
+from headway.bench.client.conversations import Conversations, continued
 from headway.bench.record import Failure, FailureKind, RequestRecord
 from headway.bench.request import PlannedRequest, Prompt
 
@@ -26,7 +26,7 @@ class LoadMode(StrEnum):
     CLOSED = "closed"  # max_concurrency users: each sends its next request when its last one has ended
 
 
-class Phase(StrEnum):
+class LoadStage(StrEnum):
     WARM_UP = "warm_up"
     LOAD = "load"
     DRAIN = "drain"  # nothing new is sent any more, requests under way are awaited
@@ -46,8 +46,8 @@ class Sender(Protocol):
 class LoadListener:
     """Is told what happens, within the event loop: the time it takes delays the client. To derive from."""
 
-    def phase(self, phase: Phase) -> None:
-        """A new phase begins."""
+    def stage(self, stage: LoadStage) -> None:
+        """A new stage begins."""
 
     def began(self, at_ns: int) -> None:
         """When the schedule's time 0 is: about now."""
@@ -175,7 +175,7 @@ class Dispatch:
         self.began_ns = time.monotonic_ns() + 10_000_000 + 5_000 * len(firsts)
         if self._duration_s is not None:
             self._deadline_ns = self.began_ns + round(self._duration_s * 1e9)
-        self._listener.phase(Phase.LOAD)
+        self._listener.stage(LoadStage.LOAD)
         self._listener.began(self.began_ns)
         self._last_ns = self.began_ns
         for first in self._scheduled:
@@ -209,7 +209,7 @@ class Dispatch:
     def _drain(self) -> None:
         if not self._draining:
             self._draining = True
-            self._listener.phase(Phase.DRAIN)
+            self._listener.stage(LoadStage.DRAIN)
 
     def _check_finished(self) -> None:
         if not (self._under_way or self._later or self._waiting):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from headway.bench.client.address import Address, parse_base_url
-from headway.bench.client.http_client import HttpClient
 from headway.bench.errors import BenchError
 
 Api = Literal["completions", "chat"]
@@ -82,10 +81,6 @@ class Endpoint:
         if self.api_key is not None:
             headers["authorization"] = f"Bearer {self.api_key}"
         return headers | lower_names(self.headers)
-
-    def connect(self) -> HttpClient:
-        """A client for this server; needs a running event loop."""
-        return HttpClient(self.address, connect_timeout_s=self.connect_timeout_s, insecure=self.insecure)
 
 
 def lower_names(headers: Mapping[str, str]) -> dict[str, str]:

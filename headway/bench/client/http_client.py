@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import resource
 import ssl
-from typing import Any
+from typing import Any, Self
 
 from headway.bench.client.address import Address
 from headway.bench.client.connection import Connection, Inbox, Receiver
+from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.failures import RequestFailed
 from headway.bench.record import FailureKind
 
@@ -44,6 +45,11 @@ class HttpClient:
         self.opened = 0
         self.retried = 0
         _allow_many_sockets()
+
+    @classmethod
+    def to(cls, endpoint: Endpoint) -> Self:
+        """For an endpoint's server; needs a running event loop."""
+        return cls(endpoint.address, connect_timeout_s=endpoint.connect_timeout_s, insecure=endpoint.insecure)
 
     def head(self, method: str, route: str, headers: dict[str, str]) -> bytes:
         """The request line and headers (lower-case names), to which exchange() adds content-length and the body."""

@@ -17,15 +17,15 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.bench.client.dispatch import Dispatch, LoadListener, LoadMode, Phase, Sender
+from headway.bench.client.conversations import Conversations
+from headway.bench.client.dispatch import Dispatch, LoadListener, LoadMode, LoadStage, Sender
 from headway.bench.client.probe_stream import ProbeStream
-from headway.bench.client.turns import Conversations
 from headway.bench.client.watch import LoopWatch, OpenSockets
 from headway.bench.errors import BenchError
 from headway.bench.record import ClientHealth, Failure, RequestRecord
 from headway.bench.request import PlannedRequest
 
-__all__ = ["LoadListener", "LoadMode", "LoadOutcome", "Phase", "Sender", "run_load"]
+__all__ = ["LoadListener", "LoadMode", "LoadOutcome", "LoadStage", "Sender", "run_load"]
 
 WARM_UPS_AT_ONCE = 8
 
@@ -116,7 +116,7 @@ async def run_load(
     stream = ProbeStream(client, probes or iter(()))
     failures: list[Failure] = []
     if warm_ups:
-        listener.phase(Phase.WARM_UP)
+        listener.stage(LoadStage.WARM_UP)
         failures = await _warm_up(client, warm_ups, max_concurrency or WARM_UPS_AT_ONCE, stop)
     watch = LoopWatch(sockets)
     gave_up = None
@@ -128,7 +128,7 @@ async def run_load(
         with _collector_off(), watch:
             async with stream.beside(grace_s):
                 await dispatch.go(stop, drain_s, grace_s)
-    listener.phase(Phase.DONE)
+    listener.stage(LoadStage.DONE)
     records = sorted(dispatch.records, key=lambda record: record.index)
     return LoadOutcome(
         records=records,

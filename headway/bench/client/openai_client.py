@@ -9,6 +9,7 @@ from typing import Self
 from headway.bench.client.answer import StreamedAnswer
 from headway.bench.client.endpoint import Endpoint, lower_names
 from headway.bench.client.failures import RequestFailed
+from headway.bench.client.http_client import HttpClient
 from headway.bench.client.request_body import BodyBuilder
 from headway.bench.record import Failure, FailureKind, RequestRecord
 from headway.bench.request import PlannedRequest, Prompt
@@ -24,7 +25,7 @@ class OpenAIClient:
         """`keep_text` keeps the answers' text in the records."""
         self.endpoint = endpoint
         self._keep_text = keep_text
-        self.http = endpoint.connect()
+        self.http = HttpClient.to(endpoint)
         self._bodies = BodyBuilder(endpoint)
         self._head = self._head_with({})
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway.bench.client.asking import Asker, Reply, asking
+from headway.bench.client.asker import Asker, Reply
 from headway.bench.client.endpoint import Endpoint
+from headway.bench.client.negotiation import count_by_stream, negotiate_stream
 from headway.bench.client.request_body import as_messages, as_text
-from headway.bench.client.trial import count_by_stream, try_stream
 from headway.bench.errors import BenchError
 from headway.bench.request import Prompt
 
@@ -73,7 +73,7 @@ async def probe(wanted: Endpoint, ready_timeout_s: float = 0.0, may_ignore_eos: 
         BenchError: it cannot be reached, does not accept the key, does not serve the model, refuses what is wanted, or
             does not answer what every OpenAI-compatible server answers.
     """
-    async with asking(wanted, ready_timeout_s) as asker:
+    async with Asker.open(wanted, ready_timeout_s) as asker:
         cards = await _cards(asker)
         kind = await _kind(asker, cards)
         model = _chosen(wanted.model, cards)
@@ -84,7 +84,7 @@ async def probe(wanted: Endpoint, ready_timeout_s: float = 0.0, may_ignore_eos: 
             ignore_eos=wanted.ignore_eos or (may_ignore_eos and kind in KNOWS_IGNORE_EOS),
             include_timings=kind == "headway",
         )
-        accepted, record = await try_stream(asker, wishes)
+        accepted, record = await negotiate_stream(asker, wishes)
         if wanted.ignore_eos and not accepted.ignore_eos:
             raise BenchError("--ignore-eos was given, and the server refuses the field ignore_eos; leave it out")
         if kind == "headway":
@@ -126,7 +126,7 @@ async def count_tokens(server: Server, prompts: Sequence[Prompt]) -> list[int]:
                 raise BenchError("the server tells no token counts (no /tokenize, no usage); give a --tokenizer")
             return found
 
-    async with asking(endpoint) as asker:
+    async with Asker.open(endpoint) as asker:
         return list(await asyncio.gather(*map(count, prompts)))
 
 

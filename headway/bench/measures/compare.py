@@ -18,7 +18,8 @@ from headway.bench.measures.bootstrap import (
 )
 from headway.bench.measures.dependence import block_length
 from headway.bench.measures.run_statistics import FAMILIES, STATISTICS, RunStatistics, Statistic
-from headway.bench.measures.slo import Objectives, check_objectives, parse_goodput
+from headway.bench.measures.slo import Objectives
+from headway.bench.option_values import check_objectives, parse_goodput
 from headway.bench.record import RunResult
 
 _ENOUGH_RUNS = 3  # of each side, to see how runs differ among themselves

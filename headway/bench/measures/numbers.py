@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
+
 
 @dataclass(frozen=True, slots=True)
 class Percentile:

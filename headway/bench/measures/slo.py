@@ -4,40 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from headway.bench.errors import BenchError
 from headway.bench.measures.dependence import effective_count
 from headway.bench.measures.latencies import NS_PER_MS, Latencies, Since
 from headway.bench.measures.numbers import Attainment
 from headway.bench.measures.percentiles import proportion_interval
 from headway.bench.record import FailureKind, RequestRecord
-from headway.policy.objectives import OBJECTIVES, checked_objectives, parse_objectives
+from headway.policy.objectives import OBJECTIVES
 
 FAILED = "failed"
 
 Objectives = Mapping[str, float]  # {"ttft": 200.0, ...}, in ms
-
-
-def parse_goodput(values: Sequence[str]) -> dict[str, float]:
-    """Objectives in ms, from `ttft:200`, `tpot:50` and the like; one value may hold several.
-
-    Raises BenchError as `parse_objectives` does.
-    """
-    try:
-        return parse_objectives(" ".join(values).replace(",", " ").split(), "--goodput")
-    except ValueError as error:
-        raise BenchError(str(error)) from None
-
-
-def check_objectives(objectives: Mapping[str, float], where: str) -> dict[str, float]:
-    """The same objectives. Raises BenchError, which names `where` they stand, as `parse_objectives` does."""
-    try:
-        return checked_objectives(objectives, where)
-    except ValueError as error:
-        raise BenchError(str(error)) from None
 
 
 def objectives_of(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from headway.bench.measures.latencies import Latencies, Since
-from headway.bench.measures.numbers import Distribution, Summary, Window
+from headway.bench.measures.numbers import PERCENTILES, Distribution, Summary, Window
 from headway.bench.measures.percentiles import distribution
 from headway.bench.measures.phases import phase_lengths
 from headway.bench.measures.slo import Objectives, attainment
@@ -19,7 +19,6 @@ from headway.bench.measures.throughput import prompt_tokens, whole_run_rates, wi
 from headway.bench.record import FailureKind, RequestRecord, RunResult
 from headway.cost.price import cost_per_million
 
-PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 WHOLE_RUN = "whole run"
 STEADY_STATE = "steady state"
 PROBE_STREAM = "probe stream"

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from headway.bench.client.dispatch import LoadListener, Phase
+from headway.bench.client.dispatch import LoadListener, LoadStage
 from headway.bench.record import RequestRecord
 from headway.report.style import number, plain
 
@@ -29,11 +29,11 @@ RATE_OVER_S = 5.0
 RESERVOIR = 2000
 ENOUGH_FOR_P99 = 100
 LATE_MS = 10.0  # of the client, from where on its lag is shown as a warning
-PHASES = {
-    Phase.WARM_UP: "warming up",
-    Phase.LOAD: "measuring",
-    Phase.DRAIN: "waiting for the last answers",
-    Phase.DONE: "done",
+STAGES = {
+    LoadStage.WARM_UP: "warming up",
+    LoadStage.LOAD: "measuring",
+    LoadStage.DRAIN: "waiting for the last answers",
+    LoadStage.DONE: "done",
 }
 NS_PER_MS = 1e6
 
@@ -83,7 +83,7 @@ class LiveView(LoadListener):
         self._console = console
         self._label = plain(label)
         self._expected_s = expected_s
-        self._phase = "starting"
+        self._stage = "starting"
         self._began_ns = time.monotonic_ns()
         self._in_flight: dict[int, RequestRecord] = {}
         self._first_seen: set[int] = set()
@@ -120,12 +120,12 @@ class LiveView(LoadListener):
 
     def say(self, what: str) -> None:
         """Before the load begins: what is being done ("looking at the server")."""
-        self._phase = plain(what, 60)
+        self._stage = plain(what, 60)
         self.refresh()
 
-    def phase(self, phase: Phase) -> None:
-        self._phase = PHASES[phase]
-        if self._timer is None and phase is not Phase.DONE:
+    def stage(self, stage: LoadStage) -> None:
+        self._stage = STAGES[stage]
+        if self._timer is None and stage is not LoadStage.DONE:
             self._set_timer()
         self.refresh()
 
@@ -162,7 +162,7 @@ class LiveView(LoadListener):
     def _set_timer(self) -> None:
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # told of the phase from outside of a loop: nobody to draw later
+        except RuntimeError:  # told of the stage from outside of a loop: nobody to draw later
             return
         self._due_s = loop.time() + FRAME_S
         self._timer = loop.call_at(self._due_s, self._tick, loop)
@@ -205,7 +205,7 @@ class LiveView(LoadListener):
         waiting = f", {self._waiting} waiting for a place" if self._waiting else ""
         label = f"{self._label}: " if self._label else ""
         return (
-            f"{label}{self._phase}, {_clock(self._elapsed_s(now_ns))}: {self.done}/{self.total} done{failures}, "
+            f"{label}{self._stage}, {_clock(self._elapsed_s(now_ns))}: {self.done}/{self.total} done{failures}, "
             f"{len(self._in_flight)} in flight{waiting}, {number(requests_per_s)} requests/s, "
             f"{number(tokens_per_s)} tokens/s, TTFT P50 {ttft[0]} P99 {ttft[1]} ms"
         )
@@ -242,7 +242,7 @@ class LiveView(LoadListener):
         frame.append("━" * full, style="bold green")
         frame.append("━" * (30 - full), style="dim")
         frame.append(f" {100 * share:3.0f} %  ", style="bold")
-        frame.append(self._phase, style="bold magenta")
+        frame.append(self._stage, style="bold magenta")
         frame.append(f"  {_clock(elapsed_s)}")
         left = self._left_s(elapsed_s)
         if left is not None:

@@ -20,8 +20,16 @@ from headway.bench.errors import BenchError
 from headway.bench.request import PlannedRequest, Prompt
 from headway.bench.workload.drafts import Draft
 from headway.bench.workload.mix import MixClass, load_mix, options_beside_a_mix
-from headway.bench.workload.plan import PROBES, Part, Plan, Planned, parts_of, plan, with_cancellations
 from headway.bench.workload.prompts import MadePrompt, PromptMaker, TokenSource
+from headway.bench.workload.schedule import (
+    PROBES,
+    Conversation,
+    Part,
+    Schedule,
+    make_schedule,
+    parts_of,
+    with_cancellations,
+)
 from headway.bench.workload.spec import WorkloadSpec
 from headway.bench.workload.synthetic import check_whole
 
@@ -68,7 +76,7 @@ class Workload:
 def build_workload(
     spec: WorkloadSpec, source: TokenSource, *, chat: bool, progress: Progress | None = None
 ) -> Workload:
-    """Plan a run.
+    """Schedule a run.
 
     Args:
         source: makes the prompts.
@@ -83,17 +91,17 @@ def build_workload(
     if mix is not None and mix.has_own_arrivals:
         _check_alone(spec)
     parts = parts_of(spec, mix.classes if mix else (MixClass("", 1.0, spec),), source)
-    planned = plan(spec, parts)
-    clipped = _clip(planned)
-    planned.conversations = with_cancellations(spec, parts, planned.conversations)
+    schedule = make_schedule(spec, parts)
+    clipped = _clip(schedule)
+    schedule.conversations = with_cancellations(spec, parts, schedule.conversations)
     writer = _Writer(PromptMaker(source, spec.seed_of_prompts), len(parts), chat)
-    requests = writer.requests(planned, progress)
+    requests = writer.requests(schedule, progress)
     return Workload(
         description=f"mix {mix.name}: {mix.description}" if mix else parts[0].dataset.describe(),
-        arrivals=_describe_arrivals(spec, parts, planned),
+        arrivals=_describe_arrivals(spec, parts, schedule),
         requests=requests,
         seed=spec.seed_of_prompts,
-        notes=[note for part in parts for note in part.dataset.notes] + planned.notes + clipped + writer.notes(),
+        notes=[note for part in parts for note in part.dataset.notes] + schedule.notes + clipped + writer.notes(),
         classes={each.name: each.objectives for each in mix.classes} if mix else {},
         users={
             part.of_class.name: part.of_class.load.users
@@ -174,24 +182,24 @@ def _check_alone(spec: WorkloadSpec) -> None:
         )
 
 
-def _describe_arrivals(spec: WorkloadSpec, parts: Sequence[Part], planned: Plan) -> str:
+def _describe_arrivals(spec: WorkloadSpec, parts: Sequence[Part], schedule: Schedule) -> str:
     own = [f"{part.of_class.name}: {part.of_class.load.describe()}" for part in parts if part.of_class.load]
     if own:
         return "; ".join(own) + (f"; {spec.time_scale:g}x as fast" if spec.time_scale != 1 else "")
     if spec.arrival is not None:
         return spec.arrival.describe()
-    if planned.recorded:
+    if schedule.recorded:
         return "as recorded" + (f", {spec.time_scale:g}x as fast" if spec.time_scale != 1 else "")
     return "closed loop"
 
 
-def _clip(planned: Plan) -> list[str]:
+def _clip(schedule: Schedule) -> list[str]:
     """Made-up prompts no longer than max_input_len, answers than max_output_len; what was done, a sentence each."""
     clipped: Counter[str] = Counter()
-    kept: list[Planned] = []
-    for part, turns in planned.conversations:
+    kept: list[Conversation] = []
+    for part, turns in schedule.conversations:
         kept.append((part, tuple(_clipped(part, draft, clipped) for draft in turns)))
-    planned.conversations = kept
+    schedule.conversations = kept
     total = sum(len(turns) for _, turns in kept)
     notes = [f"{count} of {total} {what}" for what, count in clipped.items()]
     early = sum(turns[-1].ends_early for _, turns in kept)
@@ -226,19 +234,19 @@ class _Writer:
     made: int = 0
     off: list[int] = field(default_factory=list)
 
-    def requests(self, planned: Plan, progress: Progress | None) -> list[PlannedRequest]:
-        total = sum(len(turns) for _, turns in planned.conversations)
+    def requests(self, schedule: Schedule, progress: Progress | None) -> list[PlannedRequest]:
+        total = sum(len(turns) for _, turns in schedule.conversations)
         # To nanoseconds: what lies below depends on the machine's logarithm.
-        times = np.round(planned.times, 9).tolist()
+        times = np.round(schedule.times, 9).tolist()
         requests: list[PlannedRequest] = []
         told = 0
-        for conversation, arrival_s in zip(planned.conversations, times, strict=True):
+        for conversation, arrival_s in zip(schedule.conversations, times, strict=True):
             self._write(requests, conversation, None if math.isnan(arrival_s) else arrival_s)
             if progress is not None and (len(requests) >= told + PROGRESS_EVERY or len(requests) == total):
                 progress(told := len(requests), total)
         return requests
 
-    def _write(self, requests: list[PlannedRequest], conversation: Planned, arrival_s: float | None) -> None:
+    def _write(self, requests: list[PlannedRequest], conversation: Conversation, arrival_s: float | None) -> None:
         part, turns = conversation
         said = 0
         for turn, draft in enumerate(turns):

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 from headway.bench.client.endpoint import check_headers
 from headway.bench.errors import BenchError
-from headway.bench.measures.slo import check_objectives
+from headway.bench.option_values import check_objectives
 from headway.bench.workload.arrival_flags import ArrivalFlags, make_arrival
 from headway.bench.workload.arrivals import Arrival
 from headway.bench.workload.spec import DATASET_FIELDS, DISTRIBUTIONS, DatasetOptions, flag

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from headway.bench.client.load import LoadListener, LoadOutcome, Phase
+from headway.bench.client.load import LoadListener, LoadOutcome, LoadStage
 from headway.bench.record import Failure, FailureKind, RequestRecord
 from headway.bench.request import PlannedRequest, Prompt
 
@@ -78,15 +78,15 @@ class Listening(LoadListener):
     """Notes what it is told, and sets `stop` when so many requests have been started, or one of them ended."""
 
     def __init__(self, stop_after_starts: int = 0, stop_after_ends: int = 0) -> None:
-        self.phases: list[Phase] = []
+        self.stages: list[LoadStage] = []
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.most_waiting = 0
         self.stop_after = (stop_after_starts, stop_after_ends)
         self.stop = asyncio.Event()
 
-    def phase(self, phase: Phase) -> None:
-        self.phases.append(phase)
+    def stage(self, stage: LoadStage) -> None:
+        self.stages.append(stage)
 
     def waiting(self, count: int) -> None:
         self.most_waiting = max(self.most_waiting, count)

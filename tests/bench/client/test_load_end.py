@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headway.bench.client.endpoint import Endpoint
-from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, Phase, run_load
+from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, LoadStage, run_load
 from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.measures.slo import missed_objectives
 from headway.bench.record import RequestRecord
@@ -28,7 +28,7 @@ def test_after_the_duration_nothing_is_sent_and_answers_are_awaited(run: Run) ->
     outcome = run(run_load(client, at(0.0, 0.01, 0.05, 60.0), duration_s=0.05, listener=listener))
     assert client.sent == [0, 1] and indices(outcome) == [0, 1] and outcome.never_due == 2
     assert all(record.ok for record in outcome.records) and not outcome.interrupted
-    assert listener.phases == [Phase.LOAD, Phase.DRAIN, Phase.DONE]
+    assert listener.stages == [LoadStage.LOAD, LoadStage.DRAIN, LoadStage.DONE]
 
 
 @pytest.mark.parametrize("mode", [LoadMode.CLOSED, LoadMode.OPEN])

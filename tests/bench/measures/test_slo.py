@@ -8,7 +8,8 @@ import pytest
 
 from headway.bench.errors import BenchError
 from headway.bench.measures.percentiles import proportion_interval
-from headway.bench.measures.slo import attainment, check_objectives, missed_objectives, parse_goodput, slowness
+from headway.bench.measures.slo import attainment, missed_objectives, slowness
+from headway.bench.option_values import check_objectives, parse_goodput
 from headway.bench.record import FailureKind
 from tests.bench.records import failed, request
 

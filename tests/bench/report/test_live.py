@@ -8,7 +8,7 @@ import time
 import pytest
 from rich.console import Console
 
-from headway.bench.client.dispatch import LoadMode, Phase
+from headway.bench.client.dispatch import LoadMode, LoadStage
 from headway.bench.client.load import run_load
 from headway.bench.record import Failure, FailureKind, RequestRecord
 from headway.bench.report import live
@@ -31,7 +31,7 @@ def feed(view: LiveView, records: list[RequestRecord]) -> None:
 def test_it_counts_and_shows_requests_failures_and_percentiles() -> None:
     view, _ = view_of(True, 150, label="12 requests/s")
     run = simulated_run(130, failures=4)
-    view.phase(Phase.LOAD)
+    view.stage(LoadStage.LOAD)
     feed(view, run.records)
     view.started(RequestRecord(500))
     view.waiting(7)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headway.bench.client.turns import Conversations
+from headway.bench.client.conversations import Conversations
 from headway.bench.errors import BenchError
 from headway.bench.workload.arrivals import AllAtOnce, Constant, Poisson, Trace
 from headway.bench.workload.build import Workload, build_workload, warm_up_requests

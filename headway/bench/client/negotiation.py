@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from headway.bench.client.answer import StreamedAnswer
-from headway.bench.client.asking import Asker, Reply
+from headway.bench.client.asker import Asker, Reply
 from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.failures import RequestFailed
 from headway.bench.client.request_body import BodyBuilder
@@ -27,7 +27,7 @@ _OPTIONS_OF = {
 _BEYOND_OPENAI = ("continuous_usage", "ignore_eos", "include_timings")
 
 
-async def try_stream(asker: Asker, wanted: Endpoint) -> tuple[Endpoint, RequestRecord]:
+async def negotiate_stream(asker: Asker, wanted: Endpoint) -> tuple[Endpoint, RequestRecord]:
     """Ask for a stream of two tokens, leaving out what the server refuses.
 
     Returns:

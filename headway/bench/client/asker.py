@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -72,6 +72,17 @@ class Asker:
     client: HttpClient
     ready_by: float = 0.0
 
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, endpoint: Endpoint, ready_timeout_s: float = 0.0) -> AsyncIterator[Self]:
+        """With connections of its own, closed at the end."""
+        client = HttpClient.to(endpoint)
+        try:
+            yield cls(endpoint, client, time.monotonic() + ready_timeout_s)
+        finally:
+            client.close()
+            await asyncio.sleep(0)
+
     async def ask(self, method: str, route: str, content: dict[str, Any] | None = None) -> Reply:
         """The reply, unless it is a 401, 403, 502, 503 or 504.
 
@@ -120,14 +131,3 @@ class Asker:
         if failure.status is not None:
             return f"the server at {url} is not ready ({said}); --ready-check-timeout-sec waits for it"
         return f"{url} gives no answer that can be read ({failure.kind}: {said}); is --base-url the server's?"
-
-
-@asynccontextmanager
-async def asking(endpoint: Endpoint, ready_timeout_s: float = 0.0) -> AsyncIterator[Asker]:
-    """An Asker with connections of its own, closed at the end."""
-    client = endpoint.connect()
-    try:
-        yield Asker(endpoint, client, time.monotonic() + ready_timeout_s)
-    finally:
-        client.close()
-        await asyncio.sleep(0)

@@ -33,11 +33,11 @@ class Part:
     dataset: Dataset
 
 
-Planned = tuple[Part, Turns]
+Conversation = tuple[Part, Turns]
 
 
 @dataclass
-class Plan:
+class Schedule:
     """Conversations in the order of their coming.
 
     Args:
@@ -45,7 +45,7 @@ class Plan:
         recorded: the times are the trace's own.
     """
 
-    conversations: list[Planned]
+    conversations: list[Conversation]
     times: Times
     recorded: bool = False
     notes: list[str] = field(default_factory=list)
@@ -78,7 +78,7 @@ def _smaller(first: int | None, second: int | None) -> int | None:
     return min((each for each in (first, second) if each is not None), default=None)
 
 
-def plan(spec: WorkloadSpec, parts: Sequence[Part]) -> Plan:
+def make_schedule(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
     """Conversations and their times.
 
     Raises:
@@ -86,13 +86,13 @@ def plan(spec: WorkloadSpec, parts: Sequence[Part]) -> Plan:
     """
     if spec.no_oversample and all(part.dataset.rows is None for part in parts):
         raise BenchError("--no-oversample was given, and no file of requests could run out; leave it out")
-    made = _planned(spec, parts) if parts[0].of_class.load is None else _each_by_itself(spec, parts)
+    made = _schedule(spec, parts) if parts[0].of_class.load is None else _each_by_itself(spec, parts)
     if not made.conversations:
         raise BenchError(f"no request comes within --duration {spec.duration_s} s; give it more time or a higher rate")
     return made
 
 
-def _planned(spec: WorkloadSpec, parts: Sequence[Part]) -> Plan:
+def _schedule(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
     """Classes that share one arrival process."""
     if spec.mix is None and parts[0].dataset.has_times and spec.arrival is None and not spec.closed_loop:
         return _recorded(spec, parts[0])
@@ -104,7 +104,7 @@ def _planned(spec: WorkloadSpec, parts: Sequence[Part]) -> Plan:
     return _numbered(spec, parts)
 
 
-def _each_by_itself(spec: WorkloadSpec, parts: Sequence[Part]) -> Plan:
+def _each_by_itself(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
     """Classes with arrivals of their own, in order of time; closed loops come last."""
     plans = []
     for part in parts:
@@ -116,10 +116,10 @@ def _each_by_itself(spec: WorkloadSpec, parts: Sequence[Part]) -> Plan:
     conversations = [conversation for each in plans for conversation in each.conversations]
     order = np.argsort(times, kind="stable")  # NaN is the largest
     notes = [note for each in plans for note in each.notes]
-    return Plan([conversations[place] for place in order], times[order], notes=notes)
+    return Schedule([conversations[place] for place in order], times[order], notes=notes)
 
 
-def _of_one_class(spec: WorkloadSpec, part: Part) -> Plan:
+def _of_one_class(spec: WorkloadSpec, part: Part) -> Schedule:
     load = part.of_class.load
     assert load is not None
     if load.num_prompts is None and spec.duration_s is None:
@@ -133,28 +133,28 @@ def _of_one_class(spec: WorkloadSpec, part: Part) -> Plan:
         no_oversample=spec.no_oversample and part.dataset.rows is not None,
     )
     if load.arrival is None:
-        return _planned(own if load.users is None else replace(own, time_scale=1.0), [part])
+        return _schedule(own if load.users is None else replace(own, time_scale=1.0), [part])
     # The process runs on a clock that is `time_scale` times as fast.
     until_s = None if spec.duration_s is None else spec.duration_s * spec.time_scale
-    made = _planned(replace(own, duration_s=until_s, time_scale=1.0), [part])
+    made = _schedule(replace(own, duration_s=until_s, time_scale=1.0), [part])
     made.times = made.times / spec.time_scale
     return made
 
 
-def _recorded(spec: WorkloadSpec, part: Part) -> Plan:
+def _recorded(spec: WorkloadSpec, part: Part) -> Schedule:
     """A trace at its own times."""
     turns = part.dataset.draw(None, np.random.default_rng([spec.seed, _LENGTHS, 0]))
     trace = Trace(tuple(each[0].arrival_s or 0.0 for each in turns), spec.time_scale)
     rng = np.random.default_rng([spec.seed, _TIMES])
     times = trace.offsets(len(turns), rng) if spec.duration_s is None else trace.offsets_until(spec.duration_s, rng)
     conversations = [(part, each) for each in turns[: len(times)][: spec.num_prompts]]
-    made = Plan(conversations, times[: spec.num_prompts], recorded=True)
+    made = Schedule(conversations, times[: spec.num_prompts], recorded=True)
     if spec.num_prompts is not None and spec.num_prompts > len(turns):
         made.notes.append(f"{spec.num_prompts} requests were asked for and the trace has {len(turns)}: all are sent")
     return made
 
 
-def _within(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Plan:
+def _within(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Schedule:
     """As many conversations as the arrival process gives a duration."""
     assert spec.arrival is not None
     times = spec.arrival.offsets_until(duration_s, _times_rng(spec, parts))
@@ -164,10 +164,10 @@ def _within(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Pla
     conversations = _shuffled(spec, drawn)
     if spec.num_prompts is not None:
         conversations = _cut(conversations, spec.num_prompts)
-    return Plan(conversations, times[: len(conversations)], notes=notes)
+    return Schedule(conversations, times[: len(conversations)], notes=notes)
 
 
-def _numbered(spec: WorkloadSpec, parts: Sequence[Part]) -> Plan:
+def _numbered(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
     """So many requests, at the times of the arrival process or at none."""
     requests, is_exact = _number_of_requests(spec, parts)
     counts = _apportioned(requests, [part.of_class.share for part in parts])
@@ -177,7 +177,7 @@ def _numbered(spec: WorkloadSpec, parts: Sequence[Part]) -> Plan:
     times = np.full(len(conversations), np.nan)
     if spec.arrival is not None:
         times = spec.arrival.offsets(len(conversations), _times_rng(spec, parts))
-    return Plan(conversations, times, notes=notes)
+    return Schedule(conversations, times, notes=notes)
 
 
 def _times_rng(spec: WorkloadSpec, parts: Sequence[Part]) -> np.random.Generator:
@@ -210,7 +210,7 @@ def _apportioned(total: int, shares: Sequence[float]) -> list[int]:
     return [int(count) for count in counts]
 
 
-def _drawn(spec: WorkloadSpec, part: Part, count: int, is_exact: bool, notes: list[str]) -> list[Planned]:
+def _drawn(spec: WorkloadSpec, part: Part, count: int, is_exact: bool, notes: list[str]) -> list[Conversation]:
     """So many conversations of one class. Where the number is exact, a dataset that ends starts over."""
     if not count:
         return []
@@ -228,40 +228,42 @@ def _drawn(spec: WorkloadSpec, part: Part, count: int, is_exact: bool, notes: li
     return [(part, each) for each in turns]
 
 
-def _shuffled(spec: WorkloadSpec, drawn: Sequence[list[Planned]]) -> list[Planned]:
+def _shuffled(spec: WorkloadSpec, drawn: Sequence[list[Conversation]]) -> list[Conversation]:
     """Classes in random order, each class in its own."""
     owners = np.repeat(np.arange(len(drawn)), [len(each) for each in drawn])
     queues = [iter(each) for each in drawn]
     return [next(queues[owner]) for owner in np.random.default_rng([spec.seed, _ORDER]).permutation(owners)]
 
 
-def with_cancellations(spec: WorkloadSpec, parts: Sequence[Part], planned: Sequence[Planned]) -> list[Planned]:
+def with_cancellations(
+    spec: WorkloadSpec, parts: Sequence[Part], conversations: Sequence[Conversation]
+) -> list[Conversation]:
     """The same conversations; in those of classes with a `cancel_share`, some requests are given up by their client."""
-    left = {part.number: _patience(spec, part, planned) for part in parts}
+    left = {part.number: _patience(spec, part, conversations) for part in parts}
     return [
         (part, tuple(replace(draft, cancel_after_s=next(left[part.number])) for draft in turns))
         if part.of_class.options.cancel_share
         else (part, turns)
-        for part, turns in planned
+        for part, turns in conversations
     ]
 
 
-def _patience(spec: WorkloadSpec, part: Part, planned: Sequence[Planned]) -> Iterator[float | None]:
+def _patience(spec: WorkloadSpec, part: Part, conversations: Sequence[Conversation]) -> Iterator[float | None]:
     """For each request of a class, after how many seconds its client gives it up; None where it waits."""
     options = part.of_class.options
     if options.cancel_after_s is None:
         return iter(())
-    count = sum(len(turns) for of_turns, turns in planned if of_turns is part)
+    count = sum(len(turns) for of_turns, turns in conversations if of_turns is part)
     rng = np.random.default_rng([spec.seed, _CANCELLATIONS, part.number])
     gives_up = rng.random(count) < options.cancel_share
     after_s = np.round(options.cancel_after_s.values(count, rng), 6).tolist()
     return (seconds if will else None for will, seconds in zip(gives_up, after_s, strict=True))
 
 
-def _cut(planned: list[Planned], requests: int) -> list[Planned]:
+def _cut(conversations: list[Conversation], requests: int) -> list[Conversation]:
     """The first conversations, until there are so many requests; the last one may be cut short."""
-    kept: list[Planned] = []
-    for part, turns in planned:
+    kept: list[Conversation] = []
+    for part, turns in conversations:
         if requests <= 0:
             break
         kept.append((part, turns[:requests]))
