@@ -1,0 +1,58 @@
+"""What the steps of a simulation did, a column for each figure."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from headway.policy.accounting import StepTimes
+from headway.policy.plan import StepPlan
+from headway.policy.scheduler import Scheduler
+
+
+def _column() -> array[int]:
+    return array("q")
+
+
+@dataclass(slots=True)
+class StepLog:
+    """A row for each step that ran.
+
+    Args:
+        planned_ns, launched_ns, computed_ns, sampled_ns: when.
+        tokens: computed.
+        sequences: that had a part in it.
+        decodes: of these, who computed only their newest token.
+        running, waiting: sequences at its end.
+        blocks: that sequences hold at its end.
+        preempted: sequences.
+    """
+
+    planned_ns: array[int] = field(default_factory=_column)
+    launched_ns: array[int] = field(default_factory=_column)
+    computed_ns: array[int] = field(default_factory=_column)
+    sampled_ns: array[int] = field(default_factory=_column)
+    tokens: array[int] = field(default_factory=_column)
+    sequences: array[int] = field(default_factory=_column)
+    decodes: array[int] = field(default_factory=_column)
+    running: array[int] = field(default_factory=_column)
+    waiting: array[int] = field(default_factory=_column)
+    blocks: array[int] = field(default_factory=_column)
+    preempted: array[int] = field(default_factory=_column)
+
+    def __len__(self) -> int:
+        return len(self.sampled_ns)
+
+    def add(self, planned_ns: int, plan: StepPlan, times: StepTimes, scheduler: Scheduler) -> None:
+        """A step has run, and its results were applied."""
+        self.planned_ns.append(planned_ns)
+        self.launched_ns.append(times.launched_ns)
+        self.computed_ns.append(times.computed_ns)
+        self.sampled_ns.append(times.sampled_ns)
+        self.tokens.append(plan.num_tokens)
+        self.sequences.append(len(plan.scheduled))
+        self.decodes.append(sum([item.decoding for item in plan.scheduled]))
+        self.running.append(len(scheduler.running))
+        self.waiting.append(len(scheduler.waiting))
+        self.blocks.append(scheduler.blocks.num_blocks - scheduler.blocks.num_free)
+        self.preempted.append(len(plan.preempted))

@@ -1,0 +1,353 @@
+"""A server on a virtual clock: the objects that decide in a live one, told the time by an account of everything else.
+
+What comes goes through the queue's bound and the intake to the scheduler. Its plans take as long as a `Timing` says,
+and what they draw is made up: only how long an answer is matters.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from headway.policy.intake import check, fit_to_context, sequences_of, taken_up
+from headway.policy.ledger import Ledger, Phase
+from headway.policy.queue_bound import Place, QueueBound, QueueLimits, Refusal
+from headway.policy.request import FinishReason, Sequence
+from headway.policy.scheduler import Scheduler
+from headway.simulator.log import StepLog
+from headway.simulator.timing import Timing
+from headway.simulator.traffic import EOS, VOCAB_SIZE, Arrival
+
+# While sequences wait and nothing can run, the scheduler is asked so often; and in the end for so long.
+IDLE_NS, STUCK_NS = 1_000_000, 600_000_000_000
+
+
+class Stuck(RuntimeError):
+    """Sequences wait, nothing can run, and nothing will come that could change that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What a server does beside its steps, in nanoseconds.
+
+    Args:
+        request_ns: of a request until the engine has it, tokenizing apart.
+        token_ns: of a prompt's token to be tokenized. Prompts are tokenized one after the other.
+        message_ns: of a message that the engine takes up between two steps.
+    """
+
+    request_ns: int = 0
+    token_ns: float = 0.0
+    message_ns: int = 0
+
+
+NO_LIMITS, NO_TIME = QueueLimits(), Host()
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of a choice of a request.
+
+    Args:
+        arrived_ns: when the request's last byte came.
+        token_ns: when each token was there.
+        finish_reason: None where the request was refused.
+        refused: why it was, in words.
+        is_final: it would have been refused at any time.
+        ledger: from its arrival to its end.
+    """
+
+    request_id: str
+    index: int
+    prompt_len: int
+    arrived_ns: int
+    token_ns: array[int] = field(default_factory=lambda: array("q"))
+    finish_reason: FinishReason | None = None
+    refused: str = ""
+    is_final: bool = False
+    ledger: Ledger = field(default_factory=Ledger)
+    cached_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+    @property
+    def ended_ns(self) -> int:
+        return self.ledger.last_ns
+
+    @property
+    def ttft_ns(self) -> int | None:
+        """From its arrival to its first token, if it had one."""
+        return self.token_ns[0] - self.arrived_ns if self.token_ns else None
+
+
+# Is told of the answers to each request when it has ended; returns what its client sends next, then or later.
+After = Callable[[list[Answer]], Iterable[Arrival]]
+
+
+@dataclass(slots=True)
+class Simulated:
+    """What became of all that came.
+
+    Args:
+        answers: in order of arrival.
+        ended_ns: when nothing was left to do.
+    """
+
+    answers: list[Answer]
+    steps: StepLog
+    ended_ns: int
+
+
+def simulate(
+    scheduler: Scheduler,
+    arrivals: Iterable[Arrival],
+    timing: Timing,
+    limits: QueueLimits = NO_LIMITS,
+    host: Host = NO_TIME,
+    after: After | None = None,
+) -> Simulated:
+    """Let requests come to a server until all of them have ended.
+
+    Args:
+        scheduler: as a live server has it, with nothing in it; `SchedulingOptions.scheduler` makes one.
+        arrivals: in order of time; each is asked for when the one before comes, and its prompt is kept no longer than
+            the scheduler needs it.
+        limits: of the queue.
+        after: what answers lead to, as in a closed loop.
+
+    Raises:
+        Stuck: a sequence can never run.
+    """
+    server = Server(scheduler, timing, limits, host, after)
+    server.expect(iter(arrivals))
+    server.run()
+    return Simulated(server.answers, server.steps, server.now)
+
+
+@dataclass(slots=True)
+class _Present:
+    """A request that has not ended.
+
+    Args:
+        choices: that the engine has.
+        left: how many choices have not ended.
+    """
+
+    arrival: Arrival
+    answers: list[Answer]
+    place: Place
+    left: int
+    choices: list[_Choice] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Choice:
+    """A choice in the engine.
+
+    Args:
+        until_last: tokens that it has when its last one is due.
+    """
+
+    of: _Present
+    answer: Answer
+    sequence: Sequence
+    until_last: int
+
+
+class Server:
+    """The API process, which goes on beside the steps, and the engine, which takes up messages between them.
+
+    Attributes:
+        now: of the engine.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, timing: Timing, limits: QueueLimits, host: Host, after: After | None
+    ) -> None:
+        self.scheduler = scheduler
+        self.answers: list[Answer] = []
+        self.steps = StepLog()
+        self.now = 0
+        self._ran_ns = 0  # when a step was last run
+        self._timing = timing
+        self._host = host
+        self._after = after
+        self._queue = QueueBound(limits)
+        self._coming: list[tuple[int, int, Callable[[int], None]]] = []  # to the API process: when, and what
+        self._numbers = itertools.count()
+        self._tokenizer_free_ns = 0
+        self._inbox: deque[Callable[[], None]] = deque()  # of the engine
+        self._choices: dict[int, _Choice] = {}  # that have not ended, by seq_id
+        self._drawn: dict[int, list[int]] = {}  # what is drawn of each next
+
+    def run(self) -> None:
+        """Until nothing is left to do. Raises Stuck."""
+        while True:
+            self._receive(self.now)
+            for message in taken_up(self._messages(), lambda: self.now):
+                message()
+            if self.scheduler.has_work:
+                self._step()
+            elif not self._inbox:
+                if not self._coming:
+                    return
+                self.now = max(self.now, self._coming[0][0])
+
+    # --- the API process ----------------------------------------------------------------------------
+
+    def expect(self, arrivals: Iterator[Arrival]) -> None:
+        """Requests come, in order of time."""
+        coming = next(arrivals, None)
+        if coming is not None:
+            self._at(coming.at_ns, partial(self._arrive, coming, arrivals))
+
+    def _at(self, when: int, event: Callable[[int], None]) -> None:
+        heapq.heappush(self._coming, (when, next(self._numbers), event))
+
+    def _receive(self, until: int) -> None:
+        """What comes to the API process until then."""
+        while self._coming and self._coming[0][0] <= until:
+            when, _, event = heapq.heappop(self._coming)
+            event(when)
+
+    def _arrive(self, arrival: Arrival, later: Iterator[Arrival], now: int) -> None:
+        self.expect(later)
+        request, limit = arrival.request, self.scheduler.config.max_model_len
+        prompt_len = len(request.prompt_token_ids)
+        answers = [
+            Answer(request.request_id, choice.index, prompt_len, now, ledger=Ledger(now)) for choice in request.choices
+        ]
+        self.answers += answers
+        present = _Present(arrival, answers, Place(self._queue), len(answers))
+        try:
+            request.params = fit_to_context(request.params, prompt_len, limit, "max_tokens")
+            check(request, limit, VOCAB_SIZE)
+        except ValueError as error:
+            return self._refuse(present, str(error), True, now)
+        if (refusal := present.place.take(len(answers))) is not None:
+            return self._refuse(present, _said(refusal), refusal.is_final, now)
+        begun_ns = max(now + self._host.request_ns, self._tokenizer_free_ns)
+        self._tokenizer_free_ns = begun_ns + round(prompt_len * self._host.token_ns)
+        request.arrival_ns, request.sent_ns = now, self._tokenizer_free_ns
+        self._at(request.sent_ns, partial(self._hand_over, present))
+        if arrival.cancel_ns is not None:
+            self._at(max(now, arrival.cancel_ns), partial(self._cancel, present))
+
+    def _hand_over(self, present: _Present, now: int) -> None:
+        if not present.left:
+            return
+        self._mark_intake(present, now)
+        refusal = present.place.take(prompts=[present.answers[0].prompt_len])
+        if refusal is not None:
+            self._refuse(present, _said(refusal), refusal.is_final, now)
+        else:
+            self._inbox.append(partial(self._add, present))
+
+    def _mark_intake(self, present: _Present, now: int) -> None:
+        for answer in present.answers:
+            answer.ledger.mark(Phase.RECEIVE, min(now, answer.arrived_ns + self._host.request_ns))
+            answer.ledger.mark(Phase.TOKENIZE, now)
+
+    def _refuse(self, present: _Present, why: str, is_final: bool, now: int) -> None:
+        for answer in present.answers:
+            answer.refused, answer.is_final = why, is_final
+        self._ended(present, len(present.answers), now)
+
+    def _cancel(self, present: _Present, now: int) -> None:
+        if present.left and present.arrival.request.sent_ns <= now:
+            self._inbox.append(partial(self._abort, present))
+        elif present.left:
+            self._mark_intake(present, now)
+            for answer in present.answers:
+                answer.finish_reason = FinishReason.ABORT
+            self._ended(present, len(present.answers), now)
+
+    def _ended(self, present: _Present, choices: int, now: int) -> None:
+        """So many of its choices have ended."""
+        present.place.ended(now, choices)
+        present.left -= choices
+        if present.left:
+            return
+        present.place.close(now)
+        present.choices.clear()
+        for arrival in self._after(present.answers) if self._after is not None else ():
+            self._at(max(now, arrival.at_ns), partial(self._arrive, arrival, iter(())))
+
+    # --- the engine ---------------------------------------------------------------------------------
+
+    def _messages(self) -> Iterator[Callable[[], None]]:
+        while self._inbox:
+            self.now += self._host.message_ns
+            yield self._inbox.popleft()
+
+    def _add(self, present: _Present) -> None:
+        arrival = present.arrival
+        config = self.scheduler.config
+        sequences = sequences_of(arrival.request, config.max_model_len, config.classes)
+        for sequence, answer in zip(sequences, present.answers, strict=True):
+            self.scheduler.add(sequence, self.now)
+            longest = sequence.max_len - sequence.prompt_len
+            until_last = longest if arrival.output_len is None else min(longest, arrival.output_len) - 1
+            choice = _Choice(present, answer, sequence, until_last)
+            present.choices.append(choice)
+            self._choices[sequence.seq_id] = choice
+            self._drawn[sequence.seq_id] = [arrival.answer if until_last else EOS]
+        arrival.request.prompt_token_ids = []  # the sequences have them; those of all requests would fill the memory
+
+    def _abort(self, present: _Present) -> None:
+        for choice in list(present.choices):
+            if choice.sequence.finish_reason is None:
+                self.scheduler.abort(choice.sequence, self.now)
+                self._end(choice)
+
+    def _step(self) -> None:
+        planned = self.now
+        plan = self.scheduler.schedule(planned)
+        for seq_id in plan.expired:
+            self._end(self._choices[seq_id])
+        if not plan.scheduled:
+            return self._wait()
+        times = self._timing.times(plan, planned)
+        self._receive(times.sampled_ns - 1)  # what comes during a step finds the queue as it was before its end
+        changed = self.scheduler.complete(plan, self._drawn, times)
+        self.now = self._ran_ns = now = times.sampled_ns
+        self.steps.add(planned, plan, times, self.scheduler)
+        choices = self._choices
+        for sequence, _ in changed:
+            choice = choices[sequence.seq_id]
+            token_ns = choice.answer.token_ns
+            token_ns.append(now)
+            tokens = len(token_ns)
+            if tokens == 1:
+                choice.of.place.had_output(0, now)
+            if sequence.finish_reason is not None:
+                self._end(choice)
+            elif tokens == choice.until_last:
+                self._drawn[sequence.seq_id] = [EOS]
+
+    def _wait(self) -> None:
+        """Nothing could run; it may when time has passed, or something has come."""
+        if not self.scheduler.has_work:
+            return
+        if not self._coming and self.now - self._ran_ns > STUCK_NS:
+            raise Stuck(f"{len(self.scheduler.waiting)} sequences wait, and for {STUCK_NS / 1e9:g} s none could run")
+        self.now += IDLE_NS
+
+    def _end(self, choice: _Choice) -> None:
+        """The scheduler has ended it."""
+        sequence, answer = choice.sequence, choice.answer
+        del self._choices[sequence.seq_id], self._drawn[sequence.seq_id]
+        answer.finish_reason = sequence.finish_reason
+        answer.ledger.mark_parts(sequence.ledger.phases_ns)
+        answer.cached_tokens, answer.preemptions = sequence.cached_tokens, sequence.preemptions
+        answer.steps = sequence.steps
+        self._ended(choice.of, 1, answer.ledger.last_ns)
+
+
+def _said(refusal: Refusal) -> str:
+    return f"it has {refusal.asked} {refusal.unit}, {refusal.present} are here, and at most {refusal.limit} may be"
