@@ -53,7 +53,7 @@ def serve() -> None:
     """`headway serve`, which notes the times of the first stream's tokens and writes them to a file at its end."""
     from headway.cli import main
     from headway.engine.client import EngineClient
-    from headway.engine.messages import StepOutputs
+    from headway.engine.messages import EngineOutputs
     from headway.server.streaming import EventWriter
 
     made: list[int] = []
@@ -62,7 +62,7 @@ def serve() -> None:
     first: list[str] = []
     deliver, write = EngineClient._deliver, EventWriter._write
 
-    def noted_deliver(self: EngineClient, message: StepOutputs) -> None:
+    def noted_deliver(self: EngineClient, message: EngineOutputs) -> None:
         for output in message.outputs:
             if not first:
                 first.append(output.request_id)

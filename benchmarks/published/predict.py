@@ -14,7 +14,7 @@ from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware
 from headway.cost.parallel import Parallelism
 from headway.cost.precision import Format, Precision
-from headway.cost.serving import Limits, Served, Workload, burst, closed_loop, open_loop
+from headway.cost.serving import Limits, RequestShape, Served, burst, closed_loop, open_loop
 from headway.cost.timing import Deployment
 
 EfficiencyOf = Callable[[Hardware, str], Efficiency]
@@ -59,7 +59,7 @@ def deployment(row: Row, efficiency_of: EfficiencyOf) -> Deployment:
 def predict(row: Row, efficiency_of: EfficiencyOf) -> Predicted:
     """The row's figures by the model."""
     found = deployment(row, efficiency_of)
-    load = Workload(row.prompt_tokens, row.output_tokens, 0, row.spread)
+    load = RequestShape(row.prompt_tokens, row.output_tokens, 0, row.spread)
     served = _serve(row, found, load, _limits(row))
     ttft = served.ttft_p50_s if row.statistic == "median" else served.ttft_s
     rate = served.requests_per_s * row.output_tokens
@@ -81,7 +81,7 @@ class Planned:
 def planned(row: Row, efficiency_of: EfficiencyOf) -> Planned:
     """Of clients who have come apart, and the mean of all their first requests at once."""
     found, limits, clients = deployment(row, efficiency_of), _limits(row), int(row.load_value)
-    load = Workload(row.prompt_tokens, row.output_tokens, 0, row.spread or PLAN_SPREAD)
+    load = RequestShape(row.prompt_tokens, row.output_tokens, 0, row.spread or PLAN_SPREAD)
     rounds = PLAN_ROUNDS if clients <= MOST_REQUESTS else 2
     served, wave = closed_loop(found, load, clients, limits, rounds), burst(found, load, clients, limits)
     steady = served.ttft_p50_s if row.statistic == "median" else served.ttft_s
@@ -93,7 +93,7 @@ def _limits(row: Row) -> Limits:
     return Limits(8192 if large else 2048, 1024 if large else 256)
 
 
-def _serve(row: Row, found: Deployment, load: Workload, limits: Limits) -> Served:
+def _serve(row: Row, found: Deployment, load: RequestShape, limits: Limits) -> Served:
     count = int(row.load_value)
     if row.load == "batch":
         return burst(found, load, count, limits)

@@ -30,7 +30,7 @@ MOST_CHUNKS_ALIKE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class RequestShape:
     """Requests that are alike, in tokens.
 
     Args:
@@ -251,7 +251,7 @@ class _PromptCost:
     pair_s: float
 
     @classmethod
-    def of(cls, deployment: Deployment, workload: Workload, limits: Limits) -> _PromptCost:
+    def of(cls, deployment: Deployment, workload: RequestShape, limits: Limits) -> _PromptCost:
         """From steps of a chunk, of half of it, and of the half at the prompt's end."""
         half = max(1, min(limits.batched_tokens, workload.prompt) // 2)
         context = max(half, workload.prompt - half)
@@ -276,10 +276,10 @@ def _later(chunks: Sequence[Chunk], steps: int) -> list[Chunk]:
     return [Chunk(each.tokens, each.context + steps * each.tokens, each.logit_rows, each.sequences) for each in chunks]
 
 
-class _Engine:
+class _Replica:
     """The recursion. Requests are given by `arrive`, and `run` goes on until so many have ended."""
 
-    def __init__(self, deployment: Deployment, workload: Workload, limits: Limits) -> None:
+    def __init__(self, deployment: Deployment, workload: RequestShape, limits: Limits) -> None:
         self._deployment = deployment
         self._workload = workload
         self._limits = limits
@@ -435,7 +435,7 @@ class _Engine:
 
 def closed_loop(
     deployment: Deployment,
-    workload: Workload,
+    workload: RequestShape,
     concurrency: int,
     limits: Limits = Limits(),
     rounds: int = 4,
@@ -453,14 +453,14 @@ def closed_loop(
             f"concurrency is {concurrency}, with {rounds} rounds of which {skip} are skipped; give at least 1, and "
             "fewer to skip than rounds"
         )
-    engine = _Engine(deployment, workload, limits)
+    engine = _Replica(deployment, workload, limits)
     for _ in range(concurrency):
         engine.arrive(0.0)
     engine.run(concurrency * rounds, again=True)
     return engine.served(skip=concurrency * skip)
 
 
-def burst(deployment: Deployment, workload: Workload, requests: int, limits: Limits = Limits()) -> Served:
+def burst(deployment: Deployment, workload: RequestShape, requests: int, limits: Limits = Limits()) -> Served:
     """All requests at once, and no more after them. Raises ValueError when there are none."""
     if requests < 1:
         raise ValueError(f"requests is {requests}; it must be at least 1")
@@ -468,14 +468,14 @@ def burst(deployment: Deployment, workload: Workload, requests: int, limits: Lim
 
 
 def open_loop(
-    deployment: Deployment, workload: Workload, arrivals: Iterable[float], limits: Limits = Limits(), skip: int = 0
+    deployment: Deployment, workload: RequestShape, arrivals: Iterable[float], limits: Limits = Limits(), skip: int = 0
 ) -> Served:
     """Requests sent at these times, in seconds, ascending; the first `skip` are not counted.
 
     Raises:
         ValueError: no request is left to count.
     """
-    engine = _Engine(deployment, workload, limits)
+    engine = _Replica(deployment, workload, limits)
     count = 0
     for sent in arrivals:
         engine.arrive(sent)

@@ -102,7 +102,7 @@ class PartTime:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTime:
+class TimeBreakdown:
     """A step's time, part by part; with several stages, the way through all of them."""
 
     parts: tuple[PartTime, ...]
@@ -174,7 +174,7 @@ class Deployment:
         """Of one device in a step, all layers."""
         return step_work(self.device, chunks, self.precision, self.flash)
 
-    def step(self, chunks: Sequence[Chunk]) -> StepTime:
+    def step(self, chunks: Sequence[Chunk]) -> TimeBreakdown:
         """The time of one step over these sequences; of each data-parallel group, all of which do as much."""
         tokens, rows = tokens_and_rows(chunks)
         sequences = sum(chunk.sequences for chunk in chunks)
@@ -182,7 +182,7 @@ class Deployment:
         work[Operation.SCORES] += work.pop(Operation.VALUES)  # one kernel does both
         parts = tuple(self._part(op, each, tokens) for op, each in work.items())
         host_s = self.efficiency.step_s + self.efficiency.sequence_s * sequences
-        return StepTime(self._by_token(tokens, rows) + parts, host_s)
+        return TimeBreakdown(self._by_token(tokens, rows) + parts, host_s)
 
     def _by_token(self, tokens: int, rows: int) -> tuple[PartTime, ...]:
         """All but attention, which most steps of a run have in common."""
@@ -321,7 +321,7 @@ class Deployment:
                 found.append(PartTime(name, seconds, network_s=seconds))
         return found
 
-    def pace(self, step: StepTime) -> float:
+    def pace(self, step: TimeBreakdown) -> float:
         """Seconds that the slowest stage of the pipeline is busy with this step, or the host: none comes faster.
 
         The stages have the layers between them, `stage_layers` of them the longest; the last one also has what comes

@@ -36,7 +36,7 @@ class EngineError(ValueError):
 
 
 @dataclass(slots=True)
-class Engine:
+class LoadedEngine:
     """A warmed-up engine and the facts about it that others want to know."""
 
     core: EngineCore
@@ -51,7 +51,7 @@ class Engine:
 
 def build_engine(
     config: EngineConfig, on_stage: StageListener | None = None, memory: mmap.mmap | None = None
-) -> Engine:
+) -> LoadedEngine:
     """Load the model and make everything that a step needs.
 
     The stages are storage_read, convert, layout (as far as a memory-mapped file tells them apart),
@@ -105,7 +105,7 @@ def build_engine(
     warm_up(scheduler.config, runner, config.block_size, num_blocks)
     done("warm_up", time.monotonic_ns() - began)
     core = EngineCore(scheduler, runner)
-    return Engine(core, runner, max_model_len, num_blocks, config.block_size, str(device), shown, startup)
+    return LoadedEngine(core, runner, max_model_len, num_blocks, config.block_size, str(device), shown, startup)
 
 
 def warm_up(config: SchedulerConfig, runner: Runner, block_size: int, num_blocks: int) -> None:

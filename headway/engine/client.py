@@ -20,14 +20,14 @@ from headway.engine.messages import (
     AbortRequest,
     AddRequest,
     Configure,
+    EngineOutputs,
+    EngineStats,
     Failed,
     FromEngine,
     Progress,
     Ready,
     SequenceOutput,
     Shutdown,
-    StepOutputs,
-    StepStats,
     ToEngine,
 )
 from headway.engine.requests import InFlight, Requests, StreamItem
@@ -67,11 +67,11 @@ class EngineClient:
         self.config = config
         self.state = "loading"
         self.ready: Ready | None = None
-        self.stats: StepStats | None = None
+        self.stats: EngineStats | None = None
         self.restarts = 0
         self.last_error = "the engine is not started"
         self._on_progress = on_progress
-        self._subscribers: list[Callable[[StepStats], None]] = []
+        self._subscribers: list[Callable[[EngineStats], None]] = []
         self._complained: set[Callable[..., None]] = set()
         self._requests = Requests(replay)
         self._changed = asyncio.Event()
@@ -205,7 +205,7 @@ class EngineClient:
         assert self._socket is not None
         while True:
             message = _decoder.decode(await self._next_frame())
-            if isinstance(message, StepOutputs):
+            if isinstance(message, EngineOutputs):
                 self._deliver(message)
             elif isinstance(message, Progress):
                 if self._on_progress is not None:
@@ -241,7 +241,7 @@ class EngineClient:
         """Choices waiting in the engine, with those that it had not seen at its last report."""
         return (self.stats.num_waiting if self.stats is not None else 0) + self._requests.num_unreported
 
-    def subscribe(self, callback: Callable[[StepStats], None]) -> None:
+    def subscribe(self, callback: Callable[[EngineStats], None]) -> None:
         """Call back with the statistics of every step."""
         self._subscribers.append(callback)
 
@@ -285,7 +285,7 @@ class EngineClient:
         if self.state == "ready":
             self._requests.send_due(self._send, time.monotonic_ns())
 
-    def _deliver(self, message: StepOutputs) -> None:
+    def _deliver(self, message: EngineOutputs) -> None:
         self.stats = message.stats
         self._requests.deliver(message)
         self._send_due()

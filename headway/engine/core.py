@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from headway.engine.executor import Executor, StepOutcome
 from headway.engine.messages import (
     AddRequest,
+    EngineOutputs,
+    EngineStats,
     PromptLogprobs,
     SequenceOutput,
     SequenceTimings,
-    StepOutputs,
-    StepStats,
 )
 from headway.engine.quarantine import Quarantine
 from headway.policy.intake import check, sequences_of
@@ -37,7 +37,7 @@ class EngineCore:
         self._sequences: dict[int, Sequence] = {}  # the same by seq_id
         self._prompt_logprobs: dict[int, list[PromptLogprobs]] = {}  # by seq_id, of those that compute their prompt
         self._pending: list[SequenceOutput] = []
-        self._counted = StepStats(0, 0, 0.0)
+        self._counted = EngineStats(0, 0, 0.0)
         self._received = 0
 
     @property
@@ -98,7 +98,7 @@ class EngineCore:
 
     # --- steps --------------------------------------------------------------------------------------
 
-    def step(self) -> StepOutputs:
+    def step(self) -> EngineOutputs:
         """Run one step; its outputs may be empty where nothing could run.
 
         Raises:
@@ -113,7 +113,7 @@ class EngineCore:
         for seq_id in plan.preempted:
             self._drop(seq_id)
         if not plan.scheduled:
-            return StepOutputs(outputs, self._stats(0, 0, 0), self._clock())
+            return EngineOutputs(outputs, self._stats(0, 0, 0), self._clock())
         outcome = self._quarantine.run(plan)
         num_tokens, prompt_tokens = plan.num_tokens, self._prompt_tokens(plan)
         if outcome.failed_since_ns:
@@ -129,16 +129,16 @@ class EngineCore:
         stats = self._stats(elapsed, num_tokens, prompt_tokens)
         stats.generation_tokens = sum([len(new) for _, new in changed])
         stats.scheduled_sequences = len(plan.scheduled)
-        return StepOutputs(outputs, stats, self._clock())
+        return EngineOutputs(outputs, stats, self._clock())
 
     def _prompt_tokens(self, plan: StepPlan) -> int:
         """Tokens of chunks that begin within a prompt."""
         chunks = (item for item in plan.scheduled if not item.decoding)
         return sum(len(item.token_ids) for item in chunks if item.start < self._sequences[item.seq_id].prompt_len)
 
-    def idle(self) -> StepOutputs:
+    def idle(self) -> EngineOutputs:
         """The state of an engine that has nothing to do, for metrics."""
-        return StepOutputs([], self._stats(0, 0, 0), self._clock())
+        return EngineOutputs([], self._stats(0, 0, 0), self._clock())
 
     def _take_out(self, plan: StepPlan, outcome: StepOutcome) -> list[SequenceOutput]:
         """End the requests that made a step fail, all choices of each."""
@@ -185,11 +185,11 @@ class EngineCore:
         )
         self._forget(sequence)
 
-    def _stats(self, step_ns: int, scheduled_tokens: int, prompt_tokens: int) -> StepStats:
+    def _stats(self, step_ns: int, scheduled_tokens: int, prompt_tokens: int) -> EngineStats:
         """Gauges now, and counters since the last call."""
         scheduler, counted = self.scheduler, self._counted
         prefix = scheduler.blocks.prefix_stats
-        stats = StepStats(
+        stats = EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             kv_cache_usage=scheduler.blocks.usage,

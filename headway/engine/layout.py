@@ -17,7 +17,7 @@ _MOST_REPEATED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class LaidOut:
+class ModelInput:
     """The tensors of a step.
 
     Args:
@@ -90,7 +90,7 @@ class StepLayout:
         self._numbers = np.zeros((3, fixed), np.int64)
         self._tables = np.zeros((fixed, self.tables.array.shape[1]), np.int32)
         self._taken: tuple[list[int], int, int] | None = None  # the rows, blocks and version that _tables has
-        self._decodes: dict[int, tuple[LaidOut, np.ndarray]] = {}  # by their number, with the memory of context_lens
+        self._decodes: dict[int, tuple[ModelInput, np.ndarray]] = {}  # by their number, with the memory of context_lens
 
     def reset(self) -> None:
         """Forget what was laid out; its memory stays where it is."""
@@ -98,7 +98,7 @@ class StepLayout:
         self._taken = None
         self._decodes.clear()
 
-    def lay_out(self, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> LaidOut:
+    def lay_out(self, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> ModelInput:
         """The tensors of a step of these sequences, good until the next one is laid out."""
         size = self._block_size
         tokens: list[int] = []
@@ -155,19 +155,19 @@ class StepLayout:
             context_lens_host=contexts,
             repeatable=repeatable,
         )
-        laid_out = LaidOut(numbers[0], geometry, last_rows)
+        laid_out = ModelInput(numbers[0], geometry, last_rows)
         if decodes and repeatable:
             self._decodes[count] = laid_out, lens[len(starts) :]
         return laid_out
 
-    def _decode_again(self, contexts: list[int], longest: int) -> LaidOut:
+    def _decode_again(self, contexts: list[int], longest: int) -> ModelInput:
         """A step in which each sequence decodes a token, with the tensors of the first one of as many."""
         kept, context_lens = self._decodes[len(contexts)]
         context_lens[:] = contexts
         step, count = kept.geometry, len(contexts)
         tensors = step.query_start, step.context_lens, step.block_tables, step.slots, step.positions
         geometry = StepGeometry(*tensors, count, 1, longest, step.query_lens_host, contexts, repeatable=True)
-        return LaidOut(kept.token_ids, geometry, kept.last_rows)
+        return ModelInput(kept.token_ids, geometry, kept.last_rows)
 
     def _fill(self, tokens: list[int], positions: list[int], slots: list[int], rows: list[int], most: int) -> None:
         """Write a repeatable step to its place; of its block tables the first `most` entries, unless they are there."""

@@ -2,7 +2,7 @@
 
 Messages are msgspec structs in MessagePack, one to a ZeroMQ frame. Times are time.monotonic_ns(), which
 on Linux is one clock for all processes. The engine answers Configure with Progress messages, then Ready
-or Failed; afterwards each step yields at most one StepOutputs.
+or Failed; afterwards each step yields at most one EngineOutputs.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class SequenceOutput(_Message):
     error: str | None = None  # with finish_reason "error" and "timeout": what happened, for the user
 
 
-class StepStats(_Message):
+class EngineStats(_Message):
     """State after a step, for metrics. Counters are increments since the last message."""
 
     num_running: int
@@ -148,11 +148,11 @@ class StepStats(_Message):
     scheduled_sequences: int = 0
 
 
-class StepOutputs(_Message):
+class EngineOutputs(_Message):
     outputs: list[SequenceOutput]
-    stats: StepStats
+    stats: EngineStats
     made_ns: int  # when the engine sent it
 
 
 ToEngine = Configure | AddRequest | AbortRequest | Shutdown
-FromEngine = Progress | Ready | Failed | StepOutputs
+FromEngine = Progress | Ready | Failed | EngineOutputs

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headway.engine.messages import AddRequest, SequenceOutput, SequenceTimings, StepOutputs
+from headway.engine.messages import AddRequest, EngineOutputs, SequenceOutput, SequenceTimings
 from headway.policy.ledger import Ledger, Phase
 from headway.policy.request import Resumed
 
@@ -180,7 +180,7 @@ class Requests:
             if entry.deaths >= SUSPICIOUS_DEATHS:
                 self._suspect = entry
 
-    def deliver(self, message: StepOutputs) -> None:
+    def deliver(self, message: EngineOutputs) -> None:
         """Give each stream its outputs."""
         while self._unreported:  # in the order in which they are sent
             name, first = next(iter(self._unreported.items()))

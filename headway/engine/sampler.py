@@ -92,7 +92,7 @@ class Sampler:
                 )
             self._known.update(sequences)
         batch = self._batch
-        if self._most_likely is not None and batch.is_greedy and not (batch.edits_logits or batch.asking):
+        if self._most_likely is not None and batch.is_greedy and not (batch.edits_logits or batch.wants_logprobs):
             token_ids, best = self._most_likely(logits)
             token_ids = [t if math.isfinite(logit) else BAD_TOKEN for t, logit in zip(token_ids, best, strict=True)]
             return Sampled(token_ids, [None] * len(token_ids))
@@ -155,7 +155,7 @@ class Sampler:
             at, uniform = to_device(np.stack((where, draws.uniforms(batch.streams, where))), self.device)
         x = raw
         if batch.edits_logits:
-            x = raw.clone() if borrowed or batch.asking else raw
+            x = raw.clone() if borrowed or batch.wants_logprobs else raw
         if (edits := batch.edits) is not None:
             here = edits.rows, edits.token_ids
             x[here] = (x[here] + edits.bias).masked_fill_(at[edits.rows] < edits.allowed_from, -torch.inf)
@@ -168,14 +168,14 @@ class Sampler:
         """Bring token ids and log-probabilities to the host in one transfer."""
         count = len(ids)
         logprobs: list[TokenLogprobs | None] = [None] * count
-        if not batch.asking:
+        if not batch.wants_logprobs:
             return Sampled(ids.tolist(), logprobs)
-        wanted = ids[batch.asking_rows].clamp(min=0)
-        table = logprob_table(raw[batch.asking_rows], wanted, batch.top_logprobs)
+        wanted = ids[batch.logprob_rows].clamp(min=0)
+        table = logprob_table(raw[batch.logprob_rows], wanted, batch.top_logprobs)
         numbers = torch.cat([ids.double(), table.flatten()]).tolist()
         token_ids = [int(token) for token in numbers[:count]]
         width = table.shape[1]
-        for row, start in zip(batch.asking, range(count, len(numbers), width), strict=True):
+        for row, start in zip(batch.wants_logprobs, range(count, len(numbers), width), strict=True):
             if token_ids[row] != BAD_TOKEN:
                 entry = numbers[start : start + width]
                 logprobs[row] = token_logprobs(entry, batch.sequences[row].params.logprobs or 0)

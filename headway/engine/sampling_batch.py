@@ -55,7 +55,7 @@ class SamplingBatch:
     Args:
         streams: of random numbers, by row.
         penalised: rows with penalties.
-        asking, asking_rows: rows that want log-probabilities.
+        wants_logprobs, logprob_rows: rows that want log-probabilities.
         top_logprobs: most alternatives that any row wants.
     """
 
@@ -64,8 +64,8 @@ class SamplingBatch:
     groups: list[Group]
     edits: Edits | None
     penalised: list[int]
-    asking: list[int]
-    asking_rows: draws.Index
+    wants_logprobs: list[int]
+    logprob_rows: draws.Index
     top_logprobs: int
 
     @property
@@ -98,7 +98,7 @@ def describe(
             if sequence not in known_edits:
                 known_edits[sequence] = _token_edits(sequence, vocab_size)
             edits[row] = known_edits[sequence]
-    asking = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+    wants_logprobs = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
     return SamplingBatch(
         sequences=list(sequences),
         streams=draws.streams([sequence.seed for sequence in sequences]),
@@ -109,9 +109,9 @@ def describe(
         ],
         edits=_edits(edits, device),
         penalised=[row for row, sequence in enumerate(sequences) if sequence.params.penalises],
-        asking=asking,
-        asking_rows=_index(asking, device),
-        top_logprobs=min(vocab_size, max((sequences[row].params.logprobs or 0 for row in asking), default=0)),
+        wants_logprobs=wants_logprobs,
+        logprob_rows=_index(wants_logprobs, device),
+        top_logprobs=min(vocab_size, max((sequences[row].params.logprobs or 0 for row in wants_logprobs), default=0)),
     )
 
 

@@ -24,7 +24,7 @@ from headway.models.folder import read_ahead
 from headway.models.tensors import expected_tensors
 
 if TYPE_CHECKING:
-    from headway.engine.build import Engine
+    from headway.engine.build import LoadedEngine
 
 # Bytes that a weight takes at least when it is packed.
 _PACKED_BYTES = {"int8": 1.0, "int8-weight-only": 1.0, "int4": 0.53}
@@ -33,7 +33,7 @@ _POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE, of Linux 5.14; it changes
 _PIECE = 32 << 20
 
 
-def start_engine(config: EngineConfig, on_stage: Callable[[str, int], None] | None = None) -> Engine:
+def start_engine(config: EngineConfig, on_stage: Callable[[str, int], None] | None = None) -> LoadedEngine:
     """Import what the engine consists of and build it; `import` is a stage before those of build_engine.
 
     Raises as build_engine.

@@ -14,8 +14,8 @@ from headway.calibration.samples import Kind
 from headway.calibration.store import CalibratedMachine
 from headway.cost.catalogue import uncertainty
 from headway.cost.hardware import Hardware
-from headway.cost.serving import Workload
-from headway.cost.timing import LINEAR, StepTime
+from headway.cost.serving import RequestShape
+from headway.cost.timing import LINEAR, TimeBreakdown
 from headway.planner.loads import Outcome
 from headway.planner.plan import Bars, Estimate
 
@@ -38,7 +38,7 @@ def published_bars(hardware: Hardware) -> Bars:
     return Bars(uncertainty(hardware, "ttft"), uncertainty(hardware, "tpot"), arrivals)
 
 
-def calibrated_bars(machine: CalibratedMachine, prefill: StepTime, decode: StepTime, intake_s: float) -> Bars:
+def calibrated_bars(machine: CalibratedMachine, prefill: TimeBreakdown, decode: TimeBreakdown, intake_s: float) -> Bars:
     """From the residuals of a calibration, of each piece as much as a step has of it, all erring to the same side.
 
     Args:
@@ -51,7 +51,9 @@ def calibrated_bars(machine: CalibratedMachine, prefill: StepTime, decode: StepT
     return Bars(ttft, tpot, arrivals)
 
 
-def _pieces(machine: CalibratedMachine, step: StepTime, attention: Kind) -> list[tuple[float, tuple[float, float]]]:
+def _pieces(
+    machine: CalibratedMachine, step: TimeBreakdown, attention: Kind
+) -> list[tuple[float, tuple[float, float]]]:
     """Seconds of each part of a step, with the residuals of its kind; what the host does is that of a tiny model."""
     found = [(step.host_s + sum(part.overhead_s for part in step.parts), machine.residuals[Kind.STEP])]
     for part in step.parts:
@@ -65,7 +67,7 @@ def _weighed(pieces: list[tuple[float, tuple[float, float]]]) -> tuple[float, fl
     return sum(s * low for s, (low, _) in pieces) / whole, sum(s * high for s, (_, high) in pieces) / whole
 
 
-def of_steady(outcome: Outcome, workload: Workload, bars: Bars) -> Estimates:
+def of_steady(outcome: Outcome, workload: RequestShape, bars: Bars) -> Estimates:
     """Of a batch or of clients, whose next request waits for the last: slower steps mean fewer tokens.
 
     Clients who all begin at once, and whose answers are alike, go on to come in clumps. So under load the bar of TTFT
@@ -85,7 +87,7 @@ def of_steady(outcome: Outcome, workload: Workload, bars: Bars) -> Estimates:
 
 def of_arrivals(
     outcome: Outcome,
-    workload: Workload,
+    workload: RequestShape,
     bars: Bars,
     asked: float,
     saturation: float,
@@ -130,7 +132,7 @@ def _around(value: float | None, bar: tuple[float, float]) -> Estimate | None:
     return None if value is None else Estimate(value, value * bar[0], value * bar[1])
 
 
-def _last(ttft: Estimate | None, tpot: Estimate | None, value: float | None, workload: Workload) -> Estimate | None:
+def _last(ttft: Estimate | None, tpot: Estimate | None, value: float | None, workload: RequestShape) -> Estimate | None:
     """TTFT + (n - 1) TPOT (document 001, chapter 4), at each end of the bars."""
     if ttft is None or value is None:
         return None

@@ -8,7 +8,7 @@ from headway.cost.loading import DESERIALIZE_BYTES_PER_S, HOST_LINK_SHARE
 from headway.planner.formula import Formula, plain
 from headway.planner.loads import intake_s, per_lane
 from headway.planner.plan import Plan
-from headway.planner.step_formulas import added, of_cache, of_cache_saved, of_memory, of_phase, of_ridge, of_weights
+from headway.planner.step_formulas import added, of_cache, of_cache_saved, of_memory, of_ridge, of_step, of_weights
 
 RECURSION = "recursion over engine steps, cost/serving.py: Orca 2022, Sarathi-Serve 2024"
 
@@ -19,8 +19,8 @@ def formulas(plan: Plan) -> Iterator[Formula]:
     yield from of_cache(plan)
     yield from of_memory(plan)
     yield from of_ridge(plan)
-    yield from of_phase(plan, "prefill", plan.prefill)
-    yield from of_phase(plan, "decode step", plan.decode)
+    yield from of_step(plan, "prefill", plan.prefill)
+    yield from of_step(plan, "decode step", plan.decode)
     yield of_cache_saved(plan)
     yield from _turning_points(plan)
     if plan.output_tokens_per_s is not None:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from headway.planner.answer import load_note
-from headway.planner.plan import Estimate, Phase, Plan
+from headway.planner.plan import Estimate, Plan, PlannedStep
 from headway.planner.tables import part_work
 
 
@@ -94,15 +94,15 @@ def _memory(plan: Plan) -> dict[str, Any]:
 
 def _work(plan: Plan) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, phase, step in (("prefill", plan.prefill, "prefill"), ("decode", plan.decode, "decode_step")):
+    for name, planned, step in (("prefill", plan.prefill, "prefill"), ("decode", plan.decode, "decode_step")):
         found |= {
-            f"flops_{step}": phase.flops,
-            f"bytes_{step}": phase.bytes,
-            f"activation_bytes_{step}": phase.activation_bytes,
-            f"intensity_{name}": phase.intensity,
-            f"bound_{name}": phase.bound,
-            f"{step}_ms": phase.time.seconds * 1e3,
-            f"{step}_floor_ms": phase.floor_s * 1e3,
+            f"flops_{step}": planned.flops,
+            f"bytes_{step}": planned.bytes,
+            f"activation_bytes_{step}": planned.activation_bytes,
+            f"intensity_{name}": planned.intensity,
+            f"bound_{name}": planned.bound,
+            f"{step}_ms": planned.time.seconds * 1e3,
+            f"{step}_floor_ms": planned.floor_s * 1e3,
         }
     return found | {
         "ridge_flops_per_byte": plan.ridge_flops_per_byte,
@@ -170,10 +170,10 @@ def _speculation(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def _operations(phase: Phase) -> list[dict[str, Any]]:
+def _operations(step: PlannedStep) -> list[dict[str, Any]]:
     rows = []
-    for part in phase.time.parts:
-        work = part_work(phase, part.name)
+    for part in step.time.parts:
+        work = part_work(step, part.name)
         rows.append(
             {
                 "name": part.name,
@@ -182,7 +182,7 @@ def _operations(phase: Phase) -> list[dict[str, Any]]:
                 "activation_bytes": work.activation_bytes if work else 0,
                 "kv_bytes": work.kv_read_bytes + work.kv_write_bytes if work else 0,
                 "ms": part.seconds * 1e3,
-                "floor_ms": phase.floors_s.get(part.name, 0.0) * 1e3,
+                "floor_ms": step.floors_s.get(part.name, 0.0) * 1e3,
                 "bound": part.bound,
             }
         )

@@ -8,10 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
-from headway.cost.serving import Limits, Served, Workload, burst, closed_loop, open_loop
-from headway.cost.timing import Deployment, StepTime
-from headway.planner.phases import decode_phase, prompt_steps, steps_s
+from headway.cost.serving import Limits, RequestShape, Served, burst, closed_loop, open_loop
+from headway.cost.timing import Deployment, TimeBreakdown
 from headway.planner.request import PlanError
+from headway.planner.steps import decode_step, prompt_steps, steps_s
 
 SEED = 0
 # From so many clients for each sequence that runs at once on, more of them only make the queue longer.
@@ -61,7 +61,7 @@ class Lanes:
     """
 
     deployment: Deployment
-    workload: Workload
+    workload: RequestShape
     replicas: int
     count: int
     limits: Limits
@@ -103,7 +103,7 @@ def _of_batch(lanes: Lanes, sequences: int) -> Outcome:
     prompts = [d.step(step) for step in prompt_steps(workload, lanes.limits.batched_tokens, batch)]
     prompts_s = sum(round_s(d, step, batches) for step in prompts) + (batches - 1) * d.pace(prompts[0])
     ttft = intake_s(d, workload, batch) + prompts_s
-    decode = decode_phase(d, workload, batch, batch).time
+    decode = decode_step(d, workload, batch, batch).time
     tpot = round_s(d, decode, batches)
     ttlt = ttft + (workload.output - 1) * tpot
     busy_s = batches * (sum(step.seconds for step in prompts) + (workload.output - 1) * decode.seconds)
@@ -116,12 +116,12 @@ def of_stage(deployment: Deployment, sequences: float) -> int:
     return per_lane(sequences, deployment.parallelism.pipeline)
 
 
-def round_s(deployment: Deployment, step: StepTime, batches: int) -> float:
+def round_s(deployment: Deployment, step: TimeBreakdown, batches: int) -> float:
     """Seconds until each of so many batches of a pipeline has made this step: all of them are alike."""
     return max(step.seconds, batches * deployment.pace(step)) if deployment.parallelism.pipeline > 1 else step.seconds
 
 
-def intake_s(deployment: Deployment, workload: Workload, prompts: int = 1) -> float:
+def intake_s(deployment: Deployment, workload: RequestShape, prompts: int = 1) -> float:
     """Seconds before so many prompts are at the scheduler: they are tokenized one after the other."""
     return deployment.efficiency.request_s + deployment.efficiency.token_s * workload.prompt * prompts
 

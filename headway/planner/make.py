@@ -10,18 +10,18 @@ from headway.cost.capacity import Capacity, capacity
 from headway.cost.loading import loading
 from headway.cost.memory import kv_cache_bytes, weight_bytes
 from headway.cost.parallel import Parallelism, check
-from headway.cost.serving import Limits, Workload
+from headway.cost.serving import Limits, RequestShape
 from headway.cost.shape import ShapeError
 from headway.cost.timing import Deployment
 from headway.planner import estimates
 from headway.planner.assumptions import assumptions
 from headway.planner.estimates import Estimates
 from headway.planner.loads import Lanes, Outcome, intake_s, per_lane
-from headway.planner.phases import compute_bound_batch, compute_bound_weights, decode_phase, mean_context, prefill_phase
-from headway.planner.plan import Bars, Costs, Estimate, Phase, Plan, Speculated
+from headway.planner.plan import Bars, Costs, Estimate, Plan, PlannedStep, Speculated
 from headway.planner.problems import problem, warnings
 from headway.planner.request import PlanError, PlanRequest
 from headway.planner.resolve import Resolved, find_model, resolve
+from headway.planner.steps import compute_bound_batch, compute_bound_weights, decode_step, mean_context, prefill_step
 
 
 def make_plan(request: PlanRequest, brief: bool = False) -> Plan:
@@ -39,7 +39,7 @@ def make_plan(request: PlanRequest, brief: bool = False) -> Plan:
     found = resolve(request)
     deployment = found.deployment
     shape, precision = deployment.shape, deployment.precision
-    workload = Workload(request.prompt_tokens, request.output_tokens, request.cached_tokens, request.output_spread)
+    workload = RequestShape(request.prompt_tokens, request.output_tokens, request.cached_tokens, request.output_spread)
     held = capacity(
         deployment, request.prompt_tokens, request.output_tokens, found.settings, cached=request.cached_tokens
     )
@@ -52,8 +52,8 @@ def make_plan(request: PlanRequest, brief: bool = False) -> Plan:
     stages = deployment.parallelism.data * deployment.parallelism.pipeline
     batch = int(value) if load == "batch" else lane_batch * stages
     weights = weight_bytes(shape, precision)
-    prefill = prefill_phase(deployment, workload, found.limits.batched_tokens)
-    decode = decode_phase(deployment, workload, batch, lane_batch)
+    prefill = prefill_step(deployment, workload, found.limits.batched_tokens)
+    decode = decode_step(deployment, workload, batch, lane_batch)
     bars = _bars(found, workload, prefill, decode)
     found_estimates = _estimates(lanes, bars, load, value, outcome, brief)
     hour, source = _price(request, found)
@@ -109,7 +109,7 @@ def make_plan(request: PlanRequest, brief: bool = False) -> Plan:
     return replace(plan, assumptions=assumptions(plan), warnings=warnings(plan), problem=problem(plan))
 
 
-def _kv_cache_bytes(found: Resolved, workload: Workload, sequences: int) -> int:
+def _kv_cache_bytes(found: Resolved, workload: RequestShape, sequences: int) -> int:
     """Of all sequences at their longest; each data-parallel group holds the shared prefix once, in whole blocks."""
     deployment, settings = found.deployment, found.settings
 
@@ -123,7 +123,7 @@ def _kv_cache_bytes(found: Resolved, workload: Workload, sequences: int) -> int:
     return min(apart, held(whole, groups) + held(workload.prompt - whole + workload.output, sequences))
 
 
-def _bars(found: Resolved, workload: Workload, prefill: Phase, decode: Phase) -> Bars:
+def _bars(found: Resolved, workload: RequestShape, prefill: PlannedStep, decode: PlannedStep) -> Bars:
     """A calibrated machine's own, or those of measurements by others."""
     if found.machine is None:
         return estimates.published_bars(found.deployment.hardware)
@@ -213,7 +213,7 @@ def _slo_met(request: PlanRequest, found: Estimates) -> dict[str, bool]:
     return met
 
 
-def _speculated(request: PlanRequest, found: Resolved, workload: Workload, batch: int) -> Speculated | None:
+def _speculated(request: PlanRequest, found: Resolved, workload: RequestShape, batch: int) -> Speculated | None:
     """Of a decode step; the draft runs on the same devices, on all of them where it can be divided so."""
     if (asked := request.speculation) is None:
         return None

@@ -126,7 +126,7 @@ def _times(plan: Plan) -> Section:
             Picture(
                 "roofline",
                 "Roofline of a device",
-                "Operations that multiply; the larger a point, the more of its phase's time it takes. The others move "
+                "Operations that multiply; the larger a point, the more of its step's time it takes. The others move "
                 "bytes only and would lie at the left end. Below the line: what programs do not reach.",
                 pictures.roofline(plan),
             ),

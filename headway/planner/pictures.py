@@ -14,7 +14,7 @@ from headway.cost.work import NORMALISATION, compute_format
 from headway.planner.answer import load_words
 from headway.planner.loads import per_lane
 from headway.planner.make import make_plan
-from headway.planner.plan import Estimate, Phase, Plan
+from headway.planner.plan import Estimate, Plan, PlannedStep
 from headway.planner.words import gigabytes, many, seconds
 from headway.report import style
 from headway.report.roofline import Marks, draw_roofline
@@ -46,7 +46,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 def roofline(plan: Plan) -> Figure:
     """FLOP/s against FLOPs per byte: what one device allows, and where each operation is that does arithmetic.
 
-    A point's area is its share of the time of its phase.
+    A point's area is its share of the time of its step.
     """
     figure, (axes,) = style.new_figure(8.0, 4.6)
     roofs = _roofs(plan)
@@ -98,10 +98,10 @@ def _rate(flops_per_s: float) -> str:
     return f"{style.number(flops_per_s / (1e12 if large else 1e9))} {'TFLOP/s' if large else 'GFLOP/s'}"
 
 
-def _points(phase: Phase, unit: float) -> list[Spot]:
+def _points(step: PlannedStep, unit: float) -> list[Spot]:
     """Where operations are that multiply, those that take longest first."""
-    whole = phase.time.seconds
-    parts = [part for part in phase.time.parts if part.work.flops and part.work.bytes and part.seconds]
+    whole = step.time.seconds
+    parts = [part for part in step.time.parts if part.work.flops and part.work.bytes and part.seconds]
     return [
         Spot(
             part.name.replace("_", " "),
@@ -336,35 +336,35 @@ def times(plan: Plan) -> Figure:
     return figure
 
 
-def _bars(phase: Phase) -> list[tuple[str, float, float]]:
+def _bars(step: PlannedStep) -> list[tuple[str, float, float]]:
     """Groups with anything in them: predicted seconds, and those that physics leaves."""
-    taken = {part.name: part.seconds for part in phase.time.parts} | {"host": phase.time.host_s}
+    taken = {part.name: part.seconds for part in step.time.parts} | {"host": step.time.host_s}
     known = {name for _, names, _ in GROUPS for name in names}
     assert taken.keys() <= known, f"parts of a step that no group has: {taken.keys() - known}"
     rows = [
-        (label, sum(taken.get(n, 0.0) for n in names), sum(phase.floors_s.get(n, 0.0) for n in names))
+        (label, sum(taken.get(n, 0.0) for n in names), sum(step.floors_s.get(n, 0.0) for n in names))
         for label, names, _ in GROUPS
     ]
     return [row for row in rows if row[1] > 0]
 
 
-def _stacked(axes: Axes, phase: Phase) -> None:
-    whole = phase.time.seconds
+def _stacked(axes: Axes, step: PlannedStep) -> None:
+    whole = step.time.seconds
     factor, unit = (1.0, "s") if whole >= 10 else (1e3, "ms") if whole >= 1e-3 else (1e6, "µs")
     colours = {label: style.colour(colour) for label, _, colour in GROUPS}
     edges = np.zeros(2)
-    for label, predicted, floor in _bars(phase):
+    for label, predicted, floor in _bars(step):
         widths = np.array((predicted, floor)) * factor
         axes.barh([0, 1], widths, left=edges, height=0.7, color=colours[label], label=label)
         for row, width in enumerate(widths):
             if width > 0.06 * whole * factor:
-                share = width / (whole if row == 0 else phase.floor_s) / factor
+                share = width / (whole if row == 0 else step.floor_s) / factor
                 middle = (edges[row] + width / 2, row)
                 axes.annotate(
                     f"{share:.0%}", middle, ha="center", va="center", fontsize=7.5, color=style.colour("paper")
                 )
         edges += widths
-    for row, value in enumerate((whole, phase.floor_s)):
+    for row, value in enumerate((whole, step.floor_s)):
         axes.annotate(seconds(value), (edges[row], row), (4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks([0, 1], ["predicted", "physics"])
     axes.set_ylim(1.5, -0.5)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from headway.cost.capacity import Capacity, Settings
 from headway.cost.loading import Loading
-from headway.cost.serving import Limits, Served, Workload
-from headway.cost.timing import Deployment, StepTime
+from headway.cost.serving import Limits, RequestShape, Served
+from headway.cost.timing import Deployment, TimeBreakdown
 from headway.cost.work import Operation, Work
 from headway.planner.request import PlanRequest
 
@@ -40,7 +40,7 @@ class Bars:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class PlannedStep:
     """One step of a replica: the whole prompt of one request, or one token of each sequence of the batch.
 
     Work is counted as documents 001 and 002 count it: of the whole model in one pass, each weight once, however many
@@ -62,7 +62,7 @@ class Phase:
     flops: int
     bytes: int
     activation_bytes: int
-    time: StepTime
+    time: TimeBreakdown
     floor_s: float
     floors_s: dict[str, float]
     bound: str
@@ -153,7 +153,7 @@ class Plan:
     replicas: int
     devices: int
     lanes: int
-    workload: Workload
+    workload: RequestShape
     limits: Limits
     load: str
     load_value: float
@@ -166,8 +166,8 @@ class Plan:
     weights_bytes: int
     kv_bytes_per_token: int
     kv_cache_bytes: int
-    prefill: Phase
-    decode: Phase
+    prefill: PlannedStep
+    decode: PlannedStep
     ridge_flops_per_byte: float
     served: Served | None
     first_wave: Served | None

@@ -19,7 +19,7 @@ from headway.cost.work import (
     total,
 )
 from headway.planner.formula import Formula, plain
-from headway.planner.plan import Phase, Plan
+from headway.planner.plan import Plan, PlannedStep
 
 EXACT = "counted from the shape, exactly"
 FITTED = "efficiency: cost/tables/efficiency.toml"
@@ -181,41 +181,41 @@ def of_ridge(plan: Plan) -> Iterator[Formula]:
     )
 
 
-def of_phase(plan: Plan, name: str, phase: Phase) -> Iterator[Formula]:
-    yield from _flops(plan, name, phase)
-    parts = total(phase.work.values())
+def of_step(plan: Plan, name: str, step: PlannedStep) -> Iterator[Formula]:
+    yield from _flops(plan, name, step)
+    parts = total(step.work.values())
     yield Formula(
         f"Bytes of the {name}",
         "weights + cache read + cache written; of the embedding only the rows of the tokens",
         added([plain(n) for n in (parts.weight_bytes, parts.kv_read_bytes, parts.kv_write_bytes)]),
-        phase.bytes,
+        step.bytes,
         "bytes",
         "document 001, chapter 8; document 003, 3.2 for the cache",
     )
     yield Formula(
         f"Arithmetic intensity of the {name}",
         "FLOPs / bytes",
-        f"{plain(phase.flops)} / {plain(phase.bytes)}",
-        phase.intensity,
+        f"{plain(step.flops)} / {plain(step.bytes)}",
+        step.intensity,
         "FLOP/byte",
         "document 001, chapter 8; document 002, Recap: Arithmetic Intensity",
     )
-    longest = max(phase.time.parts, key=lambda part: part.seconds)
+    longest = max(step.time.parts, key=lambda part: part.seconds)
     yield from _part(plan, name, longest)
-    terms = [*(plain(part.seconds * 1e3) for part in phase.time.parts), plain(phase.time.host_s * 1e3)]
+    terms = [*(plain(part.seconds * 1e3) for part in step.time.parts), plain(step.time.host_s * 1e3)]
     yield Formula(
         f"Least time of the {name}",
         "the longer of FLOPs / peak rate and bytes / bandwidth of each operation, in the same order",
-        added([plain(phase.floors_s[part.name] * 1e3) for part in phase.time.parts]),
-        phase.floor_s * 1e3,
+        added([plain(step.floors_s[part.name] * 1e3) for part in step.time.parts]),
+        step.floor_s * 1e3,
         "ms",
         "Williams, Waterman and Patterson 2009",
     )
     yield Formula(
         f"Time of the {name}",
-        added([*(part.name.replace("_", " ") for part in phase.time.parts), "host"]),
+        added([*(part.name.replace("_", " ") for part in step.time.parts), "host"]),
         added(terms),
-        phase.time.seconds * 1e3,
+        step.time.seconds * 1e3,
         "ms",
         "roofline of each operation",
     )
@@ -235,8 +235,8 @@ def of_cache_saved(plan: Plan) -> Formula:
     )
 
 
-def _flops(plan: Plan, name: str, phase: Phase) -> Iterator[Formula]:
-    shape, work, context = plan.deployment.shape, phase.work, plan.context
+def _flops(plan: Plan, name: str, step: PlannedStep) -> Iterator[Formula]:
+    shape, work, context = plan.deployment.shape, step.work, plan.context
     prompt, cached = plan.workload.prompt, plan.workload.cached
     new = prompt - cached if name == "prefill" else plan.batch
     layers = [op for op in LINEAR if op in work and op is not Operation.HEAD]
@@ -287,7 +287,7 @@ def _flops(plan: Plan, name: str, phase: Phase) -> Iterator[Formula]:
         f"FLOPs of the {name}",
         f"products with weights + attention + head + norms, {of_norm} for each element",
         added([plain(linear), plain(attention), plain(head), plain(sum(work[op].flops for op in NORMALISATION))]),
-        phase.flops,
+        step.flops,
         "FLOP",
         f"document 001, chapter 8; context {context:,}" if name != "prefill" else "document 001, chapter 8",
     )

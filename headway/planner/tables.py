@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.cost.work import Operation, Work
-from headway.planner.plan import Estimate, Phase, Plan
+from headway.planner.plan import Estimate, Plan, PlannedStep
 from headway.planner.words import amount, bar, dollars, gigabytes, seconds, share_of_memory, timed
 from headway.report.parts import Cell, Table, cells
 from headway.report.style import number
@@ -54,11 +54,11 @@ def phase_table(plan: Plan, name: str, narrow: bool = False) -> Table:
     Args:
         narrow: without FLOPs, bytes and their ratio.
     """
-    phase = plan.prefill if name == "prefill" else plan.decode
-    whole = phase.time.seconds
+    step = plan.prefill if name == "prefill" else plan.decode
+    whole = step.time.seconds
     rows = []
-    for part in phase.time.parts:
-        work = part_work(phase, part.name)
+    for part in step.time.parts:
+        work = part_work(step, part.name)
         figures = (
             (amount(work.flops, ""), gigabytes(work.bytes), number(work.intensity))
             if work is not None
@@ -71,15 +71,15 @@ def phase_table(plan: Plan, name: str, narrow: bool = False) -> Table:
                 seconds(part.seconds),
                 f"{part.seconds / whole:.0%}",
                 part.bound,
-                seconds(phase.floors_s.get(part.name, 0.0)),
+                seconds(step.floors_s.get(part.name, 0.0)),
             )
         )
-    if phase.time.host_s:
-        host = (seconds(phase.time.host_s), f"{phase.time.host_s / whole:.0%}", "overhead", "0 s")
+    if step.time.host_s:
+        host = (seconds(step.time.host_s), f"{step.time.host_s / whole:.0%}", "overhead", "0 s")
         rows.append(cells("host", NOTHING, NOTHING, NOTHING, *host))
-    moved = phase.bytes + phase.activation_bytes
-    sums = (amount(phase.flops, ""), gigabytes(moved), number(phase.flops / moved))
-    rows.append(cells("whole", *sums, seconds(whole), "100%", phase.bound, seconds(phase.floor_s)))
+    moved = step.bytes + step.activation_bytes
+    sums = (amount(step.flops, ""), gigabytes(moved), number(step.flops / moved))
+    rows.append(cells("whole", *sums, seconds(whole), "100%", step.bound, seconds(step.floor_s)))
     columns = ("", "FLOP", "bytes", "FLOP/B", "time", "share", "bound", "physics")
     shown = [place for place, column in enumerate(columns) if not narrow or not 1 <= place <= 3]
     return Table(
@@ -88,7 +88,7 @@ def phase_table(plan: Plan, name: str, narrow: bool = False) -> Table:
         tuple(tuple(row[place] for place in shown) for row in rows),
         left=frozenset({shown.index(6)}),
         note=("" if narrow else "FLOP and bytes are of the whole model in one pass, times of a device. ")
-        + f"Weights and cache alone are {gigabytes(phase.bytes)}, {number(phase.intensity)} FLOP/byte; above "
+        + f"Weights and cache alone are {gigabytes(step.bytes)}, {number(step.intensity)} FLOP/byte; above "
         f"{number(plan.ridge_flops_per_byte)} arithmetic is the limit. Physics: the data sheet's rates, without loss.",
     )
 
@@ -103,11 +103,11 @@ def _phase_title(plan: Plan, name: str) -> str:
     return title if plan.lane_batch == plan.batch else f"{title}, {plan.lane_batch:,} at a time"
 
 
-def part_work(phase: Phase, part: str) -> Work | None:
+def part_work(step: PlannedStep, part: str) -> Work | None:
     """Work of the whole model in a part of the time; None for what is not work (the network)."""
     if part == "attention":
-        return phase.work[Operation.SCORES] + phase.work[Operation.VALUES]
-    return phase.work[Operation(part)] if part in set(Operation) else None
+        return step.work[Operation.SCORES] + step.work[Operation.VALUES]
+    return step.work[Operation(part)] if part in set(Operation) else None
 
 
 def serving_table(plan: Plan) -> Table:

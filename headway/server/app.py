@@ -9,18 +9,19 @@ from typing import Any
 from fastapi import FastAPI
 
 from headway import __version__
+from headway.engine.client import EngineClient
 from headway.server import responses
 from headway.server.edge import Edge
 from headway.server.errors import install_handlers
 from headway.server.routes import BODIES, Routes
-from headway.server.service import Engine, Service
+from headway.server.service import Service
 from headway.server.settings import ServerSettings
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
 
 
 def create_app(
-    engine: Engine, tokenizer: Tokenizer, settings: ServerSettings, template: ChatTemplate | None = None
+    engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings, template: ChatTemplate | None = None
 ) -> FastAPI:
     """The API over an engine. Its lifespan starts and stops the engine; `app.state.service` holds the rest.
 

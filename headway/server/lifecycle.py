@@ -17,11 +17,11 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.config import LOGGING_CONFIG
 
-from headway.engine.client import EngineDead
+from headway.engine.client import EngineClient, EngineDead
 from headway.engine.messages import Ready
 from headway.server.app import create_app
 from headway.server.edge import Connection
-from headway.server.service import Engine, Service
+from headway.server.service import Service
 from headway.server.settings import ServerSettings
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
@@ -186,7 +186,7 @@ class Server(uvicorn.Server):
 
 
 def run_server(
-    engine: Engine,
+    engine: EngineClient,
     tokenizer: Tokenizer,
     settings: ServerSettings,
     template: ChatTemplate | None = None,

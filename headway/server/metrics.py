@@ -8,7 +8,7 @@ from typing import Any
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from headway.engine.messages import Ready, SequenceTimings, StepStats
+from headway.engine.messages import EngineStats, Ready, SequenceTimings
 from headway.policy.ledger import Phase
 from headway.server.timings import Stamps
 
@@ -41,7 +41,7 @@ class Metrics:
     Args:
         prefix: `headway:`, or `vllm:` for dashboards made for vLLM.
         model_name: value of the label of that name.
-        engine: gives `stats` (StepStats or None) and `num_waiting` when scraped.
+        engine: gives `stats` (EngineStats or None) and `num_waiting` when scraped.
     """
 
     def __init__(self, prefix: str, model_name: str, engine: Any) -> None:
@@ -130,7 +130,7 @@ class Metrics:
         for stage, length in ready.startup_ns.items():
             self._startup.labels(*self._labels, stage).set(length * NS)
 
-    def on_step(self, stats: StepStats) -> None:
+    def on_step(self, stats: EngineStats) -> None:
         for name, counter in self._counters.items():
             if increment := getattr(stats, name):
                 counter.inc(increment)

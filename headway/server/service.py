@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
-from headway.engine.messages import AddRequest, Ready, SequenceOutput, StepStats
+from headway.engine.client import EngineClient
+from headway.engine.messages import Ready
 from headway.policy.queue_bound import Place
 from headway.server.admission import Admission
 from headway.server.errors import ApiError, unavailable
@@ -20,31 +21,6 @@ from headway.server.settings import ServerSettings
 from headway.server.text_work import TextWork
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
-
-
-class Engine(Protocol):
-    """What the server needs of headway.engine.client.EngineClient."""
-
-    state: str
-    ready: Ready | None
-    stats: StepStats | None
-    restarts: int
-    last_error: str
-
-    async def start(self) -> None: ...
-
-    async def wait_ready(self) -> Ready: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    def subscribe(self, callback: Callable[[StepStats], None]) -> None: ...
-
-    def generate(self, *requests: AddRequest) -> AsyncGenerator[SequenceOutput, None]: ...
-
-    def abort(self, request_id: str, index: int = -1) -> None: ...
-
-    async def stop(self) -> None: ...
 
 
 class Abortable(Protocol):
@@ -59,7 +35,7 @@ class Service:
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate | None, settings: ServerSettings
+        self, engine: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, settings: ServerSettings
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer

@@ -17,7 +17,7 @@ from headway.cost import catalogue
 from headway.cost.attention import Chunk
 from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware
-from headway.cost.serving import Limits, Workload, burst, closed_loop
+from headway.cost.serving import Limits, RequestShape, burst, closed_loop
 from tests.benchmarks.published import ROW, ROWS, compared, figures
 
 # The table
@@ -100,7 +100,7 @@ def test_only_what_was_published_is_predicted():
 def test_loads_are_those_of_the_row(statistic, field):
     """A closed loop with fewer prompts than clients is a burst; small memories take smaller steps."""
     row = replace(ROW, statistic=statistic, load_value=12, prompt_tokens=900)
-    on, load = deployment(row, catalogue.efficiency), Workload(900, 8, 0, 0.0)
+    on, load = deployment(row, catalogue.efficiency), RequestShape(900, 8, 0, 0.0)
     for changes, served in (
         ({"load": "batch"}, burst(on, load, 12, Limits(8192, 1024))),
         ({"load": "burst", "num_prompts": 30}, burst(on, load, 30, Limits(8192, 1024))),

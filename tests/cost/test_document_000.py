@@ -13,7 +13,7 @@ from headway.cost.loading import loading
 from headway.cost.memory import activation_bytes, kv_bytes_per_token, kv_cache_bytes, weight_bytes
 from headway.cost.precision import BF16, Precision
 from headway.cost.roofline import Roofline
-from headway.cost.serving import Workload, open_loop
+from headway.cost.serving import RequestShape, open_loop
 from headway.cost.timing import Deployment
 from headway.cost.work import Operation, step_work, total
 from tests.cost.machines import MACHINE
@@ -185,7 +185,7 @@ def test_input_processing_is_linear_in_the_prompt():
     instant = replace(MACHINE, bytes_per_s=1e30, flops_per_s={"bf16": 1e30})
     slow_tokenizer = replace(Efficiency.ideal(), token_s=2e-6)
     deployment = Deployment(QWEN_7B, Precision(), instant, slow_tokenizer)
-    times = [open_loop(deployment, Workload(n, 1), [0.0]).ttft_s for n in (400, 800, 1600)]
+    times = [open_loop(deployment, RequestShape(n, 1), [0.0]).ttft_s for n in (400, 800, 1600)]
     assert times == pytest.approx([400 * 2e-6, 800 * 2e-6, 1600 * 2e-6])
 
 

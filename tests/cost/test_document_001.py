@@ -11,7 +11,7 @@ from headway.cost.attention import Chunk
 from headway.cost.catalogue import find_hardware, find_model
 from headway.cost.memory import activation_bytes, kv_bytes_per_token, kv_cache_bytes, weight_bytes
 from headway.cost.precision import Precision
-from headway.cost.serving import Workload, burst, closed_loop, open_loop
+from headway.cost.serving import RequestShape, burst, closed_loop, open_loop
 from headway.cost.shape import ModelShape
 from headway.cost.work import Operation, Work, step_work, total
 from tests.cost.machines import MACHINE, deployment
@@ -50,22 +50,22 @@ def step(chunk: Chunk, flash: bool = True) -> Work:
 @pytest.mark.parametrize("output", [2, 5, 40])
 def test_latency_is_ttft_and_the_time_between_the_others(output):
     """Chapter 4: Latency = TTFT + (GeneratedTokens - 1) x TBT."""
-    seen = open_loop(deployment(), Workload(100, output), [0.0])
+    seen = open_loop(deployment(), RequestShape(100, output), [0.0])
     assert seen.e2e_s == pytest.approx(seen.ttft_s + (output - 1) * seen.tpot_s)
 
 
 def test_tps_is_the_inverse_of_tbt():
     """Chapter 4: TPS = 1 / TBT: a decode step of one sequence gives one token."""
     tbt = deployment().step([Chunk(1, 100)]).seconds
-    seen = open_loop(deployment(), Workload(100, 2), [0.0])
+    seen = open_loop(deployment(), RequestShape(100, 2), [0.0])
     assert 1 / seen.tpot_s == pytest.approx(1 / tbt)
 
 
 def test_throughput_is_tokens_by_time():
     """Chapter 4: tokens or requests that the server processes in a second, over all its clients."""
-    seen = burst(deployment(), Workload(50, 20), requests=6)
+    seen = burst(deployment(), RequestShape(50, 20), requests=6)
     assert seen.requests_per_s * seen.e2e_s == pytest.approx(6)  # all six begin and end together
-    more = closed_loop(deployment(), Workload(50, 20), concurrency=12)
+    more = closed_loop(deployment(), RequestShape(50, 20), concurrency=12)
     assert more.requests_per_s > seen.requests_per_s and more.tpot_s > seen.tpot_s
 
 

@@ -16,7 +16,7 @@ from headway.cost.memory import activation_bytes, kv_bytes_per_token, kv_cache_b
 from headway.cost.parallel import Parallelism, device_weight_bytes, pipeline_bubble
 from headway.cost.precision import Precision
 from headway.cost.price import cost_per_million, tokens_per_s_per_watt
-from headway.cost.serving import Limits, Workload, burst, closed_loop, open_loop
+from headway.cost.serving import Limits, RequestShape, burst, closed_loop, open_loop
 from headway.cost.timing import Deployment
 from headway.cost.work import Operation, Work, step_work, total
 from tests.cost.machines import LINK, MACHINE, deployment
@@ -58,7 +58,7 @@ def prefill_s(run: Deployment, tokens: int) -> float:
 
 def test_end_to_end_latency_is_the_sum_of_its_parts():
     """Section 1: T_E2E = queue + batch + prefill + decode + post + network; a host's share stands for the last two."""
-    run, workload = on_a100(efficiency=HOST), Workload(500, 4)
+    run, workload = on_a100(efficiency=HOST), RequestShape(500, 4)
     alone = open_loop(run, workload, [0.0])
     intake = HOST.request_s + HOST.token_s * 500
     decodes = sum(decode_s(run, context=500 + n) for n in range(3))
@@ -71,7 +71,7 @@ def test_end_to_end_latency_is_the_sum_of_its_parts():
 def test_ttft_is_queuing_and_prefill_and_tpot_the_decodes():
     """Section 1: TTFT until the first token, TPOT on average between the others."""
     run = on_a100(efficiency=HOST)
-    seen = open_loop(run, Workload(500, 9), [0.0])
+    seen = open_loop(run, RequestShape(500, 9), [0.0])
     assert seen.ttft_s == pytest.approx(HOST.request_s + HOST.token_s * 500 + prefill_s(run, 500))
     assert seen.tpot_s == pytest.approx(sum(decode_s(run, context=500 + n) for n in range(8)) / 8, rel=1e-4)
 
@@ -79,14 +79,14 @@ def test_ttft_is_queuing_and_prefill_and_tpot_the_decodes():
 def test_contradiction_the_first_token_is_counted_twice_in_ttlt():
     """Section 1: TTLT is about TTFT + N TPOT; TTFT ends with the first token, so N - 1 are left (document 001)."""
     for output in (2, 10, 100):
-        seen = open_loop(on_a100(), Workload(500, output), [0.0])
+        seen = open_loop(on_a100(), RequestShape(500, output), [0.0])
         assert seen.e2e_s == pytest.approx(seen.ttft_s + (output - 1) * seen.tpot_s)
         assert seen.ttft_s + output * seen.tpot_s - seen.e2e_s == pytest.approx(seen.tpot_s)
 
 
 def test_throughput_is_output_tokens_by_wall_time():
     """Section 1: Throughput = total output tokens / wall time."""
-    served = burst(on_a100(), Workload(100, 30), requests=8)
+    served = burst(on_a100(), RequestShape(100, 30), requests=8)
     assert 30 * served.requests_per_s == pytest.approx(8 * 30 / served.e2e_s)  # all begin and end together
 
 
@@ -103,7 +103,7 @@ def test_complexity_of_prefill_and_decode():
 def test_prefill_dominates_ttft_and_decode_ttlt():
     """Section 2, rule of thumb: the prompt decides TTFT, the tokens after it TTLT."""
     run = on_a100(efficiency=Efficiency())
-    seen = open_loop(run, Workload(4000, 400), [0.0])
+    seen = open_loop(run, RequestShape(4000, 400), [0.0])
     assert prefill_s(run, 4000) > 0.9 * seen.ttft_s
     assert 399 * seen.tpot_s > 0.9 * seen.e2e_s
 
@@ -154,7 +154,7 @@ def test_the_cache_bounds_concurrent_tokens():
 
 def test_batch_sizing():
     """Section 4: larger batches increase TTFT and tokens/s."""
-    small, large = (closed_loop(on_a100(), Workload(500, 50), n) for n in (2, 32))
+    small, large = (closed_loop(on_a100(), RequestShape(500, 50), n) for n in (2, 32))
     assert large.ttft_s > small.ttft_s and large.requests_per_s > small.requests_per_s
 
 
@@ -214,7 +214,7 @@ def test_graphs():
 
 def test_prompt_caching():
     """Section 4 and section 5, 3: a prefix that is found in the cache lowers TTFT."""
-    computed, found = (open_loop(on_a100(), Workload(4000, 1, cached), [0.0]) for cached in (0, 3000))
+    computed, found = (open_loop(on_a100(), RequestShape(4000, 1, cached), [0.0]) for cached in (0, 3000))
     assert found.ttft_s < 0.3 * computed.ttft_s
 
 

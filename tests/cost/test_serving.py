@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headway.cost.attention import Chunk
 from headway.cost.efficiency import Efficiency
 from headway.cost.parallel import Parallelism, pipeline_bubble
-from headway.cost.serving import Limits, Served, Workload, burst, closed_loop, open_loop
+from headway.cost.serving import Limits, RequestShape, Served, burst, closed_loop, open_loop
 from headway.cost.timing import Deployment
 from tests.cost.machines import DENSE, LATENT, LINK, MACHINE, MIXTURE, WINDOWED, deployment
 
@@ -88,7 +88,7 @@ class Run:
 
 
 def simulate(
-    on: Deployment, workload: Workload, limits: Limits, arrivals: Sequence[float], until: int, again: bool
+    on: Deployment, workload: RequestShape, limits: Limits, arrivals: Sequence[float], until: int, again: bool
 ) -> Run:
     """One step after the other, each sequence a chunk of its own."""
     efficiency, intake, sent = on.efficiency, 0.0, 0
@@ -159,7 +159,7 @@ def assert_alike(ours: Served, theirs: Served, within: float = 0.01, but: Sequen
 
 
 workloads = st.builds(
-    lambda prompt, output, cached, spread: Workload(prompt, output, int(cached * prompt), spread),
+    lambda prompt, output, cached, spread: RequestShape(prompt, output, int(cached * prompt), spread),
     st.integers(1, 300),
     st.integers(1, 40),
     st.sampled_from([0.0, 0.0, 0.5, 0.99]),
@@ -173,7 +173,7 @@ def near_the_end_of_a_step(run: Run, share: float) -> bool:
     return any(abs(each.ready - step.end) < share * step.seconds for each in run.ended for step in run.steps)
 
 
-def few_chunks(workload: Workload, limits: Limits) -> bool:
+def few_chunks(workload: RequestShape, limits: Limits) -> bool:
     """The simulator is slow: prompts that are cut into hundreds of chunks are left out."""
     return workload.prompt - workload.cached <= 20 * limits.batched_tokens
 
@@ -278,7 +278,7 @@ def test_one_client_waits_for_each_step_in_turn(workload, name):
 def test_a_run_of_steps_takes_as_long_as_its_middle_one(prompt, output):
     """Where each step takes a little longer than the one before, by as much, nothing is lost: an odd number of them."""
     on = deployment(hardware=replace(MACHINE, flops_per_s={"bf16": 1e30, "fp32": 1e30}))
-    served = closed_loop(on, Workload(prompt, output), 3, rounds=1, skip=0)
+    served = closed_loop(on, RequestShape(prompt, output), 3, rounds=1, skip=0)
     decodes = [on.step([Chunk(1, prompt + token, sequences=3)]).seconds for token in range(output - 1)]
     assert served.tpot_s == pytest.approx(statistics.fmean(decodes), rel=1e-9)
     assert served.ttft_s == pytest.approx(on.step([Chunk(prompt, sequences=3)]).seconds, rel=1e-9)
@@ -335,7 +335,7 @@ def test_a_latency_is_its_first_token_and_the_rest(workload, limits, requests):
 
 
 def test_a_cached_prefix_saves_its_tokens_and_no_more():
-    on, whole = DEPLOYMENTS["dense"], Workload(256, 4)
+    on, whole = DEPLOYMENTS["dense"], RequestShape(256, 4)
     cached = closed_loop(on, replace(whole, cached=192), 1)
     assert cached.ttft_s == pytest.approx(on.step([Chunk(64, 192)]).seconds)
     assert cached.ttft_s < closed_loop(on, whole, 1).ttft_s
@@ -344,41 +344,44 @@ def test_a_cached_prefix_saves_its_tokens_and_no_more():
 
 def test_a_budget_below_the_limit_of_sequences_bounds_those_that_decode():
     """At most as many decode as the budget has tokens, as each began with at least one of its tokens."""
-    on, workload = DEPLOYMENTS["dense"], Workload(3, 50)
+    on, workload = DEPLOYMENTS["dense"], RequestShape(3, 50)
     narrow = burst(on, workload, 20, Limits(batched_tokens=4, sequences=256))
     assert narrow.running <= 4.0
     assert narrow.requests_per_s < burst(on, workload, 20).requests_per_s
 
 
 def test_answers_spread_evenly_around_their_mean():
-    workload = Workload(1, 100, spread=0.4)
+    workload = RequestShape(1, 100, spread=0.4)
     lengths = [workload.output_of(number) for number in range(2000)]
     assert statistics.fmean(lengths) == pytest.approx(100, abs=0.2)
     assert (min(lengths), max(lengths)) == (60, 140)
     assert all(190 <= sum(low <= each < low + 8 for each in lengths) <= 210 for low in range(61, 130, 8))
-    assert {Workload(1, 100).output_of(number) for number in range(100)} == {100}
-    assert min(Workload(1, 1, spread=1.0).output_of(number) for number in range(100)) == 1
+    assert {RequestShape(1, 100).output_of(number) for number in range(100)} == {100}
+    assert min(RequestShape(1, 1, spread=1.0).output_of(number) for number in range(100)) == 1
 
 
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (lambda: Workload(0, 5), "prompt_tokens is 0 and output_tokens 5; both must be at least 1"),
-        (lambda: Workload(5, 0), "prompt_tokens is 5 and output_tokens 0"),
-        (lambda: Workload(5, 1, cached=5), "cached tokens are 5; they must be fewer than the prompt's 5"),
-        (lambda: Workload(5, 1, cached=-1), "cached tokens are -1"),
-        (lambda: Workload(5, 1, spread=1.5), "spread is 1.5; it must be between 0 and 1"),
+        (lambda: RequestShape(0, 5), "prompt_tokens is 0 and output_tokens 5; both must be at least 1"),
+        (lambda: RequestShape(5, 0), "prompt_tokens is 5 and output_tokens 0"),
+        (lambda: RequestShape(5, 1, cached=5), "cached tokens are 5; they must be fewer than the prompt's 5"),
+        (lambda: RequestShape(5, 1, cached=-1), "cached tokens are -1"),
+        (lambda: RequestShape(5, 1, spread=1.5), "spread is 1.5; it must be between 0 and 1"),
         (lambda: Limits(batched_tokens=0), "max_num_batched_tokens is 0, max_num_seqs 256"),
         (lambda: Limits(prefill_stall_s=-1.0), "prefill_stall_s, -1.0, at least 0"),
         (lambda: Limits(sequences=0), "max_num_seqs 0"),
-        (lambda: burst(DEPLOYMENTS["dense"], Workload(1, 1), 0), "requests is 0; it must be at least 1"),
-        (lambda: closed_loop(DEPLOYMENTS["dense"], Workload(1, 1), 0), "concurrency is 0"),
-        (lambda: closed_loop(DEPLOYMENTS["dense"], Workload(1, 1), 1, rounds=2, skip=2), "2 rounds of which 2"),
+        (lambda: burst(DEPLOYMENTS["dense"], RequestShape(1, 1), 0), "requests is 0; it must be at least 1"),
+        (lambda: closed_loop(DEPLOYMENTS["dense"], RequestShape(1, 1), 0), "concurrency is 0"),
+        (lambda: closed_loop(DEPLOYMENTS["dense"], RequestShape(1, 1), 1, rounds=2, skip=2), "2 rounds of which 2"),
         (
-            lambda: open_loop(DEPLOYMENTS["dense"], Workload(1, 1), []),
+            lambda: open_loop(DEPLOYMENTS["dense"], RequestShape(1, 1), []),
             "0 requests of which 0 are skipped leave none to count",
         ),
-        (lambda: open_loop(DEPLOYMENTS["dense"], Workload(1, 1), [0.0], skip=1), "1 requests of which 1 are skipped"),
+        (
+            lambda: open_loop(DEPLOYMENTS["dense"], RequestShape(1, 1), [0.0], skip=1),
+            "1 requests of which 1 are skipped",
+        ),
     ],
 )
 def test_nonsense_is_refused_in_one_line(made: Callable[[], object], said: str):
@@ -389,7 +392,7 @@ def test_nonsense_is_refused_in_one_line(made: Callable[[], object], said: str):
 
 def test_where_all_that_count_end_in_one_step_their_rate_is_that_of_the_run():
     """Three alike come at once and end at once: nothing passes between the first's end and the others'."""
-    served = open_loop(DEPLOYMENTS["dense"], Workload(10, 5), [0.0] * 3, skip=1)
+    served = open_loop(DEPLOYMENTS["dense"], RequestShape(10, 5), [0.0] * 3, skip=1)
     assert served.requests_per_s == pytest.approx(3 / served.e2e_s)
 
 
@@ -406,7 +409,7 @@ def staged(stages: int, **changes: Any) -> Deployment:
 def test_batches_of_a_pipeline_that_are_alike_leave_it_full(stages):
     """Answers of one length: each batch decodes beside the others, and TPOT is its own step."""
     on = staged(stages)
-    served = burst(on, Workload(8, 9), 4 * stages, Limits(sequences=4 * stages))
+    served = burst(on, RequestShape(8, 9), 4 * stages, Limits(sequences=4 * stages))
     decodes = [on.step([Chunk(1, 8 + token, sequences=4)]) for token in range(8)]
     rounds = [max(step.seconds, stages * on.pace(step)) for step in decodes]
     assert served.tpot_s == pytest.approx(statistics.fmean(rounds), rel=1e-2)
@@ -416,13 +419,13 @@ def test_batches_of_a_pipeline_that_are_alike_leave_it_full(stages):
 
 def test_stages_without_a_batch_idle():
     """One request in a pipeline of four: a stage works a quarter of the time (GPipe: (p - 1) / (m + p - 1))."""
-    assert burst(staged(4), Workload(8, 50), 1).bubble == pytest.approx(pipeline_bubble(4, 1))
-    assert burst(staged(1), Workload(8, 50), 1).bubble == 0.0
+    assert burst(staged(4), RequestShape(8, 50), 1).bubble == pytest.approx(pipeline_bubble(4, 1))
+    assert burst(staged(1), RequestShape(8, 50), 1).bubble == 0.0
 
 
 def test_a_long_prompt_in_one_batch_holds_up_the_others():
     """Two stages, two requests that decode, and a prompt that joins one: the other one waits for its step."""
-    on, workload = staged(2), Workload(2000, 40)
+    on, workload = staged(2), RequestShape(2000, 40)
     arrivals = [0.0, 0.0, on.step([Chunk(2000)]).seconds * 1.5]
     served = open_loop(on, workload, arrivals, Limits(sequences=8))
     prompt, decode = on.step([Chunk(2000)]).seconds, on.step([Chunk(1, 2020)]).seconds
@@ -451,9 +454,9 @@ def test_prompts_hold_up_decodes_by_no_more_than_the_bound(stall_s, monkeypatch)
         return plain(self, chunks)
 
     arrivals = [0.0] + [on.step([Chunk(400)]).seconds * 1.5] * 10
-    free = open_loop(on, Workload(400, 60), arrivals, Limits())
+    free = open_loop(on, RequestShape(400, 60), arrivals, Limits())
     monkeypatch.setattr(Deployment, "step", noted)
-    bound = open_loop(on, Workload(400, 60), arrivals, Limits(prefill_stall_s=stall_s, least_tokens=1))
+    bound = open_loop(on, RequestShape(400, 60), arrivals, Limits(prefill_stall_s=stall_s, least_tokens=1))
     mixed = [step for step in seen if any(c.tokens == 1 for c in step) and any(c.tokens > 1 for c in step)]
     assert mixed
     for step in mixed:
@@ -466,6 +469,6 @@ def test_prompts_hold_up_decodes_by_no_more_than_the_bound(stall_s, monkeypatch)
 def test_the_first_wave_waits_for_all_prompts_before_it():
     """No host, and answers of one token: of prompts that each fill a step, the n-th has its token after n steps."""
     on = deployment()
-    wave = burst(on, Workload(64, 1), 10, Limits(batched_tokens=64))
+    wave = burst(on, RequestShape(64, 1), 10, Limits(batched_tokens=64))
     step = on.step([Chunk(64)]).seconds
     assert wave.ttft_most_s == pytest.approx(10 * step) and wave.ttft_s == pytest.approx(5.5 * step)

@@ -16,7 +16,7 @@ from headway.cost.parallel import Parallelism
 from headway.cost.precision import FP8, FP16, FP32, QUANTIZATIONS, Precision
 from headway.cost.roofline import Roofline
 from headway.cost.shape import ShapeError
-from headway.cost.timing import Deployment, PartTime, StepTime
+from headway.cost.timing import Deployment, PartTime, TimeBreakdown
 from headway.cost.work import Operation, Work, step_work
 from tests.cost.machines import DENSE, LATENT, MACHINE, MIXTURE, SHAPES, WINDOWED, deployment
 
@@ -29,11 +29,11 @@ HEAVY_TRAFFIC = replace(MACHINE, flops_per_s={"fp32": 1e17, "bf16": 4e17, "fp8":
 HEAVY_ARITHMETIC = replace(MACHINE, bytes_per_s=1e16)
 
 
-def parts(step: StepTime) -> dict[str, float]:
+def parts(step: TimeBreakdown) -> dict[str, float]:
     return {part.name: part.seconds for part in step.parts}
 
 
-def changed(before: StepTime, after: StepTime) -> dict[str, float]:
+def changed(before: TimeBreakdown, after: TimeBreakdown) -> dict[str, float]:
     """By how much each part takes longer, as far as it does."""
     old, new = parts(before), parts(after)
     assert set(old) == set(new)
@@ -257,7 +257,7 @@ def test_what_takes_the_largest_share_is_the_bound():
     assert deployment().step(DECODE).bound == "memory"
     slow_wire = replace(MACHINE, link=replace(MACHINE.link, bytes_per_s=1e3))
     assert deployment(hardware=slow_wire, parallelism=Parallelism(2)).step(DECODE).bound == "network"
-    by_share = StepTime(
+    by_share = TimeBreakdown(
         (PartTime("a", 3.0, compute_s=3.0), PartTime("b", 2.0, memory_s=2.0), PartTime("c", 2.0, 0.0, 2.0)), 3.5
     )
     assert by_share.bound == "memory" and by_share.seconds == 10.5

@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from headway.engine.client import EngineClient, EngineDead
 from headway.engine.config import EngineConfig
-from headway.engine.messages import AddRequest, SequenceOutput, StepOutputs, StepStats, TokenLogprobs
+from headway.engine.messages import AddRequest, EngineOutputs, EngineStats, SequenceOutput, TokenLogprobs
 from headway.engine.requests import MOST_DEATHS
 from headway.policy.recording import Arrival, End
 from headway.policy.sampling_params import SamplingParams
@@ -67,7 +67,7 @@ async def collect(outputs: AsyncIterator[SequenceOutput]) -> list[SequenceOutput
     return [output async for output in outputs]
 
 
-async def until_idle(client: EngineClient) -> StepStats:
+async def until_idle(client: EngineClient) -> EngineStats:
     async with asyncio.timeout(60):
         while client.stats is None or client.stats.kv_cache_usage > 0 or client.stats.num_running:
             await asyncio.sleep(0.01)
@@ -75,7 +75,7 @@ async def until_idle(client: EngineClient) -> StepStats:
 
 
 async def test_results_and_timings_come_back(client: EngineClient) -> None:
-    steps: list[StepStats] = []
+    steps: list[EngineStats] = []
     client.subscribe(steps.append)
     outputs = await collect(client.generate(request("a", max_tokens=8, n=2)))
     for index in (0, 1):
@@ -360,7 +360,7 @@ async def test_a_report_does_not_hide_requests_still_on_their_way(client: Engine
     streams = [client.generate(request(str(i), max_tokens=4000, n=2)) for i in range(3)]
     waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
     await asyncio.sleep(0)
-    client._deliver(StepOutputs([], report, 0))  # as from a step that began before they came
+    client._deliver(EngineOutputs([], report, 0))  # as from a step that began before they came
     assert client.num_waiting == 6  # choices, as the engine counts them
     await asyncio.gather(*waiting)
     async with asyncio.timeout(60):
@@ -371,10 +371,10 @@ async def test_a_report_does_not_hide_requests_still_on_their_way(client: Engine
 
 
 async def test_a_failing_subscriber_harms_nobody(client: EngineClient, caplog: pytest.LogCaptureFixture) -> None:
-    def fail(stats: StepStats) -> None:
+    def fail(stats: EngineStats) -> None:
         raise ValueError("no more paper")
 
-    seen: list[StepStats] = []
+    seen: list[EngineStats] = []
     restarts = client.restarts
     client.subscribe(fail)
     client.subscribe(seen.append)
@@ -391,7 +391,7 @@ async def test_a_message_that_cannot_be_read_is_a_death_like_any_other(
     outputs = [await anext(stream)]
     deliver, broken = client._deliver, [True]
 
-    def fail_once(message: StepOutputs) -> None:
+    def fail_once(message: EngineOutputs) -> None:
         if broken.pop() if broken else False:
             raise ValueError("not a message")
         deliver(message)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.engine.layout import LaidOut, StepLayout
+from headway.engine.layout import ModelInput, StepLayout
 from headway.policy.plan import ScheduledSequence, SequenceState, TableChange
 from headway.policy.sampling_params import SamplingParams
 
@@ -32,7 +32,7 @@ def part(each: SequenceState, tokens: int, samples: int) -> ScheduledSequence:
     return ScheduledSequence(each.seq_id, len(each.tokens) - tokens, each.tokens[-tokens:], samples > 0, samples)
 
 
-def check(laid_out: LaidOut, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> None:
+def check(laid_out: ModelInput, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> None:
     """By the definitions of StepGeometry, token by token."""
     step, place = laid_out.geometry, 0
     assert step.num_sequences == len(scheduled)
@@ -58,7 +58,7 @@ def check(laid_out: LaidOut, scheduled: list[ScheduledSequence], sequences: list
     assert step.block_tables.dtype == step.context_lens.dtype == step.query_start.dtype == torch.int32
 
 
-def addresses(laid_out: LaidOut) -> tuple[int, ...]:
+def addresses(laid_out: ModelInput) -> tuple[int, ...]:
     step = laid_out.geometry
     tensors = laid_out.token_ids, step.positions, step.slots, step.block_tables
     return *(tensor.data_ptr() for tensor in tensors), step.block_tables.stride(0)

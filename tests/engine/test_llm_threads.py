@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from headway import LLM, SamplingParams
-from headway.engine.messages import StepOutputs
+from headway.engine.messages import EngineOutputs
 from headway.llm import CompletionOutput
 from tests.bench.command_line import wait_until
 from tests.engine.models import TINY_LLAMA, write_config
@@ -49,7 +49,7 @@ class Steps:
         self._before, self._step = before, llm.engine.core.step
         monkeypatch.setattr(llm.engine.core, "step", self._counted)
 
-    def _counted(self) -> StepOutputs:
+    def _counted(self) -> EngineOutputs:
         self.count += 1
         self.drivers.add(threading.current_thread())
         self._before(self.count)

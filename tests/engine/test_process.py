@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from headway.engine import process
-from headway.engine.messages import AddRequest, Shutdown, StepOutputs, StepStats
+from headway.engine.messages import AddRequest, EngineOutputs, EngineStats, Shutdown
 from headway.policy.intake import INTAKE_NS
 from headway.policy.kv_blocks import CHECKED_AT_ONCE, KVBlocks
 from headway.policy.sampling_params import SamplingParams
@@ -48,10 +48,10 @@ class Core:
         self.log.append("add")
         self.left = self._steps
 
-    def step(self) -> StepOutputs:
+    def step(self) -> EngineOutputs:
         self.log.append("step")
         self.left -= 1
-        return StepOutputs([], StepStats(0, 0, 0.0), 0)
+        return EngineOutputs([], EngineStats(0, 0, 0.0), 0)
 
     def check_by_parts(self) -> Iterator[None]:
         for _ in range(self._parts):

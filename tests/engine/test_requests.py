@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from headway.engine.messages import (
     AddRequest,
+    EngineOutputs,
+    EngineStats,
     SequenceOutput,
     SequenceTimings,
-    StepOutputs,
-    StepStats,
 )
 from headway.engine.requests import MOST_DEATHS, InFlight, Requests, StreamItem
 from headway.policy.request import Resumed
@@ -46,7 +46,7 @@ class Engine:
             assert place not in self.choices
             self.choices[place] = request, Resumed(choice.index, list(choice.token_ids), choice.cached_tokens)
 
-    def step(self, now: int) -> StepOutputs | None:
+    def step(self, now: int) -> EngineOutputs | None:
         """What comes of a step; None where the engine dies in it."""
         outputs: list[SequenceOutput] = []
         running = list(self.choices.items())[: self.seats]
@@ -62,7 +62,7 @@ class Engine:
                 output.finish_reason = "length"
                 output.timings = SequenceTimings({"decode_compute": now - request.sent_ns}, now, 1, 0)
             outputs.append(output)
-        return StepOutputs(outputs, StepStats(len(running), 0, 0.0, received=self.received), now)
+        return EngineOutputs(outputs, EngineStats(len(running), 0, 0.0, received=self.received), now)
 
 
 def ask(name: str, max_tokens: int, n: int = 1, sent_ns: int = 0, seed: int | None = None) -> AddRequest:

@@ -13,7 +13,7 @@ import pytest
 
 from headway.bundled import STORY
 from headway.engine import start
-from headway.engine.build import Engine
+from headway.engine.build import LoadedEngine
 from headway.engine.config import EngineConfig
 from headway.engine.messages import AddRequest
 from headway.engine.start import packed_bytes, start_engine, uncollected
@@ -29,7 +29,7 @@ def bundled(**settings: object) -> EngineConfig:
     return EngineConfig(str(STORY), device="cpu", num_threads=2, kv_cache_memory=1 << 24, **settings)
 
 
-def run(engine: Engine, name: str, prompt: int, temperature: float) -> list[int]:
+def run(engine: LoadedEngine, name: str, prompt: int, temperature: float) -> list[int]:
     """The tokens of one request."""
     params = SamplingParams(temperature=temperature, max_tokens=4, ignore_eos=True)
     engine.core.add(AddRequest(name, list(range(1, prompt + 1)), params, eos_token_ids=[]))

@@ -13,15 +13,15 @@ from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Price
 from headway.cost.precision import Precision
 from headway.cost.price import cost_per_million
-from headway.cost.serving import Workload
+from headway.cost.serving import RequestShape
 from headway.cost.speculative import tpot_s
 from headway.cost.timing import Deployment
 from headway.planner import resolve as resolving
 from headway.planner.make import make_plan
-from headway.planner.phases import prompt_steps
 from headway.planner.plan import Plan
 from headway.planner.request import PlanError, PlanRequest, Speculation
 from headway.planner.resolve import find_model
+from headway.planner.steps import prompt_steps
 
 
 def planned(model: str = "llama-3.1-8b", hardware: str = "H100-SXM", **given: Any) -> Plan:
@@ -361,7 +361,7 @@ def test_a_draft_is_kept_in_the_plain_dtype() -> None:
     ],
 )
 def test_prompts_are_packed_into_steps(cached: int, budget: int, requests: int, steps: list[list[Chunk]]) -> None:
-    assert prompt_steps(Workload(100, 1, cached), budget, requests) == steps
+    assert prompt_steps(RequestShape(100, 1, cached), budget, requests) == steps
 
 
 # Shared prefixes, pipelines, machines, storage, and TTFT under load

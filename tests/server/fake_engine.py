@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator, Callable
 from headway.engine.client import EngineDead
 from headway.engine.messages import (
     AddRequest,
+    EngineStats,
     PromptLogprobs,
     Ready,
     SequenceOutput,
     SequenceTimings,
-    StepStats,
     TokenLogprobs,
 )
 from headway.text.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ class FakeEngine:
         self.state = "loading"
         self.last_error = "the engine is not started"
         self.restarts = 0
-        self.stats: StepStats | None = None
+        self.stats: EngineStats | None = None
         self.ready: Ready | None = None
         self.max_model_len = 256
         self.num_waiting = 0
@@ -56,7 +56,7 @@ class FakeEngine:
         self.running: set[tuple[str, int]] = set()
         self.phases_total_ns: dict[tuple[str, int], int] = {}
         self._drop: set[tuple[str, int]] = set()
-        self._subscribers: list[Callable[[StepStats], None]] = []
+        self._subscribers: list[Callable[[EngineStats], None]] = []
 
     def reset(self) -> None:
         """As new, for the next test; the server stays."""
@@ -92,7 +92,7 @@ class FakeEngine:
     async def stop(self) -> None:
         self.state, self.last_error = "stopped", "the server is shutting down"
 
-    def subscribe(self, callback: Callable[[StepStats], None]) -> None:
+    def subscribe(self, callback: Callable[[EngineStats], None]) -> None:
         self._subscribers.append(callback)
 
     # --- requests -----------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class FakeEngine:
             await asyncio.sleep(0.002)
         if self.state != "ready":
             raise EngineDead(self.last_error)
-        self.stats = StepStats(
+        self.stats = EngineStats(
             len(self.running),
             self.num_waiting,
             0.25,

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from headway.engine.messages import StepStats
+from headway.engine.messages import EngineStats
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually
 from tests.server.test_faults import RawClient
@@ -117,10 +117,10 @@ def test_steps_are_resolved_to_microseconds_and_decodes_told_from_prompts(
 ) -> None:
     server = start_server()
     steps = [
-        StepStats(2, 0, 0.0, step_ns=20_000, scheduled_tokens=2, scheduled_sequences=2),  # two decode
-        StepStats(2, 0, 0.0, step_ns=9_000_000, prompt_tokens=30, scheduled_tokens=31, scheduled_sequences=2),
-        StepStats(1, 0, 0.0, step_ns=8_000_000, scheduled_tokens=30, scheduled_sequences=1),  # computed again
-        StepStats(0, 0, 0.0),
+        EngineStats(2, 0, 0.0, step_ns=20_000, scheduled_tokens=2, scheduled_sequences=2),  # two decode
+        EngineStats(2, 0, 0.0, step_ns=9_000_000, prompt_tokens=30, scheduled_tokens=31, scheduled_sequences=2),
+        EngineStats(1, 0, 0.0, step_ns=8_000_000, scheduled_tokens=30, scheduled_sequences=1),  # computed again
+        EngineStats(0, 0, 0.0),
     ]
     for stats in steps:
         server.service.metrics.on_step(stats)

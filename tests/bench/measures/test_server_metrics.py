@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from headway.bench.measures.server_metrics import parse_metrics, read_gauges, server_metrics
-from headway.engine.messages import StepStats
+from headway.engine.messages import EngineStats
 from headway.server.metrics import Metrics
 
 VLLM = """\
@@ -119,7 +119,7 @@ def test_headways_own() -> None:
     engine = SimpleNamespace(stats=None, num_waiting=2, restarts=0)
     metrics = Metrics("headway:", "tiny", engine)
     before = metrics.exposition().decode()
-    stats = StepStats(
+    stats = EngineStats(
         num_running=3,
         num_waiting=2,
         kv_cache_usage=0.25,

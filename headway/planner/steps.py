@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from headway.cost.attention import Chunk, append_alike
-from headway.cost.serving import Workload
-from headway.cost.timing import LINEAR, Deployment, PartTime, StepTime
+from headway.cost.serving import RequestShape
+from headway.cost.timing import LINEAR, Deployment, PartTime, TimeBreakdown
 from headway.cost.work import Operation, step_work, total
-from headway.planner.plan import Phase
+from headway.planner.plan import PlannedStep
 
 MOST_SEQUENCES = 2**16
 
 
-def prompt_steps(workload: Workload, budget: int, requests: int = 1) -> list[list[Chunk]]:
+def prompt_steps(workload: RequestShape, budget: int, requests: int = 1) -> list[list[Chunk]]:
     """The steps that so many prompts take, one after the other, with at most `budget` tokens in a step."""
     steps: list[list[Chunk]] = []
     room = 0
@@ -38,30 +38,30 @@ def steps_s(deployment: Deployment, steps: Sequence[Sequence[Chunk]]) -> float:
     return sum(count * deployment.step(step).seconds for step, count in kinds.items())
 
 
-def mean_context(workload: Workload) -> int:
+def mean_context(workload: RequestShape) -> int:
     """Tokens before a decode step halfway through an answer."""
     return workload.prompt + workload.output // 2
 
 
-def prefill_phase(deployment: Deployment, workload: Workload, budget: int) -> Phase:
+def prefill_step(deployment: Deployment, workload: RequestShape, budget: int) -> PlannedStep:
     """The prompt of one request alone."""
     whole = Chunk(workload.prompt - workload.cached, workload.cached)
-    return _phase(deployment, whole, prompt_steps(workload, budget))
+    return _planned(deployment, whole, prompt_steps(workload, budget))
 
 
-def decode_phase(deployment: Deployment, workload: Workload, batch: int, lane_batch: int) -> Phase:
+def decode_step(deployment: Deployment, workload: RequestShape, batch: int, lane_batch: int) -> PlannedStep:
     """One token of each of `batch` sequences of a replica, of which a device works on `lane_batch` at a time."""
     context = mean_context(workload)
-    return _phase(deployment, Chunk(1, context, 1, batch), [[Chunk(1, context, 1, lane_batch)]])
+    return _planned(deployment, Chunk(1, context, 1, batch), [[Chunk(1, context, 1, lane_batch)]])
 
 
-def _phase(deployment: Deployment, whole: Chunk, timed: list[list[Chunk]]) -> Phase:
+def _planned(deployment: Deployment, whole: Chunk, timed: list[list[Chunk]]) -> PlannedStep:
     work = step_work(deployment.shape, [whole], deployment.precision, deployment.flash)
     time = joined([deployment.step(step) for step in timed])
     ideal = deployment.ideal()
     floor = joined([ideal.step(step) for step in timed])
     sums = total(work.values())
-    return Phase(
+    return PlannedStep(
         work=work,
         flops=sums.flops,
         bytes=sums.kept_bytes,
@@ -73,7 +73,7 @@ def _phase(deployment: Deployment, whole: Chunk, timed: list[list[Chunk]]) -> Ph
     )
 
 
-def joined(steps: Sequence[StepTime]) -> StepTime:
+def joined(steps: Sequence[TimeBreakdown]) -> TimeBreakdown:
     """Steps one after the other as if they were one, added up part by part, in the order of a layer."""
     parts: dict[str, PartTime] = {}
     for step in steps:
@@ -91,7 +91,7 @@ def joined(steps: Sequence[StepTime]) -> StepTime:
     order = {str(operation): place for place, operation in enumerate(Operation)}
     order["attention"] = order[Operation.SCORES]
     ordered = sorted(parts.values(), key=lambda part: order.get(part.name, len(order)))
-    return StepTime(tuple(ordered), sum(step.host_s for step in steps))
+    return TimeBreakdown(tuple(ordered), sum(step.host_s for step in steps))
 
 
 def compute_bound_batch(deployment: Deployment, context: int) -> int | None:
