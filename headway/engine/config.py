@@ -79,7 +79,11 @@ class SchedulingOptions:
     enable_prefix_caching: Annotated[bool, _engine("Share KV blocks of equal prompt beginnings.")] = True
     enable_chunked_prefill: Annotated[bool, _engine("Split long prompts over steps.")] = True
     scheduling_policy: Annotated[
-        str, _engine("Order of requests; priority: lower goes first.", choices=("fcfs", "priority"))
+        str,
+        _engine(
+            "Order of requests. slo: by the objectives of their classes; priority: lower goes first.",
+            choices=("slo", "fcfs", "priority"),
+        ),
     ] = "fcfs"
     max_queue_time: Annotated[
         float | None, _engine("Seconds that a request may wait without being begun; then 503. Default: any.")

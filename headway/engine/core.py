@@ -23,6 +23,11 @@ from headway.policy.scheduler import Scheduler
 
 NOT_NUMBERS = "the model's logits were not numbers (NaN) for this sequence; its weights or its dtype are at fault"
 FAILED = "the engine failed on this request ({}); the server's log says more"
+_YIELDED = {
+    "oversized": "its prompt alone takes longer than that",
+    "late": "it has waited too long for that",
+    "overload": "others would not be in time because of it",
+}
 
 
 class EngineCore:
@@ -39,10 +44,17 @@ class EngineCore:
         self._pending: list[SequenceOutput] = []
         self._counted = EngineStats(0, 0, 0.0)
         self._received = 0
+        self._wait_until_ns = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self._pending) or self.scheduler.has_work
+
+    @property
+    def waits_ms(self) -> int:
+        """How long the next step is put off, unless a request comes."""
+        left_ns = self._wait_until_ns - self._clock() if self._wait_until_ns and not self._pending else 0
+        return max(0, -(-left_ns // 1_000_000))
 
     # --- requests -----------------------------------------------------------------------------------
 
@@ -106,6 +118,7 @@ class EngineCore:
         """
         outputs, self._pending = self._pending, []
         plan = self.scheduler.schedule(self._clock())
+        self._wait_until_ns = plan.wait_until_ns
         for seq_id in plan.expired:
             sequence = self._sequences[seq_id]
             outputs.append(SequenceOutput(sequence.request_id, sequence.index, []))
@@ -173,6 +186,9 @@ class EngineCore:
             output.stop_token_id = sequence.tokens[-1]
         if sequence.finish_reason == "error":
             output.error = output.error or NOT_NUMBERS
+        if sequence.finish_reason == "late":
+            output.error = _late(sequence)
+            output.retry_after_s = sequence.retry_after_s
         if sequence.finish_reason == "timeout":
             limit = self.scheduler.config.max_queue_time
             output.error = f"it waited longer than {limit:g} s and was not begun (--max-queue-time)"
@@ -182,6 +198,7 @@ class EngineCore:
             ledger.last_ns,
             sequence.steps,
             sequence.preemptions,
+            sequence.yielded,
         )
         self._forget(sequence)
 
@@ -217,3 +234,11 @@ class EngineCore:
     def check_by_parts(self) -> Iterator[None]:
         """check() in parts of less than a millisecond, for an engine that has fallen idle."""
         return self.scheduler.check_by_parts()
+
+
+def _late(sequence: Sequence) -> str:
+    due_ms = (sequence.due_ns - sequence.arrival_ns) / 1e6
+    return (
+        f"the first token can't be there {due_ms:g} ms after the request came: {_YIELDED[sequence.yielded]}; "
+        f"the class {sequence.service.name!r} refuses such requests"
+    )

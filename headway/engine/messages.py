@@ -115,19 +115,21 @@ class SequenceTimings(_Message):
     ended_ns: int
     steps: int
     preemptions: int
+    yielded: str = ""  # why it was put behind others: late, oversized or overload
 
 
 class SequenceOutput(_Message):
     request_id: str
     index: int
     token_ids: list[int]  # new tokens since the last output
-    finish_reason: str | None = None  # stop | length | abort | error | timeout
+    finish_reason: str | None = None  # stop | length | abort | error | late | timeout
     stop_token_id: int | None = None  # the stop or eos token that ended it, which is also the last of token_ids
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     logprobs: list[TokenLogprobs] | None = None  # one for each of token_ids
     prompt_logprobs: list[PromptLogprobs] | None = None  # in order, with the first output only
     timings: SequenceTimings | None = None  # with the last output, for finished choices
-    error: str | None = None  # with finish_reason "error" and "timeout": what happened, for the user
+    error: str | None = None  # with finish_reason "error", "late" and "timeout": what happened, for the user
+    retry_after_s: int = 0  # with finish_reason "late": when there should be room
 
 
 class EngineStats(_Message):

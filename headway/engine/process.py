@@ -123,7 +123,7 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
     checking: Iterator[None] | None = None  # the pool's integrity, while there is nothing else to do
     while True:
         busy = core.has_work
-        there = channel.receive(0 if busy or checking else IDLE_POLL_MS)
+        there = channel.receive(core.waits_ms if busy else 0 if checking else IDLE_POLL_MS)
         for message in taken_up(there, time.monotonic_ns):
             if isinstance(message, AddRequest):
                 core.add(message)

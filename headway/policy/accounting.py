@@ -157,7 +157,8 @@ class Accounting:
                 sequence.ledger.mark(Phase.SCHEDULE, times.sampled_ns)
             self._stall(sequence, _stall_of(sequence), times.sampled_ns)
         for sequence in idle:
-            self._stall(sequence, _stall_of(sequence), times.sampled_ns)
+            left_out = sequence.is_decoding
+            self._stall(sequence, Phase.DECODE_STALL_POLICY if left_out else _stall_of(sequence), times.sampled_ns)
         if forward > 0 and self._is_worth_learning(work):
             self.step_time.observe(work, forward)
 
@@ -170,6 +171,11 @@ class Accounting:
         """From the end of this step on the sequence decodes in every step."""
         sequence.clock_marks = self._decode.read()
         self._on_decode_clock += 1
+
+    def leave_out(self, sequence: Sequence, now: int) -> None:
+        """A decoding sequence gets no token in the step that begins."""
+        if sequence.clock_marks is not None:
+            self._leave(sequence, now)
 
     def _advance_decode_clock(self, work: StepWork, forward: int, times: StepTimes) -> None:
         clock = self._decode

@@ -25,6 +25,10 @@ class BlockManager:
         in_use = sum(1 for block in prefix if references[block])
         return self._blocks.blocks_for(len(sequence.tokens)) - in_use + _can_fork(sequence)
 
+    def known_tokens(self, sequence: Sequence) -> int:
+        """Of a waiting sequence: those that need not be computed."""
+        return min(len(self._known_prefix(sequence)) * self._blocks.block_size, len(sequence.tokens) - 1)
+
     def admit(self, sequence: Sequence, spare: int) -> bool:
         """Give a waiting sequence blocks for all known tokens, shared with its parent or a cached prefix where it can.
 

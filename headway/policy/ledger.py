@@ -17,9 +17,10 @@ class Phase(StrEnum):
     TOKENIZE = "tokenize"  # chat template and tokenizer
     # engine process
     TRANSPORT = "transport"  # between the processes, in either direction
-    QUEUE_POLICY = "queue_policy"  # waiting: a better priority runs, or the first choice of the same request
+    QUEUE_POLICY = "queue_policy"  # waiting: others go first by priority or objective, or the first choice
     QUEUE_CAPACITY = "queue_capacity"  # waiting: max_num_seqs or the step's token budget is used up
     QUEUE_BLOCKS = "queue_blocks"  # waiting: not enough free KV blocks
+    QUEUE_WINDOW = "queue_window"  # waiting: an idle engine waits for others to join the first request
     SCHEDULE = "schedule"  # bookkeeping between steps
     PREFILL_COMPUTE = "prefill_compute"
     PREFILL_STALL = "prefill_stall"  # in the batch, waiting on others' work or for its next chunk
@@ -28,6 +29,7 @@ class Phase(StrEnum):
     DECODE_STALL_LOGPROBS = "decode_stall_logprobs"  # waited for the log-probabilities of someone else's prompt
     DECODE_STALL_PREEMPTED = "decode_stall_preempted"  # out of the batch after a preemption
     DECODE_STALL_RECOMPUTE = "decode_stall_recompute"  # computing again what a preemption threw away
+    DECODE_STALL_POLICY = "decode_stall_policy"  # left out of steps for those who have an objective
     SAMPLING = "sampling"
     STEP_RETRY = "step_retry"  # a step that failed and was run again in parts
     # API process, when the engine process died and another one went on with the request

@@ -1,7 +1,7 @@
 """Who comes first: in the queue, in a step, and among those who must go.
 
 An order is a function from a sequence to a key, and the smallest key is first. A sequence's key must not change while
-it is in the engine, so that lists stay sorted, and no two keys may be equal. A scheduling policy is a row of ORDERS.
+it is in a list, so that lists stay sorted, and no two keys may be equal. A scheduling policy is a row of ORDERS.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from headway.policy.request import Sequence
+from headway.policy.request import NEVER, Sequence
 
+# Deadlines that are closer together than this are equal: what has less work goes first.
+SAME_DEADLINE_NS = 20_000_000
 # Waiting ages: who has waited so much longer goes before one whose priority is better by 1.
 AGEING_NS = 10_000_000_000
+
+MOST_PREEMPTIONS = 3
+_LAST_RANK = 1_000_000
 
 OrderKey = tuple[int, ...]
 Order = Callable[[Sequence], OrderKey]
@@ -29,6 +34,45 @@ def priority(sequence: Sequence) -> OrderKey:
     return (sequence.priority * AGEING_NS + sequence.arrival_ns, sequence.seq_id)
 
 
+def deadline(sequence: Sequence) -> OrderKey:
+    """Earliest deadline first, then least work; behind them by class those that have none or have yielded.
+
+    One that has starved comes before all. A sequence's key changes when it yields or has starved: take it out of the
+    list, and add it again.
+    """
+    if sequence.has_starved:
+        return (-1, 0, 0, sequence.arrival_ns, sequence.seq_id)
+    if sequence.due_ns == NEVER or sequence.yielded:
+        return (1, sequence.rank, 0, sequence.arrival_ns, sequence.seq_id)
+    return (0, sequence.due_ns // SAME_DEADLINE_NS, sequence.expected_len, sequence.arrival_ns, sequence.seq_id)
+
+
+def least_loss(sequence: Sequence) -> OrderKey:
+    """Who has no promise goes first, of the last class; then who has the most time, and has computed the least.
+
+    Who has gone MOST_PREEMPTIONS times stays if anybody else can go, so that everybody gets on.
+    """
+    due_ns = sequence.last_token_ns + sequence.tpot_ns if sequence.output_len else sequence.due_ns
+    no_promise = sequence.yielded != "" or due_ns >= NEVER
+    goes_again = sequence.preemptions < MOST_PREEMPTIONS and not sequence.has_starved
+    return (goes_again, no_promise, sequence.rank, due_ns, -sequence.num_computed, sequence.seq_id)
+
+
+def _equal(sequence: Sequence) -> int:
+    return 0
+
+
+def _priority_of(sequence: Sequence) -> int:
+    return sequence.priority
+
+
+def _rank_of(sequence: Sequence) -> int:
+    """By promise, then by class."""
+    if sequence.has_starved:
+        return -1
+    return sequence.rank + (_LAST_RANK if sequence.yielded or sequence.due_ns == NEVER else 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Orders:
     """The orders of a scheduling policy.
@@ -37,19 +81,23 @@ class Orders:
         admission: of those who wait: the first is admitted first, and before running prompts go on that come after it.
         running: of those who run: the first is given blocks and tokens of a step first.
         victims: of those who run and have no token of the step yet: the last is preempted first. Who is first in
-            `running` should be first here too, so that somebody always gets on.
-        displaces: a waiting sequence takes the place of running ones whose priority is worse.
+            `running` should be first here too, or no longer be a victim after some times, so that somebody always
+            gets on.
+        level: what decides whether a waiting sequence takes the place of a running one: its level is lower.
+        displaces: that happens.
     """
 
     admission: Order
     running: Order
     victims: Order
+    level: Callable[[Sequence], int] = _equal
     displaces: bool = False
 
 
 ORDERS = {
     "fcfs": Orders(fcfs, fcfs, fcfs),
-    "priority": Orders(priority, priority, priority, displaces=True),
+    "priority": Orders(priority, priority, priority, _priority_of, displaces=True),
+    "slo": Orders(deadline, deadline, least_loss, _rank_of, displaces=True),
 }
 
 
@@ -77,6 +125,11 @@ class OrderedSequences:
             raise KeyError(f"sequence {sequence.request_id}/{sequence.index} is not in this queue")
         del self._entries[at]
         self.version += 1
+
+    def first_from(self, key: OrderKey) -> Sequence | None:
+        """The first that does not come before `key`."""
+        at = bisect_left(self._entries, (key,))
+        return self._entries[at][1] if at < len(self._entries) else None
 
     def first(self) -> Sequence:
         return self._entries[0][1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headway.policy.request import Sequence
 from headway.policy.sampling_params import SamplingParams
 
 
@@ -29,6 +30,19 @@ class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
     prompt_len: int
     tokens: list[int]
     block_table: list[int]
+
+
+def state_of(sequence: Sequence) -> SequenceState:
+    """All that an executor has to know of a sequence; the lists are the executor's own."""
+    return SequenceState(
+        sequence.seq_id,
+        sequence.params,
+        sequence.seed,
+        sequence.stop_ids,
+        sequence.prompt_len,
+        list(sequence.tokens),
+        list(sequence.block_table),
+    )
 
 
 class TableChange(msgspec.Struct, array_like=True, gc=False):
@@ -70,7 +84,8 @@ class StepPlan(msgspec.Struct, array_like=True):
         tables: changes of the block tables that it knows.
         copies: of blocks, before anything else: source and target.
         preempted: sequences that have lost their blocks, and that the executor is to forget before the step.
-        expired: sequences that waited too long and are finished; no executor knows them.
+        expired: sequences that waited too long or can't be in time, and are finished.
+        wait_until_ns: nothing runs as the first request waits for others; schedule again then, or when one comes.
     """
 
     scheduled: list[ScheduledSequence] = []
@@ -79,6 +94,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     copies: list[tuple[int, int]] = []
     preempted: list[int] = []
     expired: list[int] = []
+    wait_until_ns: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -94,6 +94,11 @@ class Sequence:
     cache_node: int = 0  # where the registered part of block_table ends in the prefix index
     num_registered: int = 0  # blocks of block_table that are in the prefix index
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
+    expected_len: int = 0  # its prompt and its output, as long as those of its class have been
+    has_starved: bool = False  # it has waited so long that nobody goes before it
+    yielded: str = ""  # why it is served behind those whose objectives can be met: late, oversized or overload
+    retry_after_s: int = 0  # when it was refused: after which time it might be served
+    last_token_ns: int = 0  # when its newest token was known
     preemptions: int = 0
     steps: int = 0
     displacements: int = 0  # of its preemptions, those that gave its place to a better priority
@@ -118,6 +123,11 @@ class Sequence:
     def num_to_compute(self) -> int:
         """Tokens known but not yet in the cache."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def is_behind(self) -> bool:
+        """It has no objective for its first token, or has yielded."""
+        return not self.has_starved and (self.yielded != "" or self.due_ns == NEVER)
 
     @property
     def is_decoding(self) -> bool:

@@ -10,27 +10,38 @@ when it returns. The first in order is never a victim, and any sequence alone fi
 sequence comes back. A sequence of a better priority takes the place of a running one (`victims`), and one that was not
 served in time is ended (`waiting`). What is first and who must go is said by three functions (`order`). The
 `block_manager` takes blocks for sequences and gives them back.
+
+With the policy `slo` prompts that can't be in time yield or are refused, a step is as long as promised tokens allow,
+decoding without a promise is left out where it would not fit, and newcomers wait where they would break a promise
+(`slo`, `promises`).
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from typing import Any
 
 from headway.policy.accounting import Accounting, StepTimes, work_of
 from headway.policy.block_manager import BlockManager
+from headway.policy.decisions import Decision
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.ledger import Phase
 from headway.policy.order import ORDERS, OrderedSequences
-from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan
+from headway.policy.plan import ScheduledSequence, StepPlan, state_of
+from headway.policy.promises import Outlook, Yield
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.slo import SloPolicy
 from headway.policy.step_budget import Budget, BudgetRule, stall_bound
 from headway.policy.step_time import StepTime, StepTimeModel
 from headway.policy.stopping import finish_reason
 from headway.policy.victims import RunningRanks, victims_for
 from headway.policy.waiting import Unserved
+
+DECISIONS_KEPT = 256
 
 
 class Scheduler:
@@ -75,6 +86,12 @@ class Scheduler:
         )
         self._ranks, self._ranks_version = RunningRanks((), {}), -1
         self._unserved = Unserved(config.max_queue_time * 1e9)
+        self.slo = (
+            SloPolicy(config, self.orders, step_time, self.block_manager, blocks.num_blocks, blocks.block_size)
+            if config.policy == "slo"
+            else None
+        )
+        self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
         self._watermark = max(1, blocks.num_blocks // 100)
         self._next_seq_id = 0
         self._drafts: dict[int, list[int]] = {}
@@ -90,6 +107,8 @@ class Scheduler:
         sequence.seq_id = self._next_seq_id
         self._next_seq_id += 1
         self.sequences[sequence.seq_id] = sequence
+        if self.slo is not None:
+            self.slo.arrives(sequence, now)
         self.accounting.begin_waiting(sequence, now)
         self.waiting.add(sequence)
         if sequence.output_len == 0:
@@ -104,6 +123,8 @@ class Scheduler:
         self.accounting.finish(sequence, now)
         if reason is FinishReason.ERROR:
             self.block_manager.withdraw(sequence)
+        if self.slo is not None:
+            self.slo.leaves(sequence, reason)
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
         del self.sequences[sequence.seq_id]
         self._unserved.discard(sequence)
@@ -115,29 +136,77 @@ class Scheduler:
 
     def schedule(self, now: int) -> StepPlan:
         """Decide the next step. The plan is empty when there is nothing to run."""
-        plan = StepPlan()
+        plan, decision = StepPlan(), Decision(now)
         for sequence in self._unserved.expired(now):
             self.finish(sequence, FinishReason.TIMEOUT, now)
             plan.expired.append(sequence.seq_id)
+        outlook = Outlook() if self.slo is None else self._look_ahead(self.slo, plan, decision, now)
+        if plan.wait_until_ns:
+            return plan
         if self.orders.displaces and len(self.waiting) and len(self.running):
-            self._displace(plan, now)
+            self._displace(plan, now, outlook)
         displaced = len(plan.preempted)
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         others = len(self.running) > len(decoding)
+        if outlook.left_out:
+            for sequence in outlook.left_out:
+                self.accounting.leave_out(sequence, now)
+            left_out = {sequence.seq_id for sequence in outlook.left_out}
+            decoding = [sequence for sequence in decoding if sequence.seq_id not in left_out]
         self._schedule_decodes(decoding, plan, now)
         out_of_blocks = len(plan.preempted) > displaced
         if self._drafts:
             self._schedule_drafts(plan)
-        budget = self._budget_beside(work_of(plan.scheduled))
+        beside = work_of(plan.scheduled)
+        budget = self._budget_beside(beside, outlook.slack_ns)
+        if self.slo is not None:
+            self.slo.shares.begin_step(self.config.max_num_batched_tokens - beside.decode_tokens, self.running)
         if others:
             self._schedule_prefills(plan, budget, now, may_admit=not out_of_blocks)
         reason = Phase.QUEUE_BLOCKS if out_of_blocks else self._admit(plan, budget, now)
         if not len(self.waiting):
             reason = Phase.QUEUE_CAPACITY
-        elif self.orders.displaces and self._running_ranks().outrank(self.waiting.first()):
+        elif self.orders.displaces and self._is_outranked(self.waiting.first()):
             reason = Phase.QUEUE_POLICY
         self.accounting.queue_stands_at(reason, now)
+        decision.note(plan, outlook, self.sequences, self.accounting.step_time)
+        decision.waiting, decision.running, decision.queue = len(self.waiting), len(self.running), reason
+        self.decisions.append(decision)
         return plan
+
+    def _look_ahead(self, slo: SloPolicy, plan: StepPlan, decision: Decision, now: int) -> Outlook:
+        """See which promises can be kept, and let the others yield."""
+        plan.wait_until_ns = slo.window_until(self.running, self.waiting, now)
+        if plan.wait_until_ns:
+            self.accounting.queue_stands_at(Phase.QUEUE_WINDOW, now)
+            decision.window_ns = plan.wait_until_ns - now
+            self.decisions.append(decision)
+            return Outlook()
+        starved = slo.starved(self.waiting, now)
+        if starved is not None:
+            self._rekey(starved, has_starved=True)
+        yields, urgent = slo.yielding(self.running, self.waiting, now)
+        for each in yields:
+            decision.yielded.append((each.sequence.request_id, each.reason))
+            self._yield(each, plan, now)
+        return slo.outlook(self.running, urgent, now)
+
+    def _yield(self, each: Yield, plan: StepPlan, now: int) -> None:
+        """Put a sequence behind those whose objectives can be met, or end it where its class wants that."""
+        sequence = each.sequence
+        self._rekey(sequence, yielded=each.reason)
+        if sequence.service.when_late == "refuse":
+            sequence.retry_after_s = max(1, math.ceil(each.backlog_ns / 1e9))
+            self.finish(sequence, FinishReason.LATE, now)
+            plan.expired.append(sequence.seq_id)
+
+    def _rekey(self, sequence: Sequence, **changes: Any) -> None:
+        """Change what the order looks at."""
+        queue = self.running if sequence.status is Status.RUNNING else self.waiting
+        queue.remove(sequence)
+        for name, value in changes.items():
+            setattr(sequence, name, value)
+        queue.add(sequence)
 
     def _schedule_decodes(self, decoding: list[Sequence], plan: StepPlan, now: int) -> None:
         """Give every decoding sequence its token, in order, preempting others where blocks run out."""
@@ -178,21 +247,28 @@ class Scheduler:
 
     def _schedule_chunk(self, sequence: Sequence, budget: Budget, plan: StepPlan) -> None:
         start, wanted = sequence.num_computed, sequence.num_to_compute
-        count = budget.fit(start, wanted, sequence.logit_rows(start, wanted) > 0)
+        most = wanted
+        if self.slo is not None and self.config.enable_chunked_prefill:
+            most = min(wanted, self.slo.shares.tokens_for(sequence.service.name))
+        count = budget.fit(start, most, sequence.logit_rows(start, most) > 0)
         if count == 0 or (count < wanted and not self.config.enable_chunked_prefill):
             return
         if not self.block_manager.extend(sequence, count, plan):
             return
         if not sequence.in_executor:
-            plan.new.append(_state_of(sequence))
+            plan.new.append(state_of(sequence))
             sequence.in_executor = True
         chunk, rows = sequence.tokens[start : start + count], sequence.logit_rows(start, count)
         samples = int(count == wanted)
         plan.scheduled.append(ScheduledSequence(sequence.seq_id, start, chunk, sequence.is_decoding, samples, rows))
         budget.spend(start, count, rows)
+        if self.slo is not None:
+            self.slo.shares.give_tokens(sequence.service.name, count)
 
     def _preempt(self, victim: Sequence, plan: StepPlan, now: int) -> None:
         self.accounting.begin_preempted(victim, now)
+        if self.slo is not None:
+            self.slo.leaves(victim)
         self.running.remove(victim)
         self.block_manager.release(victim)
         victim.status = Status.WAITING
@@ -211,13 +287,19 @@ class Scheduler:
     def _running_ranks(self) -> RunningRanks:
         """Computed again only when a sequence has joined or left those who run."""
         if self._ranks_version != self.running.version:
-            self._ranks = RunningRanks.of(self.running, self.orders.admission)
+            self._ranks = RunningRanks.of(self.running, self.orders)
             self._ranks_version = self.running.version
         return self._ranks
 
-    def _displace(self, plan: StepPlan, now: int) -> None:
-        """Preempt running sequences for waiting ones of a better priority, which are then admitted like any other."""
-        if self.waiting.first_key() > self._running_ranks().last:
+    def _is_outranked(self, sequence: Sequence) -> bool:
+        return self._running_ranks().outrank(self.orders.level(sequence), sequence.arrival_ns)
+
+    def _displace(self, plan: StepPlan, now: int, outlook: Outlook) -> None:
+        """Preempt running sequences for waiting ones that rank above them, which are then admitted like any other.
+
+        With objectives that is only done when a prompt is urgent.
+        """
+        if self.waiting.first_key() > self._running_ranks().last or (self.slo is not None and not outlook.urgent):
             return
         order = self.orders.admission
         seats, promised = self.config.max_num_seqs - len(self.running), 0
@@ -226,10 +308,12 @@ class Scheduler:
                 return
             missing = self.block_manager.wanted(candidate) + self._spare + promised - self.blocks.num_free
             last_first = sorted(self.running, key=self.orders.victims, reverse=True)
-            victims = victims_for(candidate, last_first, order, seats, missing, self.blocks.references)
-            if victims is None:
+            victims = victims_for(candidate, last_first, self.orders, seats, missing, self.blocks.references)
+            if victims is None or not self._may_start(candidate):
                 return
             for victim in victims:
+                if victim in outlook.left_out:
+                    outlook.left_out.remove(victim)
                 victim.displacements += 1
                 self._preempt(victim, plan, now)
             seats += len(victims) - 1
@@ -243,10 +327,12 @@ class Scheduler:
                 break
             if self._is_full(budget):
                 return Phase.QUEUE_CAPACITY
+            if not self._may_start(sequence):
+                continue
             wanted = sequence.num_to_compute
             if not self.config.enable_chunked_prefill and budget.fit(0, wanted) < wanted:
                 return Phase.QUEUE_CAPACITY
-            if self.block_manager.admit(sequence, self._spare):
+            if self.block_manager.admit(sequence, self._spare_for(sequence)):
                 self._start(sequence, budget, plan, now)
                 for overtaken in passed:
                     overtaken.times_bypassed += 1
@@ -279,6 +365,15 @@ class Scheduler:
         """Blocks that admission leaves to those who run."""
         return self._watermark if len(self.running) else 0
 
+    def _spare_for(self, sequence: Sequence) -> int:
+        """The same, and what other classes have a share in."""
+        if self.slo is None:
+            return self._spare
+        return self._spare + self.slo.shares.blocks_kept_from(sequence.service.name, self.running)
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        return self.slo is None or self.slo.may_start(sequence, len(self.running))
+
     def _start(self, sequence: Sequence, budget: Budget, plan: StepPlan, now: int) -> None:
         self.accounting.begin_running(sequence, now)
         self.waiting.remove(sequence)
@@ -286,6 +381,8 @@ class Scheduler:
         sequence.times_bypassed = 0
         self._unserved.discard(sequence)
         self.running.add(sequence)
+        if self.slo is not None:
+            self.slo.begins(sequence)
         self._schedule_chunk(sequence, budget, plan)
 
     # --- results ------------------------------------------------------------------------------------
@@ -317,6 +414,7 @@ class Scheduler:
         sequences = [self.sequences[item.seq_id] for item in plan.scheduled]
         idle = self._idle_beside(sequences)
         self.accounting.record_step(sequences, plan.scheduled, idle, times)
+        self._heed(times)
         changed: list[tuple[Sequence, list[int]]] = []
         size = self.blocks.block_size if self.blocks.enable_prefix_caching else 0
         for sequence, item in zip(sequences, plan.scheduled, strict=True):
@@ -330,6 +428,9 @@ class Scheduler:
             else:
                 known = len(sequence.tokens)
                 reason = self._append(sequence, drawn)
+                sequence.last_token_ns = times.sampled_ns
+                if sequence.yielded and known == sequence.prompt_len and times.sampled_ns <= sequence.due_ns:
+                    self._rekey(sequence, yielded="")  # it was in time all the same
                 changed.append((sequence, drawn if reason is None else sequence.tokens[known:]))
                 sequence.num_computed = len(sequence.tokens) - 1
                 if item.samples > 1:
@@ -341,6 +442,14 @@ class Scheduler:
             elif item.samples and sequence.clock_marks is None and sequence.is_decoding:
                 self.accounting.join_decode_clock(sequence)
         return changed
+
+    def _heed(self, times: StepTimes) -> None:
+        """Compare what a step took with what was decided."""
+        if self.decisions:
+            decision = self.decisions[-1]
+            decision.took_ns = times.computed_ns - times.launched_ns
+            if self.slo is not None:
+                self.slo.promises.heed(decision.planned_ns, times.launched_ns, times.computed_ns, times.sampled_ns)
 
     def propose(self, seq_id: int, drafts: list[int]) -> None:
         """The next step is to compute these too, if the sequence decodes in it: tokens that may be found to follow.
@@ -380,16 +489,3 @@ class Scheduler:
         yield from self.blocks.check_by_parts(sequence.block_table for sequence in self.running)
         if any(sequence.block_table for sequence in self.waiting):
             raise RuntimeError("a waiting sequence holds blocks")
-
-
-def _state_of(sequence: Sequence) -> SequenceState:
-    """All that an executor has to know of it; the lists are the executor's own."""
-    return SequenceState(
-        sequence.seq_id,
-        sequence.params,
-        sequence.seed,
-        sequence.stop_ids,
-        sequence.prompt_len,
-        list(sequence.tokens),
-        list(sequence.block_table),
-    )

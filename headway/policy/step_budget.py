@@ -1,9 +1,10 @@
 """How much of prompts a step may compute: tokens, and the time for which others wait.
 
 Everybody in a step waits for all of it. Those who decode wait for the prompts beside them; where nobody decodes, the
-first prompt waits for the others. Prompts may make the step longer for those who wait by `max_stall_ns`, or double it
-where it is longer than that without them, by what `step_time` says. On a fast device the first is the bound; on a slow
-one the second keeps prompts from being starved.
+first prompt waits for the others. Where a token has been promised for a time, the step may last until then. Else
+prompts may make the step longer for those who wait by `max_stall_ns`, or double it where it is longer than that without
+them, by what `step_time` says. On a fast device the first is the bound; on a slow one the second keeps prompts from
+being starved.
 """
 
 from __future__ import annotations
@@ -36,17 +37,20 @@ class Budget(Protocol):
         """`count` tokens of a prompt, of which `start` are computed, are in the step now."""
 
 
-# Makes the budget of a step from what those in it do who decode.
-BudgetRule = Callable[[StepWork], Budget]
+# Makes the budget of a step from what those in it do who decode, and the nanoseconds that the step may take for them:
+# infinite where they have no objective.
+BudgetRule = Callable[[StepWork, float], Budget]
 
 
 def stall_bound(tokens: int, step_time: StepTime, max_stall_ns: float, least: int) -> BudgetRule:
-    """The rule that prompts may hold up others for at most `max_stall_ns` a step; arguments as those of StepBudget."""
+    """The rule that a step is as long as those who decode have time, or without an objective that prompts may hold
+    them up for at most `max_stall_ns`; arguments as those of StepBudget.
+    """
 
-    def budget_beside(decodes: StepWork) -> StepBudget:
+    def budget_beside(decodes: StepWork, slack_ns: float = math.inf) -> StepBudget:
         budget = StepBudget(tokens - decodes.decode_tokens, step_time, max_stall_ns, least)
         if decodes.decode_tokens:
-            budget.share_with(decodes)
+            budget.share_with(decodes, slack_ns)
         return budget
 
     return budget_beside
@@ -70,12 +74,14 @@ class StepBudget:
     _stall_ns: float = math.inf  # that may still be added
     _shared: bool = False
 
-    def share_with(self, others: StepWork) -> None:
-        """`others` are in the step and wait for what is added from here on."""
-        if self._shared or math.isinf(self.max_stall_ns):
+    def share_with(self, others: StepWork, slack_ns: float = math.inf) -> None:
+        """`others` are in the step and wait for what is added from here on; it may take `slack_ns` in all."""
+        if self._shared or math.isinf(min(self.max_stall_ns, slack_ns)):
             return
         self._shared = True
-        if self.step_time.is_trained:
+        if slack_ns < math.inf:
+            self._stall_ns = max(0.0, slack_ns - self.step_time.predict_ns(others))
+        elif self.step_time.is_trained:
             self._stall_ns = max(self.max_stall_ns, self.step_time.predict_ns(others))
         else:
             self.tokens = min(self.tokens, TOKENS_UNTIL_LEARNT)

@@ -23,6 +23,7 @@ _MAX_VARIANCE = 1e6
 _PREFILL_TOKENS, _DECODE_TOKENS, _PREFILL_PAIRS, _DECODE_CONTEXT = 256.0, 16.0, 65536.0, 8192.0
 _LOGIT_ROWS = 64.0
 _UNBOUNDED = 2**31
+_QUANTILE_GAIN, _ERROR_GAIN, _MOST_OVERRUN = 0.02, 0.02, 3.0
 
 
 class StepWork(msgspec.Struct, frozen=True, gc=False):
@@ -61,6 +62,14 @@ class StepTime(Protocol):
     def knows_logits(self) -> bool:
         """What a row of logits costs has been measured."""
 
+    @property
+    def overrun(self) -> float:
+        """What 19 of 20 measured steps take at most, as a multiple of what was predicted."""
+
+    @property
+    def error(self) -> float:
+        """Mean difference between a step's measured time and the predicted one, of late, as a share of the latter."""
+
     def observe(self, work: StepWork, duration_ns: int) -> None:
         """Learn from one measured step."""
 
@@ -84,6 +93,7 @@ class StepTimeModel:
         self._milliseconds = [0.0] * len(_PRIOR_VARIANCE)
         self._covariance = _prior()
         self.steps_seen = 0
+        self.overrun, self.error = 1.0, 0.0
         self._steps_with_logits = 0
 
     @property
@@ -107,7 +117,10 @@ class StepTimeModel:
                 row[j] *= growth[i] * growth[j]
         px = [sum(p[i][j] * x[j] for j in size) for i in size]
         scale = 1.0 + sum(x[i] * px[i] for i in size)
-        error = duration_ns / 1e6 - sum(self._milliseconds[i] * x[i] for i in size)
+        predicted = sum(self._milliseconds[i] * x[i] for i in size)
+        error = duration_ns / 1e6 - predicted
+        if self.is_trained and predicted > 0.0:
+            self._judge(duration_ns / 1e6 / predicted)
         for i in size:
             self._milliseconds[i] += px[i] / scale * error
             row = p[i]
@@ -118,6 +131,12 @@ class StepTimeModel:
             self._covariance = _prior()
         self.steps_seen += 1
         self._steps_with_logits += work.logit_rows > 0
+
+    def _judge(self, ratio: float) -> None:
+        """Follow the 95th percentile of measured to predicted time (Robbins and Monro 1951), and the mean error."""
+        self.overrun += _QUANTILE_GAIN * ((ratio > self.overrun) - 0.05)
+        self.overrun = min(max(self.overrun, 1.0), _MOST_OVERRUN)
+        self.error += _ERROR_GAIN * (abs(ratio - 1.0) - self.error)
 
     def predict_ns(self, work: StepWork) -> float:
         """Expected nanoseconds. Of parts that always come together each may be wrong and their sum right."""

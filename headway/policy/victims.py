@@ -1,6 +1,6 @@
-"""Who gives up seat and blocks for a waiting sequence of a better priority.
+"""Who gives up seat and blocks for a waiting sequence that ranks above it.
 
-A running sequence yields to one whose priority is strictly better and that comes before it in the order of admission,
+A running sequence gives way to one whose level is strictly lower and that comes before it in the order of admission,
 the last in the order of victims first, and at most MAX_DISPLACEMENTS times in its life. So the work that is thrown away
 is bounded: after that it keeps its place until it ends, or until those who decode run out of blocks.
 """
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from headway.policy.order import Order, OrderKey
+from headway.policy.order import OrderKey, Orders
 from headway.policy.request import Sequence
 
 MAX_DISPLACEMENTS = 3
@@ -23,33 +23,31 @@ class RunningRanks:
 
     Args:
         last: greatest key of those who run, in the order of admission.
-        latest: for each priority of those who run, when the newest of them arrived.
+        latest: for each level of those who run, when the newest of them arrived.
     """
 
     last: OrderKey
     latest: dict[int, int]
 
     @classmethod
-    def of(cls, running: Iterable[Sequence], order: Order) -> RunningRanks:
+    def of(cls, running: Iterable[Sequence], orders: Orders) -> RunningRanks:
         last: OrderKey = ()
         latest: dict[int, int] = {}
         for sequence in running:
-            last = max(last, order(sequence))
-            latest[sequence.priority] = max(latest.get(sequence.priority, sequence.arrival_ns), sequence.arrival_ns)
+            last = max(last, orders.admission(sequence))
+            level = orders.level(sequence)
+            latest[level] = max(latest.get(level, sequence.arrival_ns), sequence.arrival_ns)
         return cls(last, latest)
 
-    def outrank(self, sequence: Sequence) -> bool:
-        """A waiting sequence would run by now if a better priority had not put others before it."""
-        return any(
-            priority < sequence.priority and arrival_ns > sequence.arrival_ns
-            for priority, arrival_ns in self.latest.items()
-        )
+    def outrank(self, level: int, arrival_ns: int) -> bool:
+        """A waiting sequence would run by now if a lower level had not put others before it."""
+        return any(each < level and latest_ns > arrival_ns for each, latest_ns in self.latest.items())
 
 
 def victims_for(
     candidate: Sequence,
     running: Iterable[Sequence],
-    order: Order,
+    orders: Orders,
     seats: int,
     missing: int,
     references: list[int],
@@ -58,7 +56,6 @@ def victims_for(
 
     Args:
         running: the last in the order of victims first.
-        order: of admission.
         seats: how many are free without them.
         missing: blocks that the candidate lacks beyond the free ones; the prefix that it shares is its `prefix_match`.
         references: of each block.
@@ -69,9 +66,9 @@ def victims_for(
     for sequence in running:
         if seats > 0 and missing <= 0:
             return victims
-        if sequence.priority <= candidate.priority or sequence.displacements >= MAX_DISPLACEMENTS:
+        if orders.level(sequence) <= orders.level(candidate) or sequence.displacements >= MAX_DISPLACEMENTS:
             continue
-        if order(sequence) < order(candidate):
+        if orders.admission(sequence) < orders.admission(candidate):
             continue
         victims.append(sequence)
         seats += 1

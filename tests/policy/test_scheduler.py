@@ -17,6 +17,7 @@ from headway.policy.order import AGEING_NS, ORDERS, Orders
 from headway.policy.request import FinishReason, Status
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.service_class import ClassTable, ServiceClass
 from headway.policy.step_budget import StepBudget
 from headway.policy.step_time import StepTimeModel, StepWork
 from tests.policy.simulation import Simulation, check_ledger
@@ -203,7 +204,7 @@ def test_the_orders_of_admission_running_and_victims_are_three() -> None:
 def test_the_budget_rule_is_the_one_that_was_handed_over() -> None:
     asked: list[StepWork] = []
 
-    def two_tokens(decodes: StepWork) -> StepBudget:
+    def two_tokens(decodes: StepWork, slack_ns: float) -> StepBudget:
         asked.append(decodes)
         return StepBudget(2, StepTimeModel())
 
@@ -259,7 +260,7 @@ def test_logits_that_are_not_numbers_end_only_their_own_sequence() -> None:
         ({"max_num_batched_tokens": 3}, "less than max_num_seqs"),
         ({"max_prefill_stall_ms": -1.0}, "max_prefill_stall_ms is -1; it must be 0 or more"),
         ({"max_queue_time": 0.0}, "max_queue_time is 0; it must be more than 0"),
-        ({"policy": "random"}, "'random' is unknown; choose one of fcfs, priority"),
+        ({"policy": "random"}, "'random' is unknown; choose one of fcfs, priority, slo"),
         ({"chunked": False}, "without chunked prefill"),
         ({"num_blocks": 15}, "one sequence of 64 tokens needs"),
     ],
@@ -280,6 +281,32 @@ def test_a_pool_must_hold_the_longest_sequence() -> None:
         Scheduler(SchedulerConfig(4, 16, 64), KVBlocks(4, 4))
 
 
+def random_classes(rng: random.Random, longest_step_ns: int) -> ClassTable:
+    """Objectives that are now and then met by steps of up to this length."""
+    step_ms = longest_step_ns / 1e6
+    return ClassTable(
+        (
+            ServiceClass(
+                name="chat",
+                ttft_ms=step_ms * rng.choice([1, 4, 20]),
+                tpot_ms=step_ms * rng.choice([0.5, 1, 3]),
+                window_ms=(0.0, step_ms * 2) if step_ms < 1 else (0.0, 1000.0),
+                seats=rng.choice([0.0, 0.3]),
+                starvation_s=step_ms,
+                when_late=rng.choice(["serve", "refuse"]),
+            ),
+            ServiceClass(
+                name="report",
+                ttft_ms=step_ms * 50,
+                kv=rng.choice([0.0, 0.3]),
+                tokens=rng.choice([0.0, 0.4]),
+                starvation_s=step_ms,
+            ),
+            ServiceClass(name="offline", seats=rng.choice([0.0, 0.4]), starvation_s=step_ms),
+        )
+    )
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -287,7 +314,7 @@ def test_a_pool_must_hold_the_longest_sequence() -> None:
     max_num_seqs=st.integers(1, 8),
     extra_budget=st.integers(0, 24),
     caching=st.booleans(),
-    policy=st.sampled_from(["fcfs", "priority", "mixed"]),
+    policy=st.sampled_from(["fcfs", "priority", "mixed", "slo"]),
     max_bypasses=st.integers(0, 4),
     max_prefill_stall_ms=st.sampled_from([0.0, 0.001, 0.01, math.inf]),
     longest_step_ns=st.sampled_from([10_000, AGEING_NS // 4]),
@@ -313,6 +340,7 @@ def test_random_traffic_leaks_nothing_starves_nobody_and_every_ledger_closes(
         max_bypasses=max_bypasses,
         max_prefill_stall_ms=max_prefill_stall_ms,
         longest_step_ns=longest_step_ns,
+        classes=random_classes(rng, longest_step_ns),
         rng=rng,
     )
     shared_prefix = [rng.randrange(4) for _ in range(20)]
@@ -320,6 +348,7 @@ def test_random_traffic_leaks_nothing_starves_nobody_and_every_ledger_closes(
         if rng.random() < 0.7:
             prompt = shared_prefix[: rng.randrange(20)] + [rng.randrange(4) for _ in range(rng.randrange(1, 24))]
             options: dict[str, Any] = {"priority": rng.randrange(-2, 3), "salt": rng.choice(["", "a"])}
+            options["service_class"] = rng.choice(["", "chat", "report", "offline"])
             sim.submit_choices(prompt, rng.randrange(1, 20), n=rng.choice([1, 1, 1, 2, 4]), **options)
         for _ in range(rng.randrange(3)):
             sim.step()

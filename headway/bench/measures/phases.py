@@ -15,11 +15,12 @@ from headway.bench.measures.latencies import NS_PER_MS, Floats
 from headway.bench.record import RequestRecord
 from headway.policy.ledger import Phase
 
-QUEUE = (Phase.QUEUE_POLICY, Phase.QUEUE_CAPACITY, Phase.QUEUE_BLOCKS)
+QUEUE = (Phase.QUEUE_POLICY, Phase.QUEUE_CAPACITY, Phase.QUEUE_BLOCKS, Phase.QUEUE_WINDOW)
 STALL = (
     Phase.PREFILL_STALL,
     Phase.DECODE_STALL_PREFILL,
     Phase.DECODE_STALL_LOGPROBS,
+    Phase.DECODE_STALL_POLICY,
     Phase.DECODE_STALL_PREEMPTED,
     Phase.DECODE_STALL_RECOMPUTE,
 )

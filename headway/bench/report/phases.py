@@ -39,7 +39,7 @@ SERVER_REST = Part("server_rest", "steps, sampling and processes", "server-rest"
 
 BEFORE_FIRST_TOKEN = (
     Part("intake", "reading and tokenizing", "intake", "other", ("receive", "tokenize")),
-    Part("queue_policy", "queue: priority", "queue-policy", "queue", ("queue_policy",)),
+    Part("queue_policy", "queue: others go first", "queue-policy", "queue", ("queue_policy", "queue_window")),
     Part("queue_capacity", "queue: no seat or token budget", "queue-capacity", "queue", ("queue_capacity",)),
     Part("queue_blocks", "queue: no KV blocks", "queue-blocks", "queue", ("queue_blocks",)),
     Part("prefill_stall", "prefill stalled by others", "prefill-stall", "stall", ("prefill_stall",)),
@@ -48,10 +48,10 @@ BEFORE_FIRST_TOKEN = (
 AFTER = (
     Part(
         "stall_prefill",
-        "stalled by others' prompts",
+        "stalled by others' prompts or objectives",
         "stall-prefill",
         "stall",
-        ("decode_stall_prefill", "decode_stall_logprobs"),
+        ("decode_stall_prefill", "decode_stall_logprobs", "decode_stall_policy"),
     ),
     Part("stall_preempted", "preempted", "stall-preempted", "stall", ("decode_stall_preempted",)),
     Part("stall_recompute", "recomputing after preemption", "stall-recompute", "stall", ("decode_stall_recompute",)),

@@ -1,0 +1,85 @@
+"""The last steps and why they were made so, for whoever looks into a server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from headway.policy.accounting import work_of
+from headway.policy.plan import StepPlan
+from headway.policy.promises import Outlook
+from headway.policy.request import Sequence
+from headway.policy.step_time import StepTime
+
+
+@dataclass(slots=True)
+class Decision:
+    """One step. Sequences go by the ids of their requests, times are nanoseconds.
+
+    Args:
+        planned_ns: when it was decided.
+        decoding, prompt_tokens: what was put in it.
+        waiting, running: how many there were afterwards.
+        queue: why those who wait still do, as the ledger's phase.
+        slack_ns, tightest: until the next promised token is due, and whose it is.
+        urgent: a prompt that must hurry.
+        left_out: decoding sequences that got no token.
+        yielded: who was put behind the others or refused, and why.
+        predicted_ns, took_ns: of the forward pass; 0 is not known.
+    """
+
+    planned_ns: int
+    decoding: int = 0
+    prompt_tokens: int = 0
+    waiting: int = 0
+    running: int = 0
+    queue: str = ""
+    slack_ns: float = math.inf
+    tightest: str = ""
+    urgent: str = ""
+    left_out: int = 0
+    window_ns: int = 0
+    admitted: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    yielded: list[tuple[str, str]] = field(default_factory=list)
+    predicted_ns: float = 0.0
+    took_ns: int = 0
+
+    def note(self, plan: StepPlan, outlook: Outlook, sequences: Mapping[int, Sequence], step_time: StepTime) -> None:
+        """Say what was put into the plan, and what was heeded."""
+        work = work_of(plan.scheduled)
+        self.decoding, self.prompt_tokens = work.decode_tokens, work.prefill_tokens
+        self.slack_ns, self.left_out = outlook.slack_ns, len(outlook.left_out)
+        if outlook.tightest is not None:
+            self.tightest = outlook.tightest.request_id
+        if outlook.urgent is not None:
+            self.urgent = outlook.urgent.request_id
+        self.admitted = [sequences[new.seq_id].request_id for new in plan.new]
+        self.preempted = [sequences[seq_id].request_id for seq_id in plan.preempted]
+        if step_time.is_trained:
+            self.predicted_ns = step_time.predict_ns(work)
+
+    def in_words(self) -> str:
+        """One line."""
+        if self.window_ns:
+            return f"Nothing runs: waits {self.window_ns / 1e6:.1f} ms for others to join the first request."
+        parts = [f"{self.decoding} sequences decode, prompts get {self.prompt_tokens} tokens"]
+        if self.tightest:
+            parts.append(f"the next promised token, of {self.tightest}, is due in {self.slack_ns / 1e6:.1f} ms")
+        if self.urgent:
+            parts.append(f"the prompt of {self.urgent} is urgent")
+        if self.left_out:
+            parts.append(f"{self.left_out} sequences without an objective are left out for them")
+        if self.admitted:
+            parts.append("admitted: " + ", ".join(self.admitted))
+        if self.preempted:
+            parts.append("preempted: " + ", ".join(self.preempted))
+        parts += [f"{name} yields ({reason})" for name, reason in self.yielded]
+        if self.waiting:
+            parts.append(f"{self.waiting} wait ({self.queue})")
+        if self.predicted_ns:
+            parts.append(f"predicted {self.predicted_ns / 1e6:.1f} ms")
+        if self.took_ns:
+            parts.append(f"took {self.took_ns / 1e6:.1f} ms")
+        return "; ".join(parts) + "."

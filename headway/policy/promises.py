@@ -1,0 +1,229 @@
+"""Who can still be served in time, and what a step may do beside them: the decisions of the policy `slo`.
+
+A sequence is promised its first token by `due_ns`, and from then on each token at most `tpot_ns` after the last. One
+that has no objective, or that has yielded, is served as well as it goes: behind the promised ones, but not for ever.
+
+First tokens: prompts are computed in order of their deadlines, and the time at which each will be done is predicted. As
+long as one would come too late, another yields: of those up to it the one of the last class with the most work (Moore
+1968, with classes). That leaves the most others in time.
+
+Tokens: a step may take as long as the tightest promised token allows. Prompts fill what decoding leaves of that time;
+decoding without a promise is left out of the step where it would not fit, or where a prompt is urgent.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from headway.policy.request import NEVER, Sequence
+from headway.policy.step_time import StepTime, StepWork
+
+# Of a promised prompt: it is urgent when it would be done later than after this share of its time.
+URGENT_SHARE = 0.5
+# Of the time between two tokens that decoding alone may take; the rest is for prompts.
+DECODE_SHARE = 0.8
+# Waiting prompts whose end is predicted in a step, from the first deadline on.
+LOOKED_AT = 64
+# A sequence without a promise is left out of steps for at most so long.
+MOST_LEFT_OUT_NS = 2_000_000_000
+# The least that predicted times are multiplied by, and how fast the measured time between steps is followed.
+LEAST_MARGIN = 1.05
+_FOLLOWED = 0.1
+# A step that was planned so soon after the last was waited for.
+_SAME_RUN_NS = 20_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """A promised prompt is put behind those that can still be in time.
+
+    Args:
+        reason: oversized, it could not even have been in time alone; late, it no longer can; overload, others would
+            not be in time because of it.
+        backlog_ns: of prompts before it.
+    """
+
+    sequence: Sequence
+    reason: str
+    backlog_ns: float
+
+
+@dataclass(slots=True)
+class Outlook:
+    """What a step has to heed.
+
+    Args:
+        slack_ns: until the tightest promised token is due, less a margin; infinite where none is promised.
+        tightest: the sequence whose token that is.
+        left_out: decoding sequences that get no token in the step.
+        urgent: a prompt that must hurry.
+    """
+
+    slack_ns: float = math.inf
+    tightest: Sequence | None = None
+    left_out: list[Sequence] = field(default_factory=list)
+    urgent: Sequence | None = None
+
+
+@dataclass(slots=True)
+class _Promised:
+    """Those who run with a promise: how many, their tokens, and the tightest time between two."""
+
+    count: int = 0
+    context: int = 0
+    tpot_ns: int = NEVER
+
+
+class Promises:
+    """Predicts by `step_time` what can be kept.
+
+    Args:
+        step_tokens: most tokens of a step.
+        known_tokens: of a waiting sequence: those of its prompt that are in the prefix cache.
+    """
+
+    def __init__(self, step_time: StepTime, step_tokens: int, known_tokens: Callable[[Sequence], int]) -> None:
+        self._step_time = step_time
+        self._step_tokens = step_tokens
+        self._known_tokens = known_tokens
+        self._beside = _Promised()
+        self.between_steps_ns = 0.0
+        self._last_sampled_ns = 0
+
+    @property
+    def margin(self) -> float:
+        """What predicted times are multiplied by before anything is promised on them."""
+        return max(LEAST_MARGIN, self._step_time.overrun)
+
+    def heed(self, planned_ns: int, launched_ns: int, computed_ns: int, sampled_ns: int) -> None:
+        """Learn what a step takes beside its forward pass, from one that was planned and run at these times."""
+        beside = (sampled_ns - planned_ns) - (computed_ns - launched_ns)
+        if planned_ns - self._last_sampled_ns < _SAME_RUN_NS:
+            beside += planned_ns - self._last_sampled_ns
+        self._last_sampled_ns = sampled_ns
+        self.between_steps_ns += _FOLLOWED * (beside - self.between_steps_ns)
+
+    def step_ns(self, decoding: int, context: int) -> float:
+        """How long a step takes, with its margin, in which so many sequences of so many tokens in all decode."""
+        work = StepWork(decode_tokens=decoding, decode_context=context)
+        return self.margin * self._step_time.predict_ns(work) + self.between_steps_ns
+
+    # --- first tokens -------------------------------------------------------------------------------
+
+    def yielding(
+        self, prompts: Iterable[Sequence], decoding: list[Sequence], now: int
+    ) -> tuple[list[Yield], Sequence | None]:
+        """Which promised prompts yield, and the first of the others that is urgent.
+
+        Args:
+            prompts: promised ones in order of their deadlines, and what else is computed before them.
+        """
+        if not self._step_time.is_trained:
+            return [], None
+        pace = self._pace(decoding)
+        done, kept = float(now), list[tuple[int, float, int, Sequence]]()
+        gone: dict[int, Yield] = {}
+        urgent: Sequence | None = None
+        for sequence in prompts:
+            if sequence.parent is not None:  # its prompt is computed once, for the first choice of its request
+                if sequence.parent.seq_id in gone:
+                    gone[sequence.seq_id] = replace(gone[sequence.parent.seq_id], sequence=sequence)
+                continue
+            work = self.prefill_ns(sequence) / pace
+            if not is_promised(sequence) or sequence.output_len:
+                done += work
+                continue
+            if now + work > sequence.due_ns:
+                oversized = sequence.arrival_ns + work > sequence.due_ns
+                gone[sequence.seq_id] = Yield(sequence, "oversized" if oversized else "late", done - now)
+                continue
+            done += work
+            heapq.heappush(kept, (-sequence.rank, -work, -sequence.seq_id, sequence))
+            while done > sequence.due_ns:
+                _, work_back, _, yields = heapq.heappop(kept)
+                gone[yields.seq_id] = Yield(yields, "overload", done - now)
+                done += work_back
+            allowed = URGENT_SHARE * (sequence.due_ns - sequence.arrival_ns)
+            if urgent is None and sequence.seq_id not in gone and done > sequence.arrival_ns + allowed:
+                urgent = sequence
+        return list(gone.values()), urgent
+
+    def prefill_ns(self, sequence: Sequence) -> float:
+        """What is left of a sequence's known tokens, alone and with the margin."""
+        start = sequence.num_computed or self._known_tokens(sequence)
+        return self.margin * self._step_time.prefill_ns(len(sequence.tokens) - start, start)
+
+    def _pace(self, decoding: list[Sequence]) -> float:
+        """Share of the time that is left for prompts beside what is promised to those who decode."""
+        promised = [sequence for sequence in decoding if is_promised(sequence)]
+        context = sum(sequence.num_computed for sequence in promised)
+        beside = self.step_ns(len(promised), context)
+        full = self.margin * self._step_time.prefill_ns(self._step_tokens, 0)
+        spare = min([sequence.tpot_ns for sequence in promised], default=NEVER) - beside
+        prompts = min(full, spare) if spare > 0 else full  # an objective that can't be met holds up nobody
+        return max(0.01, prompts / (beside + prompts)) if prompts > 0 else 1.0
+
+    # --- tokens -------------------------------------------------------------------------------------
+
+    def outlook(self, decoding: list[Sequence], urgent: Sequence | None, now: int) -> Outlook:
+        """What the next step has to heed of those who decode."""
+        outlook = Outlook(urgent=urgent)
+        if not decoding or not self._step_time.is_trained:
+            return outlook
+        promised = [sequence for sequence in decoding if is_promised(sequence)]
+        context = sum([sequence.num_computed for sequence in promised])
+        needed = self.step_ns(len(promised), context)
+        # A token that can't be in time whatever the step leaves out binds nobody.
+        for sequence in promised:
+            left = sequence.last_token_ns + sequence.tpot_ns - now
+            if sequence.tpot_ns >= needed and left < outlook.slack_ns:
+                outlook.slack_ns, outlook.tightest = left, sequence
+        self._leave_out(decoding, len(promised), context, outlook, now)
+        outlook.slack_ns = (outlook.slack_ns - self.between_steps_ns) / self.margin
+        return outlook
+
+    def _leave_out(self, decoding: list[Sequence], count: int, context: int, outlook: Outlook, now: int) -> None:
+        """Leave out who decodes without a promise, where the step would take too long with all of them.
+
+        Those who got their last token first are kept first.
+        """
+        if math.isinf(outlook.slack_ns) and outlook.urgent is None:
+            return
+        others = sorted((s for s in decoding if not is_promised(s)), key=lambda s: s.last_token_ns)
+        for at, sequence in enumerate(others):
+            fits = self.step_ns(count + 1, context + sequence.num_computed) <= outlook.slack_ns
+            due = now - sequence.last_token_ns >= MOST_LEFT_OUT_NS
+            if not due and (outlook.urgent is not None or not fits):
+                outlook.left_out = others[at:]
+                return
+            count, context = count + 1, context + sequence.num_computed
+
+    def look_at(self, running: Iterable[Sequence]) -> None:
+        """Count who runs with a promise, for has_room_for()."""
+        self._beside = _Promised()
+        for sequence in running:
+            self.begins(sequence)
+
+    def begins(self, sequence: Sequence) -> None:
+        """A sequence runs now."""
+        if is_promised(sequence):
+            beside = self._beside
+            beside.count += 1
+            beside.context += len(sequence.tokens)
+            beside.tpot_ns = min(beside.tpot_ns, sequence.tpot_ns)
+
+    def has_room_for(self, newcomer: Sequence) -> bool:
+        """Whether all promised tokens can be in time once the newcomer decodes beside those who run."""
+        beside = self._beside
+        if not beside.count or not is_promised(newcomer) or not self._step_time.is_trained:
+            return True
+        tightest = min(newcomer.tpot_ns, beside.tpot_ns)
+        return self.step_ns(beside.count + 1, beside.context + len(newcomer.tokens)) <= DECODE_SHARE * tightest
+
+
+def is_promised(sequence: Sequence) -> bool:
+    """It has an objective, and has not yielded."""
+    return not sequence.yielded and (sequence.due_ns != NEVER or sequence.tpot_ns != NEVER)
