@@ -311,7 +311,7 @@ class Server:
         for seq_id in plan.expired:
             self._end(self._choices[seq_id])
         if not plan.scheduled:
-            return self._wait()
+            return self._wait(plan.wait_until_ns)
         times = self._timing.times(plan, planned)
         self._receive(times.sampled_ns - 1)  # what comes during a step finds the queue as it was before its end
         changed = self.scheduler.complete(plan, self._drawn, times)
@@ -330,9 +330,12 @@ class Server:
             elif tokens == choice.until_last:
                 self._drawn[sequence.seq_id] = [EOS]
 
-    def _wait(self) -> None:
-        """Nothing could run; it may when time has passed, or something has come."""
+    def _wait(self, until: int) -> None:
+        """Nothing could run; it may at a time that the scheduler knows, when time has passed, or something has come."""
         if not self.scheduler.has_work:
+            return
+        if until:
+            self.now = max(self.now, min([until, *(event[0] for event in self._coming[:1])]))
             return
         if not self._coming and self.now - self._ran_ns > STUCK_NS:
             raise Stuck(f"{len(self.scheduler.waiting)} sequences wait, and for {STUCK_NS / 1e9:g} s none could run")
