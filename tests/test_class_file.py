@@ -58,6 +58,14 @@ def test_what_a_file_says(file: Path) -> None:
     assert found.keys == {DIGEST.digest(): KeyClasses("night", "night")}
 
 
+def test_the_example_of_the_docs(file: Path) -> None:
+    docs = Path(__file__).parent.parent / "docs" / "classes.md"
+    file.write_text(docs.read_text().split("```toml\n")[1].split("```")[0])
+    found = read_class_file(str(file))
+    assert [each.name for each in found.table] == ["chat", "night"]
+    assert found.keys == {hashlib.sha256(b"sk-example").digest(): KeyClasses("night", "night")}
+
+
 @pytest.mark.parametrize(
     ("written", "instead", "line", "says"),
     [

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from headway.policy.request import NEVER, Request, Sequence
 from headway.policy.sampling_params import InvalidParameter, SamplingParams
-from headway.policy.service_class import BUILT_IN, ClassTable
+from headway.policy.service_class import BUILT_IN, ClassTable, ServiceClass
 from headway.policy.stopping import stop_ids
 
 # Messages are taken up for so long between two steps: a crowd that arrives at once adds no more than this to a step.
@@ -63,6 +63,29 @@ def fit_to_context(
                 f"context of {max_model_len} tokens; ask for at most {room}",
             )
     return replace(params, max_tokens=room if params.max_tokens is None else min(params.max_tokens, room))
+
+
+def fit_to_class(
+    params: SamplingParams, prompt_len: int, service: ServiceClass, max_tokens_field: str | None
+) -> SamplingParams:
+    """The parameters with max_tokens within what the class allows; the arguments are those of fit_to_context().
+
+    Raises:
+        InvalidParameter: the prompt is longer than the class takes, or more tokens are asked for than it gives.
+    """
+    if prompt_len > service.max_prompt_tokens:
+        raise InvalidParameter(
+            "prompt",
+            f"the prompt has {prompt_len} tokens; service class {service.name!r} takes at most "
+            f"{service.max_prompt_tokens} (max_prompt_tokens)",
+        )
+    most = service.max_output_tokens
+    for name, wished in ((max_tokens_field, params.max_tokens), ("min_tokens", params.min_tokens)):
+        if name is not None and wished is not None and wished > most:
+            raise InvalidParameter(
+                name, f"{name} is {wished}; service class {service.name!r} gives at most {most} (max_output_tokens)"
+            )
+    return params if params.max_tokens is None or params.max_tokens <= most else replace(params, max_tokens=int(most))
 
 
 def check(request: Request, max_model_len: int, vocab_size: int) -> None:

@@ -2,7 +2,7 @@
 
 Two things are counted. Choices, from their admission to their end, whether they wait or run: a request with n = 8 and
 two prompts has sixteen. And the tokens of prompts until their first token is out, which is the work that a newcomer
-waits for.
+waits for. Beside the bound on all requests each class has one of its own.
 """
 
 from __future__ import annotations
@@ -42,8 +42,13 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request may not come in: `present` units are there, and with those `asked` for it would be over `limit`."""
+    """Why a request may not come in: `present` units are there, and with those `asked` for it would be over `limit`.
 
+    Args:
+        bound: that would be overstepped.
+    """
+
+    bound: QueueBound
     unit: str  # choices | tokens
     asked: int
     present: int
@@ -79,9 +84,14 @@ class _Rate:
 
 @dataclass(slots=True)
 class QueueBound:
-    """Counts who is there, and refuses who would be too many. Times are nanoseconds of the caller's clock."""
+    """Counts who is there, and refuses who would be too many. Times are nanoseconds of the caller's clock.
+
+    Args:
+        service_class: whose requests count; empty for all.
+    """
 
     limits: QueueLimits
+    service_class: str = ""
     choices: int = 0
     tokens: int = 0
     _choice_rate: _Rate = field(default_factory=_Rate)
@@ -92,15 +102,21 @@ class QueueBound:
         """Nobody can come in, whatever it asks for."""
         return self.choices >= self.limits.choices or self.tokens >= self.limits.tokens
 
+    def refusal(self, choices: int = 0, tokens: int = 0) -> Refusal | None:
+        """Why so many units more are too many; None where they are not."""
+        if self.choices + choices > self.limits.choices:
+            return Refusal(self, "choices", choices, self.choices, int(self.limits.choices))
+        if self.tokens + tokens > self.limits.tokens:
+            return Refusal(self, "tokens", tokens, self.tokens, int(self.limits.tokens))
+        return None
+
     def enter(self, choices: int = 0, tokens: int = 0) -> Refusal | None:
         """Count the units of a request, or say why they are too many and count nothing."""
-        if self.choices + choices > self.limits.choices:
-            return Refusal("choices", choices, self.choices, int(self.limits.choices))
-        if self.tokens + tokens > self.limits.tokens:
-            return Refusal("tokens", tokens, self.tokens, int(self.limits.tokens))
-        self.choices += choices
-        self.tokens += tokens
-        return None
+        refusal = self.refusal(choices, tokens)
+        if refusal is None:
+            self.choices += choices
+            self.tokens += tokens
+        return refusal
 
     def leave(self, now: int, choices: int = 0, tokens: int = 0) -> None:
         """So many choices have ended, and prompts of so many tokens have their first output."""
@@ -120,34 +136,47 @@ class QueueBound:
 
 
 class Place:
-    """What one request takes of the queue, until it gives it back: its choices, and its prompts without output."""
+    """What one request takes of the queue, until it gives it back: its choices, and its prompts without output.
 
-    def __init__(self, bound: QueueBound) -> None:
-        self._bound = bound
+    Args:
+        bounds: that it counts for.
+    """
+
+    def __init__(self, *bounds: QueueBound) -> None:
+        self._bounds = bounds
         self._choices = 0
         self._prompts: list[int] = []  # tokens of each prompt; 0 once it has had an output
 
     def take(self, choices: int = 0, prompts: Sequence[int] = ()) -> Refusal | None:
         """So many choices, and prompts of so many tokens, come in; or why they may not, and nothing is taken."""
-        refusal = self._bound.enter(choices, sum(prompts))
-        if refusal is None:
-            self._choices += choices
-            self._prompts += prompts
-        return refusal
+        tokens = sum(prompts)
+        refusals = (bound.refusal(choices, tokens) for bound in self._bounds)
+        refusal = next(filter(None, refusals), None)
+        if refusal is not None:
+            return refusal
+        for bound in self._bounds:
+            bound.enter(choices, tokens)
+        self._choices += choices
+        self._prompts += prompts
+        return None
+
+    def _give_back(self, now: int, choices: int = 0, tokens: int = 0) -> None:
+        for bound in self._bounds:
+            bound.leave(now, choices, tokens)
 
     def had_output(self, prompt: int, now: int) -> None:
         """A token of the prompt with this number is out; only the first one counts."""
         if self._prompts[prompt]:
-            self._bound.leave(now, tokens=self._prompts[prompt])
+            self._give_back(now, tokens=self._prompts[prompt])
             self._prompts[prompt] = 0
 
     def ended(self, now: int, choices: int = 1) -> None:
         """So many of its choices have ended; none is left to end once it is closed."""
         choices = min(choices, self._choices)
         self._choices -= choices
-        self._bound.leave(now, choices=choices)
+        self._give_back(now, choices)
 
     def close(self, now: int) -> None:
         """Give everything back; may be called again."""
-        self._bound.leave(now, self._choices, sum(self._prompts))
+        self._give_back(now, self._choices, sum(self._prompts))
         self._choices, self._prompts = 0, [0] * len(self._prompts)

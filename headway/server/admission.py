@@ -1,4 +1,4 @@
-"""Who may come in: the bound of the queue, with a refusal that HTTP clients understand."""
+"""Who may come in: the bounds of the queue, with a refusal that HTTP clients understand."""
 
 from __future__ import annotations
 
@@ -6,21 +6,29 @@ import time
 
 from headway.engine.messages import Ready
 from headway.policy.queue_bound import Place, QueueBound, QueueLimits, Refusal
+from headway.policy.service_class import ClassTable, ServiceClass
 from headway.server.errors import ApiError, bad_request, too_many
 from headway.server.settings import ServerSettings
 
 clock = time.monotonic_ns
 _FLAGS = {"choices": "--max-num-queued-reqs", "tokens": "--max-num-queued-tokens"}
-_WHAT = {"choices": "choices are waiting or running", "tokens": "prompt tokens wait for their first output"}
+_WHAT = {"choices": "choices{} are waiting or running", "tokens": "prompt tokens{} wait for their first output"}
 
 
 class Admission:
-    """The queue's bound; unlimited until the engine has said how large it is."""
+    """The bound on all requests, unlimited until the engine has said how large it is, and that of each class."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._ready: Ready | None = None
         self.queue = QueueBound(QueueLimits())
+        self.of_classes: dict[str, QueueBound] = {}
+
+    def set_classes(self, table: ClassTable) -> None:
+        """Bound each class as the table says; who is there counts on."""
+        for each in table:
+            bound = self.of_classes.setdefault(each.name, QueueBound(QueueLimits(), each.name))
+            bound.limits = QueueLimits(choices=each.max_queued)
 
     def fit_to(self, ready: Ready) -> None:
         """Take the limits from the settings, and those that are not set from the engine's size."""
@@ -33,13 +41,13 @@ class Admission:
                 self._settings.max_num_queued_tokens,
             )
 
-    def admit(self, choices: int) -> Place:
-        """A place for a request with so many choices.
+    def admit(self, choices: int, service: ServiceClass) -> Place:
+        """A place for a request of a class with so many choices.
 
         Raises:
             ApiError: 429, others have taken what it needs; 400, no empty server would have room for it.
         """
-        place = Place(self.queue)
+        place = Place(self.queue, self.of_classes[service.name])
         self._check(place.take(choices))
         return place
 
@@ -50,23 +58,26 @@ class Admission:
     def refuse_if_full(self) -> None:
         """Raises ApiError 429 where no request can come in, before any work is done on this one."""
         if self.queue.is_full:
-            self._check(self.queue.enter(choices=1, tokens=1))
+            self._check(self.queue.refusal(choices=1, tokens=1))
 
     def _check(self, refusal: Refusal | None) -> None:
         if refusal is not None:
             raise self._error(refusal)
 
     def _error(self, refusal: Refusal) -> ApiError:
-        flag, unit = _FLAGS[refusal.unit], "choices" if refusal.unit == "choices" else "prompt tokens"
+        name = refusal.bound.service_class
+        of_class, flag = (f" of class {name}", "max_queued") if name else ("", _FLAGS[refusal.unit])
+        unit = "choices" if refusal.unit == "choices" else "prompt tokens"
         if refusal.is_final:
             return bad_request(
-                f"the request has {refusal.asked} {unit}; at most {refusal.limit} may be here at once ({flag}), "
+                f"the request has {refusal.asked} {unit}; at most {refusal.limit}{of_class} may be here at once "
+                f"({flag}), "
                 "so it could never be served: send less at a time",
                 "n" if refusal.unit == "choices" else None,
             )
         return too_many(
-            f"{refusal.present} {_WHAT[refusal.unit]}, and this request has {refusal.asked}; at most {refusal.limit} "
-            f"may ({flag})",
+            f"{refusal.present} {_WHAT[refusal.unit].format(of_class)}, and this request has {refusal.asked}; "
+            f"at most {refusal.limit} may ({flag})",
             "queue_full",
-            self.queue.retry_after_s(refusal, clock()),
+            refusal.bound.retry_after_s(refusal, clock()),
         )

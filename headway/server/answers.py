@@ -77,6 +77,7 @@ class Answer(ABC):
             "id": f"{self.id_prefix}-{generation.id}",
             "created": int(time.time()),
             "model": model,
+            "service_tier": generation.terms.service_tier,
         }
 
     # --- the shapes ---------------------------------------------------------------------------------

@@ -44,14 +44,14 @@ def create_app(
     app = FastAPI(title="Headway", version=__version__, lifespan=lifespan)
     app.state.service = service
     Routes(service).add_to(app)
-    app.add_middleware(Edge, api_keys=settings.api_keys, pace=service.pace)
+    app.add_middleware(Edge, keys=lambda: service.keys, pace=service.pace)
     install_handlers(app)
     make_document = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = make_document()
         document["components"].setdefault("schemas", {}).update(responses.definitions(*BODIES))
-        if settings.api_keys:
+        if service.keys:
             document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             document["security"] = [{"key": []}]
         return document

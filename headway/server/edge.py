@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
 import logging
 import os
@@ -12,12 +11,15 @@ import socket
 import struct
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from headway.class_file import KeyClasses
+from headway.server.classes import key_digest
 from headway.server.errors import ApiError, internal
 from headway.server.pacing import Pace
 from headway.server.streaming import ABORT_CONNECTION
@@ -26,7 +28,9 @@ ARRIVED = "headway.arrived_ns"
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/openapi.json", "/docs", "/redoc"})
 MAX_ID_LENGTH = 128
 # Known, and without effect so far. llm-d's router sets them on all traffic: to refuse them would refuse all of it.
-IGNORED_HEADERS = ("x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms", "x-llm-d-inference-fairness-id")
+IGNORED_HEADERS = ("x-llm-d-inference-fairness-id",)
+# In a request's scope: names of its headers that were left aside, and what its API key may use.
+IGNORED, KEY_CLASSES = "headway.ignored_headers", "headway.key_classes"
 logger = logging.getLogger("headway.server")
 
 
@@ -141,12 +145,15 @@ class Connection(HttpToolsProtocol):
 class Edge:
     """The outermost layer: x-request-id is echoed or made up, headers without effect are named, API keys are checked,
     and failures become a 500.
+
+    Args:
+        keys: the API keys that open it, by their digests; none leaves it open.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: list[str], pace: Pace) -> None:
+    def __init__(self, app: ASGIApp, keys: Callable[[], Mapping[bytes, KeyClasses]], pace: Pace) -> None:
         self._app = app
         self._pace = pace
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -156,7 +163,7 @@ class Edge:
             await self._pace.turn()
         headers = dict(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id", b""))
-        ignored = ", ".join(name for name in IGNORED_HEADERS if name.encode() in headers)
+        ignored = scope[IGNORED] = [name for name in IGNORED_HEADERS if name.encode() in headers]
 
         started = False
 
@@ -167,10 +174,11 @@ class Edge:
                 answer = MutableHeaders(scope=message)
                 answer["x-request-id"] = request_id
                 if ignored:
-                    answer["x-headway-ignored-headers"] = ignored
+                    answer["x-headway-ignored-headers"] = ", ".join(ignored)
             await send(message)
 
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._is_known(headers.get(b"authorization", b"")):
+        scope[KEY_CLASSES] = self._classes_of(headers.get(b"authorization", b""))
+        if scope[KEY_CLASSES] is None and scope["path"] not in OPEN_PATHS:
             refusal = ApiError(
                 401,
                 "this server needs a valid API key, as Authorization: Bearer KEY",
@@ -188,12 +196,16 @@ class Edge:
                 scope, receive, send_with_id
             )
 
-    def _is_known(self, authorization: bytes) -> bool:
+    def _classes_of(self, authorization: bytes) -> KeyClasses | None:
+        """What the key may use; None where one is needed and this is none."""
+        keys = self._keys()
+        if not keys:
+            return KeyClasses()
         scheme, _, key = authorization.partition(b" ")
-        given = hashlib.sha256(key.strip()).digest()
+        given = key_digest(key.strip())
         # Every key is compared, so that the time taken tells nothing.
-        matches = [hmac.compare_digest(given, known) for known in self._keys]
-        return scheme.lower() == b"bearer" and any(matches)
+        matches = [classes for known, classes in keys.items() if hmac.compare_digest(given, known)]
+        return matches[0] if matches and scheme.lower() == b"bearer" else None
 
 
 def _request_id(given: bytes) -> str:

@@ -15,6 +15,7 @@ from headway.engine.messages import AddRequest, SequenceOutput
 from headway.policy.queue_bound import Place
 from headway.policy.sampling_params import SamplingParams
 from headway.server.choices import ServedChoice
+from headway.server.classes import Terms
 from headway.server.errors import ApiError, request_failed, unavailable
 from headway.server.service import Service
 from headway.server.timings import ChoiceTimings, Stamps
@@ -33,6 +34,7 @@ class Generation:
     Args:
         place: what the request takes of the queue; given back as choices end.
         params: of each prompt, all with the same n.
+        terms: its class, and what it is promised.
         arrived_ns, checked_ns: when the request's first byte came, and when its body was found good.
         keep: choices keep their whole text, for an answer in one piece.
         include_timings: hold back the end of a choice until the engine's part of its ledger is there.
@@ -44,6 +46,7 @@ class Generation:
         prompts: list[TokenizedPrompt],
         params: list[SamplingParams],
         place: Place,
+        terms: Terms,
         *,
         arrived_ns: int,
         checked_ns: int,
@@ -54,6 +57,7 @@ class Generation:
     ) -> None:
         self.id = uuid.uuid4().hex
         self.prompts = prompts
+        self.terms = terms
         self._service = service
         self._engine = service.engine
         self._include_timings = include_timings
@@ -72,6 +76,9 @@ class Generation:
                 priority=priority,
                 cache_salt=cache_salt or "",
                 arrival_ns=arrived_ns,
+                service_class=terms.service.name,
+                ttft_ms=terms.ttft_ms,
+                tpot_ms=terms.tpot_ms,
             )
             self._requests.append(request)
             for index in range(one.n):

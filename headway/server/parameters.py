@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.policy.intake import fit_to_context
+from headway.policy.intake import fit_to_class, fit_to_context
 from headway.policy.sampling_params import (
     MAX_LOGIT_BIAS_TOKENS,
     InvalidParameter,
@@ -12,6 +12,7 @@ from headway.policy.sampling_params import (
     check_number,
     sampling_defaults,
 )
+from headway.policy.service_class import ServiceClass
 from headway.server.errors import bad_request
 from headway.server.schemas import ChatBody, CompletionBody
 from headway.text.tokenizer import TextError
@@ -139,16 +140,18 @@ def fitted_params(
     params: SamplingParams,
     prompt_len: int,
     max_model_len: int,
+    service: ServiceClass,
     *,
     prompt_field: str,
     max_tokens_field: str | None,
 ) -> SamplingParams:
-    """As policy.intake.fit_to_context().
+    """As policy.intake.fit_to_context(), then fit_to_class().
 
     Raises:
-        ApiError: 400 when the prompt, or prompt and output together, do not fit the context.
+        ApiError: 400 when the prompt, or prompt and output together, do not fit the context or the class.
     """
     try:
-        return fit_to_context(params, prompt_len, max_model_len, max_tokens_field)
+        fitted = fit_to_context(params, prompt_len, max_model_len, max_tokens_field)
+        return fit_to_class(fitted, prompt_len, service, max_tokens_field)
     except InvalidParameter as error:
         raise bad_request(str(error), prompt_field if error.parameter == "prompt" else error.parameter) from None

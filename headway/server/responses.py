@@ -50,6 +50,7 @@ class Completion(BaseModel):
     object: Literal["text_completion"]
     created: int
     model: str
+    service_tier: str
     choices: list[CompletionChoice]
     usage: Usage
     timings: Timings | None = None
@@ -75,6 +76,7 @@ class ChatCompletion(BaseModel):
     object: Literal["chat.completion"]
     created: int
     model: str
+    service_tier: str
     choices: list[ChatChoice]
     usage: Usage
     timings: Timings | None = None
@@ -121,6 +123,7 @@ class Load(BaseModel):
 _ERRORS = {
     400: "Bad or unsupported input; `param` names the field",
     401: "No valid API key",
+    403: "The API key may not use this service class",
     404: "No such model",
     408: "The request was not complete in time",
     413: "The body is too large",

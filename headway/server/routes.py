@@ -15,8 +15,9 @@ from headway.policy.sampling_params import SamplingParams
 from headway.server import responses
 from headway.server.answers import Answer
 from headway.server.chat import ChatAnswer
+from headway.server.classes import Terms, terms_of
 from headway.server.completions import CompletionAnswer
-from headway.server.edge import ARRIVED
+from headway.server.edge import ARRIVED, IGNORED, KEY_CLASSES
 from headway.server.errors import bad_request
 from headway.server.generation import Generation, clock
 from headway.server.metrics import CONTENT_TYPE
@@ -39,7 +40,8 @@ BODIES = (CompletionBody, ChatBody, TokenizeText, TokenizeChat, DetokenizeBody)
 MAX_CHOICES_OF_ALL_PROMPTS = 4096
 # Enough for a prompt of 131,072 tokens with the most alternatives; some 200 MB of JSON.
 MAX_PROMPT_LOGPROBS = 3_000_000
-_GENERATING = responses.errors(400, 401, 404, 408, 413, 429, 500, 503)
+_WORKING = responses.errors(400, 401, 404, 408, 413, 429, 500, 503)
+_GENERATING = responses.errors(403) | _WORKING
 
 
 def _json(content: Any) -> Response:
@@ -73,14 +75,14 @@ class Routes:
             "/tokenize",
             self.tokenize,
             methods=["POST"],
-            responses={200: {"model": responses.Tokens}, **_GENERATING},
+            responses={200: {"model": responses.Tokens}, **_WORKING},
             openapi_extra=responses.json_body(TokenizeText, TokenizeChat),
         )
         add(
             "/detokenize",
             self.detokenize,
             methods=["POST"],
-            responses={200: {"model": responses.Text}, **_GENERATING},
+            responses={200: {"model": responses.Text}, **_WORKING},
             openapi_extra=responses.json_body(DetokenizeBody),
         )
         self._add_status(app)
@@ -143,11 +145,13 @@ class Routes:
             )
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options needs stream to be true", "stream_options")
-        place = service.admit(self._num_choices(body))
+        scope = request.scope
+        terms = terms_of(service.classes, scope[KEY_CLASSES], body, request.headers, scope[IGNORED])
+        place = service.admit(self._num_choices(body), terms.service)
         service.begin()
         streams = False
         try:
-            answer = await unless_gone(request.receive, self._answer(request, body, place))
+            answer = await unless_gone(request.receive, self._answer(request, body, terms, place))
             if isinstance(answer, Response):
                 return answer
             streams = True
@@ -161,7 +165,9 @@ class Routes:
         answer.generation.release()
         self._service.end()
 
-    async def _answer(self, request: Request, body: CompletionBody | ChatBody, place: Place) -> Answer | Response:
+    async def _answer(
+        self, request: Request, body: CompletionBody | ChatBody, terms: Terms, place: Place
+    ) -> Answer | Response:
         """The whole response; for a stream, what will make it."""
         service = self._service
         await service.pace.turn()
@@ -179,6 +185,7 @@ class Routes:
                 params,
                 len(prompt.token_ids),
                 limit,
+                terms.service,
                 prompt_field=prompt_field,
                 max_tokens_field=max_tokens_field,
             )
@@ -190,6 +197,7 @@ class Routes:
             prompts,
             fitted,
             place,
+            terms,
             arrived_ns=request.scope[ARRIVED],
             checked_ns=checked_ns,
             priority=body.priority,

@@ -109,6 +109,8 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    service_class: str | None = Field(default=None, min_length=1, max_length=256)
     include_timings: bool = False
 
 
@@ -199,5 +201,4 @@ UNSUPPORTED = {
     "web_search_options": "there is no web search",
     "store": "nothing is stored",
     "metadata": "nothing is stored",
-    "service_tier": "there is one tier; use priority",
 }

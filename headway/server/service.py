@@ -8,10 +8,13 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
+from headway.class_file import ClassFile, KeyClasses
 from headway.engine.client import EngineClient
 from headway.engine.messages import Ready
 from headway.policy.queue_bound import Place
+from headway.policy.service_class import ServiceClass
 from headway.server.admission import Admission
+from headway.server.classes import key_digest
 from headway.server.errors import ApiError, unavailable
 from headway.server.garbage import FullCollections
 from headway.server.metrics import Metrics
@@ -52,12 +55,18 @@ class Service:
         self.pace = Pace()
         self.reads = Pace(READS_PER_TURN)
         self.full_collections = FullCollections()
+        self._take_classes(settings.service_classes or ClassFile())
         self._refusal: ApiError | None = None
         self._idle = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
         engine.subscribe(self.metrics.on_step)
 
     # --- what may come in ---------------------------------------------------------------------------
+
+    def _take_classes(self, file: ClassFile) -> None:
+        self.classes = file
+        self.keys = {key_digest(key.encode()): KeyClasses() for key in self.settings.api_keys} | file.keys
+        self.admission.set_classes(file.table)
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 when `name` is not a model that is served."""
@@ -87,10 +96,10 @@ class Service:
         self.admission.fit_to(self.check_ready())
         self.admission.refuse_if_full()
 
-    def admit(self, choices: int) -> Place:
+    def admit(self, choices: int, service: ServiceClass) -> Place:
         """A place in the queue. Raises ApiError as check_ready() and Admission.admit()."""
         self.admission.fit_to(self.check_ready())
-        return self.admission.admit(choices)
+        return self.admission.admit(choices, service)
 
     def begin(self) -> None:
         """A request is in flight, until end()."""

@@ -97,6 +97,20 @@ def test_a_place_gives_everything_back_once() -> None:
     assert (bound.choices, bound.tokens) == (0, 0)
 
 
+def test_a_place_counts_for_all_its_bounds_or_for_none() -> None:
+    everybody, batch = QueueBound(QueueLimits(10)), QueueBound(QueueLimits(4), "batch")
+    place, other = Place(everybody, batch), Place(everybody, batch)
+    assert place.take(3) is None
+    refusal = other.take(2)
+    assert refusal is not None and refusal.bound is batch
+    assert (everybody.choices, batch.choices) == (3, 3)
+    assert Place(everybody).take(7) is None
+    refusal = other.take(1)
+    assert refusal is not None and refusal.bound is everybody
+    place.close(SECOND)
+    assert (everybody.choices, batch.choices) == (7, 0)
+
+
 def test_a_full_queue_takes_nobody_in_until_somebody_leaves() -> None:
     sim = Simulation(limits=QueueLimits(choices=4, tokens=40), max_num_seqs=2)
     first = sim.submit_choices(list(range(30)), 3, n=3)

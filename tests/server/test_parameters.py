@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 
 from headway.policy.sampling_params import SamplingParams
+from headway.policy.service_class import ServiceClass
 from headway.server.errors import ApiError
 from headway.server.parameters import fitted_params, sampling_params, server_defaults
 from headway.server.schemas import ChatBody, CompletionBody
 from headway.text.tokenizer import TextError
+
+CLASS = ServiceClass(name="any")
 
 
 def of_completion(defaults: dict[str, Any], **fields: Any) -> SamplingParams:
@@ -50,7 +53,7 @@ def test_output_that_was_not_asked_for_gives_way_to_the_context() -> None:
     def fit(max_tokens: int | None, asked: bool) -> int | None:
         params = SamplingParams(max_tokens=max_tokens)
         field = "max_tokens" if asked else None
-        return fitted_params(params, 90, 100, prompt_field="prompt", max_tokens_field=field).max_tokens
+        return fitted_params(params, 90, 100, CLASS, prompt_field="prompt", max_tokens_field=field).max_tokens
 
     assert fit(None, False) == 10
     assert fit(16, False) == 10
@@ -62,6 +65,6 @@ def test_output_that_was_not_asked_for_gives_way_to_the_context() -> None:
 
 def test_each_prompt_gets_its_own_limit() -> None:
     params = SamplingParams(max_tokens=None)
-    fitted = [fitted_params(params, n, 100, prompt_field="prompt", max_tokens_field=None) for n in (1, 99)]
+    fitted = [fitted_params(params, n, 100, CLASS, prompt_field="prompt", max_tokens_field=None) for n in (1, 99)]
     assert [one.max_tokens for one in fitted] == [99, 1]
     assert params.max_tokens is None

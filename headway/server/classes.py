@@ -1,0 +1,116 @@
+"""Which class a request is of and what it is promised, by its body, its headers and its API key."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headway.class_file import ClassFile, KeyClasses
+from headway.policy.service_class import BUILT_IN, MOST_MS, ServiceClass
+from headway.server.errors import ApiError, bad_request
+from headway.server.schemas import GenerationBody
+
+CLASS_HEADER = "x-headway-service-class"
+TTFT_HEADER, TPOT_HEADER = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"
+
+
+def key_digest(key: bytes) -> bytes:
+    """What a key is known by."""
+    return hashlib.sha256(key).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a request is promised.
+
+    Args:
+        service_tier: what OpenAI's clients call the class.
+        ttft_ms, tpot_ms: its objectives, the class's or tighter ones of its own; infinite for none.
+    """
+
+    service: ServiceClass = BUILT_IN.default_class
+    service_tier: str = "default"
+    ttft_ms: float = math.inf
+    tpot_ms: float = math.inf
+
+
+def terms_of(
+    file: ClassFile, key: KeyClasses, body: GenerationBody, headers: Mapping[str, str], ignored: list[str]
+) -> Terms:
+    """The terms of a request with this key.
+
+    Args:
+        ignored: gets the names of headers that are left aside.
+
+    Raises:
+        ApiError: 400, there is no such class, what names it is contradictory, or a header is no objective; 403, the
+            class is above what the key may use.
+    """
+    service = _class_of(file, key, body, headers, ignored)
+    if key.best and file.table.rank(service.name) < file.table.rank(key.best):
+        raise ApiError(
+            403,
+            f"this API key may use service class {key.best!r} and those below it, and the request is of "
+            f"{service.name!r}",
+            param="service_class",
+            code="service_class_not_allowed",
+            kind="permission_error",
+        )
+    ttft_ms = _objective(headers, TTFT_HEADER, service.ttft_ms, ignored)
+    tpot_ms = _objective(headers, TPOT_HEADER, service.tpot_ms, ignored)
+    return Terms(service, file.table.tier_of(service), ttft_ms, tpot_ms)
+
+
+def _class_of(
+    file: ClassFile, key: KeyClasses, body: GenerationBody, headers: Mapping[str, str], ignored: list[str]
+) -> ServiceClass:
+    """The class that is named; what the body says goes before the header, and that before the key's default."""
+    table, tier, name = file.table, body.service_tier, body.service_class
+    header = headers.get(CLASS_HEADER)
+    where = "service_class"
+    if header is not None and (name is not None or tier not in (None, "auto")):
+        ignored.append(CLASS_HEADER)
+    elif header is not None:
+        where, name = CLASS_HEADER, header
+    service = None
+    if name is not None:
+        service = next((each for each in table if each.name == name), None)
+        if service is None:
+            known = ", ".join(each.name for each in table)
+            raise bad_request(f"{where} is {name[:60]!r}, which is no class here; there are {known}", where)
+    if tier is not None and tier != "auto":
+        of_tier = table.of_tier(tier)
+        if service is not None and service != of_tier:
+            raise bad_request(
+                f"service_tier is {tier!r}, which is class {of_tier.name!r}, and service_class is {name!r}; give one",
+                "service_tier",
+            )
+        return of_tier
+    return service or _default_of(file, key)
+
+
+def _default_of(file: ClassFile, key: KeyClasses) -> ServiceClass:
+    """The class of a request that names none: the table's default one, but none that the key may not use."""
+    table = file.table
+    if key.default:
+        return table.named(key.default)
+    above = key.best and table.rank(table.default_class.name) < table.rank(key.best)
+    return table.named(key.best) if above else table.default_class
+
+
+def _objective(headers: Mapping[str, str], name: str, of_class: float, ignored: list[str]) -> float:
+    """The objective in milliseconds: that of the header where it is tighter."""
+    given = headers.get(name)
+    if given is None:
+        return of_class
+    try:
+        own = float(given)
+    except ValueError:
+        own = math.nan
+    if not 0 < own <= MOST_MS:
+        raise bad_request(f"{name} is {given[:60]!r}; it must be milliseconds, more than 0 and at most 1e9", name)
+    if own > of_class:
+        ignored.append(name)
+    return min(own, of_class)

@@ -1,0 +1,235 @@
+"""Which class a request is of, what it is promised, and what it may not ask for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from headway.class_file import read_class_file
+from headway.text.tokenizer import Tokenizer
+from tests.server.fake_engine import FakeEngine
+from tests.server.live_server import LiveServer, eventually
+from tests.server.test_limits import parked
+
+NIGHT, DAY, ANY = "sk-night", "sk-day", "sk-any"
+FILE = f"""
+default = "chat"
+
+[service_tiers]
+priority = "voice"
+flex = "night"
+
+[[class]]
+name = "voice"
+ttft_ms = 100
+tpot_ms = 40
+
+[[class]]
+name = "chat"
+ttft_ms = 500
+
+[[class]]
+name = "night"
+max_queued = 2
+max_prompt_tokens = 50
+max_output_tokens = 20
+
+[[key]]
+sha256 = "{hashlib.sha256(NIGHT.encode()).hexdigest()}"
+best = "night"
+
+[[key]]
+sha256 = "{hashlib.sha256(DAY.encode()).hexdigest().upper()}"
+default = "night"
+best = "chat"
+"""
+
+
+@pytest.fixture(scope="module")
+def classed_server(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    path = tmp_path_factory.mktemp("classes") / "classes.toml"
+    path.write_text(FILE)
+    server = LiveServer(
+        FakeEngine(tokenizer), tokenizer, service_classes=read_class_file(str(path)), api_keys=[ANY]
+    ).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def server(classed_server: LiveServer) -> LiveServer:
+    classed_server.engine.reset()
+    return classed_server
+
+
+def ask(
+    server: LiveServer, key: str = ANY, headers: dict[str, str] | None = None, prompt: Any = "x", **body: Any
+) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}", **(headers or {})}
+    return server.client.post("/v1/completions", json={"prompt": prompt, **body}, headers=headers)
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("key", "headers", "body", "name"),
+    [
+        (ANY, {}, {}, "chat"),
+        (ANY, {}, {"service_tier": "auto"}, "chat"),
+        (ANY, {}, {"service_tier": "default"}, "chat"),
+        (ANY, {}, {"service_tier": "priority"}, "voice"),
+        (ANY, {}, {"service_tier": "flex"}, "night"),
+        (ANY, {}, {"service_class": "voice"}, "voice"),
+        (ANY, {}, {"service_class": "night", "service_tier": "flex"}, "night"),
+        (ANY, {}, {"service_class": "night", "service_tier": "auto"}, "night"),
+        (ANY, {"x-headway-service-class": "night"}, {}, "night"),
+        (ANY, {"x-headway-service-class": "night"}, {"service_tier": "auto"}, "night"),
+        (NIGHT, {}, {}, "night"),
+        (DAY, {}, {}, "night"),
+        (DAY, {}, {"service_tier": "auto"}, "night"),
+        (DAY, {}, {"service_class": "chat"}, "chat"),
+    ],
+)
+def test_how_a_request_names_its_class(
+    server: LiveServer, key: str, headers: dict[str, str], body: dict[str, Any], name: str
+) -> None:
+    answer = ask(server, key, headers, **body)
+    assert answer.status_code == 200, answer.text
+    assert server.engine.requests[0].service_class == name
+    assert answer.json()["service_tier"] == {"voice": "priority", "chat": "default", "night": "flex"}[name]
+    assert "x-headway-ignored-headers" not in answer.headers
+
+
+def test_the_body_goes_before_the_header(server: LiveServer) -> None:
+    for body in ({"service_class": "voice"}, {"service_tier": "priority"}):
+        answer = ask(server, headers={"x-headway-service-class": "night"}, **body)
+        assert server.engine.requests[-1].service_class == "voice"
+        assert answer.headers["x-headway-ignored-headers"] == "x-headway-service-class"
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "param", "says"),
+    [
+        ({}, {"service_tier": "scale"}, "service_tier", "'auto', 'default', 'priority' or 'flex'"),
+        ({}, {"service_tier": 1}, "service_tier", "service_tier is 1"),
+        ({}, {"service_class": "day"}, "service_class", "'day', which is no class here; there are voice, chat, night"),
+        (
+            {},
+            {"service_class": "night", "service_tier": "priority"},
+            "service_tier",
+            "service_tier is 'priority', which is class 'voice', and service_class is 'night'; give one",
+        ),
+        ({"x-headway-service-class": "day"}, {}, "x-headway-service-class", "x-headway-service-class is 'day'"),
+        ({"x-llm-d-slo-ttft-ms": "soon"}, {}, "x-llm-d-slo-ttft-ms", "x-llm-d-slo-ttft-ms is 'soon'"),
+        ({"x-llm-d-slo-ttft-ms": "0"}, {}, "x-llm-d-slo-ttft-ms", "must be milliseconds, more than 0"),
+        ({"x-llm-d-slo-tpot-ms": "-1"}, {}, "x-llm-d-slo-tpot-ms", "x-llm-d-slo-tpot-ms is '-1'"),
+        ({"x-llm-d-slo-tpot-ms": "inf"}, {}, "x-llm-d-slo-tpot-ms", "at most 1e9"),
+        (
+            {},
+            {"service_class": "night", "prompt": [5] * 51},
+            "prompt",
+            "the prompt has 51 tokens; service class 'night' takes at most 50 (max_prompt_tokens)",
+        ),
+        (
+            {},
+            {"service_class": "night", "max_tokens": 21},
+            "max_tokens",
+            "max_tokens is 21; service class 'night' gives at most 20 (max_output_tokens)",
+        ),
+        ({}, {"service_class": "night", "min_tokens": 21}, "min_tokens", "min_tokens is 21; service class 'night'"),
+        ({}, {"service_class": "night", "n": 3}, "n", "the request has 3 choices; at most 2 of class night may"),
+    ],
+)
+def test_what_is_refused(
+    server: LiveServer, headers: dict[str, str], body: dict[str, Any], param: str, says: str
+) -> None:
+    error = error_of(ask(server, headers=headers, **body), 400)
+    assert error["param"] == param
+    assert says in error["message"]
+    assert server.engine.requests == []
+
+
+def test_a_key_does_not_raise_itself_above_its_best_class(server: LiveServer) -> None:
+    for key, body, best in ((NIGHT, {"service_tier": "default"}, "night"), (DAY, {"service_class": "voice"}, "chat")):
+        error = error_of(ask(server, key, **body), 403)
+        assert (error["type"], error["code"]) == ("permission_error", "service_class_not_allowed")
+        assert f"may use service class {best!r} and those below it" in error["message"]
+    for key in ("sk", "sk-dawn"):
+        assert ask(server, key).status_code == 401
+    assert server.engine.requests == []
+
+
+def test_a_request_tightens_its_own_objectives_only(server: LiveServer) -> None:
+    def promised(ttft: str, tpot: str) -> tuple[float, float, str | None]:
+        answer = ask(server, headers={"x-llm-d-slo-ttft-ms": ttft, "X-LLM-D-SLO-TPOT-MS": tpot}, service_class="voice")
+        request = server.engine.requests[-1]
+        return request.ttft_ms, request.tpot_ms, answer.headers.get("x-headway-ignored-headers")
+
+    assert promised("50", "39.5") == (50, 39.5, None)
+    assert promised("100", "40") == (100, 40, None)
+    assert promised("101", "30") == (100, 30, "x-llm-d-slo-ttft-ms")
+    assert promised("200", "1e3") == (100, 40, "x-llm-d-slo-ttft-ms, x-llm-d-slo-tpot-ms")
+    ask(server, headers={"x-llm-d-slo-ttft-ms": "900", "x-llm-d-slo-tpot-ms": "70"}, service_class="night")
+    request = server.engine.requests[-1]
+    assert (request.ttft_ms, request.tpot_ms) == (900, 70)
+    ask(server)
+    assert (server.engine.requests[-1].ttft_ms, server.engine.requests[-1].tpot_ms) == (500, math.inf)
+
+
+def test_max_tokens_that_nobody_gave_is_lowered_to_the_class(server: LiveServer) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "service_class": "night"}
+    server.client.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {ANY}"})
+    assert server.engine.requests[-1].params.max_tokens == 20
+    ask(server, service_class="night", max_tokens=20)
+    assert server.engine.requests[-1].params.max_tokens == 20
+
+
+def test_a_class_has_a_queue_of_its_own(server: LiveServer) -> None:
+    with parked(server, server.engine, key=NIGHT, n=2):
+        refused = ask(server, DAY)
+        error = error_of(refused, 429)
+        assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+        assert error["message"].startswith(
+            "2 choices of class night are waiting or running, and this request has 1; at"
+        )
+        assert refused.headers["retry-after"] == "1"
+        assert refused.headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
+        server.engine.open = True
+        assert ask(server, DAY, service_class="chat").status_code == 200
+    eventually(lambda: not server.service.admission.of_classes["night"].choices)
+    assert ask(server, DAY).status_code == 200
+
+
+def test_openais_client_reads_the_tier(server: LiveServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=ANY, max_retries=0) as client:
+        create = client.chat.completions.create
+        messages: Any = [{"role": "user", "content": "x"}]
+        assert create(model="tiny", messages=messages).service_tier == "default"
+        assert create(model="tiny", messages=messages, service_tier="flex").service_tier == "flex"
+        chunks = list(create(model="tiny", messages=messages, service_tier="priority", stream=True))
+        assert len(chunks) > 2
+        assert {chunk.service_tier for chunk in chunks} == {"priority"}
+        with pytest.raises(openai.BadRequestError, match="service_tier is 'scale'"):
+            create(model="tiny", messages=messages, service_tier="scale")
+        with pytest.raises(openai.PermissionDeniedError) as refused:
+            client.with_options(api_key=NIGHT).chat.completions.create(
+                model="tiny", messages=messages, service_tier="priority"
+            )
+        assert refused.value.code == "service_class_not_allowed"
+
+
+def test_completions_name_their_tier_in_every_chunk(server: LiveServer) -> None:
+    lines = ask(server, stream=True, stream_options={"include_usage": True}).text.split("\n\n")
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert {chunk["service_tier"] for chunk in chunks} == {"default"}
