@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -109,19 +109,27 @@ def free_port() -> int:
 
 
 class Server:
-    """A server's process and its children. They are stopped (SIGSTOP) but while they are measured."""
+    """A server's process and its children. They are stopped (SIGSTOP) but while they are measured.
 
-    def __init__(self, name: str, binary: str, settings: Settings) -> None:
+    Args:
+        engine: of ENGINES; None where it is the name.
+        flags: further ones, which go before the settings.
+    """
+
+    def __init__(
+        self, name: str, binary: str, settings: Settings, engine: str | None = None, flags: Sequence[str] = ()
+    ) -> None:
         self.name = name
-        self.version = version(binary, name)
+        self.version = version(binary, engine or name)
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        launch = ENGINES[name](binary, port, settings)
-        self.arguments = [part.removeprefix(f"{CHECKPOINTS.parent}/") for part in launch.command[1:]]
+        launch = ENGINES[engine or name](binary, port, settings)
+        command = [*launch.command, *flags]
+        self.arguments = [part.removeprefix(f"{CHECKPOINTS.parent}/") for part in command[1:]]
         self._seconds = settings.start_seconds
         self.log = tempfile.NamedTemporaryFile(prefix=f"served-{name}-", suffix=".log", delete=False)  # noqa: SIM115
         self._process = subprocess.Popen(
-            launch.command,
+            command,
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=subprocess.STDOUT,
@@ -198,11 +206,13 @@ class Server:
 
 
 @contextmanager
-def running(name: str, binary: str, settings: Settings) -> Iterator[Server]:
+def running(
+    name: str, binary: str, settings: Settings, engine: str | None = None, flags: Sequence[str] = ()
+) -> Iterator[Server]:
     """A server that has answered, paused."""
     print(f"starting {name} ...", file=sys.stderr)
     began = time.monotonic()
-    server = Server(name, binary, settings)
+    server = Server(name, binary, settings, engine, flags)
     try:
         print(f"{name} ({server.version}) ready after {time.monotonic() - began:.1f} s", file=sys.stderr)
         server.pause()
