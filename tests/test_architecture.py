@@ -103,7 +103,6 @@ ROOMS = {
             "flags",
             "policy.objectives",
             "policy.sizing",
-            "policy.step_memory",
         },
         forbidden=NO_DEVICE | NO_SERVER,
     ),

@@ -17,8 +17,8 @@ from headway.cost.attention import Chunk
 from headway.cost.precision import Precision
 from headway.cost.shape import ModelShape
 from headway.cost.work import Operation, Work, attention_work, token_work, total
+from headway.kernels import kernels_for
 from headway.kernels.interface import Kernels, LayerCache, StepGeometry, Weight
-from headway.kernels.select import kernels_for
 
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BLOCK_SIZE = 16

@@ -20,8 +20,8 @@ from headway.calibration import machine
 from headway.calibration.peaks import MachinePeaks, Rate
 from headway.calibration.stopwatch import CudaStopwatch, HostStopwatch, Stopwatch, measure_rate
 from headway.engine.host import total_memory, usable_threads
+from headway.kernels import kernels_for
 from headway.kernels.interface import Weight
-from headway.kernels.select import kernels_for
 
 MIB = 2**20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -16,8 +16,8 @@ from headway.engine.host import usable_threads
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
 from headway.engine.record_file import RecordFile
 from headway.engine.runner import Runner
+from headway.kernels import kernels_for
 from headway.kernels.interface import KV_CACHE_DTYPES
-from headway.kernels.select import kernels_for
 from headway.models.config import ModelConfig
 from headway.models.loading import load_model, resolve_dtype, resolve_model
 from headway.policy.intake import sequences_of

@@ -4,7 +4,7 @@ Every function treats its rows independently, with operations whose result for a
 how many rows there are, so that a sequence gets the same token alone and in any batch.
 
 Tokens are ranked by logit, equal logits by token id. A row is drawn from by inverting its cumulative
-distribution at one uniform number. Rows come padded with -inf to a multiple of BLOCK tokens: the padding
+distribution at one uniform number. Rows come padded with -inf to a multiple of LOGIT_BLOCK tokens: the padding
 has no weight, and sums, maxima and searches then go in two short levels instead of one of V elements.
 
 Shapes: R rows, V tokens (padded), K candidates.
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.policy.step_memory import BLOCK, padded_size
+from headway.policy.sizing import LOGIT_BLOCK, padded_size
 
 ALMOST_ONE = 1.0 - 2.0**-52
 UNDECIDED = -2  # stands for a token id where the candidates that were looked at are too few to tell
@@ -65,7 +65,7 @@ class Rows:
     """Logits to draw from, and what is known of them."""
 
     x: Tensor  # [R, V] float32, as made by `padded`
-    peaks: Tensor  # [R, V / BLOCK], as made by `block_peaks`
+    peaks: Tensor  # [R, V / LOGIT_BLOCK], as made by `block_peaks`
     best: Tensor  # [R, 1] the greatest logit
     uniform: Tensor  # [R] float64, in [0, 1)
 
@@ -97,7 +97,7 @@ def uniforms(starts: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArra
 
 
 def padded(logits: Tensor, result: Tensor | None = None) -> Tensor:
-    """logits in float32, padded with -inf to a multiple of BLOCK tokens; the same tensor where it is so already.
+    """logits in float32, padded with -inf to a multiple of LOGIT_BLOCK tokens; the same tensor where it is so already.
 
     result: float32 [R, padded_size(V)] to fill, in place of a new tensor.
     """
@@ -113,13 +113,13 @@ def padded(logits: Tensor, result: Tensor | None = None) -> Tensor:
 
 
 def block_peaks(x: Tensor) -> Tensor:
-    """The greatest logit of each block [R, V / BLOCK]; NaN where a block contains one."""
-    return x.unflatten(1, (-1, BLOCK)).amax(-1)
+    """The greatest logit of each block [R, V / LOGIT_BLOCK]; NaN where a block contains one."""
+    return x.unflatten(1, (-1, LOGIT_BLOCK)).amax(-1)
 
 
 def _members(blocks: Tensor) -> Tensor:
-    """Token ids [R, n * BLOCK] of the blocks [R, n]."""
-    ids = blocks.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=blocks.device)
+    """Token ids [R, n * LOGIT_BLOCK] of the blocks [R, n]."""
+    ids = blocks.unsqueeze(-1) * LOGIT_BLOCK + torch.arange(LOGIT_BLOCK, device=blocks.device)
     return ids.flatten(1)
 
 
@@ -129,14 +129,14 @@ def as_float(comparison: Callable[..., Tensor], x: Tensor, limit: Tensor) -> Ten
 
 
 def block_sums(x: Tensor) -> Tensor:
-    """The sum of each block [R, V / BLOCK], as float64."""
-    return x.unflatten(1, (-1, BLOCK)).sum(-1).double()
+    """The sum of each block [R, V / LOGIT_BLOCK], as float64."""
+    return x.unflatten(1, (-1, LOGIT_BLOCK)).sum(-1).double()
 
 
 def most_likely(x: Tensor, peaks: Tensor) -> Tensor:
     """The id [R] of the greatest logit, the lowest id among equals."""
     block = peaks.argmax(-1, keepdim=True)
-    return block.squeeze(1) * BLOCK + x.gather(1, _members(block)).argmax(-1)
+    return block.squeeze(1) * LOGIT_BLOCK + x.gather(1, _members(block)).argmax(-1)
 
 
 def likeliest(x: Tensor, peaks: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,7 @@ def likeliest(x: Tensor, peaks: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Among logits equal to the last one, which ids are returned is not defined. For few of many it only
     looks into the `count` blocks with the greatest peaks, which between them hold the greatest logits.
     """
-    if count * BLOCK * 4 > x.shape[1]:
+    if count * LOGIT_BLOCK * 4 > x.shape[1]:
         values, ids = x.topk(count, -1)
         return values, ids
     pool = _members(peaks.topk(count, -1, sorted=False).indices)
@@ -172,8 +172,8 @@ def locate(weights: Tensor, share: Tensor) -> Tensor:
     # Relative to the block, so that rounding in its sum cannot carry the search past its end.
     rest = ((target - ends.gather(1, block) + size) / size).clamp_(0.0, ALMOST_ONE)
     within = weights.gather(1, _members(block)).double().cumsum(-1)
-    index = torch.searchsorted(within, rest * within[:, -1:], right=True).clamp_(max=BLOCK - 1)
-    return (block * BLOCK + index).squeeze(1)
+    index = torch.searchsorted(within, rest * within[:, -1:], right=True).clamp_(max=LOGIT_BLOCK - 1)
+    return (block * LOGIT_BLOCK + index).squeeze(1)
 
 
 def draw(rows: Rows, cut: Cut | None) -> Tensor:

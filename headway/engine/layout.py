@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.engine.transfer import to_device
+from headway.kernels.host import to_device
 from headway.kernels.interface import StepGeometry
 from headway.policy.plan import ScheduledSequence, SequenceState, TableChange
 

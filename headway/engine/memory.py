@@ -14,8 +14,7 @@ from headway.engine.host import available_memory
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.interface import LayerCache
 from headway.models.config import ModelConfig
-from headway.policy.sizing import cpu_pool_bytes, gpu_pool_bytes
-from headway.policy.step_memory import sampling_bytes
+from headway.policy.sizing import cpu_pool_bytes, gpu_pool_bytes, sampling_bytes
 
 ACTIVATION_COPIES = 8  # tensors of the widest activation that live at once in a step
 SCALE_DTYPE = torch.float32  # of a token and head in a cache of int8

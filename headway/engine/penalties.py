@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.engine.transfer import to_device
+from headway.kernels.host import to_device
 from headway.policy.plan import SequenceState
-from headway.policy.step_memory import ENTRIES_AT_A_TIME
+from headway.policy.sizing import ENTRIES_AT_A_TIME
 
 
 @dataclass(slots=True, eq=False)

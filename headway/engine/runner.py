@@ -17,7 +17,7 @@ from headway.kernels.interface import Kernels
 from headway.models.decoder import Decoder
 from headway.policy.accounting import StepTimes
 from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan
-from headway.policy.step_memory import PROMPT_LOGPROB_ROWS
+from headway.policy.sizing import PROMPT_LOGPROB_ROWS
 
 
 class Runner:

@@ -28,10 +28,9 @@ from headway.engine.logprobs import logprob_table, token_logprobs
 from headway.engine.messages import TokenLogprobs
 from headway.engine.penalties import PenaltyTable
 from headway.engine.sampling_batch import SamplingBatch, TokenEdits, describe, undecided
-from headway.engine.transfer import to_device
-from headway.kernels.threads import one_thread
+from headway.kernels.host import one_thread, to_device
 from headway.policy.plan import SequenceState
-from headway.policy.step_memory import padded_size
+from headway.policy.sizing import padded_size
 
 BAD_TOKEN = -1
 _ALONE_BELOW = 2**21  # elements

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway.engine import draws
 from headway.policy.plan import SequenceState
-from headway.policy.step_memory import padded_size
+from headway.policy.sizing import padded_size
 
 GREEDY_BELOW = 1e-5  # temperature; vLLM's limit
 

@@ -20,8 +20,7 @@ from headway.kernels.cpu_matrix import has_matrix_tiles
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.cpu_simd import KINDS
 from headway.kernels.cpu_team import Program, Team
-from headway.kernels.heads import check_heads
-from headway.kernels.interface import AttentionShape, LayerCache, Linear, StepGeometry, Weight
+from headway.kernels.interface import AttentionShape, LayerCache, Linear, StepGeometry, Weight, check_heads
 
 # Below so many elements, waking the team costs more than it saves.
 _ALONE = 8192

@@ -7,8 +7,7 @@ import triton
 from torch import Tensor
 
 from headway.kernels import cuda_attention, cuda_rows
-from headway.kernels.heads import check_heads
-from headway.kernels.interface import LayerCache, StepGeometry
+from headway.kernels.interface import LayerCache, StepGeometry, check_heads
 from headway.kernels.reference import TorchKernels, check_unscaled
 
 _GATE_BLOCK = 1024

@@ -22,8 +22,7 @@ from headway.cost.shape import ModelShape, ShapeError
 from headway.cost.timing import Deployment
 from headway.engine.config import DEFAULTS
 from headway.planner.request import PlanError, PlanRequest
-from headway.policy.sizing import CPU_SHARE, default_batched_tokens
-from headway.policy.step_memory import sampling_bytes
+from headway.policy.sizing import CPU_SHARE, default_batched_tokens, sampling_bytes
 
 # What `quantization_config.quant_method` of a config.json stands for, where it decides by itself.
 _METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", "moe_wna16": "int4-experts"}

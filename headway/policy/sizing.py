@@ -1,19 +1,46 @@
-"""How much a step computes at most, and how large the KV pool is, from what the device has and what was asked for."""
+"""How much a step computes at most, what memory it takes, and what that leaves for the KV pool."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from headway.policy.sampling_params import MAX_LOGIT_BIAS_TOKENS, MAX_STOP_TOKEN_IDS
 
 # Tokens of a step where nobody chose them, by device.
 BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 # Of a CPU's memory that is free once the weights are loaded: the page cache, the API process and the neighbours keep
 # the rest.
 CPU_SHARE = 0.5
+LOGIT_BLOCK = 128  # tokens that a row of logits is a multiple of
+PROMPT_LOGPROB_ROWS = 64  # of a prompt's logits that are made at a time
+ENTRIES_AT_A_TIME = 1 << 20  # tokens of sequences that are penalised together, at some 64 bytes each
 
 
 def default_batched_tokens(device: str, max_num_seqs: int) -> int:
     """The token budget of a step on cpu or cuda: at least a token for each sequence."""
     return max(BATCHED_TOKENS[device], max_num_seqs)
+
+
+def padded_size(vocab_size: int) -> int:
+    """The least multiple of LOGIT_BLOCK that holds vocab_size."""
+    return -(-vocab_size // LOGIT_BLOCK) * LOGIT_BLOCK
+
+
+def penalty_bytes(rows: int, distinct: int) -> int:
+    """What so many sequences take at most, each with up to `distinct` different tokens, as they are penalised."""
+    # An array that grows has an eighth to spare, and is there twice for a moment.
+    return 14 * (rows + 1) * distinct + 64 * min(rows * distinct, max(ENTRIES_AT_A_TIME, distinct))
+
+
+def sampling_bytes(max_num_seqs: int, vocab_size: int, max_model_len: int) -> int:
+    """What the sampler takes at most: logits, penalties, logit_bias and stop tokens of so many sequences.
+
+    Logits are there three times: as the model gives them, in float32, and as a draw or an edit changes them.
+    """
+    logits = 3 * 4 * padded_size(vocab_size) * max(max_num_seqs, PROMPT_LOGPROB_ROWS)
+    penalties = penalty_bytes(max_num_seqs, min(vocab_size, max_model_len))
+    edits = max_num_seqs * (MAX_LOGIT_BIAS_TOKENS + MAX_STOP_TOKEN_IDS) * 2 * (8 + 8 + 8)
+    return logits + penalties + edits
 
 
 def cpu_pool_bytes(available: int, step_bytes: int) -> int:

@@ -14,8 +14,8 @@ from headway.cost.config import read_shape
 from headway.cost.memory import kv_cache_bytes, weight_bytes
 from headway.cost.precision import ENGINE_QUANTIZATIONS, Precision
 from headway.engine.memory import bytes_per_block
+from headway.kernels import kernels_for
 from headway.kernels.cpu_linear import PackedLinear
-from headway.kernels.select import kernels_for
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder, DenseMLP, MixtureMLP
 from headway.models.loading import QUANTIZATIONS, load_model

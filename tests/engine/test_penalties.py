@@ -10,7 +10,7 @@ import torch
 from headway.engine import penalties
 from headway.engine.sampler import Sampler
 from headway.policy.plan import SequenceState
-from headway.policy.step_memory import sampling_bytes
+from headway.policy.sizing import sampling_bytes
 from tests.engine.sampling_oracle import acceptable, logits_of, make_sequence
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from headway.kernels import kernels_for
 from headway.kernels.reference import ReferenceKernels
-from headway.kernels.select import kernels_for
 from headway.models import ModelConfig, ModelError
 from headway.models.checkpoint import DUMMY_POOL, INDEX_FILE, SINGLE_FILE, RandomWeights, StageClock
 from headway.models.decoder import Decoder

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from headway.engine.config import EngineConfig
 from headway.engine.start import packed_bytes
+from headway.kernels import kernels_for
 from headway.kernels.cpu_linear import PackedLinear
 from headway.kernels.reference import ReferenceKernels
-from headway.kernels.select import kernels_for
 from headway.models.checkpoint import SINGLE_FILE
 from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import Decoder

@@ -15,8 +15,7 @@ from headway.engine.config import DEFAULTS
 from headway.planner.formulas import formulas
 from headway.planner.make import make_plan
 from headway.planner.request import PlanRequest
-from headway.policy.sizing import CPU_SHARE, default_batched_tokens
-from headway.policy.step_memory import sampling_bytes
+from headway.policy.sizing import CPU_SHARE, default_batched_tokens, sampling_bytes
 from tests.calibration.machines import HARDWARE, a_machine
 from tests.planner.command_line import CommandLine
 

@@ -1,11 +1,14 @@
-"""Torch's own operations on one thread."""
+"""Torch on the host: its own operations on one thread, and numbers on their way to the device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 
 @contextmanager
@@ -24,3 +27,9 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def to_device(numbers: NDArray[np.generic], device: torch.device) -> Tensor:
+    """Of the same shape and dtype. The copy to a GPU is not waited for; on a CPU it is the array's own memory."""
+    host = torch.from_numpy(numbers)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
