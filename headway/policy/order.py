@@ -6,6 +6,7 @@ it is in a list, so that lists stay sorted, and no two keys may be equal. A sche
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -84,20 +85,20 @@ class Orders:
             `running` should be first here too, or no longer be a victim after some times, so that somebody always
             gets on.
         level: what decides whether a waiting sequence takes the place of a running one: its level is lower.
-        displaces: that happens.
+        displaces: that happens, to one sequence at most so many times.
     """
 
     admission: Order
     running: Order
     victims: Order
     level: Callable[[Sequence], int] = _equal
-    displaces: bool = False
+    displaces: float = 0
 
 
 ORDERS = {
     "fcfs": Orders(fcfs, fcfs, fcfs),
-    "priority": Orders(priority, priority, priority, _priority_of, displaces=True),
-    "slo": Orders(deadline, deadline, least_loss, _rank_of, displaces=True),
+    "priority": Orders(priority, priority, priority, _priority_of, displaces=3),
+    "slo": Orders(deadline, deadline, least_loss, _rank_of, displaces=math.inf),
 }
 
 

@@ -14,6 +14,7 @@ decoding without a promise is left out of the step where it would not fit, or wh
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -137,12 +138,12 @@ class Promises:
                 done += work
                 continue
             if now + work > sequence.due_ns:
-                oversized = sequence.arrival_ns + work > sequence.due_ns
+                oversized = sequence.arrival_ns + work * pace > sequence.due_ns
                 gone[sequence.seq_id] = Yield(sequence, "oversized" if oversized else "late", done - now)
                 continue
             done += work
             heapq.heappush(kept, (-sequence.rank, -work, -sequence.seq_id, sequence))
-            while done > sequence.due_ns:
+            while kept and done > sequence.due_ns:
                 _, work_back, _, yields = heapq.heappop(kept)
                 gone[yields.seq_id] = Yield(yields, "overload", done - now)
                 done += work_back
@@ -168,18 +169,20 @@ class Promises:
 
     # --- tokens -------------------------------------------------------------------------------------
 
-    def outlook(self, decoding: list[Sequence], urgent: Sequence | None, now: int) -> Outlook:
-        """What the next step has to heed of those who decode."""
-        outlook = Outlook(urgent=urgent)
+    def outlook(self, decoding: list[Sequence], prompts: list[Sequence], urgent: Sequence | None, now: int) -> Outlook:
+        """What the next step has to heed of those who run."""
+        outlook, self._beside = Outlook(urgent=urgent), _Promised()
+        promised = [sequence for sequence in decoding if is_promised(sequence)]
+        for sequence in itertools.chain(promised, prompts):
+            self.begins(sequence)
         if not decoding or not self._step_time.is_trained:
             return outlook
-        promised = [sequence for sequence in decoding if is_promised(sequence)]
         context = sum([sequence.num_computed for sequence in promised])
         needed = self.step_ns(len(promised), context)
         # A token that can't be in time whatever the step leaves out binds nobody.
         for sequence in promised:
             left = sequence.last_token_ns + sequence.tpot_ns - now
-            if sequence.tpot_ns >= needed and left < outlook.slack_ns:
+            if needed <= sequence.tpot_ns < NEVER and left < outlook.slack_ns:
                 outlook.slack_ns, outlook.tightest = left, sequence
         self._leave_out(decoding, len(promised), context, outlook, now)
         outlook.slack_ns = (outlook.slack_ns - self.between_steps_ns) / self.margin
@@ -192,7 +195,9 @@ class Promises:
         """
         if math.isinf(outlook.slack_ns) and outlook.urgent is None:
             return
-        others = sorted((s for s in decoding if not is_promised(s)), key=lambda s: s.last_token_ns)
+        others = sorted(
+            (s for s in decoding if not is_promised(s) and not s.has_starved), key=lambda s: s.last_token_ns
+        )
         for at, sequence in enumerate(others):
             fits = self.step_ns(count + 1, context + sequence.num_computed) <= outlook.slack_ns
             due = now - sequence.last_token_ns >= MOST_LEFT_OUT_NS
@@ -200,12 +205,6 @@ class Promises:
                 outlook.left_out = others[at:]
                 return
             count, context = count + 1, context + sequence.num_computed
-
-    def look_at(self, running: Iterable[Sequence]) -> None:
-        """Count who runs with a promise, for has_room_for()."""
-        self._beside = _Promised()
-        for sequence in running:
-            self.begins(sequence)
 
     def begins(self, sequence: Sequence) -> None:
         """A sequence runs now."""

@@ -140,19 +140,21 @@ class Scheduler:
         for sequence in self._unserved.expired(now):
             self.finish(sequence, FinishReason.TIMEOUT, now)
             plan.expired.append(sequence.seq_id)
-        outlook = Outlook() if self.slo is None else self._look_ahead(self.slo, plan, decision, now)
-        if plan.wait_until_ns:
-            return plan
+        decoding, prompts = list[Sequence](), list[Sequence]()
+        for sequence in self.running:
+            (decoding if sequence.is_decoding else prompts).append(sequence)
+        outlook = Outlook()
+        if self.slo is not None:
+            outlook = self._look_ahead(self.slo, decoding, prompts, plan, decision, now)
+            if plan.wait_until_ns:
+                return plan
         if self.orders.displaces and len(self.waiting) and len(self.running):
             self._displace(plan, now, outlook)
         displaced = len(plan.preempted)
-        decoding = [sequence for sequence in self.running if sequence.is_decoding]
-        others = len(self.running) > len(decoding)
+        if displaced:
+            decoding = [sequence for sequence in decoding if sequence.status is Status.RUNNING]
         if outlook.left_out:
-            for sequence in outlook.left_out:
-                self.accounting.leave_out(sequence, now)
-            left_out = {sequence.seq_id for sequence in outlook.left_out}
-            decoding = [sequence for sequence in decoding if sequence.seq_id not in left_out]
+            decoding = self._leave_out(outlook.left_out, decoding, now)
         self._schedule_decodes(decoding, plan, now)
         out_of_blocks = len(plan.preempted) > displaced
         if self._drafts:
@@ -161,9 +163,11 @@ class Scheduler:
         budget = self._budget_beside(beside, outlook.slack_ns)
         if self.slo is not None:
             self.slo.shares.begin_step(self.config.max_num_batched_tokens - beside.decode_tokens, self.running)
-        if others:
+        if prompts:
             self._schedule_prefills(plan, budget, now, may_admit=not out_of_blocks)
         reason = Phase.QUEUE_BLOCKS if out_of_blocks else self._admit(plan, budget, now)
+        if outlook.left_out and not plan.scheduled:
+            self._schedule_decodes([s for s in outlook.left_out if s.status is Status.RUNNING], plan, now)
         if not len(self.waiting):
             reason = Phase.QUEUE_CAPACITY
         elif self.orders.displaces and self._is_outranked(self.waiting.first()):
@@ -174,9 +178,17 @@ class Scheduler:
         self.decisions.append(decision)
         return plan
 
-    def _look_ahead(self, slo: SloPolicy, plan: StepPlan, decision: Decision, now: int) -> Outlook:
+    def _look_ahead(
+        self,
+        slo: SloPolicy,
+        decoding: list[Sequence],
+        prompts: list[Sequence],
+        plan: StepPlan,
+        decision: Decision,
+        now: int,
+    ) -> Outlook:
         """See which promises can be kept, and let the others yield."""
-        plan.wait_until_ns = slo.window_until(self.running, self.waiting, now)
+        plan.wait_until_ns = 0 if len(self.running) else slo.window_until(self.waiting, now)
         if plan.wait_until_ns:
             self.accounting.queue_stands_at(Phase.QUEUE_WINDOW, now)
             decision.window_ns = plan.wait_until_ns - now
@@ -185,11 +197,18 @@ class Scheduler:
         starved = slo.starved(self.waiting, now)
         if starved is not None:
             self._rekey(starved, has_starved=True)
-        yields, urgent = slo.yielding(self.running, self.waiting, now)
+        yields, urgent = slo.yielding(decoding, prompts, self.waiting, now)
         for each in yields:
             decision.yielded.append((each.sequence.request_id, each.reason))
             self._yield(each, plan, now)
-        return slo.outlook(self.running, urgent, now)
+        return slo.outlook(decoding, prompts, urgent, now)
+
+    def _leave_out(self, left_out: list[Sequence], decoding: list[Sequence], now: int) -> list[Sequence]:
+        """Those who decode in this step without those who are left out."""
+        for sequence in left_out:
+            self.accounting.leave_out(sequence, now)
+        numbers = {sequence.seq_id for sequence in left_out}
+        return [sequence for sequence in decoding if sequence.seq_id not in numbers]
 
     def _yield(self, each: Yield, plan: StepPlan, now: int) -> None:
         """Put a sequence behind those whose objectives can be met, or end it where its class wants that."""

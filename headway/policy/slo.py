@@ -9,7 +9,7 @@ from headway.policy.block_manager import BlockManager
 from headway.policy.order import OrderedSequences, Orders
 from headway.policy.output_lengths import OutputLengths
 from headway.policy.prefix_batching import PrefixLeaders
-from headway.policy.promises import LOOKED_AT, Outlook, Promises, Yield
+from headway.policy.promises import LOOKED_AT, Outlook, Promises, Yield, is_promised
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.shares import Shares
@@ -44,6 +44,7 @@ class SloPolicy:
         self._leaders = PrefixLeaders(block_size, orders.admission)
         self._orders = orders
         self._starved: Sequence | None = None
+        self._is_crowded = False  # what has no promise would have to be left out
 
     # --- who comes and goes -------------------------------------------------------------------------
 
@@ -75,9 +76,11 @@ class SloPolicy:
     # --- before a step ------------------------------------------------------------------------------
 
     def starved(self, waiting: OrderedSequences, now: int) -> Sequence | None:
-        """Who has waited longest among those behind all promises, if it is too long: one at a time goes first."""
-        before = self._starved
-        if before is not None and before.status is not Status.FINISHED and not before.is_decoding:
+        """Who has waited longest among those behind all promises, if it is too long.
+
+        One at a time goes first, and is served to its end.
+        """
+        if self._starved is not None and self._starved.status is not Status.FINISHED:
             return None
         self._starved, rank = None, 0
         while (first := waiting.first_from((1, rank))) is not None:
@@ -91,31 +94,40 @@ class SloPolicy:
         """Whether it may be admitted now, if there are blocks."""
         if num_running + self.shares.seats_kept_from(sequence.service.name) >= self._seats:
             return False
-        if sequence.output_len or sequence.has_starved:
+        if sequence.has_starved:
+            return True
+        if self._is_crowded and not is_promised(sequence):
+            return False
+        if sequence.output_len:
             return True
         return self.promises.has_room_for(sequence) and not self._leaders.is_worth_waiting_for(sequence)
 
-    def window_until(self, running: OrderedSequences, waiting: OrderedSequences, now: int) -> int:
+    def window_until(self, waiting: OrderedSequences, now: int) -> int:
         """When an engine in which nothing runs is to begin with those who wait; 0 for now."""
-        if not len(running) and 0 < len(waiting) <= WINDOW_LOOKS_AT:
+        if 0 < len(waiting) <= WINDOW_LOOKS_AT:
             there = list(waiting)
             if not any(sequence.preemptions or sequence.output_len for sequence in there):
                 until = self.window.until(there, self.promises.prefill_ns(there[0]), now)
                 if until > now:
                     return until
-        self.window.close()
         return 0
 
     def yielding(
-        self, running: OrderedSequences, waiting: OrderedSequences, now: int
+        self, decoding: list[Sequence], prompts: list[Sequence], waiting: OrderedSequences, now: int
     ) -> tuple[list[Yield], Sequence | None]:
-        """Which prompts yield, and which one is urgent, as Promises.yielding(); of the queue its head is looked at."""
-        prompts = (s for s in running if not s.is_decoding and not s.is_behind)
-        queue = islice(takewhile(lambda sequence: not sequence.is_behind, waiting), LOOKED_AT)
-        in_order = heapq.merge(prompts, queue, key=self._orders.admission)
-        return self.promises.yielding(in_order, [s for s in running if s.is_decoding], now)
+        """Which prompts yield, and which one is urgent, as Promises.yielding(); of the queue its head is looked at.
 
-    def outlook(self, running: OrderedSequences, urgent: Sequence | None, now: int) -> Outlook:
+        Args:
+            decoding, prompts: those who run, in order.
+        """
+        self.window.close()
+        begun = (sequence for sequence in prompts if not sequence.is_behind)
+        queue = islice(takewhile(lambda sequence: not sequence.is_behind, waiting), LOOKED_AT)
+        in_order = heapq.merge(begun, queue, key=self._orders.admission)
+        return self.promises.yielding(in_order, decoding, now)
+
+    def outlook(self, decoding: list[Sequence], prompts: list[Sequence], urgent: Sequence | None, now: int) -> Outlook:
         """What the step has to heed."""
-        self.promises.look_at(running)
-        return self.promises.outlook([s for s in running if s.is_decoding], urgent, now)
+        outlook = self.promises.outlook(decoding, prompts, urgent, now)
+        self._is_crowded = bool(outlook.left_out) or urgent is not None
+        return outlook

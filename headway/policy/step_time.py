@@ -64,7 +64,7 @@ class StepTime(Protocol):
 
     @property
     def overrun(self) -> float:
-        """What 19 of 20 measured steps take at most, as a multiple of what was predicted."""
+        """What 99 of 100 measured steps take at most, as a multiple of what was predicted."""
 
     @property
     def error(self) -> float:
@@ -133,8 +133,8 @@ class StepTimeModel:
         self._steps_with_logits += work.logit_rows > 0
 
     def _judge(self, ratio: float) -> None:
-        """Follow the 95th percentile of measured to predicted time (Robbins and Monro 1951), and the mean error."""
-        self.overrun += _QUANTILE_GAIN * ((ratio > self.overrun) - 0.05)
+        """Follow the 99th percentile of measured to predicted time (Robbins and Monro 1951), and the mean error."""
+        self.overrun += _QUANTILE_GAIN * ((ratio > self.overrun) - 0.01)
         self.overrun = min(max(self.overrun, 1.0), _MOST_OVERRUN)
         self.error += _ERROR_GAIN * (abs(ratio - 1.0) - self.error)
 

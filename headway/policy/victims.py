@@ -1,8 +1,9 @@
 """Who gives up seat and blocks for a waiting sequence that ranks above it.
 
 A running sequence gives way to one whose level is strictly lower and that comes before it in the order of admission,
-the last in the order of victims first, and at most MAX_DISPLACEMENTS times in its life. So the work that is thrown away
-is bounded: after that it keeps its place until it ends, or until those who decode run out of blocks.
+the last in the order of victims first, and with priorities only some times in its life (`Orders.displaces`). So the
+work that is thrown away is bounded: after that it keeps its place until it ends, or until those who decode run out of
+blocks. With objectives it is bounded by what starves.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from dataclasses import dataclass
 
 from headway.policy.order import OrderKey, Orders
 from headway.policy.request import Sequence
-
-MAX_DISPLACEMENTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ def victims_for(
     for sequence in running:
         if seats > 0 and missing <= 0:
             return victims
-        if orders.level(sequence) <= orders.level(candidate) or sequence.displacements >= MAX_DISPLACEMENTS:
+        if orders.level(sequence) <= orders.level(candidate) or sequence.displacements >= orders.displaces:
             continue
         if orders.admission(sequence) < orders.admission(candidate):
             continue

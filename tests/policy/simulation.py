@@ -25,7 +25,6 @@ from headway.policy.service_class import BUILT_IN, ClassTable
 from headway.policy.sizing import pool_size
 from headway.policy.step_budget import BudgetRule
 from headway.policy.step_time import StepTime, StepWork
-from headway.policy.victims import MAX_DISPLACEMENTS
 
 VOCAB_SIZE = 1000
 
@@ -342,7 +341,7 @@ class Simulation:
         for sequence in self.sequences:
             assert sequence.status is Status.FINISHED
             assert sequence.block_table == []
-            assert sequence.displacements <= MAX_DISPLACEMENTS
+            assert sequence.displacements <= self.scheduler.orders.displaces
             check_ledger(sequence)
 
 

@@ -30,7 +30,7 @@ def mixed_orders() -> Iterator[None]:
         admission=lambda s: (s.prompt_len, s.seq_id),
         running=lambda s: (-s.seq_id,),
         victims=lambda s: (s.priority, s.seq_id),
-        displaces=True,
+        displaces=3,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ORDERS, "mixed", orders)

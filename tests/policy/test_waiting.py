@@ -14,7 +14,6 @@ from headway.policy import order
 from headway.policy.ledger import Phase
 from headway.policy.order import AGEING_NS, ORDERS
 from headway.policy.request import FinishReason, Sequence, Status
-from headway.policy.victims import MAX_DISPLACEMENTS
 from tests.policy.simulation import Simulation
 
 SECOND = 10**9
@@ -94,7 +93,7 @@ def test_a_better_priority_does_not_wait_for_a_long_prompt_under_way() -> None:
 def test_who_was_displaced_often_keeps_its_seat() -> None:
     sim = Simulation(max_num_seqs=1, policy="priority")
     patient = sim.submit([1, 2, 3], 30, priority=5)
-    for _ in range(MAX_DISPLACEMENTS):
+    for _ in range(sim.scheduler.orders.displaces):
         sim.step()
         assert patient.status is Status.RUNNING
         urgent = sim.submit([7, 8], 2, priority=0)
@@ -105,7 +104,7 @@ def test_who_was_displaced_often_keeps_its_seat() -> None:
     while patient.status is not Status.FINISHED:
         sim.step()
         assert waits.status is Status.WAITING
-    assert patient.displacements == MAX_DISPLACEMENTS and patient.output_len == 30
+    assert patient.displacements == sim.scheduler.orders.displaces and patient.output_len == 30
     sim.run_until_done()
     sim.check_all_closed()
 
