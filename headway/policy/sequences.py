@@ -1,0 +1,241 @@
+"""The sequences of an engine: who waits and who runs, how they come and go, and what came of each step.
+
+`Scheduler` decides; this carries out what is decided, keeps the ledgers, and applies the results.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from headway.policy.accounting import Accounting, StepTimes
+from headway.policy.block_manager import BlockManager
+from headway.policy.decisions import Decision
+from headway.policy.kv_blocks import KVBlocks
+from headway.policy.order import ORDERS, OrderedSequences
+from headway.policy.plan import StepPlan
+from headway.policy.request import FinishReason, Sequence, Status
+from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.slo import SloPolicy
+from headway.policy.step_time import StepTime, StepTimeModel
+from headway.policy.stopping import finish_reason
+from headway.policy.waiting import Unserved
+
+DECISIONS_KEPT = 256
+
+
+class Sequences:
+    """Owns the waiting and running sequences and the block pool.
+
+    Args:
+        step_time: predicts steps and hears how long they took; None learns from them.
+
+    Attributes:
+        sequences: all of them by the number that each is given here, and that plans name it by.
+        slo: what the policy of that name knows; None with another.
+        decisions: the last ones.
+
+    Raises:
+        ValueError: when the pool cannot hold one sequence of max_model_len.
+    """
+
+    def __init__(self, config: SchedulerConfig, blocks: KVBlocks, step_time: StepTime | None = None) -> None:
+        if blocks.blocks_for(config.max_model_len) > blocks.num_blocks:
+            raise ValueError(
+                f"one sequence of max_model_len ({config.max_model_len}) needs "
+                f"{blocks.blocks_for(config.max_model_len)} KV blocks, the pool has {blocks.num_blocks}; "
+                f"lower --max-model-len or raise --kv-cache-memory"
+            )
+        step_time = step_time or StepTimeModel()
+        self.config = config
+        self.blocks = blocks
+        self.block_manager = BlockManager(blocks)
+        self.orders = ORDERS[config.policy]
+        self.accounting = Accounting(step_time)
+        self.waiting = OrderedSequences(self.orders.admission)
+        self.running = OrderedSequences(self.orders.running)
+        self.sequences: dict[int, Sequence] = {}
+        self.num_preemptions = 0
+        self.slo = (
+            SloPolicy(config, self.orders, step_time, self.block_manager, blocks.num_blocks, blocks.block_size)
+            if config.policy == "slo"
+            else None
+        )
+        self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
+        self._unserved = Unserved(config.max_queue_time * 1e9)
+        self._next_seq_id = 0
+        self._drafts: dict[int, list[int]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(len(self.waiting) or len(self.running))
+
+    # --- arrivals and departures --------------------------------------------------------------------
+
+    def add(self, sequence: Sequence, now: int) -> None:
+        """Queue a new sequence that fits the context."""
+        sequence.seq_id = self._next_seq_id
+        self._next_seq_id += 1
+        self.sequences[sequence.seq_id] = sequence
+        if self.slo is not None:
+            self.slo.arrives(sequence, now)
+        self.accounting.begin_waiting(sequence, now)
+        self.waiting.add(sequence)
+        if sequence.output_len == 0:
+            self._unserved.add(sequence)
+
+    def abort(self, sequence: Sequence, now: int) -> None:
+        """Drop a sequence in any state and free its blocks."""
+        if sequence.status is not Status.FINISHED:
+            self.finish(sequence, FinishReason.ABORT, now)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, now: int) -> None:
+        self.accounting.finish(sequence, now)
+        if reason is FinishReason.ERROR:
+            self.block_manager.withdraw(sequence)
+        if self.slo is not None:
+            self.slo.leaves(sequence, reason)
+        (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
+        del self.sequences[sequence.seq_id]
+        self._unserved.discard(sequence)
+        self.block_manager.release(sequence)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+
+    def _start(self, sequence: Sequence, now: int) -> None:
+        """A waiting sequence has its blocks, and runs."""
+        self.accounting.begin_running(sequence, now)
+        self.waiting.remove(sequence)
+        sequence.status = Status.RUNNING
+        sequence.times_bypassed = 0
+        self._unserved.discard(sequence)
+        self.running.add(sequence)
+        if self.slo is not None:
+            self.slo.begins(sequence)
+
+    def _preempt(self, victim: Sequence, plan: StepPlan, now: int) -> None:
+        self.accounting.begin_preempted(victim, now)
+        if self.slo is not None:
+            self.slo.leaves(victim)
+        self.running.remove(victim)
+        self.block_manager.release(victim)
+        victim.status = Status.WAITING
+        victim.preemptions += 1
+        victim.times_bypassed = self.config.max_bypasses  # it has been served already: nobody overtakes it
+        self.num_preemptions += 1
+        self.waiting.add(victim)
+        plan.preempted.append(victim.seq_id)
+
+    def _rekey(self, sequence: Sequence, **changes: Any) -> None:
+        """Change what the order looks at."""
+        queue = self.running if sequence.status is Status.RUNNING else self.waiting
+        queue.remove(sequence)
+        for name, value in changes.items():
+            setattr(sequence, name, value)
+        queue.add(sequence)
+
+    # --- results ------------------------------------------------------------------------------------
+
+    def take_out(self, failed: list[Sequence], plan: StepPlan, began: int, ended: int) -> None:
+        """End the sequences that made a plan fail; what is left of it is to be completed.
+
+        It was run again in parts between `began` and `ended`. The failed ones need not all be in the plan.
+        """
+        self.accounting.record_retry(self.running, began, ended)
+        for sequence in failed:
+            self.finish(sequence, FinishReason.ERROR, ended)
+        plan.scheduled = [item for item in plan.scheduled if item.seq_id in self.sequences]
+
+    def complete(
+        self, plan: StepPlan, tokens: Mapping[int, list[int] | None], times: StepTimes
+    ) -> list[tuple[Sequence, list[int]]]:
+        """Apply a step's results.
+
+        Args:
+            tokens: the new ones of each item that samples, by its seq_id: of its drafts those that are accepted, and
+                the one drawn after them. With none, the newest known token is computed again. A None means that none
+                could be drawn (the logits were not numbers): the sequence ends with an error and leaves nothing in the
+                prefix index.
+
+        Returns:
+            The sequences that have sampled or have finished, with their new tokens up to the one that ends them.
+        """
+        sequences = [self.sequences[item.seq_id] for item in plan.scheduled]
+        idle = self._idle_beside(sequences)
+        self.accounting.record_step(sequences, plan.scheduled, idle, times)
+        self._heed(times)
+        changed: list[tuple[Sequence, list[int]]] = []
+        size = self.blocks.block_size if self.blocks.enable_prefix_caching else 0
+        for sequence, item in zip(sequences, plan.scheduled, strict=True):
+            reason = None
+            if not item.samples:
+                sequence.num_computed += len(item.token_ids)
+            elif (drawn := tokens[item.seq_id]) is None:
+                changed.append((sequence, []))
+                self.finish(sequence, FinishReason.ERROR, times.sampled_ns)
+                continue
+            else:
+                known = len(sequence.tokens)
+                reason = self._append(sequence, drawn)
+                sequence.last_token_ns = times.sampled_ns
+                if sequence.yielded and known == sequence.prompt_len and times.sampled_ns <= sequence.due_ns:
+                    self._rekey(sequence, yielded="")  # it was in time all the same
+                changed.append((sequence, drawn if reason is None else sequence.tokens[known:]))
+                sequence.num_computed = len(sequence.tokens) - 1
+                if item.samples > 1:
+                    self.block_manager.trim(sequence)
+            if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
+                self.block_manager.register_full(sequence)
+            if reason is not None:
+                self.finish(sequence, reason, times.sampled_ns)
+            elif item.samples and sequence.clock_marks is None and sequence.is_decoding:
+                self.accounting.join_decode_clock(sequence)
+        return changed
+
+    def _heed(self, times: StepTimes) -> None:
+        """Compare what a step took with what was decided."""
+        if self.decisions:
+            decision = self.decisions[-1]
+            decision.took_ns = times.computed_ns - times.launched_ns
+            if self.slo is not None:
+                self.slo.promises.heed(decision.planned_ns, times.launched_ns, times.computed_ns, times.sampled_ns)
+
+    def propose(self, seq_id: int, drafts: list[int]) -> None:
+        """The next step is to compute these too, if the sequence decodes in it: tokens that may be found to follow.
+
+        Where penalties count what came before, no draft can be tried; it is left out.
+        """
+        if seq_id in self.sequences and drafts and not self.sequences[seq_id].params.penalises:
+            self._drafts[seq_id] = drafts
+
+    def _idle_beside(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those that run, and that have no part in a step of these sequences."""
+        if len(sequences) == len(self.running):
+            return []
+        ran = {sequence.seq_id for sequence in sequences}
+        return [sequence for sequence in self.running if sequence.seq_id not in ran]
+
+    def _append(self, sequence: Sequence, tokens: list[int]) -> FinishReason | None:
+        """Append tokens up to the first that ends the sequence; returns why it ends."""
+        for token in tokens:
+            sequence.tokens.append(token)
+            reason = finish_reason(sequence, token)
+            if reason is not None:
+                return reason
+        return None
+
+    def check(self) -> None:
+        """Verify that no block is leaked or held twice.
+
+        Raises:
+            RuntimeError: naming the block.
+        """
+        for _ in self.check_by_parts():
+            pass
+
+    def check_by_parts(self) -> Iterator[None]:
+        """check() with pauses, as KVBlocks.check_by_parts()."""
+        yield from self.blocks.check_by_parts(sequence.block_table for sequence in self.running)
+        if any(sequence.block_table for sequence in self.waiting):
+            raise RuntimeError("a waiting sequence holds blocks")
