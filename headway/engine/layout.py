@@ -131,8 +131,7 @@ class StepLayout:
         repeatable = count <= self._most_repeated
         decodes = len(last) == count == len(scheduled)
         if not repeatable:
-            wide = to_device(np.array(tokens + positions + slots + last, np.int64), self._device)
-            numbers, last_rows = wide[: 3 * count].view(3, count), wide[3 * count :]
+            numbers, last_rows = self._copied(tokens + positions + slots, last)
             block_tables = to_device(self.tables.array[rows, :most], self._device)
         else:
             self._fill(tokens, positions, slots, rows, most)
@@ -159,6 +158,11 @@ class StepLayout:
         if decodes and repeatable:
             self._decodes[count] = laid_out, lens[len(starts) :]
         return laid_out
+
+    def _copied(self, numbers: list[int], last: list[int]) -> tuple[Tensor, Tensor]:
+        """Tokens, positions and slots [3, T], and the rows whose logits are wanted, in one copy to the device."""
+        copied = to_device(np.array(numbers + last, np.int64), self._device)
+        return copied[: len(numbers)].view(3, -1), copied[len(numbers) :]
 
     def _decode_again(self, contexts: list[int], longest: int) -> ModelInput:
         """A step in which each sequence decodes a token, with the tensors of the first one of as many."""

@@ -23,6 +23,33 @@ _LEAST_SPLIT_KEYS = 256
 
 
 @triton.jit
+def _attend(q, k, v, seen, scale, best, total, result):
+    """The running maximum, sum and result with some keys more, of which each row has seen some."""
+    scores = tl.where(seen, tl.dot(q, k, input_precision="ieee") * scale, -1.0e30)
+    better = tl.maximum(best, tl.max(scores, axis=1))
+    weights = tl.where(seen, tl.exp(scores - better[:, None]), 0.0)
+    decay = tl.exp(best - better)
+    result = result * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return better, total * decay + tl.sum(weights, axis=1), result
+
+
+@triton.jit
+def _keys_of(
+    first_position, context, window, split, split_keys,
+    TOKENS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """The first key that a tile looks at in its split, and the end of them."""
+    begin = 0
+    end = tl.minimum(first_position + TOKENS, context)
+    if WINDOWED:
+        begin = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
+    if SPLITS > 1:
+        begin = tl.maximum(begin, split * split_keys)
+        end = tl.minimum(end, (split + 1) * split_keys)
+    return begin, end
+
+
+@triton.jit
 def _attention_kernel(
     query, keys, values, tables, query_start, context_lens, sinks, out, partial_out, partial_max, partial_sum,
     scale, query_stride, table_stride, window, split_keys,
@@ -56,13 +83,7 @@ def _attention_kernel(
         q = q.to(tl.float32)
 
     first_position = context - queries + tile * TOKENS
-    end = tl.minimum(first_position + TOKENS, context)
-    begin = 0
-    if WINDOWED:
-        begin = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
-    if SPLITS > 1:
-        begin = tl.maximum(begin, split * split_keys)
-        end = tl.minimum(end, (split + 1) * split_keys)
+    begin, end = _keys_of(first_position, context, window, split, split_keys, TOKENS, KEYS, SPLITS, WINDOWED)
     best = tl.full([ROWS], -1.0e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sinks is not None:
@@ -84,13 +105,7 @@ def _attention_kernel(
         seen = there[None, :] & (at[None, :] <= position[:, None])
         if WINDOWED:
             seen = seen & (at[None, :] > position[:, None] - window)
-        scores = tl.where(seen, tl.dot(q, k, input_precision="ieee") * scale, -1.0e30)
-        better = tl.maximum(best, tl.max(scores, axis=1))
-        weights = tl.where(seen, tl.exp(scores - better[:, None]), 0.0)
-        decay = tl.exp(best - better)
-        result = result * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * decay + tl.sum(weights, axis=1)
-        best = better
+        best, total, result = _attend(q, k, v, seen, scale, best, total, result)
     if SPLITS > 1:
         part = (token_index * HEADS + head) * SPLITS + split
         tl.store(partial_max + part, best, mask=live)

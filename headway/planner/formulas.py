@@ -70,26 +70,7 @@ def _times(plan: Plan) -> Iterator[Formula]:
             "ms",
             "document 001, chapter 4; document 003, section 1, has one TPOT more",
         )
-    assert plan.output_tokens_per_s is not None
-    tokens_per_s = plan.output_tokens_per_s.value
-    if plan.load == "batch" and plan.ttlt is not None:
-        yield Formula(
-            "Output tokens/s",
-            "replicas × sequences × output tokens / TTLT",
-            f"{plan.replicas} * {plan.batch:,} * {output:,} / ({plain(plan.ttlt.value * 1e3)} / 1000)",
-            tokens_per_s,
-            "tokens/s",
-            "document 003, section 1",
-        )
-    else:
-        yield Formula(
-            "Output tokens/s",
-            "requests that are answered in a second × output tokens",
-            f"{plain(tokens_per_s / output)} * {output:,}",
-            tokens_per_s,
-            "tokens/s",
-            "document 003, section 1; the first factor: " + RECURSION,
-        )
+    yield _tokens_per_s(plan)
     yield Formula(
         "Saturation",
         "requests that are answered in a second when as many run as there is room for, and others wait",
@@ -98,6 +79,33 @@ def _times(plan: Plan) -> Iterator[Formula]:
         "requests/s",
         RECURSION,
     )
+    yield from _bars(plan)
+
+
+def _tokens_per_s(plan: Plan) -> Formula:
+    assert plan.output_tokens_per_s is not None
+    output, tokens_per_s = plan.workload.output, plan.output_tokens_per_s.value
+    if plan.load == "batch" and plan.ttlt is not None:
+        return Formula(
+            "Output tokens/s",
+            "replicas × sequences × output tokens / TTLT",
+            f"{plan.replicas} * {plan.batch:,} * {output:,} / ({plain(plan.ttlt.value * 1e3)} / 1000)",
+            tokens_per_s,
+            "tokens/s",
+            "document 003, section 1",
+        )
+    return Formula(
+        "Output tokens/s",
+        "requests that are answered in a second × output tokens",
+        f"{plain(tokens_per_s / output)} * {output:,}",
+        tokens_per_s,
+        "tokens/s",
+        "document 003, section 1; the first factor: " + RECURSION,
+    )
+
+
+def _bars(plan: Plan) -> Iterator[Formula]:
+    """The ends of the error bars; under a rate they are made by further runs of the load."""
     for name, estimate in (("TTFT", plan.ttft), ("TPOT", plan.tpot)):
         if estimate is not None and plan.load != "rate":
             for end, value in (("low", estimate.low), ("high", estimate.high)):

@@ -38,26 +38,38 @@ def make_plan(request: PlanRequest, brief: bool = False) -> Plan:
     """
     found = resolve(request)
     deployment = found.deployment
-    shape, precision = deployment.shape, deployment.precision
     workload = RequestShape(request.prompt_tokens, request.output_tokens, request.cached_tokens, request.output_spread)
     held = capacity(
         deployment, request.prompt_tokens, request.output_tokens, found.settings, cached=request.cached_tokens
     )
-    max_batch = held.max_batch * deployment.parallelism.data
-    load, value = _load(request)
     count = found.replicas * deployment.parallelism.data
     lanes = Lanes(deployment, workload, found.replicas, count, _lane_limits(found, held))
-    outcome = lanes.under(load, value) if held.fits and not (load == "batch" and value > max_batch) else None
+    load, value = _load(request)
+    fits = held.fits and not (load == "batch" and value > held.max_batch * deployment.parallelism.data)
+    plan = _plan(request, found, held, lanes, lanes.under(load, value) if fits else None, brief)
+    return replace(plan, assumptions=assumptions(plan), warnings=warnings(plan), problem=problem(plan))
+
+
+def _plan(
+    request: PlanRequest, found: Resolved, held: Capacity, lanes: Lanes, outcome: Outcome | None, brief: bool
+) -> Plan:
+    """All of it but its sentences.
+
+    Args:
+        outcome: of the load; None where it does not fit.
+    """
+    deployment, workload = lanes.deployment, lanes.workload
+    load, value = _load(request)
     lane_batch = _lane_batch(lanes, load, value, outcome)
     stages = deployment.parallelism.data * deployment.parallelism.pipeline
     batch = int(value) if load == "batch" else lane_batch * stages
-    weights = weight_bytes(shape, precision)
+    weights = weight_bytes(deployment.shape, deployment.precision)
     prefill = prefill_step(deployment, workload, found.limits.batched_tokens)
     decode = decode_step(deployment, workload, batch, lane_batch)
     bars = _bars(found, workload, prefill, decode)
     found_estimates = _estimates(lanes, bars, load, value, outcome, brief)
     hour, source = _price(request, found)
-    plan = Plan(
+    return Plan(
         request=request,
         model=found.model.name,
         hardware_key=deployment.hardware.key,
@@ -77,13 +89,13 @@ def make_plan(request: PlanRequest, brief: bool = False) -> Plan:
         context=mean_context(workload),
         settings=found.settings,
         capacity=held,
-        max_batch=max_batch,
+        max_batch=held.max_batch * deployment.parallelism.data,
         weights_bytes=weights,
-        kv_bytes_per_token=precision.kv.bytes_of(shape.kv_elements_per_token),
+        kv_bytes_per_token=deployment.precision.kv.bytes_of(deployment.shape.kv_elements_per_token),
         kv_cache_bytes=_kv_cache_bytes(found, workload, batch),
         prefill=prefill,
         decode=decode,
-        ridge_flops_per_byte=deployment.hardware.roofline(precision.linear.compute).ridge,
+        ridge_flops_per_byte=deployment.hardware.roofline(deployment.precision.linear.compute).ridge,
         served=outcome.served if outcome else None,
         first_wave=outcome.first_wave if outcome else None,
         bubble=outcome.bubble if outcome else 0.0,
@@ -106,7 +118,6 @@ def make_plan(request: PlanRequest, brief: bool = False) -> Plan:
         warnings=(),
         problem=None,
     )
-    return replace(plan, assumptions=assumptions(plan), warnings=warnings(plan), problem=problem(plan))
 
 
 def _kv_cache_bytes(found: Resolved, workload: RequestShape, sequences: int) -> int:

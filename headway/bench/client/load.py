@@ -129,6 +129,13 @@ async def run_load(
             async with stream.beside(grace_s):
                 await dispatch.go(stop, drain_s, grace_s)
     listener.stage(LoadStage.DONE)
+    outcome = _outcome(dispatch, watch, len(requests))
+    outcome.warm_up_failures, outcome.gave_up, outcome.probes = failures, gave_up, stream.records
+    return outcome
+
+
+def _outcome(dispatch: Dispatch, watch: LoopWatch, requests: int) -> LoadOutcome:
+    """Of what was dispatched, out of so many requests."""
     records = sorted(dispatch.records, key=lambda record: record.index)
     return LoadOutcome(
         records=records,
@@ -136,13 +143,10 @@ async def run_load(
         ended_ns=max([dispatch.began_ns, *(record.end_ns for record in records)]),
         client=watch.health(records, dispatch.start_lag_ms()),
         interrupted=dispatch.interrupted,
-        never_due=len(requests) - len(records),
+        never_due=requests - len(records),
         waited_for_place=dispatch.waited_for_place,
         longest_wait_ms=dispatch.longest_wait_ns / 1e6,
         abandoned_in_flight=dispatch.abandoned_in_flight,
-        warm_up_failures=failures,
-        gave_up=gave_up,
-        probes=stream.records,
     )
 
 

@@ -90,10 +90,7 @@ def summarise(
     part = window is not None and window.found
     window = window or Window(result.began_ns, result.ended_ns, False, "the whole run")
     began_ns, ended_ns = (window.began_ns, window.ended_ns) if part else (result.began_ns, result.ended_ns)
-    records = [record for record in result.records if class_name is None or record.class_name == class_name]
-    rates = (window_rates if part else whole_run_rates)(records, began_ns, ended_ns)
-    if part:
-        records = [record for record in records if began_ns <= record.scheduled_ns < ended_ns]
+    records, rates = _records_and_rates(result, class_name, began_ns, ended_ns, part)
     latencies = Latencies.of(records)
     failures = Counter(str(record.failure_kind) for record in records if record.failed)
     tokens = _tokens(latencies.records)
@@ -126,6 +123,17 @@ def summarise(
         tokens_per_joule=_tokens_per_joule(result, tokens["output"], whole=not part and class_name is None),
         notes=_notes(result, records, latencies),
     )
+
+
+def _records_and_rates(
+    result: RunResult, class_name: str | None, began_ns: int, ended_ns: int, part: bool
+) -> tuple[list[RequestRecord], dict[str, float]]:
+    """The records of a class that were due in a part of the run, and the rates of all that came in that part."""
+    records = [record for record in result.records if class_name is None or record.class_name == class_name]
+    if not part:
+        return records, whole_run_rates(records, began_ns, ended_ns)
+    due = [record for record in records if began_ns <= record.scheduled_ns < ended_ns]
+    return due, window_rates(records, began_ns, ended_ns)
 
 
 def cost_per_million_tokens(price_per_hour: float | None, tokens_per_s: float) -> float | None:
