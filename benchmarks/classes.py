@@ -111,6 +111,8 @@ def service_classes(mixes: Sequence[Path]) -> str:
     for name, objectives in found.items():
         lines += ["", "[[class]]", f'name = "{name}"']
         lines += [f"{key}_ms = {limit:g}" for key, limit in objectives.items() if key in ("ttft", "tpot")]
+        if "e2el" in objectives:  # which a server is not told: it may let them wait for half of that
+            lines.append(f"starvation_s = {objectives['e2el'] / 2000:g}")
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -93,6 +94,7 @@ ENGINES: dict[str, Callable[[str, int, Settings], Launch]] = {
 }
 
 
+@functools.cache
 def version(binary: str, name: str) -> str:
     """What the program says of itself."""
     command = [binary, "-m", "headway", "--version"] if name in OURS else [binary, "--version"]
