@@ -37,7 +37,7 @@ class EngineError(ValueError):
 
 @dataclass(slots=True)
 class LoadedEngine:
-    """A warmed-up engine and the facts about it that others want to know."""
+    """A warmed-up engine, and what others want to know of it."""
 
     core: EngineCore
     runner: Runner
@@ -54,9 +54,12 @@ def build_engine(
 ) -> LoadedEngine:
     """Load the model and make everything that a step needs.
 
-    The stages are storage_read, convert, layout (as far as a memory-mapped file tells them apart),
-    kv_allocation and warm_up; `on_stage` hears of each when it is done. `memory` is for a CPU's weights, see
-    LargePages.
+    The stages are prepare, storage_read, convert, layout (as far as a memory-mapped file tells them apart),
+    kv_allocation and warm_up.
+
+    Args:
+        on_stage: is told the name and the nanoseconds of each stage when it is done.
+        memory: for a CPU's weights, see LargePages.
 
     Raises:
         EngineError, ModelError, ValueError: one line naming the value, the limit and what to do.
@@ -111,9 +114,9 @@ def build_engine(
 def warm_up(config: SchedulerConfig, runner: Runner, block_size: int, num_blocks: int) -> None:
     """Run two prompts and decode, so that kernels are compiled before the first request.
 
-    The prompts are as long as it takes for that: a whole step, or few tokens where the kernels say that these do. Each
-    kind of step comes twice, as the second is what repeats the first: both sequences, and the greedy one alone, whose
-    tokens are found by a kernel of their own.
+    The prompts fill a step, or have the few tokens that the kernels say are enough. Each kind of step comes twice, as
+    only the second repeats the first: steps of both sequences, and of the greedy one alone, whose tokens are found by
+    a kernel of their own.
     """
     blocks = KVBlocks(num_blocks, block_size, enable_prefix_caching=False)
     scheduler = Scheduler(config, blocks)
@@ -142,7 +145,7 @@ def _device(name: str) -> torch.device:
 
 
 def _cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What --kv-cache-dtype names; auto is the model's own."""
+    """The dtype that --kv-cache-dtype names; auto is the model's."""
     if name not in KV_CACHE_DTYPES:
         raise EngineError(f"kv_cache_dtype is {name!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}")
     if name == "auto":

@@ -1,4 +1,4 @@
-"""The API process's handle of the engine process: start it, talk to it, start it again when it dies."""
+"""The API process's side of the engine process: it starts it, talks to it, and starts it again when it dies."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from headway.engine.messages import (
 )
 from headway.engine.requests import InFlight, Requests, StreamItem
 
-# Before the engine is started again, by how many in a row have not lived for STABLE_S.
+# Pauses before the engine is started again, by how many engines in a row have lived for less than STABLE_S.
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 STABLE_S = 60.0
-# Requests wait for the engine through so many starts in a row that fail.
+# Requests wait for the engine until this many starts in a row have failed.
 MOST_FAILED_STARTS = 5
 ENGINE_MODULE = "headway.engine.process"
 STOP_TIMEOUT_S = 5.0
@@ -58,7 +58,7 @@ class EngineClient:
     Args:
         config: what to run.
         on_progress: hears of each start-up stage and its nanoseconds.
-        replay: False ends the requests of an engine that dies with EngineDead.
+        replay: hand the requests of an engine that dies to the next one; else they end with EngineDead.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class EngineClient:
             failed = await self._run_process()
         except OSError as error:
             return f"the engine process cannot be started: {error}"
-        except Exception as error:  # whatever it is, another process is another chance
+        except Exception as error:  # another process may do better, whatever it was
             logger.exception("the connection to the engine failed")
             return f"the connection to the engine failed: {type(error).__name__}: {error}"
         if failed or self.state == "ready":
@@ -175,7 +175,7 @@ class EngineClient:
         return "the engine process died while it was starting"
 
     async def _run_process(self) -> str:
-        """The same; an empty string where it said nothing."""
+        """As _run_once; an empty string where the engine gave no reason."""
         address = f"ipc://{self._folder.name}/{self.restarts}"
         self._close_socket()
         self._socket = self._context.socket(zmq.PAIR)
@@ -218,7 +218,7 @@ class EngineClient:
                 return message.message
 
     async def _next_frame(self) -> bytes:
-        """The next message. Where one is there, without an await: that would take turns of a loop that may be busy."""
+        """The next message. One that is there already is not awaited: that would take turns of a busy loop."""
         assert self._socket is not None
         with contextlib.suppress(zmq.Again):
             return await self._socket.recv(zmq.NOBLOCK)
@@ -238,7 +238,7 @@ class EngineClient:
 
     @property
     def num_waiting(self) -> int:
-        """Choices waiting in the engine, with those that it had not seen at its last report."""
+        """Choices that wait in the engine, and those that had not reached it at its last report."""
         return (self.stats.num_waiting if self.stats is not None else 0) + self._requests.num_unreported
 
     def subscribe(self, callback: Callable[[EngineStats], None]) -> None:
@@ -251,7 +251,7 @@ class EngineClient:
         Closing the iterator early aborts the requests in the engine.
 
         Raises:
-            EngineDead: the engine is not ready, or died and the requests do not go on.
+            EngineDead: the engine is not ready; or it died, and the requests can't go on.
             ValueError: a request's id is in use.
         """
         if self.state != "ready":
@@ -293,7 +293,7 @@ class EngineClient:
             self._tell(callback, message.stats)
 
     def _tell(self, callback: Callable[..., None], *news: object) -> None:
-        """Call back; a failure there is no reason to stop serving."""
+        """Call back. An exception in the callback does not stop the server."""
         try:
             callback(*news)
         except Exception:

@@ -1,4 +1,4 @@
-"""The engine without its process: add and abort requests, run steps. Single-threaded."""
+"""The engine without its process: it takes requests in, runs steps and gives outputs. Single-threaded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EngineCore:
         self._quarantine = Quarantine(executor, clock, lambda seq_id: self._sequences[seq_id].request_id)
         self._live: dict[str, dict[int, Sequence]] = {}
         self._sequences: dict[int, Sequence] = {}  # the same by seq_id
-        self._prompt_logprobs: dict[int, list[PromptLogprobs]] = {}  # by seq_id, of those that compute their prompt
+        self._prompt_logprobs: dict[int, list[PromptLogprobs]] = {}  # by seq_id, until its first output
         self._pending: list[SequenceOutput] = []
         self._counted = EngineStats(0, 0, 0.0)
         self._received = 0
@@ -83,8 +83,8 @@ class EngineCore:
     def abort(self, request_id: str, index: int = -1) -> None:
         """Drop one choice, or all with index -1. Unknown ids are fine: the request may just have finished.
 
-        A single choice is answered with a last output (a stop string was found in it, and its ledger is
-        wanted); when all are dropped nobody listens any more.
+        A single choice gets a last output: a stop string was found in it, and its ledger is wanted. When all are
+        dropped, nobody listens any more.
         """
         for sequence in list(self._live.get(request_id, {}).values()):
             if index not in (-1, sequence.index):
@@ -104,7 +104,7 @@ class EngineCore:
             self._live.pop(sequence.request_id, None)
 
     def _drop(self, seq_id: int) -> None:
-        """Nothing is kept of what it computed."""
+        """Forget what was computed of a sequence."""
         self.executor.forget(seq_id)
         self._prompt_logprobs.pop(seq_id, None)
 
@@ -154,7 +154,7 @@ class EngineCore:
         return EngineOutputs([], self._stats(0, 0, 0), self._clock())
 
     def _take_out(self, plan: StepPlan, outcome: StepOutcome) -> list[SequenceOutput]:
-        """End the requests that made a step fail, all choices of each."""
+        """End all choices of the requests that made a step fail."""
         faults = {self._sequences[seq_id].request_id: name for seq_id, name in outcome.faults.items()}
         failed = [sequence for request_id in faults for sequence in self._live[request_id].values()]
         self.scheduler.take_out(failed, plan, outcome.failed_since_ns, outcome.times.sampled_ns)

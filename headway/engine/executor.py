@@ -19,13 +19,13 @@ class StepOutcome(msgspec.Struct):
     """What a step produced, by the seq_id of its sequences.
 
     Args:
-        tokens: the new ones of each that samples: its drafts as far as they are what is drawn, and one more; None where
-            its logits were not numbers.
-        drafts: tokens that are proposed to follow those, to be tried in the next step.
-        logprobs: of its new tokens, where it wants them.
-        prompt_logprobs: of the prompt tokens of this step, where it wants them.
-        failed_since_ns: where the step failed and was run again in parts, since when; else 0.
-        faults: what was raised on a sequence alone.
+        tokens: new ones of each sequence that samples: the drafts that were accepted, and the token drawn after them.
+            None where the logits were not numbers.
+        logprobs: of the new tokens, for sequences that want them.
+        prompt_logprobs: of this step's prompt tokens, for sequences that want them.
+        drafts: proposed to follow the new tokens; the next step tries them.
+        failed_since_ns: when the step began that failed and was run again in parts; 0 where it did not fail.
+        faults: names of the exceptions that sequences raised when they ran alone.
     """
 
     times: StepTimes
@@ -37,7 +37,7 @@ class StepOutcome(msgspec.Struct):
     faults: dict[int, str] = {}
 
     def take(self, part: StepOutcome) -> None:
-        """Add what some of the step's sequences got."""
+        """Add the outcome of a part of the step."""
         self.tokens |= part.tokens
         self.logprobs |= part.logprobs
         self.prompt_logprobs |= part.prompt_logprobs
@@ -45,7 +45,7 @@ class StepOutcome(msgspec.Struct):
 
 
 class Executor(Protocol):
-    """Runs plans one after the other. What it knows of sequences it knows from them."""
+    """Runs plans one after the other, and knows of sequences only what plans have said."""
 
     @property
     def vocab_size(self) -> int:
@@ -54,7 +54,7 @@ class Executor(Protocol):
     def run(self, plan: StepPlan) -> StepOutcome:
         """Run a step.
 
-        Should it raise, the plan, or parts of it without the copies, can be run again after recover().
+        When it has raised, the plan can be run again after recover(), whole or in parts without the copies.
 
         Raises:
             EngineFault: nothing can be run any more.
@@ -64,4 +64,4 @@ class Executor(Protocol):
         """A sequence has finished or was preempted; does nothing for an unknown one."""
 
     def recover(self) -> None:
-        """A step raised: make again what it may have half written."""
+        """Discard what a step that raised may have half written."""

@@ -1,6 +1,6 @@
-"""What this process may use of the machine: processors and memory, as Linux and its control groups say.
+"""The processors and the memory that this process may use, as Linux and its control groups say.
 
-`root` is where the system's files are looked for, "/" but in tests.
+`root` is the folder of the system's files: "/", except in tests.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _ROOT = Path("/")
 
 
 def usable_threads(root: Path = _ROOT, processors: Collection[int] | None = None) -> int:
-    """How many threads are worth having: one for each physical core, and no more than the CPU quota lets run.
+    """How many threads are worth having: one for each physical core, but no more than the CPU quota lets run.
 
     Two threads of one core share its caches and vector units, and one that spins slows the other. Threads beyond the
-    quota would use up a period's share early, and all of them stand still for the rest of it.
+    quota use up a period's share early, and then all of them stand still until the period ends.
 
     Args:
-        processors: numbers of the logical ones that this process may run on; None asks the system.
+        processors: numbers of the logical processors that this process may run on; None asks the system.
     """
     numbers = os.sched_getaffinity(0) if processors is None else processors
     topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -31,7 +31,7 @@ def usable_threads(root: Path = _ROOT, processors: Collection[int] | None = None
 def available_memory(root: Path = _ROOT) -> int:
     """Bytes that can be allocated without swapping, within the limits of the machine and of the control groups.
 
-    What a group holds of files can be given up for memory, as it can for the machine as a whole.
+    Memory that holds cached files counts as available, for a group as for the whole machine.
     """
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = _entries(root / "proc/meminfo").get("MemAvailable:", available // 1024) * 1024
@@ -47,14 +47,14 @@ def available_memory(root: Path = _ROOT) -> int:
 
 
 def total_memory(root: Path = _ROOT) -> int:
-    """Bytes of the machine, or what the control groups let this process have of them."""
+    """Bytes of memory that the machine has, or the control groups' limit where that is less."""
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [_memory_files(folder)[0] for folder in _groups(root, "memory")]
     return min([installed, *(limit for limit in limits if limit is not None)])
 
 
 def _quota(root: Path) -> float:
-    """Processors' worth of time that the control groups allow; infinity where they do not limit it."""
+    """How many processors' time the control groups allow; infinity where they set no limit."""
     least = math.inf
     for folder in _groups(root, "cpu"):
         words = _text(folder / "cpu.max").split()
@@ -66,7 +66,7 @@ def _quota(root: Path) -> float:
 
 
 def _memory_files(folder: Path) -> tuple[int | None, int | None]:
-    """(limit, in use) of a control group of version 2 or 1, each None where it is not told or not limited."""
+    """(limit, in use) in bytes of a control group of version 2 or 1; None where there is no limit or no figure."""
     versions = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
     for names in versions:
         limit, used = (_text(folder / name) for name in names)
@@ -76,9 +76,9 @@ def _memory_files(folder: Path) -> tuple[int | None, int | None]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of this process's control group and of those around it, where they are: any of them may set a limit.
+    """The folders of this process's control group and of those around it: any of them may set a limit.
 
-    In a container of version 1 the path is the host's and only the outermost folder exists, which is the container's.
+    In a container of version 1 the path is the host's. Of its folders only the outermost exists: the container's own.
     """
     mounts = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -91,13 +91,13 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _entries(file: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """The lines of a file that are a name and a number."""
     rows = (line.split() for line in _text(file).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
 
 
 def _text(file: Path) -> str:
-    """What a file says; nothing where it cannot be read."""
+    """The text of a file; empty where it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:

@@ -12,13 +12,13 @@ from headway.kernels.host import to_device
 from headway.kernels.interface import StepGeometry
 from headway.policy.plan import ScheduledSequence, SequenceState, TableChange
 
-# Steps of up to so many tokens have their tensors at the same addresses, so that kernels can repeat them.
+# Steps of up to this many tokens have their tensors at fixed addresses, so that kernels can repeat them.
 _MOST_REPEATED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """The tensors of a step.
+    """The tensors of a step, for the model and for the runner.
 
     Args:
         token_ids: [T] int64.
@@ -31,7 +31,7 @@ class ModelInput:
 
 
 class BlockTables:
-    """Block tables of the running sequences as one array, updated only where they changed; `version` counts that."""
+    """Block tables of the running sequences as one array. `version` changes with every change of it."""
 
     def __init__(self, max_sequences: int, max_blocks: int) -> None:
         self.array = np.zeros((max_sequences, max_blocks), dtype=np.int32)
@@ -46,7 +46,7 @@ class BlockTables:
         self.version += 1
 
     def row(self, sequence: SequenceState) -> int:
-        """The row that has its table."""
+        """The row of the array that holds the sequence's table; it is written when it is first asked for."""
         found = self._rows.get(sequence.seq_id)
         if found is not None:
             return found
@@ -57,7 +57,7 @@ class BlockTables:
         return row
 
     def write(self, change: TableChange) -> None:
-        """A table has changed."""
+        """Apply a change of a table."""
         row = self._rows.get(change.seq_id)
         if row is not None:
             self.array[row, change.start : change.start + len(change.blocks)] = change.blocks
@@ -72,9 +72,8 @@ class BlockTables:
 class StepLayout:
     """Makes the tensors of steps.
 
-    On a CPU a step follows right upon the one before, whose weights have driven all else out of the caches, so that
-    each call of numpy or torch takes several times its usual time: a step of nothing but decodes, which is most, is
-    laid out with few of them.
+    On a CPU a step's weights drive everything else out of the caches, so that each call of numpy or torch before the
+    next step takes several times its usual time. Most steps are nothing but decodes: these are laid out with few calls.
 
     Args:
         block_size: of the KV pool.
@@ -93,13 +92,13 @@ class StepLayout:
         self._decodes: dict[int, tuple[ModelInput, np.ndarray]] = {}  # by their number, with the memory of context_lens
 
     def reset(self) -> None:
-        """Forget what was laid out; its memory stays where it is."""
+        """Forget what was laid out. Its memory keeps its addresses."""
         self.tables.reset()
         self._taken = None
         self._decodes.clear()
 
     def lay_out(self, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> ModelInput:
-        """The tensors of a step of these sequences, good until the next one is laid out."""
+        """The tensors of a step of these sequences. They hold until the next step is laid out."""
         size = self._block_size
         tokens: list[int] = []
         positions: list[int] = []
@@ -165,7 +164,7 @@ class StepLayout:
         return copied[: len(numbers)].view(3, -1), copied[len(numbers) :]
 
     def _decode_again(self, contexts: list[int], longest: int) -> ModelInput:
-        """A step in which each sequence decodes a token, with the tensors of the first one of as many."""
+        """A step of as many decodes as an earlier one, in the same tensors."""
         kept, context_lens = self._decodes[len(contexts)]
         context_lens[:] = contexts
         step, count = kept.geometry, len(contexts)
@@ -174,7 +173,7 @@ class StepLayout:
         return ModelInput(kept.token_ids, geometry, kept.last_rows)
 
     def _fill(self, tokens: list[int], positions: list[int], slots: list[int], rows: list[int], most: int) -> None:
-        """Write a repeatable step to its place; of its block tables the first `most` entries, unless they are there."""
+        """Write a repeatable step to its place, and the first `most` entries of its block tables if they have changed."""
         self._numbers[:, : len(tokens)] = tokens, positions, slots
         wanted = rows, most, self.tables.version
         if self._taken != wanted:

@@ -1,4 +1,4 @@
-"""The memory plan: what a step takes, what that leaves for the KV pool, and how the pool is taken."""
+"""The memory plan: what a step takes, what it leaves for the KV pool, and the pool itself."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from headway.kernels.interface import LayerCache
 from headway.models.config import ModelConfig
 from headway.policy.sizing import cpu_pool_bytes, gpu_pool_bytes, sampling_bytes
 
-ACTIVATION_COPIES = 8  # tensors of the widest activation that live at once in a step
+ACTIVATION_COPIES = 8  # tensors as large as the widest activation that a step has at once
 SCALE_DTYPE = torch.float32  # of a token and head in a cache of int8
 
 
 def _cache_parts(
     spec: CacheSpec, num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of what a layer's cache consists of, in the order of LayerCache."""
+    """Shape and dtype of each tensor of a layer's cache, in the order of LayerCache."""
     blocks = (num_blocks, spec.heads, block_size)
     parts: list[tuple[tuple[int, ...], torch.dtype]] = [
         ((*blocks, dim), dtype) for dim in (spec.key_dim, spec.value_dim)
@@ -32,7 +32,7 @@ def _cache_parts(
 
 
 def bytes_per_block(caches: Sequence[CacheSpec], block_size: int, dtype: torch.dtype) -> int:
-    """What a block takes in all layers, with the scales that a cache of int8 has."""
+    """Bytes of one block in all layers, with the scales of an int8 cache."""
     parts = [part for spec in caches for part in _cache_parts(spec, 1, block_size, dtype)]
     return sum(math.prod(shape) * of.itemsize for shape, of in parts)
 
@@ -40,9 +40,9 @@ def bytes_per_block(caches: Sequence[CacheSpec], block_size: int, dtype: torch.d
 def zero_caches(
     caches: Sequence[CacheSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerCache]:
-    """An empty cache for each layer, with keys and values [N, G, B, D]; those of int8 with their scales.
+    """An empty cache for each layer: keys and values [N, G, B, D], and the scales of an int8 cache.
 
-    A CPU takes their memory from the system page by page when it is first written, not all at start-up.
+    On a CPU the system gives their memory page by page when it is first written, not all at start-up.
     """
     memory = LargePages()
 
@@ -61,7 +61,7 @@ def kv_pool_bytes(
 ) -> int:
     """Bytes for keys and values: as configured, or measured now, after the weights were loaded.
 
-    A full step takes its activations and the sampler beside them; policy.sizing says what that leaves.
+    A full step takes activations and the sampler's memory; policy.sizing says what is left.
     """
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory

@@ -108,14 +108,14 @@ def of_prompt(parts: list[PromptLogprobs]) -> list[TokenLogprobs | None]:
 class SequenceTimings(_Message):
     """The engine's part of a choice's ledger: nanoseconds from AddRequest.sent_ns to ended_ns, summing exactly.
 
-    Where an engine process died, the phases go on with the next, and `steps` and `preemptions` are those of the last.
+    When an engine process has died, the next adds to the phases; `steps` and `preemptions` are those of the last.
     """
 
     phases_ns: dict[str, int]
     ended_ns: int
     steps: int
     preemptions: int
-    yielded: str = ""  # why it was put behind others: late, oversized or overload
+    yielded: str = ""  # why others were put before it: late, oversized or overload
 
 
 class SequenceOutput(_Message):

@@ -1,11 +1,10 @@
 """Repetition, presence and frequency penalties over the tokens that occurred, kept up to date a token at a time.
 
-A penalty touches only tokens that occurred, so each sequence has a list of its distinct tokens with their counts in
-the output, not a row of the vocabulary. The lists are kept on the host, where the tokens are, and go to the device end
-to end in every step. Definitions are those of the OpenAI API (presence,
-frequency; over the output) and of CTRL, arXiv:1909.05858, section 4.1 (repetition; over prompt and
-output): logit / r where positive and logit * r elsewhere, minus frequency * count, minus presence where
-count > 0.
+A penalty touches only tokens that occurred. So each sequence has a list of its distinct tokens with their counts in
+the output, and no row of the vocabulary. The lists are on the host, where the tokens are, and go to the device end to
+end in every step. Presence and frequency penalties are defined as in the OpenAI API, over the output; the repetition
+penalty r as in CTRL (arXiv:1909.05858, section 4.1), over prompt and output: a logit becomes logit / r where it is
+positive and logit * r elsewhere, then minus frequency * count, then minus presence where the count is above 0.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from headway.policy.sizing import ENTRIES_AT_A_TIME
 
 @dataclass(slots=True, eq=False)
 class _History:
-    """The distinct tokens of a sequence in the order in which they came first, and its first `seen` tokens counted."""
+    """The distinct tokens among the first `seen` of a sequence, in the order of their first occurrence, with counts."""
 
     places: dict[int, int]  # of each token in the arrays
     token_ids: array[int]
@@ -51,11 +50,11 @@ class PenaltyTable:
         return sum(len(history.places) * (8 + 4) for history in self._histories.values())
 
     def forget(self, sequence: SequenceState) -> None:
-        """Does nothing for one that has not been penalised."""
+        """Forget a sequence. Does nothing for one that was not penalised."""
         self._histories.pop(sequence, None)
 
     def apply(self, logits: Tensor, rows: list[int], sequences: list[SequenceState]) -> None:
-        """Penalise these rows of logits, float32 [R, V] and contiguous, in place for all tokens of their sequences."""
+        """Penalise rows of logits in place for all tokens of their sequences; logits float32 [R, V], contiguous."""
         histories = [self._history(sequence) for sequence in sequences]
         together = max(1, ENTRIES_AT_A_TIME // max(len(history.places) for history in histories))
         starts = np.array(rows, np.int64) * logits.shape[1]
@@ -70,7 +69,7 @@ class PenaltyTable:
     def _penalise(
         self, logits: Tensor, histories: list[_History], starts: NDArray[np.int64], penalties: NDArray[np.float32]
     ) -> None:
-        """Histories whose rows start at `starts` of the flattened logits; penalties [len(histories), 3]."""
+        """Penalise histories whose rows begin at `starts` of the flattened logits; penalties [len(histories), 3]."""
         lengths = [len(history.places) for history in histories]
         where = np.concatenate([history.token_ids for history in histories]) + np.repeat(starts, lengths)
         at = to_device(where, self._device)
@@ -83,7 +82,7 @@ class PenaltyTable:
         logits[at] = new
 
     def _history(self, sequence: SequenceState) -> _History:
-        """Of all its tokens up to now."""
+        """The history of all tokens up to now."""
         history = self._histories.get(sequence)
         if history is None:
             prompt = list(dict.fromkeys(sequence.tokens[: sequence.prompt_len]))

@@ -57,7 +57,7 @@ class Channel:
         self._socket.send(_encoder.encode(message), copy=True)
 
     def receive(self, timeout_ms: int) -> Iterator[ToEngine]:
-        """The messages that are there, after waiting up to timeout_ms for the first."""
+        """The messages that have come; waits up to timeout_ms for the first."""
         if timeout_ms and not self._socket.poll(timeout_ms):
             return
         with suppress(zmq.Again):
@@ -112,9 +112,9 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
 
 
 def quiet_garbage_collector() -> None:
-    """Keep what was loaded out of garbage collections, of which one stalls a step by milliseconds.
+    """Keep what was loaded out of garbage collections: one over all of it stalls a step by milliseconds.
 
-    What loading left behind in cycles stays too: to look for it would take longer than to load a small model.
+    Garbage that loading has left is kept too, as looking for it would take longer than loading a small model.
     """
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Runs steps so that a request which makes one fail does not take the others with it.
+"""Runs steps so that a request that makes one fail does not end the others.
 
 A step that raises has changed nothing that counts: sequences are as they were before it, keys and values that it
 wrote are written again with the same numbers, and what the executor keeps of sequences is made again from their tokens.
@@ -18,7 +18,7 @@ from headway.engine.executor import EngineFault, Executor, StepOutcome
 from headway.policy.accounting import StepTimes
 from headway.policy.plan import ScheduledSequence, StepPlan
 
-# So many requests at fault, and no run between them that succeeded: then it is not the requests.
+# When this many requests fail and no run between them succeeds, the fault is not theirs.
 MOST_FAULTS = 3
 _DEVICE_ERRORS = ("CUDA error", "Error [CUDA]")
 logger = logging.getLogger("headway.engine")
@@ -36,14 +36,14 @@ class Quarantine:
         self._executor = executor
         self._clock = clock
         self._request_of = request_of
-        self._at_fault: set[str] = set()  # requests, since a run last succeeded
+        self._at_fault: set[str] = set()  # requests that failed since the last run that succeeded
         self._logged = ""
 
     def run(self, plan: StepPlan) -> StepOutcome:
-        """The step's outcome. Where it failed, `faults` of it names the sequences that made it fail.
+        """Run a step. Where it failed, the outcome's `faults` names the sequences that made it fail.
 
         Raises:
-            EngineFault: the device failed, or every request does.
+            EngineFault: the device failed, or every request fails.
         """
         began = self._clock()
         try:
@@ -86,7 +86,7 @@ class Quarantine:
         return outcome
 
     def _take_note(self, error: Exception) -> None:
-        """Make the executor fit to go on, unless the device is beyond that."""
+        """Have the executor recover, unless the device itself has failed."""
         if isinstance(error, EngineFault):
             raise error
         if isinstance(error, torch.AcceleratorError) or any(mark in str(error) for mark in _DEVICE_ERRORS):

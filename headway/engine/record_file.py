@@ -1,7 +1,7 @@
-"""The file that an engine's steps are recorded in: a record to a line, as JSON.
+"""The file that an engine's steps are recorded in: one record to a line, as JSON.
 
-Lines are gathered and written some at a time: when there are many, once a second, and when nothing is left to do. So
-what is lost when the process is killed is less than a second, and at most the last line that was written is not whole.
+Lines are gathered and written together: when there are many, once a second, and when the engine has nothing to do. So a
+process that is killed loses less than a second, and only the last line in the file can be incomplete.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ logger = logging.getLogger("headway.engine")
 
 
 class RecordFile:
-    """Appends records to a file, which is made where there is none. Once it can't be written it is left as it is.
+    """Appends records to a file, or to a new one. When writing fails, the file is left as it is.
 
     Raises:
-        ValueError: it can't be written, another engine writes it, or it is something else than a recording.
+        ValueError: the file can't be written, another engine writes it, or it is not a recording.
     """
 
     def __init__(self, path: str) -> None:
@@ -51,7 +51,7 @@ class RecordFile:
         atexit.register(self.close)
 
     def _problem(self) -> str:
-        """Why nothing may be appended, or an empty string. A last line that is not whole is ended."""
+        """Why nothing may be appended, or an empty string. An incomplete last line is ended."""
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             return "it is no file"
         try:
@@ -75,7 +75,7 @@ class RecordFile:
     def scheduler(
         self, settings: EngineConfig, device: str, kv_cache_dtype: str, config: SchedulerConfig, blocks: KVBlocks
     ) -> RecordedScheduler:
-        """A scheduler that is recorded here, beginning with what engine it belongs to."""
+        """A scheduler that is recorded in this file, after a record of the engine that it belongs to."""
         engine = RecordedEngine(
             format=FORMAT,
             version=__version__,
@@ -91,11 +91,11 @@ class RecordFile:
             began_unix_s=time.time(),
         )
         self.write(engine, idle=True)
-        # Whoever has the file can't try texts against the numbers of blocks.
+        # Without the random root, somebody who has the file could test guesses of a prompt against its block numbers.
         return RecordedScheduler(config, blocks, self.write, root=secrets.randbits(60))
 
     def write(self, record: Record, idle: bool) -> None:
-        """Add a record; `idle` when nothing else is to be done."""
+        """Add a record. `idle`: the engine has nothing else to do, so write now."""
         if self._file < 0:
             return
         self._buffer += _encoder.encode(record)
@@ -114,7 +114,7 @@ class RecordFile:
             self.close()
 
     def close(self) -> None:
-        """Write what is left. Later records go nowhere."""
+        """Write what is left. Later records are dropped."""
         self._flush()
         if self._file >= 0:
             os.close(self._file)

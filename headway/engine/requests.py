@@ -1,11 +1,12 @@
 """The requests that the API process has with the engine, and how they go on when the engine process has died.
 
-Each is kept with the tokens that came of it, so that it can be handed to the next engine process, which goes on after
-them: a draw is a function of the logits, the seed and the token's position, so nothing changes but the time.
+Each request is kept with the tokens that it has got. The next engine process goes on after these: a draw is a function
+of the logits, the seed and the token's position, so the text is the same and only the time differs.
 
-A request may be why the engine died. Those that were in two engines that died, with no output between, are handed over
-first and one at a time: the next one follows when the last has had an output. When the engine dies meanwhile, the one
-that was waited for goes first. One that an engine dies on a third time, with nothing else inside, is ended.
+A request may be the reason why the engine died. Requests that were in two engines that died, with no output between,
+are suspects. They are handed over first and one at a time: the next one follows when the last one has had an output. If
+the engine dies meanwhile, the one that was waited for goes first. A suspect that is alone in an engine that dies is
+ended when that was the third time.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class InFlight:
     aborted: set[int] = field(default_factory=set)  # choices that the engine was told to drop
     replayed: bool = False
     number: int = _NOT_SENT  # among the requests sent to the engine process that runs
-    deaths: int = 0  # of engines with it inside, since it last had an output
+    deaths: int = 0  # of engines that it was in, since its last output
 
     @property
     def is_sent(self) -> bool:
@@ -59,7 +60,7 @@ class InFlight:
         return msgspec.structs.replace(self.request, sent_ns=self.ledger.last_ns, resumed=choices)
 
     def take(self, output: SequenceOutput) -> None:
-        """An output came of the engine."""
+        """Note an output of the engine."""
         self.deaths = 0
         choice = self.choices.get(output.index)
         if choice is None:
@@ -73,7 +74,7 @@ class InFlight:
         self.stream.put_nowait(output)
 
     def died(self, now: int, alone: bool) -> None:
-        """The engine process that runs died; where the request was in it, what happened there is not known."""
+        """The engine process died. If the request was in it, its time there is not known."""
         self.replayed = True
         if self.is_sent:
             self.ledger.mark(Phase.ENGINE_LOST, now)
@@ -86,7 +87,7 @@ class InFlight:
                 self.end(index, now, "error", f"the engine died {self.deaths} times with this request in it")
 
     def end(self, index: int, now: int, reason: str, error: str | None = None) -> None:
-        """Finish a choice that no engine has; does nothing for one that is finished."""
+        """Finish a choice that no engine has. Does nothing for one that is finished."""
         choice = self.choices.pop(index, None)
         if choice is not None:
             self.ledger.mark(Phase.ENGINE_RESTART, now)
@@ -112,19 +113,19 @@ class Requests:
         self._known: dict[str, InFlight] = {}
         self._unsent: deque[InFlight] = deque()
         self._sent = 0  # to the engine process that runs
-        self._unreported: dict[str, InFlight] = {}  # those that the engine had not seen at its last report
-        self._suspect: InFlight | None = None  # handed over by itself, without an output as yet
+        self._unreported: dict[str, InFlight] = {}  # choices that had not reached the engine at its last report
+        self._suspect: InFlight | None = None  # the suspect that was handed over last, while it has no output
 
     @property
     def num_unreported(self) -> int:
-        """Choices that the engine has not said to have got."""
+        """Choices of which the engine has not yet said that they reached it."""
         return sum(len(entry.choices) for entry in self._unreported.values())
 
     def __len__(self) -> int:
         return len(self._known)
 
     def add(self, request: AddRequest, stream: asyncio.Queue[StreamItem]) -> InFlight:
-        """Take a request in, whose outputs go to `stream`; send_due() sends it when it may be sent.
+        """Take a request in. Its outputs go to `stream`; send_due() sends it when it may be sent.
 
         Raises:
             ValueError: its id is in use.
@@ -141,7 +142,7 @@ class Requests:
         return entry
 
     def remove(self, entry: InFlight) -> bool:
-        """Forget a request; whether an engine has it and is to be told to drop it."""
+        """Forget a request. True where an engine has it, which is then to be told to drop it."""
         name = entry.request.request_id
         if self._known.get(name) is not entry:
             return False
@@ -152,7 +153,7 @@ class Requests:
         return entry.is_sent and bool(entry.choices)
 
     def abort(self, request_id: str, index: int, now: int) -> bool:
-        """Drop a choice, or all with index -1; whether an engine has it and is to be told."""
+        """Drop a choice, or all with index -1. True where an engine has it, which is then to be told."""
         entry = self._known.get(request_id)
         if entry is None:
             return False
@@ -165,7 +166,7 @@ class Requests:
         return False
 
     def send_due(self, send: Callable[[AddRequest], None], now: int) -> None:
-        """Send what may be sent now, in order; a stream gets what was raised on its request."""
+        """Send what may be sent now, in order. When a request can't be sent, its stream gets the exception."""
         while self._unsent and self._suspect is None:
             entry = self._unsent.popleft()
             if self._known.get(entry.request.request_id) is not entry or not entry.choices:
@@ -195,7 +196,7 @@ class Requests:
                     self._suspect = None
 
     def engine_died(self, now: int, error: Exception) -> None:
-        """No engine process has any request any more. Where there is no replay, all end with `error`."""
+        """The engine process died, and no engine has any request. Without replay, all end with `error`."""
         if not self._replay:
             self.end_all(error)
         inside = [entry for entry in self._known.values() if entry.is_sent and entry.choices]
@@ -209,7 +210,7 @@ class Requests:
         self._sent = 0
 
     def end_all(self, error: Exception) -> None:
-        """Every stream ends with `error`."""
+        """End every stream with `error`."""
         for entry in self._known.values():
             entry.stream.put_nowait(error)
         self._known.clear()

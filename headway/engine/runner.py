@@ -1,4 +1,4 @@
-"""Runs a StepPlan: its tensors become tokens."""
+"""Runs a StepPlan on a device: one forward pass, and a draw for each sequence that samples."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutcome:
-        """Execute a step and read its tokens back; the host waits for the device here, and for prompt_logprobs."""
+        """Run a step and read its tokens back: here the host waits for the device, and again for prompt_logprobs."""
         if plan.copies:
             self._copy_blocks(plan.copies)
         sequences = self._take_in(plan)
@@ -81,7 +81,7 @@ class Runner:
             self.sampler.forget(sequence)
 
     def recover(self) -> None:
-        """A step raised: forget what it may have half written, all of which is made again from the sequences."""
+        """As Executor.recover(): all that is forgotten is made again from the sequences."""
         self.layout.reset()
         self.sampler.reset()
 
@@ -93,7 +93,7 @@ class Runner:
             raise EngineFault(f"the KV blocks of a step could not be copied: {error!r}") from error
 
     def _take_in(self, plan: StepPlan) -> list[SequenceState]:
-        """Bring what is known up to the plan, and return its sequences; again with the same plan it changes nothing."""
+        """Apply the plan to what is known, and return its sequences. The same plan changes nothing a second time."""
         known = self._known
         for new in plan.new:
             known.setdefault(new.seq_id, new)
@@ -103,7 +103,7 @@ class Runner:
         sequences: list[SequenceState] = []
         for item in plan.scheduled:
             sequence = known[item.seq_id]
-            if item.decoding:  # after drafts that were refused, too
+            if item.decoding:  # also takes refused drafts away
                 sequence.tokens[item.start :] = item.token_ids
             sequences.append(sequence)
         return sequences
@@ -131,10 +131,9 @@ class Runner:
     def _try_drafts(
         self, logits: Tensor, sampling: list[tuple[SequenceState, ScheduledSequence]], outcome: StepOutcome
     ) -> None:
-        """Draw after the newest token of each sequence and each of its drafts; keep these as far as they are drawn.
+        """Draw after each sequence's newest token and after each of its drafts; accept drafts until one differs.
 
-        A draw depends on the logits, the seed and the position alone. So what comes out is what would have come out
-        without drafts, token by token.
+        A draw depends on the logits, the seed and the position alone. So the tokens are the same as without drafts.
         """
         sequences = [sequence for sequence, item in sampling for _ in range(item.samples)]
         ends = [item.start + item.num_tokens for _, item in sampling for _ in range(item.samples)]

@@ -1,7 +1,7 @@
-"""An engine from its configuration in the least time: what needs no torch is done beside the import of torch.
+"""Starts an engine in the least time: what needs no torch is done while torch is being imported.
 
-That import takes one core a second. Meanwhile another thread asks for the weights' files and takes the memory that they
-are packed into from the system, which has to fill it with zeros.
+The import takes one core a second. Meanwhile another thread reads the weights' files ahead, and takes the memory for
+packed weights from the system, which has to fill it with zeros.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headway.models.tensors import expected_tensors
 if TYPE_CHECKING:
     from headway.engine.build import LoadedEngine
 
-# Bytes that a weight takes at least when it is packed.
+# The least bytes that a packed weight takes.
 _PACKED_BYTES = {"int8": 1.0, "int8-weight-only": 1.0, "int4": 0.53}
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 _POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE, of Linux 5.14; it changes nothing that is written meanwhile
@@ -34,7 +34,7 @@ _PIECE = 32 << 20
 
 
 def start_engine(config: EngineConfig, on_stage: Callable[[str, int], None] | None = None) -> LoadedEngine:
-    """Import what the engine consists of and build it; `import` is a stage before those of build_engine.
+    """Import the engine and build it. `import` is the stage before those of build_engine.
 
     Raises as build_engine.
     """
@@ -53,13 +53,13 @@ def start_engine(config: EngineConfig, on_stage: Callable[[str, int], None] | No
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage collection inside, nor of all that is new at once afterwards: it would look through what stays."""
+    """Collect no garbage inside, and count what was made inside as old: a collection would find only what stays."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if gc.get_freeze_count() == 0:  # then freezing and thawing moves everything to the oldest generation
+        if gc.get_freeze_count() == 0:  # so that this moves all objects to the oldest generation
             gc.freeze()
             gc.unfreeze()
         if was_enabled:
@@ -67,12 +67,12 @@ def uncollected() -> Iterator[None]:
 
 
 def _prepare(config: EngineConfig) -> mmap.mmap | None:
-    """Begin to bring in the weights' files, and the memory that a CPU's weights will take, which is returned.
+    """Begin to read the weights' files ahead and to fill the memory of a CPU's weights, which is returned.
 
-    What is wrong with the model is left to build_engine to say.
+    None where nothing can be done. Errors in the model are left to build_engine, which says what they are.
     """
     with_gpu = config.device == "cuda" or (config.device == "auto" and Path("/dev/nvidiactl").exists())
-    # LargePages says from which of several memory nodes its pages come, before they do.
+    # Of several memory nodes LargePages chooses itself where its pages come from, before they are filled.
     several_nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) > 1
     try:
         folder = Path(config.model)
@@ -90,22 +90,22 @@ def _prepare(config: EngineConfig) -> mmap.mmap | None:
 
 
 def packed_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """What the matrices of the model take at least when they are packed; with an unknown dtype 0."""
+    """The least bytes that the model's matrices take when they are packed; 0 for an unknown dtype."""
     dtype = model.dtype or "float32" if config.dtype == "auto" else config.dtype
     scheme = config.quantization if model.packed is None else model.packed.scheme
     size = _PACKED_BYTES.get(scheme, _DTYPE_BYTES.get(dtype, 0.0))
     shapes = expected_tensors(model)
     if not model.shape.tied_embeddings:
-        del shapes["model.embed_tokens.weight"]  # it is kept as it is
+        del shapes["model.embed_tokens.weight"]  # it is not packed
     matrices = (shape for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight"))
     return int(size * sum(map(math.prod, matrices)))
 
 
 def _populate(mapping: mmap.mmap) -> None:
-    """Have the system fill the mapping with zeros now, in pieces, without the interpreter's lock."""
+    """Have the system fill the mapping now, in pieces, without the interpreter's lock."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     for done in range(0, len(mapping), _PIECE):
         if madvise(start + done, min(_PIECE, len(mapping) - done), _POPULATE_WRITE) != 0:
-            return  # an older system gives the memory when it is written
+            return  # an older system fills memory when it is first written
