@@ -190,8 +190,7 @@ class EngineCore:
             output.error = _late(sequence)
             output.retry_after_s = sequence.retry_after_s
         if sequence.finish_reason == "timeout":
-            limit = self.scheduler.config.max_queue_time
-            output.error = f"it waited longer than {limit:g} s and was not begun (--max-queue-time)"
+            output.error = self._expired(sequence)
         ledger = sequence.ledger
         output.timings = SequenceTimings(
             {str(phase): ns for phase, ns in ledger.phases_ns.items() if ns},
@@ -201,6 +200,15 @@ class EngineCore:
             sequence.yielded,
         )
         self._forget(sequence)
+
+    def _expired(self, sequence: Sequence) -> str:
+        limit, service = self.scheduler.config.max_queue_time, sequence.service
+        if limit <= service.queue_timeout_s:
+            return f"it waited longer than {limit:g} s and was not begun (--max-queue-time)"
+        return (
+            f"it waited longer than {service.queue_timeout_s:g} s and was not begun (queue_timeout_s of class "
+            f"{service.name!r})"
+        )
 
     def _stats(self, step_ns: int, scheduled_tokens: int, prompt_tokens: int) -> EngineStats:
         """Gauges now, and counters since the last call."""

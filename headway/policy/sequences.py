@@ -63,7 +63,7 @@ class Sequences:
             else None
         )
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
-        self._unserved = Unserved(config.max_queue_time * 1e9)
+        self._unserved = Unserved(config.max_queue_time)
         self._next_seq_id = 0
         self._drafts: dict[int, list[int]] = {}
 

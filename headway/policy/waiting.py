@@ -7,38 +7,50 @@ from collections.abc import Iterator
 
 from headway.policy.request import FinishReason, Sequence, Status
 
+_NEVER_BEGUN = (FinishReason.TIMEOUT, FinishReason.LATE)
+
 
 class Unserved:
-    """Sequences that have never run, in the order in which they came: a step looks at the first only.
+    """Sequences that have never run, by how long they may wait, in the order in which they came.
+
+    Of those that may wait equally long a step looks at the first only.
 
     Args:
-        max_wait_ns: how long they may wait; may be infinite.
+        max_wait_s: how long any may wait, where its class does not say less; may be infinite.
     """
 
-    def __init__(self, max_wait_ns: float) -> None:
-        self._max_wait_ns = max_wait_ns
-        self._sequences: OrderedDict[int, Sequence] = OrderedDict()
+    def __init__(self, max_wait_s: float) -> None:
+        self._max_wait_s = max_wait_s
+        self._sequences: dict[float, OrderedDict[int, Sequence]] = {}
+
+    def max_wait_s(self, sequence: Sequence) -> float:
+        """How long it may wait."""
+        return min(self._max_wait_s, sequence.service.queue_timeout_s)
 
     def add(self, sequence: Sequence) -> None:
-        self._sequences[sequence.seq_id] = sequence
+        alike = self._sequences.setdefault(self.max_wait_s(sequence), OrderedDict())
+        alike[sequence.seq_id] = sequence
 
     def discard(self, sequence: Sequence) -> None:
-        self._sequences.pop(sequence.seq_id, None)
+        alike = self._sequences.get(self.max_wait_s(sequence))
+        if alike is not None:
+            alike.pop(sequence.seq_id, None)
 
     def expired(self, now: int) -> Iterator[Sequence]:
         """Those that have waited too long; finish each before asking for the next.
 
         A further choice of a request goes on waiting once the first has been served.
         """
-        while self._sequences:
-            sequence = next(iter(self._sequences.values()))
-            if now - sequence.ledger.began_ns <= self._max_wait_ns:
-                return
-            self.discard(sequence)
-            if sequence.parent is None or not _has_run(sequence.parent):
-                yield sequence
+        for max_wait_s, alike in self._sequences.items():
+            while alike:
+                sequence = next(iter(alike.values()))
+                if now - sequence.ledger.began_ns <= max_wait_s * 1e9:
+                    break
+                self.discard(sequence)
+                if sequence.parent is None or not _has_run(sequence.parent):
+                    yield sequence
 
 
 def _has_run(sequence: Sequence) -> bool:
     waits_still = sequence.status is Status.WAITING and sequence.preemptions == 0 and sequence.output_len == 0
-    return not waits_still and sequence.finish_reason is not FinishReason.TIMEOUT
+    return not waits_still and sequence.finish_reason not in _NEVER_BEGUN

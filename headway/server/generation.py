@@ -198,19 +198,27 @@ class Generation:
         self._settle_one(choice, output, received_ns)
         return self._held.pop(choice.index, None)
 
+    def _failure(self, output: SequenceOutput) -> ApiError | None:
+        """What a choice that ends so is answered with; None where it is no failure."""
+        said = output.error or ""
+        match output.finish_reason:
+            case "error":
+                return request_failed(said or "the engine failed on this request")
+            case "timeout":
+                return unavailable(said or "it waited too long", "queue_timeout", 1, "rejected-ttl-expired")
+            case "late":
+                after_s = max(1, output.retry_after_s)
+                return unavailable(said or "it can't be in time", "deadline_unreachable", after_s, "rejected-saturated")
+            case "abort":
+                return self._aborted or unavailable("the engine dropped this request", "aborted", 1)
+        return None
+
     def _accept(self, choice: ServedChoice, output: SequenceOutput, received_ns: int) -> Piece:
-        if output.finish_reason == "error":
+        failure = self._failure(output)
+        if failure is not None:
             self._settle_one(choice, output, received_ns)
-            choice.finish_reason = "error"
-            raise request_failed(output.error or "the engine failed on this request")
-        if output.finish_reason == "timeout":
-            self._settle_one(choice, output, received_ns)
-            choice.finish_reason = "timeout"
-            raise unavailable(output.error or "it waited too long", "queue_timeout", 1, "rejected-ttl-expired")
-        if output.finish_reason == "abort":
-            self._settle_one(choice, output, received_ns)
-            choice.finish_reason = "abort"
-            raise self._aborted or unavailable("the engine dropped this request", "aborted", 1)
+            choice.finish_reason = output.finish_reason
+            raise failure
         stamps = choice.stamps
         piece = choice.take(output)
         detokenized_ns = clock()

@@ -14,6 +14,7 @@ from headway.policy import order
 from headway.policy.ledger import Phase
 from headway.policy.order import AGEING_NS, ORDERS
 from headway.policy.request import FinishReason, Sequence, Status
+from headway.policy.service_class import ClassTable, ServiceClass
 from tests.policy.simulation import Simulation
 
 SECOND = 10**9
@@ -198,6 +199,24 @@ def test_who_waits_too_long_is_ended_without_having_run() -> None:
         assert set(sequence.ledger.phases_ns) <= {Phase.QUEUE_CAPACITY, Phase.SCHEDULE}
     sim.run_until_done()
     assert all(s.finish_reason is FinishReason.LENGTH for s in running)
+    sim.check_all_closed()
+
+
+def test_each_class_waits_as_long_as_it_may() -> None:
+    patient = ServiceClass(name="patient", queue_timeout_s=9.0)
+    classes = ClassTable((ServiceClass(name="hasty", queue_timeout_s=2.0), patient, ServiceClass(name="any")))
+    sim, _ = busy("fcfs", classes=classes, max_queue_time=5.0)
+    began = sim.now
+    waiting = [sim.submit([7, 8], 3, service_class=name) for name in ("patient", "any", "hasty", "hasty")]
+    ended_after: dict[int, int] = {}
+    for second in range(1, 8):
+        sim.now = began + second * SECOND + 100
+        sim.step()
+        for sequence in waiting:
+            if sequence.finish_reason is FinishReason.TIMEOUT:
+                ended_after.setdefault(sequence.seq_id, second)
+    assert [ended_after.get(sequence.seq_id) for sequence in waiting] == [5, 5, 2, 2], "or as --max-queue-time says"
+    sim.run_until_done()
     sim.check_all_closed()
 
 

@@ -30,7 +30,7 @@ class FakeEngine:
     Attributes:
         step_s: seconds a step takes.
         open: while False, steps stand still: requests are parked.
-        expires: requests wait too long for their first step.
+        drops: how requests end at their first step, where they are not served: timeout or late.
         tokens_per_step: tokens in each output.
         requests, aborted: what was asked, and the ids of what was closed before its end.
     """
@@ -40,7 +40,7 @@ class FakeEngine:
         self.reply: Reply = lambda request, index: tokenizer.encode(text)
         self.step_s = 0.0
         self.open = True
-        self.expires = False
+        self.drops = ""
         self.tokens_per_step = 1
         self.loads = True
         self.fails_with: str | None = None
@@ -112,7 +112,7 @@ class FakeEngine:
                 for key, saying in list(mine.items()):
                     if key not in self._drop and not self.open:
                         continue
-                    output = saying.dropped() if key in self._drop or self.expires else saying.next()
+                    output = saying.dropped() if key in self._drop or self.drops else saying.next()
                     if output.finish_reason is not None:
                         del mine[key]
                         self.running.discard(key)
@@ -176,8 +176,10 @@ class _Saying:
 
     def dropped(self) -> SequenceOutput:
         output = SequenceOutput(self.request.request_id, self.index, [], "abort", timings=self._timings())
-        if self.engine.expires:
+        if self.engine.drops == "timeout":
             output.finish_reason, output.error = "timeout", "it waited longer than 1 s (--max-queue-time)"
+        elif self.engine.drops == "late":
+            output.finish_reason, output.error, output.retry_after_s = "late", "the first token can't be there", 7
         return output
 
     def _cached(self) -> int:

@@ -164,20 +164,30 @@ def test_requests_that_arrive_together_count_each_other(start_server: StartServe
     eventually(lambda: is_empty(server))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_who_waits_too_long_is_told_so(start_server: StartServer, engine: FakeEngine, stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("drops", "retry_after", "dropped", "code", "says"),
+    [
+        ("timeout", "1", "rejected-ttl-expired", "queue_timeout", "--max-queue-time"),
+        ("late", "7", "rejected-saturated", "deadline_unreachable", "the first token can't be there"),
+    ],
+)
+def test_who_is_not_begun_is_told_so(
+    start_server: StartServer, engine: FakeEngine, drops: str, retry_after: str, dropped: str, code: str, says: str
+) -> None:
     server = start_server()
-    engine.expires = True
-    refused = server.post("/v1/completions", prompt="x", stream=stream)
-    assert refused.status_code == 503
-    assert refused.headers["retry-after"] == "1"
-    assert refused.headers["x-llm-d-request-dropped-reason"] == "rejected-ttl-expired"
-    assert refused.json()["error"]["code"] == "queue_timeout"
-    assert "--max-queue-time" in refused.json()["error"]["message"]
-    eventually(lambda: is_empty(server))
-    assert 'request_success_total{engine="0",finished_reason="timeout",model_name="tiny"} 1.0' in (
-        server.client.get("/metrics").text
-    )
+    engine.drops = drops
+    for number, stream in enumerate((False, True), 1):
+        refused = server.post("/v1/completions", prompt="x", stream=stream)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == retry_after
+        assert refused.headers["x-llm-d-request-dropped-reason"] == dropped
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("service_unavailable_error", code)
+        assert says in error["message"]
+        eventually(lambda: is_empty(server))
+        assert f'request_success_total{{engine="0",finished_reason="{drops}",model_name="tiny"}} {number}.0' in (
+            server.client.get("/metrics").text
+        )
 
 
 def test_headers_without_effect_are_named(client: openai.OpenAI) -> None:
