@@ -173,7 +173,7 @@ class StepLayout:
         return ModelInput(kept.token_ids, geometry, kept.last_rows)
 
     def _fill(self, tokens: list[int], positions: list[int], slots: list[int], rows: list[int], most: int) -> None:
-        """Write a repeatable step to its place, and the first `most` entries of its block tables if they have changed."""
+        """Write a repeatable step to its place, and the first `most` blocks of its tables unless they are there."""
         self._numbers[:, : len(tokens)] = tokens, positions, slots
         wanted = rows, most, self.tables.version
         if self._taken != wanted:
