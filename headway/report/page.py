@@ -51,12 +51,11 @@ def write_page(path: Path, page: Page, figures_dir: Path | None = None) -> list[
     Raises:
         ReportError: a file cannot be written there.
     """
-    content = render(page).encode(errors="replace")
-    pictures = {} if figures_dir is None else _pictures(page, figures_dir)
     try:
-        for folder in {file.parent for file in (path, *pictures)}:
+        for folder in (path.parent, figures_dir or path.parent):  # before seconds of drawing
             folder.mkdir(parents=True, exist_ok=True)
-        write_files({**pictures, path: content})
+        pictures = {} if figures_dir is None else _pictures(page, figures_dir)
+        write_files({**pictures, path: render(page).encode(errors="replace")})
     except OSError as error:
         where = error.filename or path
         raise ReportError(f"cannot write the report {where}: {error.strerror or error}; name another place") from None

@@ -68,15 +68,14 @@ def test_all_can_be_drawn_and_no_name_covers_another(plan: Plan, plans: tuple[Pl
         "times": pictures.times(plan),
     }
     for name, figure in figures.items():
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
+        assert "<svg" in style.to_svg(figure, name)  # which lays it out
+        renderer = FigureCanvasAgg(figure).get_renderer()
         for axes in figure.axes:
             texts = [t for t in axes.texts if isinstance(t, Annotation) and t.get_text().strip()]
-            boxes = [(t.get_text(), t.get_window_extent(canvas.get_renderer())) for t in texts]
+            boxes = [(t.get_text(), t.get_window_extent(renderer)) for t in texts]
             for (one, box), (other, another) in combinations(boxes, 2):
                 # Text boxes have some air around the letters.
                 assert not box.padded(-2).overlaps(another.padded(-2)), f"{name}: {one!r} and {other!r}"
-        assert "<svg" in style.to_svg(figure, name)
 
 
 def lines(figure: Figure, label: str) -> list[Any]:
