@@ -160,18 +160,17 @@ def test_a_sweep_with_failures_is_not_valid(headway: CommandLine, tmp_path: Path
 
 
 @pytest.mark.quiet
-def test_the_highest_rate(headway: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_highest_rate(headway: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server with 10 ms of work for each request bears less than 100 a second; they may wait six times as long.
 
     First looks at 70 a second and at 140, and then the proof of the one that looked good; none in between, to be quick.
     """
     monkeypatch.setattr(max_rate, "SearchOptions", partial(SearchOptions, tolerance=1.5))
-    report = tmp_path / "search.html"
     with one_at_a_time() as url:
         ran = headway(
             "bench", "--base-url", url, *SHORT, "--random-output-len", 1, "--find-max-rate", "--goodput", "ttft:60",
             "--slo-attainment", 0.5, "--stall-seconds", 0, "--arrival", "constant", "--request-rate", 70,
-            "--num-prompts", 60, "--report", report,
+            "--num-prompts", 60,
         )  # fmt: skip
     assert ran.code == 0, ran.err
     tried = {json.loads(path.read_text())["request_rate"]: path for path in ran.files(".json")}
@@ -179,20 +178,20 @@ def test_the_highest_rate(headway: CommandLine, tmp_path: Path, monkeypatch: pyt
     assert re.search(r"\b70 requests/s: \d+ of 60 met their objectives, looks good", ran.err)
     assert re.search(r"\b140 requests/s: \d+ of 60 met their objectives, (failed|undecided)", ran.err)
     assert "Highest rate: 70 requests/s" in ran.out and "97.5 % certain as long as" in ran.out
-    assert "<svg" in report.read_text()
 
 
-def test_a_search_finds_where_to_start(headway: CommandLine, scripted: ScriptedServer) -> None:
+def test_a_search_finds_where_to_start(headway: CommandLine, scripted: ScriptedServer, tmp_path: Path) -> None:
     """No probe begins after the first second, and the first takes longer."""
     ran = headway(
         "bench", "--base-url", scripted.url, *SHORT, "--find-max-rate", "--goodput", "ttft:1",
-        "--max-search-seconds", 1, "--num-prompts", 40,
+        "--max-search-seconds", 1, "--num-prompts", 40, "--report", tmp_path / "search.html",
     )  # fmt: skip
     results = [json.loads(path.read_text()) for path in ran.files(".json")]
     rates = [result["request_rate"] for result in results]
     assert "a first look" in ran.err
     assert rates and rates[0] > 20
     assert ran.code == 1 and "No rate held" in ran.out
+    assert "<svg" in (tmp_path / "search.html").read_text()
 
 
 def run_twice(headway: CommandLine, server: ScriptedServer, count: int, **scripts: Any) -> list[Path]:

@@ -67,12 +67,15 @@ def test_a_pool_that_was_asked_for_is_made(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("seconds", [5, pytest.param(180, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
-def test_memory_is_flat_whatever_the_lengths(dtype: str, seconds: int) -> None:
-    """What a product keeps for each number of tokens that it has met would show."""
+@pytest.mark.parametrize(
+    ("seconds", "growth"),
+    [(1, 1.1), pytest.param(180, 1.3, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+)
+def test_memory_is_flat_whatever_the_lengths(dtype: str, seconds: int, growth: float) -> None:
+    """What a product keeps for each number of tokens that it has met would show: 48 of them in the shorter one."""
     command = [sys.executable, "-m", "tests.engine.mixed_lengths", dtype, str(seconds)]
     ready, after = map(int, subprocess.check_output(command, text=True).split()[-2:])
-    assert after < 1.3 * ready, (ready >> 20, after >> 20)
+    assert after < growth * ready, (ready >> 20, after >> 20)
 
 
 def test_a_mixture_keeps_a_result_for_each_expert_of_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
