@@ -11,7 +11,7 @@ from headway.policy.stopping import stop_reason
 from headway.text.detokenizer import Detokenizer
 from headway.text.tokenizer import Tokenizer
 
-# Of the prompt: the first tokens of an answer are decoded with what stands before them.
+# Tokens of the prompt's end: the first tokens of an answer are decoded together with them.
 CONTEXT_TOKENS = 16
 
 
@@ -55,14 +55,14 @@ class _NoText:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Choice:
-    """Grows by accept(); `engine_done` when the engine has sent its last word on it.
+    """Grows by accept(). `engine_done` is set when the engine has sent its last output.
 
-    A choice that ends with a stop string is finished for the client before it is for the engine, which is then to be
-    told. `stop_reason` is the stop string or the stop token that ended it, None for the model's eos.
+    A choice that ends with a stop string is finished for the client first; then the engine has to be told. `stop_reason`
+    is the stop string or the stop token that ended it, None for the model's eos.
 
     Args:
         tokenizer: None for a choice without text.
-        eos_token_ids: that end it unless they are to be ignored.
+        eos_token_ids: they end it, unless the parameters ignore them.
     """
 
     index: int
@@ -126,6 +126,6 @@ class Choice:
         return piece
 
     def settle(self, output: SequenceOutput) -> None:
-        """The engine's last word has come."""
+        """Take the engine's last output of a choice that is finished."""
         self.engine_done = True
         self.timings = output.timings

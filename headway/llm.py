@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PromptType = str | list[int] | dict[str, Any]
 Message = dict[str, Any]
 MAX_TOKEN_ID = 2**31
-_LINGER_S = 0.05  # how long the thread of the steps waits for another call: starting one takes longer than waking it
+_LINGER_S = 0.05  # how long the step thread waits for another call: starting a thread takes longer than waking one
 
 
 @dataclass(slots=True)
@@ -194,9 +194,9 @@ class _Call:
 
 
 class _Batch:
-    """The requests of all calls, stepped together by one thread, which is there while there are any and a moment more.
+    """The requests of all calls. One thread steps them together; it is there while there are any, and a moment longer.
 
-    Only that thread touches the engine. Callers wait, so that Ctrl-C in one of them never falls into a step that others
+    Only that thread touches the engine. Callers wait, so that Ctrl-C in one of them never interrupts a step that others
     share.
     """
 
@@ -209,7 +209,7 @@ class _Batch:
         self._leaving: list[_Call] = []
 
     def run(self, call: _Call) -> None:
-        """Return when the call is complete, or raise what it met. An interrupt of the wait aborts its requests."""
+        """Wait until the call is complete, and raise what went wrong. Interrupting the wait aborts its requests."""
         if call.complete:
             return
         try:
@@ -229,7 +229,7 @@ class _Batch:
     def _join(self, call: _Call) -> None:
         with self._changed:
             if self._driver is None:
-                # A daemon if its caller is one: it keeps the interpreter alive as long as that does.
+                # A daemon if its caller is one, so that it keeps the interpreter alive for as long as its caller does.
                 self._driver = threading.Thread(target=self._drive, name="headway-steps")
                 try:
                     self._driver.start()
@@ -250,10 +250,10 @@ class _Batch:
                 self._fail(error)
 
     def _admit(self) -> bool:
-        """Let calls in and out between two steps; False when none is there, and then this thread drives no more."""
+        """Let calls in and out between two steps. False when there is none left: then this thread ends."""
         with self._changed:
             if self._driver is not threading.current_thread():
-                return False  # an interrupt fell into the start of it
+                return False  # an interrupt came while it was being started
             if not (self._joining or self._leaving or self._calls):
                 self._changed.wait(_LINGER_S)
             joining, self._joining = self._joining, []
@@ -296,7 +296,7 @@ class _Batch:
         call.ended.set()
 
     def _fail(self, error: BaseException) -> None:
-        """A step failed, which is that of every call."""
+        """A step failed: every call fails, as all share the step."""
         for name, call in self._calls.items():
             call.error = error
             with suppress(Exception):
@@ -310,7 +310,7 @@ _process: int | None = None  # that made the first LLM
 
 
 def _check_process() -> None:
-    """Refuse a fork of the process that made an LLM: neither the engine's threads nor torch's are in it."""
+    """Refuse to run in a fork of the process that made an LLM: it has neither the engine's threads nor torch's."""
     if _process not in (None, os.getpid()):
         raise RuntimeError(
             f"process {os.getpid()} is a fork of {_process}, which made an LLM, but not its threads; create the LLM in "
@@ -324,8 +324,8 @@ class LLM:
     Args:
         model: folder or hub id of a checkpoint.
         skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs carry no text.
-        engine_args: fields of EngineConfig, as dtype, max_model_len, load_format. Nobody reads along with a batch, so
-            prompts are computed as fast as they can be unless max_prefill_stall_ms says otherwise.
+        engine_args: fields of EngineConfig, as dtype, max_model_len, load_format. Nobody reads a batch while it
+            runs, so prompts are computed as fast as possible unless max_prefill_stall_ms is given.
 
     Raises:
         ValueError: the model or a setting cannot be used; one line that says why.

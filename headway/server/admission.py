@@ -1,4 +1,4 @@
-"""Who may come in: the bounds of the queue, with a refusal that HTTP clients understand."""
+"""Which requests may come in: the bounds of the queue, and refusals that HTTP clients understand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WHAT = {"choices": "choices{} are waiting or running", "tokens": "prompt tokens
 
 
 class Admission:
-    """The bound on all requests, unlimited until the engine has said how large it is, and that of each class."""
+    """The bound on all requests, none until the engine has said how large it is, and the bound of each class."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -25,13 +25,13 @@ class Admission:
         self.of_classes: dict[str, QueueBound] = {}
 
     def set_classes(self, table: ClassTable) -> None:
-        """Bound each class as the table says; who is there counts on."""
+        """Bound each class as the table says. Requests that are in already go on counting."""
         for each in table:
             bound = self.of_classes.setdefault(each.name, QueueBound(QueueLimits(), each.name))
             bound.limits = QueueLimits(choices=each.max_queued)
 
     def fit_to(self, ready: Ready) -> None:
-        """Take the limits from the settings, and those that are not set from the engine's size."""
+        """Take the limits from the settings, or from the engine's size where they are not set."""
         if ready is not self._ready:
             self._ready = ready
             self.queue.limits = QueueLimits.for_engine(
@@ -42,21 +42,21 @@ class Admission:
             )
 
     def admit(self, choices: int, service: ServiceClass) -> Place:
-        """A place for a request of a class with so many choices.
+        """A place for a request of a class, with this many choices.
 
         Raises:
-            ApiError: 429, others have taken what it needs; 400, no empty server would have room for it.
+            ApiError: 429 when others have taken what it needs; 400 when even an empty server would have no room for it.
         """
         place = Place(self.queue, self.of_classes[service.name])
         self._check(place.take(choices))
         return place
 
     def add_prompts(self, place: Place, lengths: list[int]) -> None:
-        """The prompts of a request that was admitted have so many tokens each. Raises as admit()."""
+        """Count the prompts of an admitted request, each with its tokens. Raises as admit()."""
         self._check(place.take(prompts=lengths))
 
     def refuse_if_full(self) -> None:
-        """Raises ApiError 429 where no request can come in, before any work is done on this one."""
+        """Raise ApiError 429 when no request can come in, before any work is done on this one."""
         if self.queue.is_full:
             self._check(self.queue.refusal(choices=1, tokens=1))
 

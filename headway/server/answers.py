@@ -1,4 +1,4 @@
-"""What completions and chat completions have in common: from a generation to a body or to a stream of chunks."""
+"""What completions and chat completions share: they turn a generation into a body or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOKENS_BETWEEN_PAUSES, PAUSE_S = 128, 2e-5
 
 
 def written(entries: Iterable[Any]) -> list[msgspec.Raw]:
-    """Each entry encoded as JSON, with pauses for the event loop; to encode the list is then only to copy it."""
+    """Each entry encoded as JSON, with pauses for the event loop. Encoding the list then only copies them."""
     done = []
     for number, entry in enumerate(entries, 1):
         done.append(msgspec.Raw(encode(entry)))
@@ -40,7 +40,7 @@ def written(entries: Iterable[Any]) -> list[msgspec.Raw]:
 
 
 class _Whole(Response):
-    """An answer in one piece that tells, in time.monotonic_ns(), when it was handed to the connection."""
+    """An answer in one piece; it tells when it was handed to the connection, in time.monotonic_ns()."""
 
     media_type = "application/json"
 
@@ -84,7 +84,7 @@ class Answer(ABC):
 
     @abstractmethod
     def opening(self, choice: ServedChoice) -> list[dict[str, Any]]:
-        """Entries of `choices` before the first piece of a choice, each a chunk of its own."""
+        """Entries of `choices` that go before the first piece of a choice, each as a chunk of its own."""
 
     @abstractmethod
     def growth(self, choice: ServedChoice, piece: Piece) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Answer(ABC):
         return _Whole(encoded, headers, self._sent)
 
     def _num_entries(self) -> int:
-        """How much there is to write: log-probabilities, and a few more for the token that they belong to."""
+        """How much there is to write: alternatives, and a few more for each token that has them."""
         return sum(
             len(choice.logprobs) * ((choice.params.logprobs or 0) + ENTRIES_OF_A_TOKEN)
             + len(choice.prompt.token_ids) * ((choice.params.prompt_logprobs or 0) + ENTRIES_OF_A_TOKEN)
@@ -144,7 +144,7 @@ class Answer(ABC):
     # --- in chunks ----------------------------------------------------------------------------------
 
     async def events(self, writer: EventWriter) -> None:
-        """Push server-sent events, to the [DONE] at the end. Raises what Generation.run() raises."""
+        """Push server-sent events, the last of them [DONE]. Raises what Generation.run() raises."""
         opened: set[int] = set()
         begun: set[int] = set()
         left = len(self.generation.choices)
@@ -169,7 +169,7 @@ class Answer(ABC):
         writer.push(DONE)
 
     def _is_worth_sending(self, piece: Piece) -> bool:
-        """A token may add no text yet: part of a character, or what may become a stop string."""
+        """False while a token adds no text: it is part of a character, or may become a stop string."""
         return bool(piece.text or piece.finish_reason or piece.logprobs or (self.with_token_ids and piece.token_ids))
 
     def _chunk(self, entry: dict[str, Any] | None) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Answer(ABC):
         return chunk
 
     async def _timed_after_sending(self, encoded: bytes, writer: EventWriter) -> bytes:
-        """The last chunk with timings, when the client has taken all chunks before it."""
+        """The last chunk, with timings. It is made when the client has taken all chunks before it."""
         timings = self.generation.timings() if self._timed else None
         if timings is None:
             return encoded
@@ -205,7 +205,7 @@ class Answer(ABC):
         return self._written[key]
 
     def found_prompt_logprobs(self, choice: ServedChoice) -> list[TokenLogprobs | None]:
-        """One for each token of the prompt; the engine reports them with the first of its choices."""
+        """One for each token of the prompt. The engine reports them with the prompt's first choice."""
         sharing = (other for other in self.generation.choices if other.prompt is choice.prompt)
         found = next((other.prompt_logprobs for other in sharing if other.prompt_logprobs is not None), None)
         return [None] * len(choice.prompt.token_ids) if found is None else of_prompt(found)

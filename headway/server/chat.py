@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: an assistant's message that answers a conversation."""
+"""POST /v1/chat/completions: the assistant's answer to a conversation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A choice of an answer, with what the server notes of it."""
+"""A choice of an answer, and what the server notes of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def scored(token_id: int, found: TokenLogprobs, offset: int = 0) -> ScoredToken:
 
 
 def scored_tokens(piece: Piece) -> list[ScoredToken]:
-    """The tokens of a piece; none where log-probabilities were not asked for."""
+    """The tokens of a piece, if log-probabilities were asked for; else none."""
     return list(map(scored, piece.token_ids, piece.logprobs or [], piece.offsets))
 
 

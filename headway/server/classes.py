@@ -1,4 +1,4 @@
-"""Which class a request is of and what it is promised, by its body, its headers and its API key."""
+"""The class of a request and what it is promised, by its body, its headers and its API key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TTFT_HEADER, TPOT_HEADER = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"
 
 
 def key_digest(key: bytes) -> bytes:
-    """What a key is known by."""
+    """The digest that a key is known by."""
     return hashlib.sha256(key).digest()
 
 
@@ -45,8 +45,8 @@ def terms_of(
         ignored: gets the names of headers that are left aside.
 
     Raises:
-        ApiError: 400, there is no such class, what names it is contradictory, or a header is no objective; 403, the
-            class is above what the key may use.
+        ApiError: 400 when there is no such class, its names contradict each other, or a header is no objective; 403
+            when the key may not use the class.
     """
     service = _class_of(file, key, body, headers, ignored)
     if key.best and file.table.rank(service.name) < file.table.rank(key.best):
@@ -66,7 +66,7 @@ def terms_of(
 def _class_of(
     file: ClassFile, key: KeyClasses, body: GenerationBody, headers: Mapping[str, str], ignored: list[str]
 ) -> ServiceClass:
-    """The class that is named; what the body says goes before the header, and that before the key's default."""
+    """The class: that of the body, else that of the header, else the key's default."""
     table, tier, name = file.table, body.service_tier, body.service_class
     header = headers.get(CLASS_HEADER)
     where = "service_class"
@@ -92,7 +92,7 @@ def _class_of(
 
 
 def _default_of(file: ClassFile, key: KeyClasses) -> ServiceClass:
-    """The class of a request that names none: the table's default one, but none that the key may not use."""
+    """The class of a request that names none: the table's default, or the best that the key may use."""
     table = file.table
     if key.default:
         return table.named(key.default)

@@ -1,4 +1,4 @@
-"""POST /v1/completions: text goes on from a prompt."""
+"""POST /v1/completions: text that goes on from a prompt."""
 
 from __future__ import annotations
 

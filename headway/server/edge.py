@@ -27,7 +27,7 @@ from headway.server.streaming import ABORT_CONNECTION
 ARRIVED = "headway.arrived_ns"
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/openapi.json", "/docs", "/redoc"})
 MAX_ID_LENGTH = 128
-# Known, and without effect so far. llm-d's router sets them on all traffic: to refuse them would refuse all of it.
+# Known, but without effect so far. llm-d's router sets them on all traffic, so refusing them would refuse all of it.
 IGNORED_HEADERS = ("x-llm-d-inference-fairness-id",)
 # In a request's scope: names of its headers that were left aside, and what its API key may use.
 IGNORED, KEY_CLASSES = "headway.ignored_headers", "headway.key_classes"
@@ -35,7 +35,7 @@ logger = logging.getLogger("headway.server")
 
 
 class Connection(HttpToolsProtocol):
-    """Uvicorn's connection, which also tells when a request's first byte came and can be cut off.
+    """Uvicorn's connection. It also notes when a request's first byte came, and can be cut.
 
     Args:
         read_timeout_s: seconds that a request may take from its first byte to its last, and a new connection to its
@@ -46,11 +46,11 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, read_timeout_s: float, pace: Pace, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pace = pace
-        self._held = b""  # what has come and waits for its turn; reading is paused meanwhile
-        self._came_ns = 0  # when it did
+        self._held = b""  # bytes that wait for their turn; reading is paused meanwhile
+        self._came_ns = 0  # when they came
         self._read_timeout_s = read_timeout_s
         self._reading: asyncio.TimerHandle | None = None  # runs while a request is expected or incomplete
-        self._is_incomplete = False  # the first byte of a request has come and its last has not
+        self._is_incomplete = False  # the first byte of a request has come, but not its last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -59,11 +59,11 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_reading()
         super().connection_lost(exc)
-        # A request's scope knows its connection: what has ended together is freed at once, not by a full collection.
+        # A request's scope knows its connection. Cut that circle, so that both are freed without a full collection.
         self.cycle = self.scope = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        if self._held:  # what was on its way when reading was paused
+        if self._held:  # bytes that were on their way when reading was paused
             self._held += data
         elif self._pace.claim():
             self._take(data)
@@ -98,7 +98,7 @@ class Connection(HttpToolsProtocol):
         self._is_incomplete = False
         self._stop_reading()
         super().on_message_complete()
-        if self.cycle.response_complete:  # it was refused before its end, and nothing else limits what comes next
+        if self.cycle.response_complete:  # refused before its end: nothing else limits what comes next
             self._start_reading()
 
     def _start_reading(self) -> None:
@@ -143,11 +143,11 @@ class Connection(HttpToolsProtocol):
 
 
 class Edge:
-    """The outermost layer: x-request-id is echoed or made up, headers without effect are named, API keys are checked,
-    and failures become a 500.
+    """The outermost layer: it echoes or makes up x-request-id, names headers without effect, checks API keys, and turns
+    failures into a 500.
 
     Args:
-        keys: the API keys that open it, by their digests; none leaves it open.
+        keys: the API keys that it accepts, by their digests; without any it is open.
     """
 
     def __init__(self, app: ASGIApp, keys: Callable[[], Mapping[bytes, KeyClasses]], pace: Pace) -> None:
@@ -197,13 +197,13 @@ class Edge:
             )
 
     def _classes_of(self, authorization: bytes) -> KeyClasses | None:
-        """What the key may use; None where one is needed and this is none."""
+        """The classes that the key may use; None when a key is needed and this is not one."""
         keys = self._keys()
         if not keys:
             return KeyClasses()
         scheme, _, key = authorization.partition(b" ")
         given = key_digest(key.strip())
-        # Every key is compared, so that the time taken tells nothing.
+        # Every key is compared, so that the time it takes tells nothing.
         matches = [classes for known, classes in keys.items() if hmac.compare_digest(given, known)]
         return matches[0] if matches and scheme.lower() == b"bearer" else None
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-# The name and the values are those of llm-d's router.
+# Name and values are those of llm-d's router.
 DROPPED_HEADER = "x-llm-d-request-dropped-reason"
 
 
@@ -23,7 +23,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """What OpenAI clients expect of an answer that is not 2xx."""
+    """The body that OpenAI clients expect of an answer other than 2xx."""
 
     error: ErrorDetail
 
@@ -87,7 +87,7 @@ def internal(message: str) -> ApiError:
 
 
 def request_failed(message: str) -> ApiError:
-    """The engine failed on this request; others are not concerned."""
+    """The engine failed on this request. Others go on."""
     return ApiError(500, message, kind="engine_error", code="request_failed")
 
 
@@ -103,7 +103,7 @@ def _of_http_exception(request: Request, error: HTTPException) -> Response:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Answer what routes raise on purpose with an error object; the edge answers for the rest."""
+    """Answer errors that routes raise on purpose with an error object; the edge answers all others."""
 
     async def of_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)

@@ -1,8 +1,8 @@
-"""Python's full garbage collections at times when they are short.
+"""Runs Python's full garbage collections when they are short.
 
-A full collection looks at every object. With two thousand requests in flight that takes 0.2 s, and every stream stands
-still. So Python starts none by itself: one runs when few requests are in flight, or when very many have ended since the
-last. Young objects are collected as usual.
+A full collection looks at every object. With two thousand requests in flight it takes 0.2 s, in which every stream
+stands still. So Python starts none by itself. One runs when few requests are in flight, or when very many have ended
+since the last one. Young objects are collected as usual.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ _NEVER = 2**30
 
 
 class FullCollections:
-    """Counts requests that have ended since the last full collection, and decides about the next."""
+    """Counts the requests that have ended since the last full collection, and decides when the next one runs."""
 
     def __init__(self) -> None:
         self._ended = 0
         self._is_on = False
 
     def start(self) -> None:
-        """From now on; what was loaded until now is not looked at again."""
+        """Take over from Python. Objects that exist now are not looked at again."""
         gc.freeze()
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, _NEVER)
         self._is_on = True
 
     def on_end(self, in_flight: int) -> None:
-        """A request has ended, and so many are in flight."""
+        """A request has ended; `in_flight` others are under way."""
         self._ended += 1
         is_time = self._ended >= (ENDED_BETWEEN if in_flight <= FEW_IN_FLIGHT else MOST_ENDED_BETWEEN)
         if self._is_on and is_time:

@@ -1,4 +1,4 @@
-"""One request in the engine: its prompts handed over, its choices grown, its ledger and metrics kept."""
+"""One request in the engine: hands over its prompts, lets its choices grow, keeps its ledger and metrics."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ SETTLE_TIMEOUT_S = 30.0
 class Generation:
     """Every choice of one request, from its prompts to its finish reasons.
 
-    Choice i of prompt p has the index p * n + i. run() must be exhausted or closed: either frees everything
-    in the engine.
+    Choice i of prompt p has the index p * n + i. run() must be exhausted or closed: either frees all that it has in the
+    engine.
 
     Args:
-        place: what the request takes of the queue; given back as choices end.
+        place: the request's share of the queue, given back as choices end.
         params: of each prompt, all with the same n.
         terms: its class, and what it is promised.
-        arrived_ns, checked_ns: when the request's first byte came, and when its body was found good.
+        arrived_ns, checked_ns: when the request's first byte came, and when its body was found valid.
         keep: choices keep their whole text, for an answer in one piece.
-        include_timings: hold back the end of a choice until the engine's part of its ledger is there.
+        include_timings: hold back the end of a choice until the engine's part of its ledger has come.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Generation:
         self._requests: list[AddRequest] = []
         self._choice_of: dict[tuple[str, int], ServedChoice] = {}
         self._place = place
-        self._held: dict[int, Piece] = {}  # ends of choices that wait for the engine's last word on them
-        self.last: ServedChoice | None = None  # the one that finished last
+        self._held: dict[int, Piece] = {}  # choices whose end waits for their last output of the engine
+        self.last: ServedChoice | None = None  # the choice that finished last
         for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             request = AddRequest(
                 request_id=f"{self.id}-{number}",
@@ -117,7 +117,7 @@ class Generation:
         return ChoiceTimings(choice.stamps, choice.timings, choice.num_tokens)
 
     async def render(self, size: int, function: Callable[[], T]) -> T:
-        """The result of `function`, which writes `size` entries of the answer; in a thread where they are many."""
+        """Run `function`, which writes `size` entries of the answer: in a thread when they are many."""
         return await self._service.text_work.finish(size, function)
 
     def sent(self, choice: ServedChoice, is_first: bool, is_last: bool, now_ns: int) -> None:
@@ -131,14 +131,14 @@ class Generation:
     # --- running ------------------------------------------------------------------------------------
 
     def abort(self, error: ApiError) -> None:
-        """End the request from outside: run() raises `error` as soon as the engine has let go."""
+        """End the request from outside: run() raises `error` as soon as the engine has dropped it."""
         self._aborted = error
         for (request_id, index), choice in self._choice_of.items():
             if not choice.engine_done:
                 self._engine.abort(request_id, index)
 
     def release(self) -> None:
-        """Give back what the constructor took, also where run() was never called."""
+        """Give back what the constructor took. Needed also when run() was never called."""
         self._place.close(clock())
         self._service.generations.discard(self)
 
@@ -186,7 +186,7 @@ class Generation:
             choice.stamps.sent_ns = now_ns
 
     def _take(self, choice: ServedChoice, output: SequenceOutput, received_ns: int) -> Piece | None:
-        """What an output adds to its choice; None while there is nothing to say of it."""
+        """What an output adds to its choice; None while nothing can be sent."""
         if choice.finish_reason is None:
             piece = self._accept(choice, output, received_ns)
             if piece.finish_reason is not None and self._include_timings and not choice.engine_done:
@@ -194,7 +194,7 @@ class Generation:
                 return None
             return piece
         if output.finish_reason is None:
-            return None  # what the engine did before it heard of the stop string
+            return None  # tokens that the engine made before it heard of the stop string
         self._settle_one(choice, output, received_ns)
         return self._held.pop(choice.index, None)
 
@@ -244,7 +244,7 @@ class Generation:
         choice.stamps.detokenized_ns = detokenized_ns or received_ns
 
     async def _settle(self, outputs: AsyncGenerator[SequenceOutput, None]) -> None:
-        """After the answer: hear the engine's last word on choices that a stop string ended, for the metrics."""
+        """After the answer, take the last outputs of choices that a stop string ended, for the metrics."""
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT_S), aclosing(outputs):
                 async for output in outputs:

@@ -27,9 +27,9 @@ from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
 
 BACKLOG = 2048
-# Connections taken up in one turn of the event loop; each takes about a tenth of a millisecond.
+# Connections accepted in one turn of the event loop; each takes about a tenth of a millisecond.
 ACCEPTED_PER_TURN = 8
-# Until a server that has no more file descriptors tries again.
+# Seconds until a server without free file descriptors tries again.
 ACCEPT_AGAIN_S = 0.5
 # Bytes that the kernel may hold unsent for one client; beyond it the stream's own buffer fills and is bounded.
 UNSENT_BYTES = 128 * 1024
@@ -44,7 +44,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket bound to the address.
 
     Raises:
-        StartupError: the port is in use, or the address cannot be had.
+        StartupError: the port is in use, or the address can't be used.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -75,7 +75,7 @@ def _url(listener: socket.socket) -> str:
 
 
 def _log_config(level: str) -> dict[str, Any]:
-    """Uvicorn's logging with ours beside it; its own start and stop messages say nothing that ours do not."""
+    """Uvicorn's logging and ours, without its start and stop messages: ours say the same."""
     config = copy.deepcopy(LOGGING_CONFIG)
     quiet = "WARNING" if level == "info" else level.upper()
     config["loggers"]["uvicorn.error"]["level"] = quiet
@@ -85,7 +85,7 @@ def _log_config(level: str) -> dict[str, Any]:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn that lets requests finish before it ends, and then exits with 0."""
+    """Uvicorn, but it lets requests finish before it ends, and then exits with 0."""
 
     def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
         self._service: Service = app.state.service
@@ -127,7 +127,7 @@ class Server(uvicorn.Server):
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Take up a few of the connections that wait; uvicorn would take all of a crowd in one turn of the loop."""
+        """Accept a few of the waiting connections; uvicorn would accept a whole crowd in one turn of the loop."""
         loop = asyncio.get_running_loop()
         for _ in range(ACCEPTED_PER_TURN):
             try:
@@ -143,7 +143,7 @@ class Server(uvicorn.Server):
             self._service.background(self._serve_connection(connection))
 
     async def _serve_connection(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it has gone already
+        with contextlib.suppress(OSError):  # the client has gone already
             await asyncio.get_running_loop().connect_accepted_socket(self._connection, connection)
 
     def _connection(self) -> asyncio.Protocol:
@@ -151,12 +151,12 @@ class Server(uvicorn.Server):
         return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains; another one ends at once."""
+        """Drain at the first signal, end at once at the second."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Finish what is in flight, within the shutdown timeout, and stop; called again, stop now."""
+        """Finish what is in flight, within the shutdown timeout, then stop. A second call stops now."""
         if self._draining is not None:
             self._service.end_drain()
             return
@@ -172,7 +172,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def watch_startup(self, on_ready: Callable[[Ready, str], None], url: str) -> None:
-        """Report the engine's first start; when it fails, end the server."""
+        """Report the engine's first start. When it fails, end the server."""
         try:
             ready = await self._service.engine.wait_ready()
         except EngineDead as error:

@@ -1,4 +1,4 @@
-"""Prometheus metrics, with the names and labels of vLLM's, in buckets that resolve 1 ms (of a step 10 us) to 100 s."""
+"""Prometheus metrics with vLLM's names and labels. Buckets resolve 1 ms (for a step 10 us) to 100 s."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Metrics:
 
     Args:
         prefix: `headway:`, or `vllm:` for dashboards made for vLLM.
-        model_name: value of the label of that name.
+        model_name: the value of the label `model_name`.
         engine: gives `stats` (EngineStats or None) and `num_waiting` when scraped.
     """
 
@@ -145,7 +145,7 @@ class Metrics:
             self._stall.labels(*self._labels, cause).inc(length * NS)
 
     def on_output(self, gap_ns: int) -> None:
-        """A choice got tokens, so long after it last did."""
+        """A choice got tokens, `gap_ns` after those before."""
         self._itl.observe(gap_ns * NS)
 
     def on_first_sent(self, since_arrival_ns: int) -> None:

@@ -1,9 +1,9 @@
 """Takes newcomers a few at a time, so that a crowd does not hold up the tokens of those who are served.
 
-The API process is one event loop, which runs in one turn whatever is ready. A token needs some turns from the engine to
-its socket. When thousands of requests arrive together, all are ready at once, and a turn takes as long as all of them:
-seconds. So what is done for a request before it is in the engine, and for an answer in one piece after the engine
-is done, waits here for a turn that has room. Tokens on their way do not.
+The API process is one event loop, which runs everything that is ready in one turn. A token needs some turns from the
+engine to its socket. When thousands of requests arrive together, all of them are ready at once, and the turn takes
+seconds. So the work on a request before it reaches the engine, and on an answer in one piece after the engine is done,
+waits here for a turn that has room. Tokens do not wait.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-# Stretches of work that begin in one turn of the event loop; each takes about a millisecond.
+# Pieces of work that begin in one turn of the event loop; each takes about a millisecond.
 PER_TURN = 2
-# Reads of connections, which take about a seventh of one.
+# Reads of connections in one turn; each takes about a seventh of a millisecond.
 READS_PER_TURN = 12
 
 
@@ -27,15 +27,15 @@ class Pace:
         self._is_ticking = False
 
     async def turn(self) -> None:
-        """Wait until this turn of the loop has room; at once where nobody else wants it.
+        """Wait for a turn of the loop that has room; this one where nobody else waits.
 
-        What follows should take about a millisecond, up to where it waits for something else.
+        The work that follows should take about a millisecond until it waits for something else.
         """
         if not self.claim():
             await self.later()
 
     def claim(self) -> bool:
-        """Take a place in this turn, if there is one that nobody else waits for."""
+        """Take a place in this turn, if there is one and nobody else waits for it."""
         self._tick()
         if not self._left or self._waiting:
             return False
@@ -43,7 +43,7 @@ class Pace:
         return True
 
     def later(self) -> asyncio.Future[None]:
-        """A place in a later turn: done when that has come."""
+        """A place in a later turn. The future is done when that turn has come."""
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         self._tick()

@@ -1,4 +1,4 @@
-"""A checked body's sampling parameters, for the engine."""
+"""The engine's sampling parameters, made of a checked body."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def sampling_params(body: CompletionBody | ChatBody, defaults: dict[str, Any], v
     check_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids")
     given |= _of_chat(body, defaults) if isinstance(body, ChatBody) else _of_completion(body, defaults)
     if given.get("top_k", 0) > vocab_size:
-        given["top_k"] = 0  # more than there are: all of them
+        given["top_k"] = 0  # more than the vocabulary has: all of it
     try:
         given["logit_bias"] = _logit_bias(body.logit_bias or {}, vocab_size)
         return SamplingParams(**given)
@@ -126,7 +126,7 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
 
 
 def check_ids(token_ids: list[int], vocab_size: int, field: str) -> None:
-    """Raises ApiError 400 naming the first id that is not in the vocabulary."""
+    """Raise ApiError 400, naming the first id that is not in the vocabulary."""
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
     position, wrong = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)

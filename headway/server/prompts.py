@@ -1,4 +1,4 @@
-"""Prompts as requests give them, to token ids."""
+"""Turns the prompts of requests into token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_PROMPTS = 1024
 
 
 def as_list(given: Any) -> list[Any]:
-    """The prompts of a completion request: one given alone is a list of one."""
+    """The prompts of a completion request, also where one is given without a list."""
     return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
 
 
@@ -49,11 +49,11 @@ async def completion_prompts(service: Service, given: Any, add_special_tokens: b
     return encoded
 
 
-CHARS_OF_A_TURN = 50  # what a template adds around a message: many empty ones are a long text too
+CHARS_OF_A_TURN = 50  # for what a template adds around a message: many empty messages are a long text too
 
 
 async def chat_prompt(service: Service, body: ChatFields) -> TokenizedPrompt:
-    """The messages through the chat template, encoded.
+    """The messages, formatted by the chat template and encoded.
 
     Raises:
         ApiError: 400 when there is no template, or it does not accept the messages.

@@ -1,4 +1,4 @@
-"""From the bytes of a request to a checked body; whatever is wrong with them is a 400 or 413 that says what."""
+"""Turns the bytes of a request into a checked body. Whatever is wrong is a 400 or 413 that names it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SHOWN_CHARS = 60
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, read no further than `limit` bytes.
+    """Read the body, but no more than `limit` bytes.
 
     Raises:
-        ApiError: 413 when it is longer, whether it says so itself or not.
-        ClientGone: the client went away before it was complete.
+        ApiError: 413 when it is longer, with or without a content-length that says so.
+        ClientGone: the client went away before the body was complete.
     """
     stated = request.headers.get("content-length", "")
     if stated.isdecimal() and int(stated) > limit:

@@ -23,7 +23,7 @@ class Usage(BaseModel):
 
 
 class Timings(BaseModel):
-    """Where the time of the choice that finished last went; phases_ns sums to e2e_ns."""
+    """Where the time of the choice that finished last has gone; phases_ns sums to e2e_ns."""
 
     e2e_ns: int
     ttft_ns: int
@@ -139,7 +139,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def json_body(*schemas: type[BaseModel]) -> dict[str, Any]:
-    """The request body of a route that parses it itself, for its `openapi_extra`."""
+    """The request body of a route that parses its body itself, for `openapi_extra`."""
     documents = [schema.model_json_schema(ref_template="#/components/schemas/{model}") for schema in schemas]
     for document in documents:
         document.pop("$defs", None)
@@ -148,7 +148,7 @@ def json_body(*schemas: type[BaseModel]) -> dict[str, Any]:
 
 
 def definitions(*schemas: type[BaseModel]) -> dict[str, Any]:
-    """What json_body()'s schemas refer to."""
+    """The definitions that json_body()'s schemas refer to."""
     found: dict[str, Any] = {}
     for schema in schemas:
         found |= schema.model_json_schema(ref_template="#/components/schemas/{model}").get("$defs", {})

@@ -1,4 +1,4 @@
-"""The routes, and each one's way through: read, check, tokenize, generate, answer."""
+"""The routes. Each reads a body, checks it, tokenizes, generates and answers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Routes:
         self._service = service
 
     def add_to(self, app: FastAPI) -> None:
-        """Register every route. On the app itself: a router's routes are built with their first request."""
+        """Register every route on the app itself: those of a router would be built at their first request."""
         add = app.add_api_route
         add(
             "/v1/completions",
@@ -168,7 +168,7 @@ class Routes:
     async def _answer(
         self, request: Request, body: CompletionBody | ChatBody, terms: Terms, place: Place
     ) -> Answer | Response:
-        """The whole response; for a stream, what will make it."""
+        """The whole response, or for a stream what will make it."""
         service = self._service
         await service.pace.turn()
         params = sampling_params(body, service.defaults, service.tokenizer.vocab_size)

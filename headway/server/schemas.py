@@ -1,4 +1,4 @@
-"""The bodies of requests: which fields there are and of which type. Ranges are SamplingParams' business."""
+"""The bodies of requests: their fields and types. SamplingParams checks the ranges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 
 def _must_be(form: str, check: Callable[[Any], bool]) -> BeforeValidator:
-    """One function checks the whole value: pydantic's unions try, and report, every branch for every item."""
+    """Check the whole value in one function: pydantic's unions would try and report every branch for every item."""
 
     def validate(value: Any) -> Any:
         if not check(value):
@@ -66,12 +66,12 @@ ContentField = Annotated[
 NullField = Annotated[None, _must_be("null, because it is not supported", lambda value: value is None)]
 
 
-# More than the engine's messages can carry is out of every range.
+# Integers that the engine's messages can't carry are out of every range.
 Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 class Body(BaseModel):
-    """Unknown fields, values of another JSON type, and numbers that JSON does not have are refused."""
+    """Refuses unknown fields, values of another JSON type, and numbers that JSON does not have."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -82,7 +82,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """Fields that completions and chat completions share; null is the same as leaving a field out."""
+    """Fields that completions and chat completions share. A field that is null counts as left out."""
 
     model: str | None = None
     temperature: float | None = None
@@ -126,7 +126,7 @@ class CompletionBody(GenerationBody):
 
 
 class Message(Body):
-    """A message, as clients write it or as an answer gave it to them: answers come back with all their fields."""
+    """A message, as a client wrote it or as an answer contained it, with all the fields of answers."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: ContentField
@@ -187,7 +187,7 @@ class DetokenizeBody(Body):
 
 
 _NO_TOOLS = "tool calls are not supported yet"
-# OpenAI fields that clients know and this server does not: null is harmless, anything else is refused.
+# OpenAI fields that this server does not have: null is accepted, any other value is refused.
 UNSUPPORTED = {
     "suffix": "inserting before a suffix is not supported",
     "tools": _NO_TOOLS,

@@ -1,4 +1,4 @@
-"""What all requests share: engine, tokenizer, settings, metrics, and who is in flight."""
+"""What all requests share: engine, tokenizer, settings, metrics, and the list of those in flight."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Service:
         self.admission.set_classes(file.table)
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 when `name` is not a model that is served."""
+        """Raise ApiError 404 when `name` is not a model that is served."""
         if name is not None and name not in self.settings.served_model_names:
             served = ", ".join(self.settings.served_model_names)
             raise ApiError(
@@ -92,7 +92,7 @@ class Service:
         raise unavailable(f"the engine is not running: {self.engine.last_error}", "engine_dead", 30)
 
     def refuse_if_full(self) -> None:
-        """Raises ApiError 429, or as check_ready(), where no request can come in whatever it asks for."""
+        """Raise ApiError 429, or as check_ready(), when no request can come in, whatever it asks for."""
         self.admission.fit_to(self.check_ready())
         self.admission.refuse_if_full()
 
@@ -102,7 +102,7 @@ class Service:
         return self.admission.admit(choices, service)
 
     def begin(self) -> None:
-        """A request is in flight, until end()."""
+        """Count a request as in flight, until end()."""
         self.in_flight += 1
         self._idle.clear()
 
@@ -116,14 +116,14 @@ class Service:
         """A request is about to use the engine.
 
         Raises:
-            ApiError: 503, the time to shut down was up before it began.
+            ApiError: 503 when the time for the shutdown was up before it began.
         """
         if self._refusal is not None:
             raise self._refusal
         self.generations.add(generation)
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Let `work` go on after the answer that began it."""
+        """Let `work` go on after the answer that started it."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -145,7 +145,7 @@ class Service:
         await self._is_idle_within(2.0)
 
     def end_drain(self) -> None:
-        """Let drain() wait no longer."""
+        """Make drain() stop waiting."""
         self._idle.set()
 
     async def _is_idle_within(self, seconds: float) -> bool:

@@ -19,11 +19,11 @@ class ServerSettings:
     """Settings of the API process.
 
     Args:
-        served_model_names: the first is the one in answers.
+        served_model_names: answers have the first.
         service_classes: None has the built-in ones.
-        api_keys: any of them opens the API; none leaves it open.
+        api_keys: a request needs one of them; without any, it needs none.
         max_num_queued_reqs, max_num_queued_tokens: infinite for no limit, None suits the engine's size.
-        priority_allowed: requests may have a priority; the engine's policy looks at it.
+        priority_allowed: requests may have a priority, as the engine's policy looks at it.
     """
 
     host: Annotated[str, _flag("Address to listen on.")] = "0.0.0.0"

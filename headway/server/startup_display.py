@@ -1,4 +1,4 @@
-"""What the terminal shows while a model loads: each stage as it ends, then where the time went."""
+"""What the terminal shows while a model loads: each stage when it ends, then where the time has gone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MS = 1e-6
 
 
 class StartupDisplay:
-    """Hears of the stages of a start and prints them; a spinner turns where there is a terminal.
+    """Prints the stages of a start as it hears of them; on a terminal with a spinner.
 
     Args:
-        began_ns: when the process began to work, on time.monotonic_ns().
+        began_ns: when the process began, by time.monotonic_ns().
     """
 
     def __init__(self, title: str, began_ns: int, console: Console | None = None) -> None:

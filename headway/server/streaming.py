@@ -17,7 +17,7 @@ from headway.server.settings import ServerSettings
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-# Where the connection's own abort function is found in a request's scope.
+# The key of the connection's abort function in a request's scope.
 ABORT_CONNECTION = "headway.abort_connection"
 logger = logging.getLogger("headway.server")
 
@@ -36,7 +36,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client goes away.
 
     Raises:
-        ClientGone: it did.
+        ClientGone: the client went away.
     """
     working = asyncio.create_task(work)
     gone = asyncio.create_task(wait_until_gone(receive))
@@ -60,11 +60,11 @@ class SlowReader(Exception):
 
 
 class EventWriter:
-    """Sends what push() is given, as fast as the client reads it; what gathers meanwhile goes out together.
+    """Sends what push() is given as fast as the client reads. What gathers meanwhile goes out together.
 
     Args:
-        headers: of the answer, which begins with the first bytes.
-        max_buffer: bytes that may wait here, beside what the operating system holds.
+        headers: of the answer; they go out with the first bytes.
+        max_buffer: bytes that may wait here, on top of those that the operating system holds.
         timeout_s: seconds that one write may wait.
     """
 
@@ -101,17 +101,17 @@ class EventWriter:
             raise SlowReader(f"{self._pending_bytes} bytes wait for the client, more than {self._max_buffer}")
 
     def when_sent(self, callback: Callable[[int], None]) -> None:
-        """Call back, with time.monotonic_ns(), when what is pushed next has been handed to the connection."""
+        """Call back with time.monotonic_ns() when the bytes that are pushed next have been handed to the connection."""
         self._when_sent.append(callback)
 
     def refuse(self, error: ApiError) -> None:
-        """Nothing has been pushed: the answer is no stream, but this error with its status."""
+        """Answer with this error and its status instead of a stream; nothing may have been pushed."""
         answer = error.response()
         self._head = {"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers}
         self.push(bytes(answer.body))
 
     def close(self) -> None:
-        """No more will be pushed; run() returns when all is sent."""
+        """Say that no more will be pushed; run() returns when all is sent."""
         self._closed = True
         self._wake.set()
 
@@ -162,9 +162,9 @@ class EventStream(Response):
     """An answer in server-sent events.
 
     Args:
-        events: pushes the events; cancelling it frees what it uses. An ApiError it raises becomes the last event, or
-            the answer where it comes before the first.
-        done: called once, when the answer has ended in whatever way.
+        events: pushes the events; cancelling it frees what it uses. An ApiError that it raises becomes the last event,
+            or the whole answer when no event was pushed before.
+        done: called once when the answer has ended, however it ended.
     """
 
     media_type = "text/event-stream"
@@ -197,7 +197,7 @@ class EventStream(Response):
             self._drop(scope, writing)
 
     def _drop(self, scope: Scope, writing: asyncio.Task[None]) -> None:
-        """Cut the connection: a client that does not read would not read an error either."""
+        """Cut the connection, as a client that does not read would not read an error either."""
         reason = "its buffer is full" if writing.cancelled() else str(writing.exception())
         logger.warning("dropped a stream to %s that is not read: %s", scope.get("client"), reason)
         abort: Callable[[], Awaitable[None] | None] | None = scope.get(ABORT_CONNECTION)

@@ -1,4 +1,4 @@
-"""Text work beside the event loop: a few threads, and a bounded queue of what waits for one."""
+"""Text work outside the event loop: a few threads, and a bounded queue of work that waits for one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ INLINE_CHARS = 2000
 
 
 class TextWork:
-    """Runs what is done with texts: at once when they are short, else in a thread.
+    """Runs work on texts: at once when they are short, else in a thread.
 
     Args:
-        max_waiting: characters, or tokens, that may wait for a thread; one text may be longer when none waits.
+        max_waiting: characters or tokens that may wait for a thread. A longer text may wait when it is the only one.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -33,7 +33,7 @@ class TextWork:
         """The result of `function`, which works on `size` characters or tokens.
 
         Raises:
-            ApiError: 429, too much waits already.
+            ApiError: 429 when too much waits already.
         """
         if size <= INLINE_CHARS:
             return function()
@@ -47,7 +47,7 @@ class TextWork:
         return await self.finish(size, function)
 
     async def finish(self, size: int, function: Callable[[], T]) -> T:
-        """The same for work that ends a request: it waits however much waits before it."""
+        """As run(), for work that ends a request: it waits, however much waits before it."""
         if size <= INLINE_CHARS:
             return function()
         self.waiting += size

@@ -16,7 +16,7 @@ Clock = Callable[[], int]
 
 @dataclass(slots=True)
 class Stamps:
-    """When, in time.monotonic_ns(), the API process did what with one choice; 0 is not yet."""
+    """When the API process did what with one choice, by time.monotonic_ns(); 0 is not yet."""
 
     arrived_ns: int = 0  # the request's first byte
     checked_ns: int = 0  # the body is read and valid
@@ -25,12 +25,12 @@ class Stamps:
     last_token_ns: int = 0
     received_ns: int = 0  # the engine's last output came
     detokenized_ns: int = 0
-    detokenizing_ns: int = 0  # a length: spent on making text of all tokens, most of it beside the chain
+    detokenizing_ns: int = 0  # a length: spent on turning all tokens into text, most of it outside the chain
 
 
 @dataclass(slots=True)
 class ChoiceTimings:
-    """One choice's chain, from the request's first byte to the making of the answer that holds this object."""
+    """One choice's chain, from the request's first byte until the answer that contains it is made."""
 
     stamps: Stamps
     engine: SequenceTimings
@@ -67,6 +67,6 @@ class ChoiceTimings:
 
 
 def with_timings(encoded: bytes, timings: ChoiceTimings, clock: Clock) -> bytes:
-    """Add `timings` to an encoded JSON object; the chain ends here, with everything else already encoded."""
+    """Add `timings` to an encoded JSON object. The chain ends here, when everything else is encoded."""
     timings.mark(Phase.SEND, clock())
     return encoded[:-1] + b',"timings":' + msgspec.json.encode(timings.as_object()) + b"}"
