@@ -57,8 +57,8 @@ class _NoText:
 class Choice:
     """Grows by accept(). `engine_done` is set when the engine has sent its last output.
 
-    A choice that ends with a stop string is finished for the client first; then the engine has to be told. `stop_reason`
-    is the stop string or the stop token that ended it, None for the model's eos.
+    A choice that ends with a stop string is finished for the client first; then the engine has to be told.
+    `stop_reason` is the stop string or the stop token that ended it, None for the model's eos.
 
     Args:
         tokenizer: None for a choice without text.
