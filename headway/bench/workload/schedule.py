@@ -106,23 +106,24 @@ def _schedule(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
 
 def _each_by_itself(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
     """Classes with arrivals of their own, in order of time; closed loops come last."""
-    plans = []
+    made = []
     for part in parts:
         try:
-            plans.append(_of_one_class(spec, part))
+            made.append(_of_one_class(spec, part))
         except BenchError as error:
             raise BenchError(f"class '{part.of_class.name}' of the mix: {error}") from None
-    times = np.concatenate([each.times for each in plans])
-    conversations = [conversation for each in plans for conversation in each.conversations]
+    times = np.concatenate([each.times for each in made])
+    conversations = [conversation for each in made for conversation in each.conversations]
     order = np.argsort(times, kind="stable")  # NaN is the largest
-    notes = [note for each in plans for note in each.notes]
+    notes = [note for each in made for note in each.notes]
     return Schedule([conversations[place] for place in order], times[order], notes=notes)
 
 
 def _of_one_class(spec: WorkloadSpec, part: Part) -> Schedule:
     load = part.of_class.load
     assert load is not None
-    if load.num_prompts is None and spec.duration_s is None:
+    replays = load.arrival is None and load.users is None
+    if load.num_prompts is None and spec.duration_s is None and not replays:
         raise BenchError("nothing says when its requests end; give it num_prompts, or the run --duration")
     own = replace(
         spec,
@@ -132,9 +133,9 @@ def _of_one_class(spec: WorkloadSpec, part: Part) -> Schedule:
         num_prompts=load.num_prompts,
         no_oversample=spec.no_oversample and part.dataset.rows is not None,
     )
-    if load.arrival is None:
-        return _schedule(own if load.users is None else replace(own, time_scale=1.0), [part])
-    # The process runs on a clock that is `time_scale` times as fast.
+    if replays:
+        return _schedule(own, [part])
+    # The process runs on a clock that is `time_scale` times as fast; users of a closed loop have no times.
     until_s = None if spec.duration_s is None else spec.duration_s * spec.time_scale
     made = _schedule(replace(own, duration_s=until_s, time_scale=1.0), [part])
     made.times = made.times / spec.time_scale
@@ -143,7 +144,7 @@ def _of_one_class(spec: WorkloadSpec, part: Part) -> Schedule:
 
 def _recorded(spec: WorkloadSpec, part: Part) -> Schedule:
     """A trace at its own times."""
-    turns = part.dataset.draw(None, np.random.default_rng([spec.seed, _LENGTHS, 0]))
+    turns = part.dataset.draw(None, np.random.default_rng([spec.seed, _LENGTHS, part.number]))
     trace = Trace(tuple(each[0].arrival_s or 0.0 for each in turns), spec.time_scale)
     rng = np.random.default_rng([spec.seed, _TIMES])
     times = trace.offsets(len(turns), rng) if spec.duration_s is None else trace.offsets_until(spec.duration_s, rng)
