@@ -34,6 +34,8 @@ class Socket:
 class Core:
     """Notes in `log` what it was asked to do; has work until `steps` steps are done."""
 
+    waits_ms = 0
+
     def __init__(self, steps: int = 10**9, parts: int = 0) -> None:
         self.log: list[str] = []
         self.left = 0
@@ -106,6 +108,15 @@ def test_the_pool_is_checked_when_nothing_else_is_to_do_and_a_request_does_not_w
     assert core.log == ["add", "step", *["part"] * 3, "add", "step", *["part"] * 50, "checked"]
     assert channel.timeouts[:6] == [process.IDLE_POLL_MS, 0, 0, 0, 0, 0]
     assert channel.timeouts[-1] == process.IDLE_POLL_MS  # checked once
+
+
+def test_an_engine_that_waits_for_company_sleeps_until_a_request_comes() -> None:
+    core = Core(steps=2)
+    core.waits_ms = 7
+    channel = Script([[request(1)], [request(2)], *([[]] * 10)])
+    process._step_loop(channel, core, os.getppid())  # type: ignore[arg-type]
+    assert core.log[:4] == ["add", "step", "add", "step"]
+    assert channel.timeouts[:2] == [process.IDLE_POLL_MS, 7]
 
 
 def test_a_part_of_the_check_is_small_however_large_the_pool() -> None:

@@ -64,7 +64,11 @@ class Exponential:
 def test_one_at_a_time_with_fixed_steps_waits_as_m_d_1() -> None:
     """Pollaczek and Khinchine: the mean wait is load / (2 (1 - load)) of a service."""
     load, service = 0.5, MS
-    ran = simulate(scheduler(max_num_seqs=1), poisson(random.Random(2), 6000, service / load), Fixed(service))
+    ran = simulate(
+        scheduler(max_num_seqs=1, scheduling_policy="fcfs"),
+        poisson(random.Random(2), 6000, service / load),
+        Fixed(service),
+    )
     waits = [answer.ended_ns - answer.arrived_ns - service for answer in ran.answers]
     assert mean(waits) / service == pytest.approx(load / (2 * (1 - load)), rel=0.1)
     for (before, wait), after in zip(zip(ran.answers, waits, strict=True), ran.answers[1:], strict=False):
@@ -77,7 +81,9 @@ def test_one_at_a_time_with_fixed_steps_waits_as_m_d_1() -> None:
 
 def test_one_at_a_time_with_steps_without_memory_waits_as_m_m_1() -> None:
     load, rng = 0.4, random.Random(3)
-    ran = simulate(scheduler(max_num_seqs=1), poisson(rng, 6000, MS / load), Exponential(MS, rng))
+    ran = simulate(
+        scheduler(max_num_seqs=1, scheduling_policy="fcfs"), poisson(rng, 6000, MS / load), Exponential(MS, rng)
+    )
     times = sorted(answer.ended_ns - answer.arrived_ns for answer in ran.answers)
     assert mean(times) / MS == pytest.approx(1 / (1 - load), rel=0.08)
     # The time in the system is exponential: its percentiles are known too.
