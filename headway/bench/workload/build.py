@@ -18,7 +18,7 @@ import numpy as np
 
 from headway.bench.errors import BenchError
 from headway.bench.request import PlannedRequest, Prompt
-from headway.bench.workload.drafts import Draft
+from headway.bench.workload.datasets import SampleRequest
 from headway.bench.workload.mix import MixClass, load_mix, options_beside_a_mix
 from headway.bench.workload.prompts import MadePrompt, PromptMaker, TokenSource
 from headway.bench.workload.schedule import (
@@ -198,7 +198,7 @@ def _clip(schedule: Schedule) -> list[str]:
     clipped: Counter[str] = Counter()
     kept: list[Conversation] = []
     for part, turns in schedule.conversations:
-        kept.append((part, tuple(_clipped(part, draft, clipped) for draft in turns)))
+        kept.append((part, tuple(_clipped(part, request, clipped) for request in turns)))
     schedule.conversations = kept
     total = sum(len(turns) for _, turns in kept)
     notes = [f"{count} of {total} {what}" for what, count in clipped.items()]
@@ -210,18 +210,18 @@ def _clip(schedule: Schedule) -> list[str]:
     return notes
 
 
-def _clipped(part: Part, draft: Draft, clipped: Counter[str]) -> Draft:
+def _clipped(part: Part, request: SampleRequest, clipped: Counter[str]) -> SampleRequest:
     longest, longest_answer = part.of_class.options.max_input_len, part.of_class.options.max_output_len
-    if longest is not None and draft.input_tokens > longest and draft.text is None:
+    if longest is not None and request.input_tokens > longest and request.text is None:
         clipped[f"prompts clipped to {longest} tokens"] += 1
-        draft = replace(draft, input_tokens=longest)
-    if longest_answer is not None and draft.output_tokens > longest_answer:
+        request = replace(request, input_tokens=longest)
+    if longest_answer is not None and request.output_tokens > longest_answer:
         clipped[f"answers clipped to {longest_answer} tokens"] += 1
-        draft = replace(draft, output_tokens=longest_answer)
-    if max(draft.input_tokens, draft.output_tokens) > MOST_TOKENS:
-        lengths = f"{draft.input_tokens} tokens that ask for {draft.output_tokens}"
+        request = replace(request, output_tokens=longest_answer)
+    if max(request.input_tokens, request.output_tokens) > MOST_TOKENS:
+        lengths = f"{request.input_tokens} tokens that ask for {request.output_tokens}"
         raise BenchError(f"a request has {lengths}; clip it with --max-input-len and --max-output-len")
-    return draft
+    return request
 
 
 @dataclass
@@ -249,35 +249,35 @@ class _Writer:
     def _write(self, requests: list[PlannedRequest], conversation: Conversation, arrival_s: float | None) -> None:
         part, turns = conversation
         said = 0
-        for turn, draft in enumerate(turns):
-            made = self._prompt(part, draft, turn, len(turns))
+        for turn, request in enumerate(turns):
+            made = self._prompt(part, request, turn, len(turns))
             tokens = None if made.tokens is None else said + made.tokens
             requests.append(
                 PlannedRequest(
                     index=len(requests),
                     prompt=made.prompt,
                     prompt_tokens=tokens,
-                    output_tokens=draft.output_tokens,
+                    output_tokens=request.output_tokens,
                     class_name=part.of_class.name,
                     arrival_s=None if turn else arrival_s,
                     follows=len(requests) - 1 if turn else None,
-                    think_s=draft.think_s,
+                    think_s=request.think_s,
                     extra_body=dict(part.of_class.extra_body),
                     headers=dict(part.of_class.headers),
-                    cancel_after_s=draft.cancel_after_s,
+                    cancel_after_s=request.cancel_after_s,
                 )
             )
-            said = (tokens or 0) + draft.output_tokens
+            said = (tokens or 0) + request.output_tokens
 
-    def _prompt(self, part: Part, draft: Draft, turn: int, turns: int) -> MadePrompt:
-        if draft.text is not None:
-            return self.maker.source.of_text(draft.text)
+    def _prompt(self, part: Part, request: SampleRequest, turn: int, turns: int) -> MadePrompt:
+        if request.text is not None:
+            return self.maker.source.of_text(request.text)
         # Classes do not share blocks, whatever their ids.
-        shared = [(block * self.classes + part.number, length) for block, length in draft.shared]
-        made = self.maker.make(draft.input_tokens, shared, continues=turn > 0)
+        shared = [(block * self.classes + part.number, length) for block, length in request.shared]
+        made = self.maker.make(request.input_tokens, shared, continues=turn > 0)
         self.made += 1
-        if made.tokens is not None and made.tokens != draft.input_tokens:
-            self.off.append(abs(made.tokens - draft.input_tokens))
+        if made.tokens is not None and made.tokens != request.input_tokens:
+            self.off.append(abs(made.tokens - request.input_tokens))
         if turns == 1:
             return made
         said = made.prompt.text or ""

@@ -110,19 +110,11 @@ class Normal:
 
 
 @dataclass(frozen=True, slots=True)
-class LogNormal:
+class LogNormal(Normal):
     """With a long tail. Mean and coefficient of variation are of the values themselves, not of their logarithms.
 
     sigma^2 = ln(1 + cv^2) and mu = ln(mean) - sigma^2 / 2; what falls outside the bounds is set to the bound.
     """
-
-    mean: float
-    cv: float
-    minimum: float = 0.0
-    maximum: float = math.inf
-
-    def __post_init__(self) -> None:
-        _check_shape(self.mean, self.cv, self.minimum, self.maximum)
 
     def values(self, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
         variance = math.log1p(self.cv * self.cv)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headway.bench.errors import BenchError
 from headway.bench.workload.arrivals import AllAtOnce, Times, Trace
-from headway.bench.workload.drafts import Dataset, Turns
+from headway.bench.workload.datasets import Dataset, Turns
 from headway.bench.workload.mix import MixClass
 from headway.bench.workload.prompts import TokenSource
 from headway.bench.workload.spec import DEFAULT_NUM_PROMPTS, WorkloadSpec, make_dataset
@@ -242,7 +242,7 @@ def with_cancellations(
     """The same conversations; in those of classes with a `cancel_share`, some requests are given up by their client."""
     left = {part.number: _patience(spec, part, conversations) for part in parts}
     return [
-        (part, tuple(replace(draft, cancel_after_s=next(left[part.number])) for draft in turns))
+        (part, tuple(replace(request, cancel_after_s=next(left[part.number])) for request in turns))
         if part.of_class.options.cancel_share
         else (part, turns)
         for part, turns in conversations

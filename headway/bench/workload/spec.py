@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from headway.bench.errors import BenchError
 from headway.bench.workload.arrivals import Arrival
-from headway.bench.workload.drafts import Dataset
+from headway.bench.workload.datasets import Dataset
 from headway.bench.workload.lengths import (
     Distribution,
     Exponential,

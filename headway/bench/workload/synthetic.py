@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headway.bench.errors import BenchError
-from headway.bench.workload.drafts import Dataset, Draft, Turns
+from headway.bench.workload.datasets import Dataset, SampleRequest, Turns
 from headway.bench.workload.lengths import Distribution, tokens
 
 
@@ -41,7 +41,9 @@ class RandomLengths(Dataset):
         answers = tokens(self.output_len, count, rng).tolist()
         prefix = self.prefix_len
         shared = ((0, prefix),) if prefix else ()
-        return [(Draft(answer, prefix + prompt, shared),) for prompt, answer in zip(prompts, answers, strict=True)]
+        return [
+            (SampleRequest(answer, prefix + prompt, shared),) for prompt, answer in zip(prompts, answers, strict=True)
+        ]
 
     def describe(self) -> str:
         prefix = f", after {self.prefix_len} shared" if self.prefix_len else ""
@@ -74,7 +76,8 @@ class PrefixRepetition(Dataset):
         answers = tokens(self.output_len, count, rng).tolist()
         length = self.prefix_len + self.suffix_len
         return [
-            (Draft(answer, length, ((group, self.prefix_len),)),) for group, answer in zip(groups, answers, strict=True)
+            (SampleRequest(answer, length, ((group, self.prefix_len),)),)
+            for group, answer in zip(groups, answers, strict=True)
         ]
 
     def describe(self) -> str:
@@ -119,18 +122,20 @@ class MultiTurn(Dataset):
         ]
 
     def _conversation(self, turns: list[tuple[int, int, float]]) -> Turns:
-        drafts: list[Draft] = []
+        requests: list[SampleRequest] = []
         context = self.prefix_len
         for said, answer, think_s in turns:
-            if drafts and self.longest is not None and context + said > self.longest:
-                drafts[-1] = replace(drafts[-1], ends_early=True)
+            if requests and self.longest is not None and context + said > self.longest:
+                requests[-1] = replace(requests[-1], ends_early=True)
                 break
-            if drafts:
-                drafts.append(Draft(answer, said, think_s=think_s))
+            if requests:
+                requests.append(SampleRequest(answer, said, think_s=think_s))
             else:
-                drafts.append(Draft(answer, self.prefix_len + said, ((0, self.prefix_len),) if self.prefix_len else ()))
+                requests.append(
+                    SampleRequest(answer, self.prefix_len + said, ((0, self.prefix_len),) if self.prefix_len else ())
+                )
             context += said + answer
-        return tuple(drafts)
+        return tuple(requests)
 
     def describe(self) -> str:
         return (

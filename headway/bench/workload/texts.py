@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from headway.bench.errors import BenchError
-from headway.bench.workload.drafts import Dataset, Draft, Turns
+from headway.bench.workload.datasets import Dataset, SampleRequest, Turns
 from headway.bench.workload.files import numbered_lines, read_text, wrong
 from headway.bench.workload.lengths import Distribution, tokens
 from headway.bench.workload.prompts import TokenSource
@@ -84,9 +84,9 @@ class ShareGPT(TextDataset):
                 break
             seen += 1
             prompt, answer = self._pairs[at]
-            draft = self._sensible(prompt, answer, output_tokens)
-            if draft is not None:
-                kept.append((draft,))
+            request = self._sensible(prompt, answer, output_tokens)
+            if request is not None:
+                kept.append((request,))
         if not kept:
             raise BenchError(f"{self.path}: none of {seen} conversations has a length of {self._bounds()}")
         if len(kept) < seen:
@@ -98,13 +98,13 @@ class ShareGPT(TextDataset):
     def _bounds(self) -> str:
         return f"{FEWEST} to {self._most} prompt tokens and {self._longest} in all"
 
-    def _sensible(self, prompt: str, answer: str, output_tokens: int | None) -> Draft | None:
+    def _sensible(self, prompt: str, answer: str, output_tokens: int | None) -> SampleRequest | None:
         asked = self.source.count(prompt)
         answered = self.source.count(answer) if output_tokens is None else output_tokens
         too_short = asked < FEWEST or (output_tokens is None and answered < FEWEST)
         if too_short or asked > self._most or asked + answered > self._longest:
             return None
-        return Draft(answered, asked, text=prompt)
+        return SampleRequest(answered, asked, text=prompt)
 
     def describe(self) -> str:
         return f"ShareGPT {self.path.name}"
@@ -178,7 +178,7 @@ class Custom(TextDataset):
             if self.longest_prompt is not None and asked > self.longest_prompt:
                 long += 1
             else:
-                kept.append((Draft(output_tokens, asked, text=prompt),))
+                kept.append((SampleRequest(output_tokens, asked, text=prompt),))
         if not kept:
             raise BenchError(f"{self.path}: every prompt is longer than --max-input-len {self.longest_prompt}")
         if long:

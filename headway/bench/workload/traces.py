@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from headway.bench.errors import BenchError
-from headway.bench.workload.drafts import Dataset, Draft, Turns
+from headway.bench.workload.datasets import Dataset, SampleRequest, Turns
 from headway.bench.workload.files import count_of, numbered_lines, read_text, wrong
 from headway.bench.workload.lengths import Distribution, tokens
 
@@ -31,7 +31,7 @@ BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 MOONCAKE_BLOCK_SIZE = 512
 MOONCAKE_EXAMPLE = '{"timestamp": 40, "input_length": 600, "output_length": 20, "hash_ids": [0, 1]}'
 T = TypeVar("T")
-Row = tuple[int, Draft]  # nanoseconds from any origin, and the request
+Row = tuple[int, SampleRequest]  # nanoseconds from any origin, and the request
 
 
 class TraceRows(Dataset):
@@ -50,15 +50,15 @@ class TraceRows(Dataset):
         first = rows[0][0]
         # Whole nanoseconds until here, so that gaps are those of the file.
         self._turns: list[Turns] = [
-            (Draft(draft.output_tokens, draft.input_tokens, draft.shared, arrival_s=(at - first) / 1e9),)
-            for at, draft in rows
+            (SampleRequest(request.output_tokens, request.input_tokens, request.shared, arrival_s=(at - first) / 1e9),)
+            for at, request in rows
         ]
         self.rows = len(rows)
 
     def _usable(self, rows: list[Row]) -> list[Row]:
         kept = [row for row in rows if row[1].output_tokens and row[1].input_tokens]
         if len(kept) < len(rows):
-            failed = sum(not draft.output_tokens for _, draft in rows)
+            failed = sum(not request.output_tokens for _, request in rows)
             empty = len(rows) - len(kept) - failed
             what = [f"{failed} without an answer"] * bool(failed) + [f"{empty} without a prompt"] * bool(empty)
             self.notes.append(f"{self.path.name}: {' and '.join(what)} of {len(rows)} requests left out")
@@ -109,9 +109,9 @@ def _rows(path: Path, reader: Any) -> Iterator[list[str]]:
         raise wrong(path, reader.line_num, str(error), "a line of CSV is expected") from None
 
 
-def _draft(path: Path, line: int, columns: Sequence[str], prompt: str, answer: str) -> Draft:
+def _request(path: Path, line: int, columns: Sequence[str], prompt: str, answer: str) -> SampleRequest:
     input_tokens = count_of(path, line, columns[1], prompt)
-    return Draft(count_of(path, line, columns[2], answer), input_tokens)
+    return SampleRequest(count_of(path, line, columns[2], answer), input_tokens)
 
 
 def read_azure(path: Path) -> TraceRows:
@@ -122,7 +122,7 @@ def read_azure(path: Path) -> TraceRows:
     """
     rows = []
     for line, (came, prompt, answer), _ in _csv_rows(path, AZURE_COLUMNS, "an Azure trace"):
-        rows.append((_azure_time(path, line, came), _draft(path, line, AZURE_COLUMNS, prompt, answer)))
+        rows.append((_azure_time(path, line, came), _request(path, line, AZURE_COLUMNS, prompt, answer)))
     return TraceRows("Azure", path, rows, shares_blocks=False)
 
 
@@ -147,7 +147,7 @@ def read_burstgpt(path: Path, model: str | None = None) -> TraceRows:
         models.add(asked)
         if model is None or asked == model:
             at = _nanoseconds(path, line, "Timestamp", came, 1_000_000_000)
-            rows.append((at, _draft(path, line, BURSTGPT_COLUMNS, prompt, answer)))
+            rows.append((at, _request(path, line, BURSTGPT_COLUMNS, prompt, answer)))
     if not rows:
         raise BenchError(f"{path} has no requests to the model '{model}'; it has {', '.join(sorted(models))}")
     return TraceRows("BurstGPT", path, rows, shares_blocks=False)
@@ -186,8 +186,8 @@ def read_mooncake(path: Path, block_size: int = MOONCAKE_BLOCK_SIZE) -> TraceRow
             raise wrong(path, line, "a length or hash id below 0", "whole numbers of 0 or more are expected")
         shared = _blocks(path, line, row, block_size)
         at = _nanoseconds(path, line, "timestamp", row.timestamp, 1_000_000)
-        rows.append((at, Draft(row.output_length, row.input_length, shared)))
-    return TraceRows("Mooncake", path, rows, shares_blocks=any(draft.shared for _, draft in rows))
+        rows.append((at, SampleRequest(row.output_length, row.input_length, shared)))
+    return TraceRows("Mooncake", path, rows, shares_blocks=any(request.shared for _, request in rows))
 
 
 def _blocks(path: Path, line: int, row: _MooncakeRow, block_size: int) -> tuple[tuple[int, int], ...]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headway.bench.errors import BenchError
-from headway.bench.workload.drafts import Draft
+from headway.bench.workload.datasets import SampleRequest
 from headway.bench.workload.lengths import Fixed
 from headway.bench.workload.texts import Custom, ShareGPT
 from headway.bench.workload.token_sources import TokenizerSource
@@ -26,14 +26,14 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-def firsts(dataset: Any, count: int | None = None) -> list[Draft]:
+def firsts(dataset: Any, count: int | None = None) -> list[SampleRequest]:
     drawn = dataset.draw(count, rng())
     assert all(len(turns) == 1 for turns in drawn)
     return [turns[0] for turns in drawn]
 
 
 def times(trace: TraceRows) -> tuple[float | None, ...]:
-    return tuple(draft.arrival_s for draft in firsts(trace))
+    return tuple(request.arrival_s for request in firsts(trace))
 
 
 @pytest.mark.parametrize(

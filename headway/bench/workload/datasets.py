@@ -10,7 +10,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class SampleRequest:
     """One request.
 
     Args:
@@ -34,7 +34,7 @@ class Draft:
     cancel_after_s: float | None = None
 
 
-Turns = tuple[Draft, ...]  # of one conversation; a single request is a conversation of one turn
+Turns = tuple[SampleRequest, ...]  # of one conversation; a single request is a conversation of one turn
 
 
 @dataclass(kw_only=True)
