@@ -109,7 +109,7 @@ def _run(arguments: list[str], on_progress: Callable[[float, str], None]) -> Cal
     Raises:
         ValueError: it could not measure; its last words.
     """
-    from headway.bench.profile.local_server import end_with_parent, own_environment
+    from headway.bench.profile.local_server import child_options
     from headway.calibration.store import CalibratedMachine
 
     command = [sys.executable, "-m", "headway.calibration", "--machine", *arguments]
@@ -119,14 +119,11 @@ def _run(arguments: list[str], on_progress: Callable[[float, str], None]) -> Cal
         tempfile.TemporaryFile() as printed,
         subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.PIPE,
-            env=own_environment(),
             text=True,
             errors="replace",
-            start_new_session=True,
-            preexec_fn=end_with_parent(),
+            **child_options(),
         ) as process,
     ):
         assert process.stderr is not None

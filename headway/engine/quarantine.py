@@ -49,7 +49,7 @@ class Quarantine:
         try:
             outcome = self._executor.run(plan)
         except Exception as error:
-            self._take_note(error)
+            self._recover_from(error)
             said = repr(error)
             logger.error(
                 "a step of %d sequences failed and is run again in parts: %s",
@@ -77,15 +77,15 @@ class Quarantine:
                     outcome.take(self._executor.run(msgspec.structs.replace(plan, scheduled=part, copies=[])))
                     succeeded = True
                 except Exception as error:
-                    self._take_note(error)
+                    self._recover_from(error)
                     failed.append(part)
                     if len(part) == 1:
                         outcome.faults[part[0].seq_id] = type(error).__name__
             parts = [half for part in failed if len(part) > 1 for half in _halves(part)]
-        self._judge(outcome.faults, succeeded)
+        self._count_faults(outcome.faults, succeeded)
         return outcome
 
-    def _take_note(self, error: Exception) -> None:
+    def _recover_from(self, error: Exception) -> None:
         """Have the executor recover, unless the device itself has failed."""
         if isinstance(error, EngineFault):
             raise error
@@ -93,7 +93,7 @@ class Quarantine:
             raise EngineFault(f"the device failed: {error}") from error
         self._executor.recover()
 
-    def _judge(self, faults: dict[int, str], succeeded: bool) -> None:
+    def _count_faults(self, faults: dict[int, str], succeeded: bool) -> None:
         requests = {self._request_of(seq_id): name for seq_id, name in faults.items()}
         if succeeded:
             self._at_fault.clear()

@@ -55,7 +55,7 @@ class Runner:
         """Run a step and read its tokens back: here the host waits for the device, and again for prompt_logprobs."""
         if plan.copies:
             self._copy_blocks(plan.copies)
-        sequences = self._take_in(plan)
+        sequences = self._apply(plan)
         step = self.layout.lay_out(plan.scheduled, sequences)
         launched = time.monotonic_ns()
         hidden = self.model.forward(step.token_ids, step.geometry, self.caches)
@@ -92,7 +92,7 @@ class Runner:
         except Exception as error:
             raise EngineFault(f"the KV blocks of a step could not be copied: {error!r}") from error
 
-    def _take_in(self, plan: StepPlan) -> list[SequenceState]:
+    def _apply(self, plan: StepPlan) -> list[SequenceState]:
         """Apply the plan to what is known, and return its sequences. The same plan changes nothing a second time."""
         known = self._known
         for new in plan.new:

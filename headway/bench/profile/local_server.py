@@ -8,11 +8,13 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import headway
 from headway.bench.errors import BenchError
@@ -107,13 +109,7 @@ class LocalServer:
         command = [*self._command, *self._arguments, "--host", "127.0.0.1", "--port", "0"]
         command += ["--log-level", "warning", "--shutdown-timeout", "1"]
         self._process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            env=own_environment(),
-            start_new_session=True,
-            preexec_fn=end_with_parent(),
+            *command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **child_options()
         )
         self._reading = asyncio.create_task(self._read())
         ready = asyncio.create_task(self._ready.wait())
@@ -180,7 +176,17 @@ class LocalServer:
                 await asyncio.gather(self._reading, return_exceptions=True)
 
 
-def own_environment() -> dict[str, str]:
+def child_options() -> dict[str, Any]:
+    """How `subprocess` is to start a child: out of reach of the terminal's signals, and ended when we die."""
+    return {
+        "stdin": subprocess.DEVNULL,
+        "env": _environment(),
+        "start_new_session": True,
+        "preexec_fn": _end_with_parent(),
+    }
+
+
+def _environment() -> dict[str, str]:
     """The environment of a child that runs this very package, writes plain lines and asks for no key."""
     unwanted = ("FORCE_COLOR", "TTY_COMPATIBLE", "HEADWAY_API_KEY")
     plain = {name: value for name, value in os.environ.items() if name not in unwanted}
@@ -189,7 +195,7 @@ def own_environment() -> dict[str, str]:
     return {**plain, "PYTHONPATH": path, "NO_COLOR": "1", "COLUMNS": "200"}
 
 
-def end_with_parent() -> Callable[[], None] | None:
+def _end_with_parent() -> Callable[[], None] | None:
     """What a child does first, so that it gets SIGTERM when its parent dies (Linux; elsewhere nothing)."""
     if sys.platform != "linux":
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from headway.bench.errors import BenchError
-from headway.bench.profile.local_server import end_with_parent, own_environment
+from headway.bench.profile.local_server import child_options
 from headway.calibration.peaks import MachinePeaks
 
 
@@ -38,13 +39,7 @@ async def measure_peaks(
     command = [sys.executable, "-m", "headway.calibration", "--device", device, "--dtype", dtype]
     command += ["--threads", str(threads)] if threads is not None else []
     process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=own_environment(),
-        start_new_session=True,
-        preexec_fn=end_with_parent(),
+        *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **child_options()
     )
     assert process.stdout is not None and process.stderr is not None
     last = "nothing"
