@@ -106,7 +106,22 @@ ROOMS = {
         },
         forbidden=NO_DEVICE | NO_SERVER,
     ),
-    "simulator": Room(ours={"simulator", "policy", "cost", "bench"}, forbidden=NO_DEVICE | NO_SERVER),
+    "simulator": Room(
+        ours={
+            "simulator",
+            "policy",
+            "cost",
+            "bench",
+            "class_file",
+            "engine.config",
+            "flags",
+            "planner.request",
+            "planner.resolve",
+            "planner.words",
+            "text.tokenizer",
+        },
+        forbidden=NO_DEVICE | NO_SERVER,
+    ),
     "cli": Room(ours=None, forbidden=NO_DEVICE),
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 
 from rich.console import Console
 from rich.text import Text
@@ -13,10 +12,11 @@ from headway.bench.client.load import LoadMode
 from headway.bench.errors import BenchError
 from headway.bench.interrupts import Interrupted, interrupts, unless_stopped
 from headway.bench.max_rate import search
-from headway.bench.options import BenchOptions, Output
+from headway.bench.options import BenchOptions
 from headway.bench.report import verdict
 from headway.bench.report.console import print_runs
-from headway.bench.runs import INTERRUPTED, NOT_VALID, RATED, Bench, Load, Run, at_rate, is_made_up, load_name, load_of
+from headway.bench.reporting import INTERRUPTED, NOT_VALID, Run, check_places
+from headway.bench.runs import RATED, Bench, Load, at_rate, is_made_up, load_name, load_of
 from headway.bench.session import Session
 from headway.bench.workload.spec import WorkloadSpec
 
@@ -33,7 +33,7 @@ def run_job(options: BenchOptions) -> int:
     """
     import uvloop
 
-    _check_places(options.output)
+    check_places(options.output)
     progress = Console(stderr=True)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -43,21 +43,6 @@ def run_job(options: BenchOptions) -> int:
     except asyncio.CancelledError:
         progress.print("Stopped at once: what was measured last is lost.")
     return INTERRUPTED
-
-
-def _check_places(output: Output) -> None:
-    """Check before the measurement, not after it, that its results can be written."""
-    places = {"--result-dir": output.result_dir / (output.result_filename or "result.json")} if output.save else {}
-    if output.report is not None:
-        places["--report"] = output.report
-    if output.csv and places["--result-dir"].suffix == ".csv":
-        raise BenchError(
-            f"--result-filename is {output.result_filename}, and so is the table of --csv; end it in .json"
-        )
-    for flag, path in places.items():
-        there = next((each for each in path.absolute().parents if each.exists()), path)
-        if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise BenchError(f"cannot write {path}: no file can be made there; choose another place with {flag}")
 
 
 async def _run_job(options: BenchOptions, progress: Console) -> int:
@@ -75,7 +60,7 @@ async def _run_job(options: BenchOptions, progress: Console) -> int:
 
 
 async def _single(bench: Bench) -> int:
-    run = await bench.run(load_of(bench.options))
+    run = await bench.run(load_of(bench.options.workload, bench.options.max_concurrency))
     bench.save(*run)
     bench.print(*run)
     bench.report([run])

@@ -16,7 +16,8 @@ from headway.bench.measures.steady import falls_behind
 from headway.bench.report import verdict
 from headway.bench.report.console import print_runs, print_search
 from headway.bench.report.search import search_section
-from headway.bench.runs import NOT_VALID, RATED, Bench, Load, Run, at_rate
+from headway.bench.reporting import NOT_VALID, Run
+from headway.bench.runs import RATED, Bench, Load, at_rate
 from headway.bench.workload.mix import load_mix
 
 PROBE_REQUESTS, PROBE_S = 400, 60.0  # the fewest requests of a probe, and how long one may last for more of them

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from headway.bench.client.load import LoadMode
-from headway.bench.comparing import figures_beside
 from headway.bench.errors import BenchError
-from headway.bench.interrupts import Interrupted, interruptible
-from headway.bench.measures.numbers import Summary
-from headway.bench.measures.summary import summarise_all
 from headway.bench.options import BenchOptions
-from headway.bench.record import RunResult
-from headway.bench.report import verdict
-from headway.bench.report.console import print_summary
 from headway.bench.report.live import LiveView
-from headway.bench.report.run_page import report_page
-from headway.bench.results import default_file_name, to_json, write_csv, write_json
+from headway.bench.reporting import Reporting, Run
 from headway.bench.session import Session
 from headway.bench.settings import settings_of
 from headway.bench.workload.arrivals import AllAtOnce, Constant, Gamma, Poisson
@@ -32,13 +20,9 @@ from headway.bench.workload.build import Workload, build_workload, probe_request
 from headway.bench.workload.mix import load_mix
 from headway.bench.workload.spec import WorkloadSpec
 from headway.bench.workload.traces import TRACES
-from headway.report.page import write_page
-from headway.report.parts import Section
 
-VALID, NOT_VALID, INTERRUPTED = 0, 1, 130
 TEXTS = ("sharegpt", "custom")  # datasets with prompts of their own
 RATED = (Poisson, Gamma, Constant)  # arrival processes with one rate
-Run = tuple[RunResult, list[Summary]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +34,7 @@ class Load:
     max_concurrency: int | None
 
 
-def load_of(options: BenchOptions) -> Load:
+def load_of(spec: WorkloadSpec, most: int | None) -> Load:
     """The load that the flags describe.
 
     Without an arrival process: a trace keeps its own times; --max-concurrency is a closed loop of so many users; and
@@ -59,7 +43,6 @@ def load_of(options: BenchOptions) -> Load:
     Raises:
         BenchError: the mix cannot be read.
     """
-    spec, most = options.workload, options.max_concurrency
     if spec.mix is not None and load_mix(spec.mix).has_own_arrivals:
         return Load(dataclasses.replace(spec, closed_loop=most is not None), LoadMode.OPEN, most)
     timeless = spec.arrival is None and (spec.mix is not None or spec.dataset_name not in TRACES)
@@ -88,19 +71,14 @@ def load_name(load: Load) -> str:
     return "all at once" if rate is None else f"{rate:g} requests/s"
 
 
-class Bench:
-    """Runs loads against one endpoint, and keeps what comes of them.
-
-    Args:
-        stop: is set when the user has had enough.
-        out: for results; progress: for what happens meanwhile.
-    """
+class Bench(Reporting):
+    """Runs loads against one endpoint, and keeps what comes of them. Arguments as those of Reporting."""
 
     def __init__(
         self, options: BenchOptions, session: Session, stop: asyncio.Event, out: Console, progress: Console
     ) -> None:
+        super().__init__(options.claims, options.output, stop, out, progress)
         self.options, self.session = options, session
-        self.stop, self.out, self.progress = stop, out, progress
 
     def plan(self, spec: WorkloadSpec) -> Workload:
         """Make the prompts.
@@ -114,7 +92,7 @@ class Bench:
             def show(made: int, total: int) -> None:
                 status.update(f"Making prompts ... {made:,} of {total:,}")
 
-            with self._stoppable():
+            with self.stoppable():
                 workload = build_workload(spec, self.session.source, chat=self.options.target.chat, progress=show)
         context = self.session.server.max_model_len
         if context is not None and workload.longest_tokens > context:
@@ -125,15 +103,6 @@ class Bench:
                 "with --max-input-len and --max-output-len"
             )
         return workload
-
-    @contextlib.contextmanager
-    def _stoppable(self) -> Iterator[None]:
-        try:
-            with interruptible():
-                yield
-        except Interrupted:
-            self.stop.set()
-            raise
 
     async def run(self, load: Load, label: str = "") -> Run:
         """One run, from prompts to numbers.
@@ -162,67 +131,3 @@ class Bench:
                 keep_text=self.options.output.detailed,
             )
         return result, self.summarise(result, workload)
-
-    def summarise(self, result: RunResult, workload: Workload) -> list[Summary]:
-        claims = self.options.claims
-        summaries = summarise_all(
-            result,
-            percentiles=claims.percentiles,
-            objectives=claims.objectives or None,
-            objectives_by_class=workload.classes or None,
-            price_per_hour=claims.price_per_hour,
-        )
-        summaries[0].notes.extend(workload.notes)
-        return summaries
-
-    def save(self, result: RunResult, summaries: Sequence[Summary], number: int | None = None) -> None:
-        """Write the files of one run that were asked for; `number` tells the runs of a sweep or search apart."""
-        output, claims = self.options.output, self.options.claims
-        if not output.save:
-            return
-        name = Path(output.result_filename or default_file_name(result))
-        if number is not None:
-            name = name.with_stem(f"{name.stem}-{number}")
-        path = output.result_dir / name
-        by_class = result.settings["goodput_by_class"]
-        values = to_json(
-            result,
-            summaries,
-            percentiles=claims.percentiles,
-            objectives=claims.objectives,
-            objectives_by_class=by_class,
-            save_detailed=output.detailed,
-        )
-        write_json(path, values)
-        if output.csv:
-            write_csv(path.with_suffix(".csv"), result, claims.objectives, by_class)
-        self.out.print(Text(f"Result: {path}", style="dim"), soft_wrap=True)
-
-    def report(self, runs: Sequence[Run], extra: Sequence[Section] = ()) -> None:
-        """Write the HTML report, where one was asked for."""
-        path, claims = self.options.output.report, self.options.claims
-        if path is None or not runs:
-            return
-        try:
-            with self.progress.status("Drawing the report ..."), self._stoppable():
-                page = report_page(
-                    *zip(*runs, strict=True),
-                    extra=extra,
-                    target=claims.attainment,
-                    max_failed_share=claims.max_failed_share,
-                )
-                write_page(path, page, figures_beside(path))
-        except Interrupted:
-            self.progress.print("Stopped: there is no report.")
-            return
-        self.out.print(Text(f"Report: {path}", style="dim"), soft_wrap=True)
-
-    def print(self, result: RunResult, summaries: Sequence[Summary]) -> None:
-        claims = self.options.claims
-        print_summary(self.out, result, summaries, target=claims.attainment, most_failed=claims.max_failed_share)
-
-    def exit_code(self, runs: Sequence[Run]) -> int:
-        if self.stop.is_set():
-            return INTERRUPTED
-        most = self.options.claims.max_failed_share
-        return VALID if all(verdict.is_valid(*run, max_failed_share=most) for run in runs) else NOT_VALID

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from headway.bench.options import BenchOptions
+from headway.bench.options import BenchOptions, Claims, Output
 from headway.bench.session import Session
 from headway.bench.workload.build import Workload
 from headway.bench.workload.spec import DATASET_FIELDS, WorkloadSpec
@@ -16,11 +16,8 @@ def settings_of(
     options: BenchOptions, session: Session, spec: WorkloadSpec, workload: Workload, max_concurrency: int | None
 ) -> dict[str, Any]:
     """JSON-able, and enough to see the command that made a run; without keys and other secrets."""
-    target, claims, output = options.target, options.claims, options.output
-    arrival, endpoint = spec.arrival, session.server.endpoint
-    settings = {
-        "label": output.label,
-        "metadata": output.metadata,
+    target, endpoint = options.target, session.server.endpoint
+    of_target = {
         "backend": target.backend,
         "base_url": target.url,
         "endpoint": endpoint.route,
@@ -29,6 +26,20 @@ def settings_of(
         "tokens": session.tokens,
         "ignore_eos": endpoint.ignore_eos,
         "extra_body": target.body_fields,
+        "num_warmups": options.num_warmups,
+        "probe_rate": options.probe_rate,
+    }
+    return of_target | settings_of_load(spec, workload, max_concurrency, options.claims, options.output)
+
+
+def settings_of_load(
+    spec: WorkloadSpec, workload: Workload, max_concurrency: int | None, claims: Claims, output: Output
+) -> dict[str, Any]:
+    """What does not depend on who is asked."""
+    arrival = spec.arrival
+    return {
+        "label": output.label,
+        "metadata": output.metadata,
         "workload": workload.description,
         "arrivals": workload.arrivals,
         "request_rate": arrival.mean_rate if arrival is not None else None,
@@ -37,8 +48,6 @@ def settings_of(
         "num_prompts": len(workload.requests),
         "duration": spec.duration_s,
         "time_scale": spec.time_scale,
-        "num_warmups": options.num_warmups,
-        "probe_rate": options.probe_rate,
         "seed": spec.seed,
         "prompt_seed": spec.seed_of_prompts,
         "fingerprint": workload.fingerprint(),
@@ -48,7 +57,6 @@ def settings_of(
         "goodput_by_class": {name: limits for name, limits in workload.classes.items() if limits},
         "price_per_hour": claims.price_per_hour,
     }
-    return settings
 
 
 def _dataset(spec: WorkloadSpec) -> dict[str, Any]:

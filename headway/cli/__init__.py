@@ -19,6 +19,7 @@ COMMANDS = {
     "`headway plan`.",
     "bench": "Measure an OpenAI-compatible endpoint, and show where the time goes.",
     "plan": "What a model on hardware takes and gives: memory, TTFT, TPOT, throughput, cost, and what limits them.",
+    "simulate": "What clients would see of a model on hardware under a workload, without either.",
 }
 
 

@@ -101,25 +101,14 @@ class SpeculationFlags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """What plans are made for that are compared: all but the model and the hardware.
-
-    "auto" and None leave the choice to the plan.
+class DeploymentOptions:
+    """How a model is run, in a plan as in a simulation. "auto" and None leave the choice to that.
 
     Args:
         engine: see `cost.catalogue.engines`.
         quantization: see `cost.precision.QUANTIZATIONS`.
-        batch_size, concurrency, request_rate: one of them at most; none means batch_size 1.
-        slo: by ttft, tpot, e2el.
     """
 
-    count: Annotated[int | None, _deployment("Devices in all. Default: as many as one replica takes.")] = None
-    tensor_parallel_size: Annotated[
-        int | None,
-        _deployment("Devices that share each layer. Default: --count, where the model can be divided so."),
-    ] = None
-    pipeline_parallel_size: Annotated[int, _deployment("Stages that share the layers.")] = 1
-    data_parallel_size: Annotated[int, _deployment("Groups that share the experts; with --enable-expert-parallel.")] = 1
     enable_expert_parallel: Annotated[
         bool, _deployment("Deal experts out whole instead of dividing each.", "--enable-expert-parallel")
     ] = False
@@ -135,6 +124,39 @@ class PlanOptions:
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[str, _deployment("Type of the KV cache: auto, bf16, fp16, fp32, fp8 or int8.")] = "auto"
+    network_gb_per_s: Annotated[
+        float | None,
+        _deployment("10^9 bytes a second of a device to other machines. Default: the catalogue's, else 12.5."),
+    ] = None
+    engine: Annotated[str, _engine("The serving program whose efficiency counts.")] = "vllm"
+    max_model_len: Annotated[int | None, _engine("Tokens of a sequence at most. Default: the model's.")] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _engine(
+            "Share of the memory that the engine takes. Default: 0.9. Of a calibrated CPU always half of the free."
+        ),
+    ] = None
+    flash_attention: Annotated[bool, _engine("Whether attention keeps its scores on the chip.")] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(DeploymentOptions):
+    """What plans are made for that are compared: all but the model and the hardware.
+
+    "auto" and None leave the choice to the plan.
+
+    Args:
+        batch_size, concurrency, request_rate: one of them at most; none means batch_size 1.
+        slo: by ttft, tpot, e2el.
+    """
+
+    count: Annotated[int | None, _deployment("Devices in all. Default: as many as one replica takes.")] = None
+    tensor_parallel_size: Annotated[
+        int | None,
+        _deployment("Devices that share each layer. Default: --count, where the model can be divided so."),
+    ] = None
+    pipeline_parallel_size: Annotated[int, _deployment("Stages that share the layers.")] = 1
+    data_parallel_size: Annotated[int, _deployment("Groups that share the experts; with --enable-expert-parallel.")] = 1
     prompt_tokens: Annotated[int, _load("Tokens of each prompt.")] = 1024
     output_tokens: Annotated[int, _load("Tokens of each answer, on average.")] = 256
     cached_tokens: Annotated[
@@ -149,7 +171,6 @@ class PlanOptions:
         int | None, _load("Clients in all, each of whom waits for an answer before asking again.")
     ] = None
     request_rate: Annotated[float | None, _load("Requests a second in all, at random times (Poisson).")] = None
-    engine: Annotated[str, _engine("The serving program whose efficiency counts.")] = "vllm"
     max_num_batched_tokens: Annotated[
         int | None,
         _engine(
@@ -158,7 +179,6 @@ class PlanOptions:
         ),
     ] = None
     max_num_seqs: Annotated[int | None, _engine("Sequences at once. Default: 1024 on the same GPUs, else 256.")] = None
-    max_model_len: Annotated[int | None, _engine("Tokens of a sequence at most. Default: the model's.")] = None
     max_prefill_stall_ms: Annotated[
         float | None,
         _engine(
@@ -166,14 +186,7 @@ class PlanOptions:
             "machine, else no bound."
         ),
     ] = None
-    gpu_memory_utilization: Annotated[
-        float | None,
-        _engine(
-            "Share of the memory that the engine takes. Default: 0.9. Of a calibrated CPU always half of the free."
-        ),
-    ] = None
     block_size: Annotated[int, _engine("Tokens of a block of the cache.")] = 16
-    flash_attention: Annotated[bool, _engine("Whether attention keeps its scores on the chip.")] = True
     slo: Annotated[
         dict[str, float],
         _money("Objectives in ms: ttft, tpot, e2el.", parse=parse_slo, metavar="ttft:200,tpot:50"),
@@ -182,10 +195,6 @@ class PlanOptions:
     storage_gb_per_s: Annotated[float, _deployment("10^9 bytes a second at which the checkpoint is read.")] = (
         STORAGE_BYTES_PER_S / 1e9
     )
-    network_gb_per_s: Annotated[
-        float | None,
-        _deployment("10^9 bytes a second of a device to other machines. Default: the catalogue's, else 12.5."),
-    ] = None
 
 
 @dataclass(frozen=True, slots=True)

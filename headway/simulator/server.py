@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from headway.policy.intake import check, fit_to_context, sequences_of, taken_up
+from headway.policy.intake import check, fit_to_class, fit_to_context, sequences_of, taken_up
 from headway.policy.ledger import Ledger, Phase
 from headway.policy.queue_bound import Place, QueueBound, QueueLimits, Refusal
 from headway.policy.request import FinishReason, Sequence
@@ -85,8 +85,10 @@ class Answer:
         return self.token_ns[0] - self.arrived_ns if self.token_ns else None
 
 
-# Is told of the answers to each request when it has ended; returns what its client sends next, then or later.
+# Is told of the answers to each request when it has ended; returns what is sent next, then or later.
 After = Callable[[list[Answer]], Iterable[Arrival]]
+# Is asked of each request when its time has come; a client that says no sends it later, by what `After` returns.
+Sends = Callable[[Arrival, int], bool]
 
 
 @dataclass(slots=True)
@@ -110,6 +112,7 @@ def simulate(
     limits: QueueLimits = NO_LIMITS,
     host: Host = NO_TIME,
     after: After | None = None,
+    sends: Sends | None = None,
 ) -> Simulated:
     """Let requests come to a server until all of them have ended.
 
@@ -118,12 +121,13 @@ def simulate(
         arrivals: in order of time; each is asked for when the one before comes, and its prompt is kept no longer than
             the scheduler needs it.
         limits: of the queue.
-        after: what answers lead to, as in a closed loop.
+        after, sends: clients that wait for answers.
 
     Raises:
         Stuck: a sequence can never run.
+        ValueError: a request names a class that there is not.
     """
-    server = Server(scheduler, timing, limits, host, after)
+    server = Server(scheduler, timing, limits, host, after, sends)
     server.expect(iter(arrivals))
     server.run()
     return Simulated(server.answers, server.steps, server.now)
@@ -167,7 +171,13 @@ class Server:
     """
 
     def __init__(
-        self, scheduler: Scheduler, timing: Timing, limits: QueueLimits, host: Host, after: After | None
+        self,
+        scheduler: Scheduler,
+        timing: Timing,
+        limits: QueueLimits,
+        host: Host,
+        after: After | None,
+        sends: Sends | None,
     ) -> None:
         self.scheduler = scheduler
         self.answers: list[Answer] = []
@@ -177,7 +187,11 @@ class Server:
         self._timing = timing
         self._host = host
         self._after = after
+        self._sends = sends
         self._queue = QueueBound(limits)
+        self._queues = {
+            each.name: QueueBound(QueueLimits(choices=each.max_queued), each.name) for each in scheduler.config.classes
+        }
         self._coming: list[tuple[int, int, Callable[[int], None]]] = []  # to the API process: when, and what
         self._numbers = itertools.count()
         self._tokenizer_free_ns = 0
@@ -217,16 +231,20 @@ class Server:
 
     def _arrive(self, arrival: Arrival, later: Iterator[Arrival], now: int) -> None:
         self.expect(later)
-        request, limit = arrival.request, self.scheduler.config.max_model_len
-        prompt_len = len(request.prompt_token_ids)
+        if self._sends is not None and not self._sends(arrival, now):
+            return
+        request, config = arrival.request, self.scheduler.config
+        classes, prompt_len = config.classes, len(request.prompt_token_ids)
         answers = [
             Answer(request.request_id, choice.index, prompt_len, now, ledger=Ledger(now)) for choice in request.choices
         ]
         self.answers += answers
-        present = _Present(arrival, answers, Place(self._queue), len(answers))
+        service = classes.named(request.service_class) if request.service_class else classes.default_class
+        present = _Present(arrival, answers, Place(self._queue, self._queues[service.name]), len(answers))
         try:
-            request.params = fit_to_context(request.params, prompt_len, limit, "max_tokens")
-            check(request, limit, VOCAB_SIZE)
+            fitted = fit_to_context(request.params, prompt_len, config.max_model_len, "max_tokens")
+            request.params = fit_to_class(fitted, prompt_len, service, "max_tokens")
+            check(request, config.max_model_len, VOCAB_SIZE)
         except ValueError as error:
             return self._refuse(present, str(error), True, now)
         if (refusal := present.place.take(len(answers))) is not None:
@@ -331,15 +349,21 @@ class Server:
                 self._drawn[sequence.seq_id] = [EOS]
 
     def _wait(self, until: int) -> None:
-        """Nothing could run; it may at a time that the scheduler knows, when time has passed, or something has come."""
+        """Nothing could run: until then, or until something comes for the engine.
+
+        Args:
+            until: 0 where the scheduler does not say.
+        """
         if not self.scheduler.has_work:
-            return
-        if until:
-            self.now = max(self.now, min([until, *(event[0] for event in self._coming[:1])]))
             return
         if not self._coming and self.now - self._ran_ns > STUCK_NS:
             raise Stuck(f"{len(self.scheduler.waiting)} sequences wait, and for {STUCK_NS / 1e9:g} s none could run")
-        self.now += IDLE_NS
+        until = max(until, self.now + 1) if until else self.now + IDLE_NS
+        while not self._inbox and self._coming and self._coming[0][0] < until:
+            self.now = max(self.now, self._coming[0][0])
+            self._receive(self.now)
+        if not self._inbox:
+            self.now = until
 
     def _end(self, choice: _Choice) -> None:
         """The scheduler has ended it."""
@@ -353,4 +377,6 @@ class Server:
 
 
 def _said(refusal: Refusal) -> str:
-    return f"it has {refusal.asked} {refusal.unit}, {refusal.present} are here, and at most {refusal.limit} may be"
+    of_class = f" of class {refusal.bound.service_class}" if refusal.bound.service_class else ""
+    here = f"{refusal.present}{of_class} are here"
+    return f"it has {refusal.asked} {refusal.unit}, {here}, and at most {refusal.limit} may be"

@@ -21,6 +21,7 @@ from headway.engine.config import EngineConfig
 from headway.flags import Flag, flags_of, size
 from headway.planner.request import PlanRequest
 from headway.server.settings import ServerSettings
+from headway.simulator.run import SimulateOptions
 
 
 def all_sizes(texts: list[str]) -> tuple[int, ...]:
@@ -135,7 +136,7 @@ def test_what_is_wrong_in_a_file(command: Command, file: Path, content: str, say
 
 
 @pytest.mark.parametrize(
-    "name", ["serve", "calibrate", "bench", "bench profile", "plan", "plan compare", "plan levers"]
+    "name", ["serve", "calibrate", "bench", "bench profile", "plan", "plan compare", "plan levers", "simulate"]
 )
 def test_every_command_reads_a_file(
     name: str, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -179,7 +180,9 @@ def test_no_file(command: Command, tmp_path: Path) -> None:
     assert "is not TOML" in command.refused("here", "--config", tmp_path / "latin")
 
 
-@pytest.mark.parametrize("kind", [EngineConfig, ServerSettings, BenchOptions, ProfileOptions, PlanRequest])
+@pytest.mark.parametrize(
+    "kind", [EngineConfig, ServerSettings, BenchOptions, ProfileOptions, PlanRequest, SimulateOptions]
+)
 def test_texts_of_defaults_are_the_defaults(kind: type) -> None:
     """They stand in the help, and are what a value is made of where none is given."""
     for each, hint, flag in flags_of(kind):

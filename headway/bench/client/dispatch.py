@@ -63,7 +63,7 @@ class LoadListener:
 
 
 @dataclass(slots=True)
-class _Loop:
+class Loop:
     """A closed loop: how many users it has, and the conversations that none of them has begun."""
 
     users: int
@@ -83,7 +83,7 @@ class _Due:
     planned: PlannedRequest
     at_ns: int
     prompt: Prompt | None = None
-    loop: _Loop | None = None
+    loop: Loop | None = None
     after: list[_Due] = field(default_factory=list)
 
 
@@ -119,7 +119,7 @@ class Dispatch:
         self._conversations = conversations
         # In a closed loop the users are the limit.
         self._max_concurrency = max_concurrency if mode is LoadMode.OPEN else None
-        self._loops, self._scheduled = _loops(conversations.first_turns, mode, max_concurrency, users)
+        self._loops, self._scheduled = loops_of(conversations.first_turns, mode, max_concurrency, users)
         self._duration_s = duration_s
         self._as_messages = as_messages
         self._listener = listener
@@ -340,7 +340,7 @@ class Dispatch:
             followers.append(_Due(planned, due_ns, prompt, due.loop, due.after))
         return followers
 
-    def _next_of_user(self, loop: _Loop, after: list[_Due], free_ns: int) -> None:
+    def _next_of_user(self, loop: Loop, after: list[_Due], free_ns: int) -> None:
         """A user of a closed loop goes on with its conversation, or begins the next one."""
         if not after:
             return self._next_conversation(loop, free_ns)
@@ -348,7 +348,7 @@ class Dispatch:
         due.at_ns = max(due.at_ns, free_ns)
         self._at(due)
 
-    def _next_conversation(self, loop: _Loop, free_ns: int) -> None:
+    def _next_conversation(self, loop: Loop, free_ns: int) -> None:
         first = next(loop.unbegun, None)
         if first is not None:
             self._at(_Due(first, free_ns, loop=loop))
@@ -386,11 +386,11 @@ class Dispatch:
             self._abandon(self._record(due.planned, due.at_ns), reason)
 
 
-def _loops(
+def loops_of(
     firsts: Sequence[PlannedRequest], mode: LoadMode, max_concurrency: int | None, users: Mapping[str, int]
-) -> tuple[list[_Loop], list[PlannedRequest]]:
+) -> tuple[list[Loop], list[PlannedRequest]]:
     """The closed loops of a load, and the first turns that are in none."""
     if mode is LoadMode.CLOSED:
-        return [_Loop(max_concurrency or 1, iter(firsts))], []
-    loops = [_Loop(count, iter([each for each in firsts if each.class_name == name])) for name, count in users.items()]
+        return [Loop(max_concurrency or 1, iter(firsts))], []
+    loops = [Loop(count, iter([each for each in firsts if each.class_name == name])) for name, count in users.items()]
     return loops, [each for each in firsts if each.class_name not in users]

@@ -125,7 +125,7 @@ async def run_load(
     else:
         if before_load is not None:
             await before_load()
-        with _collector_off(), watch:
+        with collector_off(), watch:
             async with stream.beside(grace_s):
                 await dispatch.go(stop, drain_s, grace_s)
     listener.stage(LoadStage.DONE)
@@ -201,7 +201,7 @@ async def _warm_up(
 
 
 @contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
+def collector_off() -> Iterator[None]:
     """No garbage collection meanwhile: one over the plans and records of 100,000 requests stops the loop for 0.1 s,
     which would be read as latency of the server.
 

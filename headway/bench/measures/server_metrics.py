@@ -133,7 +133,7 @@ def server_metrics(before: str, after: str, gauges: Sequence[tuple[float, Mappin
         metrics[ours] = change.by_label(names, label)
     metrics = {name: value for name, value in metrics.items() if value is not None}
     if gauges:
-        metrics |= _over_time(gauges)
+        metrics |= over_time(gauges)
     if change.resets:
         metrics["resets"] = sorted(change.resets)
     return {"prefix": last.prefix, **metrics} if metrics else {}
@@ -191,9 +191,10 @@ def _mean_time(change: _Change, names: Iterable[str]) -> dict[str, float | None]
     return {"count": count, "sum_s": total, "mean_ms": 1000 * total / count if count else None}
 
 
-def _over_time(gauges: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, Any]:
-    """A gauge that one scrape lacks is None there."""
-    columns = {name: [of_scrape.get(name) for _, of_scrape in gauges] for name in GAUGES}
+def over_time(gauges: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, Any]:
+    """`gauges` and `gauges_over_time` of `server_metrics`; a gauge that one scrape lacks is None there."""
+    names = dict.fromkeys(name for _, of_scrape in gauges for name in of_scrape)
+    columns = {name: [of_scrape.get(name) for _, of_scrape in gauges] for name in names}
     columns = {name: values for name, values in columns.items() if any(value is not None for value in values)}
     if not columns:
         return {}

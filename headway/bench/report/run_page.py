@@ -152,14 +152,16 @@ def run_sections(result: RunResult, summaries: Sequence[Summary], prefix: str = 
     parts = [
         Section("Numbers", tables=found, paragraphs=notes, anchor="numbers"),
         *(_answered_sections(result, summaries) if whole.completed else _unanswered_sections(result)),
-        Section(
-            "The client",
-            tables=(tables.client_table(result.client),),
-            pictures=(pictures.client_picture(result),),
-            anchor="client",
-        ),
+        *_client_sections(result),
     ]
     return [_prefixed(section, prefix) for section in parts] if prefix else parts
+
+
+def _client_sections(result: RunResult) -> list[Section]:
+    table = tables.client_table(result.client)
+    if table is None:
+        return []
+    return [Section("The client", tables=(table,), pictures=(pictures.client_picture(result),), anchor="client")]
 
 
 def _answered_sections(result: RunResult, summaries: Sequence[Summary]) -> list[Section]:

@@ -197,6 +197,7 @@ GAUGES = (
     ("running", "requests running", 1),
     ("waiting", "requests waiting", 1),
     ("kv_cache_usage", "KV cache, %", 100),
+    ("utilisation", "busy with steps, %", 100),
 )
 
 
@@ -226,8 +227,10 @@ def failure_table(result: RunResult) -> Table | None:
     return Table("Failures", ("kind", "requests", "for example"), tuple(rows), left=frozenset({0, 2}))
 
 
-def client_table(client: ClientHealth) -> Table:
-    """How late the client itself was."""
+def client_table(client: ClientHealth) -> Table | None:
+    """How late the client itself was; None where there was none, as in a simulation."""
+    if not client.loop_lag_ms and not client.start_lag_ms:
+        return None
     rows = [
         _lag_row("sends after their schedule, ms", client.start_lag_ms),
         _lag_row("event loop after its timer, ms", client.loop_lag_ms),

@@ -1,0 +1,137 @@
+"""What becomes of runs that are over: numbers, files, what is printed, and a report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from headway.bench.comparing import figures_beside
+from headway.bench.errors import BenchError
+from headway.bench.interrupts import Interrupted, interruptible
+from headway.bench.measures.numbers import Summary
+from headway.bench.measures.summary import summarise_all
+from headway.bench.options import Claims, Output
+from headway.bench.record import RunResult
+from headway.bench.report import verdict
+from headway.bench.report.console import print_summary
+from headway.bench.report.run_page import report_page
+from headway.bench.results import default_file_name, to_json, write_csv, write_json
+from headway.bench.workload.build import Workload
+from headway.report.page import write_page
+from headway.report.parts import Section
+
+VALID, NOT_VALID, INTERRUPTED = 0, 1, 130
+Run = tuple[RunResult, list[Summary]]
+
+
+def check_places(output: Output) -> None:
+    """Check before the measurement, not after it, that its results can be written.
+
+    Raises:
+        BenchError: they cannot.
+    """
+    places = {"--result-dir": output.result_dir / (output.result_filename or "result.json")} if output.save else {}
+    if output.report is not None:
+        places["--report"] = output.report
+    if output.csv and places["--result-dir"].suffix == ".csv":
+        raise BenchError(
+            f"--result-filename is {output.result_filename}, and so is the table of --csv; end it in .json"
+        )
+    for flag, path in places.items():
+        there = next((each for each in path.absolute().parents if each.exists()), path)
+        if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise BenchError(f"cannot write {path}: no file can be made there; choose another place with {flag}")
+
+
+class Reporting:
+    """Keeps what comes of runs, and tells it.
+
+    Args:
+        stop: is set when the user has had enough.
+        out: for results; progress: for what happens meanwhile.
+    """
+
+    def __init__(self, claims: Claims, output: Output, stop: asyncio.Event, out: Console, progress: Console) -> None:
+        self.claims, self.output = claims, output
+        self.stop, self.out, self.progress = stop, out, progress
+
+    @contextlib.contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """May be interrupted by the user, which sets `stop`. Raises Interrupted."""
+        try:
+            with interruptible():
+                yield
+        except Interrupted:
+            self.stop.set()
+            raise
+
+    def summarise(self, result: RunResult, workload: Workload) -> list[Summary]:
+        claims = self.claims
+        summaries = summarise_all(
+            result,
+            percentiles=claims.percentiles,
+            objectives=claims.objectives or None,
+            objectives_by_class=workload.classes or None,
+            price_per_hour=claims.price_per_hour,
+        )
+        summaries[0].notes.extend(workload.notes)
+        return summaries
+
+    def save(self, result: RunResult, summaries: Sequence[Summary], number: int | None = None) -> None:
+        """Write the files of one run that were asked for; `number` tells the runs of a sweep or search apart."""
+        output, claims = self.output, self.claims
+        if not output.save:
+            return
+        name = Path(output.result_filename or default_file_name(result))
+        if number is not None:
+            name = name.with_stem(f"{name.stem}-{number}")
+        path = output.result_dir / name
+        by_class = result.settings["goodput_by_class"]
+        values = to_json(
+            result,
+            summaries,
+            percentiles=claims.percentiles,
+            objectives=claims.objectives,
+            objectives_by_class=by_class,
+            save_detailed=output.detailed,
+        )
+        write_json(path, values)
+        if output.csv:
+            write_csv(path.with_suffix(".csv"), result, claims.objectives, by_class)
+        self.out.print(Text(f"Result: {path}", style="dim"), soft_wrap=True)
+
+    def report(self, runs: Sequence[Run], extra: Sequence[Section] = (), title: str | None = None) -> None:
+        """Write the HTML report, where one was asked for; it says what was run where it has no title."""
+        path, claims = self.output.report, self.claims
+        if path is None or not runs:
+            return
+        try:
+            with self.progress.status("Drawing the report ..."), self.stoppable():
+                page = report_page(
+                    *zip(*runs, strict=True),
+                    extra=extra,
+                    title=title,
+                    target=claims.attainment,
+                    max_failed_share=claims.max_failed_share,
+                )
+                write_page(path, page, figures_beside(path))
+        except Interrupted:
+            self.progress.print("Stopped: there is no report.")
+            return
+        self.out.print(Text(f"Report: {path}", style="dim"), soft_wrap=True)
+
+    def print(self, result: RunResult, summaries: Sequence[Summary]) -> None:
+        claims = self.claims
+        print_summary(self.out, result, summaries, target=claims.attainment, most_failed=claims.max_failed_share)
+
+    def exit_code(self, runs: Sequence[Run]) -> int:
+        if self.stop.is_set():
+            return INTERRUPTED
+        most = self.claims.max_failed_share
+        return VALID if all(verdict.is_valid(*run, max_failed_share=most) for run in runs) else NOT_VALID

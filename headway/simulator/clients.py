@@ -1,0 +1,254 @@
+"""Those who send a workload to a simulated server, by the rules of the load generator, and what they see."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+from headway.bench.client.dispatch import LoadMode, Loop, loops_of
+from headway.bench.record import Failure, FailureKind, RequestRecord
+from headway.bench.request import PlannedRequest
+from headway.bench.workload.build import Workload
+from headway.policy.request import FinishReason
+from headway.policy.service_class import ClassTable
+from headway.simulator.prompts import ids_of
+from headway.simulator.server import Answer
+from headway.simulator.traffic import Arrival, arrival
+
+BEGAN_NS = 1_000_000_000  # of a run; in records a time of 0 has not come
+CLASS_HEADER = "x-headway-service-class"
+_UNSERVED = {
+    FinishReason.TIMEOUT: "it waited longer than --max-queue-time and was not begun",
+    FinishReason.LATE: "its first token could not be there in time",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A later turn: when it is due at the earliest, and what was said before it."""
+
+    planned: PlannedRequest
+    at_ns: int
+    history: list[int]
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.history + ids_of(self.planned.prompt)
+
+
+@dataclass(slots=True)
+class _Due:
+    """A request and its arrival.
+
+    Args:
+        prompt: its ids, where a later turn follows.
+        loop: the closed loop whose user sends it; None in an open loop.
+        after: further turns of this user, the next one last.
+    """
+
+    planned: PlannedRequest
+    record: RequestRecord
+    arrival: Arrival
+    prompt: list[int]
+    loop: Loop | None = None
+    after: list[_Turn] = field(default_factory=list)
+
+
+class Clients:
+    """The clients of one run.
+
+    Args:
+        classes: of the server.
+        max_concurrency: most requests under way in an open loop; users of a closed one.
+        duration_s: what is due later is not sent.
+
+    Attributes:
+        records: of all requests that were due.
+        waited_for_place, longest_wait_ns: of those that were due while max_concurrency were under way.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        classes: ClassTable,
+        mode: LoadMode,
+        max_concurrency: int | None,
+        duration_s: float | None,
+    ) -> None:
+        self._classes = classes
+        self.records: list[RequestRecord] = []
+        self.waited_for_place = 0
+        self.longest_wait_ns = 0
+        self._firsts = [request for request in workload.requests if request.follows is None]
+        self._followers: dict[int, list[PlannedRequest]] = {}
+        for request in workload.requests:
+            if request.follows is not None:
+                self._followers.setdefault(request.follows, []).append(request)
+        self._loops, self._scheduled = loops_of(self._firsts, mode, max_concurrency, workload.users)
+        self._most = max_concurrency if mode is LoadMode.OPEN else None
+        self._deadline_ns = None if duration_s is None else BEGAN_NS + round(duration_s * 1e9)
+        self._due: dict[str, _Due] = {}
+        self._under_way = 0
+        self._waiting: deque[_Due] = deque()
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """What is sent whatever the server does."""
+        for loop in self._loops:
+            for _ in range(min(loop.users, len(self._firsts))):
+                yield from self._next_conversation(loop, BEGAN_NS)
+        for first in self._scheduled:
+            yield from self._at(BEGAN_NS + round((first.arrival_s or 0.0) * 1e9), first, ids_of(first.prompt))
+
+    def sends(self, coming: Arrival, now: int) -> bool:
+        """Whether a request whose time has come is sent, or waits for a place."""
+        due = self._due[coming.request.request_id]
+        if self._most is not None and due.loop is None and self._under_way >= self._most:
+            self.waited_for_place += 1
+            self._waiting.append(due)
+            return False
+        self._under_way += 1
+        due.record.sent_ns = due.record.connected_ns = now
+        if due.planned.cancel_after_s is not None:
+            coming.cancel_ns = now + round(due.planned.cancel_after_s * 1e9)
+        return True
+
+    def after(self, answers: list[Answer]) -> list[Arrival]:
+        """What is sent because a request has ended."""
+        due = self._due.pop(answers[0].request_id)
+        self._under_way -= 1
+        _fill(due.record, answers, due.arrival.cancel_ns)
+        now, turns = due.record.end_ns, self._turns_after(due)
+        if due.loop is None:
+            return list(
+                chain(self._fill_place(now), *(self._at(turn.at_ns, turn.planned, turn.prompt) for turn in turns))
+            )
+        due.after.extend(reversed(turns))
+        if not due.after:
+            return self._next_conversation(due.loop, now)
+        turn = due.after.pop()
+        return self._at(max(now, turn.at_ns), turn.planned, turn.prompt, due.loop, due.after)
+
+    def _turns_after(self, due: _Due) -> list[_Turn]:
+        """The turns that an answer allows; where there was none, they are given up."""
+        record, planned = due.record, self._followers.get(due.planned.index, [])
+        if record.failure is not None:
+            if not self._is_too_late(record.end_ns):
+                self._give_up(planned, record)
+            return []
+        history = due.prompt + [due.arrival.answer] * (record.output_tokens or 0) if planned else []
+        return [_Turn(each, record.end_ns + round(each.think_s * 1e9), history) for each in planned]
+
+    def _is_too_late(self, at_ns: int) -> bool:
+        return self._deadline_ns is not None and at_ns >= self._deadline_ns
+
+    def give_up_waiting(self) -> None:
+        """The time is up: who has no place yet will have none."""
+        while self._waiting:
+            record = self._waiting.popleft().record
+            record.failure = Failure(FailureKind.ABANDONED, "it still had no place when the time was up")
+
+    def _at(
+        self,
+        at_ns: int,
+        planned: PlannedRequest,
+        prompt: list[int],
+        loop: Loop | None = None,
+        after: list[_Turn] | None = None,
+    ) -> list[Arrival]:
+        """The request, if the run lasts so long."""
+        if self._is_too_late(at_ns):
+            return []
+        record = RequestRecord.of(planned, at_ns)
+        self.records.append(record)
+        body = planned.extra_body
+        coming = arrival(
+            planned.index,
+            at_ns,
+            prompt,
+            planned.output_tokens,
+            sampling={"n": body.get("n", 1)},
+            priority=body.get("priority", 0),
+            cache_salt=body.get("cache_salt", ""),
+            service_class=self._class_of(planned),
+        )
+        is_followed = planned.index in self._followers
+        self._due[coming.request.request_id] = _Due(
+            planned, record, coming, prompt if is_followed else [], loop, after or []
+        )
+        return [coming]
+
+    def _class_of(self, planned: PlannedRequest) -> str:
+        """Its service class, as the server has it: of the body, or of a header."""
+        body = planned.extra_body
+        tier, named = body.get("service_tier", "auto"), body.get("service_class") or planned.headers.get(CLASS_HEADER)
+        return str(named or self._classes.of_tier(tier).name)
+
+    def _next_conversation(self, loop: Loop, free_ns: int) -> list[Arrival]:
+        first = next(loop.unbegun, None)
+        return [] if first is None else self._at(free_ns, first, ids_of(first.prompt), loop)
+
+    def _fill_place(self, free_ns: int) -> list[Arrival]:
+        if self._is_too_late(free_ns):
+            self.give_up_waiting()
+        if not self._waiting:
+            return []
+        coming = self._waiting.popleft().arrival
+        self.longest_wait_ns = max(self.longest_wait_ns, free_ns - coming.at_ns)
+        coming.at_ns = free_ns
+        return [coming]
+
+    def _give_up(self, turns: list[PlannedRequest], before: RequestRecord) -> None:
+        """These turns of a conversation, and all after them."""
+        kind = FailureKind.CANCELLED if before.cancelled else FailureKind.ABANDONED
+        for turn in turns:
+            record = RequestRecord.of(turn, before.end_ns)
+            record.end_ns = before.end_ns
+            record.failure = Failure(kind, f"the turn before it, request {before.index}, failed")
+            self.records.append(record)
+            self._give_up(self._followers.get(turn.index, []), record)
+
+
+def _fill(record: RequestRecord, answers: list[Answer], cancel_ns: int | None) -> None:
+    """What a client sees of a request that has ended; nothing after it has gone away."""
+    last = max(answers, key=lambda answer: answer.ended_ns)
+    first = answers[0]
+    tokens = first.token_ns if len(answers) == 1 else array("q", sorted(chain(*(each.token_ns for each in answers))))
+    ended_ns = last.ended_ns
+    if last.finish_reason is FinishReason.ABORT and cancel_ns is not None:
+        tokens, ended_ns = tokens[: bisect_right(tokens, cancel_ns)], cancel_ns
+    record.chunk_ns, record.chunk_tokens = tokens, array("i", [1]) * len(tokens)
+    record.tokens_per_chunk_known = True
+    record.headers_ns = tokens[0] if tokens else ended_ns
+    record.end_ns = ended_ns
+    record.prompt_tokens, record.output_tokens, record.cached_tokens = (
+        first.prompt_len,
+        len(tokens),
+        first.cached_tokens,
+    )
+    record.finish_reason = last.finish_reason
+    record.failure = _failure(last)
+    record.timings = {
+        "e2e_ns": last.ledger.total_ns,
+        "ttft_ns": first.ttft_ns or 0,
+        "phases_ns": {str(phase): length for phase, length in last.ledger.phases_ns.items()},
+        "detokenize_ns": 0,
+        "tokens": len(last.token_ns),
+        "steps": last.steps,
+        "preemptions": last.preemptions,
+    }
+
+
+def _failure(answer: Answer) -> Failure | None:
+    if answer.refused and answer.is_final:
+        return Failure(FailureKind.CLIENT_ERROR, answer.refused, 400)
+    if answer.refused:
+        return Failure(FailureKind.RATE_LIMITED, answer.refused, 429)
+    if answer.finish_reason in _UNSERVED:
+        return Failure(FailureKind.SERVER_ERROR, _UNSERVED[answer.finish_reason], 503)
+    if answer.finish_reason is FinishReason.ABORT:
+        return Failure(FailureKind.CANCELLED, "its client gave it up, as planned")
+    return None

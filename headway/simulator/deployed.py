@@ -1,0 +1,146 @@
+"""From the names of a model and of hardware to a server that can be simulated."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any
+
+from headway.class_file import ClassFile, read_class_file
+from headway.cost.capacity import Capacity, capacity, remedies, sequence_bytes
+from headway.engine.config import SchedulingOptions
+from headway.flags import Flag, limit, size
+from headway.planner.request import DeploymentOptions, PlanError, PlanRequest
+from headway.planner.resolve import Resolved, find_hardware, resolve
+from headway.planner.words import gigabytes
+from headway.policy.queue_bound import QueueLimits
+from headway.policy.scheduler import Scheduler
+from headway.policy.sizing import PoolSize, pool_size
+from headway.simulator.server import Host
+from headway.simulator.timing import Predicted, Timing
+
+_deployment, _engine = functools.partial(Flag, panel="Deployment"), functools.partial(Flag, panel="Engine")
+_server = functools.partial(Flag, panel="Server")
+_limit = functools.partial(_server, parse=limit, metavar="N|none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions(DeploymentOptions):
+    """A model on hardware, and the bounds of its server.
+
+    Args:
+        kv_cache_memory: bytes of the KV pool of a device; None is what the device has left.
+        max_num_queued_reqs, max_num_queued_tokens: infinite for no limit, None suits the engine's size.
+    """
+
+    model: Annotated[
+        str,
+        Flag(
+            "A name such as llama-3.1-8b, a folder with a config.json, or a config.json.",
+            positional=True,
+            metavar="MODEL",
+        ),
+    ]
+    hardware: Annotated[str, _deployment("Device, such as A100-80GB-SXM, H100-SXM, H200, or a calibrated machine.")]
+    tensor_parallel_size: Annotated[int, _deployment("Devices that share each layer.", min=1)] = 1
+    kv_cache_memory: Annotated[
+        int | None, _engine("Memory of the KV cache, as 4G. Default: what is left.", parse=size, metavar="SIZE")
+    ] = None
+    service_classes: Annotated[
+        ClassFile | None,
+        _server(
+            "TOML file with classes of requests and their objectives. Default: built in.",
+            parse=read_class_file,
+            metavar="FILE",
+        ),
+    ] = None
+    max_num_queued_reqs: Annotated[
+        float | None, _limit("Most choices that wait or run; then 429. Default: 8 times --max-num-seqs.")
+    ] = None
+    max_num_queued_tokens: Annotated[
+        float | None, _limit("Most tokens of prompts without an output yet; then 429. Default: 8 KV pools.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """A server that nothing has come to.
+
+    Args:
+        about: JSON-able, what it is.
+    """
+
+    scheduler: Scheduler
+    timing: Timing
+    limits: QueueLimits
+    host: Host
+    about: dict[str, Any]
+
+
+def deploy(options: ServerOptions, scheduling: SchedulingOptions) -> Deployed:
+    """Raises PlanError or another ValueError where there is no such thing, or it does not fit: one line."""
+    device = "cpu" if find_hardware(options.hardware)[0].kind == "cpu" else "cuda"
+    found = resolve(_request(options, scheduling, device))
+    held = capacity(found.deployment, 1, 1, found.settings)
+    pool = _pool(options, scheduling, found, held)
+    if options.service_classes is not None:
+        scheduling = replace(scheduling, classes=options.service_classes.table)
+    scheduler, efficiency = scheduling.scheduler(device, pool), found.deployment.efficiency
+    limits = QueueLimits.for_engine(
+        scheduling.max_num_seqs,
+        pool.num_blocks * scheduling.block_size,
+        options.max_num_queued_reqs,
+        options.max_num_queued_tokens,
+    )
+    about = {
+        "name": "headway simulate",
+        "model": found.model.name,
+        "hardware": found.deployment.hardware.key,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "dtype": found.dtype,
+        "quantization": found.quantization,
+        "kv_cache_dtype": found.kv_cache_dtype,
+        "efficiency": "as calibrated" if found.machine is not None else options.engine,
+        "max_model_len": pool.max_model_len,
+        "max_num_seqs": scheduling.max_num_seqs,
+        "max_num_batched_tokens": scheduler.config.max_num_batched_tokens,
+        "num_blocks": pool.num_blocks,
+        "block_size": scheduling.block_size,
+    }
+    host = Host(round(efficiency.request_s * 1e9), efficiency.token_s * 1e9)
+    return Deployed(scheduler, Predicted(found.deployment), limits, host, about)
+
+
+def _request(options: ServerOptions, scheduling: SchedulingOptions, device: str) -> PlanRequest:
+    shared = {each.name: getattr(options, each.name) for each in fields(DeploymentOptions)}
+    return PlanRequest(
+        model=options.model,
+        hardware=options.hardware,
+        tensor_parallel_size=options.tensor_parallel_size,
+        max_num_batched_tokens=scheduling.batched_tokens(device),
+        max_num_seqs=scheduling.max_num_seqs,
+        block_size=scheduling.block_size,
+        prompt_tokens=1,
+        output_tokens=1,
+        **shared,
+    )
+
+
+def _pool(options: ServerOptions, scheduling: SchedulingOptions, found: Resolved, held: Capacity) -> PoolSize:
+    """Blocks for keys and values, as many as a live engine would have."""
+    shape, block_size = found.model.shape, scheduling.block_size
+    if options.kv_cache_memory is None and not held.fits:
+        helps = remedies(found.deployment, 1, 1, found.settings)
+        raise PlanError(
+            f"{found.model.name} does not fit: each device has {gigabytes(held.usable)} to use, of which weights take "
+            f"{gigabytes(held.weights)}, activations and workspace {gigabytes(held.activations + held.workspace)}"
+            + (f"; it would fit with {' or with '.join(helps)}" if helps else "")
+        )
+    return pool_size(
+        held.kv_pool if options.kv_cache_memory is None else options.kv_cache_memory,
+        sequence_bytes(found.deployment, block_size, block_size, rolling=False),
+        block_size,
+        scheduling.max_num_seqs,
+        options.max_model_len or shape.max_positions or shape.vocab,
+        may_shrink=options.max_model_len is None,
+    )

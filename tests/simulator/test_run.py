@@ -1,0 +1,115 @@
+"""`headway simulate` from its flags to its files, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headway.bench import reporting
+from headway.bench.results import load_json
+from headway.cli.simulate import app
+from headway.simulator.clients import BEGAN_NS
+from headway.simulator.log import StepLog
+from headway.simulator.run import gauges_of
+
+MODEL = ["llama-3.1-8b", "--hardware", "H100-SXM"]
+LOAD = ["--request-rate", "20", "--num-prompts", "60", "--random-input-len", "500", "--random-output-len", "12"]
+KEYS = ("request_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "mean_itl_ms", "completed", "headway")
+
+
+def simulate(*arguments: str | Path) -> tuple[int, str]:
+    ran = CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "160"})
+    assert ran.exception is None or isinstance(ran.exception, SystemExit), ran.exception
+    return ran.exit_code, ran.output
+
+
+def test_a_run_gives_the_results_of_a_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages: list[dict[str, object]] = []
+    monkeypatch.setattr(reporting, "report_page", lambda *runs, **options: pages.append(options))
+    monkeypatch.setattr(reporting, "write_page", lambda *page: None)
+    files = ["--result-dir", tmp_path, "--result-filename", "run.json", "--csv", "--report", tmp_path / "run.html"]
+    code, said = simulate(*MODEL, *LOAD, *files, "--goodput", "ttft:500", "tpot:50")
+    assert code == 0 and "Valid: 60 of 60 requests answered" in said and "busy with steps" in said
+    assert "The client itself" not in said
+    values = json.loads((tmp_path / "run.json").read_text())
+    assert all(key in values for key in KEYS) and values["completed"] == 60
+    result = load_json(tmp_path / "run.json")
+    assert result.server["hardware"] == "H100-SXM" and result.settings["backend"] == "simulate"
+    metrics = result.server["metrics"]
+    assert metrics["generation_tokens"] == 720 and metrics["requests_finished"] == {"length": 60}
+    assert 0 < metrics["gauges"]["utilisation"]["mean"] <= 1 and metrics["gauges_over_time"]["kv_cache_usage"]
+    assert all(sum(record.timings["phases_ns"].values()) == record.timings["e2e_ns"] for record in result.records)
+    assert pages[0]["title"] == "headway simulate: llama-3.1-8b on H100-SXM"
+    assert len((tmp_path / "run.csv").read_text().splitlines()) == 61
+    again = ["--result-filename", "again.json", "--result-dir", tmp_path]
+    simulate(*MODEL, *LOAD, *again, "--goodput", "ttft:500", "tpot:50")
+    assert load_json(tmp_path / "again.json").records == result.records
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["llama-9", "--hardware", "H100-SXM"], "model 'llama-9' is not known"),
+        (["llama-3.1-8b", "--hardware", "H1000"], "hardware 'H1000' is not known"),
+        (["llama-3.1-70b", "--hardware", "H100-SXM"], "llama-3.1-70b does not fit"),
+        ([*MODEL, "--kv-cache-memory", "1M"], "raise --kv-cache-memory"),
+        ([*MODEL, "--max-num-seqs", "300", "--max-num-batched-tokens", "200"], "max_num_seqs is 300"),
+        ([*MODEL, "--dataset-name", "azure"], "needs --dataset-path"),
+        ([*MODEL, "--dataset-name", "azure", "--dataset-path", "TRACE"], "line 3"),
+        ([*MODEL, "--report", "TRACE/is.html"], "no file can be made there"),
+        ([*MODEL, "--mix", "nothing"], "there is no mix 'nothing'"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line(arguments: list[str], says: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.1,10,5\nyesterday,10,5\n")
+    arguments = [each.replace("TRACE", str(trace)) for each in arguments]
+    code, said = simulate(*arguments, "--num-prompts", "5", "--no-save-result")
+    assert code == 2 and says in said and len(said.strip().splitlines()) == 1
+
+
+def test_requests_that_can_never_fit_are_counted_and_named(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = ["2023-11-16 18:15:46.1,100,5", "2023-11-16 18:15:46.2,3000,5", "2023-11-16 18:15:47.0,100,9000"]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    code, said = simulate(
+        *MODEL, "--dataset-name", "azure", "--dataset-path", trace, "--max-model-len", "2000", "--no-save-result"
+    )
+    assert code == 1 and "client_error" in said
+    assert "the prompt has 3000 tokens" in said or "max_tokens is 9000" in said
+    assert "1 of 3 requests answered" in said
+
+
+def test_a_mix_with_classes_runs_under_its_slo_policy(tmp_path: Path) -> None:
+    classes = tmp_path / "classes.toml"
+    classes.write_text('[[class]]\nname = "chat"\nttft_ms = 300\n[[class]]\nname = "batch"\n')
+    mix = tmp_path / "mix.toml"
+    parts = [
+        f'[[class]]\nname = "{name}"\nshare = 0.5\nservice_class = "{name}"\ninput_len = 300\noutput_len = 8\n'
+        for name in ("chat", "batch")
+    ]
+    mix.write_text('description = "two"\n' + "".join(parts))
+    options = ["--service-classes", classes, "--scheduling-policy", "slo", "--max-num-seqs", "4"]
+    code, said = simulate(
+        *MODEL, "--mix", mix, "--request-rate", "40", "--num-prompts", "40", *options, "--no-save-result"
+    )
+    assert code == 0 and "chat" in said and "batch" in said
+
+
+def test_gauges_are_those_of_each_second() -> None:
+    steps = StepLog()
+    for planned, sampled, running in ((0, 250, 1), (500, 1500, 2), (3200, 3300, 3)):
+        steps.planned_ns.append(BEGAN_NS + planned * 1_000_000)
+        steps.sampled_ns.append(BEGAN_NS + sampled * 1_000_000)
+        steps.running.append(running)
+        steps.waiting.append(0)
+        steps.blocks.append(running)
+    gauges = gauges_of(steps, BEGAN_NS + 3_300_000_000, 10)
+    assert [at for at, _ in gauges] == [1, 2, 3, 4]
+    assert [values["utilisation"] for _, values in gauges] == pytest.approx([0.75, 0.5, 0, 0.1])
+    assert [values["running"] for _, values in gauges] == [1, 2, 2, 3]
+    assert gauges[1][1]["kv_cache_usage"] == 0.2
+    assert gauges_of(StepLog(), BEGAN_NS, 10) == []
