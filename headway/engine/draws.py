@@ -23,9 +23,9 @@ from torch import Tensor
 from headway.policy.sizing import LOGIT_BLOCK, padded_size
 
 ALMOST_ONE = 1.0 - 2.0**-52
-UNDECIDED = -2  # stands for a token id where the candidates that were looked at are too few to tell
+UNDECIDED = -2  # in place of a token id, where too few candidates were looked at to tell
 Index = Tensor | slice  # of rows; a slice costs no copy
-NONE = torch.empty(0)  # stands for numbers that no row of a batch needs
+NONE = torch.empty(0)  # in place of numbers that no row of a batch needs
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -142,8 +142,8 @@ def most_likely(x: Tensor, peaks: Tensor) -> Tensor:
 def likeliest(x: Tensor, peaks: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The greatest logits in falling order and their ids, each [R, count].
 
-    Among logits equal to the last one, which ids are returned is not defined. For few of many it only
-    looks into the `count` blocks with the greatest peaks, which between them hold the greatest logits.
+    Which ids are returned among logits equal to the last one is not defined. For few of many, only the `count` blocks
+    with the greatest peaks are looked into: they hold the greatest logits.
     """
     if count * LOGIT_BLOCK * 4 > x.shape[1]:
         values, ids = x.topk(count, -1)

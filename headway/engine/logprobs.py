@@ -14,7 +14,7 @@ from headway.engine.draws import as_float, block_peaks, block_sums, likeliest, p
 from headway.engine.messages import PromptLogprobs, TokenLogprobs
 from headway.policy.sampling_params import MAX_LOGPROBS
 
-# More than is ever returned, so that tokens tied with the last one returned are put in order of their ids too.
+# More than is ever returned, so that tokens tied with the last one returned are in the order of their ids too.
 CANDIDATES = 3 * MAX_LOGPROBS
 ROWS_AT_A_TIME = 16  # bounds the memory that large vocabularies take, in float32
 RANK, LOGPROB, ALTERNATIVES = 0, 1, 2

@@ -34,7 +34,8 @@ from headway.policy.sizing import padded_size
 
 BAD_TOKEN = -1
 _ALONE_BELOW = 2**21  # elements
-# Memory for logits is given back when so many steps in a row used a quarter of it or less, or none is sampled any more.
+# Memory for logits is given back after this many steps in a row that used a quarter of it or less, or when no sequence
+# is left.
 _STEPS_BEFORE_SHRINKING = 256
 _KEPT_BYTES = 4 << 20  # even then
 
@@ -114,7 +115,7 @@ class Sampler:
                 return sampled
 
     def forget(self, sequence: SequenceState) -> None:
-        """Drop what is kept for a sequence that is finished or preempted; does nothing for an unknown one."""
+        """Forget a sequence that is finished or preempted. Does nothing for an unknown one."""
         self._penalties.forget(sequence)
         self._edits.pop(sequence, None)
         self._known.discard(sequence)
@@ -128,14 +129,14 @@ class Sampler:
         return self._memory.nbytes + self._penalties.nbytes
 
     def reset(self) -> None:
-        """Forget every sequence; what is kept of one is made again from its tokens."""
+        """Forget every sequence. What is kept of one is made again from its tokens."""
         self._penalties = PenaltyTable(self.device)
         self._edits.clear()
         self._known.clear()
         self._batch = None
 
     def _room(self, rows: int) -> Tensor:
-        """Memory for the logits of a step in float32, the same at every step: mapping new memory costs milliseconds."""
+        """Memory for a step's logits in float32. Each step gets the same, as mapping new memory costs milliseconds."""
         height = len(self._memory)
         self._steps_with_little = self._steps_with_little + 1 if 4 * rows <= height else 0
         if height < rows or self._steps_with_little == _STEPS_BEFORE_SHRINKING:
@@ -144,9 +145,9 @@ class Sampler:
         return self._memory[:rows]
 
     def _prepare(self, raw: Tensor, borrowed: bool, batch: SamplingBatch, positions: list[int]) -> draws.Rows:
-        """Logits with bias, min_tokens and penalties, and this step's uniform numbers, for the given positions.
+        """Logits with bias, min_tokens and penalties applied, and a uniform number for each row's position.
 
-        raw itself is changed unless it is the caller's (borrowed) or wanted again for log-probabilities.
+        `raw` itself is changed, unless it is the caller's (borrowed) or needed again for log-probabilities.
         """
         at = uniform = draws.NONE
         if batch.edits is not None or not batch.is_greedy:
@@ -186,6 +187,6 @@ def _ends(sequences: list[SequenceState]) -> list[int]:
 
 
 def _threads_for(logits: Tensor) -> AbstractContextManager[None]:
-    """Small tensor operations on a CPU on this thread alone."""
+    """Has small tensor operations on a CPU run on this thread alone."""
     alone = logits.device.type == "cpu" and logits.numel() <= _ALONE_BELOW
     return one_thread() if alone else nullcontext()

@@ -16,8 +16,8 @@ from headway.policy.sizing import padded_size
 
 GREEDY_BELOW = 1e-5  # temperature; vLLM's limit
 
-# How many of the likeliest tokens to look at before looking at all. Looking at more costs time on a CPU;
-# finding them too few costs a second wait for the device on a GPU.
+# How many of the likeliest tokens are looked at before all are. More of them cost time on a CPU; too few cost a second
+# wait for the device on a GPU.
 WIDTHS = (64, 128, 2048)
 SPARE = 14  # candidates beyond top_k, so that ties at the cut seldom matter; with it top_k = 50 fits 64
 FIRST_WIDTH = {"cpu": 128}
@@ -87,7 +87,7 @@ def describe(
 ) -> SamplingBatch:
     """Read the parameters of the sequences of the rows, whose positions can only grow as long as they stay the same.
 
-    known_edits: what was read of sequences before, as their lists can be long; it is added to.
+    known_edits: what was read of sequences before, as their lists can be long. New ones are added to it.
     """
     members: dict[tuple[int, bool] | None, list[int]] = {}
     edits: dict[int, TokenEdits] = {}
@@ -116,7 +116,7 @@ def describe(
 
 
 def undecided(groups: list[Group], token_ids: list[int], size: int, device: torch.device) -> list[Group]:
-    """The groups less the rows that have a token, to be drawn from more candidates of a vocabulary padded to size."""
+    """The rows that have no token yet, to be drawn from more candidates; size: of the padded vocabulary."""
     found = []
     for group in groups:
         places = [place for place, row in enumerate(group.members) if token_ids[row] == draws.UNDECIDED]
@@ -129,7 +129,7 @@ def undecided(groups: list[Group], token_ids: list[int], size: int, device: torc
 
 
 def _index(rows: list[int], device: torch.device) -> draws.Index:
-    """rows, which rise, as an index."""
+    """Rising rows as an index: a slice where there is no gap between them."""
     if not rows:
         return slice(0)
     if rows[-1] - rows[0] + 1 == len(rows):
@@ -138,13 +138,13 @@ def _index(rows: list[int], device: torch.device) -> draws.Index:
 
 
 def _parts(rows: list[int], vocab_size: int, device: torch.device) -> list[list[int]]:
-    """rows in groups whose intermediate results fit a CPU's cache and come from memory it has already mapped."""
+    """The rows in parts whose intermediate results fit a CPU's cache, and memory that it has mapped already."""
     size = len(rows) if device.type != "cpu" else max(1, PART_BYTES // (4 * vocab_size))
     return [rows[at : at + size] for at in range(0, len(rows), size)]
 
 
 def _candidates(sequence: SequenceState, vocab_size: int, device: torch.device) -> tuple[int, bool] | None:
-    """(width, bounded) of the row's cut: from its own parameters alone, or the batch would matter; None if greedy."""
+    """(width, bounded) of a row's cut, or None if it is greedy; independent of other rows, or the batch would matter."""
     params = sequence.params
     size = padded_size(vocab_size)
     if params.temperature < GREEDY_BELOW:
@@ -197,7 +197,7 @@ def _token_edits(sequence: SequenceState, vocab_size: int) -> TokenEdits:
 
 
 def _edits(edits: dict[int, TokenEdits], device: torch.device) -> Edits | None:
-    """Those of some rows of a batch, end to end; None where they change nothing."""
+    """The edits of some rows of a batch, end to end; None where they change nothing."""
     lengths = [each.shape[1] for each in edits.values()]
     if not any(lengths):
         return None
