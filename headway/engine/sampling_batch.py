@@ -144,7 +144,7 @@ def _parts(rows: list[int], vocab_size: int, device: torch.device) -> list[list[
 
 
 def _candidates(sequence: SequenceState, vocab_size: int, device: torch.device) -> tuple[int, bool] | None:
-    """(width, bounded) of a row's cut, or None if it is greedy; independent of other rows, or the batch would matter."""
+    """(width, bounded) of a row's cut, or None if it is greedy; by its own parameters alone."""
     params = sequence.params
     size = padded_size(vocab_size)
     if params.temperature < GREEDY_BELOW:
