@@ -64,13 +64,19 @@ class Decision:
         """One line."""
         if self.window_ns:
             return f"Nothing runs: waits {self.window_ns / 1e6:.1f} ms for others to join the first request."
-        parts = [f"{self.decoding} sequences decode, prompts get {self.prompt_tokens} tokens"]
+        work = []
+        if self.decoding:
+            work.append(f"{_sequences(self.decoding)} {'decodes' if self.decoding == 1 else 'decode'}")
+        if self.prompt_tokens:
+            work.append(f"{self.prompt_tokens} token{'s' * (self.prompt_tokens != 1)} of prompts")
+        parts = [", ".join(work) or "Nothing runs"]
         if self.tightest:
             parts.append(f"the next promised token, of {self.tightest}, is due in {self.slack_ns / 1e6:.1f} ms")
         if self.urgent:
             parts.append(f"the prompt of {self.urgent} is urgent")
         if self.left_out:
-            parts.append(f"{self.left_out} sequences without an objective are left out for them")
+            is_or_are = "is" if self.left_out == 1 else "are"
+            parts.append(f"{_sequences(self.left_out)} without an objective {is_or_are} left out")
         if self.admitted:
             parts.append("admitted: " + ", ".join(self.admitted))
         if self.preempted:
@@ -83,3 +89,7 @@ class Decision:
         if self.took_ns:
             parts.append(f"took {self.took_ns / 1e6:.1f} ms")
         return "; ".join(parts) + "."
+
+
+def _sequences(count: int) -> str:
+    return f"{count} sequence{'s' * (count != 1)}"

@@ -24,7 +24,7 @@ class PrefixLeaders:
             self._leaders[self._key(sequence)] = sequence
 
     def ends(self, sequence: Sequence) -> None:
-        """A sequence is no longer in the batch, or finished."""
+        """A sequence is no longer in the batch, or in the queue."""
         self._common.pop(sequence.seq_id, None)
         key = self._key(sequence)
         if self._leaders.get(key) is sequence:

@@ -71,11 +71,12 @@ class Outlook:
 
 @dataclass(slots=True)
 class _Promised:
-    """Those who run with a promise: how many, their tokens, and the tightest time between two."""
+    """Those who run with a promise: how many, their tokens, and the tightest time between two that can be kept."""
 
     count: int = 0
     context: int = 0
     tpot_ns: int = NEVER
+    least_tpot_ns: float = 0.0  # of one that decodes alone; what is tighter can't be kept
 
 
 class Promises:
@@ -143,10 +144,16 @@ class Promises:
                 continue
             done += work
             heapq.heappush(kept, (-sequence.rank, -work, -sequence.seq_id, sequence))
+            backlog_ns, last_first = done - now, list[tuple[int, float, int, Sequence]]()
             while kept and done > sequence.due_ns:
-                _, work_back, _, yields = heapq.heappop(kept)
-                gone[yields.seq_id] = Yield(yields, "overload", done - now)
-                done += work_back
+                last_first.append(heapq.heappop(kept))
+                done += last_first[-1][1]
+            for each in reversed(last_first):
+                if done - each[1] <= sequence.due_ns:  # giving up one of a better class was enough
+                    done -= each[1]
+                    heapq.heappush(kept, each)
+                else:
+                    gone[each[3].seq_id] = Yield(each[3], "overload", backlog_ns)
             allowed = URGENT_SHARE * (sequence.due_ns - sequence.arrival_ns)
             if urgent is None and sequence.seq_id not in gone and done > sequence.arrival_ns + allowed:
                 urgent = sequence
@@ -171,7 +178,7 @@ class Promises:
 
     def outlook(self, decoding: list[Sequence], prompts: list[Sequence], urgent: Sequence | None, now: int) -> Outlook:
         """What the next step has to heed of those who run."""
-        outlook, self._beside = Outlook(urgent=urgent), _Promised()
+        outlook, self._beside = Outlook(urgent=urgent), _Promised(least_tpot_ns=self.step_ns(1, 0) / DECODE_SHARE)
         promised = [sequence for sequence in decoding if is_promised(sequence)]
         for sequence in itertools.chain(promised, prompts):
             self.begins(sequence)
@@ -191,20 +198,20 @@ class Promises:
     def _leave_out(self, decoding: list[Sequence], count: int, context: int, outlook: Outlook, now: int) -> None:
         """Leave out who decodes without a promise, where the step would take too long with all of them.
 
-        Those who got their last token first are kept first.
+        Those who got their last token first are kept first. One that has starved stays.
         """
         if math.isinf(outlook.slack_ns) and outlook.urgent is None:
             return
-        others = sorted(
-            (s for s in decoding if not is_promised(s) and not s.has_starved), key=lambda s: s.last_token_ns
-        )
+        others = [sequence for sequence in decoding if not is_promised(sequence)]
+        others.sort(key=lambda sequence: (not sequence.has_starved, sequence.last_token_ns))
+        stay = sum([sequence.has_starved for sequence in others])
+        if len(others) > stay and now - others[stay].last_token_ns >= MOST_LEFT_OUT_NS:
+            stay += 1
         for at, sequence in enumerate(others):
-            fits = self.step_ns(count + 1, context + sequence.num_computed) <= outlook.slack_ns
-            due = now - sequence.last_token_ns >= MOST_LEFT_OUT_NS
-            if not due and (outlook.urgent is not None or not fits):
+            count, context = count + 1, context + sequence.num_computed
+            if at >= stay and (outlook.urgent is not None or self.step_ns(count, context) > outlook.slack_ns):
                 outlook.left_out = others[at:]
                 return
-            count, context = count + 1, context + sequence.num_computed
 
     def begins(self, sequence: Sequence) -> None:
         """A sequence runs now."""
@@ -212,14 +219,17 @@ class Promises:
             beside = self._beside
             beside.count += 1
             beside.context += len(sequence.tokens)
-            beside.tpot_ns = min(beside.tpot_ns, sequence.tpot_ns)
+            if sequence.tpot_ns >= beside.least_tpot_ns:
+                beside.tpot_ns = min(beside.tpot_ns, sequence.tpot_ns)
 
     def has_room_for(self, newcomer: Sequence) -> bool:
         """Whether all promised tokens can be in time once the newcomer decodes beside those who run."""
         beside = self._beside
         if not beside.count or not is_promised(newcomer) or not self._step_time.is_trained:
             return True
-        tightest = min(newcomer.tpot_ns, beside.tpot_ns)
+        tightest = beside.tpot_ns
+        if newcomer.tpot_ns >= beside.least_tpot_ns:
+            tightest = min(tightest, newcomer.tpot_ns)
         return self.step_ns(beside.count + 1, beside.context + len(newcomer.tokens)) <= DECODE_SHARE * tightest
 
 

@@ -88,9 +88,11 @@ class Scheduler(Sequences):
         if self._drafts:
             self._schedule_drafts(plan)
         beside = work_of(plan.scheduled)
-        budget = self._budget_beside(beside, outlook.slack_ns)
+        slack_ns = math.inf
         if self.slo is not None:
-            self.slo.shares.begin_step(self.config.max_num_batched_tokens - beside.decode_tokens, self.running)
+            slack_ns = self.slo.slack_beside(beside, outlook)
+            self.slo.shares.begin_step(self.running)
+        budget = self._budget_beside(beside, slack_ns)
         if prompts:
             self._schedule_prefills(plan, budget, now, may_admit=not out_of_blocks)
         reason = Phase.QUEUE_BLOCKS if out_of_blocks else self._admit(plan, budget, now)
@@ -122,7 +124,7 @@ class Scheduler(Sequences):
             decision.window_ns = plan.wait_until_ns - now
             self.decisions.append(decision)
             return Outlook()
-        starved = slo.starved(self.waiting, now)
+        starved = slo.starved(prompts, self.waiting, now)
         if starved is not None:
             self._rekey(starved, has_starved=True)
         yields, urgent = slo.yielding(decoding, prompts, self.waiting, now)
@@ -186,9 +188,7 @@ class Scheduler(Sequences):
 
     def _schedule_chunk(self, sequence: Sequence, budget: Budget, plan: StepPlan) -> None:
         start, wanted = sequence.num_computed, sequence.num_to_compute
-        most = wanted
-        if self.slo is not None and self.config.enable_chunked_prefill:
-            most = min(wanted, self.slo.shares.tokens_for(sequence.service.name))
+        most = min(wanted, self._share_of(sequence, budget))
         count = budget.fit(start, most, sequence.logit_rows(start, most) > 0)
         if count == 0 or (count < wanted and not self.config.enable_chunked_prefill):
             return
@@ -203,6 +203,12 @@ class Scheduler(Sequences):
         budget.spend(start, count, rows)
         if self.slo is not None:
             self.slo.shares.give_tokens(sequence.service.name, count)
+
+    def _share_of(self, sequence: Sequence, budget: Budget) -> int:
+        """Prompt tokens that other classes leave to it."""
+        if self.slo is None or not self.config.enable_chunked_prefill:
+            return sequence.num_to_compute
+        return self.slo.shares.tokens_for(sequence.service.name, budget)
 
     # --- admission ----------------------------------------------------------------------------------
 
@@ -235,7 +241,7 @@ class Scheduler(Sequences):
             missing = self.block_manager.wanted(candidate) + self._spare + promised - self.blocks.num_free
             last_first = sorted(self.running, key=self.orders.victims, reverse=True)
             victims = victims_for(candidate, last_first, self.orders, seats, missing, self.blocks.references)
-            if victims is None or not self._may_start(candidate):
+            if victims is None or not self._may_start(candidate, len(self.running) - len(victims)):
                 return
             for victim in victims:
                 if victim in outlook.left_out:
@@ -253,7 +259,7 @@ class Scheduler(Sequences):
                 break
             if self._is_full(budget):
                 return Phase.QUEUE_CAPACITY
-            if not self._may_start(sequence):
+            if not self._may_start(sequence, len(self.running)) or not self._share_of(sequence, budget):
                 continue
             wanted = sequence.num_to_compute
             if not self.config.enable_chunked_prefill and budget.fit(0, wanted) < wanted:
@@ -278,7 +284,10 @@ class Scheduler(Sequences):
         """The head of the queue: `most` of it, or as many as could be admitted or examined in one step."""
         if most is None:
             most = max(1, self.config.max_num_seqs - len(self.running)) + self.config.lookahead + 1
-        return list(islice((s for s in self.waiting if not self._waits_for_parent(s)), most))
+        head = list(islice((s for s in self.waiting if not self._waits_for_parent(s)), most))
+        if self.slo is not None:
+            head += [s for s in self.slo.past(head, self.waiting) if not self._waits_for_parent(s)]
+        return head
 
     def _waits_for_parent(self, sequence: Sequence) -> bool:
         """A further choice of a request waits until the first one has computed the prompt they share."""
@@ -298,5 +307,5 @@ class Scheduler(Sequences):
             return self._spare
         return self._spare + self.slo.shares.blocks_kept_from(sequence.service.name, self.running)
 
-    def _may_start(self, sequence: Sequence) -> bool:
-        return self.slo is None or self.slo.may_start(sequence, len(self.running))
+    def _may_start(self, sequence: Sequence, num_running: int) -> bool:
+        return self.slo is None or self.slo.may_start(sequence, num_running)

@@ -58,9 +58,7 @@ class Sequences:
         self.sequences: dict[int, Sequence] = {}
         self.num_preemptions = 0
         self.slo = (
-            SloPolicy(config, self.orders, step_time, self.block_manager, blocks.num_blocks, blocks.block_size)
-            if config.policy == "slo"
-            else None
+            SloPolicy(config, self.orders, step_time, self.block_manager, blocks) if config.policy == "slo" else None
         )
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
         self._unserved = Unserved(config.max_queue_time)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from headway.policy.request import Sequence
 from headway.policy.service_class import ClassTable
+from headway.policy.step_budget import Budget
 
 _UNBOUNDED = 2**31
 
@@ -15,39 +16,43 @@ _UNBOUNDED = 2**31
 class Shares:
     """The shares of a table, of an engine of this size. What nobody has a share in is for all."""
 
-    def __init__(self, classes: ClassTable, seats: int, tokens: int, blocks: int) -> None:
+    def __init__(self, classes: ClassTable, seats: int, blocks: int) -> None:
         self._seats = {each.name: math.floor(each.seats * seats) for each in classes if each.seats}
-        self._tokens = {each.name: math.floor(each.tokens * tokens) for each in classes if each.tokens}
+        self._tokens = {each.name: each.tokens for each in classes if each.tokens}
         self._blocks = {each.name: math.floor(each.kv * blocks) for each in classes if each.kv}
+        self.classes = self._seats.keys() | self._tokens.keys()  # that may go past others
         self.running: Counter[str] = Counter()  # sequences of each class
         self.waiting: Counter[str] = Counter()
-        self._left = 0  # tokens of the step that are not given
-        self._given: Counter[str] = Counter()
+        self._given: Counter[str] = Counter()  # prompt tokens of the step
         self._prompts: set[str] = set()  # classes with prompts to compute
 
     def seats_kept_from(self, name: str) -> int:
         """Seats that a class must leave to others, beyond those that they have."""
         return sum(max(0, share - self.running[other]) for other, share in self._seats.items() if other != name)
 
-    def begin_step(self, tokens: int, running: Iterable[Sequence]) -> None:
-        """A step has so many tokens for prompts, those of `running` sequences and of those who wait."""
+    def has_seat_left(self, name: str) -> bool:
+        """Whether a class has a seat that is kept for it; one that has tokens kept for it has a right to a seat."""
+        return self.running[name] < max(self._seats.get(name, 0), name in self._tokens)
+
+    def begin_step(self, running: Iterable[Sequence]) -> None:
+        """Prompt tokens of a step are to be given, to `running` sequences and to those who wait."""
         if self._tokens:
-            self._left = tokens
             self._given.clear()
             self._prompts = {name for name, count in self.waiting.items() if count}
             self._prompts.update(sequence.service.name for sequence in running if not sequence.is_decoding)
 
-    def tokens_for(self, name: str) -> int:
-        """Most prompt tokens that a class may take of the step, beyond those that it has taken."""
+    def tokens_for(self, name: str, budget: Budget) -> int:
+        """Most prompt tokens that a class may take of what a step has left."""
         if not self._tokens:
             return _UNBOUNDED
+        left = budget.fit(0, _UNBOUNDED)
+        whole = left + self._given.total()
         others = (other for other in self._tokens if other != name and other in self._prompts)
-        return max(0, self._left - sum(max(0, self._tokens[other] - self._given[other]) for other in others))
+        return max(0, left - sum(max(0, int(self._tokens[other] * whole) - self._given[other]) for other in others))
 
     def give_tokens(self, name: str, count: int) -> None:
         """A class takes prompt tokens of the step."""
         if self._tokens:
-            self._left -= count
             self._given[name] += count
 
     def blocks_kept_from(self, name: str, running: Iterable[Sequence]) -> int:

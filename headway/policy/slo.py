@@ -1,11 +1,21 @@
-"""What the policy `slo` adds to a scheduler: all that it has to know of those who come, run and go."""
+"""What the policy `slo` adds to a scheduler: all that it has to know of those who come, run and go.
+
+Nothing starves. A decoding sequence that was left out of steps for MOST_LEFT_OUT_NS gets its next token before any
+other that is left out, one of them in each step. A prompt behind all promises that has been there for the
+`starvation_s` of its class comes first once those have ended whose own such time was over before: one of them at a time
+is served to its end, with a block of its prompt or a token in every step, and takes the first seat and the first blocks
+that are given back.
+"""
 
 from __future__ import annotations
 
 import heapq
-from itertools import islice, takewhile
+import math
+from collections.abc import Iterator
+from itertools import chain, islice, takewhile
 
 from headway.policy.block_manager import BlockManager
+from headway.policy.kv_blocks import KVBlocks
 from headway.policy.order import OrderedSequences, Orders
 from headway.policy.output_lengths import OutputLengths
 from headway.policy.prefix_batching import PrefixLeaders
@@ -13,7 +23,7 @@ from headway.policy.promises import LOOKED_AT, Outlook, Promises, Yield, is_prom
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.shares import Shares
-from headway.policy.step_time import StepTime
+from headway.policy.step_time import StepTime, StepWork
 from headway.policy.window import Window
 
 WINDOW_LOOKS_AT = 16  # waiting sequences; with more of them an idle engine begins at once
@@ -24,7 +34,7 @@ class SloPolicy:
 
     Args:
         orders: of the policy.
-        manager: of the block pool, of so many blocks of block_size tokens.
+        blocks: the pool that `manager` takes them from.
     """
 
     def __init__(
@@ -33,15 +43,16 @@ class SloPolicy:
         orders: Orders,
         step_time: StepTime,
         manager: BlockManager,
-        num_blocks: int,
-        block_size: int,
+        blocks: KVBlocks,
     ) -> None:
         self.promises = Promises(step_time, config.max_num_batched_tokens, manager.known_tokens)
         self.window = Window(step_time)
-        self.shares = Shares(config.classes, config.max_num_seqs, config.max_num_batched_tokens, num_blocks)
-        self._seats = config.max_num_seqs
+        self.shares = Shares(config.classes, config.max_num_seqs, blocks.num_blocks)
+        self._config = config
+        self._step_time = step_time
+        self._blocks = blocks
         self._lengths = OutputLengths()
-        self._leaders = PrefixLeaders(block_size, orders.admission)
+        self._leaders = PrefixLeaders(blocks.block_size, orders.admission)
         self._orders = orders
         self._starved: Sequence | None = None
         self._is_crowded = False  # what has no promise would have to be left out
@@ -64,43 +75,57 @@ class SloPolicy:
     def leaves(self, sequence: Sequence, reason: FinishReason | None = None) -> None:
         """It is preempted, or ends for a reason; its status is still the one before."""
         name = sequence.service.name
+        self._leaders.ends(sequence)
         if sequence.status is Status.RUNNING:
-            self._leaders.ends(sequence)
             self.shares.running[name] -= 1
             self.shares.waiting[name] += reason is None
         else:
             self.shares.waiting[name] -= 1
+            if not self.shares.waiting.total():
+                self.window.close()
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.ended(sequence)
 
     # --- before a step ------------------------------------------------------------------------------
 
-    def starved(self, waiting: OrderedSequences, now: int) -> Sequence | None:
-        """Who has waited longest among those behind all promises, if it is too long.
+    def starved(self, prompts: list[Sequence], waiting: OrderedSequences, now: int) -> Sequence | None:
+        """Who is to go first from now on: of those behind all promises the one that has starved first.
 
-        One at a time goes first, and is served to its end.
+        Args:
+            prompts: of those who run.
         """
         if self._starved is not None and self._starved.status is not Status.FINISHED:
             return None
-        self._starved, rank = None, 0
-        while (first := waiting.first_from((1, rank))) is not None:
-            if now - first.arrival_ns >= first.service.starvation_s * 1e9:
-                self._starved = first
-                return first
-            rank = first.rank + 1
-        return None
+        self._starved, first_ns = None, now
+        behind = (sequence for sequence in prompts if sequence.is_behind)
+        for sequence in chain(behind, first_of_ranks(waiting)):
+            starved_ns = sequence.arrival_ns + int(sequence.service.starvation_s * 1e9)
+            if starved_ns <= first_ns:
+                self._starved, first_ns = sequence, starved_ns - 1
+        return self._starved
+
+    def past(self, head: list[Sequence], waiting: OrderedSequences) -> list[Sequence]:
+        """Who goes past the head of the queue: the first of each class that has a share, behind all promises."""
+        if not self.shares.classes:
+            return []
+        firsts = (sequence for sequence in first_of_ranks(waiting) if sequence.service.name in self.shares.classes)
+        return [sequence for sequence in firsts if sequence not in head]
 
     def may_start(self, sequence: Sequence, num_running: int) -> bool:
-        """Whether it may be admitted now, if there are blocks."""
-        if num_running + self.shares.seats_kept_from(sequence.service.name) >= self._seats:
+        """Whether it may be admitted beside so many, if there are blocks."""
+        if num_running + self.shares.seats_kept_from(sequence.service.name) >= self._config.max_num_seqs:
             return False
         if sequence.has_starved:
             return True
-        if self._is_crowded and not is_promised(sequence):
+        if self._is_crowded and not is_promised(sequence) and not self.shares.has_seat_left(sequence.service.name):
             return False
         if sequence.output_len:
             return True
-        return self.promises.has_room_for(sequence) and not self._leaders.is_worth_waiting_for(sequence)
+        return self.promises.has_room_for(sequence) and not self._follows(sequence)
+
+    def _follows(self, sequence: Sequence) -> bool:
+        """It waits for another prompt that begins alike."""
+        return self._blocks.enable_prefix_caching and self._leaders.is_worth_waiting_for(sequence)
 
     def window_until(self, waiting: OrderedSequences, now: int) -> int:
         """When an engine in which nothing runs is to begin with those who wait; 0 for now."""
@@ -131,3 +156,21 @@ class SloPolicy:
         outlook = self.promises.outlook(decoding, prompts, urgent, now)
         self._is_crowded = bool(outlook.left_out) or urgent is not None
         return outlook
+
+    def slack_beside(self, decodes: StepWork, outlook: Outlook) -> float:
+        """Nanoseconds that a step with these decodes may take; one that has starved gets a block of tokens in it."""
+        if not self._config.enable_chunked_prefill:
+            return math.inf
+        first = self._starved
+        if first is None or first.status is Status.FINISHED or first.is_decoding:
+            return outlook.slack_ns
+        block = self._step_time.prefill_ns(self._blocks.block_size, first.num_computed)
+        return max(outlook.slack_ns, self._step_time.predict_ns(decodes) + block)
+
+
+def first_of_ranks(waiting: OrderedSequences) -> Iterator[Sequence]:
+    """Of those who wait behind all promises the first of each rank."""
+    rank = 0
+    while (first := waiting.first_from((1, rank))) is not None:
+        yield first
+        rank = first.rank + 1

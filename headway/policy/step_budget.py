@@ -48,7 +48,9 @@ def stall_bound(tokens: int, step_time: StepTime, max_stall_ns: float, least: in
     """
 
     def budget_beside(decodes: StepWork, slack_ns: float = math.inf) -> StepBudget:
-        budget = StepBudget(tokens - decodes.decode_tokens, step_time, max_stall_ns, least)
+        budget = StepBudget(
+            tokens - decodes.decode_tokens, step_time, max_stall_ns, least if math.isinf(slack_ns) else 0
+        )
         if decodes.decode_tokens:
             budget.share_with(decodes, slack_ns)
         return budget

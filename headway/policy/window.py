@@ -48,7 +48,7 @@ class Window:
             return now
         fixed = self._step_time.predict_ns(StepWork(prefill_tokens=1))
         best = (fixed - work_ns - len(waiting) * self._gap_ns) / 2
-        if best <= 0:
+        if least_ms * 1e6 >= 2 * best:
             return now
         length = min(max(best, least_ms * 1e6), most_ms * 1e6)
         if not self.opened_ns:

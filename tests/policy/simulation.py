@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +21,38 @@ from headway.policy.request import Request, Sequence, Status
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.service_class import BUILT_IN, ClassTable
+from headway.policy.service_class import BUILT_IN, ClassTable, ServiceClass
 from headway.policy.sizing import pool_size
 from headway.policy.step_budget import BudgetRule
 from headway.policy.step_time import StepTime, StepWork
 
 VOCAB_SIZE = 1000
+
+
+def random_classes(rng: random.Random, longest_step_ns: int) -> ClassTable:
+    """Objectives that are now and then met by steps of up to this length."""
+    step_ms = longest_step_ns / 1e6
+    return ClassTable(
+        (
+            ServiceClass(
+                name="chat",
+                ttft_ms=step_ms * rng.choice([1, 4, 20]),
+                tpot_ms=step_ms * rng.choice([0.5, 1, 3]),
+                window_ms=(0.0, step_ms * 2) if step_ms < 1 else (0.0, 1000.0),
+                seats=rng.choice([0.0, 0.3]),
+                starvation_s=step_ms,
+                when_late=rng.choice(["serve", "refuse"]),
+            ),
+            ServiceClass(
+                name="report",
+                ttft_ms=step_ms * 50,
+                kv=rng.choice([0.0, 0.3]),
+                tokens=rng.choice([0.0, 0.4]),
+                starvation_s=step_ms,
+            ),
+            ServiceClass(name="offline", seats=rng.choice([0.0, 0.4]), starvation_s=step_ms),
+        )
+    )
 
 
 def make_request(
@@ -222,7 +248,10 @@ class Simulation:
             self.check_window(plan)
             self.now = plan.wait_until_ns
             return []
+        assert plan.scheduled or plan.expired or not self.scheduler.has_work, "nothing runs and something could"
         self.check_plan(plan.scheduled)
+        if self.policy == "slo":
+            self.check_classes(plan.scheduled)
         self.executor.run(plan)
         self.check_known(plan.scheduled)
         launched = self.now + self.rng.randrange(0, 20)
@@ -282,12 +311,27 @@ class Simulation:
         decoding = [s for s in scheduler.running if s.is_decoding]
         ran = {id(self.sequence_of(item)) for item in items}
         for sequence in decoding:
-            may_be_left_out = (
-                self.policy == "slo"
-                and not is_promised(sequence)
-                and self.now - sequence.last_token_ns < MOST_LEFT_OUT_NS
-            )
+            may_be_left_out = self.policy == "slo" and not (is_promised(sequence) or sequence.has_starved)
             assert id(sequence) in ran or may_be_left_out, "a decoding sequence was left out"
+
+    def check_classes(self, items: list[ScheduledSequence]) -> None:
+        """What belongs to a class is left to it, and nobody goes before others who could."""
+        running = list(self.scheduler.running)
+        by_class = Counter(sequence.service.name for sequence in running)
+        kept = [int(each.seats * self.max_num_seqs) - by_class[each.name] for each in self.classes]
+        assert len(running) + sum(max(0, seats) for seats in kept) <= self.max_num_seqs
+        assert sum(sequence.has_starved for sequence in self.scheduler.sequences.values()) <= 1
+        tokens = {item.seq_id: item.num_tokens for item in items}
+        left_out = [s for s in running if s.is_decoding and s.seq_id not in tokens]
+        oldest = min((s.last_token_ns for s in left_out), default=self.now)
+        if self.now - oldest >= MOST_LEFT_OUT_NS:
+            assert any(self.sequence_of(item).last_token_ns <= oldest for item in items if item.decoding)
+        if not self.chunked or any(each.tokens for each in self.classes) or any(item.logit_rows for item in items):
+            return
+        prompts = [s for s in running if not s.is_decoding]
+        unfinished = [s for s in prompts if tokens.get(s.seq_id, 0) < s.num_to_compute]
+        later = prompts[prompts.index(unfinished[0]) + 1 :] if unfinished else []
+        assert not any(sequence.seq_id in tokens for sequence in later), "a prompt went before one that comes first"
 
     def check_window(self, plan: StepPlan) -> None:
         """Nothing runs, and nobody waits longer for others than the class of each who waits allows."""

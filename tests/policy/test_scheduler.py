@@ -17,10 +17,9 @@ from headway.policy.order import AGEING_NS, ORDERS, Orders
 from headway.policy.request import FinishReason, Status
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.service_class import ClassTable, ServiceClass
 from headway.policy.step_budget import StepBudget
 from headway.policy.step_time import StepTimeModel, StepWork
-from tests.policy.simulation import Simulation, check_ledger
+from tests.policy.simulation import Simulation, check_ledger, random_classes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -279,32 +278,6 @@ def test_a_prompt_as_long_as_the_context_is_refused() -> None:
 def test_a_pool_must_hold_the_longest_sequence() -> None:
     with pytest.raises(ValueError, match=r"needs 16 KV blocks, the pool has 4; lower --max-model-len"):
         Scheduler(SchedulerConfig(4, 16, 64), KVBlocks(4, 4))
-
-
-def random_classes(rng: random.Random, longest_step_ns: int) -> ClassTable:
-    """Objectives that are now and then met by steps of up to this length."""
-    step_ms = longest_step_ns / 1e6
-    return ClassTable(
-        (
-            ServiceClass(
-                name="chat",
-                ttft_ms=step_ms * rng.choice([1, 4, 20]),
-                tpot_ms=step_ms * rng.choice([0.5, 1, 3]),
-                window_ms=(0.0, step_ms * 2) if step_ms < 1 else (0.0, 1000.0),
-                seats=rng.choice([0.0, 0.3]),
-                starvation_s=step_ms,
-                when_late=rng.choice(["serve", "refuse"]),
-            ),
-            ServiceClass(
-                name="report",
-                ttft_ms=step_ms * 50,
-                kv=rng.choice([0.0, 0.3]),
-                tokens=rng.choice([0.0, 0.4]),
-                starvation_s=step_ms,
-            ),
-            ServiceClass(name="offline", seats=rng.choice([0.0, 0.4]), starvation_s=step_ms),
-        )
-    )
 
 
 @settings(max_examples=150, deadline=None)

@@ -18,7 +18,7 @@ from headway.policy.scheduler_config import SchedulerConfig
 from headway.simulator.recording import Recording, read_recordings
 from headway.simulator.replay import DifferentStep, replay
 from tests.engine.models import write_config
-from tests.policy.simulation import Simulation
+from tests.policy.simulation import Simulation, random_classes
 from tests.policy.test_drafts import Drafting
 
 
@@ -47,7 +47,7 @@ class Recorded(Drafting):
     num_blocks=st.integers(16, 40),
     max_num_seqs=st.integers(1, 6),
     caching=st.booleans(),
-    policy=st.sampled_from(["fcfs", "priority"]),
+    policy=st.sampled_from(["fcfs", "priority", "slo"]),
     max_prefill_stall_ms=st.sampled_from([0.001, 0.01]),
     most_drafts=st.sampled_from([0, 3]),
     idle_steps=st.sampled_from([0.0, 0.1]),
@@ -58,7 +58,8 @@ class Recorded(Drafting):
 )
 def test_the_same_steps_are_planned_again(seed: int, faults: dict[int, tuple[str, int]], **options: object) -> None:
     rng = random.Random(seed)
-    sim = Recorded(rng=rng, faults=faults, **options)  # type: ignore[arg-type]
+    classes = random_classes(rng, longest_step_ns=10_000)
+    sim = Recorded(rng=rng, faults=faults, classes=classes, **options)  # type: ignore[arg-type]
     beginnings = [[rng.randrange(3, 100) for _ in range(rng.randrange(1, 30))] for _ in range(3)]
     for _ in range(12):
         prompt = rng.choice(beginnings) + [rng.randrange(3, 100) for _ in range(rng.randrange(1, 8))]
@@ -66,6 +67,7 @@ def test_the_same_steps_are_planned_again(seed: int, faults: dict[int, tuple[str
             prompt,
             rng.randrange(1, 20),
             priority=rng.randrange(-2, 3),
+            service_class=rng.choice(["", "chat", "report", "offline"]),
             salt=rng.choice(["", "a"]),
             prompt_logprobs=rng.choice([None, None, 1]),
             stop_token_ids=list(range(3, 3 + rng.randrange(20))),
