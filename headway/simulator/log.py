@@ -22,7 +22,6 @@ class StepLog:
         planned_ns, launched_ns, computed_ns, sampled_ns: when.
         tokens: computed.
         sequences: that had a part in it.
-        decodes: of these, who computed only their newest token.
         running, waiting: sequences at its end.
         blocks: that sequences hold at its end.
         preempted: sequences.
@@ -34,7 +33,6 @@ class StepLog:
     sampled_ns: array[int] = field(default_factory=_column)
     tokens: array[int] = field(default_factory=_column)
     sequences: array[int] = field(default_factory=_column)
-    decodes: array[int] = field(default_factory=_column)
     running: array[int] = field(default_factory=_column)
     waiting: array[int] = field(default_factory=_column)
     blocks: array[int] = field(default_factory=_column)
@@ -51,7 +49,6 @@ class StepLog:
         self.sampled_ns.append(times.sampled_ns)
         self.tokens.append(plan.num_tokens)
         self.sequences.append(len(plan.scheduled))
-        self.decodes.append(sum([item.decoding for item in plan.scheduled]))
         self.running.append(len(scheduler.running))
         self.waiting.append(len(scheduler.waiting))
         self.blocks.append(scheduler.blocks.num_blocks - scheduler.blocks.num_free)

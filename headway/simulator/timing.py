@@ -56,15 +56,19 @@ class Predicted:
 
     def chunks(self, scheduled: list[ScheduledSequence]) -> list[Chunk]:
         """The work of a step as the cost model takes it."""
-        chunks: list[Chunk] = []
-        counts, contexts = [0] * (len(self._windows) + 1), [0] * (len(self._windows) + 1)
+        contexts, chunks = list[int](), list[Chunk]()
         for item in scheduled:
-            if item.decoding and len(item.token_ids) == 1:
-                at = bisect_right(self._windows, item.start) if self._windows else 0
-                counts[at] += 1
-                contexts[at] += item.start
+            if item.decoding and item.samples == 1:
+                contexts.append(item.start)
             else:
                 rows = min(len(item.token_ids), item.samples + item.logit_rows)
                 chunks.append(Chunk(len(item.token_ids), item.start, rows))
-        decodes = zip(counts, contexts, strict=True)
-        return [Chunk(1, round(context / count), 1, count) for count, context in decodes if count] + chunks
+        return self._decodes(contexts) + chunks
+
+    def _decodes(self, contexts: list[int]) -> list[Chunk]:
+        alike: dict[int, list[int]] = {0: contexts}
+        if self._windows:
+            alike = {}
+            for context in contexts:
+                alike.setdefault(bisect_right(self._windows, context), []).append(context)
+        return [Chunk(1, round(sum(each) / len(each)), 1, len(each)) for each in alike.values() if each]

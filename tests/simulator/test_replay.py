@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,11 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway import LLM, SamplingParams
+from headway.policy.accounting import StepTimes
 from headway.policy.kv_blocks import KVBlocks
+from headway.policy.plan import StepPlan
 from headway.policy.recording import Arrival, End, Proposal, Record, RecordedEngine, RecordedScheduler, Step
+from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
+from headway.simulator import traffic as simulated
 from headway.simulator.recording import Recording, read_recordings
 from headway.simulator.replay import DifferentStep, replay
+from headway.simulator.server import simulate
 from tests.engine.models import write_config
 from tests.policy.simulation import Simulation, random_classes
 from tests.policy.test_drafts import Drafting
@@ -135,3 +141,42 @@ def test_a_real_engine_s_steps(tmp_path: Path) -> None:
     assert sum(len(step.preempted) for step in steps) > 0 and cached > 0
     assert sum(item.new for step in steps for item in step.items) == 2 * 18 * 20
     assert all(step.times is not None and step.now <= step.times[0] <= step.times[2] for step in steps)
+    recorded = RecordedTimes(iter(steps))
+    ran = simulate(
+        Scheduler(recording.engine.scheduler_config(), recording.engine.kv_blocks()), arrivals_of(recording), recorded
+    )
+    assert len(ran.steps) == len(steps) and sum(ran.steps.preempted) > 0
+
+
+def arrivals_of(recording: Recording) -> list[simulated.Arrival]:
+    """Requests with the prompts of a recording, none of which had come before, each when the step before it was done.
+
+    In the engine they came before the next step was planned; at which moment makes no difference to that.
+    """
+    found: dict[int, simulated.Arrival] = {}
+    done_ns = 0
+    for record in recording.records:
+        if isinstance(record, Step) and record.times is not None:
+            done_ns = record.times[2]
+        elif isinstance(record, Arrival) and record.parent is not None:
+            found[record.parent].request.params.n += 1
+        elif isinstance(record, Arrival):
+            prompt = [number for number in record.blocks for _ in range(recording.engine.block_size)]
+            prompt += [2**60 - record.seq_id] * (record.prompt_len - len(prompt))
+            answer = record.max_len - record.prompt_len
+            found[record.seq_id] = simulated.arrival(record.seq_id, done_ns, prompt, answer)
+    return list(found.values())
+
+
+@dataclass
+class RecordedTimes:
+    """Steps take as long as those that were recorded, and must be the same."""
+
+    steps: Iterator[Step]
+
+    def times(self, plan: StepPlan, now: int) -> StepTimes:
+        step = next(self.steps)
+        planned = [(item.seq_id, item.start, item.num_tokens, item.samples) for item in plan.scheduled]
+        assert planned == [(item.seq_id, item.start, item.tokens, item.samples) for item in step.items]
+        assert plan.preempted == step.preempted and step.times is not None
+        return StepTimes(*step.times)
