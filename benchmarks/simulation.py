@@ -1,0 +1,76 @@
+"""How fast a server is simulated: requests of the lengths of Azure's conversation trace on one H100.
+
+    python benchmarks/simulation.py --requests 100000
+
+Prints seconds of processor time, what that is for a token and a step, and the most memory; or with --profile where the
+time goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import resource
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from headway.bench.client.load import collector_off
+from headway.engine.config import SchedulingOptions
+from headway.simulator.deployed import ServerOptions, deploy
+from headway.simulator.server import Simulated, simulate
+from headway.simulator.traffic import Arrival, arrival
+
+# Mean and coefficient of variation of tokens (AzureLLMInferenceTrace_conv, 2023), as lognormal lengths.
+PROMPT, ANSWER = (1155, 1.0), (211, 0.8)
+MOST_TOKENS = 8000
+
+
+def lengths(mean: float, cv: float, count: int, rng: np.random.Generator) -> list[int]:
+    sigma = np.sqrt(np.log1p(cv * cv))
+    drawn: list[int] = (
+        rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count).clip(1, MOST_TOKENS).astype(int).tolist()
+    )
+    return drawn
+
+
+def arrivals(requests: int, rate: float) -> Iterator[Arrival]:
+    rng = np.random.default_rng(0)
+    times = np.cumsum(rng.exponential(1e9 / rate, requests)).astype(int).tolist()
+    drawn = zip(times, lengths(*PROMPT, requests, rng), lengths(*ANSWER, requests, rng), strict=True)
+    return (arrival(number, *each) for number, each in enumerate(drawn))
+
+
+def run(requests: int, rate: float) -> Simulated:
+    server = deploy(ServerOptions(model="llama-3.1-8b", hardware="H100-SXM"), SchedulingOptions())
+    with collector_off():
+        return simulate(server.scheduler, arrivals(requests, rate), server.timing, server.limits, server.host)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--rate", type=float, default=12.0, help="requests a second")
+    parser.add_argument("--profile", action="store_true", help="print where the time goes")
+    args = parser.parse_args()
+    if args.profile:
+        cProfile.runctx("run(args.requests, args.rate)", globals(), locals(), sort="tottime")
+        return
+    began = time.process_time()
+    ran = run(args.requests, args.rate)
+    seconds = time.process_time() - began
+    tokens, steps = sum(len(answer.token_ns) for answer in ran.answers), len(ran.steps)
+    print(
+        f"{args.requests} requests in {seconds:.1f} s: {steps} steps of {tokens / steps:.1f} sequences, {tokens} tokens"
+    )
+    print(f"{1e6 * seconds / tokens:.2f} µs a token, {1e6 * seconds / steps:.0f} µs a step")
+    print(f"{seconds * 100_000 / args.requests:.0f} s for 100,000 requests; memory {_megabytes():.0f} MB at most")
+
+
+def _megabytes() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    main()
