@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 import msgspec
 import zmq
@@ -27,10 +28,12 @@ from headway.engine.messages import (
     Progress,
     Ready,
     SequenceOutput,
+    SetClasses,
     Shutdown,
     ToEngine,
 )
 from headway.engine.requests import InFlight, Requests, StreamItem
+from headway.policy.service_class import ClassTable
 
 # Pauses before the engine is started again, by how many engines in a row have lived for less than STABLE_S.
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)
@@ -233,6 +236,11 @@ class EngineClient:
         # The send buffer is unbounded, so the future is done when this returns.
         if self._socket is not None:
             self._socket.send(_encoder.encode(message))
+
+    def set_classes(self, classes: ClassTable) -> None:
+        """New requests are of these classes, also in engine processes to come."""
+        self.config = replace(self.config, classes=classes)
+        self._send(SetClasses(classes))
 
     # --- requests -----------------------------------------------------------------------------------
 

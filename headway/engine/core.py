@@ -20,6 +20,7 @@ from headway.policy.intake import check, sequences_of
 from headway.policy.plan import StepPlan
 from headway.policy.request import Sequence
 from headway.policy.scheduler import Scheduler
+from headway.policy.service_class import ClassTable
 
 NOT_NUMBERS = "the model's logits were not numbers (NaN) for this sequence; its weights or its dtype are at fault"
 FAILED = "the engine failed on this request ({}); the server's log says more"
@@ -57,6 +58,10 @@ class EngineCore:
         return max(0, -(-left_ns // 1_000_000))
 
     # --- requests -----------------------------------------------------------------------------------
+
+    def set_classes(self, classes: ClassTable) -> None:
+        """New requests are of these classes."""
+        self.scheduler.set_classes(classes)
 
     def add(self, request: AddRequest) -> None:
         """Queue every choice of a request; one that can't be served is answered with an error output."""

@@ -11,8 +11,9 @@ import msgspec
 
 from headway.engine.config import EngineConfig
 from headway.policy.request import Request
+from headway.policy.service_class import ClassTable
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True, gc=False):
@@ -36,6 +37,12 @@ class AddRequest(Request, tag=True):
 class AbortRequest(_Message):
     request_id: str
     index: int = -1  # one choice, or -1 for all of them
+
+
+class SetClasses(_Message):
+    """New requests are of these classes."""
+
+    classes: ClassTable
 
 
 class Shutdown(_Message):
@@ -156,5 +163,5 @@ class EngineOutputs(_Message):
     made_ns: int  # when the engine sent it
 
 
-ToEngine = Configure | AddRequest | AbortRequest | Shutdown
+ToEngine = Configure | AddRequest | AbortRequest | SetClasses | Shutdown
 FromEngine = Progress | Ready | Failed | EngineOutputs

@@ -28,6 +28,7 @@ from headway.engine.messages import (
     FromEngine,
     Progress,
     Ready,
+    SetClasses,
     Shutdown,
     ToEngine,
 )
@@ -72,9 +73,9 @@ class Channel:
 def main(address: str) -> int:
     """Serve one API process until it says Shutdown or goes away; returns the exit code."""
     parent = os.getppid()
-    # Ctrl-C, and a service manager's SIGTERM, reach the whole group; the API process decides when this one ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Ctrl-C, and a service manager's signals, reach the whole group; the API process decides when this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     channel = Channel(address)
     try:
         configure = _wait_for_configure(channel, parent)
@@ -129,6 +130,8 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
                 core.add(message)
             elif isinstance(message, AbortRequest):
                 core.abort(message.request_id, message.index)
+            elif isinstance(message, SetClasses):
+                core.set_classes(message.classes)
             elif isinstance(message, Shutdown):
                 return 0
         if core.has_work:

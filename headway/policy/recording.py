@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from headway.policy.plan import ScheduledSequence, StepPlan
 from headway.policy.request import NEVER, FinishReason, Sequence
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.service_class import ClassTable
 
 FORMAT = 1
 NOT_NUMBERS = -1  # in place of a number of new tokens
@@ -107,6 +108,15 @@ class End(_Record):
     blocks: list[int]
 
 
+class NewClasses(_Record, tag="classes"):
+    """The classes of requests were changed: fields of ClassTable; None for what is infinite."""
+
+    classes: dict[str, Any]
+
+    def table(self) -> ClassTable:
+        return msgspec.convert(_with_infinities(self.classes), ClassTable)
+
+
 class Retry(_Record):
     """A step failed and was run again in parts, which took from `began` to `ended`; sequences that were at fault."""
 
@@ -157,7 +167,7 @@ def _with_infinities(value: Any) -> Any:
     return math.inf if value is None else value
 
 
-Record = RecordedEngine | Arrival | Proposal | Step | End
+Record = RecordedEngine | Arrival | NewClasses | Proposal | Step | End
 Write = Callable[[Record, bool], None]
 
 
@@ -186,6 +196,10 @@ class RecordedScheduler(Scheduler):
 
     def _write(self, record: Record) -> None:
         self._write_record(record, not self.has_work)
+
+    def set_classes(self, classes: ClassTable) -> None:
+        super().set_classes(classes)
+        self._write(NewClasses(asdict(classes)))
 
     def add(self, sequence: Sequence, now: int) -> None:
         super().add(sequence, now)

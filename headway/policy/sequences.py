@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from headway.policy.accounting import Accounting, StepTimes
@@ -17,6 +18,7 @@ from headway.policy.order import ORDERS, OrderedSequences
 from headway.policy.plan import StepPlan
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.service_class import ClassTable
 from headway.policy.slo import SloPolicy
 from headway.policy.step_time import StepTime, StepTimeModel
 from headway.policy.stopping import finish_reason
@@ -68,6 +70,12 @@ class Sequences:
     @property
     def has_work(self) -> bool:
         return bool(len(self.waiting) or len(self.running))
+
+    def set_classes(self, classes: ClassTable) -> None:
+        """New requests are of these classes; sequences that are there keep theirs."""
+        self.config = replace(self.config, classes=classes)
+        if self.slo is not None:
+            self.slo.shares.set_classes(classes)
 
     # --- arrivals and departures --------------------------------------------------------------------
 

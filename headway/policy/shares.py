@@ -17,14 +17,20 @@ class Shares:
     """The shares of a table, of an engine of this size. What nobody has a share in is for all."""
 
     def __init__(self, classes: ClassTable, seats: int, blocks: int) -> None:
-        self._seats = {each.name: math.floor(each.seats * seats) for each in classes if each.seats}
-        self._tokens = {each.name: each.tokens for each in classes if each.tokens}
-        self._blocks = {each.name: math.floor(each.kv * blocks) for each in classes if each.kv}
-        self.classes = self._seats.keys() | self._tokens.keys()  # that may go past others
+        self._size = seats, blocks
+        self.set_classes(classes)
         self.running: Counter[str] = Counter()  # sequences of each class
         self.waiting: Counter[str] = Counter()
         self._given: Counter[str] = Counter()  # prompt tokens of the step
         self._prompts: set[str] = set()  # classes with prompts to compute
+
+    def set_classes(self, classes: ClassTable) -> None:
+        """From now on the shares of another table."""
+        seats, blocks = self._size
+        self._seats = {each.name: math.floor(each.seats * seats) for each in classes if each.seats}
+        self._tokens = {each.name: each.tokens for each in classes if each.tokens}
+        self._blocks = {each.name: math.floor(each.kv * blocks) for each in classes if each.kv}
+        self.classes = self._seats.keys() | self._tokens.keys()  # that may go past others
 
     def seats_kept_from(self, name: str) -> int:
         """Seats that a class must leave to others, beyond those that they have."""

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import errno
 import logging
+import signal
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -194,14 +195,19 @@ def run_server(
 ) -> None:
     """Serve until a signal says stop. The port answers, with 503, while the engine loads.
 
+    SIGHUP has the file of service classes read again, where there is one.
+
     Raises:
         StartupError: the port can't be had, or the engine could not start.
         TextError: as create_app().
     """
     listener = bind(settings.host, settings.port)
-    server = Server(create_app(engine, tokenizer, settings, template), settings)
+    app = create_app(engine, tokenizer, settings, template)
+    server = Server(app, settings)
 
     async def serve() -> None:
+        if settings.service_classes is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.service.reload_classes)
         watching = asyncio.create_task(server.watch_startup(on_ready, _url(listener)))
         try:
             await server.serve(sockets=[listener])

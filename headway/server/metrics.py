@@ -62,6 +62,12 @@ class Metrics:
         self._gauge("num_requests_waiting", "Choices waiting for the batch.", lambda: float(engine.num_waiting))
         self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", of_stats("kv_cache_usage"))
         self._gauge("engine_restarts", "Times the engine process died and was started again.", lambda: engine.restarts)
+        self._reloads = Counter(
+            f"{self._prefix}service_class_reloads",
+            "Times the file of service classes was read again, by result.",
+            (*LABELS, "result"),
+            registry=self.registry,
+        )
         self._startup = Gauge(
             f"{self._prefix}startup_seconds",
             "Start-up time by stage.",
@@ -130,6 +136,10 @@ class Metrics:
     def on_ready(self, ready: Ready) -> None:
         for stage, length in ready.startup_ns.items():
             self._startup.labels(*self._labels, stage).set(length * NS)
+
+    def on_reload(self, result: str) -> None:
+        """The file of service classes was read again: `done`, or `failed` where it was wrong."""
+        self._reloads.labels(*self._labels, result).inc()
 
     def on_step(self, stats: EngineStats) -> None:
         for name, counter in self._counters.items():

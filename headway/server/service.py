@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
-from headway.class_file import ClassFile, KeyClasses
+from headway.class_file import ClassFile, KeyClasses, read_class_file
 from headway.engine.client import EngineClient
 from headway.engine.messages import Ready
 from headway.policy.queue_bound import Place
@@ -24,6 +25,8 @@ from headway.server.settings import ServerSettings
 from headway.server.text_work import TextWork
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("headway.server")
 
 
 class Abortable(Protocol):
@@ -62,6 +65,20 @@ class Service:
         engine.subscribe(self.metrics.on_step)
 
     # --- what may come in ---------------------------------------------------------------------------
+
+    def reload_classes(self) -> None:
+        """Read the file of classes again; where it is wrong all stays as it is, and the log says why."""
+        try:
+            file = read_class_file(self.classes.path)
+            if self.keys and not (self.settings.api_keys or file.keys):
+                raise ValueError(f"{file.path} names no key any more, which would let everybody in; restart to do that")
+        except ValueError as error:
+            logger.error("the service classes stay as they are: %s", error)
+            return self.metrics.on_reload("failed")
+        self._take_classes(file)
+        self.engine.set_classes(file.table)
+        logger.info("service classes are now %s", ", ".join(each.name for each in file.table))
+        self.metrics.on_reload("done")
 
     def _take_classes(self, file: ClassFile) -> None:
         self.classes = file

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from headway.policy.accounting import StepTimes
 from headway.policy.plan import StepPlan
-from headway.policy.recording import NOT_NUMBERS, Arrival, End, Item, Proposal, Step
+from headway.policy.recording import NOT_NUMBERS, Arrival, End, Item, NewClasses, Proposal, Step
 from headway.policy.request import FinishReason, Sequence
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
@@ -53,6 +53,9 @@ class _Replay:
             elif isinstance(record, Step):
                 steps += 1
                 self._step(steps, record)
+            elif isinstance(record, NewClasses):
+                self._classes = record.table()
+                self._scheduler.set_classes(self._classes)
             elif isinstance(record, Proposal):
                 self._scheduler.propose(record.seq_id, self._next_tokens(record.seq_id, record.drafts))
             elif record.reason is FinishReason.ABORT:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -22,6 +23,7 @@ from headway.engine.messages import AddRequest, EngineOutputs, EngineStats, Sequ
 from headway.engine.requests import MOST_DEATHS
 from headway.policy.recording import Arrival, End
 from headway.policy.sampling_params import SamplingParams
+from headway.policy.service_class import BUILT_IN, ClassTable, ServiceClass
 from headway.simulator.recording import read_recordings
 from headway.simulator.replay import replay
 from tests.engine.faulty_process import KILLER, RAISER
@@ -191,6 +193,7 @@ async def expected(client: EngineClient) -> Choices:
 
 
 async def test_requests_go_on_when_the_engine_is_killed(client: EngineClient, expected: Choices) -> None:
+    client.set_classes(ClassTable((ServiceClass(name="any"), ServiceClass(name="hasty", queue_timeout_s=1e-9))))
     restarts, requests = client.restarts, crowd("killed")
     leaver = client.generate(request("leaver", max_tokens=4000))
     await anext(leaver)
@@ -211,6 +214,16 @@ async def test_requests_go_on_when_the_engine_is_killed(client: EngineClient, ex
     assert all({"engine_lost", "engine_restart"} <= of_one.keys() for of_one in phases)
     assert client.restarts == restarts + 1
     assert (await until_idle(client)).num_waiting == client.num_waiting == 0
+    await check_classes(client)
+
+
+async def check_classes(client: EngineClient) -> None:
+    """The next engine has the classes that the last one was told of, and new ones reach it."""
+    hasty = msgspec.structs.replace(request("hasty"), service_class="hasty")
+    (refused,) = await collect(client.generate(hasty))
+    assert refused.finish_reason == "timeout" and "queue_timeout_s of class 'hasty'" in str(refused.error)
+    client.set_classes(BUILT_IN)
+    assert (await collect(client.generate(hasty)))[-1].finish_reason == "length"
 
 
 async def test_without_replay_a_killed_engine_ends_its_requests(tmp_path: Path) -> None:
@@ -336,7 +349,8 @@ async def test_a_signal_to_the_whole_group_leaves_the_end_to_the_server(client: 
     restarts, stream = client.restarts, client.generate(request("long", max_tokens=100))
     await anext(stream)
     assert client.pid is not None
-    os.kill(client.pid, signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        os.kill(client.pid, number)
     assert (await collect(stream))[-1].finish_reason == "length"
     assert client.restarts == restarts
 

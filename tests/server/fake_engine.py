@@ -19,6 +19,7 @@ from headway.engine.messages import (
     SequenceTimings,
     TokenLogprobs,
 )
+from headway.policy.service_class import BUILT_IN, ClassTable
 from headway.text.tokenizer import Tokenizer
 
 Reply = Callable[[AddRequest, int], list[int]]
@@ -51,6 +52,7 @@ class FakeEngine:
         self.ready: Ready | None = None
         self.max_model_len = 256
         self.num_waiting = 0
+        self.classes = BUILT_IN
         self.requests: list[AddRequest] = []
         self.aborted: list[str] = []
         self.running: set[tuple[str, int]] = set()
@@ -91,6 +93,9 @@ class FakeEngine:
 
     async def stop(self) -> None:
         self.state, self.last_error = "stopped", "the server is shutting down"
+
+    def set_classes(self, classes: ClassTable) -> None:
+        self.classes = classes
 
     def subscribe(self, callback: Callable[[EngineStats], None]) -> None:
         self._subscribers.append(callback)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,9 +15,10 @@ import openai
 import pytest
 
 from headway.class_file import read_class_file
+from headway.server.app import create_app
 from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
-from tests.server.live_server import LiveServer, eventually
+from tests.server.live_server import LiveServer, eventually, settings
 from tests.server.test_limits import parked
 
 NIGHT, DAY, ANY = "sk-night", "sk-day", "sk-any"
@@ -209,6 +212,25 @@ def test_a_class_has_a_queue_of_its_own(server: LiveServer) -> None:
         assert ask(server, DAY, service_class="chat").status_code == 200
     eventually(lambda: not server.service.admission.of_classes["night"].choices)
     assert ask(server, DAY).status_code == 200
+
+
+def test_a_file_that_would_let_everybody_in_is_not_taken(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "classes.toml"
+    path.write_text(FILE)
+    engine = FakeEngine(tokenizer)
+    service = create_app(engine, tokenizer, settings(service_classes=read_class_file(str(path)))).state.service
+    monkeypatch.setattr("headway.server.service.logger", logging.getLogger("classes"))
+    path.write_text(FILE.split("[[key]]")[0])
+    service.reload_classes()
+    assert len(service.keys) == 2
+    assert "names no key any more, which would let everybody in" in caplog.text
+    path.write_text(FILE.replace("max_queued = 2", "max_queued = 3").replace("chat", "talk"))
+    service.reload_classes()
+    assert service.admission.of_classes["night"].limits.choices == 3
+    assert [each.name for each in engine.classes] == [each.name for each in service.classes.table]
+    assert engine.classes.default == "talk"
 
 
 def test_openais_client_reads_the_tier(server: LiveServer) -> None:

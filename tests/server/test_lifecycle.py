@@ -30,6 +30,7 @@ class Process:
     def __init__(self, model: Path, *arguments: str, engine: dict[str, Any] | None = None, port: int = 0) -> None:
         self.port = port or _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self.model = str(model)
         paths = [str(Path(headway.__file__).parent.parent), str(HERE.parent.parent)]
         environment = {**os.environ, "FAKE_ENGINE": json.dumps(engine or {}), "PYTHONPATH": os.pathsep.join(paths)}
         self.popen = subprocess.Popen(
@@ -119,6 +120,34 @@ def test_signal_lets_requests_finish(start: StartProcess, which: signal.Signals)
     code, errors = process.end()
     assert code == 0, errors
     assert "Traceback" not in errors
+
+
+def test_classes_are_read_again_without_dropping_requests(start: StartProcess, tmp_path: Path) -> None:
+    file = tmp_path / "classes.toml"
+    file.write_text('[[class]]\nname = "day"\n')
+    process = start("--service-classes", str(file), engine={"step_s": 0.05}).until_ready()
+    stream = Asker(process.url, stream=True, service_class="day", ignore_eos=True, max_tokens=25)
+    until_busy(process, 1)
+
+    def reloads(result: str) -> bool:
+        process.popen.send_signal(signal.SIGHUP)
+        said = f'service_class_reloads_total{{engine="0",model_name="{process.model}",result="{result}"}} '
+        return said in httpx.get(f"{process.url}/metrics").text
+
+    file.write_text('[[class]]\nname = "night"\n')
+    eventually(lambda: reloads("done"))
+    ask = {"prompt": "x", "max_tokens": 1}
+    assert httpx.post(f"{process.url}/v1/completions", json={**ask, "service_class": "day"}).status_code == 400
+    assert httpx.post(f"{process.url}/v1/completions", json={**ask, "service_class": "night"}).status_code == 200
+    file.write_text('[[class]]\nname = "dusk"\nttft_ms = -1\n')
+    eventually(lambda: reloads("failed"))
+    assert httpx.post(f"{process.url}/v1/completions", json={**ask, "service_class": "night"}).status_code == 200
+    assert stream.result().text.endswith("data: [DONE]\n\n")
+    process.popen.terminate()
+    code, errors = process.end()
+    assert code == 0, errors
+    assert f"the service classes stay as they are: {file}, line 3: ttft_ms is -1;" in errors
+    assert "service classes are now night" in errors and "Traceback" not in errors
 
 
 def test_requests_that_take_too_long_end_with_a_clean_error(start: StartProcess) -> None:

@@ -16,9 +16,11 @@ from headway import LLM, SamplingParams
 from headway.policy.accounting import StepTimes
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.plan import StepPlan
-from headway.policy.recording import Arrival, End, Proposal, Record, RecordedEngine, RecordedScheduler, Step
+from headway.policy.recording import Arrival, End, NewClasses, Proposal, Record, RecordedEngine, RecordedScheduler, Step
+from headway.policy.request import FinishReason
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.service_class import ClassTable, ServiceClass
 from headway.simulator import traffic as simulated
 from headway.simulator.recording import Recording, read_recordings
 from headway.simulator.replay import DifferentStep, replay
@@ -94,6 +96,23 @@ def test_the_same_steps_are_planned_again(seed: int, faults: dict[int, tuple[str
     ]
     assert all(isinstance(record, Arrival | Proposal | Step | End) for record in recording.records)
     assert replay(Recording(recording.engine, recording.records[: len(recording.records) // 2])) > 0
+
+
+def test_new_classes_are_part_of_a_recording() -> None:
+    tables = [ClassTable((ServiceClass(name="a", queue_timeout_s=wait_s),)) for wait_s in (9.0, 1.0)]
+    sim = Recorded(num_blocks=64, most_drafts=0, max_num_seqs=1, classes=tables[0])
+    sim.submit([1, 2], 9, service_class="a")
+    sim.step()
+    patient = sim.submit([1, 2], 3, service_class="a")
+    sim.classes = tables[1]
+    sim.scheduler.set_classes(tables[1])
+    hasty = sim.submit([1, 2], 3, service_class="a")
+    sim.now += 5 * 10**9
+    sim.run_until_done()
+    assert (patient.finish_reason, hasty.finish_reason) == (FinishReason.LENGTH, FinishReason.TIMEOUT)
+    assert replay(sim.recording()) == sum(isinstance(record, Step) for record in sim.records)
+    (told,) = (record for record in sim.recording().records if isinstance(record, NewClasses))
+    assert told.table() == tables[1]
 
 
 def test_another_decision_is_told() -> None:
