@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
@@ -23,6 +24,9 @@ from headway.engine.messages import (
     Configure,
     EngineOutputs,
     EngineStats,
+    Explain,
+    ExplainedStep,
+    Explanation,
     Failed,
     FromEngine,
     Progress,
@@ -77,6 +81,7 @@ class EngineClient:
         self._subscribers: list[Callable[[EngineStats], None]] = []
         self._complained: set[Callable[..., None]] = set()
         self._requests = Requests(replay)
+        self._explaining: deque[asyncio.Future[Explanation]] = deque()  # in the order in which they were asked
         self._changed = asyncio.Event()
         self._context = zmq.asyncio.Context()
         self._folder = tempfile.TemporaryDirectory(prefix="headway-")
@@ -137,6 +142,8 @@ class EngineClient:
         if error:
             self.last_error = error
             self.stats = None
+            while self._explaining:
+                self._answer_explain(EngineDead(error))
         if state in ("dead", "stopped"):
             self._requests.end_all(EngineDead(error))
         self._changed.set()
@@ -210,6 +217,8 @@ class EngineClient:
             message = _decoder.decode(await self._next_frame())
             if isinstance(message, EngineOutputs):
                 self._deliver(message)
+            elif isinstance(message, Explanation):
+                self._answer_explain(message)
             elif isinstance(message, Progress):
                 if self._on_progress is not None:
                     self._tell(self._on_progress, message.stage, message.elapsed_ns)
@@ -241,6 +250,28 @@ class EngineClient:
         """New requests are of these classes, also in engine processes to come."""
         self.config = replace(self.config, classes=classes)
         self._send(SetClasses(classes))
+
+    def _answer_explain(self, answer: Explanation | EngineDead) -> None:
+        asked = self._explaining.popleft()
+        if asked.done():
+            return  # whoever asked has gone
+        if isinstance(answer, EngineDead):
+            asked.set_exception(answer)
+        else:
+            asked.set_result(answer)
+
+    async def explain(self, most: int) -> list[ExplainedStep]:
+        """The engine's last steps and the reasons for them, the newest last.
+
+        Raises:
+            EngineDead: it is not ready, or died.
+        """
+        if self.state != "ready":
+            raise EngineDead(self.last_error)
+        answer = asyncio.get_running_loop().create_future()
+        self._explaining.append(answer)
+        self._send(Explain(most))
+        return (await answer).steps
 
     # --- requests -----------------------------------------------------------------------------------
 

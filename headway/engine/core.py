@@ -11,6 +11,8 @@ from headway.engine.messages import (
     AddRequest,
     EngineOutputs,
     EngineStats,
+    ExplainedStep,
+    Explanation,
     PromptLogprobs,
     SequenceOutput,
     SequenceTimings,
@@ -84,6 +86,11 @@ class EngineCore:
             self.scheduler.add(sequence, self._clock())
         self._live[request.request_id] = {s.index: s for s in sequences}
         self._sequences.update((s.seq_id, s) for s in sequences)
+
+    def explain(self, most: int) -> Explanation:
+        """The last steps in words."""
+        last = list(self.scheduler.decisions)[-most:]
+        return Explanation([ExplainedStep(each.planned_ns, each.in_words()) for each in last])
 
     def abort(self, request_id: str, index: int = -1) -> None:
         """Drop one choice, or all with index -1. Unknown ids are fine: the request may just have finished.
@@ -231,6 +238,8 @@ class EngineCore:
             scheduled_tokens=scheduled_tokens,
             received=self._received,
             stall_ns={str(phase): ns for phase, ns in scheduler.accounting.take_stalls().items()},
+            running_of_class=dict(scheduler.running.of_class),
+            waiting_of_class=dict(scheduler.waiting.of_class),
         )
         counted.prefix_cache_queries, counted.prefix_cache_hits = prefix.queries, prefix.hits
         counted.preemptions = scheduler.num_preemptions

@@ -45,6 +45,12 @@ class SetClasses(_Message):
     classes: ClassTable
 
 
+class Explain(_Message):
+    """Answered with Explanation: the last steps, at most so many."""
+
+    most: int
+
+
 class Shutdown(_Message):
     pass
 
@@ -155,6 +161,19 @@ class EngineStats(_Message):
     received: int = 0  # requests that have reached the engine since its start
     stall_ns: dict[str, int] = {}  # cause -> nanoseconds of all sequences of this step
     scheduled_sequences: int = 0
+    running_of_class: dict[str, int] = {}
+    waiting_of_class: dict[str, int] = {}
+
+
+class ExplainedStep(_Message):
+    planned_ns: int
+    words: str  # one line
+
+
+class Explanation(_Message):
+    """The last steps and the reasons for them, the newest last."""
+
+    steps: list[ExplainedStep]
 
 
 class EngineOutputs(_Message):
@@ -163,5 +182,5 @@ class EngineOutputs(_Message):
     made_ns: int  # when the engine sent it
 
 
-ToEngine = Configure | AddRequest | AbortRequest | SetClasses | Shutdown
-FromEngine = Progress | Ready | Failed | EngineOutputs
+ToEngine = Configure | AddRequest | AbortRequest | SetClasses | Explain | Shutdown
+FromEngine = Progress | Ready | Failed | EngineOutputs | Explanation

@@ -24,6 +24,7 @@ from headway.engine.messages import (
     AbortRequest,
     AddRequest,
     Configure,
+    Explain,
     Failed,
     FromEngine,
     Progress,
@@ -132,6 +133,8 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
                 core.abort(message.request_id, message.index)
             elif isinstance(message, SetClasses):
                 core.set_classes(message.classes)
+            elif isinstance(message, Explain):
+                channel.send(core.explain(message.most))
             elif isinstance(message, Shutdown):
                 return 0
         if core.has_work:

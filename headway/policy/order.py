@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -103,10 +104,11 @@ ORDERS = {
 
 
 class OrderedSequences:
-    """Sequences kept sorted by an order. `version` changes whenever one comes or goes."""
+    """Sequences kept sorted by an order. `version` changes whenever one comes or goes; `of_class` counts them."""
 
     def __init__(self, order: Order) -> None:
         self.version = 0
+        self.of_class: Counter[str] = Counter()
         self._order = order
         self._entries: list[tuple[OrderKey, Sequence]] = []
 
@@ -118,6 +120,7 @@ class OrderedSequences:
 
     def add(self, sequence: Sequence) -> None:
         insort(self._entries, (self._order(sequence), sequence))
+        self.of_class[sequence.service.name] += 1
         self.version += 1
 
     def remove(self, sequence: Sequence) -> None:
@@ -125,6 +128,7 @@ class OrderedSequences:
         if at == len(self._entries) or self._entries[at][1] is not sequence:
             raise KeyError(f"sequence {sequence.request_id}/{sequence.index} is not in this queue")
         del self._entries[at]
+        self.of_class[sequence.service.name] -= 1
         self.version += 1
 
     def first_from(self, key: OrderKey) -> Sequence | None:

@@ -35,6 +35,19 @@ class Terms:
     ttft_ms: float = math.inf
     tpot_ms: float = math.inf
 
+    def verdicts(self, ttft_ns: int, tpot_ns: float | None) -> dict[str, bool]:
+        """Whether each objective was met; those that there are.
+
+        Args:
+            tpot_ns: None where there was one token only.
+        """
+        found = {}
+        if self.ttft_ms < math.inf:
+            found["ttft"] = ttft_ns <= self.ttft_ms * 1e6
+        if self.tpot_ms < math.inf and tpot_ns is not None:
+            found["tpot"] = tpot_ns <= self.tpot_ms * 1e6
+        return found
+
 
 def terms_of(
     file: ClassFile, key: KeyClasses, body: GenerationBody, headers: Mapping[str, str], ignored: list[str]

@@ -60,6 +60,7 @@ class Generation:
         self.terms = terms
         self._service = service
         self._engine = service.engine
+        self._metrics = service.metrics
         self._include_timings = include_timings
         self._aborted: ApiError | None = None
         self._requests: list[AddRequest] = []
@@ -114,7 +115,7 @@ class Generation:
         choice = self.last
         if choice is None or choice.timings is None:
             return None
-        return ChoiceTimings(choice.stamps, choice.timings, choice.num_tokens)
+        return ChoiceTimings(choice.stamps, choice.timings, choice.num_tokens, self.terms)
 
     async def render(self, size: int, function: Callable[[], T]) -> T:
         """Run `function`, which writes `size` entries of the answer: in a thread when they are many."""
@@ -124,9 +125,9 @@ class Generation:
         """The first tokens of a choice, or its last ones, were handed to the connection."""
         since_arrival_ns = now_ns - choice.stamps.arrived_ns
         if is_first:
-            self._service.metrics.on_first_sent(since_arrival_ns)
+            self._metrics.on_first_sent(since_arrival_ns, self.terms.service.name)
         if is_last:
-            self._service.metrics.on_last_sent(since_arrival_ns)
+            self._metrics.on_last_sent(since_arrival_ns, self.terms.service.name)
 
     # --- running ------------------------------------------------------------------------------------
 
@@ -218,6 +219,7 @@ class Generation:
         if failure is not None:
             self._settle_one(choice, output, received_ns)
             choice.finish_reason = output.finish_reason
+            self._metrics.on_refused(failure, self.terms.service.name)
             raise failure
         stamps = choice.stamps
         piece = choice.take(output)
@@ -225,7 +227,7 @@ class Generation:
         stamps.detokenizing_ns += detokenized_ns - received_ns
         if output.token_ids:
             if stamps.last_token_ns:
-                self._service.metrics.on_output(received_ns - stamps.last_token_ns)
+                self._metrics.on_output(received_ns - stamps.last_token_ns, self.terms.service.name)
             stamps.first_token_ns = stamps.first_token_ns or received_ns
             stamps.last_token_ns = received_ns
             self._place.had_output(choice.index // choice.params.n, received_ns)
@@ -257,10 +259,11 @@ class Generation:
 
     def _record(self) -> None:
         for choice in self.choices:
-            self._service.metrics.on_finish(
+            self._metrics.on_finish(
                 choice.finish_reason or "abort",
                 choice.stamps,
                 len(choice.prompt.token_ids),
                 choice.num_tokens,
                 choice.timings,
+                self.terms,
             )

@@ -10,6 +10,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from headway.engine.messages import EngineStats, Ready, SequenceTimings
 from headway.policy.ledger import Phase
+from headway.policy.request import NEVER
+from headway.server.class_metrics import ClassMetrics
+from headway.server.classes import Terms
+from headway.server.errors import ApiError
 from headway.server.timings import Stamps
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
@@ -19,6 +23,9 @@ TOKENS = tuple(2.0**e for e in range(18))
 SEQUENCES = TOKENS[:13]
 LABELS = ("model_name", "engine")
 NS = 1e-9
+_REFUSALS = (403, 429, 503)
+# What a request with an objective must not end by.
+_BROKEN = ("late", "timeout", "error")
 
 _PREFILL = (Phase.PREFILL_COMPUTE, Phase.PREFILL_STALL)
 _QUEUE = (Phase.QUEUE_POLICY, Phase.QUEUE_CAPACITY, Phase.QUEUE_BLOCKS, Phase.QUEUE_WINDOW)
@@ -52,6 +59,8 @@ class Metrics:
         self._gauges(engine)
         self._step_metrics()
         self._request_metrics()
+        labels = dict(zip(LABELS, self._labels, strict=True))
+        self.by_class = ClassMetrics(self.registry, prefix, labels, SECONDS, engine)
         ProcessCollector(registry=self.registry)
 
     def _gauges(self, engine: Any) -> None:
@@ -154,30 +163,49 @@ class Metrics:
         for cause, length in stats.stall_ns.items():
             self._stall.labels(*self._labels, cause).inc(length * NS)
 
-    def on_output(self, gap_ns: int) -> None:
+    def on_output(self, gap_ns: int, service_class: str) -> None:
         """A choice got tokens, `gap_ns` after those before."""
         self._itl.observe(gap_ns * NS)
+        self.by_class.observe("itl", service_class, gap_ns)
 
-    def on_first_sent(self, since_arrival_ns: int) -> None:
+    def on_first_sent(self, since_arrival_ns: int, service_class: str) -> None:
         """The first token of a choice was handed to the connection."""
         self._ttft.observe(since_arrival_ns * NS)
+        self.by_class.observe("ttft", service_class, since_arrival_ns)
 
-    def on_last_sent(self, since_arrival_ns: int) -> None:
+    def on_last_sent(self, since_arrival_ns: int, service_class: str) -> None:
         """The end of a choice that ended by stop or length was handed to the connection."""
         self._e2e.observe(since_arrival_ns * NS)
+        self.by_class.observe("e2e", service_class, since_arrival_ns)
+
+    def on_refused(self, error: ApiError, service_class: str) -> None:
+        """A request was not served; other errors than refusals do not count."""
+        if error.status in _REFUSALS and error.code is not None:
+            self.by_class.refused(service_class, error.code)
 
     def on_finish(
-        self, reason: str, stamps: Stamps, prompt_len: int, num_tokens: int, timings: SequenceTimings | None
+        self,
+        reason: str,
+        stamps: Stamps,
+        prompt_len: int,
+        num_tokens: int,
+        timings: SequenceTimings | None,
+        terms: Terms,
     ) -> None:
         self._success.labels(*self._labels, reason).inc()
+        name, tpot_ns = terms.service.name, stamps.tpot_ns(num_tokens)
+        if reason in _BROKEN:
+            self.by_class.judged(name, terms.verdicts(NEVER, None))
         if reason not in ("stop", "length"):
             return
+        self.by_class.judged(name, terms.verdicts(stamps.ttft_ns, tpot_ns))
         self._prompt_len.observe(prompt_len)
         self._output_len.observe(num_tokens)
         self._tokenize.observe((stamps.sent_ns - stamps.checked_ns) * NS)
         self._detokenize.observe(stamps.detokenizing_ns * NS)
-        if num_tokens > 1:
-            self._tpot.observe((stamps.last_token_ns - stamps.first_token_ns) * NS / (num_tokens - 1))
+        if tpot_ns is not None:
+            self._tpot.observe(tpot_ns * NS)
+            self.by_class.observe("tpot", name, tpot_ns)
         if timings is not None:
             self._observe_phases(timings.phases_ns)
 

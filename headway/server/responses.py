@@ -32,6 +32,12 @@ class Timings(BaseModel):
     tokens: int
     steps: int
     preemptions: int
+    service_class: str
+    ttft_objective_ns: int | None
+    ttft_met: bool | None
+    tpot_objective_ns: int | None
+    tpot_met: bool | None
+    yielded: Literal["", "late", "oversized", "overload"]
 
 
 class CompletionChoice(BaseModel):
@@ -118,6 +124,17 @@ class Version(BaseModel):
 
 class Load(BaseModel):
     server_load: int
+
+
+class Decided(BaseModel):
+    ago_ms: float
+    decision: str
+
+
+class Schedule(BaseModel):
+    """The last steps, the newest last."""
+
+    steps: list[Decided]
 
 
 _ERRORS = {

@@ -10,15 +10,18 @@ from starlette.responses import Response
 
 from headway import __version__
 from headway.choices import TokenizedPrompt
+from headway.engine.client import EngineDead
 from headway.policy.queue_bound import Place
 from headway.policy.sampling_params import SamplingParams
+from headway.policy.sequences import DECISIONS_KEPT
+from headway.policy.service_class import ServiceClass
 from headway.server import responses
 from headway.server.answers import Answer
 from headway.server.chat import ChatAnswer
 from headway.server.classes import Terms, terms_of
 from headway.server.completions import CompletionAnswer
 from headway.server.edge import ARRIVED, IGNORED, KEY_CLASSES
-from headway.server.errors import bad_request
+from headway.server.errors import bad_request, unavailable
 from headway.server.generation import Generation, clock
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.parameters import check_ids, fitted_params, sampling_params
@@ -116,6 +119,17 @@ class Routes:
             methods=["GET"],
             responses={200: {"model": responses.Load}, **responses.errors(401)},
         )
+        steps = {"type": "integer", "minimum": 1, "maximum": DECISIONS_KEPT, "default": 50}
+        forms = {"type": "string", "enum": ["json", "text"], "default": "json"}
+        query = [{"name": name, "in": "query", "schema": form} for name, form in (("steps", steps), ("format", forms))]
+        plain = {"text/plain": {"schema": {"type": "string"}}}
+        add(
+            "/debug/schedule",
+            self.schedule,
+            methods=["GET"],
+            responses={200: {"model": responses.Schedule, "content": plain}, **responses.errors(400, 401, 503)},
+            openapi_extra={"parameters": query},
+        )
         metrics = {"content": {"text/plain": {"schema": {"type": "string"}}}}
         add("/metrics", self.metrics, methods=["GET"], response_class=Response, responses={200: metrics})
 
@@ -146,8 +160,10 @@ class Routes:
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options needs stream to be true", "stream_options")
         scope = request.scope
-        terms = terms_of(service.classes, scope[KEY_CLASSES], body, request.headers, scope[IGNORED])
-        place = service.admit(self._num_choices(body), terms.service)
+        with service.counting_refusals():
+            terms = terms_of(service.classes, scope[KEY_CLASSES], body, request.headers, scope[IGNORED])
+        with service.counting_refusals(terms.service.name):
+            place = service.admit(self._num_choices(body), terms.service)
         service.begin()
         streams = False
         try:
@@ -173,25 +189,11 @@ class Routes:
         await service.pace.turn()
         params = sampling_params(body, service.defaults, service.tokenizer.vocab_size)
         checked_ns = clock()
-        prompts = await self._prompts(body)
-        self._check_prompt_logprobs(prompts, params, body)
-        limit = service.check_ready().max_model_len
-        max_tokens_field = next(
-            (name for name in ("max_completion_tokens", "max_tokens") if getattr(body, name, None) is not None), None
-        )
-        prompt_field = "messages" if isinstance(body, ChatBody) else "prompt"
-        fitted = [
-            fitted_params(
-                params,
-                len(prompt.token_ids),
-                limit,
-                terms.service,
-                prompt_field=prompt_field,
-                max_tokens_field=max_tokens_field,
-            )
-            for prompt in prompts
-        ]
-        service.admission.add_prompts(place, [len(prompt.token_ids) for prompt in prompts])
+        with service.counting_refusals(terms.service.name):
+            prompts = await self._prompts(body)
+            self._check_prompt_logprobs(prompts, params, body)
+            fitted = self._fitted(body, params, prompts, terms.service)
+            service.admission.add_prompts(place, [len(prompt.token_ids) for prompt in prompts])
         generation = Generation(
             service,
             prompts,
@@ -212,6 +214,29 @@ class Routes:
         else:
             answer = CompletionAnswer(generation, body, model, service.tokenizer)
         return answer if body.stream else await answer.whole()
+
+    def _fitted(
+        self,
+        body: CompletionBody | ChatBody,
+        params: SamplingParams,
+        prompts: list[TokenizedPrompt],
+        service_class: ServiceClass,
+    ) -> list[SamplingParams]:
+        """The parameters for each prompt, as the context and the class allow."""
+        limit = self._service.check_ready().max_model_len
+        given = (name for name in ("max_completion_tokens", "max_tokens") if getattr(body, name, None) is not None)
+        prompt_field, max_tokens_field = "messages" if isinstance(body, ChatBody) else "prompt", next(given, None)
+        return [
+            fitted_params(
+                params,
+                len(prompt.token_ids),
+                limit,
+                service_class,
+                prompt_field=prompt_field,
+                max_tokens_field=max_tokens_field,
+            )
+            for prompt in prompts
+        ]
 
     async def _prompts(self, body: CompletionBody | ChatBody) -> list[TokenizedPrompt]:
         if isinstance(body, ChatBody):
@@ -306,6 +331,26 @@ class Routes:
     async def load(self) -> Response:
         """Requests in flight."""
         return _json({"server_load": self._service.in_flight})
+
+    async def schedule(self, request: Request) -> Response:
+        """The last steps and the reasons for them, the newest last."""
+        self._service.check_ready()
+        query = request.query_params
+        steps, form = query.get("steps", "50"), query.get("format", "json")
+        if not (steps.isascii() and steps.isdecimal() and 1 <= int(steps[:9]) <= DECISIONS_KEPT):
+            raise bad_request(f"steps is {steps[:60]!r}; it must be a number from 1 to {DECISIONS_KEPT}", "steps")
+        if form not in ("json", "text"):
+            raise bad_request(f"format is {form[:60]!r}; it must be json or text", "format")
+        try:
+            told = await self._service.engine.explain(int(steps))
+        except EngineDead as error:
+            raise unavailable(str(error), "engine_dead", 5) from None
+        now = clock()
+        decisions = [{"ago_ms": max(0, now - each.planned_ns) / 1e6, "decision": each.words} for each in told]
+        if form == "json":
+            return _json({"steps": decisions})
+        lines = (f"{each['ago_ms']:.1f} ms ago: {each['decision']}\n" for each in decisions)
+        return Response("".join(lines), media_type="text/plain")
 
     async def metrics(self) -> Response:
         return Response(self._service.metrics.exposition(), media_type=CONTENT_TYPE)

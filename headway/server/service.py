@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, Protocol
 
 from headway.class_file import ClassFile, KeyClasses, read_class_file
@@ -84,6 +84,7 @@ class Service:
         self.classes = file
         self.keys = {key_digest(key.encode()): KeyClasses() for key in self.settings.api_keys} | file.keys
         self.admission.set_classes(file.table)
+        self.metrics.by_class.set_classes(file.table)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 when `name` is not a model that is served."""
@@ -108,10 +109,20 @@ class Service:
             raise unavailable(f"the model is loading{reason}", "engine_loading", 5)
         raise unavailable(f"the engine is not running: {self.engine.last_error}", "engine_dead", 30)
 
+    @contextlib.contextmanager
+    def counting_refusals(self, service_class: str = "") -> Iterator[None]:
+        """Count an ApiError that refuses a request."""
+        try:
+            yield
+        except ApiError as error:
+            self.metrics.on_refused(error, service_class)
+            raise
+
     def refuse_if_full(self) -> None:
         """Raise ApiError 429, or as check_ready(), when no request can come in, whatever it asks for."""
-        self.admission.fit_to(self.check_ready())
-        self.admission.refuse_if_full()
+        with self.counting_refusals():
+            self.admission.fit_to(self.check_ready())
+            self.admission.refuse_if_full()
 
     def admit(self, choices: int, service: ServiceClass) -> Place:
         """A place in the queue. Raises ApiError as check_ready() and Admission.admit()."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 
 from headway.engine.messages import SequenceTimings
 from headway.policy.ledger import Ledger, Phase
+from headway.server.classes import Terms
 
 Clock = Callable[[], int]
 
@@ -27,6 +29,15 @@ class Stamps:
     detokenized_ns: int = 0
     detokenizing_ns: int = 0  # a length: spent on turning all tokens into text, most of it outside the chain
 
+    @property
+    def ttft_ns(self) -> int:
+        """Until the first token was in the API process."""
+        return self.first_token_ns - self.arrived_ns
+
+    def tpot_ns(self, tokens: int) -> float | None:
+        """The mean time of a token after the first; None for a choice that has no other."""
+        return (self.last_token_ns - self.first_token_ns) / (tokens - 1) if tokens > 1 else None
+
 
 @dataclass(slots=True)
 class ChoiceTimings:
@@ -35,6 +46,7 @@ class ChoiceTimings:
     stamps: Stamps
     engine: SequenceTimings
     tokens: int
+    terms: Terms = field(default_factory=Terms)
     ledger: Ledger = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,20 +62,31 @@ class ChoiceTimings:
 
     def as_object(self) -> dict[str, Any]:
         """`timings` of an answer; phases_ns sums to e2e_ns exactly."""
+        terms, verdicts = self.terms, self.terms.verdicts(self.stamps.ttft_ns, self.stamps.tpot_ns(self.tokens))
         return {
             "e2e_ns": self.ledger.total_ns,
-            "ttft_ns": self.stamps.first_token_ns - self.stamps.arrived_ns,
+            "ttft_ns": self.stamps.ttft_ns,
             "phases_ns": {str(phase): length for phase, length in self.ledger.phases_ns.items()},
             "detokenize_ns": self.stamps.detokenizing_ns,
             "tokens": self.tokens,
             "steps": self.engine.steps,
             "preemptions": self.engine.preemptions,
+            "service_class": terms.service.name,
+            "ttft_objective_ns": _objective_ns(terms.ttft_ms),
+            "ttft_met": verdicts.get("ttft"),
+            "tpot_objective_ns": _objective_ns(terms.tpot_ms),
+            "tpot_met": verdicts.get("tpot"),
+            "yielded": self.engine.yielded,
         }
 
     def as_header(self) -> str:
         """The chain as a Server-Timing header, in milliseconds."""
         lengths = [*self.ledger.phases_ns.items(), ("total", self.ledger.total_ns)]
         return ", ".join(f"{name};dur={length / 1e6:.3f}" for name, length in lengths)
+
+
+def _objective_ns(ms: float) -> int | None:
+    return None if math.isinf(ms) else round(ms * 1e6)
 
 
 def with_timings(encoded: bytes, timings: ChoiceTimings, clock: Clock) -> bytes:

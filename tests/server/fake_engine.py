@@ -13,6 +13,7 @@ from headway.engine.client import EngineDead
 from headway.engine.messages import (
     AddRequest,
     EngineStats,
+    ExplainedStep,
     PromptLogprobs,
     Ready,
     SequenceOutput,
@@ -32,6 +33,7 @@ class FakeEngine:
         step_s: seconds a step takes.
         open: while False, steps stand still: requests are parked.
         drops: how requests end at their first step, where they are not served: timeout or late.
+        yielded: why requests were put behind others.
         tokens_per_step: tokens in each output.
         requests, aborted: what was asked, and the ids of what was closed before its end.
     """
@@ -42,6 +44,7 @@ class FakeEngine:
         self.step_s = 0.0
         self.open = True
         self.drops = ""
+        self.yielded = ""
         self.tokens_per_step = 1
         self.loads = True
         self.fails_with: str | None = None
@@ -94,6 +97,11 @@ class FakeEngine:
     async def stop(self) -> None:
         self.state, self.last_error = "stopped", "the server is shutting down"
 
+    async def explain(self, most: int) -> list[ExplainedStep]:
+        if self.state != "ready":
+            raise EngineDead(self.last_error)
+        return [ExplainedStep(time.monotonic_ns(), f"step {number}.") for number in range(100 - most, 100)]
+
     def set_classes(self, classes: ClassTable) -> None:
         self.classes = classes
 
@@ -141,6 +149,8 @@ class FakeEngine:
             scheduled_tokens=len(keys),
             scheduled_sequences=len(keys),
             stall_ns={"decode_stall_prefill": 1_000},
+            running_of_class={"voice": 2, "gone": 3},
+            waiting_of_class={"voice": 1},
         )
         for callback in self._subscribers:
             callback(self.stats)
@@ -211,4 +221,4 @@ class _Saying:
         self.engine.phases_total_ns[self.request.request_id, self.index] = total
         parts = {"queue_capacity": total // 5, "prefill_compute": total // 3}
         parts["decode_compute"] = total - sum(parts.values())
-        return SequenceTimings(parts, ended, self.said, 0)
+        return SequenceTimings(parts, ended, self.said, 0, self.engine.yielded)

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from headway.class_file import read_class_file
 from headway.server.app import create_app
@@ -212,6 +213,91 @@ def test_a_class_has_a_queue_of_its_own(server: LiveServer) -> None:
         assert ask(server, DAY, service_class="chat").status_code == 200
     eventually(lambda: not server.service.admission.of_classes["night"].choices)
     assert ask(server, DAY).status_code == 200
+
+
+def metric(server: LiveServer, name: str, **labels: str) -> float:
+    for family in text_string_to_metric_families(server.client.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name == f"headway:class_{name}" and sample.labels.items() >= labels.items():
+                return sample.value
+    return 0.0
+
+
+def test_each_class_has_metrics_of_its_own(server: LiveServer) -> None:
+    of_class = {"service_class": "voice"}
+    names = ("time_to_first_token", "inter_token_latency", "request_time_per_output_token", "e2e_request_latency")
+    counts = [f"{name}_seconds_count" for name in names]
+    before = [metric(server, name, **of_class) for name in counts]
+    assert ask(server, service_class="voice", max_tokens=3, ignore_eos=True).status_code == 200
+    eventually(lambda: metric(server, counts[-1], **of_class) == before[-1] + 1)
+    grown = [metric(server, name, **of_class) - count for name, count in zip(counts, before, strict=True)]
+    assert grown == [1, 2, 1, 1]
+    assert metric(server, "requests_running", **of_class) == 2
+    assert metric(server, "requests_waiting", **of_class) == 1
+    assert metric(server, "requests_running", service_class="other") == 3, "of a class that is no longer there"
+    assert metric(server, "requests_running", service_class="chat") == 0
+
+
+def test_objectives_that_are_met_and_missed_are_counted(server: LiveServer) -> None:
+    def counts() -> dict[tuple[str, str], float]:
+        eventually(lambda: not server.service.in_flight and not server.service._background)
+        return {
+            (objective, result): metric(
+                server, "objectives_total", service_class="voice", objective=objective, result=result
+            )
+            for objective in ("ttft", "tpot", "all")
+            for result in ("met", "missed")
+        }
+
+    def grown(headers: dict[str, str], drops: str = "", **body: Any) -> set[str]:
+        before, server.engine.drops = counts(), drops
+        ask(server, headers=headers, service_class="voice", **body)
+        after = counts()
+        assert all(after[each] - before[each] in (0, 1) for each in after)
+        return {f"{each[0]} {each[1]}" for each in after if after[each] > before[each]}
+
+    server.engine.step_s = 0.001
+    hopeless = {"x-llm-d-slo-ttft-ms": "1e-6", "x-llm-d-slo-tpot-ms": "1e-6"}
+    assert grown(hopeless, max_tokens=3) == {"ttft missed", "tpot missed", "all missed"}
+    assert grown(hopeless, max_tokens=1) == {"ttft missed", "all missed"}
+    assert grown({}, drops="late") == {"ttft missed", "all missed"}
+    server.engine.drops = ""
+    easy = ask(server, headers={"x-llm-d-slo-ttft-ms": "1e8"}, service_class="night", include_timings=True)
+    timings = easy.json()["timings"]
+    assert (timings["service_class"], timings["ttft_objective_ns"], timings["ttft_met"]) == ("night", 10**14, True)
+
+
+def test_requests_that_are_refused_are_counted_by_reason(server: LiveServer) -> None:
+    def refused(reason: str, service_class: str) -> float:
+        return metric(server, "requests_refused_total", service_class=service_class, reason=reason)
+
+    reasons = [("deadline_unreachable", "voice"), ("queue_timeout", "chat"), ("service_class_not_allowed", "other")]
+    reasons.append(("queue_full", "night"))
+    before = [refused(*each) for each in reasons]
+    server.engine.drops = "late"
+    for stream in (False, True):
+        assert ask(server, service_class="voice", stream=stream).status_code == 503
+    server.engine.drops = "timeout"
+    assert ask(server).status_code == 503
+    assert ask(server, NIGHT, service_class="voice").status_code == 403
+    server.engine.drops = ""
+    with parked(server, server.engine, key=NIGHT, n=2):
+        assert ask(server, NIGHT).status_code == 429
+    assert ask(server, service_class="night", n=3).status_code == 400
+    assert [refused(*each) - was for each, was in zip(reasons, before, strict=True)] == [2, 1, 1, 1]
+
+
+def test_the_last_steps_in_words(server: LiveServer) -> None:
+    key = {"authorization": f"Bearer {ANY}"}
+    found = server.client.get("/debug/schedule?steps=2", headers=key).json()["steps"]
+    assert [each["decision"] for each in found] == ["step 98.", "step 99."]
+    assert all(each["ago_ms"] >= 0 for each in found)
+    text = server.client.get("/debug/schedule?format=text", headers=key)
+    assert text.headers["content-type"].startswith("text/plain")
+    assert len(text.text.splitlines()) == 50 and text.text.endswith(" ms ago: step 99.\n")
+    for query, says in (("steps=0", "steps is '0'"), ("steps=x", "1 to 256"), ("format=xml", "must be json or text")):
+        assert says in error_of(server.client.get(f"/debug/schedule?{query}", headers=key), 400)["message"]
+    assert server.client.get("/debug/schedule").status_code == 401
 
 
 def test_a_file_that_would_let_everybody_in_is_not_taken(

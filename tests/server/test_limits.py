@@ -202,7 +202,7 @@ def test_headers_without_effect_are_named(client: openai.OpenAI) -> None:
 
 def test_api_key(start_server: StartServer) -> None:
     server = start_server(api_keys=["sk-one", "sk-two"])
-    for path in ("/v1/models", "/tokenize", "/load", "/v1/completions", "/nothing"):
+    for path in ("/v1/models", "/tokenize", "/load", "/debug/schedule", "/v1/completions", "/nothing"):
         for headers in (
             {},
             {"authorization": "Bearer wrong"},

@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 
 from headway.engine.messages import SequenceTimings
 from headway.policy.ledger import Phase
+from headway.policy.service_class import ServiceClass
+from headway.server.classes import Terms
 from headway.server.timings import ChoiceTimings, Stamps, with_timings
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer
 
 ENGINE_PHASES = [str(phase) for phase in Phase if phase.name.startswith(("QUEUE", "PREFILL", "DECODE", "SAMPLING"))]
+VOICE = ServiceClass(name="voice")
 gaps = st.integers(0, 10**12)
 
 
@@ -41,6 +44,23 @@ def test_chain_closes_whatever_the_lengths(steps: list[int], phases: dict[str, i
     assert found["ttft_ns"] == received - arrived
     assert (found["tokens"], found["steps"], found["preemptions"]) == (7, 3, 1)
     assert all(found["phases_ns"][name] == length for name, length in phases.items() if length)
+
+
+@pytest.mark.parametrize(
+    ("terms", "tokens", "found"),
+    [
+        (Terms(VOICE, "priority", 0.5, 0.002), 5, (500_000, True, 2_000, True)),
+        (Terms(VOICE, "priority", 0.4, 0.001), 5, (400_000, False, 1_000, False)),
+        (Terms(VOICE, "priority", 0.5, 0.001), 1, (500_000, True, 1_000, None)),
+        (Terms(VOICE), 5, (None, None, None, None)),
+    ],
+)
+def test_objectives_and_whether_they_were_met(terms: Terms, tokens: int, found: tuple[Any, ...]) -> None:
+    stamps = Stamps(0, 100, 200, first_token_ns=450_000, last_token_ns=458_000, received_ns=458_000)
+    timings = ChoiceTimings(stamps, SequenceTimings({}, 0, 5, 0, "late"), tokens, terms).as_object()
+    assert (timings["service_class"], timings["yielded"]) == ("voice", "late")
+    names = ("ttft_objective_ns", "ttft_met", "tpot_objective_ns", "tpot_met")
+    assert tuple(timings[name] for name in names) == found
 
 
 def test_object_is_added_to_json_with_its_own_making_left_out() -> None:
