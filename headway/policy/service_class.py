@@ -163,9 +163,9 @@ class ClassTable:
         return self.named(name) if name else self.default_class
 
     def tier_of(self, service_class: ServiceClass) -> str:
-        """What an answer calls the class in `service_tier`: the tier that leads to it, or else `default`."""
-        tiers = {name: tier for tier, name in reversed(self.service_tiers.items())}
-        return tiers.get(service_class.name, "default")
+        """What an answer calls the class in `service_tier`: a tier that leads to it, `default` before others."""
+        leading = [tier for tier in SERVICE_TIERS if self.of_tier(tier) == service_class]
+        return "default" if "default" in leading or not leading else leading[0]
 
 
 def table_of(content: Mapping[str, Any]) -> ClassTable:

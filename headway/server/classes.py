@@ -73,7 +73,8 @@ def terms_of(
         )
     ttft_ms = _objective(headers, TTFT_HEADER, service.ttft_ms, ignored)
     tpot_ms = _objective(headers, TPOT_HEADER, service.tpot_ms, ignored)
-    return Terms(service, file.table.tier_of(service), ttft_ms, tpot_ms)
+    named = body.service_tier if body.service_tier != "auto" else None
+    return Terms(service, named or file.table.tier_of(service), ttft_ms, tpot_ms)
 
 
 def _class_of(

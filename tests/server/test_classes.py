@@ -15,8 +15,10 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headway.class_file import read_class_file
+from headway.class_file import ClassFile, KeyClasses, read_class_file
 from headway.server.app import create_app
+from headway.server.classes import terms_of
+from headway.server.schemas import CompletionBody
 from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually, settings
@@ -113,6 +115,21 @@ def test_how_a_request_names_its_class(
     assert server.engine.requests[0].service_class == name
     assert answer.json()["service_tier"] == {"voice": "priority", "chat": "default", "night": "flex"}[name]
     assert "x-headway-ignored-headers" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "tier"),
+    [
+        ({}, "interactive", "default"),
+        ({"service_tier": "auto"}, "interactive", "default"),
+        ({"service_tier": "priority"}, "interactive", "priority"),
+        ({"service_class": "batch"}, "batch", "flex"),
+        ({"service_class": "offline"}, "offline", "default"),
+    ],
+)
+def test_the_tier_of_an_answer_is_the_one_that_was_asked_for(body: dict[str, Any], name: str, tier: str) -> None:
+    terms = terms_of(ClassFile(), KeyClasses(), CompletionBody(prompt="x", **body), {}, [])
+    assert (terms.service.name, terms.service_tier) == (name, tier)
 
 
 def test_the_body_goes_before_the_header(server: LiveServer) -> None:
