@@ -20,6 +20,7 @@ from headway.engine.config import EngineConfig
 from headway.engine.messages import AddRequest, SequenceOutput, TokenLogprobs, of_prompt
 from headway.models.folder import resolve_model
 from headway.policy.sampling_params import SamplingParams, sampling_defaults
+from headway.policy.service_class import BUILT_IN, ClassTable
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import TextError, Tokenizer, stated_eos_ids
 
@@ -110,8 +111,9 @@ class _Collector:
 class _Front:
     """What both forms share: tokenizer, chat template, and the making of requests."""
 
-    def __init__(self, model: str, skip_tokenizer_init: bool) -> None:
+    def __init__(self, model: str, skip_tokenizer_init: bool, classes: ClassTable) -> None:
         self.folder = resolve_model(model)
+        self._classes = classes
         self.tokenizer = None if skip_tokenizer_init else Tokenizer.load(self.folder)
         self.chat_template = ChatTemplate.load(self.tokenizer) if self.tokenizer is not None else None
         self._eos_token_ids = self.tokenizer.eos_token_ids if self.tokenizer else sorted(stated_eos_ids(self.folder))
@@ -121,7 +123,9 @@ class _Front:
         """The checkpoint's own sampling defaults, from generation_config.json."""
         return SamplingParams(**sampling_defaults(self.tokenizer.generation_config if self.tokenizer else {}))
 
-    def collector(self, prompt: PromptType, params: SamplingParams, request_id: str | None = None) -> _Collector:
+    def collector(
+        self, prompt: PromptType, params: SamplingParams, service_class: str = "", request_id: str | None = None
+    ) -> _Collector:
         text, given = self._tokenize(prompt)
         if not given:
             raise ValueError("the prompt is empty; give at least one token")
@@ -140,6 +144,7 @@ class _Front:
             eos_token_ids=self._eos_token_ids,
             arrival_ns=now,
             sent_ns=now,
+            service_class=self._classes.named(service_class).name if service_class else "",
         )
         outputs = [CompletionOutput(index) for index in range(params.n)]
         return _Collector(self.tokenizer, RequestOutput(request.request_id, text, token_ids, outputs), request)
@@ -337,7 +342,7 @@ class LLM:
         from headway.engine.start import start_engine
 
         _check_process()
-        self._front = _Front(model, skip_tokenizer_init)
+        self._front = _Front(model, skip_tokenizer_init, engine_args.get("classes", BUILT_IN))
         engine_args = {"max_prefill_stall_ms": math.inf, **engine_args}
         _process = os.getpid()
         self.engine = start_engine(EngineConfig(model=str(self._front.folder), **engine_args))
@@ -352,6 +357,7 @@ class LLM:
         prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_progress: bool = False,
+        service_class: str = "",
     ) -> list[RequestOutput]:
         """Complete every prompt, batched together; results are in the order of the prompts.
 
@@ -363,7 +369,7 @@ class LLM:
         each = [params] * len(listed) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(listed):
             raise ValueError(f"{len(listed)} prompts, but {len(each)} sampling_params; give one, or one for each")
-        collectors = [self._front.collector(p, s) for p, s in zip(listed, each, strict=True)]
+        collectors = [self._front.collector(p, s, service_class) for p, s in zip(listed, each, strict=True)]
         with _progress(len(collectors), use_progress) as advance:
             self._batch.run(_Call(collectors, advance))
         return [c.output for c in collectors]
@@ -373,19 +379,20 @@ class LLM:
         messages: list[Message] | list[list[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_progress: bool = False,
+        service_class: str = "",
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, with the checkpoint's chat template."""
         _check_process()
         conversations: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
         prompts = [{"prompt_token_ids": self._front.render(conversation)} for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_progress)
+        return self.generate(prompts, sampling_params, use_progress, service_class)
 
 
 class AsyncLLM:
     """A model in a process of its own, for asyncio programs. Use as `async with AsyncLLM(model) as llm`."""
 
     def __init__(self, model: str, *, skip_tokenizer_init: bool = False, **engine_args: Any) -> None:
-        self._front = _Front(model, skip_tokenizer_init)
+        self._front = _Front(model, skip_tokenizer_init, engine_args.get("classes", BUILT_IN))
         self.engine = EngineClient(EngineConfig(model=str(self._front.folder), **engine_args))
 
     async def __aenter__(self) -> AsyncLLM:
@@ -404,14 +411,18 @@ class AsyncLLM:
         await self.engine.stop()
 
     async def generate(
-        self, prompt: PromptType, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        service_class: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the growing RequestOutput after every step; the last one has finished=True.
 
         Leaving the iteration early aborts the request.
         """
         params = sampling_params or self._front.default_params()
-        collector = await asyncio.to_thread(self._front.collector, prompt, params, request_id)
+        collector = await asyncio.to_thread(self._front.collector, prompt, params, service_class, request_id)
         async with aclosing(self.engine.generate(collector.request)) as outputs:
             async for output in outputs:
                 if collector.take(output):

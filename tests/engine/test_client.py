@@ -207,6 +207,8 @@ async def test_requests_go_on_when_the_engine_is_killed(client: EngineClient, ex
     assert (client.state, client.stats) == ("loading", None)
     with pytest.raises(EngineDead, match="loading"):
         await collect(client.generate(request("too early")))
+    with pytest.raises(EngineDead, match="the engine process died"):
+        await client.explain(1)
     client.abort("leaver", 0)  # as for a stop string
     assert [o.finish_reason for o in await collect(leaver)][-1] == "abort"
     check_as_if_nothing_had_happened(await answers, expected, requests)
@@ -215,6 +217,14 @@ async def test_requests_go_on_when_the_engine_is_killed(client: EngineClient, ex
     assert client.restarts == restarts + 1
     assert (await until_idle(client)).num_waiting == client.num_waiting == 0
     await check_classes(client)
+    await check_explained(client)
+
+
+async def check_explained(client: EngineClient) -> None:
+    first, second = await asyncio.gather(client.explain(1), client.explain(3))
+    assert len(first) == 1 and first == second[-1:] and len(second) == 3
+    assert "1 sequences decode" in first[0].words
+    assert 0 < first[0].planned_ns < time.monotonic_ns()
 
 
 async def check_classes(client: EngineClient) -> None:

@@ -75,6 +75,18 @@ def test_logprobs_sum_up(llm: LLM) -> None:
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
 
 
+def test_requests_are_of_the_class_that_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    add = llm.engine.core.add
+    monkeypatch.setattr(llm.engine.core, "add", lambda request: (asked.append(request.service_class), add(request)))
+    for name in ("", "batch"):
+        assert llm.generate("Once", GREEDY, service_class=name)[0].finished
+    assert llm.chat([{"role": "user", "content": "x"}], GREEDY, service_class="offline")[0].finished
+    assert asked == ["", "batch", "offline"]
+    with pytest.raises(ValueError, match="service class 'best' is unknown; there are interactive, batch, offline"):
+        llm.generate("Once", GREEDY, service_class="best")
+
+
 def test_parameters_go_with_their_prompts(llm: LLM) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (2, 5)]
     assert [len(o.outputs[0].token_ids) for o in llm.generate(["a", "b"], params)] == [2, 5]
