@@ -1,4 +1,4 @@
-"""Who spent which nanosecond of a step on what.
+"""Divides the time of a step among its sequences: what each of them spent it on.
 
 A mixed step takes longer for everybody in it than it would without the prompts of the others. So each sequence's
 compute is the share of the forward pass that the step would have taken without the others' prompt tokens, as
@@ -28,7 +28,7 @@ class StepTimes(msgspec.Struct, frozen=True, gc=False):
 
 
 def work_of(scheduled: list[ScheduledSequence]) -> StepWork:
-    """What a step with these parts does."""
+    """The work of a step with these parts."""
     prefill_tokens = decode_tokens = prefill_pairs = decode_context = logit_rows = 0
     for item in scheduled:
         if item.decoding:
@@ -93,7 +93,7 @@ class Accounting:
         sequence.clock_marks = self._queue.read()
 
     def _leave(self, sequence: Sequence, now: int) -> None:
-        """Bring the ledger to `now`, whichever clock it was on, if any."""
+        """Bring the ledger to `now`, from whichever clock the sequence was on, if any."""
         marks, sequence.clock_marks = sequence.clock_marks, None
         if sequence.status is Status.WAITING:
             if marks is not None:
@@ -125,7 +125,7 @@ class Accounting:
         self.queue_reason = reason
 
     def record_retry(self, running: Iterable[Sequence], began: int, ended: int) -> None:
-        """A step failed and was run again in parts meanwhile: lost time for everybody in the batch."""
+        """A step failed and was run again in parts in this time, which is lost for everybody in the batch."""
         self._decode.run(Phase.SCHEDULE, began)
         self._decode.run(Phase.STEP_RETRY, ended)
         lost = (ended - began) * self._on_decode_clock
@@ -140,7 +140,7 @@ class Accounting:
     ) -> None:
         """Divide a finished step among its sequences, given in its order, and the idle ones, which had no part in it.
 
-        To be called before the results are applied, while each sequence is still what it was in the step.
+        Call it before the results are applied, while each sequence is still as it was in the step.
         """
         work = work_of(scheduled)
         forward = times.computed_ns - times.launched_ns
@@ -163,7 +163,7 @@ class Accounting:
             self.step_time.observe(work, forward)
 
     def _is_worth_learning(self, work: StepWork) -> bool:
-        """Every step with a prompt in it, and of the many that only decode, one in eight."""
+        """True for every step with a prompt in it, and for one in eight of those that only decode."""
         self._steps += 1
         return work.prefill_tokens > 0 or self._steps % 8 == 0
 
@@ -213,5 +213,5 @@ class Accounting:
 
 
 def _stall_of(sequence: Sequence) -> Phase:
-    """What waiting for others is called: a decode stall once it has a token, also while it computes its past again."""
+    """The phase of waiting for others: a decode stall once it has a token, also while it computes its past again."""
     return Phase.DECODE_STALL_PREFILL if sequence.output_len > 0 else Phase.PREFILL_STALL

@@ -12,7 +12,7 @@ from headway.policy.request import Sequence, Status
 
 
 class BlockManager:
-    """Takes blocks of a pool for sequences and gives them back; `block_table` and `num_computed` follow."""
+    """Takes blocks of a pool for sequences and gives them back; keeps their `block_table`s."""
 
     def __init__(self, blocks: KVBlocks) -> None:
         self._blocks = blocks
@@ -20,7 +20,7 @@ class BlockManager:
     # --- admission ----------------------------------------------------------------------------------
 
     def wanted(self, sequence: Sequence) -> int:
-        """Free blocks that its admission takes: for all known tokens, but not those that are shared and in use."""
+        """Free blocks that its admission takes: those of all known tokens, less the shared ones that are in use."""
         prefix, references = self._known_prefix(sequence), self._blocks.references
         in_use = sum(1 for block in prefix if references[block])
         return self._blocks.blocks_for(len(sequence.tokens)) - in_use + _can_fork(sequence)
@@ -103,7 +103,7 @@ class BlockManager:
         del sequence.block_table[kept:]
 
     def register_full(self, sequence: Sequence) -> None:
-        """Enter blocks that have become full in the prefix index."""
+        """Enter the blocks that have become full in the prefix index."""
         size = self._blocks.block_size
         while (sequence.num_registered + 1) * size <= sequence.num_computed:
             at = sequence.num_registered

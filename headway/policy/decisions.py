@@ -1,4 +1,4 @@
-"""The last steps and why they were made so, for whoever looks into a server."""
+"""The last steps and the reasons for them, for whoever looks into a server."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Decision:
         planned_ns: when it was decided.
         decoding, prompt_tokens: what was put in it.
         waiting, running: how many there were afterwards.
-        queue: why those who wait still do, as the ledger's phase.
+        queue: why the others still wait, as the ledger's phase.
         slack_ns, tightest: until the next promised token is due, and whose it is.
-        urgent: a prompt that must hurry.
+        urgent: the prompt for which others were held back.
         left_out: decoding sequences that got no token.
         yielded: who was put behind the others or refused, and why.
         predicted_ns, took_ns: of the forward pass; 0 is not known.
@@ -47,7 +47,7 @@ class Decision:
     took_ns: int = 0
 
     def note(self, plan: StepPlan, outlook: Outlook, sequences: Mapping[int, Sequence], step_time: StepTime) -> None:
-        """Say what was put into the plan, and what was heeded."""
+        """Note what was put into the plan and why."""
         work = work_of(plan.scheduled)
         self.decoding, self.prompt_tokens = work.decode_tokens, work.prefill_tokens
         self.slack_ns, self.left_out = outlook.slack_ns, len(outlook.left_out)

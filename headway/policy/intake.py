@@ -12,13 +12,13 @@ from headway.policy.sampling_params import InvalidParameter, SamplingParams
 from headway.policy.service_class import BUILT_IN, ClassTable, ServiceClass
 from headway.policy.stopping import stop_ids
 
-# Messages are taken up for so long between two steps: a crowd that arrives at once adds no more than this to a step.
+# Messages are read for this long between two steps: a crowd that arrives at once adds no more than this to a step.
 INTAKE_NS = 2_000_000
 T = TypeVar("T")
 
 
 def taken_up(messages: Iterable[T], clock: Callable[[], int]) -> Iterator[T]:
-    """The messages that are there, for INTAKE_NS; what is left is for the next call, as a step comes first."""
+    """The messages that have come, for INTAKE_NS at most. The rest wait for the next call, as a step comes first."""
     until = 0
     for message in messages:
         until = until or clock() + INTAKE_NS
@@ -45,7 +45,7 @@ def context_left(prompt_len: int, max_model_len: int) -> int:
 def fit_to_context(
     params: SamplingParams, prompt_len: int, max_model_len: int, max_tokens_field: str | None
 ) -> SamplingParams:
-    """The parameters with max_tokens settled for a prompt of `prompt_len` tokens.
+    """The parameters, with max_tokens set for a prompt of `prompt_len` tokens.
 
     Args:
         max_tokens_field: where the request gave max_tokens itself, so that it is not lowered in silence.
@@ -89,7 +89,7 @@ def fit_to_class(
 
 
 def check(request: Request, max_model_len: int, vocab_size: int) -> None:
-    """Refuse what would break a step that others share.
+    """Refuse a request that would break a step that others share.
 
     Raises:
         ValueError: one line for the user.
@@ -98,7 +98,7 @@ def check(request: Request, max_model_len: int, vocab_size: int) -> None:
         raise ValueError("the prompt is empty; give at least one token")
     context_left(len(request.prompt_token_ids), max_model_len)
     known = len(request.prompt_token_ids) + max(len(choice.token_ids) for choice in request.choices)
-    if known >= max_model_len:  # the engine that began it had memory for more
+    if known >= max_model_len:  # the engine that began the request had memory for more
         raise ValueError(f"{known} tokens are known, and the context is now {max_model_len}: there is no room to go on")
     for name, ids in (
         ("prompt", request.prompt_token_ids),

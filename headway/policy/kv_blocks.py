@@ -1,7 +1,7 @@
-"""The paged KV pool: who holds which block, and which blocks hold a known prefix.
+"""The paged KV pool: which sequences hold which blocks, and which blocks hold a known prefix.
 
 Every block is in exactly one of three states: free; referenced by one or more sequences; or cached,
-that is unreferenced but still holding a registered prefix, to be evicted least recently used first.
+that is unreferenced but still holding a registered prefix. Cached blocks are evicted least recently used first.
 
 The prefix index is a tree of exact keys (parent, tokens of one block): a lookup compares the token ids
 themselves, so equal hashes can never hand one prompt's keys and values to another. The first block's
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-# In one part of the integrity check: about a fifth of a millisecond.
+# Blocks in one part of the integrity check, which takes about a fifth of a millisecond.
 CHECKED_AT_ONCE = 1024
 BlockKey = tuple[int | str, tuple[int, ...]]
 
@@ -34,7 +34,7 @@ class PrefixStats:
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """The known prefix of some tokens, as the index said at its `version`: blocks, and the node of each."""
+    """The known prefix of some tokens at a `version` of the index: its blocks, and the node of each."""
 
     blocks: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
@@ -60,7 +60,7 @@ class KVBlocks:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._index: dict[BlockKey, int] = {}  # key -> block
         self._key_of: dict[int, BlockKey] = {}  # registered block -> its key
-        self._nodes = [0] * num_blocks  # of each registered block; no node is given twice
+        self._nodes = [0] * num_blocks  # of each registered block; no number is given twice
         self._next_node = 1
         self._version = 0  # of the index: changes with every block that is registered or forgotten
 
@@ -129,7 +129,7 @@ class KVBlocks:
         One token is always left to compute, because its logits are wanted. Takes no references.
 
         Args:
-            known: what an earlier call with the same tokens and salt found, which is brought up to date. What still
+            known: what an earlier call with the same tokens and salt found. It is brought up to date, and what still
                 holds of it is not looked up again.
         """
         if not self.enable_prefix_caching:
@@ -151,7 +151,7 @@ class KVBlocks:
         return known.blocks
 
     def _drop_forgotten(self, known: PrefixMatch) -> None:
-        """A block that has kept its node still holds the same tokens, if those before it have kept theirs."""
+        """Drop what no longer holds: a block whose node has changed, and all after it."""
         nodes = self._nodes
         for at, (block, node) in enumerate(zip(known.blocks, known.nodes, strict=True)):
             if nodes[block] != node:
@@ -171,7 +171,7 @@ class KVBlocks:
         if held is None:
             self._nodes[block] = self._next_node
             self._next_node += 1
-        else:  # shared, and known under a parent that was evicted since: it moves, with what hangs from it
+        else:  # shared, but registered under a parent that was evicted: it moves, with all that hangs from it
             del self._index[held]
         self._index[key] = block
         self._key_of[block] = key
@@ -179,7 +179,7 @@ class KVBlocks:
         return self._nodes[block]
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Take blocks that sequences hold out of the index, as their contents are not to be trusted."""
+        """Take blocks that sequences hold out of the index, as their contents can't be trusted."""
         for block in blocks:
             key = self._key_of.pop(block, None)
             if key is not None:

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Where a nanosecond of a request went."""
+    """What a nanosecond of a request was spent on."""
 
     # API process, before the engine
     RECEIVE = "receive"  # reading, parsing and checking the request
@@ -32,9 +32,9 @@ class Phase(StrEnum):
     DECODE_STALL_POLICY = "decode_stall_policy"  # left out of steps for those who have an objective
     SAMPLING = "sampling"
     STEP_RETRY = "step_retry"  # a step that failed and was run again in parts
-    # API process, when the engine process died and another one went on with the request
+    # API process, when the engine process died and the next one went on with the request
     ENGINE_LOST = "engine_lost"  # spent in the engine that died, with its account
-    ENGINE_RESTART = "engine_restart"  # from there until it was handed to the next
+    ENGINE_RESTART = "engine_restart"  # from there until the request was handed to the next one
     # API process, after the engine
     DETOKENIZE = "detokenize"
     SEND = "send"
@@ -93,5 +93,5 @@ class PhaseClock:
         return dict(self.phases_ns)
 
     def settle(self, ledger: Ledger, since: dict[Phase, int]) -> None:
-        """Append to the ledger what passed since the reading `since`."""
+        """Append to the ledger the time since the reading `since`."""
         ledger.mark_parts({phase: ns - since.get(phase, 0) for phase, ns in self.phases_ns.items()})

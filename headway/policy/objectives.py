@@ -1,4 +1,4 @@
-"""Objectives of latency, by name in milliseconds: how they are written, and which there are."""
+"""Latency objectives in milliseconds: their names, and how they are written."""
 
 from __future__ import annotations
 

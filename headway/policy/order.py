@@ -16,7 +16,7 @@ from headway.policy.request import NEVER, Sequence
 
 # Deadlines that are closer together than this are equal: what has less work goes first.
 SAME_DEADLINE_NS = 20_000_000
-# Waiting ages: who has waited so much longer goes before one whose priority is better by 1.
+# Waiting ages: a sequence that has waited this much longer goes before one whose priority is better by 1.
 AGEING_NS = 10_000_000_000
 
 MOST_PREEMPTIONS = 3
@@ -50,9 +50,10 @@ def deadline(sequence: Sequence) -> OrderKey:
 
 
 def least_loss(sequence: Sequence) -> OrderKey:
-    """Who has no promise goes first, of the last class; then who has the most time, and has computed the least.
+    """Sequences without a promise go first, the last class before the others. Then those with the most time left
+    go, and of these those that have computed least.
 
-    Who has gone MOST_PREEMPTIONS times stays if anybody else can go, so that everybody gets on.
+    One that was preempted MOST_PREEMPTIONS times stays if anybody else can go, so that everybody gets on.
     """
     due_ns = sequence.last_token_ns + sequence.tpot_ns if sequence.output_len else sequence.due_ns
     no_promise = sequence.yielded != "" or due_ns >= NEVER

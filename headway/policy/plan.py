@@ -1,8 +1,8 @@
-"""A step as plain data: what the scheduler has decided, and all that who runs it must be told.
+"""A step as plain data: what the scheduler has decided, and all that an executor must know to run it.
 
-A plan can be encoded as it is, to go to another process. Sequences go by number, `seq_id`. Of one that the executor
-does not know, as it has not run yet or was preempted, the plan has everything that it takes to run it; of others only
-what has changed. An executor keeps each `SequenceState` that it was given until it is told to forget it.
+A plan can be encoded as it is, to go to another process. It names sequences by a number, `seq_id`. Of those that
+the executor does not know, as they have not run yet or were preempted, the plan has everything; of others only what has
+changed. An executor keeps each `SequenceState` until it is told to forget it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from headway.policy.sampling_params import SamplingParams
 
 
 class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
-    """What an executor knows of a sequence. The plan hands it over, for the executor to keep up to date by later plans.
+    """What an executor knows of a sequence. A plan hands it over, and the executor updates it by later plans.
 
     Args:
-        tokens: the prompt, and what follows it as far as it is known.
+        tokens: the prompt and the output up to now.
         stop_ids: ids that end it.
         seed: of its draws.
         block_table: KV blocks in order of position.
@@ -33,7 +33,7 @@ class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
 
 
 def state_of(sequence: Sequence) -> SequenceState:
-    """All that an executor has to know of a sequence; the lists are the executor's own."""
+    """All that an executor has to know of a sequence, with copies of its lists."""
     return SequenceState(
         sequence.seq_id,
         sequence.params,
@@ -46,7 +46,7 @@ def state_of(sequence: Sequence) -> SequenceState:
 
 
 class TableChange(msgspec.Struct, array_like=True, gc=False):
-    """The block table of a sequence that the executor knows has these blocks from entry `start` on."""
+    """From entry `start` on, the block table of a sequence that the executor knows consists of these blocks."""
 
     seq_id: int
     start: int
@@ -54,13 +54,13 @@ class TableChange(msgspec.Struct, array_like=True, gc=False):
 
 
 class ScheduledSequence(msgspec.Struct, array_like=True, gc=False):
-    """A sequence's part of a step: the tokens after the `start` tokens that are computed already.
+    """A sequence's part of a step: some tokens after the `start` tokens that are computed already.
 
     Args:
-        token_ids: of a sequence that decodes its newest token, and drafts, which may turn out not to follow it.
-        samples: how many of the last tokens have their logits sampled: none where more of the known ones are still to
-            come, else the newest known one and the drafts.
-        logit_rows: how many of the first tokens want their logits for prompt_logprobs.
+        token_ids: a chunk of known tokens; or the newest one, followed by drafts, which may be refused.
+        samples: how many of the last tokens have their logits sampled: the newest known one and the drafts. None where
+            known tokens are left for later steps.
+        logit_rows: how many of the first tokens need their logits for prompt_logprobs.
     """
 
     seq_id: int
@@ -79,11 +79,11 @@ class StepPlan(msgspec.Struct, array_like=True):
     """One step.
 
     Args:
-        scheduled: who computes which tokens.
+        scheduled: which sequences compute which tokens.
         new: sequences that the executor does not know.
-        tables: changes of the block tables that it knows.
-        copies: of blocks, before anything else: source and target.
-        preempted: sequences that have lost their blocks, and that the executor is to forget before the step.
+        tables: changes of the block tables of others.
+        copies: blocks to copy before anything else, from source to target.
+        preempted: sequences that have lost their blocks; the executor forgets them before the step.
         expired: sequences that waited too long or can't be in time, and are finished.
         wait_until_ns: nothing runs as the first request waits for others; schedule again then, or when one comes.
     """

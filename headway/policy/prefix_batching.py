@@ -1,4 +1,4 @@
-"""Requests that begin alike are computed one after the other, so that the second finds what the first has computed."""
+"""Has prompts that begin alike computed one after the other, so that the second finds what the first has computed."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Outlook:
         slack_ns: until the tightest promised token is due, less a margin; infinite where none is promised.
         tightest: the sequence whose token that is.
         left_out: decoding sequences that get no token in the step.
-        urgent: a prompt that must hurry.
+        urgent: a prompt for which others are held back.
     """
 
     slack_ns: float = math.inf
@@ -101,7 +101,7 @@ class Promises:
         return max(LEAST_MARGIN, self._step_time.overrun)
 
     def heed(self, planned_ns: int, launched_ns: int, computed_ns: int, sampled_ns: int) -> None:
-        """Learn what a step takes beside its forward pass, from one that was planned and run at these times."""
+        """Learn from a step's times what a step takes on top of its forward pass."""
         beside = (sampled_ns - planned_ns) - (computed_ns - launched_ns)
         if planned_ns - self._last_sampled_ns < _SAME_RUN_NS:
             beside += planned_ns - self._last_sampled_ns

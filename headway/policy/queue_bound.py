@@ -1,8 +1,8 @@
-"""How much may be in the server at once, and when who was refused may come back.
+"""How much may be in the server at once, and when a refused request may come back.
 
 Two things are counted. Choices, from their admission to their end, whether they wait or run: a request with n = 8 and
-two prompts has sixteen. And the tokens of prompts until their first token is out, which is the work that a newcomer
-waits for. Beside the bound on all requests each class has one of its own.
+two prompts has sixteen. And tokens of prompts that have no output yet: the work that a newcomer waits for. There is a
+bound on all requests, and one on each class.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# By default as much may be there as this many full batches: seats for choices, the KV pool for tokens.
+# By default the server takes as much as this many full batches: seats for choices, the KV pool for tokens.
 DEFAULT_BATCHES = 8
 MAX_RETRY_AFTER_S = 60
 _RATE_WINDOW_NS = 10e9
@@ -19,7 +19,7 @@ _RATE_WINDOW_NS = 10e9
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """The most that may be there at once; infinite for no limit.
+    """The most that may be in the server at once; infinite for no limit.
 
     Args:
         choices: waiting or running.
@@ -33,7 +33,7 @@ class QueueLimits:
     def for_engine(
         cls, max_num_seqs: int, pool_tokens: int, choices: float | None = None, tokens: float | None = None
     ) -> QueueLimits:
-        """What an operator chose, and where that is None what suits an engine of this size."""
+        """What the operator chose, or where that is None what suits an engine of this size."""
         return cls(
             DEFAULT_BATCHES * max_num_seqs if choices is None else choices,
             DEFAULT_BATCHES * pool_tokens if tokens is None else tokens,
@@ -42,7 +42,7 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request may not come in: `present` units are there, and with those `asked` for it would be over `limit`.
+    """Why a request may not come in: there are `present` units, and with those `asked` for there would be over `limit`.
 
     Args:
         bound: that would be overstepped.
@@ -56,7 +56,7 @@ class Refusal:
 
     @property
     def is_final(self) -> bool:
-        """Not even an empty server would have room for it."""
+        """Even an empty server would have no room for it."""
         return self.asked > self.limit
 
 
@@ -84,7 +84,7 @@ class _Rate:
 
 @dataclass(slots=True)
 class QueueBound:
-    """Counts who is there, and refuses who would be too many. Times are nanoseconds of the caller's clock.
+    """Counts the requests in the server, and refuses those that would be too many. Times are the caller's nanoseconds.
 
     Args:
         service_class: whose requests count; empty for all.
@@ -99,11 +99,11 @@ class QueueBound:
 
     @property
     def is_full(self) -> bool:
-        """Nobody can come in, whatever it asks for."""
+        """No request can come in, whatever it asks for."""
         return self.choices >= self.limits.choices or self.tokens >= self.limits.tokens
 
     def refusal(self, choices: int = 0, tokens: int = 0) -> Refusal | None:
-        """Why so many units more are too many; None where they are not."""
+        """Why this many more units are too many; None where they are not."""
         if self.choices + choices > self.limits.choices:
             return Refusal(self, "choices", choices, self.choices, int(self.limits.choices))
         if self.tokens + tokens > self.limits.tokens:
@@ -119,7 +119,7 @@ class QueueBound:
         return refusal
 
     def leave(self, now: int, choices: int = 0, tokens: int = 0) -> None:
-        """So many choices have ended, and prompts of so many tokens have their first output."""
+        """Note that choices have ended, and that prompts of so many tokens have their first output."""
         self.choices -= choices
         self.tokens -= tokens
         if choices:
@@ -128,7 +128,7 @@ class QueueBound:
             self._token_rate.add(tokens, now)
 
     def retry_after_s(self, refusal: Refusal, now: int) -> int:
-        """Seconds until there should be room, as fast as units have left of late; 1 where nothing is known."""
+        """Seconds until there should be room, at the rate at which units have left of late; 1 where none is known."""
         rate = (self._choice_rate if refusal.unit == "choices" else self._token_rate).per_second(now)
         if rate <= 0:
             return 1
@@ -136,7 +136,7 @@ class QueueBound:
 
 
 class Place:
-    """What one request takes of the queue, until it gives it back: its choices, and its prompts without output.
+    """One request's share of the queue, until it gives it back: its choices, and its prompts without output.
 
     Args:
         bounds: that it counts for.
@@ -148,7 +148,7 @@ class Place:
         self._prompts: list[int] = []  # tokens of each prompt; 0 once it has had an output
 
     def take(self, choices: int = 0, prompts: Sequence[int] = ()) -> Refusal | None:
-        """So many choices, and prompts of so many tokens, come in; or why they may not, and nothing is taken."""
+        """Take choices, and prompts of so many tokens. Where they are too many: why, and nothing is taken."""
         tokens = sum(prompts)
         refusals = (bound.refusal(choices, tokens) for bound in self._bounds)
         refusal = next(filter(None, refusals), None)
@@ -165,13 +165,13 @@ class Place:
             bound.leave(now, choices, tokens)
 
     def had_output(self, prompt: int, now: int) -> None:
-        """A token of the prompt with this number is out; only the first one counts."""
+        """Note a token of the prompt with this number; only the first one counts."""
         if self._prompts[prompt]:
             self._give_back(now, tokens=self._prompts[prompt])
             self._prompts[prompt] = 0
 
     def ended(self, now: int, choices: int = 1) -> None:
-        """So many of its choices have ended; none is left to end once it is closed."""
+        """Note that some of its choices have ended. Does nothing once it is closed."""
         choices = min(choices, self._choices)
         self._choices -= choices
         self._give_back(now, choices)

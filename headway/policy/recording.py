@@ -1,8 +1,8 @@
-"""What a recording of an engine's steps consists of, and the scheduler that makes it.
+"""The records of an engine's steps, and the scheduler that makes them.
 
-It has all that the scheduler was told, at what times, and all that it decided, so that the same decisions can be made
-again. It has no text and no token ids: of tokens it says how many there are, and a number for each block of them, equal
-where blocks are found in the prefix cache.
+They hold all that the scheduler was told, with the times, and all that it decided. So the same decisions can be made
+again. They hold no text and no token ids, only how many tokens there are and a number for each block of them. Blocks
+that the prefix cache takes for equal have equal numbers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.service_class import ClassTable
 
 FORMAT = 1
-NOT_NUMBERS = -1  # in place of a number of new tokens
-_EXACT = 2**53 - 1  # numbers that every reader of JSON keeps exactly
+NOT_NUMBERS = -1  # instead of a number of new tokens
+_EXACT = 2**53 - 1  # every reader of JSON keeps such numbers exactly
 
 
 class _Record(msgspec.Struct, tag=str.lower, omit_defaults=True, gc=False):
@@ -39,7 +39,7 @@ class RecordedEngine(_Record, tag="engine"):
         version: of Headway.
         settings: of the engine, by the names of its flags.
         scheduler: fields of SchedulerConfig; None for what is infinite.
-        began_ns, began_unix_s: one moment on the engine's clock and on that of the wall.
+        began_ns, began_unix_s: the same moment, on the engine's clock and on the wall clock.
     """
 
     format: int
@@ -67,8 +67,8 @@ class Arrival(_Record):
     """A sequence was queued.
 
     Args:
-        known: its tokens, the prompt and what an engine before had generated.
-        max_len: most tokens that it may come to.
+        known: its tokens: the prompt, and what an earlier engine had generated.
+        max_len: most tokens that it may have in the end.
         blocks: a number for each full block of the known tokens.
         sent_ns: when it was handed over to the engine.
         due_ns, tpot_ns: when its first token is due, and most time between two; NEVER for no objective.
@@ -94,7 +94,7 @@ class Arrival(_Record):
 
 
 class End(_Record):
-    """A sequence has finished, or was aborted: that is told to the scheduler, all else follows.
+    """A sequence has finished or was aborted. Only aborts are told to the scheduler; other ends follow from the steps.
 
     Args:
         length: its tokens.
@@ -118,7 +118,7 @@ class NewClasses(_Record, tag="classes"):
 
 
 class Retry(_Record):
-    """A step failed and was run again in parts, which took from `began` to `ended`; sequences that were at fault."""
+    """A step failed and was run again in parts, from `began` to `ended`; `failed` are the sequences at fault."""
 
     failed: list[int]
     began: int
@@ -126,14 +126,14 @@ class Retry(_Record):
 
 
 class Proposal(_Record):
-    """A sequence was to try so many drafts in the next step."""
+    """So many drafts were proposed for a sequence's next step."""
 
     seq_id: int
     drafts: int
 
 
 class Item(msgspec.Struct, array_like=True, gc=False):
-    """A sequence's part of a step: `tokens` after the `start` tokens that it had computed, and how many came of it."""
+    """A sequence's part of a step: `tokens` after the `start` computed ones, and how many new ones came of it."""
 
     seq_id: int
     start: int
@@ -159,7 +159,7 @@ class Step(_Record):
 
 
 def _with_infinities(value: Any) -> Any:
-    """JSON has no infinity: what was one is null."""
+    """With infinities, which JSON writes as null."""
     if isinstance(value, dict):
         return {key: _with_infinities(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -173,7 +173,7 @@ Write = Callable[[Record, bool], None]
 
 @dataclass(slots=True)
 class _Chain:
-    """The numbered blocks of a sequence: their tokens, and the number of the last, which has those before it in it."""
+    """The numbered blocks of a sequence: how many tokens, and the last number, which depends on those before it."""
 
     tokens: int
     last: int
@@ -183,8 +183,8 @@ class RecordedScheduler(Scheduler):
     """A scheduler that says what it is told and what it decides.
 
     Args:
-        write: called with each record, and whether nothing is left to do after it.
-        root: any number; those of blocks depend on it.
+        write: called with each record, and whether the engine has nothing left to do.
+        root: any number; the blocks' numbers depend on it.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: KVBlocks, write: Write, root: int = 0) -> None:

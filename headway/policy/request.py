@@ -1,4 +1,4 @@
-"""A request as the engine takes it in, and its sequences: one for each choice, from arrival to its last token."""
+"""A request as it comes to the engine, and its sequences: one for each choice, from arrival to the last token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Status(StrEnum):
 
 
 class Resumed(msgspec.Struct, array_like=True, gc=False):
-    """Where a choice stands that an engine process had begun, and that its successor goes on with."""
+    """How far an engine process had got with a choice that its successor goes on with."""
 
     index: int
     token_ids: list[int]  # generated until now
@@ -40,7 +40,7 @@ class Resumed(msgspec.Struct, array_like=True, gc=False):
 
 
 class Request(msgspec.Struct, array_like=True, gc=False):
-    """A prompt, already tokenized, and what is wanted of it."""
+    """A prompt, already tokenized, and what is asked of it."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -94,7 +94,7 @@ class Sequence:
     cache_node: int = 0  # where the registered part of block_table ends in the prefix index
     num_registered: int = 0  # blocks of block_table that are in the prefix index
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
-    expected_len: int = 0  # its prompt and its output, as long as those of its class have been
+    expected_len: int = 0  # of its prompt and its output, if that is as long as others of its class
     has_starved: bool = False  # it has waited so long that nobody goes before it
     yielded: str = ""  # why it is served behind those whose objectives can be met: late, oversized or overload
     retry_after_s: int = 0  # when it was refused: after which time it might be served
@@ -114,7 +114,7 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     def logit_rows(self, start: int, count: int) -> int:
-        """Of `count` tokens after the first `start`: those whose logits prompt_logprobs wants, once for all choices."""
+        """How many of `count` tokens after the first `start` need logits for prompt_logprobs: none of later choices."""
         if self.params.prompt_logprobs is None or self.index or self.output_len:
             return 0
         return max(0, min(start + count, self.prompt_len - 1) - start)

@@ -12,12 +12,12 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 100.0
-# As vLLM has them (vllm/v1/worker/gpu/sample/logit_bias.py).
+# vLLM's limits (vllm/v1/worker/gpu/sample/logit_bias.py).
 MAX_LOGIT_BIAS_TOKENS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_COUNT = 2**31 - 1
 
-# Of these, generation_config.json may give the default.
+# Parameters whose defaults generation_config.json may give.
 _DEFAULTABLE = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -71,7 +71,7 @@ class InvalidParameter(ValueError):
 
 
 def check_number(name: str, given: int, most: int) -> None:
-    """Raises InvalidParameter when more token ids are given than are allowed."""
+    """Raise InvalidParameter when more token ids are given than are allowed."""
     if given > most:
         raise InvalidParameter(name, f"{name} has {given} token ids; at most {most} are allowed")
 
@@ -202,7 +202,7 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """The tokens so far count for the next one."""
+        """Whether a penalty makes the tokens so far count for the next one."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property

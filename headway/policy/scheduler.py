@@ -8,12 +8,12 @@ so a prompt under way is never out of memory. One that does not fit lets up to `
 When a decoding sequence finds no block, another is preempted: its blocks are freed, and it computes its tokens again
 when it returns. The first in order is never a victim, and any sequence alone fits in the pool, so every preempted
 sequence comes back. A sequence of a better priority takes the place of a running one (`victims`), and one that was not
-served in time is ended (`waiting`). What is first and who must go is said by three functions (`order`). The
-`block_manager` takes blocks for sequences and gives them back.
+served in time is ended (`waiting`). Three functions say who comes first and who must go (`order`). The `block_manager`
+takes blocks for sequences and gives them back.
 
-With the policy `slo` prompts that can't be in time yield or are refused, a step is as long as promised tokens allow,
-decoding without a promise is left out where it would not fit, and newcomers wait where they would break a promise
-(`slo`, `promises`).
+With the policy `slo` (see `slo`, `promises`) prompts that can't be in time yield or are refused. A step is as long as
+promised tokens allow: decoding without a promise is left out where it would not fit, and newcomers wait where they
+would break a promise.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Scheduler(Sequences):
         return slo.outlook(decoding, prompts, urgent, now)
 
     def _leave_out(self, left_out: list[Sequence], decoding: list[Sequence], now: int) -> list[Sequence]:
-        """Those who decode in this step without those who are left out."""
+        """The decoding sequences of this step, less those that are left out."""
         for sequence in left_out:
             self.accounting.leave_out(sequence, now)
         numbers = {sequence.seq_id for sequence in left_out}
@@ -160,7 +160,7 @@ class Scheduler(Sequences):
                 plan.scheduled.append(ScheduledSequence(sequence.seq_id, sequence.num_computed, newest, True, 1))
 
     def _schedule_drafts(self, plan: StepPlan) -> None:
-        """Beside newest tokens compute what was proposed to follow them, as far as there are tokens and blocks."""
+        """Have drafts computed beside the newest tokens, as far as the budget and free blocks reach."""
         drafts, self._drafts = self._drafts, {}
         spare = self.config.max_num_batched_tokens - len(plan.scheduled)
         for item in plan.scheduled:
@@ -173,7 +173,7 @@ class Scheduler(Sequences):
                 spare -= len(proposed)
 
     def _victim(self, plan: StepPlan) -> Sequence:
-        """Who is preempted next of those who have no token of this step yet."""
+        """The next to be preempted, of those who have no token of this step yet."""
         scheduled = {item.seq_id for item in plan.scheduled}
         return max((s for s in self.running if s.seq_id not in scheduled), key=self.orders.victims)
 
@@ -217,7 +217,7 @@ class Scheduler(Sequences):
         return order(sequence) < order(other)
 
     def _running_ranks(self) -> RunningRanks:
-        """Computed again only when a sequence has joined or left those who run."""
+        """The ranks of the running sequences, computed anew only when one has come or gone."""
         if self._ranks_version != self.running.version:
             self._ranks = RunningRanks.of(self.running, self.orders)
             self._ranks_version = self.running.version
@@ -229,7 +229,7 @@ class Scheduler(Sequences):
     def _displace(self, plan: StepPlan, now: int, outlook: Outlook) -> None:
         """Preempt running sequences for waiting ones that rank above them, which are then admitted like any other.
 
-        With objectives that is only done when a prompt is urgent.
+        With objectives this is done only when a prompt is urgent.
         """
         if self.waiting.first_key() > self._running_ranks().last or (self.slo is not None and not outlook.urgent):
             return
@@ -302,7 +302,7 @@ class Scheduler(Sequences):
         return self._watermark if len(self.running) else 0
 
     def _spare_for(self, sequence: Sequence) -> int:
-        """The same, and what other classes have a share in."""
+        """As _spare, and the blocks that are reserved for other classes."""
         if self.slo is None:
             return self._spare
         return self._spare + self.slo.shares.blocks_kept_from(sequence.service.name, self.running)

@@ -19,8 +19,8 @@ class SchedulerConfig:
         max_model_len: longest sequence; the pool must hold one of it.
         lookahead: how many waiting sequences behind one that does not fit are tried.
         max_bypasses: how often a sequence that does not fit may be overtaken.
-        max_prefill_stall_ms: prompts may hold up others for at most so many ms a step, or for as long as these take
-            themselves where that is longer; may be infinite. Without chunked prefill there is no bound.
+        max_prefill_stall_ms: prompts may hold up others for at most this many ms a step, or for as long as the others
+            take alone where that is longer; may be infinite. Without chunked prefill there is no bound.
         max_queue_time: seconds after which a sequence that was never served is ended; may be infinite.
         classes: of requests, with their objectives.
 

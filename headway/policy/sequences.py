@@ -1,6 +1,6 @@
-"""The sequences of an engine: who waits and who runs, how they come and go, and what came of each step.
+"""The sequences of an engine: which wait and which run, how they come and go, and what each step did to them.
 
-`Scheduler` decides; this carries out what is decided, keeps the ledgers, and applies the results.
+`Scheduler` decides; this carries out the decisions, keeps the ledgers, and applies the results.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Sequences:
         step_time: predicts steps and hears how long they took; None learns from them.
 
     Attributes:
-        sequences: all of them by the number that each is given here, and that plans name it by.
-        slo: what the policy of that name knows; None with another.
-        decisions: the last ones.
+        sequences: all of them, by the number that each gets here and that plans name it by.
+        slo: the state of the policy `slo`; None with another policy.
+        decisions: the latest ones.
 
     Raises:
         ValueError: when the pool cannot hold one sequence of max_model_len.
@@ -110,7 +110,7 @@ class Sequences:
         sequence.finish_reason = reason
 
     def _start(self, sequence: Sequence, now: int) -> None:
-        """A waiting sequence has its blocks, and runs."""
+        """Let a waiting sequence run that has got its blocks."""
         self.accounting.begin_running(sequence, now)
         self.waiting.remove(sequence)
         sequence.status = Status.RUNNING
@@ -134,7 +134,7 @@ class Sequences:
         plan.preempted.append(victim.seq_id)
 
     def _rekey(self, sequence: Sequence, **changes: Any) -> None:
-        """Change what the order looks at."""
+        """Change fields that the order depends on."""
         queue = self.running if sequence.status is Status.RUNNING else self.waiting
         queue.remove(sequence)
         for name, value in changes.items():
@@ -144,9 +144,9 @@ class Sequences:
     # --- results ------------------------------------------------------------------------------------
 
     def take_out(self, failed: list[Sequence], plan: StepPlan, began: int, ended: int) -> None:
-        """End the sequences that made a plan fail; what is left of it is to be completed.
+        """End the sequences that made a plan fail, and take them out of it; the rest is then completed as usual.
 
-        It was run again in parts between `began` and `ended`. The failed ones need not all be in the plan.
+        The plan was run again in parts between `began` and `ended`. Not all of the failed ones need to be in it.
         """
         self.accounting.record_retry(self.running, began, ended)
         for sequence in failed:
@@ -159,10 +159,9 @@ class Sequences:
         """Apply a step's results.
 
         Args:
-            tokens: the new ones of each item that samples, by its seq_id: of its drafts those that are accepted, and
-                the one drawn after them. With none, the newest known token is computed again. A None means that none
-                could be drawn (the logits were not numbers): the sequence ends with an error and leaves nothing in the
-                prefix index.
+            tokens: new tokens of each item that samples, by its seq_id: the drafts that were accepted, and the token
+                drawn after them. With an empty list the newest known token is computed again. None means that the
+                logits were not numbers: the sequence ends with an error and leaves nothing in the prefix index.
 
         Returns:
             The sequences that have sampled or have finished, with their new tokens up to the one that ends them.
@@ -186,7 +185,7 @@ class Sequences:
                 reason = self._append(sequence, drawn)
                 sequence.last_token_ns = times.sampled_ns
                 if sequence.yielded and known == sequence.prompt_len and times.sampled_ns <= sequence.due_ns:
-                    self._rekey(sequence, yielded="")  # it was in time all the same
+                    self._rekey(sequence, yielded="")  # it was in time after all
                 changed.append((sequence, drawn if reason is None else sequence.tokens[known:]))
                 sequence.num_computed = len(sequence.tokens) - 1
                 if item.samples > 1:
@@ -200,7 +199,7 @@ class Sequences:
         return changed
 
     def _heed(self, times: StepTimes) -> None:
-        """Compare what a step took with what was decided."""
+        """Note how long the step of the latest decision took, and learn from it."""
         if self.decisions:
             decision = self.decisions[-1]
             decision.took_ns = times.computed_ns - times.launched_ns
@@ -208,15 +207,15 @@ class Sequences:
                 self.slo.promises.heed(decision.planned_ns, times.launched_ns, times.computed_ns, times.sampled_ns)
 
     def propose(self, seq_id: int, drafts: list[int]) -> None:
-        """The next step is to compute these too, if the sequence decodes in it: tokens that may be found to follow.
+        """Have the next step try these drafts, if the sequence decodes in it.
 
-        Where penalties count what came before, no draft can be tried; it is left out.
+        Drafts of a sequence with penalties are dropped: its logits depend on the tokens before them.
         """
         if seq_id in self.sequences and drafts and not self.sequences[seq_id].params.penalises:
             self._drafts[seq_id] = drafts
 
     def _idle_beside(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those that run, and that have no part in a step of these sequences."""
+        """The running sequences that have no part in a step of these."""
         if len(sequences) == len(self.running):
             return []
         ran = {sequence.seq_id for sequence in sequences}

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from headway.policy.sampling_params import MAX_LOGIT_BIAS_TOKENS, MAX_STOP_TOKEN_IDS
 
-# Tokens of a step where nobody chose them, by device.
+# Default token budget of a step, by device.
 BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-# Of a CPU's memory that is free once the weights are loaded: the page cache, the API process and the neighbours keep
-# the rest.
+# The pool's share of the memory of a CPU that is free once the weights are loaded. The rest is for the page cache, the
+# API process and other programs.
 CPU_SHARE = 0.5
 LOGIT_BLOCK = 128  # tokens that a row of logits is a multiple of
 PROMPT_LOGPROB_ROWS = 64  # of a prompt's logits that are made at a time
@@ -27,15 +27,15 @@ def padded_size(vocab_size: int) -> int:
 
 
 def penalty_bytes(rows: int, distinct: int) -> int:
-    """What so many sequences take at most, each with up to `distinct` different tokens, as they are penalised."""
-    # An array that grows has an eighth to spare, and is there twice for a moment.
+    """Bytes that penalties take at most for this many sequences, each with up to `distinct` different tokens."""
+    # An array that grows has an eighth to spare, and exists twice for a moment.
     return 14 * (rows + 1) * distinct + 64 * min(rows * distinct, max(ENTRIES_AT_A_TIME, distinct))
 
 
 def sampling_bytes(max_num_seqs: int, vocab_size: int, max_model_len: int) -> int:
-    """What the sampler takes at most: logits, penalties, logit_bias and stop tokens of so many sequences.
+    """Bytes that the sampler takes at most: logits, penalties, logit_bias and stop tokens of this many sequences.
 
-    Logits are there three times: as the model gives them, in float32, and as a draw or an edit changes them.
+    Logits exist three times: as the model gives them, in float32, and as a draw or an edit changes them.
     """
     logits = 3 * 4 * padded_size(vocab_size) * max(max_num_seqs, PROMPT_LOGPROB_ROWS)
     penalties = penalty_bytes(max_num_seqs, min(vocab_size, max_model_len))
@@ -44,7 +44,7 @@ def sampling_bytes(max_num_seqs: int, vocab_size: int, max_model_len: int) -> in
 
 
 def cpu_pool_bytes(available: int, step_bytes: int) -> int:
-    """Bytes for keys and values out of those available: half, or less where a full step would not fit beside that."""
+    """Bytes for keys and values: half of those available, or less where a full step would not fit beside that."""
     return max(0, min(int(available * CPU_SHARE), available - step_bytes))
 
 

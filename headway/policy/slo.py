@@ -55,7 +55,7 @@ class SloPolicy:
         self._leaders = PrefixLeaders(blocks.block_size, orders.admission)
         self._orders = orders
         self._starved: Sequence | None = None
-        self._is_crowded = False  # what has no promise would have to be left out
+        self._is_crowded = False  # sequences without a promise would have to be left out
 
     # --- who comes and goes -------------------------------------------------------------------------
 
@@ -66,14 +66,14 @@ class SloPolicy:
             self.window.arrived(now)
 
     def begins(self, sequence: Sequence) -> None:
-        """It was admitted."""
+        """A sequence was admitted."""
         self.promises.begins(sequence)
         self._leaders.begins(sequence)
         self.shares.waiting[sequence.service.name] -= 1
         self.shares.running[sequence.service.name] += 1
 
     def leaves(self, sequence: Sequence, reason: FinishReason | None = None) -> None:
-        """It is preempted, or ends for a reason; its status is still the one before."""
+        """A sequence is preempted, or ends for a reason. Its status has not changed yet."""
         name = sequence.service.name
         self._leaders.ends(sequence)
         if sequence.status is Status.RUNNING:
@@ -128,7 +128,7 @@ class SloPolicy:
         return self._blocks.enable_prefix_caching and self._leaders.is_worth_waiting_for(sequence)
 
     def window_until(self, waiting: OrderedSequences, now: int) -> int:
-        """When an engine in which nothing runs is to begin with those who wait; 0 for now."""
+        """When an engine in which nothing runs should begin with those who wait; 0 for now."""
         if 0 < len(waiting) <= WINDOW_LOOKS_AT:
             there = list(waiting)
             if not any(sequence.preemptions or sequence.output_len for sequence in there):
@@ -152,7 +152,7 @@ class SloPolicy:
         return self.promises.yielding(in_order, decoding, now)
 
     def outlook(self, decoding: list[Sequence], prompts: list[Sequence], urgent: Sequence | None, now: int) -> Outlook:
-        """What the step has to heed."""
+        """The limits that promises set to the step."""
         outlook = self.promises.outlook(decoding, prompts, urgent, now)
         self._is_crowded = bool(outlook.left_out) or urgent is not None
         return outlook

@@ -1,10 +1,9 @@
-"""How much of prompts a step may compute: tokens, and the time for which others wait.
+"""How many tokens of prompts a step may compute, and how long others may wait for them.
 
 Everybody in a step waits for all of it. Those who decode wait for the prompts beside them; where nobody decodes, the
-first prompt waits for the others. Where a token has been promised for a time, the step may last until then. Else
-prompts may make the step longer for those who wait by `max_stall_ns`, or double it where it is longer than that without
-them, by what `step_time` says. On a fast device the first is the bound; on a slow one the second keeps prompts from
-being starved.
+first prompt waits for the others. Where a token was promised by a certain time, the step may last until then. Otherwise
+prompts may make the step longer by `max_stall_ns`, or twice as long where it takes longer than that without them, as
+`step_time` predicts. On a fast device the first bound holds; on a slow one the second keeps prompts from starving.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Protocol
 
 from headway.policy.step_time import StepTime, StepWork, pairs
 
-# Of prompts beside others, as long as too few steps were measured to know what they cost.
+# Tokens of prompts in a step beside others, until enough steps were measured to know what they cost.
 TOKENS_UNTIL_LEARNT = 32
 
 
@@ -25,7 +24,7 @@ class Budget(Protocol):
 
     @property
     def is_spent(self) -> bool:
-        """No prompt gets a token any more."""
+        """No prompt gets another token."""
 
     def fit(self, start: int, wanted: int, with_logits: bool = False) -> int:
         """How many of `wanted` tokens of a prompt, of which `start` are computed, the step has room for.
@@ -37,7 +36,7 @@ class Budget(Protocol):
         """`count` tokens of a prompt, of which `start` are computed, are in the step now."""
 
 
-# Makes the budget of a step from what those in it do who decode, and the nanoseconds that the step may take for them:
+# Makes the budget of a step from the work of those who decode in it, and the nanoseconds that they leave to the step:
 # infinite where they have no objective.
 BudgetRule = Callable[[StepWork, float], Budget]
 
@@ -73,7 +72,7 @@ class StepBudget:
     step_time: StepTime
     max_stall_ns: float = math.inf
     least: int = 1
-    _stall_ns: float = math.inf  # that may still be added
+    _stall_ns: float = math.inf  # nanoseconds that may still be added
     _shared: bool = False
 
     def share_with(self, others: StepWork, slack_ns: float = math.inf) -> None:

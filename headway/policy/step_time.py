@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 _FORGETTING = 0.998
-_GROWTH = _FORGETTING**-0.5  # of the standard deviations of coefficients, in a step
+_GROWTH = _FORGETTING**-0.5  # growth of the standard deviations of coefficients, in a step
 # Attention's parts are known to be small beside their tokens', from which few steps tell them apart.
 _PRIOR_VARIANCE = (1e3, 1e3, 1e3, 30.0, 30.0, 1e3)
 _MIN_STEPS = 16
@@ -60,11 +60,11 @@ class StepTime(Protocol):
 
     @property
     def knows_logits(self) -> bool:
-        """What a row of logits costs has been measured."""
+        """The cost of a row of logits has been measured."""
 
     @property
     def overrun(self) -> float:
-        """What 99 of 100 measured steps take at most, as a multiple of what was predicted."""
+        """How much longer than predicted a step may take: 99 of 100 measured ones took at most this multiple."""
 
     @property
     def error(self) -> float:

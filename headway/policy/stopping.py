@@ -1,4 +1,4 @@
-"""When a choice ends, and what is said of it.
+"""When a choice ends, and what its `stop_reason` is.
 
 Stop strings are found where tokens become text, and end a choice by an abort of its sequence.
 """
@@ -12,7 +12,7 @@ from headway.policy.sampling_params import SamplingParams
 
 
 def stop_ids(params: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:
-    """The tokens that end a choice: those that the request names, and the model's eos unless it is to be ignored."""
+    """The tokens that end a choice: those that the request names, and the model's eos unless the request ignores it."""
     return frozenset(params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids))
 
 

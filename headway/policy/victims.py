@@ -1,4 +1,4 @@
-"""Who gives up seat and blocks for a waiting sequence that ranks above it.
+"""Which running sequences give up seat and blocks for a waiting one that ranks above them.
 
 A running sequence gives way to one whose level is strictly lower and that comes before it in the order of admission,
 the last in the order of victims first, and with priorities only some times in its life (`Orders.displaces`). So the
@@ -18,11 +18,11 @@ from headway.policy.request import Sequence
 
 @dataclass(frozen=True, slots=True)
 class RunningRanks:
-    """What waiting sequences are compared with. It holds for as long as the same sequences run.
+    """What waiting sequences are compared with, for as long as the same sequences run.
 
     Args:
-        last: greatest key of those who run, in the order of admission.
-        latest: for each level of those who run, when the newest of them arrived.
+        last: the greatest key of the running sequences in the order of admission.
+        latest: for each level of the running sequences, when the newest of them arrived.
     """
 
     last: OrderKey
@@ -54,7 +54,7 @@ def victims_for(
     """The running sequences that must go so that `candidate` can run; None where that is not possible.
 
     Args:
-        running: the last in the order of victims first.
+        running: in the order of victims, the last one first.
         seats: how many are free without them.
         missing: blocks that the candidate lacks beyond the free ones; the prefix that it shares is its `prefix_match`.
         references: of each block.

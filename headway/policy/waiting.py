@@ -11,9 +11,9 @@ _NEVER_BEGUN = (FinishReason.TIMEOUT, FinishReason.LATE)
 
 
 class Unserved:
-    """Sequences that have never run, by how long they may wait, in the order in which they came.
+    """Sequences that have never run, in the order in which they came, for each time that they may wait.
 
-    Of those that may wait equally long a step looks at the first only.
+    A step looks only at the first of those that may wait equally long.
 
     Args:
         max_wait_s: how long any may wait, where its class does not say less; may be infinite.
@@ -24,7 +24,7 @@ class Unserved:
         self._sequences: dict[float, OrderedDict[int, Sequence]] = {}
 
     def max_wait_s(self, sequence: Sequence) -> float:
-        """How long it may wait."""
+        """How long a sequence may wait."""
         return min(self._max_wait_s, sequence.service.queue_timeout_s)
 
     def add(self, sequence: Sequence) -> None:
@@ -37,7 +37,7 @@ class Unserved:
             alike.pop(sequence.seq_id, None)
 
     def expired(self, now: int) -> Iterator[Sequence]:
-        """Those that have waited too long; finish each before asking for the next.
+        """The sequences that have waited too long; finish each before asking for the next.
 
         A further choice of a request goes on waiting once the first has been served.
         """
