@@ -1,4 +1,4 @@
-"""What the model needs of a device, and the geometry of one step.
+"""What the model needs of a device, and where the tokens of a step stand.
 
 Shapes: T tokens in the step (all sequences laid end to end), S sequences, H query heads, G key/value
 heads, D head dimension, N blocks in the pool, B tokens in a block.
@@ -41,8 +41,8 @@ class StepGeometry:
 class LayerCache:
     """Keys and values of one layer; each is [N, G, B, D] in the cache's dtype.
 
-    That is their size: how the kernels of a device arrange them within a block is their own affair. An int8 cache has a
-    float32 scale for each token and head beside it, [N, G, B].
+    The kernels of a device may arrange them in another way within a block of that size. An int8 cache has a float32
+    scale for each token and head beside it, [N, G, B].
     """
 
     keys: Tensor
@@ -52,12 +52,12 @@ class LayerCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that a block has a part of."""
+        """All tensors of the cache; each has a part of every block."""
         return [t for t in (self.keys, self.values, self.key_scales, self.value_scales) if t is not None]
 
 
 KV_CACHE_DTYPES = ("auto", "int8")
-# As what a weight is multiplied; docs/quantization.md says what each means.
+# Schemes in which a weight is multiplied; docs/quantization.md says what each means.
 QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4")
 
 
@@ -66,7 +66,7 @@ AttentionShape = tuple[int, int, int]  # query heads, key/value heads, head dime
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A matrix [out, in] as it comes, and as what it is to be multiplied.
+    """A matrix [out, in], and the scheme in which it is to be multiplied.
 
     Args:
         values: its numbers, handed over as one tensor; or its rows in parts, one under the other, lent until the call
@@ -209,10 +209,10 @@ class Kernels(Protocol):
     def repeat(
         self, key: Hashable, step: StepGeometry, attentions: Sequence[AttentionShape], run: Callable[[], Tensor]
     ) -> Tensor:
-        """run(), which does the same operations on the same addresses whenever it is given with this key.
+        """Call run(), or repeat what it did: with the same key it does the same operations on the same addresses.
 
-        So what it did the first time may be done again without it. What it reads at those addresses may differ, and
-        the step's sequences. Its result may be at the same address each time. `attentions` are those of `run`, which
+        Only what stands at these addresses, and the step's sequences, may differ. The result may be at the same
+        address each time. `attentions` are those of `run`, which
         must leave its tensors alone but for kernels' own operations.
         """
         ...

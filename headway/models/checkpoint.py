@@ -60,7 +60,7 @@ class WeightSource(Protocol):
 
 
 def has_stacked_experts(folder: Path) -> bool:
-    """Whether the experts of a layer are one tensor. What is wrong with the files is left to Checkpoint to say."""
+    """Whether the experts of a layer are one tensor. Checkpoint says what is wrong with the files."""
     try:
         if (folder / INDEX_FILE).is_file():
             names = read_json(folder / INDEX_FILE, "").get("weight_map")
@@ -100,7 +100,7 @@ class Checkpoint:
         self._stack.close()
 
     def lend(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """The mapped tensor, whose pages whoever reads it brings into memory."""
+        """The mapped tensor. Its pages come into memory when they are read."""
         with self._clock.measure("storage_read"):
             mapped = self._mapped(name)
         return mapped if mapped.dtype == dtype else None

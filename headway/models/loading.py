@@ -48,9 +48,9 @@ def load_model(
 ) -> Decoder:
     """Build the decoder of a model folder.
 
-    Weights go one at a time from the mapped file to their place in the fused matrix, so that besides the model
-    itself only the matrix being filled is in memory, of stacked experts those of a layer (mapped pages belong to the
-    file and can be dropped).
+    Weights go one at a time from the mapped file to their place in a fused matrix. So only the model and one matrix are
+    in memory, or the model and one layer's experts where they are stacked. Mapped pages belong to the file and can be
+    dropped.
 
     Args:
         load_format: auto or safetensors read the folder's safetensors; dummy needs only config.json.

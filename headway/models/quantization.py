@@ -1,4 +1,4 @@
-"""As what each matrix of a checkpoint is multiplied: by what the checkpoint holds, and by --quantization. No torch."""
+"""The scheme in which each matrix is multiplied: by what the checkpoint holds, and by --quantization. No torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from headway.cost.values import ConfigValues, ModelError
 
 EMBEDDING = "model.embed_tokens"
-# What makes the logits of experts, by the last part of its name: few numbers that decide much.
+# Routers, by the last part of their name: few numbers that decide much.
 ROUTERS = ("gate", "shared_expert_gate")
-# What a packed checkpoint must say, for what its whole numbers mean to be what the kernels multiply.
+# What a packed checkpoint must say, so that its whole numbers mean what the kernels take them for.
 _FORMAT = {"quant_method": "compressed-tensors", "format": "int-quantized", "kv_cache_scheme": None}
 _WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 _ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -23,7 +23,7 @@ class PackedMatrices:
     """Which matrices a checkpoint holds as whole numbers, with a scale for each row.
 
     Args:
-        scheme: as what they are multiplied, int8 or int8-weight-only.
+        scheme: int8 or int8-weight-only.
         ignored: names of the layers that are not packed; "re:" begins an expression that matches the start of names.
     """
 
@@ -31,14 +31,14 @@ class PackedMatrices:
     ignored: tuple[str, ...] = ()
 
     def covers(self, layer: str) -> bool:
-        """Whether the matrix of a layer is packed; the embedding's is none of a linear layer."""
+        """Whether the matrix of a linear layer is packed. The embedding is not one."""
         return layer != EMBEDDING and not any(
             name == layer or (name.startswith("re:") and re.match(name[3:], layer)) for name in self.ignored
         )
 
 
 def read_packed(values: ConfigValues) -> PackedMatrices | None:
-    """What a config.json says of packed matrices; None where all are plain.
+    """The packed matrices of a config.json; None where all are plain.
 
     Raises:
         ModelError: they are packed in a way that is not supported.
@@ -83,10 +83,10 @@ def _check(section: ConfigValues, wanted: Mapping[str, Any]) -> None:
 
 
 def scheme_of(layer: str, quantization: str, packed: PackedMatrices | None) -> str:
-    """As what the matrix of a linear layer is multiplied where --quantization asks for `quantization`.
+    """The scheme of a linear layer's matrix where --quantization asks for `quantization`.
 
-    What the checkpoint has packed stays so, and routers stay as they are. The head, and with tied embeddings every
-    token's first vector, suffers most from few bits.
+    Packed matrices keep theirs, and routers are not quantised. The head, and with tied embeddings every token's first
+    vector, suffers most from few bits.
     """
     if packed is not None and packed.covers(layer):
         return packed.scheme

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by name and shape. No torch: what they will take is asked before it is imported."""
+"""The tensors of a checkpoint by name and shape. No torch: their size is needed before it is imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headway.models.config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 Parts = tuple[str, str, str]  # the gate, up and down projection of a feed-forward layer
-# Ends of the names of what newer checkpoints hold of all experts of a layer: gate rows above up rows, and down.
+# How the names of stacked experts end, in newer checkpoints: gate rows above up rows, and down.
 STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
@@ -27,12 +27,12 @@ class MixtureNames(NamedTuple):
 
 
 def dense_names(block: str) -> Parts:
-    """Of a feed-forward layer."""
+    """Names of the linear layers of a feed-forward layer."""
     return f"{block}.gate_proj", f"{block}.up_proj", f"{block}.down_proj"
 
 
 def mixture_names(config: ModelConfig, layer: int, stacked: bool) -> MixtureNames | None:
-    """Of a layer; None where it has no experts."""
+    """The names of a layer's mixture; None where it has no experts."""
     experts, routing = config.shape.experts, config.routing
     if experts is None or routing is None or layer not in routing.layers:
         return None
