@@ -8,8 +8,11 @@ bound on all requests, and one on each class.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+
+from headway.policy.service_class import ClassTable
 
 # By default the server takes as much as this many full batches: seats for choices, the KV pool for tokens.
 DEFAULT_BATCHES = 8
@@ -46,6 +49,7 @@ class Refusal:
 
     Args:
         bound: that would be overstepped.
+        kept: by how much `limit` is less than the bound's, for other classes.
     """
 
     bound: QueueBound
@@ -53,6 +57,7 @@ class Refusal:
     asked: int
     present: int
     limit: int
+    kept: int = 0
 
     @property
     def is_final(self) -> bool:
@@ -102,10 +107,14 @@ class QueueBound:
         """No request can come in, whatever it asks for."""
         return self.choices >= self.limits.choices or self.tokens >= self.limits.tokens
 
-    def refusal(self, choices: int = 0, tokens: int = 0) -> Refusal | None:
-        """Why this many more units are too many; None where they are not."""
-        if self.choices + choices > self.limits.choices:
-            return Refusal(self, "choices", choices, self.choices, int(self.limits.choices))
+    def refusal(self, choices: int = 0, tokens: int = 0, kept: int = 0) -> Refusal | None:
+        """Why so many units more are too many; None where they are not.
+
+        Args:
+            kept: choices that must be left to others.
+        """
+        if choices and self.choices + choices + kept > self.limits.choices:
+            return Refusal(self, "choices", choices, self.choices, int(self.limits.choices) - kept, kept)
         if self.tokens + tokens > self.limits.tokens:
             return Refusal(self, "tokens", tokens, self.tokens, int(self.limits.tokens))
         return None
@@ -140,17 +149,21 @@ class Place:
 
     Args:
         bounds: that it counts for.
+        kept: how many choices it must leave to other classes in the bound on all.
     """
 
-    def __init__(self, *bounds: QueueBound) -> None:
+    def __init__(self, *bounds: QueueBound, kept: Callable[[], int] = int) -> None:
         self._bounds = bounds
+        self._kept = kept
         self._choices = 0
         self._prompts: list[int] = []  # tokens of each prompt; 0 once it has had an output
 
     def take(self, choices: int = 0, prompts: Sequence[int] = ()) -> Refusal | None:
         """Take choices, and prompts of so many tokens. Where they are too many: why, and nothing is taken."""
         tokens = sum(prompts)
-        refusals = (bound.refusal(choices, tokens) for bound in self._bounds)
+        refusals = (
+            bound.refusal(choices, tokens, 0 if bound.service_class else self._kept()) for bound in self._bounds
+        )
         refusal = next(filter(None, refusals), None)
         if refusal is not None:
             return refusal
@@ -180,3 +193,33 @@ class Place:
         """Give everything back; may be called again."""
         self._give_back(now, self._choices, sum(self._prompts))
         self._choices, self._prompts = 0, [0] * len(self._prompts)
+
+
+class Queues:
+    """The bound on all requests, and that of each class.
+
+    A class's share of seats is a share of the bound on all choices too: others leave it free.
+    """
+
+    def __init__(self, limits: QueueLimits, classes: ClassTable) -> None:
+        self.of_all = QueueBound(limits)
+        self.of_class: dict[str, QueueBound] = {}
+        self.set_classes(classes)
+
+    def set_classes(self, classes: ClassTable) -> None:
+        """Bound each class as the table says. Requests that are in already go on counting."""
+        self._shares = {each.name: each.seats for each in classes if each.seats}
+        for each in classes:
+            bound = self.of_class.setdefault(each.name, QueueBound(QueueLimits(), each.name))
+            bound.limits = QueueLimits(choices=each.max_queued)
+
+    def place(self, service_class: str) -> Place:
+        """For a request of a class, with nothing in it."""
+        return Place(self.of_all, self.of_class[service_class], kept=partial(self._kept_from, service_class))
+
+    def _kept_from(self, service_class: str) -> int:
+        """Choices that other classes may still take of their shares."""
+        limit = self.of_all.limits.choices
+        shares = self._shares.items() if limit < math.inf else ()
+        others = ((self.of_class[name], share) for name, share in shares if name != service_class)
+        return sum(max(0, math.floor(share * limit) - bound.choices) for bound, share in others)

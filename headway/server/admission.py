@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from headway.engine.messages import Ready
-from headway.policy.queue_bound import Place, QueueBound, QueueLimits, Refusal
-from headway.policy.service_class import ClassTable, ServiceClass
+from headway.policy.queue_bound import Place, QueueLimits, Queues, Refusal
+from headway.policy.service_class import BUILT_IN, ServiceClass
 from headway.server.errors import ApiError, bad_request, too_many
 from headway.server.settings import ServerSettings
 
@@ -21,20 +21,13 @@ class Admission:
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._ready: Ready | None = None
-        self.queue = QueueBound(QueueLimits())
-        self.of_classes: dict[str, QueueBound] = {}
-
-    def set_classes(self, table: ClassTable) -> None:
-        """Bound each class as the table says. Requests that are in already go on counting."""
-        for each in table:
-            bound = self.of_classes.setdefault(each.name, QueueBound(QueueLimits(), each.name))
-            bound.limits = QueueLimits(choices=each.max_queued)
+        self.queues = Queues(QueueLimits(), BUILT_IN)
 
     def fit_to(self, ready: Ready) -> None:
         """Take the limits from the settings, or from the engine's size where they are not set."""
         if ready is not self._ready:
             self._ready = ready
-            self.queue.limits = QueueLimits.for_engine(
+            self.queues.of_all.limits = QueueLimits.for_engine(
                 ready.max_num_seqs,
                 ready.num_blocks * ready.block_size,
                 self._settings.max_num_queued_reqs,
@@ -47,7 +40,7 @@ class Admission:
         Raises:
             ApiError: 429 when others have taken what it needs; 400 when even an empty server would have no room for it.
         """
-        place = Place(self.queue, self.of_classes[service.name])
+        place = self.queues.place(service.name)
         self._check(place.take(choices))
         return place
 
@@ -57,8 +50,8 @@ class Admission:
 
     def refuse_if_full(self) -> None:
         """Raise ApiError 429 when no request can come in, before any work is done on this one."""
-        if self.queue.is_full:
-            self._check(self.queue.refusal(choices=1, tokens=1))
+        if self.queues.of_all.is_full:
+            self._check(self.queues.of_all.refusal(choices=1, tokens=1))
 
     def _check(self, refusal: Refusal | None) -> None:
         if refusal is not None:
@@ -67,6 +60,8 @@ class Admission:
     def _error(self, refusal: Refusal) -> ApiError:
         name = refusal.bound.service_class
         of_class, flag = (f" of class {name}", "max_queued") if name else ("", _FLAGS[refusal.unit])
+        if refusal.kept:
+            flag += f", of which {refusal.kept} are kept for other classes"
         unit = "choices" if refusal.unit == "choices" else "prompt tokens"
         if refusal.is_final:
             return bad_request(

@@ -83,7 +83,7 @@ class Service:
     def _take_classes(self, file: ClassFile) -> None:
         self.classes = file
         self.keys = {key_digest(key.encode()): KeyClasses() for key in self.settings.api_keys} | file.keys
-        self.admission.set_classes(file.table)
+        self.admission.queues.set_classes(file.table)
         self.metrics.by_class.set_classes(file.table)
 
     def check_model(self, name: str | None) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 
 from headway.policy.intake import check, fit_to_class, fit_to_context, sequences_of, taken_up
 from headway.policy.ledger import Ledger, Phase
-from headway.policy.queue_bound import Place, QueueBound, QueueLimits, Refusal
+from headway.policy.queue_bound import Place, QueueLimits, Queues, Refusal
 from headway.policy.request import FinishReason, Sequence
 from headway.policy.scheduler import Scheduler
 from headway.simulator.log import StepLog
@@ -188,10 +188,7 @@ class Server:
         self._host = host
         self._after = after
         self._sends = sends
-        self._queue = QueueBound(limits)
-        self._queues = {
-            each.name: QueueBound(QueueLimits(choices=each.max_queued), each.name) for each in scheduler.config.classes
-        }
+        self._queues = Queues(limits, scheduler.config.classes)
         self._coming: list[tuple[int, int, Callable[[int], None]]] = []  # to the API process: when, and what
         self._numbers = itertools.count()
         self._tokenizer_free_ns = 0
@@ -240,7 +237,7 @@ class Server:
         ]
         self.answers += answers
         service = classes.named(request.service_class) if request.service_class else classes.default_class
-        present = _Present(arrival, answers, Place(self._queue, self._queues[service.name]), len(answers))
+        present = _Present(arrival, answers, self._queues.place(service.name), len(answers))
         try:
             fitted = fit_to_context(request.params, prompt_len, config.max_model_len, "max_tokens")
             request.params = fit_to_class(fitted, prompt_len, service, "max_tokens")

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.policy.queue_bound import MAX_RETRY_AFTER_S, Place, QueueBound, QueueLimits
+from headway.policy.queue_bound import MAX_RETRY_AFTER_S, Place, QueueBound, QueueLimits, Queues
+from headway.policy.service_class import ClassTable, ServiceClass
 from tests.policy.simulation import Simulation
 
 SECOND = 10**9
@@ -109,6 +110,27 @@ def test_a_place_counts_for_all_its_bounds_or_for_none() -> None:
     assert refusal is not None and refusal.bound is everybody
     place.close(SECOND)
     assert (everybody.choices, batch.choices) == (7, 0)
+
+
+def test_the_share_of_a_class_is_left_free_for_it() -> None:
+    chat, rest = ServiceClass(name="chat", seats=0.3), [ServiceClass(name=name) for name in ("batch", "offline")]
+    queues = Queues(QueueLimits(10), ClassTable((chat, *rest)))
+    assert queues.place("batch").take(4) is None
+    assert queues.place("offline").take(3) is None
+    for name in ("batch", "offline"):
+        refusal = queues.place(name).take(1)
+        assert refusal is not None and (refusal.bound, refusal.limit, refusal.kept) == (queues.of_all, 7, 3)
+        assert not refusal.is_final
+    refusal = queues.place("batch").take(8)
+    assert refusal is not None and refusal.is_final, "the share is never free for it"
+    assert queues.place("chat").take(2) is None
+    refusal = queues.place("batch").take(1)
+    assert refusal is not None and refusal.kept == 1
+    assert queues.place("chat").take(1) is None and queues.of_all.is_full
+    queues.set_classes(ClassTable((ServiceClass(name="chat"),)))
+    queues.of_all.limits = QueueLimits(11)
+    assert queues.place("chat").take(1) is None, "who was there counts on"
+    assert queues.of_all.choices == 11
 
 
 def test_a_full_queue_takes_nobody_in_until_somebody_leaves() -> None:

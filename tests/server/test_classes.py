@@ -228,7 +228,7 @@ def test_a_class_has_a_queue_of_its_own(server: LiveServer) -> None:
         assert refused.headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
         server.engine.open = True
         assert ask(server, DAY, service_class="chat").status_code == 200
-    eventually(lambda: not server.service.admission.of_classes["night"].choices)
+    eventually(lambda: not server.service.admission.queues.of_class["night"].choices)
     assert ask(server, DAY).status_code == 200
 
 
@@ -331,7 +331,7 @@ def test_a_file_that_would_let_everybody_in_is_not_taken(
     assert "names no key any more, which would let everybody in" in caplog.text
     path.write_text(FILE.replace("max_queued = 2", "max_queued = 3").replace("chat", "talk"))
     service.reload_classes()
-    assert service.admission.of_classes["night"].limits.choices == 3
+    assert service.admission.queues.of_class["night"].limits.choices == 3
     assert [each.name for each in engine.classes] == [each.name for each in service.classes.table]
     assert engine.classes.default == "talk"
 

@@ -70,7 +70,7 @@ def long_talker(engine: FakeEngine) -> FakeEngine:
 
 def is_free(server: LiveServer) -> bool:
     service = server.service
-    queue = service.admission.queue
+    queue = service.admission.queues.of_all
     return not (server.engine.running or service.in_flight or service.generations or queue.choices or queue.tokens)
 
 

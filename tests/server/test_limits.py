@@ -65,7 +65,7 @@ def parked(server: LiveServer, engine: FakeEngine, key: str = "none", **body: An
 
 
 def is_empty(server: LiveServer) -> bool:
-    queue = server.service.admission.queue
+    queue = server.service.admission.queues.of_all
     return not (queue.choices or queue.tokens or server.service.in_flight)
 
 
@@ -94,7 +94,7 @@ def test_queue_full_of_tokens(start_server: StartServer, engine: FakeEngine) -> 
         refused = server.post("/v1/completions", prompt=[[5] * 30, [6] * 30])
         assert refused.status_code == 429
         assert "60 prompt tokens wait for their first output, and this request has 60; at most 100 may" in refused.text
-        assert server.service.admission.queue.tokens == 60
+        assert server.service.admission.queues.of_all.tokens == 60
         engine.open = True
         assert server.post("/v1/completions", prompt=[5] * 40).status_code == 200
     eventually(lambda: is_empty(server))
@@ -106,7 +106,7 @@ def test_tokens_count_until_the_first_output_and_choices_until_the_end(
     server = start_server(max_num_queued_tokens=100, max_num_queued_reqs=2)
     body = {"prompt": [5] * 60, "stream": True, "n": 2, "max_tokens": 100, "ignore_eos": True}
     engine.step_s = 0.01
-    queue = server.service.admission.queue
+    queue = server.service.admission.queues.of_all
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=20) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith('data: {"id"')
@@ -140,7 +140,7 @@ def test_what_no_empty_queue_would_hold_is_a_bad_request(
 def test_the_queue_is_bounded_by_default(start_server: StartServer) -> None:
     server = start_server()
     assert server.post("/v1/completions", prompt="x").status_code == 200
-    limits = server.service.admission.queue.limits
+    limits = server.service.admission.queues.of_all.limits
     assert (limits.choices, limits.tokens) == (8 * 256, 8 * 64 * 16)
 
 
