@@ -58,6 +58,12 @@ class ClassMetrics:
             (*by_class, "reason"),
             registry=registry,
         )
+        self._yielded = Counter(
+            f"{prefix}class_yielded",
+            "Choices that were put behind those that could still be in time, by reason.",
+            (*by_class, "reason"),
+            registry=registry,
+        )
         registry.register(_ClassGauges(prefix, self, engine))
 
     def set_classes(self, table: ClassTable) -> None:
@@ -86,6 +92,10 @@ class ClassMetrics:
         for objective, met in judged.items():
             result = "met" if met else "missed"
             self._objectives.labels(**self.labels_of(service_class), objective=objective, result=result).inc()
+
+    def yielded(self, service_class: str, reason: str) -> None:
+        """A choice has ended that was put behind others."""
+        self._yielded.labels(**self.labels_of(service_class), reason=reason).inc()
 
     def refused(self, service_class: str, reason: str) -> None:
         """A request is not served."""

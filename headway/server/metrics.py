@@ -194,6 +194,8 @@ class Metrics:
     ) -> None:
         self._success.labels(*self._labels, reason).inc()
         name, tpot_ns = terms.service.name, stamps.tpot_ns(num_tokens)
+        if timings is not None and timings.yielded:
+            self.by_class.yielded(name, timings.yielded)
         if reason in _BROKEN:
             self.by_class.judged(name, terms.verdicts(NEVER, None))
         if reason not in ("stop", "length"):

@@ -278,10 +278,13 @@ def test_objectives_that_are_met_and_missed_are_counted(server: LiveServer) -> N
     assert grown(hopeless, max_tokens=3) == {"ttft missed", "tpot missed", "all missed"}
     assert grown(hopeless, max_tokens=1) == {"ttft missed", "all missed"}
     assert grown({}, drops="late") == {"ttft missed", "all missed"}
-    server.engine.drops = ""
+    server.engine.drops, server.engine.yielded = "", "overload"
+    yielded = metric(server, "yielded_total", service_class="night", reason="overload")
     easy = ask(server, headers={"x-llm-d-slo-ttft-ms": "1e8"}, service_class="night", include_timings=True)
+    eventually(lambda: metric(server, "yielded_total", service_class="night", reason="overload") == yielded + 1)
     timings = easy.json()["timings"]
     assert (timings["service_class"], timings["ttft_objective_ns"], timings["ttft_met"]) == ("night", 10**14, True)
+    assert timings["yielded"] == "overload"
 
 
 def test_requests_that_are_refused_are_counted_by_reason(server: LiveServer) -> None:

@@ -154,6 +154,19 @@ def test_chat_with_the_openai_client(live: Live) -> None:
     assert text == first.choices[0].message.content
 
 
+def test_a_class_is_seen_in_the_answer_the_metrics_and_the_last_steps(live: Live) -> None:
+    answer = live.complete(prompt="Once", max_tokens=5, service_tier="flex", include_timings=True, **GREEDY)
+    assert (answer["service_tier"], answer["timings"]["service_class"]) == ("flex", "batch")
+    assert answer["timings"]["ttft_objective_ns"] == 60_000_000_000
+    last = live.http.get("/debug/schedule", params={"steps": 5}).json()["steps"]
+    assert len(last) == 5
+    assert [each["decision"].startswith("1 sequences decode") for each in last[1:]] == [True] * 4
+    assert last[0]["ago_ms"] > last[-1]["ago_ms"] > 0
+    labels = ['objective="all"', 'result="met"', 'service_class="batch"']
+    counted = f'class_objectives_total{{engine="0",model_name="random",{",".join(labels)}}} 1.0'
+    eventually(lambda: counted in live.http.get("/metrics").text)
+
+
 def test_stop_string_found_on_the_way(live: Live) -> None:
     asked = {"prompt": "Once upon a time", "max_tokens": 40, **GREEDY}
     text = live.complete(**asked)["choices"][0]["text"]
