@@ -1,4 +1,4 @@
-"""Who can still be served in time, and what a step may do beside them: the decisions of the policy `slo`.
+"""Which sequences can still be served in time, and what a step may do beside them: the decisions of the policy `slo`.
 
 A sequence is promised its first token by `due_ns`, and from then on each token at most `tpot_ns` after the last. One
 that has no objective, or that has yielded, is served as well as it goes: behind the promised ones, but not for ever.
@@ -22,18 +22,18 @@ from dataclasses import dataclass, field, replace
 from headway.policy.request import NEVER, Sequence
 from headway.policy.step_time import StepTime, StepWork
 
-# Of a promised prompt: it is urgent when it would be done later than after this share of its time.
+# A promised prompt is urgent when it would be done only after this share of its time.
 URGENT_SHARE = 0.5
-# Of the time between two tokens that decoding alone may take; the rest is for prompts.
+# The share of the time between two tokens that decoding alone may take; the rest is for prompts.
 DECODE_SHARE = 0.8
-# Waiting prompts whose end is predicted in a step, from the first deadline on.
+# How many waiting prompts have their end predicted in a step, from the first deadline on.
 LOOKED_AT = 64
-# A sequence without a promise is left out of steps for at most so long.
+# A sequence without a promise is left out of steps for at most this long.
 MOST_LEFT_OUT_NS = 2_000_000_000
-# The least that predicted times are multiplied by, and how fast the measured time between steps is followed.
+# The least factor on predicted times, and how fast the measured time between steps is followed.
 LEAST_MARGIN = 1.05
 _FOLLOWED = 0.1
-# A step that was planned so soon after the last was waited for.
+# A step that was planned so soon after the last one was waited for.
 _SAME_RUN_NS = 20_000_000
 
 
@@ -42,9 +42,9 @@ class Yield:
     """A promised prompt is put behind those that can still be in time.
 
     Args:
-        reason: oversized, it could not even have been in time alone; late, it no longer can; overload, others would
-            not be in time because of it.
-        backlog_ns: of prompts before it.
+        reason: `oversized`: it could not be in time even alone; `late`: it can't be in time any more; `overload`:
+            because of it others would not be in time.
+        backlog_ns: the time that prompts before it take.
     """
 
     sequence: Sequence
@@ -54,7 +54,7 @@ class Yield:
 
 @dataclass(slots=True)
 class Outlook:
-    """What a step has to heed.
+    """The limits of a step.
 
     Args:
         slack_ns: until the tightest promised token is due, less a margin; infinite where none is promised.
@@ -71,7 +71,7 @@ class Outlook:
 
 @dataclass(slots=True)
 class _Promised:
-    """Those who run with a promise: how many, their tokens, and the tightest time between two that can be kept."""
+    """Running sequences with a promise: how many, their tokens, and the tightest time per token that can be kept."""
 
     count: int = 0
     context: int = 0
@@ -80,7 +80,7 @@ class _Promised:
 
 
 class Promises:
-    """Predicts by `step_time` what can be kept.
+    """Predicts by `step_time` which promises can be kept.
 
     Args:
         step_tokens: most tokens of a step.
@@ -97,7 +97,7 @@ class Promises:
 
     @property
     def margin(self) -> float:
-        """What predicted times are multiplied by before anything is promised on them."""
+        """The factor on predicted times before anything is promised by them."""
         return max(LEAST_MARGIN, self._step_time.overrun)
 
     def heed(self, planned_ns: int, launched_ns: int, computed_ns: int, sampled_ns: int) -> None:
@@ -130,7 +130,7 @@ class Promises:
         gone: dict[int, Yield] = {}
         urgent: Sequence | None = None
         for sequence in prompts:
-            if sequence.parent is not None:  # its prompt is computed once, for the first choice of its request
+            if sequence.parent is not None:  # the prompt is computed once, for the first choice of its request
                 if sequence.parent.seq_id in gone:
                     gone[sequence.seq_id] = replace(gone[sequence.parent.seq_id], sequence=sequence)
                 continue
@@ -160,12 +160,12 @@ class Promises:
         return list(gone.values()), urgent
 
     def prefill_ns(self, sequence: Sequence) -> float:
-        """What is left of a sequence's known tokens, alone and with the margin."""
+        """The time that the rest of a sequence's known tokens takes alone, with the margin."""
         start = sequence.num_computed or self._known_tokens(sequence)
         return self.margin * self._step_time.prefill_ns(len(sequence.tokens) - start, start)
 
     def _pace(self, decoding: list[Sequence]) -> float:
-        """Share of the time that is left for prompts beside what is promised to those who decode."""
+        """The share of the time that promised tokens leave to prompts."""
         promised = [sequence for sequence in decoding if is_promised(sequence)]
         context = sum(sequence.num_computed for sequence in promised)
         beside = self.step_ns(len(promised), context)
@@ -177,7 +177,7 @@ class Promises:
     # --- tokens -------------------------------------------------------------------------------------
 
     def outlook(self, decoding: list[Sequence], prompts: list[Sequence], urgent: Sequence | None, now: int) -> Outlook:
-        """What the next step has to heed of those who run."""
+        """The limits that the running sequences set to the next step."""
         outlook, self._beside = Outlook(urgent=urgent), _Promised(least_tpot_ns=self.step_ns(1, 0) / DECODE_SHARE)
         promised = [sequence for sequence in decoding if is_promised(sequence)]
         for sequence in itertools.chain(promised, prompts):
@@ -186,7 +186,7 @@ class Promises:
             return outlook
         context = sum([sequence.num_computed for sequence in promised])
         needed = self.step_ns(len(promised), context)
-        # A token that can't be in time whatever the step leaves out binds nobody.
+        # A token that can't be in time, whatever the step leaves out, sets no limit.
         for sequence in promised:
             left = sequence.last_token_ns + sequence.tpot_ns - now
             if needed <= sequence.tpot_ns < NEVER and left < outlook.slack_ns:
@@ -196,9 +196,9 @@ class Promises:
         return outlook
 
     def _leave_out(self, decoding: list[Sequence], count: int, context: int, outlook: Outlook, now: int) -> None:
-        """Leave out who decodes without a promise, where the step would take too long with all of them.
+        """Leave out sequences that decode without a promise, where the step would take too long with all of them.
 
-        Those who got their last token first are kept first. One that has starved stays.
+        Those that have waited longest for a token are kept first. One that has starved stays.
         """
         if math.isinf(outlook.slack_ns) and outlook.urgent is None:
             return
@@ -214,7 +214,7 @@ class Promises:
                 return
 
     def begins(self, sequence: Sequence) -> None:
-        """A sequence runs now."""
+        """Note that a sequence runs now."""
         if is_promised(sequence):
             beside = self._beside
             beside.count += 1
@@ -223,7 +223,7 @@ class Promises:
                 beside.tpot_ns = min(beside.tpot_ns, sequence.tpot_ns)
 
     def has_room_for(self, newcomer: Sequence) -> bool:
-        """Whether all promised tokens can be in time once the newcomer decodes beside those who run."""
+        """Whether all promised tokens can be in time when a newcomer decodes beside the running sequences."""
         beside = self._beside
         if not beside.count or not is_promised(newcomer) or not self._step_time.is_trained:
             return True
@@ -234,5 +234,5 @@ class Promises:
 
 
 def is_promised(sequence: Sequence) -> bool:
-    """It has an objective, and has not yielded."""
+    """Whether a sequence has an objective and has not yielded."""
     return not sequence.yielded and (sequence.due_ns != NEVER or sequence.tpot_ns != NEVER)

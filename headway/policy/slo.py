@@ -1,10 +1,10 @@
-"""What the policy `slo` adds to a scheduler: all that it has to know of those who come, run and go.
+"""What the policy `slo` adds to a scheduler: what it knows of the sequences that come, run and go.
 
-Nothing starves. A decoding sequence that was left out of steps for MOST_LEFT_OUT_NS gets its next token before any
-other that is left out, one of them in each step. A prompt behind all promises that has been there for the
-`starvation_s` of its class comes first once those have ended whose own such time was over before: one of them at a time
-is served to its end, with a block of its prompt or a token in every step, and takes the first seat and the first blocks
-that are given back.
+Nothing starves. A decoding sequence that was left out of steps for MOST_LEFT_OUT_NS gets its next token before all
+others that are left out, one such sequence in each step. A prompt behind all promises has starved when it has been
+there for the `starvation_s` of its class. The starved are served to their end one at a time, in the order in which that
+time was over: with a block of the prompt or a token in every step, and with the first seat and the first blocks that
+are given back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WINDOW_LOOKS_AT = 16  # waiting sequences; with more of them an idle engine begi
 
 
 class SloPolicy:
-    """Told of each arrival, start and end; asked before each step.
+    """Is told of each arrival, start and end, and asked before each step.
 
     Args:
         orders: of the policy.
@@ -89,7 +89,7 @@ class SloPolicy:
     # --- before a step ------------------------------------------------------------------------------
 
     def starved(self, prompts: list[Sequence], waiting: OrderedSequences, now: int) -> Sequence | None:
-        """Who is to go first from now on: of those behind all promises the one that has starved first.
+        """The sequence that goes first from now on: of those behind all promises the one that has starved first.
 
         Args:
             prompts: of those who run.
@@ -105,14 +105,14 @@ class SloPolicy:
         return self._starved
 
     def past(self, head: list[Sequence], waiting: OrderedSequences) -> list[Sequence]:
-        """Who goes past the head of the queue: the first of each class that has a share, behind all promises."""
+        """Those that may pass the head of the queue: behind all promises, the first of each class with a share."""
         if not self.shares.classes:
             return []
         firsts = (sequence for sequence in first_of_ranks(waiting) if sequence.service.name in self.shares.classes)
         return [sequence for sequence in firsts if sequence not in head]
 
     def may_start(self, sequence: Sequence, num_running: int) -> bool:
-        """Whether it may be admitted beside so many, if there are blocks."""
+        """Whether a sequence may be admitted beside this many, if there are blocks."""
         if num_running + self.shares.seats_kept_from(sequence.service.name) >= self._config.max_num_seqs:
             return False
         if sequence.has_starved:
@@ -124,7 +124,7 @@ class SloPolicy:
         return self.promises.has_room_for(sequence) and not self._follows(sequence)
 
     def _follows(self, sequence: Sequence) -> bool:
-        """It waits for another prompt that begins alike."""
+        """Whether a sequence waits for another prompt that begins alike."""
         return self._blocks.enable_prefix_caching and self._leaders.is_worth_waiting_for(sequence)
 
     def window_until(self, waiting: OrderedSequences, now: int) -> int:
@@ -169,7 +169,7 @@ class SloPolicy:
 
 
 def first_of_ranks(waiting: OrderedSequences) -> Iterator[Sequence]:
-    """Of those who wait behind all promises the first of each rank."""
+    """The first sequence of each rank that waits behind all promises."""
     rank = 0
     while (first := waiting.first_from((1, rank))) is not None:
         yield first
