@@ -81,6 +81,7 @@ def test_the_example_of_the_docs(file: Path) -> None:
         ("seats = 0.5", "seat = 0.5", 20, "'seat' is unknown; a class has name, ttft_ms"),
         ("seats = 0.5", 'when_late = "cry"', 20, "when_late is 'cry'; choose one of serve, refuse"),
         ('name = "night"', 'name = "chat"', 19, "two classes are named 'chat'"),
+        ('name = "night"', 'name = "ni\\nght"', 19, "name is 'ni\\nght'; give at most 64 printable characters"),
         ('name = "night"\n', "", 18, "a class has no name"),
         ('default = "chat"', 'default = "chatty"', 1, "default is 'chatty', which is no class; there are chat, night"),
         ('flex = "night"', 'flex = "day"', 5, "flex is 'day', which is no class"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 MOST_MS = 1e9
+LONGEST_NAME = 64
 WHEN_LATE = ("serve", "refuse")
 SERVICE_TIERS = ("priority", "default", "flex")
 COUNTS = ("max_queued", "max_prompt_tokens", "max_output_tokens")
@@ -69,6 +70,8 @@ class ServiceClass:
     def __post_init__(self) -> None:
         if not self.name:
             raise InvalidClasses('a class has no name; write name = "..."', "name")
+        if len(self.name) > LONGEST_NAME or not self.name.isprintable():
+            raise InvalidClasses(f"name is {self.name!r:.80}; give at most {LONGEST_NAME} printable characters", "name")
         for key in ("ttft_ms", "tpot_ms"):
             self._check(key, "an objective is more than 0 and at most 1e9 ms", lambda ms: 0 < ms <= MOST_MS, math.inf)
         least, most = self.window_ms

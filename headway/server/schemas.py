@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from headway.policy.service_class import LONGEST_NAME
+
 
 def _must_be(form: str, check: Callable[[Any], bool]) -> BeforeValidator:
     """Check the whole value in one function: pydantic's unions would try and report every branch for every item."""
@@ -110,7 +112,7 @@ class GenerationBody(Body):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
-    service_class: str | None = Field(default=None, min_length=1, max_length=256)
+    service_class: str | None = Field(default=None, min_length=1, max_length=LONGEST_NAME)
     include_timings: bool = False
 
 

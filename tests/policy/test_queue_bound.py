@@ -112,6 +112,39 @@ def test_a_place_counts_for_all_its_bounds_or_for_none() -> None:
     assert (everybody.choices, batch.choices) == (7, 0)
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    limit=st.integers(4, 30),
+    shares=st.lists(st.floats(0, 0.3), min_size=3, max_size=3),
+    bounds=st.lists(st.integers(1, 30), min_size=3, max_size=3),
+    arrivals=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.booleans()), max_size=60),
+)
+def test_no_class_gets_past_its_bound_or_into_the_share_of_another(
+    limit: int, shares: list[float], bounds: list[int], arrivals: list[tuple[int, int, bool]]
+) -> None:
+    names = "abc"
+    classes = (
+        ServiceClass(name=name, seats=share, max_queued=bound)
+        for name, share, bound in zip(names, shares, bounds, strict=True)
+    )
+    queues = Queues(QueueLimits(limit), ClassTable(tuple(classes)))
+    there: list[Place] = []
+    for now, (which, choices, leaves) in enumerate(arrivals):
+        place, own = queues.place(names[which]), queues.of_class[names[which]]
+        refusal = place.take(choices)
+        if refusal is None:
+            there.append(place)
+        elif refusal.bound is queues.of_all:
+            assert own.choices + choices > math.floor(shares[which] * limit), "its own share is free for it"
+        else:
+            assert own.choices + choices > bounds[which]
+        if leaves and there:
+            there.pop(0).close(now)
+        counts = [queues.of_class[name].choices for name in names]
+        assert sum(counts) == queues.of_all.choices <= limit
+        assert all(count <= bound for count, bound in zip(counts, bounds, strict=True))
+
+
 def test_the_share_of_a_class_is_left_free_for_it() -> None:
     chat, rest = ServiceClass(name="chat", seats=0.3), [ServiceClass(name=name) for name in ("batch", "offline")]
     queues = Queues(QueueLimits(10), ClassTable((chat, *rest)))
