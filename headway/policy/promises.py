@@ -26,6 +26,8 @@ from headway.policy.step_time import StepTime, StepWork
 URGENT_SHARE = 0.5
 # The share of the time between two tokens that decoding alone may take; the rest is for prompts.
 DECODE_SHARE = 0.8
+# Of a step's prompt tokens that one who has starved may take while prompts are promised.
+STARVED_SHARE = 0.25
 # How many waiting prompts have their end predicted in a step, from the first deadline on.
 LOOKED_AT = 64
 # A sequence without a promise is left out of steps for at most this long.
@@ -92,6 +94,7 @@ class Promises:
         self._step_tokens = step_tokens
         self._known_tokens = known_tokens
         self._beside = _Promised()
+        self.are_prompts_promised = False
         self.between_steps_ns = 0.0
         self._last_sampled_ns = 0
 
@@ -134,6 +137,9 @@ class Promises:
                 if sequence.parent.seq_id in gone:
                     gone[sequence.seq_id] = replace(gone[sequence.parent.seq_id], sequence=sequence)
                 continue
+            if sequence.has_starved:  # it comes first, and there is one at most
+                pace *= 1 - STARVED_SHARE
+                continue
             work = self.prefill_ns(sequence) / pace
             if not is_promised(sequence) or sequence.output_len:
                 done += work
@@ -157,6 +163,7 @@ class Promises:
             allowed = URGENT_SHARE * (sequence.due_ns - sequence.arrival_ns)
             if urgent is None and sequence.seq_id not in gone and done > sequence.arrival_ns + allowed:
                 urgent = sequence
+        self.are_prompts_promised = bool(kept)
         return list(gone.values()), urgent
 
     def prefill_ns(self, sequence: Sequence) -> float:

@@ -188,7 +188,7 @@ class Scheduler(Sequences):
 
     def _schedule_chunk(self, sequence: Sequence, budget: Budget, plan: StepPlan) -> None:
         start, wanted = sequence.num_computed, sequence.num_to_compute
-        most = min(wanted, self._share_of(sequence, budget))
+        most = self._most_of(sequence, budget)
         count = budget.fit(start, most, sequence.logit_rows(start, most) > 0)
         if count == 0 or (count < wanted and not self.config.enable_chunked_prefill):
             return
@@ -204,11 +204,9 @@ class Scheduler(Sequences):
         if self.slo is not None:
             self.slo.shares.give_tokens(sequence.service.name, count)
 
-    def _share_of(self, sequence: Sequence, budget: Budget) -> int:
-        """Prompt tokens that other classes leave to it."""
-        if self.slo is None or not self.config.enable_chunked_prefill:
-            return sequence.num_to_compute
-        return self.slo.shares.tokens_for(sequence.service.name, budget)
+    def _most_of(self, sequence: Sequence, budget: Budget) -> int:
+        """Tokens of a prompt that the step may take, as far as there is room."""
+        return sequence.num_to_compute if self.slo is None else self.slo.most_tokens(sequence, budget)
 
     # --- admission ----------------------------------------------------------------------------------
 
@@ -259,7 +257,7 @@ class Scheduler(Sequences):
                 break
             if self._is_full(budget):
                 return Phase.QUEUE_CAPACITY
-            if not self._may_start(sequence, len(self.running)) or not self._share_of(sequence, budget):
+            if not self._may_start(sequence, len(self.running)) or not self._most_of(sequence, budget):
                 continue
             wanted = sequence.num_to_compute
             if not self.config.enable_chunked_prefill and budget.fit(0, wanted) < wanted:

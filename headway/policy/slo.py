@@ -5,6 +5,8 @@ others that are left out, one such sequence in each step. A prompt behind all pr
 there for the `starvation_s` of its class. The starved are served to their end one at a time, in the order in which that
 time was over: with a block of the prompt or a token in every step, and with the first seat and the first blocks that
 are given back.
+One that has starved may take more of a step's prompt tokens than a block: all where no other prompt is promised, else
+STARVED_SHARE of them.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from headway.policy.kv_blocks import KVBlocks
 from headway.policy.order import OrderedSequences, Orders
 from headway.policy.output_lengths import OutputLengths
 from headway.policy.prefix_batching import PrefixLeaders
-from headway.policy.promises import LOOKED_AT, Outlook, Promises, Yield, is_promised
+from headway.policy.promises import LOOKED_AT, STARVED_SHARE, Outlook, Promises, Yield, is_promised
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.shares import Shares
+from headway.policy.step_budget import Budget
 from headway.policy.step_time import StepTime, StepWork
 from headway.policy.window import Window
 
@@ -156,6 +159,16 @@ class SloPolicy:
         outlook = self.promises.outlook(decoding, prompts, urgent, now)
         self._is_crowded = bool(outlook.left_out) or urgent is not None
         return outlook
+
+    def most_tokens(self, sequence: Sequence, budget: Budget) -> int:
+        """Of its prompt in a step that has this left."""
+        if not self._config.enable_chunked_prefill:
+            return sequence.num_to_compute
+        most = min(sequence.num_to_compute, self.shares.tokens_for(sequence.service.name, budget))
+        if sequence.has_starved and self.promises.are_prompts_promised:
+            share = int(STARVED_SHARE * budget.fit(0, self._config.max_num_batched_tokens))
+            most = min(most, max(self._blocks.block_size, share))
+        return most
 
     def slack_beside(self, decodes: StepWork, outlook: Outlook) -> float:
         """Nanoseconds that a step with these decodes may take; one that has starved gets a block of tokens in it."""

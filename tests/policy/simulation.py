@@ -328,7 +328,7 @@ class Simulation:
             assert any(self.sequence_of(item).last_token_ns <= oldest for item in items if item.decoding)
         if not self.chunked or any(each.tokens for each in self.classes) or any(item.logit_rows for item in items):
             return
-        prompts = [s for s in running if not s.is_decoding]
+        prompts = [s for s in running if not (s.is_decoding or s.has_starved)]
         unfinished = [s for s in prompts if tokens.get(s.seq_id, 0) < s.num_to_compute]
         later = prompts[prompts.index(unfinished[0]) + 1 :] if unfinished else []
         assert not any(sequence.seq_id in tokens for sequence in later), "a prompt went before one that comes first"
