@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -39,44 +39,30 @@ class ClassMetrics:
         engine: EngineClient,
     ) -> None:
         self._labels = labels
-        self._names: frozenset[str] = frozenset()
+        self.names: tuple[str, ...] = ()
         by_class = (*labels, "service_class")
+
+        def counter(name: str, text: str, *further: str) -> Counter:
+            return Counter(f"{prefix}class_{name}", text, (*by_class, *further), registry=registry)
+
         self._histograms = {
             key: Histogram(f"{prefix}class_{name}", text, by_class, buckets=buckets, registry=registry)
             for key, (name, text) in _HISTOGRAMS.items()
         }
         self._children: dict[tuple[str, str], Histogram] = {}
-        self._objectives = Counter(
-            f"{prefix}class_objectives",
-            "Choices whose objective was met or missed; `all` is every objective of a choice.",
-            (*by_class, "objective", "result"),
-            registry=registry,
-        )
-        self._refused = Counter(
-            f"{prefix}class_requests_refused",
-            "Requests that were not served, by reason.",
-            (*by_class, "reason"),
-            registry=registry,
-        )
-        self._yielded = Counter(
-            f"{prefix}class_yielded",
-            "Choices that were put behind those that could still be in time, by reason.",
-            (*by_class, "reason"),
-            registry=registry,
-        )
+        met_or_missed = "Choices whose objective was met or missed; `all` is every objective of a choice."
+        self._objectives = counter("objectives", met_or_missed, "objective", "result")
+        self._refused = counter("requests_refused", "Requests that were not served, by reason.", "reason")
+        self._yielded = counter("yielded", "Choices put behind those that could still be in time, by reason.", "reason")
         registry.register(_ClassGauges(prefix, self, engine))
 
     def set_classes(self, table: ClassTable) -> None:
-        """The names that are labels from now on."""
-        self._names = frozenset(each.name for each in table)
+        """The names that are labels from now on; all others are OTHER."""
+        self.names = tuple(each.name for each in table)
         self._children.clear()
 
-    def names(self) -> Iterator[str]:
-        """All values of the label but `other`."""
-        return iter(sorted(self._names))
-
     def labels_of(self, service_class: str) -> dict[str, str]:
-        return {**self._labels, "service_class": service_class if service_class in self._names else OTHER}
+        return {**self._labels, "service_class": service_class if service_class in self.names else OTHER}
 
     def observe(self, key: str, service_class: str, length_ns: float) -> None:
         """Of ttft, itl, tpot or e2e."""
@@ -119,7 +105,7 @@ class _ClassGauges:
     def _family(self, name: str, text: str, counts: Mapping[str, int]) -> GaugeMetricFamily:
         labels = self.metrics.labels_of("")
         family = GaugeMetricFamily(self.prefix + name, text, labels=[*labels])
-        totals: Counts[str] = Counts(dict.fromkeys(self.metrics.names(), 0))
+        totals: Counts[str] = Counts(dict.fromkeys(self.metrics.names, 0))
         for service_class, count in counts.items():
             totals[self.metrics.labels_of(service_class)["service_class"]] += count
         for service_class, count in totals.items():

@@ -224,7 +224,7 @@ async def test_requests_go_on_when_the_engine_is_killed(client: EngineClient, ex
 async def check_explained(client: EngineClient) -> None:
     first, second = await asyncio.gather(client.explain(1), client.explain(3))
     assert len(first) == 1 and first == second[-1:] and len(second) == 3
-    assert "1 sequences decode" in first[0].words
+    assert "1 sequence decodes" in first[0].words
     assert 0 < first[0].planned_ns < time.monotonic_ns()
 
 

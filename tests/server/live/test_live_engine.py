@@ -160,7 +160,7 @@ def test_a_class_is_seen_in_the_answer_the_metrics_and_the_last_steps(live: Live
     assert answer["timings"]["ttft_objective_ns"] == 60_000_000_000
     last = live.http.get("/debug/schedule", params={"steps": 5}).json()["steps"]
     assert len(last) == 5
-    assert [each["decision"].startswith("1 sequences decode") for each in last[1:]] == [True] * 4
+    assert [each["decision"].startswith("1 sequence decodes") for each in last[1:]] == [True] * 4
     assert last[0]["ago_ms"] > last[-1]["ago_ms"] > 0
     labels = ['objective="all"', 'result="met"', 'service_class="batch"']
     counted = f'class_objectives_total{{engine="0",model_name="random",{",".join(labels)}}} 1.0'
