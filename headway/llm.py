@@ -343,7 +343,7 @@ class LLM:
 
         _check_process()
         self._front = _Front(model, skip_tokenizer_init, engine_args.get("classes", BUILT_IN))
-        engine_args = {"max_prefill_stall_ms": math.inf, **engine_args}
+        engine_args = {"max_prefill_stall_ms": math.inf, "scheduling_policy": "fcfs", **engine_args}
         _process = os.getpid()
         self.engine = start_engine(EngineConfig(model=str(self._front.folder), **engine_args))
         self._batch = _Batch(self.engine.core)

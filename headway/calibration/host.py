@@ -87,6 +87,7 @@ def _settings(folder: str, device: str, threads: int | None) -> EngineConfig:
         load_format="dummy",
         device=device,
         num_threads=threads,
+        scheduling_policy="fcfs",
         max_num_seqs=64,
         kv_cache_memory=64 * 2**20,
         enable_prefix_caching=False,

@@ -84,7 +84,7 @@ class SchedulingOptions:
             "Order of requests. slo: by the objectives of their classes; priority: lower goes first.",
             choices=("slo", "fcfs", "priority"),
         ),
-    ] = "fcfs"
+    ] = "slo"
     max_queue_time: Annotated[
         float | None, _engine("Seconds that a request may wait without being begun; then 503. Default: any.")
     ] = None
