@@ -144,6 +144,11 @@ class Server:
             self.close(keep_log=True)
             raise
 
+    @property
+    def process_group(self) -> int:
+        """Of the server and its children."""
+        return self._process.pid
+
     def _healthy(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
