@@ -20,6 +20,7 @@ SAME_DEADLINE_NS = 20_000_000
 AGEING_NS = 10_000_000_000
 
 MOST_PREEMPTIONS = 3
+BEHIND_ALL = (1,)  # keys of `deadline` from here on are of those who are behind all promises
 _LAST_RANK = 1_000_000
 
 OrderKey = tuple[int, ...]
@@ -136,6 +137,13 @@ class OrderedSequences:
         """The first that does not come before `key`."""
         at = bisect_left(self._entries, (key,))
         return self._entries[at][1] if at < len(self._entries) else None
+
+    def before(self, key: OrderKey, most: int) -> list[tuple[OrderKey, Sequence]]:
+        """The first of those that come before `key`, `most` of them, with their keys."""
+        return self._entries[: min(bisect_left(self._entries, (key,)), most)]
+
+    def last_key(self) -> OrderKey:
+        return self._entries[-1][0]
 
     def first(self) -> Sequence:
         return self._entries[0][1]

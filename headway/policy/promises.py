@@ -14,9 +14,8 @@ decoding without a promise is left out of the step where it would not fit, or wh
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from headway.policy.request import NEVER, Sequence
@@ -30,6 +29,8 @@ DECODE_SHARE = 0.8
 STARVED_SHARE = 0.25
 # How many waiting prompts have their end predicted in a step, from the first deadline on.
 LOOKED_AT = 64
+# Steps for which a predicted work of a prompt that waits is good, unless somebody would yield by it.
+_WORK_HOLDS = 16
 # A sequence without a promise is left out of steps for at most this long.
 MOST_LEFT_OUT_NS = 2_000_000_000
 # The least factor on predicted times, and how fast the measured time between steps is followed.
@@ -80,6 +81,12 @@ class _Promised:
     tpot_ns: int = NEVER
     least_tpot_ns: float = 0.0  # of one that decodes alone; what is tighter can't be kept
 
+    def add(self, sequence: Sequence) -> None:
+        self.count += 1
+        self.context += len(sequence.tokens)
+        if self.least_tpot_ns <= sequence.tpot_ns < self.tpot_ns:
+            self.tpot_ns = sequence.tpot_ns
+
 
 class Promises:
     """Predicts by `step_time` which promises can be kept.
@@ -94,6 +101,8 @@ class Promises:
         self._step_tokens = step_tokens
         self._known_tokens = known_tokens
         self._beside = _Promised()
+        self._promised: list[Sequence] = []  # of those who decode in this step
+        self._passes = 0
         self.are_prompts_promised = False
         self.between_steps_ns = 0.0
         self._last_sampled_ns = 0
@@ -119,19 +128,26 @@ class Promises:
     # --- first tokens -------------------------------------------------------------------------------
 
     def yielding(
-        self, prompts: Iterable[Sequence], decoding: list[Sequence], now: int
+        self, prompts: list[Sequence], decoding: list[Sequence], now: int
     ) -> tuple[list[Yield], Sequence | None]:
         """Which promised prompts yield, and the first of the others that is urgent.
 
         Args:
             prompts: promised ones in order of their deadlines, and what else is computed before them.
         """
+        self._promised = [sequence for sequence in decoding if is_promised(sequence)]
         if not self._step_time.is_trained:
             return [], None
-        pace = self._pace(decoding)
+        self._passes += 1
+        yields, urgent = self._pass(prompts, now, refresh=False)
+        return self._pass(prompts, now, refresh=True) if yields else (yields, urgent)
+
+    def _pass(self, prompts: list[Sequence], now: int, refresh: bool) -> tuple[list[Yield], Sequence | None]:
+        """yielding(), with the work of all prompts predicted anew, or of some that wait as it was some steps ago."""
+        pace, refreshed = self._pace(), self._passes % _WORK_HOLDS
         done, kept = float(now), list[tuple[int, float, int, Sequence]]()
         gone: dict[int, Yield] = {}
-        urgent: Sequence | None = None
+        hurrying: list[Sequence] = []
         for sequence in prompts:
             if sequence.parent is not None:  # the prompt is computed once, for the first choice of its request
                 if sequence.parent.seq_id in gone:
@@ -140,7 +156,9 @@ class Promises:
             if sequence.has_starved:  # it comes first, and there is one at most
                 pace *= 1 - STARVED_SHARE
                 continue
-            work = self.prefill_ns(sequence) / pace
+            if refresh or sequence.num_computed or not sequence.work_ns or sequence.seq_id % _WORK_HOLDS == refreshed:
+                sequence.work_ns = self.prefill_ns(sequence)
+            work = sequence.work_ns / pace
             if not is_promised(sequence) or sequence.output_len:
                 done += work
                 continue
@@ -150,31 +168,22 @@ class Promises:
                 continue
             done += work
             heapq.heappush(kept, (-sequence.rank, -work, -sequence.seq_id, sequence))
-            backlog_ns, last_first = done - now, list[tuple[int, float, int, Sequence]]()
-            while kept and done > sequence.due_ns:
-                last_first.append(heapq.heappop(kept))
-                done += last_first[-1][1]
-            for each in reversed(last_first):
-                if done - each[1] <= sequence.due_ns:  # giving up one of a better class was enough
-                    done -= each[1]
-                    heapq.heappush(kept, each)
-                else:
-                    gone[each[3].seq_id] = Yield(each[3], "overload", backlog_ns)
-            allowed = URGENT_SHARE * (sequence.due_ns - sequence.arrival_ns)
-            if urgent is None and sequence.seq_id not in gone and done > sequence.arrival_ns + allowed:
-                urgent = sequence
+            if done > sequence.due_ns:
+                done = _give_up(kept, done, sequence.due_ns, done - now, gone)
+            if done > sequence.arrival_ns + URGENT_SHARE * (sequence.due_ns - sequence.arrival_ns):
+                hurrying.append(sequence)
         self.are_prompts_promised = bool(kept)
-        return list(gone.values()), urgent
+        return list(gone.values()), next((each for each in hurrying if each.seq_id not in gone), None)
 
     def prefill_ns(self, sequence: Sequence) -> float:
         """The time that the rest of a sequence's known tokens takes alone, with the margin."""
         start = sequence.num_computed or self._known_tokens(sequence)
         return self.margin * self._step_time.prefill_ns(len(sequence.tokens) - start, start)
 
-    def _pace(self, decoding: list[Sequence]) -> float:
+    def _pace(self) -> float:
         """The share of the time that promised tokens leave to prompts."""
-        promised = [sequence for sequence in decoding if is_promised(sequence)]
-        context = sum(sequence.num_computed for sequence in promised)
+        promised = self._promised
+        context = sum([sequence.num_computed for sequence in promised])
         beside = self.step_ns(len(promised), context)
         full = self.margin * self._step_time.prefill_ns(self._step_tokens, 0)
         spare = min([sequence.tpot_ns for sequence in promised], default=NEVER) - beside
@@ -186,18 +195,20 @@ class Promises:
     def outlook(self, decoding: list[Sequence], prompts: list[Sequence], urgent: Sequence | None, now: int) -> Outlook:
         """The limits that the running sequences set to the next step."""
         outlook, self._beside = Outlook(urgent=urgent), _Promised(least_tpot_ns=self.step_ns(1, 0) / DECODE_SHARE)
-        promised = [sequence for sequence in decoding if is_promised(sequence)]
-        for sequence in itertools.chain(promised, prompts):
+        promised = self._promised
+        for sequence in promised:
+            self._beside.add(sequence)
+        for sequence in prompts:
             self.begins(sequence)
         if not decoding or not self._step_time.is_trained:
             return outlook
         context = sum([sequence.num_computed for sequence in promised])
         needed = self.step_ns(len(promised), context)
-        # A token that can't be in time, whatever the step leaves out, sets no limit.
-        for sequence in promised:
-            left = sequence.last_token_ns + sequence.tpot_ns - now
-            if needed <= sequence.tpot_ns < NEVER and left < outlook.slack_ns:
-                outlook.slack_ns, outlook.tightest = left, sequence
+        # A token that can't be in time whatever the step leaves out binds nobody.
+        binding = [(s.last_token_ns + s.tpot_ns, s.seq_id, s) for s in promised if needed <= s.tpot_ns < NEVER]
+        if binding:
+            due_ns, _, outlook.tightest = min(binding)
+            outlook.slack_ns = due_ns - now
         self._leave_out(decoding, len(promised), context, outlook, now)
         outlook.slack_ns = (outlook.slack_ns - self.between_steps_ns) / self.margin
         return outlook
@@ -238,6 +249,23 @@ class Promises:
         if newcomer.tpot_ns >= beside.least_tpot_ns:
             tightest = min(tightest, newcomer.tpot_ns)
         return self.step_ns(beside.count + 1, beside.context + len(newcomer.tokens)) <= DECODE_SHARE * tightest
+
+
+def _give_up(
+    kept: list[tuple[int, float, int, Sequence]], done: float, due_ns: float, backlog_ns: float, gone: dict[int, Yield]
+) -> float:
+    """Move prompts of the heap `kept` to `gone` until the others are done by `due_ns`; returns when they are done."""
+    last_first = list[tuple[int, float, int, Sequence]]()
+    while kept and done > due_ns:
+        last_first.append(heapq.heappop(kept))
+        done += last_first[-1][1]
+    for each in reversed(last_first):
+        if done - each[1] <= due_ns:  # giving up one of a better class was enough
+            done -= each[1]
+            heapq.heappush(kept, each)
+        else:
+            gone[each[3].seq_id] = Yield(each[3], "overload", backlog_ns)
+    return done
 
 
 def is_promised(sequence: Sequence) -> bool:

@@ -96,6 +96,7 @@ class Sequence:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
     expected_len: int = 0  # of its prompt and its output, if that is as long as others of its class
     has_starved: bool = False  # it has waited so long that nobody goes before it
+    work_ns: float = 0.0  # what is left of its prompt takes, as predicted some steps ago
     yielded: str = ""  # why it is served behind those whose objectives can be met: late, oversized or overload
     retry_after_s: int = 0  # when it was refused: after which time it might be served
     last_token_ns: int = 0  # when its newest token was known

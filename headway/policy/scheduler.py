@@ -236,10 +236,12 @@ class Scheduler(Sequences):
         for candidate in self._candidates():
             if order(candidate) > self._running_ranks().last:
                 return
+            if not self._may_start(candidate, len(self.running) - 1):
+                return
             missing = self.block_manager.wanted(candidate) + self._spare + promised - self.blocks.num_free
             last_first = sorted(self.running, key=self.orders.victims, reverse=True)
             victims = victims_for(candidate, last_first, self.orders, seats, missing, self.blocks.references)
-            if victims is None or not self._may_start(candidate, len(self.running) - len(victims)):
+            if victims is None:
                 return
             for victim in victims:
                 if victim in outlook.left_out:

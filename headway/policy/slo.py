@@ -11,14 +11,13 @@ STARVED_SHARE of them.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator
-from itertools import chain, islice, takewhile
+from itertools import chain
 
 from headway.policy.block_manager import BlockManager
 from headway.policy.kv_blocks import KVBlocks
-from headway.policy.order import OrderedSequences, Orders
+from headway.policy.order import BEHIND_ALL, OrderedSequences, Orders
 from headway.policy.output_lengths import OutputLengths
 from headway.policy.prefix_batching import PrefixLeaders
 from headway.policy.promises import LOOKED_AT, STARVED_SHARE, Outlook, Promises, Yield, is_promised
@@ -149,10 +148,12 @@ class SloPolicy:
             decoding, prompts: those who run, in order.
         """
         self.window.close()
-        begun = (sequence for sequence in prompts if not sequence.is_behind)
-        queue = islice(takewhile(lambda sequence: not sequence.is_behind, waiting), LOOKED_AT)
-        in_order = heapq.merge(begun, queue, key=self._orders.admission)
-        return self.promises.yielding(in_order, decoding, now)
+        in_order = waiting.before(BEHIND_ALL, LOOKED_AT)
+        if prompts:
+            order = self._orders.admission
+            in_order += [(order(sequence), sequence) for sequence in prompts if not sequence.is_behind]
+            in_order.sort()
+        return self.promises.yielding([sequence for _, sequence in in_order], decoding, now)
 
     def outlook(self, decoding: list[Sequence], prompts: list[Sequence], urgent: Sequence | None, now: int) -> Outlook:
         """The limits that promises set to the step."""
@@ -184,6 +185,6 @@ class SloPolicy:
 def first_of_ranks(waiting: OrderedSequences) -> Iterator[Sequence]:
     """The first sequence of each rank that waits behind all promises."""
     rank = 0
-    while (first := waiting.first_from((1, rank))) is not None:
+    while (first := waiting.first_from((*BEHIND_ALL, rank))) is not None:
         yield first
         rank = first.rank + 1

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from headway.policy.order import OrderKey, Orders
+from headway.policy.order import OrderedSequences, OrderKey, Orders
 from headway.policy.request import Sequence
 
 
@@ -29,13 +29,12 @@ class RunningRanks:
     latest: dict[int, int]
 
     @classmethod
-    def of(cls, running: Iterable[Sequence], orders: Orders) -> RunningRanks:
-        last: OrderKey = ()
+    def of(cls, running: OrderedSequences, orders: Orders) -> RunningRanks:
+        last = max(map(orders.admission, running), default=())
         latest: dict[int, int] = {}
-        for sequence in running:
-            last = max(last, orders.admission(sequence))
-            level = orders.level(sequence)
-            latest[level] = max(latest.get(level, sequence.arrival_ns), sequence.arrival_ns)
+        for level, arrival_ns in [(orders.level(sequence), sequence.arrival_ns) for sequence in running]:
+            if arrival_ns >= latest.get(level, arrival_ns):
+                latest[level] = arrival_ns
         return cls(last, latest)
 
     def outrank(self, level: int, arrival_ns: int) -> bool:

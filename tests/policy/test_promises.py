@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy.promises import DECODE_SHARE, LEAST_MARGIN, MOST_LEFT_OUT_NS, URGENT_SHARE, Promises, Yield
+from headway.policy.promises import DECODE_SHARE, LEAST_MARGIN, MOST_LEFT_OUT_NS, URGENT_SHARE, Outlook, Promises, Yield
 from headway.policy.request import Sequence
 from headway.policy.step_time import StepWork
 from tests.policy.exact import MS, Exact, decoding, waiting
@@ -119,6 +119,13 @@ def test_nobody_yields_until_steps_are_known() -> None:
 DECODES = st.lists(st.tuples(st.sampled_from([None, 15.0, 20.0, 40.0]), st.integers(0, 39)), min_size=1, max_size=7)
 
 
+def outlook_of(
+    heeding: Promises, running: list[Sequence], prompts: list[Sequence], urgent: Sequence | None, now: int
+) -> Outlook:
+    heeding.yielding([], running, now)
+    return heeding.outlook(running, prompts, urgent, now)
+
+
 @given(DECODES, st.booleans())
 def test_decode_slack_is_kept_whenever_anything_keeps_it(states: list[tuple[float | None, int]], hurry: bool) -> None:
     """Whatever could be left out is tried."""
@@ -127,7 +134,7 @@ def test_decode_slack_is_kept_whenever_anything_keeps_it(states: list[tuple[floa
     promised = [sequence for sequence in running if sequence.tpot_ns < MOST_LEFT_OUT_NS]
     others = [sequence for sequence in running if sequence not in promised]
     heeding = promises(Exact())
-    outlook = heeding.outlook(running, [], waiting(1, 1) if hurry else None, now)
+    outlook = outlook_of(heeding, running, [], waiting(1, 1) if hurry else None, now)
     attainable = [s for s in promised if heeding.step_ns(len(promised), 0) <= s.tpot_ns]
     allowed = min([s.last_token_ns + s.tpot_ns - now for s in attainable], default=math.inf)
     assert outlook.slack_ns * LEAST_MARGIN == pytest.approx(allowed)
@@ -144,17 +151,17 @@ def test_one_that_was_left_out_for_long_gets_a_token_and_no_other_with_it() -> N
     now = 10_000 * MS
     promised = decoding(12.0, 9_999)
     others = [decoding(None, 7_000 - number) for number in range(3)]
-    outlook = promises(Exact()).outlook([promised, *others], [], None, now)
+    outlook = outlook_of(promises(Exact()), [promised, *others], [], None, now)
     assert outlook.left_out == [others[1], others[0]]
     starved = decoding(None, 9_990, has_starved=True)
-    outlook = promises(Exact()).outlook([promised, *others, starved], [], None, now)
+    outlook = outlook_of(promises(Exact()), [promised, *others, starved], [], None, now)
     assert outlook.left_out == [others[1], others[0]]
 
 
 def test_a_promise_that_can_t_be_kept_binds_nobody() -> None:
     impossible, other = decoding(5.0), decoding(40.0)
     heeding = promises(Exact())
-    outlook = heeding.outlook([impossible, other], [], None, 0)
+    outlook = outlook_of(heeding, [impossible, other], [], None, 0)
     assert outlook.tightest is other
     assert heeding.has_room_for(waiting(10, 100, tpot_ns=40 * MS))
     assert heeding.has_room_for(waiting(10, 100, tpot_ns=5 * MS))
@@ -164,7 +171,7 @@ def test_newcomers_have_room_up_to_a_share_of_the_tightest_time() -> None:
     heeding = promises(Exact())
     most = int(DECODE_SHARE * 40 / LEAST_MARGIN - 10)
     for running in range(most + 1):
-        heeding.outlook([decoding(40.0) for _ in range(running)], [], None, 0)
+        outlook_of(heeding, [decoding(40.0) for _ in range(running)], [], None, 0)
         assert heeding.has_room_for(waiting(10, 100, tpot_ns=40 * MS)) == (running < most)
         assert heeding.has_room_for(waiting(10, None)), "it can be left out"
 
