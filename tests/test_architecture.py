@@ -118,6 +118,7 @@ ROOMS = {
             "planner.request",
             "planner.resolve",
             "planner.words",
+            "report",
             "text.tokenizer",
         },
         forbidden=NO_DEVICE | NO_SERVER,

@@ -2,39 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
 from headway.cli.bench import fold_lists
 from headway.cli.commands import fail, with_flags
+from headway.cli.plan import PlanGroup
+from headway.installation import require_engine
 from headway.simulator.run import SimulateOptions
+from headway.simulator.verify import VerifyOptions
 
 
-class SimulateCommand(TyperCommand):
-    """Takes a list of objectives as `headway bench` does."""
+class SimulateGroup(PlanGroup):
+    """`headway simulate MODEL ...`, with a list of objectives as `headway bench` takes it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        parsed: list[str] = super().parse_args(ctx, fold_lists(args, {"--goodput"}))
-        return parsed
+        return super().parse_args(ctx, fold_lists(args, {"--goodput"}))
 
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(
+    name="simulate",
+    cls=SimulateGroup,
+    add_completion=False,
+    help="What clients would see of a model on hardware under a workload, without either.",
+)
 
 
-@app.command(cls=SimulateCommand)
+@app.command("model", hidden=True)
 @with_flags
 def simulate(options: SimulateOptions) -> None:
     """What clients would see of a model on hardware under a workload, without either.
 
-    Workloads are those of `headway bench`, and so is what is printed and written.
+    Workloads are those of `headway bench`, and so is what is printed and written. See also: simulate verify.
     """
-    from headway.report.page import ReportError
     from headway.simulator.run import run_simulation
 
+    _run(lambda: run_simulation(options))
+
+
+@app.command("verify")
+@with_flags
+def verify(options: VerifyOptions) -> None:
+    """A workload on a live server of this machine beside the same on a simulated one: do they agree?
+
+    The server is started for it. It gets the workload twice: once to learn how long its steps take, once to compare.
+
+    Ends with exit code 1 where a median is not within 10 %, or too little was measured to tell.
+    """
+    require_engine()
+
+    from headway.simulator.verify import run_verification
+
+    _run(lambda: run_verification(options))
+
+
+def _run(work: Callable[[], int]) -> None:
+    from headway.report.page import ReportError
+
     try:
-        code = run_simulation(options)
+        code = work()
     except (ValueError, ReportError) as error:
         fail(str(error))
     raise typer.Exit(code)

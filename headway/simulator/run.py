@@ -93,11 +93,31 @@ def run_simulation(options: SimulateOptions) -> int:
 def simulated_run(
     options: SimulateOptions, deployed: Deployed, load: Load, workload: Workload, show: Show | None = None
 ) -> RunResult:
-    """One run of a workload, as the load generator would have seen it.
+    """One run of a workload, with all that is kept of it.
 
     Args:
         show: is told now and then how many requests have ended.
     """
+    result, ran, clients = answer(deployed, load, workload, show)
+    happened = {
+        "never_due": len(workload.requests) - len(result.records),
+        "waited_for_place": clients.waited_for_place,
+        "longest_wait_ms": round(clients.longest_wait_ns / 1e6, 3),
+    }
+    result.settings = {
+        "backend": "simulate",
+        "model": deployed.about["model"],
+        **settings_of_load(load.spec, workload, load.max_concurrency, options.claims, options.output),
+        **{name: value for name, value in happened.items() if value},
+    }
+    result.server = deployed.about | {"metrics": metrics_of(ran, deployed.scheduler)}
+    return result
+
+
+def answer(
+    deployed: Deployed, load: Load, workload: Workload, show: Show | None = None
+) -> tuple[RunResult, Simulated, Clients]:
+    """Let a server answer a workload: what the load generator would have seen, what the server did, and who asked."""
     scheduler, seconds = deployed.scheduler, load.spec.duration_s
     clients = Clients(workload, scheduler.config.classes, load.mode, load.max_concurrency, seconds)
     ended = 0
@@ -114,24 +134,8 @@ def simulated_run(
         ran = simulate(scheduler, clients.arrivals(), timing, limits, host, after, clients.sends)
     clients.give_up_waiting()
     records = sorted(clients.records, key=lambda record: record.index)
-    happened = {
-        "never_due": len(workload.requests) - len(records),
-        "waited_for_place": clients.waited_for_place,
-        "longest_wait_ms": round(clients.longest_wait_ns / 1e6, 3),
-    }
-    return RunResult(
-        settings={
-            "backend": "simulate",
-            "model": deployed.about["model"],
-            **settings_of_load(load.spec, workload, load.max_concurrency, options.claims, options.output),
-            **{name: value for name, value in happened.items() if value},
-        },
-        records=records,
-        began_ns=BEGAN_NS,
-        ended_ns=max([BEGAN_NS, *(record.end_ns for record in records)]),
-        client=ClientHealth(),
-        server=deployed.about | {"metrics": metrics_of(ran, scheduler)},
-    )
+    ended_ns = max([BEGAN_NS, *(record.end_ns for record in records)])
+    return RunResult({"seed": load.spec.seed}, records, BEGAN_NS, ended_ns, ClientHealth()), ran, clients
 
 
 def metrics_of(ran: Simulated, scheduler: Scheduler) -> dict[str, Any]:

@@ -136,7 +136,18 @@ def test_what_is_wrong_in_a_file(command: Command, file: Path, content: str, say
 
 
 @pytest.mark.parametrize(
-    "name", ["serve", "calibrate", "bench", "bench profile", "plan", "plan compare", "plan levers", "simulate"]
+    "name",
+    [
+        "serve",
+        "calibrate",
+        "bench",
+        "bench profile",
+        "plan",
+        "plan compare",
+        "plan levers",
+        "simulate",
+        "simulate verify",
+    ],
 )
 def test_every_command_reads_a_file(
     name: str, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,0 +1,130 @@
+"""How long steps take on a machine, learnt from steps that an engine has recorded there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.policy.accounting import StepTimes, work_of
+from headway.policy.plan import ScheduledSequence, StepPlan
+from headway.policy.recording import Arrival, End, Item, Step
+from headway.policy.step_time import StepTime, StepWork
+from headway.simulator.recording import Recording
+
+Floats = npt.NDArray[np.float64]
+FEWEST_STEPS = 50
+
+
+class TooFewSteps(ValueError):
+    """There is too little to learn from."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A step that followed another, with work left to do between them.
+
+    Args:
+        between_ns: from the end of the last one until it was launched.
+        forward_ns, sampling_ns: until its logits were there, and until its tokens were known.
+    """
+
+    work: StepWork
+    sequences: int
+    between_ns: int
+    forward_ns: int
+    sampling_ns: int
+
+
+@dataclass(slots=True)
+class Learnt:
+    """Each part of a step is linear in its work, and spread as in the steps that it was learnt from; nanoseconds.
+
+    Args:
+        between, forward, sampling: of the forward pass for each of `StepWork.features`; of what lies between two steps
+            and of the sampling for a step, and for each of its sequences.
+        ratios: of those steps, [decoding only, with prompts]: what each part took by what is said of it, of shape
+            [steps, 3]. Those of one step stay together, as who is held up once is held up in all.
+    """
+
+    between: Floats
+    forward: Floats
+    sampling: Floats
+    ratios: tuple[Floats, Floats]
+    rng: np.random.Generator
+
+    @classmethod
+    def of(cls, steps: list[RecordedStep], seed: int = 0) -> Learnt:
+        """Raises TooFewSteps."""
+        if len(steps) < FEWEST_STEPS:
+            raise TooFewSteps(f"{len(steps)} steps are too few to learn from; ask for more, at least {FEWEST_STEPS}")
+        took = np.array([(step.between_ns, step.forward_ns, step.sampling_ns) for step in steps], dtype=float)
+        sequences = np.array([(1.0, step.sequences) for step in steps])
+        features = sequences, np.array([step.work.features() for step in steps]), sequences
+        between, forward, sampling = (_fitted(of_part, took[:, part]) for part, of_part in enumerate(features))
+        said = [of_part @ fit for of_part, fit in zip(features, (between, forward, sampling), strict=True)]
+        ratios = took / np.maximum(1.0, np.stack(said, axis=1))
+        with_prompts = np.array([step.work.prefill_tokens > 0 for step in steps])
+        decodes, prompts = ratios[~with_prompts], ratios[with_prompts]
+        spread = decodes if len(decodes) else ratios, prompts if len(prompts) else ratios
+        return cls(between, forward, sampling, spread, np.random.default_rng(seed))
+
+    def times(self, plan: StepPlan, now: int) -> StepTimes:
+        """As Timing.times()."""
+        work, sequences = work_of(plan.scheduled), (1.0, len(plan.scheduled))
+        kind = self.ratios[work.prefill_tokens > 0]
+        ratios = kind[self.rng.integers(len(kind))]
+        said = self.between @ sequences, self.forward @ work.features(), self.sampling @ sequences
+        between, forward, sampling = (round(float(each)) for each in ratios * said)
+        return StepTimes(now + between, now + between + forward, now + between + forward + sampling)
+
+
+def teach(step_time: StepTime, steps: list[RecordedStep]) -> None:
+    """Let a scheduler's own model of steps know what it knew in the engine that recorded them."""
+    for step in steps:
+        step_time.observe(step.work, step.forward_ns)
+
+
+def steps_of(recording: Recording, began_ns: int, ended_ns: int) -> list[RecordedStep]:
+    """The steps of that time."""
+    return list(_steps(recording, began_ns, ended_ns))
+
+
+def _steps(recording: Recording, began_ns: int, ended_ns: int) -> Iterator[RecordedStep]:
+    prompts: dict[int, int] = {}  # tokens of each
+    present: set[int] = set()
+    last_ns = 0  # when the step before was done, where it left something to do
+    for record in recording.records:
+        if isinstance(record, Arrival):
+            prompts[record.seq_id] = record.prompt_len
+            present.add(record.seq_id)
+        elif isinstance(record, End):  # those who end with a step stand before it
+            present.discard(record.seq_id)
+        elif isinstance(record, Step) and record.times is not None:
+            launched, computed, sampled = record.times
+            if last_ns and began_ns <= record.now < ended_ns and record.retry is None:
+                work = work_of([_scheduled(item, prompts[item.seq_id]) for item in record.items])
+                parts = launched - last_ns, computed - launched, sampled - computed
+                yield RecordedStep(work, len(record.items), *parts)
+            last_ns = sampled if present else 0
+
+
+def _scheduled(item: Item, prompt_len: int) -> ScheduledSequence:
+    decodes = item.tokens == item.samples and item.start >= prompt_len
+    return ScheduledSequence(item.seq_id, item.start, [0] * item.tokens, decodes, item.samples)
+
+
+def _fitted(features: Floats, took: Floats) -> Floats:
+    """Least squares of the relative error, without a feature that would take less than no time."""
+    weights = 1.0 / np.maximum(took, np.median(took) / 10)
+    used = [column for column in range(features.shape[1]) if features[:, column].any()]
+    found = np.zeros(features.shape[1])
+    while used:
+        solved, *_ = np.linalg.lstsq(features[:, used] * weights[:, None], took * weights, rcond=None)
+        if solved.min() >= 0:
+            found[used] = solved
+            return found
+        del used[int(np.argmin(solved))]
+    return found
