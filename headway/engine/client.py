@@ -46,6 +46,8 @@ STABLE_S = 60.0
 MOST_FAILED_STARTS = 5
 ENGINE_MODULE = "headway.engine.process"
 STOP_TIMEOUT_S = 5.0
+# Of the longest way back, with each output that is quicker.
+_WAY_BACK_KEPT = 0.98
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(FromEngine)
 logger = logging.getLogger("headway.engine")
@@ -75,6 +77,7 @@ class EngineClient:
         self.state = "loading"
         self.ready: Ready | None = None
         self.stats: EngineStats | None = None
+        self._way_back_ns = 0  # of an engine's outputs: the longest of late
         self.restarts = 0
         self.last_error = "the engine is not started"
         self._on_progress = on_progress
@@ -300,6 +303,7 @@ class EngineClient:
         unfinished = sum(request.params.n for request in requests)
         try:
             for request in requests:
+                request.way_back_ns = self._way_back_ns
                 entries.append(self._requests.add(request, stream))
             self._send_due()
             while unfinished:
@@ -326,6 +330,7 @@ class EngineClient:
 
     def _deliver(self, message: EngineOutputs) -> None:
         self.stats = message.stats
+        self._way_back_ns = max(time.monotonic_ns() - message.made_ns, int(_WAY_BACK_KEPT * self._way_back_ns))
         self._requests.deliver(message)
         self._send_due()
         for callback in self._subscribers:

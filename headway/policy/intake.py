@@ -113,11 +113,15 @@ def check(request: Request, max_model_len: int, vocab_size: int) -> None:
 def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUILT_IN) -> list[Sequence]:
     """A sequence for each choice that is to be computed; the others share the prompt of the first.
 
-    One whose class is no longer in the table is of the default class.
+    One whose class is no longer in the table is of the default class. The first token is due in the engine as much
+    earlier as it takes from there, but not before half of its time.
     """
     names = [each.name for each in classes]
     service = classes.named(request.service_class) if request.service_class in names else classes.default_class
     ttft_ms, tpot_ms = min(service.ttft_ms, request.ttft_ms), min(service.tpot_ms, request.tpot_ms)
+    due_ns = NEVER
+    if ttft_ms < math.inf:
+        due_ns = request.arrival_ns + round(max(ttft_ms * 1e6 - request.way_back_ns, ttft_ms * 0.5e6))
     params, prompt = request.params, request.prompt_token_ids
     seed = (request.seed or 0) if params.seed is None else params.seed
     longest = max_model_len if params.max_tokens is None else min(max_model_len, len(prompt) + params.max_tokens)
@@ -136,7 +140,7 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
             arrival_ns=request.arrival_ns,
             service=service,
             rank=classes.rank(service.name),
-            due_ns=NEVER if math.isinf(ttft_ms) else request.arrival_ns + round(ttft_ms * 1e6),
+            due_ns=due_ns,
             tpot_ns=NEVER if math.isinf(tpot_ms) else round(tpot_ms * 1e6),
             cache_salt=request.cache_salt,
             parent=sequences[0] if sequences else None,

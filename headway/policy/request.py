@@ -55,6 +55,7 @@ class Request(msgspec.Struct, array_like=True, gc=False):
     service_class: str = ""  # name of its class; empty for the default one
     ttft_ms: float = math.inf  # its own objectives, where they are tighter than those of its class
     tpot_ms: float = math.inf
+    way_back_ns: int = 0  # what a token takes from the engine to the API process, in busy times
 
     @property
     def choices(self) -> list[Resumed]:

@@ -49,6 +49,13 @@ def test_a_request_becomes_a_sequence_for_each_choice() -> None:
     assert sequences_of(request(max_tokens=None), max_model_len=100)[0].max_len == 100
 
 
+@pytest.mark.parametrize(("way_back_ms", "due_ms"), [(0, 400), (30, 370), (5000, 200)])
+def test_the_first_token_is_due_in_the_engine_before_it_is_due_at_the_client(way_back_ms: int, due_ms: int) -> None:
+    request = Request("0", [1, 2], SamplingParams(), [], arrival_ns=7, ttft_ms=400, way_back_ns=way_back_ms * 10**6)
+    (sequence,) = sequences_of(request, 100)
+    assert sequence.due_ns == 7 + due_ms * 10**6
+
+
 def test_a_resumed_request_goes_on_after_its_tokens() -> None:
     sent = msgspec.msgpack.encode(request(n=3, resumed=[Resumed(1, [8, 9], cached_tokens=2)], seed=7))
     (choice,) = sequences_of(msgspec.msgpack.decode(sent, type=Request), max_model_len=100)
