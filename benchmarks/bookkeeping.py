@@ -2,7 +2,8 @@
 
     python benchmarks/bookkeeping.py --sequences 64
 
-The model is replaced by one that returns fixed logits at once, so that what is left is ours.
+The model is replaced by one that returns fixed logits at once, so that what is left is ours. The scheduler is then
+timed alone, on a virtual clock, with requests of all classes: `--scheduler-only` does no more than that.
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ from headway.engine.messages import AddRequest
 from headway.engine.process import quiet_garbage_collector
 from headway.engine.runner import Runner
 from headway.kernels.reference import ReferenceKernels
+from headway.policy.accounting import StepTimes
+from headway.policy.intake import sequences_of
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.order import ORDERS
+from headway.policy.request import Request
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.service_class import BUILT_IN
 
+STEP_NS, TOKEN_NS = 8_000_000, 10_000  # of the scheduler's virtual clock
 PARAMS = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.8},
@@ -51,9 +57,9 @@ class InstantModel:
         return self._logits[: len(hidden)]
 
 
-def build(sequences: int, vocab_size: int, context: int, policy: str = "fcfs") -> EngineCore:
+def build(sequences: int, vocab_size: int, context: int) -> EngineCore:
     blocks = sequences * (context // 16 + 2)
-    scheduler = Scheduler(SchedulerConfig(sequences, 8192, context, policy=policy), KVBlocks(blocks, 16))
+    scheduler = Scheduler(SchedulerConfig(sequences, 8192, context), KVBlocks(blocks, 16))
     model: Any = InstantModel(vocab_size, sequences)
     device = torch.device("cpu")
     return EngineCore(
@@ -61,15 +67,13 @@ def build(sequences: int, vocab_size: int, context: int, policy: str = "fcfs") -
     )
 
 
-def measure(
-    core: EngineCore, sequences: int, steps: int, prompt_len: int, params: dict[str, Any], waiting: int = 0
-) -> list[float]:
-    """Microseconds of each steady decoding step, its encoded message included, while `waiting` others find no seat."""
+def measure(core: EngineCore, sequences: int, steps: int, prompt_len: int, params: dict[str, Any]) -> list[float]:
+    """Microseconds of each steady decoding step, its encoded message included."""
     encoder = msgspec.msgpack.Encoder()
-    for i in range(sequences + waiting):
+    for i in range(sequences):
         wanted = SamplingParams(max_tokens=steps + 20, ignore_eos=True, **params)
         prompt = [(i + j) % 500 for j in range(prompt_len)]
-        core.add(AddRequest(str(i), prompt, wanted, [0], priority=i % 5, arrival_ns=i))
+        core.add(AddRequest(str(i), prompt, wanted, [0], arrival_ns=i))
     while len(core.scheduler.running) < sequences or not all(s.is_decoding for s in core.scheduler.running):
         core.step()
     times = []
@@ -77,7 +81,7 @@ def measure(
         began = time.perf_counter_ns()
         encoder.encode(core.step())
         times.append((time.perf_counter_ns() - began) / 1e3)
-    for i in range(sequences + waiting):
+    for i in range(sequences):
         core.abort(str(i))
     return times
 
@@ -97,12 +101,52 @@ def time_calls(owner: object, name: str) -> list[float]:
     return times
 
 
-def time_scheduler(policy: str, args: argparse.Namespace) -> float:
-    """Median microseconds of schedule() and complete() together, in a step of which `args.waiting` others wait."""
-    core = build(args.sequences, args.vocab, 1024, policy)
-    parts = time_calls(core.scheduler, "schedule"), time_calls(core.scheduler, "complete")
-    measure(core, args.sequences, args.steps, args.prompt_len, PARAMS["greedy"], args.waiting)
-    return statistics.median(map(sum, zip(*(part[-args.steps :] for part in parts), strict=True)))
+def schedulings(policy: str, running: int, waiting: int, steps: int) -> list[float]:
+    """Microseconds of schedule() and complete() together, of each step with so many sequences of all classes."""
+    scheduler = Scheduler(SchedulerConfig(running, 8192, 1024, policy=policy), KVBlocks(running * 40, 16))
+    names = [each.name for each in BUILT_IN]
+    now, times = 1, list[float]()
+
+    def submit(count: int) -> None:
+        for number in range(count):
+            prompt = [(number + at) % 500 for at in range(128)]
+            params = SamplingParams(max_tokens=800, ignore_eos=True)
+            request = Request(
+                str(number), prompt, params, [0], priority=number % 5, arrival_ns=now, service_class=names[number % 3]
+            )
+            scheduler.add(sequences_of(request, 1024)[0], now)
+
+    def step() -> float:
+        nonlocal now
+        began = time.perf_counter_ns()
+        plan = scheduler.schedule(now)
+        took = time.perf_counter_ns() - began
+        computed = now + STEP_NS + TOKEN_NS * plan.num_tokens
+        drawn: dict[int, list[int] | None] = {item.seq_id: [7] for item in plan.scheduled if item.samples}
+        began = time.perf_counter_ns()
+        scheduler.complete(plan, drawn, StepTimes(now, computed, computed))
+        took += time.perf_counter_ns() - began
+        now = computed
+        return took / 1e3
+
+    submit(running)
+    while len(scheduler.running) < running or not all(sequence.is_decoding for sequence in scheduler.running):
+        step()
+    submit(waiting)
+    for _ in range(steps):
+        times.append(step())
+    return times
+
+
+def print_schedulings(steps: int) -> None:
+    """A table of three rounds in turn: medians, and the greatest of the 95th percentiles."""
+    print("schedule and complete: median microseconds a step, three times in turn, and the greatest 95th percentile")
+    for running, waiting in ((16, 0), (16, 100), (256, 10_000)):
+        rounds = [{policy: schedulings(policy, running, waiting, steps) for policy in ORDERS} for _ in range(3)]
+        for policy in ORDERS:
+            medians = "  ".join(f"{statistics.median(times[policy]):6.0f}" for times in rounds)
+            p95 = max(statistics.quantiles(times[policy], n=20)[-1] for times in rounds)
+            print(f"  {running:3} running, {waiting:6} waiting, {policy:9s} {medians}   {p95:6.0f}", flush=True)
 
 
 def main() -> None:
@@ -111,9 +155,12 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--waiting", type=int, default=100, help="sequences that wait while the scheduler is timed")
+    parser.add_argument("--scheduler-only", action="store_true")
     parser.add_argument("--profile", action="store_true", help="print where the time of greedy steps goes")
     args = parser.parse_args()
+    if args.scheduler_only:
+        quiet_garbage_collector()
+        return print_schedulings(args.steps)
     torch.set_num_threads(1)
     core = build(args.sequences, args.vocab, 1024)
     quiet_garbage_collector()
@@ -134,10 +181,7 @@ def main() -> None:
         low, high = statistics.quantiles(times, n=20)[0], statistics.quantiles(times, n=20)[-1]
         print(f"  {name:14s} median {statistics.median(times):7.0f}   5..95 % {low:.0f}..{high:.0f}")
     print(f"  of which the ledger, median {statistics.median(ledger):.1f}, mean {statistics.fmean(ledger):.1f}")
-    print(f"schedule and complete, while {args.waiting} wait: median microseconds a step, three times in turn")
-    rounds = [{policy: time_scheduler(policy, args) for policy in ORDERS} for _ in range(3)]
-    for policy in ORDERS:
-        print(f"  {policy:14s} " + "  ".join(f"{times[policy]:.1f}" for times in rounds))
+    print_schedulings(args.steps)
 
 
 if __name__ == "__main__":
