@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from headway.bench import reporting
 from headway.bench.results import load_json
+from headway.calibration import store
 from headway.cli.simulate import app
+from headway.engine.config import SchedulingOptions
+from headway.policy.sizing import BATCHED_TOKENS
 from headway.simulator.clients import BEGAN_NS
+from headway.simulator.deployed import ServerOptions, deploy
 from headway.simulator.log import StepLog
 from headway.simulator.run import gauges_of
+from tests.calibration.machines import a_machine
 
 MODEL = ["llama-3.1-8b", "--hardware", "H100-SXM"]
 LOAD = ["--request-rate", "20", "--num-prompts", "60", "--random-input-len", "500", "--random-output-len", "12"]
@@ -113,3 +119,26 @@ def test_gauges_are_those_of_each_second() -> None:
     assert [values["running"] for _, values in gauges] == [1, 2, 2, 3]
     assert gauges[1][1]["kv_cache_usage"] == 0.2
     assert gauges_of(StepLog(), BEGAN_NS, 10) == []
+
+
+def test_a_calibrated_machine_is_simulated_with_its_own_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    store.save(a_machine("mine"))
+    load = ["--max-concurrency", "2", "--num-prompts", "4", "--random-input-len", "60", "--random-output-len", "4"]
+    files = ["--result-dir", tmp_path, "--result-filename", "run.json"]
+    code, _ = simulate("qwen2.5-0.5b", "--hardware", "mine", *load, *files)
+    server = load_json(tmp_path / "run.json").server
+    assert code == 0 and server["efficiency"] == "as calibrated"
+    assert server["max_num_batched_tokens"] == BATCHED_TOKENS["cpu"]
+    assert server["num_blocks"] * server["block_size"] >= server["max_model_len"]
+
+
+def test_the_pool_is_what_the_memory_leaves() -> None:
+    def blocks(**options: Any) -> int:
+        server = ServerOptions(model="llama-3.1-8b", hardware="H100-SXM", max_model_len=8192, **options)
+        return deploy(server, SchedulingOptions(max_num_seqs=1024)).scheduler.blocks.num_blocks
+
+    of_token = 2 * 32 * 8 * 128 * 2  # keys and values in bf16
+    assert blocks(kv_cache_memory=64 * 2**30) == 64 * 2**30 // (16 * of_token)
+    assert blocks() > blocks(gpu_memory_utilization=0.5) > 0
+    assert blocks(tensor_parallel_size=2) > 2 * blocks()  # each device has half of the weights, too
