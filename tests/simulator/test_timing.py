@@ -32,9 +32,11 @@ def test_a_step_is_that_of_its_chunks(model: str) -> None:
     plan = StepPlan([*map(decode, contexts), *prompts])
     chunks = [*(Chunk(1, context) for context in contexts), Chunk(100, 512, 1), Chunk(70, 0, 20)]
     expected = made.step(chunks)
-    times = Predicted(made).times(plan, 1000)
-    assert times.sampled_ns - 1000 == pytest.approx(expected.seconds * 1e9, rel=1e-4)
+    again = Predicted(made)
+    times = again.times(plan, 1000)
+    assert times.sampled_ns - 1000 == pytest.approx(expected.seconds * 1e9, rel=5e-4)
     assert times.launched_ns - 1000 == pytest.approx(expected.host_s * 1e9, abs=1)
+    assert Predicted(made).times(plan, 1000) == times == again.times(plan, 1000)
     sampling = next(part.seconds for part in expected.parts if part.name == "sampling")
     assert times.sampled_ns - times.computed_ns == pytest.approx(sampling * 1e9, abs=1)
 
