@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from httpx._transports import default as httpx_transport
 from hypothesis import settings
 
 # Before anything imports torch: tests are small, and threads that spin for each other only slow them down.
@@ -35,16 +36,21 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # A test gives commands in this process, and Typer would build all of them anew for each, in a tenth of a second.
 typer.main.get_command = functools.cache(typer.main.get_command)
+# Each client, and each httpx.get, would read the certificates of all authorities, in 30 ms.
+httpx_transport.create_ssl_context = functools.cache(httpx_transport.create_ssl_context)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """For -n auto: a worker of 1.5 GB for each processor, but none for few tests, which start sooner without."""
+    """For -n auto: a worker of 1.5 GB for each processor, and one more, as tests wait for what they have started.
+
+    None for few tests, which start sooner without.
+    """
     options = config.option
     named = any(".py" in argument for argument in config.args)
     few = named or options.keyword or options.collectonly or getattr(options, "lf", False)
     if few or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return 0 if few else None
-    return min(len(os.sched_getaffinity(0)), 8)
+    return min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
 @contextlib.contextmanager

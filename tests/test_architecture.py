@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import itertools
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -127,21 +127,25 @@ ROOMS = {
 }
 
 
+@functools.cache
 def modules() -> list[Path]:
     return sorted(p for p in PACKAGE.rglob("*.py") if "bundled" not in p.relative_to(PACKAGE).parts)
 
 
-def imported_names(source: str, module: str) -> Iterator[str]:
+@functools.cache
+def imported_names(source: str, module: str) -> list[str]:
     """Every name imported anywhere in the source, absolute; `from a import b` counts as a.b."""
+    names: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 package = module.split(".")[: -node.level]
                 base = ".".join(package + ([base] if base else []))
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            names += [f"{base}.{alias.name}" for alias in node.names]
+    return names
 
 
 def violations(room: Room, source: str, module: str) -> list[str]:

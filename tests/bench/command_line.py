@@ -18,6 +18,11 @@ import pytest
 from headway.cli import main
 
 
+def skip_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the time of a picture; where its parts lie is a matter of the tests of pictures."""
+    monkeypatch.setattr("headway.report.style._lay_out", lambda figure: figure.set_layout_engine(None))
+
+
 @dataclass
 class Ran:
     """What a command said, and what it left in its folder of results."""
@@ -61,6 +66,7 @@ class CommandLine:
         for name in ("HEADWAY_API_KEY", "OPENAI_API_KEY"):
             monkeypatch.delenv(name, raising=False)
         self.never_client_bound()
+        skip_layout(monkeypatch)
 
     def never_client_bound(self) -> None:
         self._monkeypatch.setattr("headway.bench.client.watch.reasons", lambda *_: [])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from benchmarks import exports, machine, offline, sitting, start
 from benchmarks.checkpoint import SHAPES, write_checkpoint
 from benchmarks.engines import worker
 from benchmarks.points import Point, decode, held, prefill
-from benchmarks.processes import ROOT, Child, finish
+from benchmarks.processes import ROOT, Child, finish, running
 from headway.models.config import ModelConfig
 from headway.text.tokenizer import Tokenizer
 
@@ -209,11 +210,16 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     def command(entry: sitting.Entry, *_: object) -> list[str]:
         return [sys.executable, "-c", _SCRIPTED, str(lives.get(entry.label, 99))]
 
+    def run(name: str, asked: list[str]) -> AbstractContextManager[Child]:
+        measures = name == "the machine"  # which it would import torch for
+        return running(name, [sys.executable, "-c", _SCRIPTED, "99"] if measures else asked)
+
     def peaks(sat: sitting.Sitting, points: list[Point], peaks: Child, number: int) -> None:
         for point in points if number else []:
             sat.peaks.setdefault(point.label, []).append({"read": 1e9, "bf16": 1e9, "int8": 1e9})
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sitting, "running", run)
     monkeypatch.setattr(sitting, "worker_command", command)
     monkeypatch.setattr(start, "worker_command", command)
     monkeypatch.setattr(sitting, "_measure_peaks", peaks)

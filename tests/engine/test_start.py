@@ -119,9 +119,13 @@ def test_nothing_is_compiled_after_the_warm_up(quantization: str, monkeypatch: p
 
 def test_nothing_is_compiled_after_the_warm_up_of_a_process_that_is_new() -> None:
     """In this one others have run steps before."""
-    test = f"{__file__}::test_nothing_is_compiled_after_the_warm_up[none]"
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", test]
-    # It is no worker: a quiet test that waits for this one would keep it waiting at the door.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert ran.returncode == 0, ran.stdout[-2000:]
+    code = """
+import pytest
+from tests.engine.test_start import test_nothing_is_compiled_after_the_warm_up
+
+with pytest.MonkeyPatch.context() as monkeypatch:
+    test_nothing_is_compiled_after_the_warm_up("none", monkeypatch)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr[-2000:]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from headway.cli import main
+from tests.bench.command_line import skip_layout
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Ran:
 class CommandLine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch, self._capsys = monkeypatch, capsys
+        skip_layout(monkeypatch)
 
     def __call__(self, *arguments: object, columns: int = 100) -> Ran:
         self._monkeypatch.setenv("COLUMNS", str(columns))
