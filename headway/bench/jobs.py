@@ -18,6 +18,7 @@ from headway.bench.report.console import print_runs
 from headway.bench.reporting import INTERRUPTED, NOT_VALID, Run, check_places
 from headway.bench.runs import RATED, Bench, Load, at_rate, is_made_up, load_name, load_of
 from headway.bench.session import Session
+from headway.bench.workload.arrival_flags import make_arrival
 from headway.bench.workload.spec import WorkloadSpec
 
 
@@ -97,6 +98,16 @@ async def _sweep(bench: Bench) -> int:
     print_runs(bench.out, *zip(*runs, strict=True), target=claims.attainment, most_failed=claims.max_failed_share)
     bench.report(runs)
     return NOT_VALID if lost else bench.exit_code(runs)
+
+
+def with_arrivals(options: BenchOptions) -> BenchOptions:
+    """The workload with the arrival process that the flags describe. Raises BenchError where they describe none."""
+    flags, spec, sweep = options.arrivals, options.workload, options.sweep
+    has_rate = flags.arrival in ("poisson", "gamma", "constant") or flags.burstiness is not None
+    if sweep is not None and sweep.over == "rate" and has_rate:
+        flags = dataclasses.replace(flags, request_rate=sweep.values[0])  # the process is made with it, then for each
+    arrival = make_arrival(flags, None if spec.mix else spec.dataset_name)
+    return dataclasses.replace(options, workload=dataclasses.replace(spec, arrival=arrival))
 
 
 def sweep_loads(options: BenchOptions) -> list[Load]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,6 @@ from typer.core import TyperGroup
 
 from headway.bench.errors import BenchError
 from headway.bench.options import BenchOptions
-from headway.bench.workload.arrival_flags import make_arrival
 from headway.cli.commands import fail, with_flags
 from headway.cli.profile import profile
 
@@ -86,9 +84,9 @@ def bench(
             code = 0
         else:
             _needs(given, options)
-            from headway.bench.jobs import run_job
+            from headway.bench.jobs import run_job, with_arrivals
 
-            code = run_job(_with_arrivals(options))
+            code = run_job(with_arrivals(options))
     except (BenchError, ReportError) as error:
         fail(str(error))
     raise typer.Exit(code)
@@ -115,16 +113,6 @@ def _needs(given: set[str], options: BenchOptions) -> None:
                 fail(f"--{name.replace('_', '-')} has a meaning only with {other}")
     if "request_rate" in given and options.sweep is not None and options.sweep.over == "rate":
         fail("--sweep rate says the request rates; leave out --request-rate")
-
-
-def _with_arrivals(options: BenchOptions) -> BenchOptions:
-    """The workload with the arrival process that the flags describe. Raises BenchError where they describe none."""
-    flags, spec, sweep = options.arrivals, options.workload, options.sweep
-    has_rate = flags.arrival in ("poisson", "gamma", "constant") or flags.burstiness is not None
-    if sweep is not None and sweep.over == "rate" and has_rate:
-        flags = dataclasses.replace(flags, request_rate=sweep.values[0])  # the process is made with it, then for each
-    arrival = make_arrival(flags, None if spec.mix else spec.dataset_name)
-    return dataclasses.replace(options, workload=dataclasses.replace(spec, arrival=arrival))
 
 
 app.command()(profile)

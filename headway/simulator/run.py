@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,14 +12,16 @@ import numpy as np
 from rich.console import Console
 
 from headway.bench.client.load import collector_off
+from headway.bench.jobs import sweep_loads, with_arrivals
 from headway.bench.measures.server_metrics import over_time
-from headway.bench.options import Claims, Output
+from headway.bench.options import BenchOptions, Claims, Output, Sweep, Target
 from headway.bench.record import ClientHealth, RunResult
-from headway.bench.reporting import Reporting, check_places
+from headway.bench.report.console import print_runs
+from headway.bench.reporting import Reporting, Run, check_places
 from headway.bench.runs import Load, load_of
 from headway.bench.settings import settings_of_load
 from headway.bench.tokens import load_tokenizer
-from headway.bench.workload.arrival_flags import ArrivalFlags, make_arrival
+from headway.bench.workload.arrival_flags import ArrivalFlags
 from headway.bench.workload.build import Workload, build_workload
 from headway.bench.workload.spec import WorkloadSpec
 from headway.engine.config import SchedulingOptions
@@ -32,6 +33,7 @@ from headway.simulator.log import StepLog
 from headway.simulator.prompts import CHARACTERS, SketchSource
 from headway.simulator.server import Answer, Simulated, simulate
 from headway.simulator.traffic import Arrival
+from headway.text.tokenizer import Tokenizer
 
 _workload, _load = functools.partial(Flag, panel="Workload"), functools.partial(Flag, panel="Load")
 MOST_POINTS = 2000  # of what is kept over time
@@ -54,6 +56,9 @@ class SimulateOptions:
     max_concurrency: Annotated[
         int | None, _load("Without a rate: users of a closed loop. With a rate: most requests in flight.", min=1)
     ] = None
+    sweep: Annotated[
+        Sweep | None, _load("Simulate each of rate:1,2,4 (requests/s) or concurrency:1,8,64.", parse=Sweep.parse)
+    ] = None
     claims: Claims = field(default_factory=Claims)
     output: Output = field(default_factory=Output)
 
@@ -62,32 +67,48 @@ def run_simulation(options: SimulateOptions) -> int:
     """Simulate what was asked for, print what was found, write the results.
 
     Returns:
-        The exit code: 0, or 1 where nothing or too little was answered.
+        The exit code: 0, or 1 where of a run nothing or too little was answered.
 
     Raises:
         ValueError: bad input; one line.
     """
     check_places(options.output)
     reporting = Reporting(options.claims, options.output, asyncio.Event(), Console(), Console(stderr=True))
-    spec = options.workload
-    arrival = make_arrival(options.arrivals, None if spec.mix else spec.dataset_name)
-    load = load_of(dataclasses.replace(spec, arrival=arrival), options.max_concurrency)
-    deployed = deploy(options.server, options.scheduling)
-    with reporting.progress.status("Making prompts ..."):
-        tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
+    tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
+    about = deploy(options.server, options.scheduling).about
+    title = f"headway simulate: {about['model']} on {about['hardware']}"
+    asked = with_arrivals(
+        BenchOptions(Target(), options.arrivals, options.workload, options.max_concurrency, sweep=options.sweep)
+    )
+    if asked.sweep is None:
+        runs = [_run(options, load_of(asked.workload, asked.max_concurrency), tokenizer, reporting)]
+        reporting.save(*runs[0])
+        reporting.print(*runs[0])
+    else:
+        runs = []
+        for number, load in enumerate(sweep_loads(asked), start=1):
+            runs.append(_run(options, load, tokenizer, reporting))
+            reporting.save(*runs[-1], number=number)
+        claims = options.claims
+        results, summaries = zip(*runs, strict=True)
+        print_runs(reporting.out, results, summaries, target=claims.attainment, most_failed=claims.max_failed_share)
+    reporting.report(runs, title=title)
+    return reporting.exit_code(runs)
+
+
+def _run(options: SimulateOptions, load: Load, tokenizer: Tokenizer | None, reporting: Reporting) -> Run:
+    """One run, on a server that nothing has come to."""
+    with reporting.progress.status("Making prompts ...") as status:
         workload = build_workload(load.spec, SketchSource(tokenizer), chat=False)
-    total = len(workload.requests)
-    with reporting.progress.status("Simulating ...") as status:
+        total = len(workload.requests)
 
         def show(ended: int) -> None:
             status.update(f"Simulating ... {ended:,} of {total:,}")
 
+        show(0)
+        deployed = deploy(options.server, options.scheduling)
         result = simulated_run(options, deployed, load, workload, show)
-    run = result, reporting.summarise(result, workload)
-    reporting.save(*run)
-    reporting.print(*run)
-    reporting.report([run], title=f"headway simulate: {deployed.about['model']} on {deployed.about['hardware']}")
-    return reporting.exit_code([run])
+    return result, reporting.summarise(result, workload)
 
 
 def simulated_run(

@@ -55,6 +55,19 @@ def test_a_run_gives_the_results_of_a_benchmark(tmp_path: Path, monkeypatch: pyt
     assert load_json(tmp_path / "again.json").records == result.records
 
 
+def test_a_sweep_is_a_run_at_each_load(tmp_path: Path) -> None:
+    load = ["--num-prompts", "40", "--random-input-len", "500", "--random-output-len", "12"]
+    files = ["--result-dir", tmp_path, "--result-filename", "run.json"]
+    code, said = simulate(*MODEL, *load, *files, "--sweep", "rate:2,50", "--goodput", "ttft:60")
+    slow, fast = (load_json(tmp_path / f"run-{number}.json") for number in (1, 2))
+    assert code == 0 and [result.settings["request_rate"] for result in (slow, fast)] == [2, 50]
+    assert [[record.planned_output_tokens for record in result.records] for result in (slow, fast)] == [[12] * 40] * 2
+    assert slow.duration_s > 5 * fast.duration_s
+    assert "Objectives held" in said
+    users = ["--sweep", "concurrency:1,4", "--no-save-result"]
+    assert simulate(*MODEL, *load, *users)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -66,6 +79,7 @@ def test_a_run_gives_the_results_of_a_benchmark(tmp_path: Path, monkeypatch: pyt
         ([*MODEL, "--dataset-name", "azure"], "needs --dataset-path"),
         ([*MODEL, "--dataset-name", "azure", "--dataset-path", "TRACE"], "line 3"),
         ([*MODEL, "--report", "TRACE/is.html"], "no file can be made there"),
+        ([*MODEL, "--sweep", "concurrency:2", "--max-concurrency", "3"], "leave out --max-concurrency"),
         ([*MODEL, "--mix", "nothing"], "there is no mix 'nothing'"),
     ],
 )
