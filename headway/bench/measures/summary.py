@@ -103,10 +103,7 @@ def summarise(
         failures=dict(sorted(failures.items())),
         from_schedule=_distributions(latencies, "schedule", percentiles, confidence),
         from_send=_distributions(latencies, "send", percentiles, confidence),
-        phases_ms={
-            phase: distribution(lengths, percentiles, confidence=confidence)
-            for phase, lengths in phase_lengths(latencies.records).items()
-        },
+        phases_ms=_phases(latencies, percentiles, confidence),
         rates=rates,
         tokens=tokens,
         resent=sum(record.resent > 0 for record in records),
@@ -155,6 +152,11 @@ def _distributions(
         groups = latencies.itl_request[known] if metric == "itl_ms" else None
         distributions[metric] = distribution(values[known], percentiles, groups=groups, confidence=confidence)
     return distributions
+
+
+def _phases(latencies: Latencies, percentiles: Sequence[float], confidence: float) -> dict[str, Distribution]:
+    lengths = phase_lengths(latencies.records)
+    return {phase: distribution(each, percentiles, confidence=confidence) for phase, each in lengths.items()}
 
 
 def _tokens(completed: Sequence[RequestRecord]) -> dict[str, int]:
