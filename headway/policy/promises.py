@@ -28,7 +28,7 @@ DECODE_SHARE = 0.8
 # Of a step's prompt tokens that one who has starved may take while prompts are promised.
 STARVED_SHARE = 0.25
 # How many waiting prompts have their end predicted in a step, from the first deadline on.
-LOOKED_AT = 64
+LOOKED_AT = 32
 # Steps for which a predicted work of a prompt that waits is good, unless somebody would yield by it.
 _WORK_HOLDS = 16
 # A sequence without a promise is left out of steps for at most this long.
