@@ -70,7 +70,7 @@ class Drafting(Faulty):
     max_num_seqs=st.integers(1, 6),
     extra_budget=st.integers(0, 24),
     caching=st.booleans(),
-    policy=st.sampled_from(["fcfs", "priority"]),
+    policy=st.sampled_from(["fcfs", "priority", "slo"]),
     most_drafts=st.integers(1, 6),
     idle_steps=st.sampled_from([0.0, 0.2]),
     faults=st.dictionaries(
