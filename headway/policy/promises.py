@@ -213,6 +213,14 @@ class Promises:
         outlook.slack_ns = (outlook.slack_ns - self.between_steps_ns) / self.margin
         return outlook
 
+    def drafts_within(self, decodes: StepWork, slack_ns: float) -> int:
+        """How many drafts a step with these decodes has time for, each about as long as one of them."""
+        if math.isinf(slack_ns):
+            return self._step_tokens
+        took_ns = self._step_time.predict_ns(decodes)
+        each_ns = (took_ns - self._step_time.predict_ns(StepWork())) / max(1, decodes.decode_tokens)
+        return max(0, int(min(self._step_tokens, (slack_ns - took_ns) / max(each_ns, 1.0))))
+
     def _leave_out(self, decoding: list[Sequence], count: int, context: int, outlook: Outlook, now: int) -> None:
         """Leave out sequences that decode without a promise, where the step would take too long with all of them.
 

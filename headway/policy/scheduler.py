@@ -86,7 +86,7 @@ class Scheduler(Sequences):
         self._schedule_decodes(decoding, plan, now)
         out_of_blocks = len(plan.preempted) > displaced
         if self._drafts:
-            self._schedule_drafts(plan)
+            self._schedule_drafts(plan, outlook)
         beside = work_of(plan.scheduled)
         slack_ns = math.inf
         if self.slo is not None:
@@ -159,10 +159,12 @@ class Scheduler(Sequences):
                 newest = [sequence.tokens[-1]]
                 plan.scheduled.append(ScheduledSequence(sequence.seq_id, sequence.num_computed, newest, True, 1))
 
-    def _schedule_drafts(self, plan: StepPlan) -> None:
+    def _schedule_drafts(self, plan: StepPlan, outlook: Outlook) -> None:
         """Have drafts computed beside the newest tokens, as far as the budget and free blocks reach."""
         drafts, self._drafts = self._drafts, {}
         spare = self.config.max_num_batched_tokens - len(plan.scheduled)
+        if self.slo is not None:
+            spare = min(spare, self.slo.promises.drafts_within(work_of(plan.scheduled), outlook.slack_ns))
         for item in plan.scheduled:
             sequence = self.sequences[item.seq_id]
             most = min(spare, sequence.max_len - len(sequence.tokens) - 1)

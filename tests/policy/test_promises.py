@@ -187,3 +187,11 @@ def test_time_between_steps_is_followed() -> None:
     assert heeding.step_ns(0, 0) == pytest.approx(
         heeding.between_steps_ns + LEAST_MARGIN * ALONE.predict_ns(StepWork())
     )
+
+
+def test_drafts_take_no_more_than_the_slack() -> None:
+    heeding, decodes = promises(Exact()), StepWork(decode_tokens=4)
+    assert heeding.drafts_within(decodes, 20.5 * MS) == 6
+    assert heeding.drafts_within(decodes, 14 * MS) == heeding.drafts_within(decodes, 3 * MS) == 0
+    assert heeding.drafts_within(decodes, math.inf) == 512
+    assert promises(Exact(decode=0.0)).drafts_within(decodes, 20 * MS) == 512
