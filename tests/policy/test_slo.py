@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.policy.accounting import work_of
 from headway.policy.decisions import Decision
 from headway.policy.ledger import Phase
 from headway.policy.order import deadline
@@ -362,3 +364,34 @@ def test_without_chunks_a_prompt_does_not_wait_for_the_decodes_beside_it() -> No
     for _ in range(3):
         sim.step()
     assert second.output_len >= 1 and first.status is Status.RUNNING
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([0.1, 1.0, 3.0]),
+    st.sampled_from([0.1, 1.0, 3.0]),
+    st.sampled_from([1, 8, 12]),
+)
+def test_a_step_has_all_prompt_tokens_that_the_slack_allows_and_no_more(
+    seed: int, token: float, decode: float, seats: int
+) -> None:
+    rng, checked = random.Random(seed), 0
+    sim = simulation(max_num_seqs=seats, max_num_batched_tokens=64, step_time=Exact(5.0, token, decode), rng=rng)
+    step_time = sim.scheduler.accounting.step_time
+    while checked < 40 or sim.scheduler.has_work:
+        if checked < 40 and rng.random() < 0.6:
+            service = rng.choice(["chat", "chat", "offline"])
+            sim.submit([rng.randrange(500)] * rng.randrange(1, 40), rng.randrange(1, 20), service_class=service)
+        items, checked = sim.step(), checked + 1
+        slack_ns, work = sim.scheduler.decisions[-1].slack_ns, work_of(items)
+        alone_ns = step_time.predict_ns(StepWork(decode_tokens=work.decode_tokens))
+        starves = any(sequence.has_starved for sequence in sim.scheduler.running)
+        if slack_ns < alone_ns or math.isinf(slack_ns) or starves:
+            assert starves or slack_ns >= alone_ns or not work.prefill_tokens
+            continue
+        assert step_time.predict_ns(work) <= slack_ns
+        left = any(sequence.num_to_compute > 1 and not sequence.is_decoding for sequence in sim.scheduler.running)
+        more_ns = step_time.predict_ns(StepWork(work.prefill_tokens + 1, work.decode_tokens))
+        assert not left or work.tokens == 64 or more_ns > slack_ns - 1
+    sim.check_all_closed()
