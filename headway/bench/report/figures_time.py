@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -99,6 +99,30 @@ def load_over_time(
         _shade(axes, steady, began_ns)
     tokens.set_xlim(0, edges[-1])
     style.legend(rate, loc="upper left", ncols=3, bbox_to_anchor=(0, 1.22), borderaxespad=0)
+    return figure
+
+
+@style.drawing()
+def server_over_time(gauges: Mapping[str, Sequence[float | None]]) -> Figure:
+    """Two panels over one time axis: requests that run and wait; how much of the KV cache and of the time is used.
+
+    Args:
+        gauges: the `gauges_over_time` of `server_metrics`.
+    """
+    figure, panels = style.new_figure(8.0, 3.8, rows=2, sharex=True)
+    times = np.asarray(gauges["t_s"], dtype=float)
+    for axes, label, scale, shown in (
+        (panels[0], "Requests in flight", 1.0, {"running": "running", "waiting": "waiting"}),
+        (panels[1], "Share (%)", 100.0, {"kv_cache_usage": "KV cache", "utilisation": "busy with steps"}),
+    ):
+        axes.set_ylabel(label)
+        for number, (gauge, name) in enumerate((gauge, name) for gauge, name in shown.items() if gauge in gauges):
+            values = scale * np.asarray(gauges[gauge], dtype=float)  # one that was not read is NaN, and a gap
+            colour, line = style.series_colour(number), style.series_line(number)
+            axes.plot(*_thin_steps(times, values), drawstyle="steps-post", color=colour, ls=line, lw=1.3, label=name)
+        axes.set_ylim(bottom=0)
+        style.legend(axes, loc="upper left", ncols=2, bbox_to_anchor=(0, 1.25), borderaxespad=0)
+    panels[1].set_xlabel("Time in the run (s)")
     return figure
 
 

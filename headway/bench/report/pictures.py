@@ -86,7 +86,22 @@ def time_pictures(result: RunResult, summaries: Sequence[Summary]) -> list[Pictu
             figures_time.itl_over_time(records, began, steady),
         ),
         load_picture(result, steady),
+        *server_pictures(result),
     ]
+
+
+def server_pictures(result: RunResult) -> list[Picture]:
+    """What the server said of itself over the run's time; none where it said nothing."""
+    metrics = result.server.get("metrics") or {}
+    gauges = metrics.get("gauges_over_time")
+    if not gauges:
+        return []
+    words = []
+    for name, what in (("kv_cache_usage", "of its KV cache in use"), ("utilisation", "of the time busy with steps")):
+        if found := metrics["gauges"].get(name):
+            words.append(f"{number(100 * found['mean'])} % {what} on average, {number(100 * found['peak'])} % at most")
+    figure = figures_time.server_over_time(gauges)
+    return [Picture("server-over-time", "The server over time", sentence("; ".join(words) or "By its gauges"), figure)]
 
 
 def load_picture(result: RunResult, steady: Window | None) -> Picture:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from headway.bench.measures.server_metrics import over_time
 from headway.bench.measures.summary import summarise_all
 from headway.bench.record import RunResult
 from headway.bench.report import figures, figures_rates, figures_requests, figures_time, pictures
@@ -106,6 +107,22 @@ def test_many_requests_do_not_make_a_large_file() -> None:
     ):
         figure.set_layout_engine("none")
         assert len(style.to_svg(figure)) < 200_000
+
+
+def test_a_server_s_gauges_are_shown_as_far_as_it_has_them() -> None:
+    run = usual()[0]
+    gauges = [(1.0, {"running": 2.0, "waiting": 0.0}), (2.0, {"waiting": 3.0, "kv_cache_usage": 0.5}), (3.0, {})]
+    run.server = {"metrics": over_time(gauges)}
+    (picture,) = pictures.server_pictures(run)
+    assert "50 % of its KV cache in use on average" in picture.caption
+    above, below = picture.figure.axes
+    assert {line.get_label() for line in above.get_lines()} == {"running", "waiting"}
+    assert [line.get_label() for line in below.get_lines()] == ["KV cache"]
+    check_axes(picture.figure)
+    picture.figure.set_layout_engine("none")
+    assert not re.search(r"\b(nan|NaN|inf)\b", style.to_svg(picture.figure, picture.name))
+    run.server = {}
+    assert pictures.server_pictures(run) == []
 
 
 def test_lag_keeps_its_peaks() -> None:
