@@ -17,13 +17,14 @@ import numpy as np
 from rich.console import Console
 
 from headway.bench.errors import BenchError
-from headway.bench.interrupts import interrupts, unless_stopped
+from headway.bench.interrupts import Interrupted, interrupts, unless_stopped
 from headway.bench.measures.compare import Difference, compare
 from headway.bench.measures.latencies import Latencies
 from headway.bench.measures.throughput import whole_run_rates
 from headway.bench.options import Target
 from headway.bench.profile.local_server import LocalServer
 from headway.bench.record import RunResult
+from headway.bench.reporting import INTERRUPTED
 from headway.bench.results import write_json
 from headway.bench.runs import Load, is_made_up, load_of
 from headway.bench.session import Session
@@ -107,7 +108,7 @@ def verdict_of(difference: Difference) -> str:
 
 
 def run_verification(options: VerifyOptions) -> int:
-    """Measure, predict, compare and print. Returns 0 where every median is equivalent, else 1.
+    """Measure, predict, compare and print. Returns 0 where every median is equivalent, else 1; 130 when interrupted.
 
     Raises:
         ValueError: bad input, or a server that does not start or answer; one line.
@@ -120,8 +121,12 @@ def run_verification(options: VerifyOptions) -> int:
     progress = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="headway-verify-") as folder:
         steps = Path(folder) / "steps.jsonl"
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            learning, measured = runner.run(_measure(options, load, steps, progress))
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                learning, measured = runner.run(_measure(options, load, steps, progress))
+        except (Interrupted, asyncio.CancelledError):
+            progress.print("Stopped: nothing was compared.")
+            return INTERRUPTED
         recording = read_recordings(steps)[-1]
     with progress.status("Simulating ..."):
         predicted = predict(recording, learning, measured)
@@ -174,7 +179,7 @@ async def _run(session: Session, load: Load, stop: asyncio.Event) -> Measured:
         stop=stop,
     )
     if stop.is_set():
-        raise BenchError("stopped; nothing was compared")
+        raise Interrupted
     if not any(record.ok for record in result.records):
         raise BenchError("the server answered no request; there is nothing to compare")
     return Measured(load, result)
