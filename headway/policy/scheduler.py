@@ -233,15 +233,15 @@ class Scheduler(Sequences):
         """
         if self.waiting.first_key() > self._running_ranks().last or (self.slo is not None and not outlook.urgent):
             return
-        order = self.orders.admission
+        order, last = self.orders.admission, self._running_ranks().last
         seats, promised = self.config.max_num_seqs - len(self.running), 0
+        last_first = sorted(self.running, key=self.orders.victims, reverse=True)
         for candidate in self._candidates():
-            if order(candidate) > self._running_ranks().last:
+            if order(candidate) > last:
                 return
             if not self._may_start(candidate, len(self.running) - 1):
                 return
             missing = self.block_manager.wanted(candidate) + self._spare + promised - self.blocks.num_free
-            last_first = sorted(self.running, key=self.orders.victims, reverse=True)
             victims = victims_for(candidate, last_first, self.orders, seats, missing, self.blocks.references)
             if victims is None:
                 return
@@ -250,6 +250,7 @@ class Scheduler(Sequences):
                     outlook.left_out.remove(victim)
                 victim.displacements += 1
                 self._preempt(victim, plan, now)
+            last_first = [sequence for sequence in last_first if sequence.status is Status.RUNNING]
             seats += len(victims) - 1
             promised += self.block_manager.wanted(candidate)
 
