@@ -178,6 +178,8 @@ class SloPolicy:
         first = self._starved
         if first is None or first.status is Status.FINISHED or first.is_decoding:
             return outlook.slack_ns
+        if first.status is Status.WAITING and self.shares.running.total() >= self._config.max_num_seqs:
+            return outlook.slack_ns
         block = self._step_time.prefill_ns(self._blocks.block_size, first.num_computed)
         return max(outlook.slack_ns, self._step_time.predict_ns(decodes) + block)
 

@@ -7,6 +7,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -347,11 +348,14 @@ class Simulation:
         if not prompts or not self.chunked or not step_time.is_trained:
             return
         if self.policy == "slo" and (slack_ns := self.scheduler.decisions[-1].slack_ns) < math.inf:
-            within = step_time.predict_ns(work_of(items)) <= max(slack_ns, 0.0) * (1 + 1e-9)
             decodes = [item for item in items if item.decoding]
+            allowed = max(slack_ns, step_time.predict_ns(work_of(decodes)))
+            starved = [sequence for sequence in self.scheduler.running if sequence.has_starved]
+            allowed += sum(step_time.prefill_ns(self.block_size, sequence.num_computed) for sequence in starved)
+            within = step_time.predict_ns(work_of(items)) <= allowed * (1 + 1e-9)
             assert within or not decodes or sum(item.num_tokens for item in prompts) <= self.block_size
             return
-        waiting = [item for item in items if item.decoding] or prompts[:1]
+        waiting = list(takewhile(lambda item: item.decoding, items)) or prompts[:1]  # later ones were admitted
         added = [item for item in prompts if item is not waiting[0]]
         stall = sum(step_time.prefill_ns(item.num_tokens, item.start, bool(item.logit_rows)) for item in added)
         allowed = max(self.max_prefill_stall_ms * 1e6, step_time.predict_ns(work_of(waiting)))
