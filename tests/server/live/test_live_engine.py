@@ -260,8 +260,14 @@ def test_killed_engine_goes_on_with_its_streams(live: Live) -> None:
     talkers = [threading.Thread(target=talk, args=(number,)) for number in range(32)]
     for talker in talkers:
         talker.start()
+    engine = live.engine_process()
+    while begun.n_waiting < 32:  # a few steps at a time: none must end before all have begun, however busy the machine
+        engine.resume()
+        time.sleep(0.02)
+        engine.suspend()
+        time.sleep(0.05)
     begun.wait(60)
-    os.kill(live.engine_process().pid, signal.SIGKILL)
+    engine.kill()
     eventually(lambda: live.http.get("/health").status_code == 503)
     refused = live.http.post("/v1/completions", json={"prompt": "x"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_loading")
