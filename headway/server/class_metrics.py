@@ -88,7 +88,7 @@ class ClassMetrics:
         self._refused.labels(**self.labels_of(service_class), reason=reason).inc()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _ClassGauges:
     """What the engine last said, read when it is scraped."""
 
