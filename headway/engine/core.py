@@ -154,6 +154,13 @@ class EngineCore:
         stats = self._stats(elapsed, num_tokens, prompt_tokens)
         stats.generation_tokens = sum([len(new) for _, new in changed])
         stats.scheduled_sequences = len(plan.scheduled)
+        decision = self.scheduler.decisions[-1]
+        stats.predicted_ns, stats.forward_ns, stats.left_out = (
+            decision.predicted_ns,
+            decision.took_ns,
+            decision.left_out,
+        )
+        stats.slack_ns = max(1.0, decision.slack_ns) if decision.tightest else 0.0
         return EngineOutputs(outputs, stats, self._clock())
 
     def _prompt_tokens(self, plan: StepPlan) -> int:
@@ -243,6 +250,9 @@ class EngineCore:
         )
         counted.prefix_cache_queries, counted.prefix_cache_hits = prefix.queries, prefix.hits
         counted.preemptions = scheduler.num_preemptions
+        if scheduler.slo is not None:
+            opened = scheduler.slo.window.num_opened
+            stats.windows, counted.windows = opened - counted.windows, opened
         return stats
 
     def check(self) -> None:

@@ -161,6 +161,11 @@ class EngineStats(_Message):
     received: int = 0  # requests that have reached the engine since its start
     stall_ns: dict[str, int] = {}  # cause -> nanoseconds of all sequences of this step
     scheduled_sequences: int = 0
+    predicted_ns: float = 0.0  # of the step's forward pass; 0 where nothing is predicted as yet
+    forward_ns: int = 0  # what that took
+    slack_ns: float = 0.0  # that promised tokens had left when the step was decided; 0 where none is promised
+    left_out: int = 0  # decoding sequences without a promise that got no token
+    windows: int = 0  # opened, to wait for company
     running_of_class: dict[str, int] = {}
     waiting_of_class: dict[str, int] = {}
 

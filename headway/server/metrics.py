@@ -21,6 +21,7 @@ FINE_SECONDS = tuple(round(m * 10.0**e, 7) for e in range(-5, 2) for m in (1, 1.
 SECONDS = tuple(bound for bound in FINE_SECONDS if bound >= 1e-3)
 TOKENS = tuple(2.0**e for e in range(18))
 SEQUENCES = TOKENS[:13]
+RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 4.0)
 LABELS = ("model_name", "engine")
 NS = 1e-9
 _REFUSALS = (403, 429, 503)
@@ -102,12 +103,25 @@ class Metrics:
             "prefix_cache_queries": self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache."),
             "prefix_cache_hits": self._counter("prefix_cache_hits", "Prompt tokens found in the cache."),
             "preemptions": self._counter("num_preemptions", "Sequences put out of the batch for want of blocks."),
+            "left_out": self._counter(
+                "tokens_left_out", "Tokens that decoding without a promise did not get in a step."
+            ),
+            "windows": self._counter("batching_windows", "Times that an idle engine waited for company."),
         }
         self._iteration_tokens = self._histogram("iteration_tokens_total", "Tokens computed by a step.", TOKENS)
         self._iteration_sequences = self._histogram("iteration_sequences", "Choices in a step.", SEQUENCES)
         self._step_seconds = self._histogram("step_duration_seconds", "Duration of an engine step.", FINE_SECONDS)
         self._decode_step_seconds = self._histogram(
             "decode_step_duration_seconds", "Duration of an engine step without prompts.", FINE_SECONDS
+        )
+        self._chunk_tokens = self._histogram("step_prompt_tokens", "Prompt tokens of a step that has some.", TOKENS)
+        self._slack_seconds = self._histogram(
+            "step_slack_seconds", "Time until the tightest promised token is due, as a step begins.", FINE_SECONDS
+        )
+        self._overrun = self._histogram(
+            "step_time_measured_to_predicted_ratio",
+            "Measured time of a forward pass, as a multiple of predicted.",
+            RATIOS,
         )
         self._stall = Counter(
             f"{self._prefix}stall_seconds",
@@ -160,6 +174,12 @@ class Metrics:
             self._step_seconds.observe(stats.step_ns * NS)
             if not stats.prompt_tokens and stats.scheduled_tokens == stats.scheduled_sequences:
                 self._decode_step_seconds.observe(stats.step_ns * NS)
+        if stats.prompt_tokens:
+            self._chunk_tokens.observe(stats.prompt_tokens)
+        if stats.slack_ns:
+            self._slack_seconds.observe(stats.slack_ns * NS)
+        if stats.predicted_ns and stats.forward_ns:
+            self._overrun.observe(stats.forward_ns / stats.predicted_ns)
         for cause, length in stats.stall_ns.items():
             self._stall.labels(*self._labels, cause).inc(length * NS)
 

@@ -120,8 +120,10 @@ def test_steps_are_resolved_to_microseconds_and_decodes_told_from_prompts(
         EngineStats(2, 0, 0.0, step_ns=20_000, scheduled_tokens=2, scheduled_sequences=2),  # two decode
         EngineStats(2, 0, 0.0, step_ns=9_000_000, prompt_tokens=30, scheduled_tokens=31, scheduled_sequences=2),
         EngineStats(1, 0, 0.0, step_ns=8_000_000, scheduled_tokens=30, scheduled_sequences=1),  # computed again
-        EngineStats(0, 0, 0.0),
+        EngineStats(0, 0, 0.0, windows=2),
     ]
+    steps[1].predicted_ns, steps[1].forward_ns = 8e6, 10_000_000
+    steps[1].slack_ns, steps[1].left_out = 5e6, 3
     for stats in steps:
         server.service.metrics.on_step(stats)
     found = samples(server)
@@ -130,6 +132,10 @@ def test_steps_are_resolved_to_microseconds_and_decodes_told_from_prompts(
     assert found["headway:decode_step_duration_seconds_count"] == 1
     assert found["headway:decode_step_duration_seconds_bucket 2e-05"] == 1
     assert found["headway:decode_step_duration_seconds_bucket 1.5e-05"] == 0
+    assert found["headway:step_prompt_tokens_sum"] == 30 and found["headway:step_prompt_tokens_count"] == 1
+    assert found["headway:step_slack_seconds_sum"] == 0.005
+    assert found["headway:step_time_measured_to_predicted_ratio_sum"] == 1.25
+    assert (found["headway:tokens_left_out_total"], found["headway:batching_windows_total"]) == (3, 2)
 
 
 @pytest.mark.parametrize("stream", [True, False])
