@@ -214,6 +214,7 @@ def two_sides(headway: CommandLine, scripted: ScriptedServer) -> tuple[list[Path
     return sides[0], sides[1]
 
 
+@pytest.mark.quiet
 def test_comparisons(headway: CommandLine, two_sides: tuple[list[Path], list[Path]], tmp_path: Path) -> None:
     fast, slow = two_sides
     ran = headway("bench", "--compare", fast[0], slow[0], results=False)

@@ -330,7 +330,17 @@ def test_engine_that_cannot_start_ends_the_server(folder: Path) -> None:
 
 
 def test_who_waits_too_long_is_ended(folder: Path) -> None:
-    server = Live(folder, "--max-num-seqs", "1", "--max-queue-time", "0.6", "--max-num-queued-reqs", "9")
+    server = Live(
+        folder,
+        "--max-num-seqs",
+        "1",
+        "--max-queue-time",
+        "0.6",
+        "--max-num-queued-reqs",
+        "9",
+        "--scheduling-policy",
+        "fcfs",
+    )
     try:
         eventually(server.is_ready, 90)
         long = server.stream(prompt="x", max_tokens=500, n=8, **GREEDY)  # one after the other
