@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from numba import cfunc, njit, types
+from llvmlite.binding import Linkage
+from numba import njit, types
 from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.sigutils import normalize_signature
 
 _held: set[Path] = set()
 
@@ -77,11 +80,39 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
+class _Callback(CFunc):
+    """A callback that calls its own copies of the functions that it uses.
+
+    Numba optimises a function alone, and again within each that calls it, so copies can differ in the order of sums.
+    All have one name, and of a name LLVM takes the code that it met first: results would depend on what the process has
+    compiled or loaded before.
+    """
+
+    def _compile_uncached(self) -> Any:
+        result = super()._compile_uncached()  # type: ignore[misc]
+        library = result.library
+        finish = library._finalize_final_module
+
+        def finish_privately() -> None:
+            for function in library._final_module.functions:
+                if function.linkage == Linkage.linkonce_odr:
+                    function.linkage = Linkage.internal
+            finish()
+
+        library._finalize_final_module = finish_privately
+        return result
+
+
 def compiled_callback(function: Callable[[int], None]) -> Any:
     """Compile a function of one address for callers that know its own, kept on disk as `compiled` does."""
     lock = _lock_of(function)
+    options = {"nopython": True, "error_model": "numpy"}
+    callback = _Callback(function, normalize_signature("void(int64)"), locals={}, options=options)
     with alone(lock) if lock is not None else contextlib.nullcontext():
-        return cfunc("void(int64)", nopython=True, cache=lock is not None, error_model="numpy")(function)
+        if lock is not None:
+            callback.enable_caching()
+        callback.compile()
+    return callback
 
 
 def _lock_of(function: Callable[..., Any]) -> Path | None:

@@ -61,13 +61,6 @@ async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
         yield client
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def another(client: EngineClient, tmp_path: Path) -> AsyncIterator[EngineClient]:
-    """That has loaded what `client`'s engine may have compiled: the last bit of a logit can differ between the two."""
-    async with running(tmp_path) as started:
-        yield started
-
-
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often engines have died in the tests before."""
@@ -192,43 +185,42 @@ def check_as_if_nothing_had_happened(found: Choices, expected: Choices, requests
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def expected(client: EngineClient, tmp_path_factory: pytest.TempPathFactory) -> Choices:
-    """Each request of the crowd on its own, by an engine such as `another`."""
+async def expected(client: EngineClient) -> Choices:
+    """Each request of the crowd on its own."""
     everything: Choices = {}
-    async with running(tmp_path_factory.mktemp("alone")) as engine:
-        for number, one in enumerate(crowd("alone")):
-            found = await ask_all(engine, [one])
-            everything |= {(number, index): outputs for (_, index), outputs in found.items()}
+    for number, one in enumerate(crowd("alone")):
+        found = await ask_all(client, [one])
+        everything |= {(number, index): outputs for (_, index), outputs in found.items()}
     return everything
 
 
-async def test_requests_go_on_when_the_engine_is_killed(another: EngineClient, expected: Choices) -> None:
-    another.set_classes(ClassTable((ServiceClass(name="any"), ServiceClass(name="hasty", queue_timeout_s=1e-9))))
-    restarts, requests = another.restarts, crowd("killed")
-    leaver = another.generate(request("leaver", max_tokens=4000))
+async def test_requests_go_on_when_the_engine_is_killed(client: EngineClient, expected: Choices) -> None:
+    client.set_classes(ClassTable((ServiceClass(name="any"), ServiceClass(name="hasty", queue_timeout_s=1e-9))))
+    restarts, requests = client.restarts, crowd("killed")
+    leaver = client.generate(request("leaver", max_tokens=4000))
     await anext(leaver)
-    answers = asyncio.create_task(ask_all(another, requests))
-    while another.stats is None or another.stats.num_running < 20:
+    answers = asyncio.create_task(ask_all(client, requests))
+    while client.stats is None or client.stats.num_running < 20:
         await asyncio.sleep(0)
-    assert another.pid is not None
-    os.kill(another.pid, signal.SIGKILL)
-    while another.state == "ready":
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    while client.state == "ready":
         await asyncio.sleep(0.001)
-    assert (another.state, another.stats) == ("loading", None)
+    assert (client.state, client.stats) == ("loading", None)
     with pytest.raises(EngineDead, match="loading"):
-        await collect(another.generate(request("too early")))
+        await collect(client.generate(request("too early")))
     with pytest.raises(EngineDead, match="the engine process died"):
-        await another.explain(1)
-    another.abort("leaver", 0)  # as for a stop string
+        await client.explain(1)
+    client.abort("leaver", 0)  # as for a stop string
     assert [o.finish_reason for o in await collect(leaver)][-1] == "abort"
     await answers
-    await check_classes(another)
-    await check_explained(another)
+    await check_classes(client)
+    await check_explained(client)
     check_as_if_nothing_had_happened(answers.result(), expected, requests)
     phases = [outputs[-1].timings.phases_ns for outputs in answers.result().values() if outputs[-1].timings]
     assert all({"engine_lost", "engine_restart"} <= of_one.keys() for of_one in phases)
-    assert another.restarts == restarts + 1
-    assert (await until_idle(another)).num_waiting == another.num_waiting == 0
+    assert client.restarts == restarts + 1
+    assert (await until_idle(client)).num_waiting == client.num_waiting == 0
 
 
 async def check_explained(client: EngineClient) -> None:

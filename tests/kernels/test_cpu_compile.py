@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import headway
-from headway.kernels.cpu_compile import alone, drop_stale_code
+from headway.kernels import cpu_compile
+from headway.kernels.cpu_compile import alone, compiled, compiled_callback, drop_stale_code
 
 # Each line of input calls the function with those numbers; says how often code was compiled, not loaded, and the sum.
 KERNEL = """
@@ -84,3 +86,19 @@ def test_a_lock_is_let_go_of_whatever_happens_and_may_be_taken_again_inside(tmp_
     (tmp_path / "file").write_text("")
     with alone(tmp_path / "file" / "f.lock"):
         pass
+
+
+def test_a_callback_uses_no_code_that_another_can_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what its functions were compiled to alone, nor what another callback has made of them."""
+    monkeypatch.setattr(cpu_compile, "_lock_of", lambda function: None)  # loaded code could not be looked into
+
+    @compiled()
+    def fibonacci(n: int) -> int:  # calls itself, so that a call is left
+        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+    def callback(address: int) -> None:
+        fibonacci(address)
+        fibonacci(address + 1)
+
+    linkages = re.findall(r"^define (\w+).*fibonacci", compiled_callback(callback).inspect_llvm(), re.MULTILINE)
+    assert linkages == ["internal"]
