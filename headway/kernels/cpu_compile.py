@@ -90,16 +90,16 @@ class _Callback(CFunc):
 
     def _compile_uncached(self) -> Any:
         result = super()._compile_uncached()  # type: ignore[misc]
-        library = result.library
-        finish = library._finalize_final_module
+        code = result.library
+        finish = code._finalize_final_module
 
         def finish_privately() -> None:
-            for function in library._final_module.functions:
+            for function in code._final_module.functions:
                 if function.linkage == Linkage.linkonce_odr:
                     function.linkage = Linkage.internal
             finish()
 
-        library._finalize_final_module = finish_privately
+        code._finalize_final_module = finish_privately
         return result
 
 

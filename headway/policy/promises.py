@@ -242,11 +242,7 @@ class Promises:
     def begins(self, sequence: Sequence) -> None:
         """Note that a sequence runs now."""
         if is_promised(sequence):
-            beside = self._beside
-            beside.count += 1
-            beside.context += len(sequence.tokens)
-            if sequence.tpot_ns >= beside.least_tpot_ns:
-                beside.tpot_ns = min(beside.tpot_ns, sequence.tpot_ns)
+            self._beside.add(sequence)
 
     def has_room_for(self, newcomer: Sequence) -> bool:
         """Whether all promised tokens can be in time when a newcomer decodes beside the running sequences."""
