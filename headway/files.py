@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ _LONGEST_NAME = 200  # of a draft, before what makes it unique: file systems all
 def write_files(contents: Mapping[Path, bytes]) -> None:
     """Write files into folders that are there: all of them, or none where one cannot be written.
 
-    They take their places in this order, when all are on the disk.
+    They take their places in this order, when all are on the disk. Where there was a file, its permissions stay.
 
     Raises:
         OSError: with the name of the file that cannot be written.
@@ -24,6 +25,8 @@ def write_files(contents: Mapping[Path, bytes]) -> None:
     try:
         for path, content in contents.items():
             with open(drafts[path], "xb") as file:
+                if path.exists():
+                    shutil.copymode(path, drafts[path])
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())

@@ -83,6 +83,7 @@ ROOMS = {
             "policy",
             "choices",
             "class_file",
+            "tenant_file",
             "engine.client",
             "engine.messages",
             "engine.config",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from pathlib import Path
 
 import pytest
 
-from headway.class_file import KeyClasses, read_class_file
+from headway.class_file import read_class_file
 
 GOOD = """\
 default = "chat"
@@ -31,19 +30,13 @@ when_late = "refuse"
 [[class]]
 name = "night"
 seats = 0.5
-
-[[key]]
-sha256 = "{key}"
-default = "night"
-best = "night"
 """
-DIGEST = hashlib.sha256(b"sk-night")
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "classes.toml"
-    path.write_text(GOOD.format(key=DIGEST.hexdigest()))
+    path.write_text(GOOD)
     return path
 
 
@@ -55,7 +48,6 @@ def test_what_a_file_says(file: Path) -> None:
     assert night.ttft_ms == math.inf
     assert found.table.default_class is chat
     assert [found.table.of_tier(tier) for tier in ("priority", "auto", "flex")] == [chat, chat, night]
-    assert found.keys == {DIGEST.digest(): KeyClasses("night", "night")}
 
 
 def test_the_example_of_the_docs(file: Path) -> None:
@@ -63,7 +55,6 @@ def test_the_example_of_the_docs(file: Path) -> None:
     file.write_text(docs.read_text().split("```toml\n")[1].split("```")[0])
     found = read_class_file(str(file))
     assert [each.name for each in found.table] == ["chat", "night"]
-    assert found.keys == {hashlib.sha256(b"sk-example").digest(): KeyClasses("night", "night")}
 
 
 @pytest.mark.parametrize(
@@ -87,12 +78,8 @@ def test_the_example_of_the_docs(file: Path) -> None:
         ('flex = "night"', 'flex = "day"', 5, "flex is 'day', which is no class"),
         ('flex = "night"', 'scale = "night"', 5, "service tier 'scale' is unknown"),
         ('flex = "night"', "flex = 3", 3, "service_tiers must be a table"),
-        ("[service_tiers]", "[tiers]", 3, "'tiers' is unknown; the file has default, service_tiers, class, key"),
+        ("[service_tiers]", "[tiers]", 3, "'tiers' is unknown; the file has default, service_tiers, class"),
         ("seats = 0.5", "seats : 0.5", 20, "is not TOML: "),
-        ('best = "night"', 'best = "day"', 25, "best is 'day', which is no class"),
-        ('default = "night"\nbest', 'default = "chat"\nbest', 24, "default is 'chat', more urgent than best, 'night'"),
-        (DIGEST.hexdigest(), "sk-night", 23, "a key has no sha256 of 64 hexadecimal digits"),
-        ('best = "night"', "worst = 1", 25, "'worst' is unknown; a key has sha256, default, best"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(file: Path, written: str, instead: str, line: int, says: str) -> None:
@@ -103,7 +90,6 @@ def test_what_is_wrong_is_named_with_its_line(file: Path, written: str, instead:
         read_class_file(str(file))
     assert says in str(refused.value)
     assert f"line {line}" in str(refused.value)
-    assert "sk-night" not in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

@@ -17,6 +17,7 @@ COMMANDS = {
     "serve": "Serve a model over the OpenAI API.",
     "calibrate": "Measure this machine and what the engine reaches of it, for about a minute, and store it for "
     "`headway plan`.",
+    "keys": "API keys of tenants: add, list, revoke.",
     "bench": "Measure an OpenAI-compatible endpoint, and show where the time goes.",
     "plan": "What a model on hardware takes and gives: memory, TTFT, TPOT, throughput, cost, and what limits them.",
     "simulate": "What clients would see of a model on hardware under a workload, without either.",

@@ -49,6 +49,11 @@ def serve(
         fail(f"--max-queue-time {engine.max_queue_time:g} is no time to wait; it must be more than 0")
     if server.service_classes is not None:
         engine.classes = server.service_classes.table
+    if server.tenants is not None:
+        try:
+            server.tenants.check_classes(engine.classes)
+        except ValueError as error:
+            fail(f"--tenants: {error}")
     engine.model = str(_model_folder(model))
     server.served_model_names = server.served_model_names or [model or f"headway/{STORY.name}"]
     server.priority_allowed = engine.scheduling_policy == "priority"

@@ -13,7 +13,7 @@ from headway.engine.config import EngineConfig
 from headway.policy.request import Request
 from headway.policy.service_class import ClassTable
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True, gc=False):

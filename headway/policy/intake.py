@@ -139,6 +139,7 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
             priority=request.priority,
             arrival_ns=request.arrival_ns,
             service=service,
+            tenant=request.tenant,
             rank=classes.rank(service.name),
             due_ns=due_ns,
             tpot_ns=NEVER if math.isinf(tpot_ms) else round(tpot_ms * 1e6),

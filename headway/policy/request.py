@@ -12,6 +12,7 @@ from headway.policy.kv_blocks import PrefixMatch
 from headway.policy.ledger import Ledger, Phase
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.service_class import BUILT_IN, ServiceClass
+from headway.policy.tenants import DEFAULT_TENANT
 
 NEVER = 2**62  # in nanoseconds: later than anything
 
@@ -56,6 +57,7 @@ class Request(msgspec.Struct, array_like=True, gc=False):
     ttft_ms: float = math.inf  # its own objectives, where they are tighter than those of its class
     tpot_ms: float = math.inf
     way_back_ns: int = 0  # what a token takes from the engine to the API process, in busy times
+    tenant: str = DEFAULT_TENANT  # who it is charged to
 
     @property
     def choices(self) -> list[Resumed]:
@@ -82,6 +84,7 @@ class Sequence:
     priority: int = 0
     arrival_ns: int = 0
     service: ServiceClass = BUILT_IN.default_class
+    tenant: str = DEFAULT_TENANT
     rank: int = 0  # of its class; 0 is the most urgent
     due_ns: int = NEVER  # its first token, by its objective
     tpot_ns: int = NEVER  # most time between two tokens, by its objective

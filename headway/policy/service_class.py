@@ -19,8 +19,8 @@ COUNTS = ("max_queued", "max_prompt_tokens", "max_output_tokens")
 SHARES = ("seats", "tokens", "kv")
 
 
-class InvalidClasses(ValueError):
-    """What is wrong with a class or a table of them.
+class InvalidEntry(ValueError):
+    """What is wrong with an entry of a file of classes or of tenants.
 
     Args:
         path: where, as keys and positions from the outermost one, like ("class", 2, "ttft_ms").
@@ -50,7 +50,7 @@ class ServiceClass:
             those that still can, `refuse` ends it.
 
     Raises:
-        InvalidClasses: naming the key, its value and its limits.
+        InvalidEntry: naming the key, its value and its limits.
     """
 
     name: str
@@ -69,14 +69,14 @@ class ServiceClass:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise InvalidClasses('a class has no name; write name = "..."', "name")
+            raise InvalidEntry('a class has no name; write name = "..."', "name")
         if len(self.name) > LONGEST_NAME or not self.name.isprintable():
-            raise InvalidClasses(f"name is {self.name!r:.80}; give at most {LONGEST_NAME} printable characters", "name")
+            raise InvalidEntry(f"name is {self.name!r:.80}; give at most {LONGEST_NAME} printable characters", "name")
         for key in ("ttft_ms", "tpot_ms"):
             self._check(key, "an objective is more than 0 and at most 1e9 ms", lambda ms: 0 < ms <= MOST_MS, math.inf)
         least, most = self.window_ms
         if not 0 <= least <= most <= 1000:
-            raise InvalidClasses(
+            raise InvalidEntry(
                 f"window_ms is [{least:g}, {most:g}]; give its least and its most, from 0 to 1000 ms", "window_ms"
             )
         for key in SHARES:
@@ -86,12 +86,12 @@ class ServiceClass:
         for key in ("queue_timeout_s", "starvation_s"):
             self._check(key, "it must be more than 0", lambda seconds: seconds > 0)
         if self.when_late not in WHEN_LATE:
-            raise InvalidClasses(f"when_late is {self.when_late!r}; choose one of {', '.join(WHEN_LATE)}", "when_late")
+            raise InvalidEntry(f"when_late is {self.when_late!r}; choose one of {', '.join(WHEN_LATE)}", "when_late")
 
     def _check(self, key: str, rule: str, holds: Callable[[float], bool], allowed: float | None = None) -> None:
         value = getattr(self, key)
         if value != allowed and not holds(value):
-            raise InvalidClasses(f"{key} is {value:g}; {rule}", key)
+            raise InvalidEntry(f"{key} is {value:g}; {rule}", key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class ClassTable:
         service_tiers: name of the class for each of OpenAI's service tiers; `auto` is `default`.
 
     Raises:
-        InvalidClasses: two classes have one name, a name is unknown, or shares add up to the whole or more.
+        InvalidEntry: two classes have one name, a name is unknown, or shares add up to the whole or more.
     """
 
     classes: tuple[ServiceClass, ...]
@@ -114,12 +114,12 @@ class ClassTable:
         names = [each.name for each in self.classes]
         for number, name in enumerate(names):
             if name in names[:number]:
-                raise InvalidClasses(f"two classes are named {name!r}; give each its own name", "class", number, "name")
+                raise InvalidEntry(f"two classes are named {name!r}; give each its own name", "class", number, "name")
         if not names:
-            raise InvalidClasses("there are no classes; write [[class]] once for each", "class")
+            raise InvalidEntry("there are no classes; write [[class]] once for each", "class")
         for tier in self.service_tiers:
             if tier not in SERVICE_TIERS:
-                raise InvalidClasses(
+                raise InvalidEntry(
                     f"service tier {tier!r} is unknown; there are {', '.join(SERVICE_TIERS)}", "service_tiers", tier
                 )
         if self.default:
@@ -132,12 +132,12 @@ class ClassTable:
             if total >= 1:
                 last = max(number for share, number in given if share)
                 message = f"the classes' shares of {key} add up to {total:g}; keep the sum below 1"
-                raise InvalidClasses(message, "class", last, key)
+                raise InvalidEntry(message, "class", last, key)
 
     def _check_name(self, name: str, *path: str | int) -> None:
         if name not in (each.name for each in self.classes):
             known = ", ".join(each.name for each in self.classes)
-            raise InvalidClasses(f"{path[-1]} is {name!r}, which is no class; there are {known}", *path)
+            raise InvalidEntry(f"{path[-1]} is {name!r}, which is no class; there are {known}", *path)
 
     def __iter__(self) -> Iterator[ServiceClass]:
         return iter(self.classes)
@@ -175,26 +175,26 @@ def table_of(content: Mapping[str, Any]) -> ClassTable:
     """The classes that a file describes, as its `default`, `service_tiers` and list of `class`.
 
     Raises:
-        InvalidClasses: a key is unknown, of another type or out of range, or they contradict each other.
+        InvalidEntry: a key is unknown, of another type or out of range, or they contradict each other.
     """
     default, tiers, listed = content.get("default", ""), content.get("service_tiers", {}), content.get("class", [])
     if not isinstance(default, str):
-        raise InvalidClasses(f"default is {default!r}; it must be the name of a class", "default")
+        raise InvalidEntry(f"default is {default!r}; it must be the name of a class", "default")
     if not isinstance(tiers, dict) or not all(isinstance(name, str) for name in tiers.values()):
-        raise InvalidClasses("service_tiers must be a table with a class's name for each tier", "service_tiers")
+        raise InvalidEntry("service_tiers must be a table with a class's name for each tier", "service_tiers")
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
-        raise InvalidClasses("class must be a list; write [[class]] once for each", "class")
+        raise InvalidEntry("class must be a list; write [[class]] once for each", "class")
     classes = []
     for number, keys in enumerate(listed):
         try:
             classes.append(class_of(keys))
-        except InvalidClasses as error:
-            raise InvalidClasses(str(error), "class", number, *error.path) from None
+        except InvalidEntry as error:
+            raise InvalidEntry(str(error), "class", number, *error.path) from None
     return ClassTable(tuple(classes), default, tiers)
 
 
 def class_of(keys: Mapping[str, Any]) -> ServiceClass:
-    """A class from its keys in a file. Raises InvalidClasses: one is unknown, of another type or out of range."""
+    """A class from its keys in a file. Raises InvalidEntry: one is unknown, of another type or out of range."""
     kinds: dict[str, tuple[str, Callable[[Any], bool]]] = {
         each.name: ("a number", _is_number) for each in fields(ServiceClass)
     }
@@ -202,10 +202,10 @@ def class_of(keys: Mapping[str, Any]) -> ServiceClass:
     kinds["window_ms"] = ("a list of two numbers", _is_pair)
     for key, value in keys.items():
         if key not in kinds:
-            raise InvalidClasses(f"{key!r} is unknown; a class has {', '.join(kinds)}", key)
+            raise InvalidEntry(f"{key!r} is unknown; a class has {', '.join(kinds)}", key)
         kind, is_one = kinds[key]
         if not is_one(value):
-            raise InvalidClasses(f"{key} is {value!r}; it must be {kind}", key)
+            raise InvalidEntry(f"{key} is {value!r}; it must be {kind}", key)
     values: dict[str, Any] = {"name": "", **keys}
     if "window_ms" in keys:
         values["window_ms"] = tuple(keys["window_ms"])

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headway.class_file import ClassFile, KeyClasses
-from headway.policy.service_class import BUILT_IN, MOST_MS, ServiceClass
+from headway.policy.service_class import BUILT_IN, MOST_MS, ClassTable, ServiceClass
+from headway.policy.tenants import DEFAULT_TENANT
 from headway.server.errors import ApiError, bad_request
 from headway.server.schemas import GenerationBody
+from headway.tenant_file import Access
 
 CLASS_HEADER = "x-headway-service-class"
 TTFT_HEADER, TPOT_HEADER = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"
 
 
-def key_digest(key: bytes) -> bytes:
-    """The digest that a key is known by."""
-    return hashlib.sha256(key).digest()
-
-
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a request is promised.
+    """What a request is promised, and who it is charged to.
 
     Args:
         service_tier: what OpenAI's clients call the class.
@@ -34,6 +29,7 @@ class Terms:
     service_tier: str = "default"
     ttft_ms: float = math.inf
     tpot_ms: float = math.inf
+    tenant: str = DEFAULT_TENANT
 
     def verdicts(self, ttft_ns: int, tpot_ns: float | None) -> dict[str, bool]:
         """Whether each objective was met; those that there are.
@@ -50,9 +46,9 @@ class Terms:
 
 
 def terms_of(
-    file: ClassFile, key: KeyClasses, body: GenerationBody, headers: Mapping[str, str], ignored: list[str]
+    table: ClassTable, access: Access, body: GenerationBody, headers: Mapping[str, str], ignored: list[str]
 ) -> Terms:
-    """The terms of a request with this key.
+    """The terms of a request with this access.
 
     Args:
         ignored: gets the names of headers that are left aside.
@@ -61,11 +57,11 @@ def terms_of(
         ApiError: 400 when there is no such class, its names contradict each other, or a header is no objective; 403
             when the key may not use the class.
     """
-    service = _class_of(file, key, body, headers, ignored)
-    if key.best and file.table.rank(service.name) < file.table.rank(key.best):
+    service = _class_of(table, access, body, headers, ignored)
+    if access.best and table.rank(service.name) < table.rank(access.best):
         raise ApiError(
             403,
-            f"this API key may use service class {key.best!r} and those below it, and the request is of "
+            f"this API key may use service class {access.best!r} and those below it, and the request is of "
             f"{service.name!r}",
             param="service_class",
             code="service_class_not_allowed",
@@ -74,14 +70,14 @@ def terms_of(
     ttft_ms = _objective(headers, TTFT_HEADER, service.ttft_ms, ignored)
     tpot_ms = _objective(headers, TPOT_HEADER, service.tpot_ms, ignored)
     named = body.service_tier if body.service_tier != "auto" else None
-    return Terms(service, named or file.table.tier_of(service), ttft_ms, tpot_ms)
+    return Terms(service, named or table.tier_of(service), ttft_ms, tpot_ms, access.tenant)
 
 
 def _class_of(
-    file: ClassFile, key: KeyClasses, body: GenerationBody, headers: Mapping[str, str], ignored: list[str]
+    table: ClassTable, access: Access, body: GenerationBody, headers: Mapping[str, str], ignored: list[str]
 ) -> ServiceClass:
     """The class: that of the body, else that of the header, else the key's default."""
-    table, tier, name = file.table, body.service_tier, body.service_class
+    tier, name = body.service_tier, body.service_class
     header = headers.get(CLASS_HEADER)
     where = "service_class"
     if header is not None and (name is not None or tier not in (None, "auto")):
@@ -102,16 +98,15 @@ def _class_of(
                 "service_tier",
             )
         return of_tier
-    return service or _default_of(file, key)
+    return service or _default_of(table, access)
 
 
-def _default_of(file: ClassFile, key: KeyClasses) -> ServiceClass:
+def _default_of(table: ClassTable, access: Access) -> ServiceClass:
     """The class of a request that names none: the table's default, or the best that the key may use."""
-    table = file.table
-    if key.default:
-        return table.named(key.default)
-    above = key.best and table.rank(table.default_class.name) < table.rank(key.best)
-    return table.named(key.best) if above else table.default_class
+    if access.default:
+        return table.named(access.default)
+    above = access.best and table.rank(table.default_class.name) < table.rank(access.best)
+    return table.named(access.best) if above else table.default_class
 
 
 def _objective(headers: Mapping[str, str], name: str, of_class: float, ignored: list[str]) -> float:

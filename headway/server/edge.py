@@ -18,19 +18,18 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from headway.class_file import KeyClasses
-from headway.server.classes import key_digest
 from headway.server.errors import ApiError, internal
 from headway.server.pacing import Pace
 from headway.server.streaming import ABORT_CONNECTION
+from headway.tenant_file import Access, key_digest
 
 ARRIVED = "headway.arrived_ns"
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/openapi.json", "/docs", "/redoc"})
 MAX_ID_LENGTH = 128
 # Known, but without effect so far. llm-d's router sets them on all traffic, so refusing them would refuse all of it.
 IGNORED_HEADERS = ("x-llm-d-inference-fairness-id",)
-# In a request's scope: names of its headers that were left aside, and what its API key may use.
-IGNORED, KEY_CLASSES = "headway.ignored_headers", "headway.key_classes"
+# In a request's scope: names of its headers that were left aside, and what comes with its API key.
+IGNORED, ACCESS = "headway.ignored_headers", "headway.access"
 logger = logging.getLogger("headway.server")
 
 
@@ -150,7 +149,7 @@ class Edge:
         keys: the API keys that it accepts, by their digests; without any it is open.
     """
 
-    def __init__(self, app: ASGIApp, keys: Callable[[], Mapping[bytes, KeyClasses]], pace: Pace) -> None:
+    def __init__(self, app: ASGIApp, keys: Callable[[], Mapping[bytes, Access]], pace: Pace) -> None:
         self._app = app
         self._pace = pace
         self._keys = keys
@@ -177,8 +176,8 @@ class Edge:
                     answer["x-headway-ignored-headers"] = ", ".join(ignored)
             await send(message)
 
-        scope[KEY_CLASSES] = self._classes_of(headers.get(b"authorization", b""))
-        if scope[KEY_CLASSES] is None and scope["path"] not in OPEN_PATHS:
+        scope[ACCESS] = self._access_of(headers.get(b"authorization", b""))
+        if scope[ACCESS] is None and scope["path"] not in OPEN_PATHS:
             refusal = ApiError(
                 401,
                 "this server needs a valid API key, as Authorization: Bearer KEY",
@@ -196,15 +195,15 @@ class Edge:
                 scope, receive, send_with_id
             )
 
-    def _classes_of(self, authorization: bytes) -> KeyClasses | None:
-        """The classes that the key may use; None when a key is needed and this is not one."""
+    def _access_of(self, authorization: bytes) -> Access | None:
+        """What comes with the key; None when a key is needed and this is not one."""
         keys = self._keys()
         if not keys:
-            return KeyClasses()
+            return Access()
         scheme, _, key = authorization.partition(b" ")
         given = key_digest(key.strip())
         # Every key is compared, so that the time it takes tells nothing.
-        matches = [classes for known, classes in keys.items() if hmac.compare_digest(given, known)]
+        matches = [access for known, access in keys.items() if hmac.compare_digest(given, known)]
         return matches[0] if matches and scheme.lower() == b"bearer" else None
 
 

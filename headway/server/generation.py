@@ -80,6 +80,7 @@ class Generation:
                 service_class=terms.service.name,
                 ttft_ms=terms.ttft_ms,
                 tpot_ms=terms.tpot_ms,
+                tenant=terms.tenant,
             )
             self._requests.append(request)
             for index in range(one.n):

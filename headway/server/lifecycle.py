@@ -195,7 +195,7 @@ def run_server(
 ) -> None:
     """Serve until a signal says stop. The port answers, with 503, while the engine loads.
 
-    SIGHUP has the file of service classes read again, where there is one.
+    SIGHUP has the files of service classes and of tenants read again, where there are any.
 
     Raises:
         StartupError: the port can't be had, or the engine could not start.
@@ -206,8 +206,8 @@ def run_server(
     server = Server(app, settings)
 
     async def serve() -> None:
-        if settings.service_classes is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.service.reload_classes)
+        if settings.service_classes is not None or settings.tenants is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.service.reload_files)
         watching = asyncio.create_task(server.watch_startup(on_ready, _url(listener)))
         try:
             await server.serve(sockets=[listener])

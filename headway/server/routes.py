@@ -20,7 +20,7 @@ from headway.server.answers import Answer
 from headway.server.chat import ChatAnswer
 from headway.server.classes import Terms, terms_of
 from headway.server.completions import CompletionAnswer
-from headway.server.edge import ARRIVED, IGNORED, KEY_CLASSES
+from headway.server.edge import ACCESS, ARRIVED, IGNORED
 from headway.server.errors import bad_request, unavailable
 from headway.server.generation import Generation, clock
 from headway.server.metrics import CONTENT_TYPE
@@ -161,7 +161,7 @@ class Routes:
             raise bad_request("stream_options needs stream to be true", "stream_options")
         scope = request.scope
         with service.counting_refusals():
-            terms = terms_of(service.classes, scope[KEY_CLASSES], body, request.headers, scope[IGNORED])
+            terms = terms_of(service.classes.table, scope[ACCESS], body, request.headers, scope[IGNORED])
         with service.counting_refusals(terms.service.name):
             place = service.admit(self._num_choices(body), terms.service)
         service.begin()

@@ -9,13 +9,12 @@ import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, Protocol
 
-from headway.class_file import ClassFile, KeyClasses, read_class_file
+from headway.class_file import ClassFile, read_class_file
 from headway.engine.client import EngineClient
 from headway.engine.messages import Ready
 from headway.policy.queue_bound import Place
 from headway.policy.service_class import ServiceClass
 from headway.server.admission import Admission
-from headway.server.classes import key_digest
 from headway.server.errors import ApiError, unavailable
 from headway.server.garbage import FullCollections
 from headway.server.metrics import Metrics
@@ -23,6 +22,7 @@ from headway.server.pacing import READS_PER_TURN, Pace
 from headway.server.parameters import server_defaults
 from headway.server.settings import ServerSettings
 from headway.server.text_work import TextWork
+from headway.tenant_file import Access, TenantFile, key_digest, read_tenant_file
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
 
@@ -58,7 +58,7 @@ class Service:
         self.pace = Pace()
         self.reads = Pace(READS_PER_TURN)
         self.full_collections = FullCollections()
-        self._take_classes(settings.service_classes or ClassFile())
+        self._take_files(settings.service_classes or ClassFile(), settings.tenants or TenantFile())
         self._refusal: ApiError | None = None
         self._idle = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
@@ -66,25 +66,33 @@ class Service:
 
     # --- what may come in ---------------------------------------------------------------------------
 
-    def reload_classes(self) -> None:
-        """Read the file of classes again; where it is wrong all stays as it is, and the log says why."""
+    def reload_files(self) -> None:
+        """Read the files of classes and of tenants again; where one is wrong all stays as it is, as the log says."""
+        classes, tenants = self.classes, self.tenants
         try:
-            file = read_class_file(self.classes.path)
-            if self.keys and not (self.settings.api_keys or file.keys):
-                raise ValueError(f"{file.path} names no key any more, which would let everybody in; restart to do that")
+            if classes.path:
+                classes = read_class_file(classes.path)
+            if tenants.path:
+                tenants = read_tenant_file(tenants.path)
+            tenants.check_classes(classes.table)
+            if self.keys and not (self.settings.api_keys or tenants.keys):
+                raise ValueError(
+                    f"{tenants.path} has no key any more, which would let everybody in; restart to do that"
+                )
         except ValueError as error:
-            logger.error("the service classes stay as they are: %s", error)
+            logger.error("classes and tenants stay as they are: %s", error)
             return self.metrics.on_reload("failed")
-        self._take_classes(file)
-        self.engine.set_classes(file.table)
-        logger.info("service classes are now %s", ", ".join(each.name for each in file.table))
+        self._take_files(classes, tenants)
+        self.engine.set_classes(classes.table)
+        names = ", ".join(each.name for each in classes.table)
+        logger.info("service classes are now %s; there are %d API keys", names, len(self.keys))
         self.metrics.on_reload("done")
 
-    def _take_classes(self, file: ClassFile) -> None:
-        self.classes = file
-        self.keys = {key_digest(key.encode()): KeyClasses() for key in self.settings.api_keys} | file.keys
-        self.admission.queues.set_classes(file.table)
-        self.metrics.by_class.set_classes(file.table)
+    def _take_files(self, classes: ClassFile, tenants: TenantFile) -> None:
+        self.classes, self.tenants = classes, tenants
+        self.keys = {key_digest(key.encode()): Access() for key in self.settings.api_keys} | tenants.keys
+        self.admission.queues.set_classes(classes.table)
+        self.metrics.by_class.set_classes(classes.table)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 when `name` is not a model that is served."""

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from headway.class_file import ClassFile, read_class_file
 from headway.flags import Flag, limit, size
+from headway.tenant_file import TenantFile, read_tenant_file
 
 _flag = functools.partial(Flag, panel="Server")
 _size = functools.partial(_flag, parse=size, metavar="SIZE")
@@ -21,7 +22,8 @@ class ServerSettings:
     Args:
         served_model_names: answers have the first.
         service_classes: None has the built-in ones.
-        api_keys: a request needs one of them; without any, it needs none.
+        tenants: None has none.
+        api_keys: a request needs one of them, or one of a tenant; without any, it needs none.
         max_num_queued_reqs, max_num_queued_tokens: infinite for no limit, None suits the engine's size.
         priority_allowed: requests may have a priority, as the engine's policy looks at it.
     """
@@ -43,6 +45,14 @@ class ServerSettings:
         _flag(
             "TOML file with classes of requests and their objectives; SIGHUP reads it again. Default: built in.",
             parse=read_class_file,
+            metavar="FILE",
+        ),
+    ] = None
+    tenants: Annotated[
+        TenantFile | None,
+        _flag(
+            "TOML file with tenants, their limits and their API keys; SIGHUP reads it again.",
+            parse=read_tenant_file,
             metavar="FILE",
         ),
     ] = None

@@ -15,17 +15,19 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headway.class_file import ClassFile, KeyClasses, read_class_file
+from headway.class_file import read_class_file
+from headway.policy.service_class import BUILT_IN
 from headway.server.app import create_app
 from headway.server.classes import terms_of
 from headway.server.schemas import CompletionBody
+from headway.tenant_file import Access, read_tenant_file
 from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually, settings
 from tests.server.test_limits import parked
 
 NIGHT, DAY, ANY = "sk-night", "sk-day", "sk-any"
-FILE = f"""
+FILE = """
 default = "chat"
 
 [service_tiers]
@@ -46,7 +48,8 @@ name = "night"
 max_queued = 2
 max_prompt_tokens = 50
 max_output_tokens = 20
-
+"""
+TENANTS = f"""
 [[key]]
 sha256 = "{hashlib.sha256(NIGHT.encode()).hexdigest()}"
 best = "night"
@@ -58,12 +61,18 @@ best = "chat"
 """
 
 
+def files_in(folder: Path) -> dict[str, Any]:
+    """The settings of a server with both files."""
+    (folder / "classes.toml").write_text(FILE)
+    (folder / "tenants.toml").write_text(TENANTS)
+    tenants = read_tenant_file(str(folder / "tenants.toml"))
+    return {"service_classes": read_class_file(str(folder / "classes.toml")), "tenants": tenants}
+
+
 @pytest.fixture(scope="module")
 def classed_server(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    path = tmp_path_factory.mktemp("classes") / "classes.toml"
-    path.write_text(FILE)
     server = LiveServer(
-        FakeEngine(tokenizer), tokenizer, service_classes=read_class_file(str(path)), api_keys=[ANY]
+        FakeEngine(tokenizer), tokenizer, **files_in(tmp_path_factory.mktemp("classes")), api_keys=[ANY]
     ).start()
     yield server
     server.stop()
@@ -128,7 +137,7 @@ def test_how_a_request_names_its_class(
     ],
 )
 def test_the_tier_of_an_answer_is_the_one_that_was_asked_for(body: dict[str, Any], name: str, tier: str) -> None:
-    terms = terms_of(ClassFile(), KeyClasses(), CompletionBody(prompt="x", **body), {}, [])
+    terms = terms_of(BUILT_IN, Access(), CompletionBody(prompt="x", **body), {}, [])
     assert (terms.service.name, terms.service_tier) == (name, tier)
 
 
@@ -323,17 +332,21 @@ def test_the_last_steps_in_words(server: LiveServer) -> None:
 def test_a_file_that_would_let_everybody_in_is_not_taken(
     tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "classes.toml"
-    path.write_text(FILE)
     engine = FakeEngine(tokenizer)
-    service = create_app(engine, tokenizer, settings(service_classes=read_class_file(str(path)))).state.service
+    service = create_app(engine, tokenizer, settings(**files_in(tmp_path))).state.service
+    path, tenants = tmp_path / "classes.toml", tmp_path / "tenants.toml"
     monkeypatch.setattr("headway.server.service.logger", logging.getLogger("classes"))
-    path.write_text(FILE.split("[[key]]")[0])
-    service.reload_classes()
+    tenants.write_text("")
+    service.reload_files()
     assert len(service.keys) == 2
-    assert "names no key any more, which would let everybody in" in caplog.text
+    assert "has no key any more, which would let everybody in" in caplog.text
+    tenants.write_text(TENANTS)
     path.write_text(FILE.replace("max_queued = 2", "max_queued = 3").replace("chat", "talk"))
-    service.reload_classes()
+    service.reload_files()
+    assert f"{tenants}, line 9: best is 'chat', which is no class; there are voice, talk, night" in caplog.text
+    assert service.admission.queues.of_class["night"].limits.choices == 2
+    tenants.write_text(TENANTS.replace("chat", "talk"))
+    service.reload_files()
     assert service.admission.queues.of_class["night"].limits.choices == 3
     assert [each.name for each in engine.classes] == [each.name for each in service.classes.table]
     assert engine.classes.default == "talk"

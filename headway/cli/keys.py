@@ -1,0 +1,110 @@
+"""`headway keys`: the API keys in a file of tenants."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headway.cli.commands import fail
+from headway.files import write_files
+from headway.tenant_file import Access, TenantFile, key_digest, parse_tenant_file, read_tenant_file
+
+PREFIX = "sk-hw-"
+SHOWN_DIGITS = 12  # of a key's SHA-256, by which it is listed
+_LEAST_DIGITS = 6
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="API keys of tenants: add, list, revoke.")
+
+_File = Annotated[Path, typer.Argument(help="The TOML file of headway serve --tenants.", metavar="FILE")]
+
+
+@app.command()
+def add(
+    path: _File,
+    tenant: Annotated[str, typer.Argument(help="Whose key it is.", metavar="TENANT")],
+    new_tenant: Annotated[
+        bool, typer.Option("--new-tenant", help="Add the tenant, too, without limits; and the file.")
+    ] = False,
+    default: Annotated[str, typer.Option(help="Class of requests that name none.")] = "",
+    best: Annotated[str, typer.Option(help="Most urgent class that requests may name.")] = "",
+    note: Annotated[str, typer.Option(help="Anything that says later which key this is.")] = "",
+) -> None:
+    """Make a key, print it, and write its SHA-256 to the file. The key itself is kept nowhere."""
+    key = PREFIX + secrets.token_urlsafe(32)
+    created = datetime.datetime.now(datetime.UTC).date().isoformat()
+    with _editing(path, may_be_new=new_tenant) as file:
+        changed = file.with_key(key, Access(tenant, default, best, created, note), new_tenant)
+        write_files({path.resolve(): changed.text.encode()})
+    print(key)
+    _tell("a running server takes the key after SIGHUP; it is not shown again")
+
+
+@app.command("list")
+def list_keys(path: _File) -> None:
+    """Print the keys: the first digits of the SHA-256, tenant, date, classes, note."""
+    with _one_line():
+        file = read_tenant_file(str(path))
+    rows = [
+        (digest.hex()[:SHOWN_DIGITS], access.tenant, access.created, access.default, access.best, access.note)
+        for digest, access in file.keys.items()
+    ]
+    heading = ("KEY", "TENANT", "CREATED", "DEFAULT", "BEST", "NOTE")
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    for row in (heading, *rows):
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+@app.command()
+def revoke(
+    path: _File,
+    key: Annotated[str, typer.Argument(help="The key, or first digits of its SHA-256 as listed.", metavar="KEY")],
+) -> None:
+    """Take a key out of the file."""
+    with _editing(path) as file:
+        digest = _find(file, key)
+        write_files({path.resolve(): file.without_key(digest).text.encode()})
+    _tell(f"revoked {digest.hex()[:SHOWN_DIGITS]}; a running server forgets it after SIGHUP")
+
+
+def _find(file: TenantFile, key: str) -> bytes:
+    whole = key_digest(key.encode())
+    if whole in file.keys:
+        return whole
+    found = [digest for digest in file.keys if digest.hex().startswith(key.lower())]
+    if len(key) < _LEAST_DIGITS or len(found) != 1:  # it may be a whole key, which no terminal should show again
+        raise ValueError(
+            f"{len(found)} keys of {file.path} begin like this; give the key, or at least {_LEAST_DIGITS} digits of "
+            "one as headway keys list shows them"
+        )
+    return found[0]
+
+
+@contextlib.contextmanager
+def _editing(path: Path, may_be_new: bool = False) -> Iterator[TenantFile]:
+    """The file, which nobody else edits meanwhile. What is wrong with it or the edit is one line."""
+    with _one_line(), open(path.resolve().with_name(f".{path.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        is_new = may_be_new and not path.exists()
+        yield parse_tenant_file(str(path), "") if is_new else read_tenant_file(str(path))
+
+
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"cannot write {error.filename}: {error.strerror}")
+
+
+def _tell(said: str) -> None:
+    print(f"headway: {said}", file=sys.stderr)
