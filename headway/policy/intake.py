@@ -14,6 +14,9 @@ from headway.policy.stopping import stop_ids
 
 # Messages are read for this long between two steps: a crowd that arrives at once adds no more than this to a step.
 INTAKE_NS = 2_000_000
+# Share of an objective for the first token that is kept for the client's side of it: until the first byte is read here,
+# and from the last write until it is there. In a server that refuses what it cannot serve, all are served just in time.
+ON_THE_WIRE = 0.1
 T = TypeVar("T")
 
 
@@ -113,15 +116,17 @@ def check(request: Request, max_model_len: int, vocab_size: int) -> None:
 def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUILT_IN) -> list[Sequence]:
     """A sequence for each choice that is to be computed; the others share the prompt of the first.
 
-    One whose class is no longer in the table is of the default class. The first token is due in the engine as much
-    earlier as it takes from there, but not before half of its time.
+    One whose class is no longer in the table is of the default class. The first token is due in the engine before it is
+    due at the client: by the time that it takes to the API process, and by ON_THE_WIRE of the objective for what nobody
+    here sees. That is never before half of its time.
     """
     names = [each.name for each in classes]
     service = classes.named(request.service_class) if request.service_class in names else classes.default_class
     ttft_ms, tpot_ms = min(service.ttft_ms, request.ttft_ms), min(service.tpot_ms, request.tpot_ms)
     due_ns = NEVER
     if ttft_ms < math.inf:
-        due_ns = request.arrival_ns + round(max(ttft_ms * 1e6 - request.way_back_ns, ttft_ms * 0.5e6))
+        in_time_ns = (1 - ON_THE_WIRE) * ttft_ms * 1e6 - request.way_back_ns
+        due_ns = request.arrival_ns + round(max(in_time_ns, ttft_ms * 0.5e6))
     params, prompt = request.params, request.prompt_token_ids
     seed = (request.seed or 0) if params.seed is None else params.seed
     longest = max_model_len if params.max_tokens is None else min(max_model_len, len(prompt) + params.max_tokens)

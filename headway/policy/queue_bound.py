@@ -17,6 +17,9 @@ from headway.policy.service_class import ClassTable
 # By default the server takes as much as this many full batches: seats for choices, the KV pool for tokens.
 DEFAULT_BATCHES = 8
 MAX_RETRY_AFTER_S = 60
+# Where no class has a share of seats, the class of rank r of n leaves this share times r / n free for those above it:
+# however much it sends, it never has the place of a more urgent request.
+HEADROOM = 0.25
 _RATE_WINDOW_NS = 10e9
 
 
@@ -41,6 +44,17 @@ class QueueLimits:
             DEFAULT_BATCHES * max_num_seqs if choices is None else choices,
             DEFAULT_BATCHES * pool_tokens if tokens is None else tokens,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a request must leave free of the bound on all, for other classes."""
+
+    choices: int = 0
+    tokens: int = 0
+
+
+NOTHING = Kept()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +121,14 @@ class QueueBound:
         """No request can come in, whatever it asks for."""
         return self.choices >= self.limits.choices or self.tokens >= self.limits.tokens
 
-    def refusal(self, choices: int = 0, tokens: int = 0, kept: int = 0) -> Refusal | None:
-        """Why so many units more are too many; None where they are not.
-
-        Args:
-            kept: choices that must be left to others.
-        """
-        if choices and self.choices + choices + kept > self.limits.choices:
-            return Refusal(self, "choices", choices, self.choices, int(self.limits.choices) - kept, kept)
-        if self.tokens + tokens > self.limits.tokens:
-            return Refusal(self, "tokens", tokens, self.tokens, int(self.limits.tokens))
+    def refusal(self, choices: int = 0, tokens: int = 0, kept: Kept = NOTHING) -> Refusal | None:
+        """Why so many units more are too many; None where they are not. `kept` must be left to others."""
+        if choices and self.choices + choices + kept.choices > self.limits.choices:
+            limit = int(self.limits.choices) - kept.choices
+            return Refusal(self, "choices", choices, self.choices, limit, kept.choices)
+        spared = min(kept.tokens, max(0, self.limits.tokens - tokens))  # the longest prompt can come in alone
+        if tokens and self.tokens + tokens + spared > self.limits.tokens:
+            return Refusal(self, "tokens", tokens, self.tokens, int(self.limits.tokens - spared), int(spared))
         return None
 
     def enter(self, choices: int = 0, tokens: int = 0) -> Refusal | None:
@@ -149,10 +161,10 @@ class Place:
 
     Args:
         bounds: that it counts for.
-        kept: how many choices it must leave to other classes in the bound on all.
+        kept: what it must leave to other classes in the bound on all.
     """
 
-    def __init__(self, *bounds: QueueBound, kept: Callable[[], int] = int) -> None:
+    def __init__(self, *bounds: QueueBound, kept: Callable[[], Kept] = Kept) -> None:
         self._bounds = bounds
         self._kept = kept
         self._choices = 0
@@ -162,7 +174,7 @@ class Place:
         """Take choices, and prompts of so many tokens. Where they are too many: why, and nothing is taken."""
         tokens = sum(prompts)
         refusals = (
-            bound.refusal(choices, tokens, 0 if bound.service_class else self._kept()) for bound in self._bounds
+            bound.refusal(choices, tokens, NOTHING if bound.service_class else self._kept()) for bound in self._bounds
         )
         refusal = next(filter(None, refusals), None)
         if refusal is not None:
@@ -198,7 +210,8 @@ class Place:
 class Queues:
     """The bound on all requests, and that of each class.
 
-    A class's share of seats is a share of the bound on all choices too: others leave it free.
+    A class's share of seats is a share of the bound on all choices too: others leave it free. Without shares, each class
+    leaves the more urgent ones some headroom.
     """
 
     def __init__(self, limits: QueueLimits, classes: ClassTable) -> None:
@@ -209,6 +222,9 @@ class Queues:
     def set_classes(self, classes: ClassTable) -> None:
         """Bound each class as the table says. Requests that are in already go on counting."""
         self._shares = {each.name: each.seats for each in classes if each.seats}
+        most = 0.0 if self._shares else HEADROOM
+        names = [each.name for each in classes]
+        self._headroom = {name: most * rank / len(names) for rank, name in enumerate(names)}
         for each in classes:
             bound = self.of_class.setdefault(each.name, QueueBound(QueueLimits(), each.name))
             bound.limits = QueueLimits(choices=each.max_queued)
@@ -217,9 +233,11 @@ class Queues:
         """For a request of a class, with nothing in it."""
         return Place(self.of_all, self.of_class[service_class], kept=partial(self._kept_from, service_class))
 
-    def _kept_from(self, service_class: str) -> int:
-        """Choices that other classes may still take of their shares."""
-        limit = self.of_all.limits.choices
-        shares = self._shares.items() if limit < math.inf else ()
+    def _kept_from(self, service_class: str) -> Kept:
+        """What other classes may still take of their shares, or the headroom of the more urgent ones."""
+        limits, headroom = self.of_all.limits, self._headroom.get(service_class, 0.0)
+        kept = Kept(*(int(headroom * limit) if limit < math.inf else 0 for limit in (limits.choices, limits.tokens)))
+        shares = self._shares.items() if limits.choices < math.inf else ()
         others = ((self.of_class[name], share) for name, share in shares if name != service_class)
-        return sum(max(0, math.floor(share * limit) - bound.choices) for bound, share in others)
+        free = sum(max(0, math.floor(share * limits.choices) - bound.choices) for bound, share in others)
+        return Kept(kept.choices + free, kept.tokens)

@@ -49,7 +49,7 @@ def test_a_request_becomes_a_sequence_for_each_choice() -> None:
     assert sequences_of(request(max_tokens=None), max_model_len=100)[0].max_len == 100
 
 
-@pytest.mark.parametrize(("way_back_ms", "due_ms"), [(0, 400), (30, 370), (5000, 200)])
+@pytest.mark.parametrize(("way_back_ms", "due_ms"), [(0, 360), (30, 330), (5000, 200)])
 def test_the_first_token_is_due_in_the_engine_before_it_is_due_at_the_client(way_back_ms: int, due_ms: int) -> None:
     request = Request("0", [1, 2], SamplingParams(), [], arrival_ns=7, ttft_ms=400, way_back_ns=way_back_ms * 10**6)
     (sequence,) = sequences_of(request, 100)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.policy.queue_bound import MAX_RETRY_AFTER_S, Place, QueueBound, QueueLimits, Queues
-from headway.policy.service_class import ClassTable, ServiceClass
+from headway.policy.service_class import BUILT_IN, ClassTable, ServiceClass
 from tests.policy.simulation import Simulation
 
 SECOND = 10**9
@@ -164,6 +164,23 @@ def test_the_share_of_a_class_is_left_free_for_it() -> None:
     queues.of_all.limits = QueueLimits(11)
     assert queues.place("chat").take(1) is None, "who was there counts on"
     assert queues.of_all.choices == 11
+
+
+def test_a_flood_of_a_lower_class_leaves_room_for_the_more_urgent_ones() -> None:
+    queues = Queues(QueueLimits(600, 6000), BUILT_IN)
+    for name, choices in (("offline", 500), ("batch", 50), ("interactive", 50)):
+        taken = 0
+        while queues.place(name).take(1, [1]) is None:
+            taken += 1
+        assert taken == choices
+    assert queues.of_all.is_full
+    queues = Queues(QueueLimits(600, 6000), BUILT_IN)
+    assert queues.place("offline").take(1, [6000]) is None, "a prompt that needs all of the room comes in alone"
+    queues = Queues(QueueLimits(600, 6000), BUILT_IN)
+    assert queues.place("offline").take(1, [4999]) is None
+    refusal = queues.place("offline").take(1, [2])
+    assert refusal is not None and (refusal.unit, refusal.limit, refusal.kept) == ("tokens", 5000, 1000)
+    assert queues.place("interactive").take(1, [1001]) is None
 
 
 def test_a_full_queue_takes_nobody_in_until_somebody_leaves() -> None:

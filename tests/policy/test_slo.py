@@ -313,7 +313,7 @@ def test_who_is_left_out_is_told_in_the_ledger() -> None:
     offline = sim.submit([1] * 8, 40, service_class="offline")
     while offline.output_len < 2:
         sim.step()
-    sim.submit([2] * 120, 3, service_class="chat")  # 120 ms, more than half of its time
+    sim.submit([2] * 104, 3, service_class="chat")  # 139 ms, more than half of its time
     sim.now += 30 * MS
     had, began, first = offline.output_len, sim.now, sim.sequences[1]
     while not first.output_len:
