@@ -210,7 +210,7 @@ class Place:
 class Queues:
     """The bound on all requests, and that of each class.
 
-    A class's share of seats is a share of the bound on all choices too: others leave it free. Without shares, each class
+    A class's share of seats is a share of the bound on all choices too: others leave it free. Without shares, a class
     leaves the more urgent ones some headroom.
     """
 
