@@ -84,6 +84,7 @@ ROOMS = {
             "choices",
             "class_file",
             "tenant_file",
+            "files",
             "engine.client",
             "engine.messages",
             "engine.config",

@@ -96,6 +96,7 @@ def test_the_example_of_the_docs(file: Path) -> None:
         ("weight = 2.5", 'weight = "much"', 7, "weight is 'much'; it must be a number"),
         ('name = "lab"', 'name = "acme"', 12, "two tenants are named 'acme'"),
         ('name = "lab"', 'name = ""', 12, "a tenant's name is ''"),
+        ('name = "lab"', 'name = "other"', 12, "name is 'other', which metrics use for another thing"),
         ('name = "lab"', "name = 3", 12, "name is 3; it must be a string"),
         ('tenant = "lab"', 'tenant = "bal"', 15, "tenant is 'bal', which is no tenant; there are acme, lab"),
         (DIGEST, "sk-night", 16, "a key has no sha256 of 64 hexadecimal digits; never write the key itself"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from headway.policy.request import Sequence
 
 _FOLLOWED = 0.05
@@ -20,3 +22,26 @@ class OutputLengths:
     def expected(self, sequence: Sequence) -> int:
         allowed = sequence.max_len - sequence.prompt_len
         return min(allowed, round(self._means.get(sequence.service.name, allowed)))
+
+
+class OutputBound:
+    """What hardly any output exceeds, of those seen of late: their mean and four mean deviations.
+
+    The filter is that of TCP's retransmission timeout (Jacobson 1988), which has the same task.
+    """
+
+    def __init__(self) -> None:
+        self._mean = self._deviation = 0.0
+
+    def ended(self, length: int) -> None:
+        """An output came to its own end."""
+        if not self._mean:
+            self._mean, self._deviation = float(length), length / 2
+            return
+        error = length - self._mean
+        self._mean += error / 8
+        self._deviation += (abs(error) - self._deviation) / 4
+
+    def expected(self, allowed: int) -> int:
+        """Of an output that may have so many tokens; all of them until one was seen."""
+        return min(allowed, math.ceil(self._mean + 4 * self._deviation)) if self._mean else allowed

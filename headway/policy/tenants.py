@@ -11,6 +11,7 @@ from headway.policy.service_class import LONGEST_NAME, InvalidEntry
 # Whose the requests are that come with a key of --api-key, or with none where none is needed.
 DEFAULT_TENANT = "default"
 MOST_A_MINUTE = 100_000_000
+LABELS = ALL, OTHER = "all", "other"  # of metrics: of all tenants together, and of those without a label
 LIMITS = ("requests_per_minute", "tokens_per_minute")
 
 
@@ -52,6 +53,8 @@ class Tenant(Limits):
             raise InvalidEntry(
                 f"a tenant's name is {self.name!r:.80}; give 1 to {LONGEST_NAME} printable characters", "name"
             )
+        if self.name in LABELS:
+            raise InvalidEntry(f"name is {self.name!r}, which metrics use for another thing; choose another", "name")
         if not 0.001 <= self.weight <= 1000:
             raise InvalidEntry(f"weight is {self.weight:g}; it must be from 0.001 to 1000", "weight")
 

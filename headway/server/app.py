@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -30,15 +31,18 @@ def create_app(
 
     Raises:
         TextError: the checkpoint's template or generation_config.json is broken.
+        ValueError: the journal of quotas cannot be kept.
     """
     service = Service(engine, tokenizer, template or ChatTemplate.load(tokenizer), settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await engine.start()
+        keeping = asyncio.create_task(service.keep_quotas())
         try:
             yield
         finally:
+            keeping.cancel()
             await service.close()
 
     app = FastAPI(title="Headway", version=__version__, lifespan=lifespan)

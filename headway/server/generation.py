@@ -17,6 +17,7 @@ from headway.policy.sampling_params import SamplingParams
 from headway.server.choices import ServedChoice
 from headway.server.classes import Terms
 from headway.server.errors import ApiError, request_failed, unavailable
+from headway.server.quotas import Charge
 from headway.server.service import Service
 from headway.server.timings import ChoiceTimings, Stamps
 
@@ -34,7 +35,7 @@ class Generation:
     Args:
         place: the request's share of the queue, given back as choices end.
         params: of each prompt, all with the same n.
-        terms: its class, and what it is promised.
+        terms: its class, what it is promised, and the tenant that it is charged to.
         arrived_ns, checked_ns: when the request's first byte came, and when its body was found valid.
         keep: choices keep their whole text, for an answer in one piece.
         include_timings: hold back the end of a choice until the engine's part of its ledger has come.
@@ -63,6 +64,7 @@ class Generation:
         self._metrics = service.metrics
         self._include_timings = include_timings
         self._aborted: ApiError | None = None
+        self._failed = False
         self._requests: list[AddRequest] = []
         self._choice_of: dict[tuple[str, int], ServedChoice] = {}
         self._place = place
@@ -96,6 +98,11 @@ class Generation:
                 )
         self.choices = list(self._choice_of.values())
         service.enlist(self)
+        try:
+            self._charge = service.quotas.reserve(terms.tenant, prompts, params) if service.quotas is not None else None
+        except ApiError:
+            service.generations.discard(self)
+            raise
 
     # --- usage --------------------------------------------------------------------------------------
 
@@ -143,6 +150,15 @@ class Generation:
         """Give back what the constructor took. Needed also when run() was never called."""
         self._place.close(clock())
         self._service.generations.discard(self)
+        if self._charge is not None:
+            self._settle_charge(self._charge)
+
+    def _settle_charge(self, charge: Charge) -> None:
+        """Charge what came of the request, also where its client went away; nothing where the server failed."""
+        ends = [choice for choice in self.choices if choice.finish_reason in ("stop", "length")]
+        failed = self._failed or not any(choice.num_tokens for choice in self.choices)
+        used = None if failed else self.usage()["total_tokens"]
+        charge.settle(used, [choice.num_tokens for choice in ends])
 
     async def turn(self) -> None:
         """Wait for room in a turn of the event loop (Pace)."""
@@ -170,6 +186,7 @@ class Generation:
                 if not unfinished:
                     break
         except EngineDead as error:
+            self._failed = True
             for choice in self.choices:
                 choice.finish_reason = choice.finish_reason or "error"
             raise self._aborted or unavailable(str(error), "engine_dead", 5) from None
@@ -218,6 +235,7 @@ class Generation:
     def _accept(self, choice: ServedChoice, output: SequenceOutput, received_ns: int) -> Piece:
         failure = self._failure(output)
         if failure is not None:
+            self._failed = True
             self._settle_one(choice, output, received_ns)
             choice.finish_reason = output.finish_reason
             self._metrics.on_refused(failure, self.terms.service.name)

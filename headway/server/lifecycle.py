@@ -198,11 +198,14 @@ def run_server(
     SIGHUP has the files of service classes and of tenants read again, where there are any.
 
     Raises:
-        StartupError: the port can't be had, or the engine could not start.
+        StartupError: the port can't be had, the journal of quotas can't be kept, or the engine could not start.
         TextError: as create_app().
     """
     listener = bind(settings.host, settings.port)
-    app = create_app(engine, tokenizer, settings, template)
+    try:
+        app = create_app(engine, tokenizer, settings, template)
+    except ValueError as error:
+        raise StartupError(str(error)) from None
     server = Server(app, settings)
 
     async def serve() -> None:

@@ -14,6 +14,8 @@ from headway.policy.request import NEVER
 from headway.server.class_metrics import ClassMetrics
 from headway.server.classes import Terms
 from headway.server.errors import ApiError
+from headway.server.quotas import TenantQuotas
+from headway.server.tenant_metrics import TenantMetrics
 from headway.server.timings import Stamps
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
@@ -60,8 +62,9 @@ class Metrics:
         self._gauges(engine)
         self._step_metrics()
         self._request_metrics()
-        labels = dict(zip(LABELS, self._labels, strict=True))
-        self.by_class = ClassMetrics(self.registry, prefix, labels, SECONDS, engine)
+        self._by_name = dict(zip(LABELS, self._labels, strict=True))
+        self.by_class = ClassMetrics(self.registry, prefix, self._by_name, SECONDS, engine)
+        self.by_tenant: TenantMetrics | None = None
         ProcessCollector(registry=self.registry)
 
     def _gauges(self, engine: Any) -> None:
@@ -153,6 +156,10 @@ class Metrics:
         self._inference = self._histogram("request_inference_time_seconds", "Time in the batch.")
         self._prompt_len = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._output_len = self._histogram("request_generation_tokens", "Tokens of an output.", TOKENS)
+
+    def add_tenants(self, quotas: TenantQuotas) -> None:
+        """Have metrics of tenants from now on."""
+        self.by_tenant = TenantMetrics(self.registry, self._prefix, self._by_name, quotas)
 
     # --- what happens -------------------------------------------------------------------------------
 

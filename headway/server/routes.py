@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -136,12 +137,12 @@ class Routes:
     # --- text generation ----------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
-        self._service.refuse_if_full()
+        self._service.refuse_if_full(request.scope[ACCESS].tenant)
         body = await self._read(request, CompletionBody)
         return await self._generate(request, body)
 
     async def chat_completions(self, request: Request) -> Response:
-        self._service.refuse_if_full()
+        self._service.refuse_if_full(request.scope[ACCESS].tenant)
         body = await self._read(request, ChatBody)
         return await self._generate(request, body)
 
@@ -168,10 +169,12 @@ class Routes:
         streams = False
         try:
             answer = await unless_gone(request.receive, self._answer(request, body, terms, place))
-            if isinstance(answer, Response):
-                return answer
-            streams = True
-            return EventStream(answer.events, service.settings, lambda: self._end(answer))
+            streams = not isinstance(answer, Response)
+            if isinstance(answer, Answer):
+                answer = EventStream(answer.events, service.settings, partial(self._end, answer))
+            if service.quotas is not None:
+                answer.headers.update(service.quotas.headers(terms.tenant))
+            return answer
         finally:
             if not streams:
                 place.close(clock())
@@ -194,19 +197,19 @@ class Routes:
             self._check_prompt_logprobs(prompts, params, body)
             fitted = self._fitted(body, params, prompts, terms.service)
             service.admission.add_prompts(place, [len(prompt.token_ids) for prompt in prompts])
-        generation = Generation(
-            service,
-            prompts,
-            fitted,
-            place,
-            terms,
-            arrived_ns=request.scope[ARRIVED],
-            checked_ns=checked_ns,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            keep=not body.stream,
-            include_timings=body.include_timings,
-        )
+            generation = Generation(
+                service,
+                prompts,
+                fitted,
+                place,
+                terms,
+                arrived_ns=request.scope[ARRIVED],
+                checked_ns=checked_ns,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+                keep=not body.stream,
+                include_timings=body.include_timings,
+            )
         model = body.model or service.settings.served_model_names[0]
         answer: Answer
         if isinstance(body, ChatBody):

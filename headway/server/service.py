@@ -20,6 +20,7 @@ from headway.server.garbage import FullCollections
 from headway.server.metrics import Metrics
 from headway.server.pacing import READS_PER_TURN, Pace
 from headway.server.parameters import server_defaults
+from headway.server.quotas import TenantQuotas
 from headway.server.settings import ServerSettings
 from headway.server.text_work import TextWork
 from headway.tenant_file import Access, TenantFile, key_digest, read_tenant_file
@@ -38,6 +39,7 @@ class Service:
 
     Raises:
         TextError: the checkpoint's generation_config.json has values out of range.
+        ValueError: the journal of quotas cannot be kept.
     """
 
     def __init__(
@@ -58,6 +60,11 @@ class Service:
         self.pace = Pace()
         self.reads = Pace(READS_PER_TURN)
         self.full_collections = FullCollections()
+        self.quotas: TenantQuotas | None = None
+        if settings.tenants is not None:
+            journal = settings.quota_journal or f"{settings.tenants.path}.journal"
+            self.quotas = TenantQuotas(settings.tenants.table, "" if journal == "none" else journal)
+            self.metrics.add_tenants(self.quotas)
         self._take_files(settings.service_classes or ClassFile(), settings.tenants or TenantFile())
         self._refusal: ApiError | None = None
         self._idle = asyncio.Event()
@@ -82,6 +89,8 @@ class Service:
         except ValueError as error:
             logger.error("classes and tenants stay as they are: %s", error)
             return self.metrics.on_reload("failed")
+        if self.quotas is not None:
+            self.quotas.set_tenants(tenants.table)
         self._take_files(classes, tenants)
         self.engine.set_classes(classes.table)
         names = ", ".join(each.name for each in classes.table)
@@ -93,6 +102,8 @@ class Service:
         self.keys = {key_digest(key.encode()): Access() for key in self.settings.api_keys} | tenants.keys
         self.admission.queues.set_classes(classes.table)
         self.metrics.by_class.set_classes(classes.table)
+        if self.metrics.by_tenant is not None:
+            self.metrics.by_tenant.set_tenants(tenants.table)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 when `name` is not a model that is served."""
@@ -126,11 +137,13 @@ class Service:
             self.metrics.on_refused(error, service_class)
             raise
 
-    def refuse_if_full(self) -> None:
-        """Raise ApiError 429, or as check_ready(), when no request can come in, whatever it asks for."""
+    def refuse_if_full(self, tenant: str) -> None:
+        """Raise ApiError 429, or as check_ready(), when no request of a tenant can come in, whatever it asks for."""
         with self.counting_refusals():
             self.admission.fit_to(self.check_ready())
             self.admission.refuse_if_full()
+            if self.quotas is not None:
+                self.quotas.refuse_if_over(tenant)
 
     def admit(self, choices: int, service: ServiceClass) -> Place:
         """A place in the queue. Raises ApiError as check_ready() and Admission.admit()."""
@@ -163,6 +176,11 @@ class Service:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+    async def keep_quotas(self) -> None:
+        """Keep what tenants have used, for ever."""
+        if self.quotas is not None:
+            await self.quotas.keep(lambda: not self.in_flight)
 
     # --- the end ------------------------------------------------------------------------------------
 
@@ -197,3 +215,5 @@ class Service:
             task.cancel()
         await self.engine.stop()
         self.text_work.close()
+        if self.quotas is not None:
+            self.quotas.close()

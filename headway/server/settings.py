@@ -23,6 +23,7 @@ class ServerSettings:
         served_model_names: answers have the first.
         service_classes: None has the built-in ones.
         tenants: None has none.
+        quota_journal: empty for one beside the file of tenants.
         api_keys: a request needs one of them, or one of a tenant; without any, it needs none.
         max_num_queued_reqs, max_num_queued_tokens: infinite for no limit, None suits the engine's size.
         priority_allowed: requests may have a priority, as the engine's policy looks at it.
@@ -56,6 +57,13 @@ class ServerSettings:
             metavar="FILE",
         ),
     ] = None
+    quota_journal: Annotated[
+        str,
+        _flag(
+            "File that keeps what tenants have used; none forgets it at a restart. Default: beside --tenants.",
+            metavar="FILE|none",
+        ),
+    ] = ""
     max_num_queued_reqs: Annotated[
         float | None,
         _limit("Most choices that wait or run; then 429. Default: 8 times --max-num-seqs."),

@@ -1,0 +1,161 @@
+"""The budgets of tenants in a live server: what requests are charged, and refusals and headers as in OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from headway.choices import TokenizedPrompt
+from headway.policy.output_lengths import OutputBound
+from headway.policy.quota import TOTAL, UNITS, OverLimit, Quotas
+from headway.policy.sampling_params import SamplingParams
+from headway.policy.tenants import TenantTable
+from headway.server.errors import ApiError, unavailable
+from headway.server.quota_journal import SYNC_S, QuotaJournal
+
+LONG = 4 * 2**20  # bytes of a journal that is to begin anew
+logger = logging.getLogger("headway.server")
+_SHORT = {"requests": "requests per min (RPM)", "tokens": "tokens per min (TPM)"}
+
+
+def clock_of_records() -> Callable[[], int]:
+    """Unix time in nanoseconds, as a restart needs it, that goes on evenly whatever happens to the wall clock."""
+    ahead = time.time_ns() - time.monotonic_ns()
+    return lambda: time.monotonic_ns() + ahead
+
+
+class Charge:
+    """What one request has reserved, until it is settled."""
+
+    def __init__(self, of: TenantQuotas, tenant: str, number: int) -> None:
+        self._of = of
+        self._tenant = tenant
+        self._number = number
+        self._is_settled = False
+
+    def settle(self, tokens: int | None, outputs: Sequence[int] = ()) -> None:
+        """The request has used so many tokens; None where it has failed. Only the first call counts.
+
+        Args:
+            outputs: lengths of those that came to their own end.
+        """
+        if not self._is_settled:
+            self._is_settled = True
+            self._of.settle(self._tenant, self._number, tokens, outputs)
+
+
+class TenantQuotas:
+    """Quotas on a clock.
+
+    Args:
+        journal: a file; empty for none.
+
+    Attributes:
+        refused: how many requests, by tenant and unit of the limit.
+
+    Raises:
+        ValueError: as QuotaJournal.
+    """
+
+    def __init__(self, table: TenantTable, journal: str, clock: Callable[[], int] | None = None) -> None:
+        self.clock = clock or clock_of_records()
+        self._journal = QuotaJournal(journal) if journal else None
+        try:
+            if self._journal is None:
+                self.quotas = Quotas(table, self.clock())
+            else:
+                self.quotas = Quotas(table, self.clock(), self._journal.append, self._journal.past)
+        except OSError as error:
+            raise ValueError(f"cannot keep quotas in {journal}: {error.strerror}; see --quota-journal") from None
+        self.refused: Counter[tuple[str, str]] = Counter()
+        self._outputs: dict[str, OutputBound] = {}
+
+    def set_tenants(self, table: TenantTable) -> None:
+        """From now on the limits of another table."""
+        self.quotas.set_tenants(table, self.clock())
+
+    async def keep(self, is_idle: Callable[[], bool]) -> None:
+        """Keep the journal on the disk and short, for ever. It begins anew while the server is idle if it can."""
+        while self._journal is not None:
+            await asyncio.sleep(SYNC_S)
+            try:
+                await self._journal.sync()
+            except OSError as error:
+                logger.error("the journal of quotas is not on the disk: %s", error.strerror)
+            if self._journal.size > (LONG if is_idle() else 4 * LONG):
+                self.quotas.compact(self.clock())
+
+    def close(self) -> None:
+        """No more is charged."""
+        if self._journal is not None:
+            self._journal.close()
+
+    def refuse_if_over(self, tenant: str) -> None:
+        """Raise ApiError 429 when a tenant has no request left, before any work is done on this one."""
+        over = self.quotas.over_limit(tenant, None, self.clock())
+        if over is not None:
+            raise self._refusal(tenant, over)
+
+    def reserve(self, tenant: str, prompts: list[TokenizedPrompt], params: list[SamplingParams]) -> Charge:
+        """Reserve what a request is expected to use: its prompts, and outputs as the tenant's others of late.
+
+        Raises:
+            ApiError: 429 when that is more than is left of a budget; 503 when it cannot be written down.
+        """
+        bound = self._outputs.setdefault(tenant, OutputBound())
+        tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        tokens += sum(each.n * bound.expected(each.max_tokens or 1) for each in params)
+        try:
+            made = self.quotas.reserve(tenant, tokens, self.clock())
+        except OSError as error:
+            raise unavailable(
+                f"the journal of quotas cannot be written: {error.strerror}", "quota_journal", 5
+            ) from None
+        if isinstance(made, OverLimit):
+            raise self._refusal(tenant, made)
+        return Charge(self, tenant, made)
+
+    def settle(self, tenant: str, number: int, tokens: int | None, outputs: Sequence[int]) -> None:
+        """As Charge.settle()."""
+        self.quotas.settle(number, tokens, self.clock())
+        for length in outputs:
+            self._outputs[tenant].ended(length)
+
+    def headers(self, tenant: str) -> dict[str, str]:
+        """What is left of a tenant's budgets, or of that of all where the tenant has no limit."""
+        now, headers = self.clock(), dict[str, str]()
+        for unit, own, of_all in zip(UNITS, self.quotas.of(tenant), self.quotas.of(TOTAL), strict=True):
+            meter = own if own.limit else of_all
+            if meter.limit:
+                headers[f"x-ratelimit-limit-{unit}"] = str(meter.limit)
+                headers[f"x-ratelimit-remaining-{unit}"] = str(meter.left(now))
+                headers[f"x-ratelimit-reset-{unit}"] = _duration(meter.wait_ns(meter.limit, now))
+        return headers
+
+    def _refusal(self, tenant: str, over: OverLimit) -> ApiError:
+        self.refused[tenant, over.unit] += 1
+        whose = f"tenant {over.tenant!r}" if over.tenant != TOTAL else "all tenants together"
+        wait_ms = max(1, math.ceil(over.wait_ns / 1e6))
+        return ApiError(
+            429,
+            f"Rate limit reached for {whose} on {_SHORT[over.unit]}: limit {over.limit}, left {over.left}, "
+            f"requested {over.asked}. Please try again in {_duration(over.wait_ns)}.",
+            code="rate_limit_exceeded",
+            kind=over.unit,
+            headers={"retry-after": str(math.ceil(wait_ms / 1000)), "retry-after-ms": str(wait_ms)}
+            | self.headers(tenant),
+        )
+
+
+def _duration(length_ns: int) -> str:
+    """As OpenAI writes it: 20ms, 7.25s, 6m0s; rounded up to a millisecond."""
+    ms = math.ceil(length_ns / 1e6)
+    if ms < 1000:
+        return f"{ms}ms"
+    minutes, ms = divmod(ms, 60_000)
+    seconds = f"{ms / 1000:.3f}".rstrip("0").rstrip(".")
+    return f"{minutes}m{seconds}s" if minutes else f"{seconds}s"

@@ -1,0 +1,78 @@
+"""Metrics of tenants, read when they are scraped. The label tenant is one of the file's first names, or `other`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from headway.policy.quota import TOTAL, UNITS
+from headway.policy.tenants import ALL, DEFAULT_TENANT, NO_TENANTS, OTHER, TenantTable
+from headway.server.quotas import TenantQuotas
+
+Family = CounterMetricFamily | GaugeMetricFamily
+MOST_LABELS = 50
+_SUMS = {
+    "reserved": "Requests and tokens that were reserved at admission, or taken beyond that.",
+    "settled": "Requests and tokens that were used.",
+    "refunded": "Requests and tokens that were reserved and not used.",
+}
+
+
+class TenantMetrics:
+    """A collector of what quotas say.
+
+    Args:
+        labels: names and values of the labels that all metrics have.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, prefix: str, labels: Mapping[str, str], quotas: TenantQuotas
+    ) -> None:
+        self._prefix = prefix
+        self._labels = labels
+        self._quotas = quotas
+        self.set_tenants(NO_TENANTS)
+        registry.register(self)
+
+    def set_tenants(self, table: TenantTable) -> None:
+        """The names that are labels from now on; all others are OTHER."""
+        self.names = {DEFAULT_TENANT, *[each.name for each in table][:MOST_LABELS]}
+
+    def collect(self) -> Iterable[Family]:
+        """A family for each sum, for what is left of budgets, and for refusals."""
+        now, left = self._quotas.clock(), Counter[tuple[str, str]]()
+        sums = {name: Counter[tuple[str, str]]() for name in _SUMS}
+        for tenant, meters in self._quotas.quotas.meters.items():
+            for unit, meter in zip(UNITS, meters, strict=True):
+                key = self._label(tenant), unit
+                if meter.limit:
+                    left[key] += meter.left(now)
+                if tenant != TOTAL:
+                    for name, counts in sums.items():
+                        counts[key] += getattr(meter, name)
+        budget = GaugeMetricFamily(
+            self._prefix + "tenant_budget_left",
+            "What is left of a budget; the tenant `all` is all together.",
+            labels=[*self._labels, "tenant", "unit"],
+        )
+        yield self._filled(budget, left)
+        refused: Counter[tuple[str, str]] = Counter()
+        for (tenant, unit), count in self._quotas.refused.items():
+            refused[self._label(tenant), unit] += count
+        for name, text, counts in (
+            *((name, text, sums[name]) for name, text in _SUMS.items()),
+            ("refused", "Requests refused for want of a budget, by its unit.", refused),
+        ):
+            family = CounterMetricFamily(f"{self._prefix}tenant_{name}", text, labels=[*self._labels, "tenant", "unit"])
+            yield self._filled(family, counts)
+
+    def _label(self, tenant: str) -> str:
+        return ALL if tenant == TOTAL else tenant if tenant in self.names else OTHER
+
+    def _filled(self, family: Family, values: Mapping[tuple[str, str], int]) -> Family:
+        for key, value in values.items():
+            family.add_metric([*self._labels.values(), *key], value)
+        return family
