@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from headway.flags import Flag, size
-from headway.policy.kv_blocks import KVBlocks
+from headway.policy.kv_blocks import PROTECTED_SHARE, KVBlocks
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.service_class import BUILT_IN, ClassTable
@@ -85,6 +85,14 @@ class SchedulingOptions:
             choices=("slo", "fcfs", "priority"),
         ),
     ] = "slo"
+    watermark: Annotated[
+        float,
+        _engine("Share of the KV cache that admission leaves free, also of each class's share.", min=0.0, max=0.5),
+    ] = 0.01
+    protected_kv: Annotated[
+        float,
+        _engine("Most of the KV cache, as a share, that keeps what many prompts begin with.", min=0.0, max=0.9),
+    ] = PROTECTED_SHARE
     max_queue_time: Annotated[
         float | None, _engine("Seconds that a request may wait without being begun; then 503. Default: any.")
     ] = None
@@ -106,8 +114,9 @@ class SchedulingOptions:
             max_prefill_stall_ms=self.max_prefill_stall_ms,
             max_queue_time=math.inf if self.max_queue_time is None else self.max_queue_time,
             classes=self.classes,
+            watermark=self.watermark,
         )
-        return make(config, KVBlocks(pool.num_blocks, self.block_size, self.enable_prefix_caching))
+        return make(config, KVBlocks(pool.num_blocks, self.block_size, self.enable_prefix_caching, self.protected_kv))
 
     def batched_tokens(self, device: str) -> int:
         """Tokens of a step on cpu or cuda."""

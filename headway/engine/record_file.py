@@ -89,6 +89,7 @@ class RecordFile:
             enable_prefix_caching=blocks.enable_prefix_caching,
             began_ns=time.monotonic_ns(),
             began_unix_s=time.time(),
+            protected_share=blocks.protected_share,
         )
         self.write(engine, idle=True)
         # Without the random root, somebody who has the file could test guesses of a prompt against its block numbers.

@@ -38,11 +38,11 @@ class BlockManager:
         Returns:
             False when too few blocks are free; nothing is taken then.
         """
-        blocks = self._blocks
+        blocks, owner = self._blocks, sequence.service.name
         if self.wanted(sequence) + spare > blocks.num_free:
             return False
         table = list(self._known_prefix(sequence))
-        blocks.share(table)
+        blocks.share(table, owner)
         if _can_fork(sequence):
             sequence.num_computed = sequence.prompt_len - 1
         else:
@@ -51,9 +51,10 @@ class BlockManager:
             sequence.cache_node = blocks.node_of(table[-1]) if table else 0
         if sequence.preemptions == 0 and sequence.output_len == 0:
             sequence.cached_tokens = sequence.num_computed
-            blocks.prefix_stats.queries += sequence.prompt_len
-            blocks.prefix_stats.hits += sequence.num_computed
-        table.extend(blocks.allocate(blocks.blocks_for(len(sequence.tokens)) - len(table)))
+            blocks.prefix_stats.note(owner, sequence.prompt_len, sequence.num_computed)
+            if sequence.num_registered:
+                blocks.cached.found(table)
+        table.extend(blocks.allocate(blocks.blocks_for(len(sequence.tokens)) - len(table), owner))
         sequence.block_table = table
         sequence.parent = sequence.prefix_match = None
         return True
@@ -68,6 +69,11 @@ class BlockManager:
         return self._blocks.match(sequence.tokens, sequence.cache_salt, sequence.prefix_match)
 
     # --- steps --------------------------------------------------------------------------------------
+
+    def grows(self, sequence: Sequence) -> bool:
+        """Whether the next token of a decoding sequence takes a block."""
+        table, at = sequence.block_table, sequence.num_computed // self._blocks.block_size
+        return at >= len(table) or self._blocks.references[table[at]] > 1
 
     def extend(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
         """Give the sequence blocks of its own for its next `count` tokens, and tell the plan.
@@ -85,13 +91,13 @@ class BlockManager:
         if max(0, missing) + shared > blocks.num_free:
             return False
         if shared:
-            (copy,) = blocks.allocate(1)
+            (copy,) = blocks.allocate(1, sequence.service.name)
             plan.copies.append((table[first], copy))
             blocks.release([table[first]])
             table[first] = copy
         changed = first if shared else len(table)
         if missing > 0:
-            table.extend(blocks.allocate(missing))
+            table.extend(blocks.allocate(missing, sequence.service.name, table[-1]))
         if sequence.in_executor:
             plan.tables.append(TableChange(sequence.seq_id, changed, table[changed:]))
         return True

@@ -1,7 +1,8 @@
 """The paged KV pool: which sequences hold which blocks, and which blocks hold a known prefix.
 
 Every block is in exactly one of three states: free; referenced by one or more sequences; or cached,
-that is unreferenced but still holding a registered prefix. Cached blocks are evicted least recently used first.
+that is unreferenced but still holding a registered prefix. `eviction` decides which cached one is given up.
+A block in use counts for the class of its sequences; one that sequences of several classes share counts for none.
 
 The prefix index is a tree of exact keys (parent, tokens of one block): a lookup compares the token ids
 themselves, so equal hashes can never hand one prompt's keys and values to another. The first block's
@@ -10,13 +11,17 @@ parent is the request's salt, which keeps tenants apart.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
+
+from headway.policy.eviction import COMMON, CachedBlocks
 
 # Blocks in one part of the integrity check, which takes about a fifth of a millisecond.
 CHECKED_AT_ONCE = 1024
+PROTECTED_SHARE = 0.25
+_NONE = -2  # no block follows it
 BlockKey = tuple[int | str, tuple[int, ...]]
 
 
@@ -26,10 +31,19 @@ class OutOfBlocks(RuntimeError):
 
 @dataclass(slots=True)
 class PrefixStats:
-    """Tokens looked up in the prefix index and found there, since the start."""
+    """Tokens looked up in the prefix index and found there since the start, of all and of each class."""
 
     queries: int = 0
     hits: int = 0
+    queries_of_class: Counter[str] = field(default_factory=Counter)
+    hits_of_class: Counter[str] = field(default_factory=Counter)
+
+    def note(self, service_class: str, queries: int, hits: int) -> None:
+        """A prompt was looked up."""
+        self.queries += queries
+        self.hits += hits
+        self.queries_of_class[service_class] += queries
+        self.hits_of_class[service_class] += hits
 
 
 @dataclass(slots=True)
@@ -44,20 +58,39 @@ class PrefixMatch:
 class KVBlocks:
     """A pool of `num_blocks` blocks of `block_size` tokens; every operation on a block is O(1).
 
+    Args:
+        protected_share: most of the pool, 0 to 1, whose contents are protected from eviction.
+
+    Attributes:
+        used: blocks in use of each class.
+        cached: those that nobody holds and that hold a prefix.
+        allocated, runs: blocks given out so far, and the runs of consecutive ones that they are in block tables.
+
     Raises:
-        ValueError: when a size is below one.
+        ValueError: when a size is below one, or the share out of range.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        protected_share: float = PROTECTED_SHARE,
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens is empty; both must be at least 1")
+        if not 0 <= protected_share < 1:
+            raise ValueError(f"the protected share of the KV pool is {protected_share:g}; give 0 to below 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.protected_share = protected_share
         self.references = [0] * num_blocks
         self.prefix_stats = PrefixStats()
+        self.used: Counter[str] = Counter()
+        self.cached = CachedBlocks(num_blocks, self.used, protected_share)
+        self.allocated = self.runs = 0
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
         self._index: dict[BlockKey, int] = {}  # key -> block
         self._key_of: dict[int, BlockKey] = {}  # registered block -> its key
         self._nodes = [0] * num_blocks  # of each registered block; no number is given twice
@@ -67,7 +100,7 @@ class KVBlocks:
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now, cached ones included."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self.cached)
 
     @property
     def usage(self) -> float:
@@ -79,43 +112,63 @@ class KVBlocks:
 
     # --- blocks -------------------------------------------------------------------------------------
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, evicting cached ones least recently used first.
+    def allocate(self, count: int, owner: str = COMMON, after: int = _NONE) -> list[int]:
+        """Take `count` blocks for a class, evicting cached ones where too few are free.
+
+        Args:
+            after: the block of the sequence that they follow.
 
         Raises:
-            OutOfBlocks: when fewer are free; nothing is taken then.
+            OutOfBlocks: when fewer can be had; nothing is taken then.
         """
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} free")
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        owners = self.cached.owners
         for block in blocks:
             self.references[block] = 1
+            owners[block] = owner
+        self.used[owner] += count
+        self.allocated += count
+        if count:
+            self.runs += blocks[0] != after + 1
+        if count > 1:
+            self.runs += sum([second != first + 1 for first, second in pairwise(blocks)])
         return blocks
 
-    def share(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each block; a cached one leaves the eviction queue."""
+    def share(self, blocks: Iterable[int], owner: str = COMMON) -> None:
+        """Add a reference to each block; a cached one can't be evicted any more."""
+        owners, references, used = self.cached.owners, self.references, self.used
         for block in blocks:
-            if self.references[block] == 0:
-                del self._cached[block]
-            self.references[block] += 1
+            if references[block] == 0:
+                self.cached.remove(block)
+                owners[block] = owner
+                used[owner] += 1
+            elif owners[block] != owner:
+                used[owners[block]] -= 1
+                owners[block] = COMMON
+                used[COMMON] += 1
+            references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each block of a sequence, given in order of position.
 
-        The last blocks go to the eviction queue first: a prefix is worth more than what followed it.
+        The last blocks are cached first: a prefix is worth more than what followed it.
         """
+        owners, references = self.cached.owners, self.references
         for block in reversed(blocks):
-            self.references[block] -= 1
-            if self.references[block] < 0:
+            references[block] -= 1
+            if references[block] < 0:
                 raise RuntimeError(f"block {block} was released more often than it was taken")
-            if self.references[block] == 0:
+            if references[block] == 0:
+                self.used[owners[block]] -= 1
                 if block in self._key_of:
-                    self._cached[block] = None
+                    self.cached.add(block)
                 else:
                     self._free.append(block)
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
+        block = self.cached.evict()
         del self._index[self._key_of.pop(block)]
         self._nodes[block] = 0
         self._version += 1
@@ -186,6 +239,7 @@ class KVBlocks:
                 del self._index[key]
                 self._nodes[block] = 0
                 self._version += 1
+                self.cached.forget(block)
 
     def node_of(self, block: int) -> int:
         """The node of a registered block."""
@@ -193,8 +247,8 @@ class KVBlocks:
 
     def reset_prefix_cache(self) -> None:
         """Forget every registered prefix; blocks in use stay with their sequences."""
-        self._free.extend(self._cached)
-        self._cached.clear()
+        self._free.extend(self.cached)
+        self.cached.clear()
         self._index.clear()
         self._key_of.clear()
         self._nodes = [0] * self.num_blocks
@@ -218,7 +272,7 @@ class KVBlocks:
             for block in table:
                 expected[block] += 1
         idle = bytearray(self.num_blocks)
-        for count, block in enumerate(chain(self._free, self._cached), 1):
+        for count, block in enumerate(chain(self._free, self.cached), 1):
             if idle[block]:
                 raise RuntimeError(f"block {block} is twice among the free and cached ones")
             idle[block] = 1
@@ -235,3 +289,5 @@ class KVBlocks:
                 yield
         if len(self._key_of) != len(self._index):
             raise RuntimeError("the prefix index and the registered blocks disagree")
+        if self.used.total() != self.num_blocks - self.num_free:
+            raise RuntimeError(f"classes use {self.used.total()} blocks, {self.num_blocks - self.num_free} are in use")

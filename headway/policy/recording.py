@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from headway.policy.accounting import StepTimes
-from headway.policy.kv_blocks import KVBlocks
+from headway.policy.kv_blocks import PROTECTED_SHARE, KVBlocks
 from headway.policy.plan import ScheduledSequence, StepPlan
 from headway.policy.request import NEVER, FinishReason, Sequence
 from headway.policy.scheduler import Scheduler
@@ -54,13 +54,14 @@ class RecordedEngine(_Record, tag="engine"):
     enable_prefix_caching: bool
     began_ns: int
     began_unix_s: float
+    protected_share: float = PROTECTED_SHARE
 
     def scheduler_config(self) -> SchedulerConfig:
         return msgspec.convert(_with_infinities(self.scheduler), SchedulerConfig)
 
     def kv_blocks(self) -> KVBlocks:
         """An empty pool."""
-        return KVBlocks(self.num_blocks, self.block_size, self.enable_prefix_caching)
+        return KVBlocks(self.num_blocks, self.block_size, self.enable_prefix_caching, self.protected_share)
 
 
 class Arrival(_Record):

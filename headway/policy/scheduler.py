@@ -7,18 +7,16 @@ so a prompt under way is never out of memory. One that does not fit lets up to `
 
 When a decoding sequence finds no block, another is preempted: its blocks are freed, and it computes its tokens again
 when it returns. The first in order is never a victim, and any sequence alone fits in the pool, so every preempted
-sequence comes back. A sequence of a better priority takes the place of a running one (`victims`), and one that was not
-served in time is ended (`waiting`). Three functions say who comes first and who must go (`order`). The `block_manager`
-takes blocks for sequences and gives them back.
-
-With the policy `slo` (see `slo`, `promises`) prompts that can't be in time yield or are refused. A step is as long as
-promised tokens allow: decoding without a promise is left out where it would not fit, and newcomers wait where they
-would break a promise.
+sequence comes back. Where classes have shares of the pool (`shares`), only those go whose class has more than its own.
+A sequence of a better priority takes the place of a running one (`victims`), and one that was not served in time is
+ended (`waiting`). Three functions say who comes first and who must go (`order`). The `block_manager` takes blocks for
+sequences and gives them back.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from itertools import islice
 
 from headway.policy.accounting import work_of
@@ -60,7 +58,7 @@ class Scheduler(Sequences):
             config.max_num_batched_tokens, self.accounting.step_time, max_stall_ns, blocks.block_size
         )
         self._ranks, self._ranks_version = RunningRanks((), {}), -1
-        self._watermark = max(1, blocks.num_blocks // 100)
+        self._watermark = config.kept_free(blocks.num_blocks)
 
     def schedule(self, now: int) -> StepPlan:
         """Decide the next step. The plan is empty when there is nothing to run."""
@@ -78,6 +76,8 @@ class Scheduler(Sequences):
                 return plan
         if self.orders.displaces and len(self.waiting) and len(self.running):
             self._displace(plan, now, outlook)
+        if self._lends_blocks:
+            self._give_back(plan, now, outlook)
         displaced = len(plan.preempted)
         if displaced:
             decoding = [sequence for sequence in decoding if sequence.status is Status.RUNNING]
@@ -151,6 +151,8 @@ class Scheduler(Sequences):
 
     def _schedule_decodes(self, decoding: list[Sequence], plan: StepPlan, now: int) -> None:
         """Give every decoding sequence its token, in order, preempting others where blocks run out."""
+        if self.blocks.num_free < len(decoding) and self._lends_blocks:
+            decoding = self._make_room(decoding, plan, now)
         extend = self.block_manager.extend
         for sequence in decoding:
             while sequence.status is Status.RUNNING and not extend(sequence, 1, plan):
@@ -235,7 +237,7 @@ class Scheduler(Sequences):
             return
         order, last = self.orders.admission, self._running_ranks().last
         seats, promised = self.config.max_num_seqs - len(self.running), 0
-        last_first = sorted(self.running, key=self.orders.victims, reverse=True)
+        last_first = [s for s in sorted(self.running, key=self.orders.victims, reverse=True) if self._may_go(s)]
         for candidate in self._candidates():
             if order(candidate) > last:
                 return
@@ -248,20 +250,71 @@ class Scheduler(Sequences):
             for victim in victims:
                 if victim in outlook.left_out:
                     outlook.left_out.remove(victim)
-                victim.displacements += 1
-                self._preempt(victim, plan, now)
+                if self._may_go(victim):
+                    victim.displacements += 1
+                    self._preempt(victim, plan, now)
             last_first = [sequence for sequence in last_first if sequence.status is Status.RUNNING]
             seats += len(victims) - 1
             promised += self.block_manager.wanted(candidate)
 
+    @property
+    def _lends_blocks(self) -> bool:
+        """Classes have shares of blocks."""
+        return self.slo is not None and bool(self.slo.shares.blocks)
+
+    def _may_go(self, sequence: Sequence) -> bool:
+        """Its class has more than its share of blocks, or there are no shares."""
+        return self.slo is None or not self.slo.shares.blocks or self.slo.shares.is_over(sequence.service.name)
+
+    def _give_back(self, plan: StepPlan, now: int, outlook: Outlook) -> None:
+        """Preempt borrowers for the first waiting sequence of each class that fits in its share of blocks."""
+        assert self.slo is not None
+        shares, seen = self.slo.shares, set[str]()
+        seats = self.config.max_num_seqs - len(self.running)
+        if not any(shares.waiting[name] for name in shares.blocks):
+            return
+        for candidate in self._candidates() if seats > 0 else []:
+            name = candidate.service.name
+            if name in seen or name not in shares.blocks:
+                continue
+            seen.add(name)
+            wanted = self.block_manager.wanted(candidate)
+            missing = wanted + shares.blocks_kept_from(name) - self.blocks.num_free
+            if (
+                missing <= 0
+                or not shares.has_blocks_left(name, wanted)
+                or not self._may_start(candidate, len(self.running))
+            ):
+                continue
+            last_first = sorted(self.running, key=self.orders.victims, reverse=True)
+            kept = candidate.prefix_match.blocks if candidate.prefix_match is not None else []
+            for victim in shares.borrowers(last_first, missing, set(kept)) or []:
+                if victim in outlook.left_out:
+                    outlook.left_out.remove(victim)
+                self._preempt(victim, plan, now)
+
+    def _make_room(self, decoding: list[Sequence], plan: StepPlan, now: int) -> list[Sequence]:
+        """Preempt borrowers until all who decode have blocks for their next tokens; returns who is left."""
+        assert self.slo is not None
+        growing = [sequence for sequence in decoding if self.block_manager.grows(sequence)]
+        while len(growing) > self.blocks.num_free:
+            growth = Counter(sequence.service.name for sequence in growing)
+            over = [s for s in self.running if self.slo.shares.is_over(s.service.name, growth[s.service.name])]
+            self._preempt(max(over or self.running, key=self.orders.victims), plan, now)
+            growing = [sequence for sequence in growing if sequence.status is Status.RUNNING]
+        return [sequence for sequence in decoding if sequence.status is Status.RUNNING]
+
     def _admit(self, plan: StepPlan, budget: Budget, now: int, before: Sequence | None = None) -> Phase:
         """Admit waiting sequences in order, or only those who come `before` another; returns why it stopped."""
         passed: list[Sequence] = []
+        is_closed = False  # but for those who fit in their class's share of blocks
         for sequence in self._candidates(1 if self._is_full(budget) else None):
             if before is not None and self._comes_before(before, sequence):
                 break
             if self._is_full(budget):
                 return Phase.QUEUE_CAPACITY
+            if is_closed and not self._fits_in_share(sequence):
+                continue
             if not self._may_start(sequence, len(self.running)) or not self._most_of(sequence, budget):
                 continue
             wanted = sequence.num_to_compute
@@ -274,9 +327,9 @@ class Scheduler(Sequences):
                     overtaken.times_bypassed += 1
             else:
                 passed.append(sequence)
-                if sequence.times_bypassed >= self.config.max_bypasses or len(passed) > self.config.lookahead:
-                    return Phase.QUEUE_BLOCKS
-            if any(s.times_bypassed >= self.config.max_bypasses for s in passed):
+                is_closed = is_closed or len(passed) > self.config.lookahead
+            is_closed = is_closed or any(s.times_bypassed >= self.config.max_bypasses for s in passed)
+            if is_closed and (not self._lends_blocks or passed[0].has_starved):
                 return Phase.QUEUE_BLOCKS
         return Phase.QUEUE_BLOCKS if passed else Phase.QUEUE_POLICY
 
@@ -306,9 +359,15 @@ class Scheduler(Sequences):
 
     def _spare_for(self, sequence: Sequence) -> int:
         """As _spare, and the blocks that are reserved for other classes."""
-        if self.slo is None:
+        if self.slo is None or not self.slo.shares.blocks or sequence.has_starved or not len(self.running):
             return self._spare
-        return self._spare + self.slo.shares.blocks_kept_from(sequence.service.name, self.running)
+        kept = self.slo.shares.blocks_kept_from(sequence.service.name)
+        return kept if self._fits_in_share(sequence) else kept + self._spare
+
+    def _fits_in_share(self, sequence: Sequence) -> bool:
+        """Its class keeps within its share of blocks when the sequence is admitted."""
+        name, slo = sequence.service.name, self.slo
+        return slo is not None and slo.shares.has_blocks_left(name, self.block_manager.wanted(sequence))
 
     def _may_start(self, sequence: Sequence, num_running: int) -> bool:
         return self.slo is None or self.slo.may_start(sequence, num_running)

@@ -23,6 +23,8 @@ class SchedulerConfig:
             take alone where that is longer; may be infinite. Without chunked prefill there is no bound.
         max_queue_time: seconds after which a sequence that was never served is ended; may be infinite.
         classes: of requests, with their objectives.
+        watermark: share of the pool that admission leaves free for those who run, and most of it that is kept free of
+            each class's share for those to come.
 
     Raises:
         ValueError: when the limits contradict each other; the message names both.
@@ -38,8 +40,11 @@ class SchedulerConfig:
     max_prefill_stall_ms: float = math.inf
     max_queue_time: float = math.inf
     classes: ClassTable = BUILT_IN
+    watermark: float = 0.01
 
     def __post_init__(self) -> None:
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark is {self.watermark:g}; it is a share of the KV pool, from 0 to below 1")
         if not self.max_queue_time > 0:
             raise ValueError(f"max_queue_time is {self.max_queue_time:g}; it must be more than 0")
         if not self.max_prefill_stall_ms >= 0:
@@ -58,3 +63,7 @@ class SchedulerConfig:
                 f"without chunked prefill a whole prompt must fit in a step: raise max_num_batched_tokens "
                 f"({self.max_num_batched_tokens}) to max_model_len ({self.max_model_len}) or lower the latter"
             )
+
+    def kept_free(self, num_blocks: int) -> int:
+        """Blocks of such a pool that the watermark stands for."""
+        return max(1, int(self.watermark * num_blocks))

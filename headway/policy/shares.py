@@ -1,11 +1,18 @@
-"""What is kept for each class of seats, step tokens and KV blocks, whoever else wants it."""
+"""What is kept for each class of seats, step tokens and KV blocks, whoever else wants it.
+
+Others may borrow the blocks of a share while they are idle, but for some that are never lent. Once a sequence of the
+class waits that fits in its share, nobody borrows more, and those who have borrowed are preempted for it: sequences of
+classes with more than their own share. So no class gets below its share because of another, and all shares together
+are less than the pool. One sequence may pass all this: the one that has starved.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
+from headway.policy.kv_blocks import KVBlocks
 from headway.policy.request import Sequence
 from headway.policy.service_class import ClassTable
 from headway.policy.step_budget import Budget
@@ -14,10 +21,14 @@ _UNBOUNDED = 2**31
 
 
 class Shares:
-    """The shares of a table, of an engine of this size. What nobody has a share in is for all."""
+    """The shares of a table, of an engine with so many seats and this pool. What nobody has a share in is for all.
 
-    def __init__(self, classes: ClassTable, seats: int, blocks: int) -> None:
-        self._size = seats, blocks
+    Args:
+        unlent: most blocks of each share that are kept free for its class.
+    """
+
+    def __init__(self, classes: ClassTable, seats: int, pool: KVBlocks, unlent: int) -> None:
+        self._num_seats, self._pool, self._unlent = seats, pool, unlent
         self.set_classes(classes)
         self.running: Counter[str] = Counter()  # sequences of each class
         self.waiting: Counter[str] = Counter()
@@ -26,11 +37,11 @@ class Shares:
 
     def set_classes(self, classes: ClassTable) -> None:
         """From now on the shares of another table."""
-        seats, blocks = self._size
-        self._seats = {each.name: math.floor(each.seats * seats) for each in classes if each.seats}
+        self._seats = {each.name: math.floor(each.seats * self._num_seats) for each in classes if each.seats}
         self._tokens = {each.name: each.tokens for each in classes if each.tokens}
-        self._blocks = {each.name: math.floor(each.kv * blocks) for each in classes if each.kv}
-        self.classes = self._seats.keys() | self._tokens.keys()  # that may go past others
+        self.blocks = {each.name: math.floor(each.kv * self._pool.num_blocks) for each in classes if each.kv}
+        self.classes = self._seats.keys() | self._tokens.keys() | self.blocks.keys()  # that may go past others
+        self._pool.cached.set_classes(classes, self.blocks)
 
     def seats_kept_from(self, name: str) -> int:
         """Seats that a class must leave to others, beyond those that they have."""
@@ -61,16 +72,41 @@ class Shares:
         if self._tokens:
             self._given[name] += count
 
-    def blocks_kept_from(self, name: str, running: Iterable[Sequence]) -> int:
-        """Blocks that a class must leave to others, beyond those that they hold; none where nobody runs.
+    def blocks_kept_from(self, name: str) -> int:
+        """Blocks that a class must leave to others, beyond those that they use: all of a share that is waited for."""
+        kept, used = 0, self._pool.used
+        for other, share in self.blocks.items():
+            if other != name and (idle := share - used[other]) > 0:
+                kept += idle if self.waiting[other] else min(idle, self._unlent)
+        return kept
 
-        So any sequence that fits in the pool gets into it.
+    def has_blocks_left(self, name: str, wanted: int) -> bool:
+        """Whether a class has a share that it does not exceed with so many blocks more."""
+        return name in self.blocks and self._pool.used[name] + wanted <= self.blocks[name]
+
+    def is_over(self, name: str, growth: int = 0) -> bool:
+        """Whether a class has more than its share with so many blocks more."""
+        return self._pool.used[name] + growth > self.blocks.get(name, 0)
+
+    def borrowers(self, last_first: Iterable[Sequence], missing: int, kept: Container[int]) -> list[Sequence] | None:
+        """The sequences that have to go so that `missing` blocks become free; None where that is not possible.
+
+        Args:
+            last_first: those who run, in the order in which they are to go.
+            kept: blocks that do not count, as they would be taken again.
         """
-        if not self._blocks or self._blocks.keys() == {name}:
-            return 0
-        held: Counter[str] = Counter()
-        for sequence in running:
-            held[sequence.service.name] += len(sequence.block_table)
-        if not held:
-            return 0
-        return sum(max(0, share - held[other]) for other, share in self._blocks.items() if other != name)
+        used, held, owners = Counter(self._pool.used), Counter[int](), self._pool.cached.owners
+        victims: list[Sequence] = []
+        for sequence in last_first:
+            if missing <= 0:
+                break
+            name = sequence.service.name
+            if sequence.has_starved or used[name] <= self.blocks.get(name, 0):
+                continue
+            victims.append(sequence)
+            for block in sequence.block_table:
+                held[block] += 1
+                if held[block] == self._pool.references[block]:
+                    used[owners[block]] -= 1
+                    missing -= block not in kept
+        return victims if missing <= 0 else None

@@ -49,7 +49,7 @@ class SloPolicy:
     ) -> None:
         self.promises = Promises(step_time, config.max_num_batched_tokens, manager.known_tokens)
         self.window = Window(step_time)
-        self.shares = Shares(config.classes, config.max_num_seqs, blocks.num_blocks)
+        self.shares = Shares(config.classes, config.max_num_seqs, blocks, config.kept_free(blocks.num_blocks))
         self._config = config
         self._step_time = step_time
         self._blocks = blocks

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from headway.policy.accounting import work_of
 from headway.policy.decisions import Decision
+from headway.policy.kv_blocks import KVBlocks
 from headway.policy.ledger import Phase
 from headway.policy.order import deadline
 from headway.policy.output_lengths import OutputLengths
@@ -153,7 +154,7 @@ def running_prompt(service: ServiceClass) -> Sequence:
     share=st.floats(0.01, 0.99), tokens=st.integers(1, 500), first=st.sampled_from([1, 0]), asked=st.integers(1, 500)
 )
 def test_a_share_of_the_step_s_tokens_is_left_to_its_class(share: float, tokens: int, first: int, asked: int) -> None:
-    kept = Shares(shares(tokens=share), 8, 100)
+    kept = Shares(shares(tokens=share), 8, KVBlocks(100, 16), 1)
     budget = StepBudget(tokens, Exact())
     kept.begin_step([running_prompt(CHAT), running_prompt(kept_class := shares(tokens=share).named("offline"))])
     names = [kept_class.name, "chat"] if first else ["chat", kept_class.name]
@@ -170,7 +171,7 @@ def test_a_share_of_the_step_s_tokens_is_left_to_its_class(share: float, tokens:
 
 def test_a_share_of_tokens_binds_in_a_short_step_and_where_its_class_has_prompts() -> None:
     classes = shares(tokens=0.25)
-    kept = Shares(classes, 8, 100)
+    kept = Shares(classes, 8, KVBlocks(100, 16), 1)
     budget = StepBudget(512, Exact())
     budget.share_with(StepWork(decode_tokens=1), slack_ns=31 * MS)  # 20 tokens
     kept.begin_step([running_prompt(CHAT)])
@@ -182,18 +183,20 @@ def test_a_share_of_tokens_binds_in_a_short_step_and_where_its_class_has_prompts
 
 
 def test_seats_and_blocks_are_kept_for_a_class() -> None:
-    kept = Shares(shares(seats=0.5, kv=0.25), 8, 100)
+    pool = KVBlocks(100, 16)
+    kept = Shares(shares(seats=0.5, kv=0.25), 8, pool, 2)
     assert (kept.seats_kept_from("chat"), kept.seats_kept_from("offline")) == (4, 0)
     kept.running["offline"] = 3
     assert kept.seats_kept_from("chat") == 1 and kept.has_seat_left("offline")
     kept.running["offline"] = 5
     assert kept.seats_kept_from("chat") == 0 and not kept.has_seat_left("offline")
-    chat = waiting(4, None, service=CHAT, block_table=[1, 2])
-    offline = waiting(4, None, service=shares(kv=0.25).named("offline"), block_table=list(range(10)))
-    assert kept.blocks_kept_from("chat", []) == 0
-    assert kept.blocks_kept_from("chat", [chat]) == 25
-    assert kept.blocks_kept_from("chat", [chat, offline]) == 15
-    assert kept.blocks_kept_from("offline", [chat]) == 0
+    assert kept.blocks_kept_from("chat") == 2, "most of an idle share is lent"
+    kept.waiting["offline"] = 1
+    assert (kept.blocks_kept_from("chat"), kept.blocks_kept_from("offline")) == (25, 0)
+    pool.allocate(10, "offline")
+    assert kept.blocks_kept_from("chat") == 15
+    assert kept.has_blocks_left("offline", 15) and not kept.has_blocks_left("offline", 16)
+    assert not kept.has_blocks_left("chat", 1) and not kept.is_over("chat") and kept.is_over("offline", 16)
 
 
 def test_a_class_with_a_share_gets_it_past_a_long_queue() -> None:

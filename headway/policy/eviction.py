@@ -1,0 +1,157 @@
+"""Which cached block is given up next: by how long nobody has found it, by class, and last what many begin with.
+
+Cached blocks stand in queues, least recently used first: one for each class whose sequence had the block last, and one
+for protected blocks. The head of a queue is its candidate, and the order of candidates is:
+
+1. A protected block that was not found for LIFETIME turnovers of the pool is protected no longer, and goes first.
+2. Blocks of classes that have more than their share of the pool, in use and cached together; then blocks within a
+   share. Among either, the one that has waited longest. A class without an objective waits HASTE times as fast.
+3. Protected blocks, when nothing else is cached.
+
+A prefix is protected once BRANCHES requests have gone on from the same block, as from the end of a system prompt. The
+turns of one conversation go on from another block each. All that is protected is a bounded part of the pool; beyond
+that, what was least recently used is ordinary again.
+
+Taking the next block costs a look at each queue, however many blocks there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from itertools import chain
+
+from headway.policy.service_class import ClassTable
+
+BRANCHES = 3
+LIFETIME = 4
+HASTE = 4
+COMMON = ""  # the owner of a block that is of no single class
+
+_Queue = OrderedDict[int, int]  # block -> the time since which it is cached
+
+
+class CachedBlocks:
+    """The blocks that nobody holds and the prefix index knows, in the order in which they are given up.
+
+    Time is the number of blocks that were cached so far.
+
+    Args:
+        used: blocks in use of each class; the pool keeps it up to date.
+        protected_share: most of the pool that may be protected, 0 to 1.
+
+    Attributes:
+        evictions: blocks given up, by class and reason: `age` (the oldest), `lent` (within its class's share, to
+            another), `expired` (protected, and not found for long), `protected` (nothing else was left).
+        owners: the class of each block that is in use or cached, COMMON where sequences of several share it.
+        num_protected: protected blocks, in use or cached.
+    """
+
+    def __init__(self, num_blocks: int, used: Mapping[str, int], protected_share: float) -> None:
+        self.evictions: Counter[tuple[str, str]] = Counter()
+        self.owners = [COMMON] * num_blocks
+        self.num_protected = 0
+        self._used = used
+        self._queues: dict[str, _Queue] = {}
+        self._protected: _Queue = OrderedDict()
+        self._is_protected = bytearray(num_blocks)
+        self._branches = [0] * num_blocks
+        self._most_protected = math.floor(protected_share * num_blocks)
+        self._lifetime = LIFETIME * num_blocks
+        self._time = 0
+        self._num_ordinary = 0
+        self._shares: Mapping[str, int] = {}
+        self._haste: Mapping[str, int] = {}
+
+    def __len__(self) -> int:
+        return self._num_ordinary + len(self._protected)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(self._protected, *self._queues.values())
+
+    def set_classes(self, classes: ClassTable, shares: Mapping[str, int]) -> None:
+        """From now on the order is by these classes.
+
+        Args:
+            shares: blocks that are kept for classes.
+        """
+        self._shares = shares
+        self._haste = {each.name: HASTE for each in classes if math.isinf(each.ttft_ms)}
+
+    def add(self, block: int) -> None:
+        """The last sequence has released the block."""
+        self._time += 1
+        if self._is_protected[block]:
+            self._protected[block] = self._time
+            if len(self._protected) > self._most_protected:
+                oldest, _ = self._protected.popitem(last=False)
+                self.forget(oldest)
+                self._add_ordinary(oldest)
+        else:
+            self._add_ordinary(block)
+
+    def _add_ordinary(self, block: int) -> None:
+        owner = self.owners[block]
+        queue = self._queues.get(owner)
+        if queue is None:
+            queue = self._queues[owner] = OrderedDict()
+        queue[block] = self._time
+        self._num_ordinary += 1
+
+    def remove(self, block: int) -> None:
+        """A sequence has found the block."""
+        if self._is_protected[block]:
+            del self._protected[block]
+        else:
+            del self._queues[self.owners[block]][block]
+            self._num_ordinary -= 1
+
+    def clear(self) -> None:
+        """Nothing is cached or protected any more."""
+        self._queues.clear()
+        self._protected.clear()
+        self._num_ordinary = 0
+        for block in range(len(self.owners)):
+            self.forget(block)
+
+    def found(self, prefix: list[int]) -> None:
+        """A request begins with this prefix, all of which is in use, and goes on with something else."""
+        end = prefix[-1]
+        self._branches[end] += 1
+        if self._branches[end] >= BRANCHES and not self._is_protected[end] and self._most_protected:
+            for block in prefix:
+                self.num_protected += not self._is_protected[block]
+                self._is_protected[block] = 1
+
+    def forget(self, block: int) -> None:
+        """The block is protected no longer, and nobody has begun with it."""
+        self.num_protected -= self._is_protected[block]
+        self._is_protected[block] = self._branches[block] = 0
+
+    def evict(self) -> int:
+        """Take out the block that is given up next. There must be one."""
+        queue, reason = self._next()
+        block, _ = queue.popitem(last=False)
+        owner = self.owners[block]
+        if queue is not self._protected:
+            self._num_ordinary -= 1
+            if not queue and owner != COMMON:
+                del self._queues[owner]
+        self.evictions[owner, reason] += 1
+        self.forget(block)
+        return block
+
+    def _next(self) -> tuple[_Queue, str]:
+        if self._protected and self._time - next(iter(self._protected.values())) > self._lifetime:
+            return self._protected, "expired"
+        found, best = self._protected, (False, -1)
+        for owner, queue in self._queues.items():
+            if queue:
+                is_over = self._used[owner] + len(queue) > self._shares.get(owner, 0)
+                key = is_over, (self._time - next(iter(queue.values()))) * self._haste.get(owner, 1)
+                if key > best:
+                    found, best = queue, key
+        if found is self._protected:
+            return found, "protected"
+        return found, "age" if best[0] else "lent"
