@@ -234,7 +234,7 @@ def report(
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What decides what is measured."""
-    left_out = ("vllm", "output", "rounds", "append", "only")
+    left_out = ("vllm", "output", "rounds", "append", "only", "mixes")  # mixes_of() has them
     return {name: str(value) for name, value in vars(arguments).items() if name not in left_out}
 
 
@@ -280,10 +280,13 @@ def settings(arguments: argparse.Namespace) -> Settings:
 
 def run(arguments: argparse.Namespace) -> None:
     write_weights(arguments.shape, CHECKPOINTS)
-    rows = contestants(arguments.budgets, arguments.vllm is not None)
-    rows = [each for each in rows if not arguments.only or each.name in arguments.only]
     rounds, done = earlier(arguments)
-    losses, order = Losses(), list(rows)
+    had = {name for measured in rounds.values.values() for name in measured}
+    known = contestants(arguments.budgets, vllm=True)
+    order = [each for each in known if arguments.vllm or each.engine != "vllm"]
+    order = [each for each in order if not arguments.only or each.name in arguments.only]
+    rows = [each for each in known if each in order or each.name in had]
+    losses = Losses()
     with tempfile.TemporaryDirectory(prefix="classes-") as folder:
         classes = Path(folder) / "classes.toml"
         classes.write_text(service_classes(arguments.mixes))

@@ -130,6 +130,11 @@ def test_a_sitting_takes_turns_and_is_saved_after_each_round(
     assert 'name = "interactive"\nttft_ms = 1000' in told[0]
     assert output.with_suffix(".png").stat().st_size > 5000
     assert "tuned, 2x: headway slo has 1.00 times the goodput of headway fcfs" in capsys.readouterr().out
+    mixes = ["--mixes", str(classes.MIXES / "tuned.toml")]
+    classes.main([*chosen, *mixes, "--rounds", "1", "--append", "--only", "headway slo"])
+    content = json.loads(output.read_text())
+    assert [each["name"] for each in content["contestants"]] == ["headway slo", "headway fcfs"]
+    assert len(content["values"]["tuned"]["headway slo"]["goodput"]) == 3
     with pytest.raises(SystemExit, match="was measured with other settings"):
         classes.main([*chosen, "--append"])
 
