@@ -66,8 +66,6 @@ def _model_folder(model: str | None) -> Path:
         if not folder.is_dir():
             fail(f"the bundled model is missing from this installation ({folder}); name a model to serve")
         return folder
-    if Path(model).expanduser().is_dir():
-        return Path(model).expanduser()
     from headway.models.folder import resolve_model
 
     try:

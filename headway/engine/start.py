@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from headway.engine.config import EngineConfig
 from headway.models.config import ModelConfig
 from headway.models.folder import read_ahead
+from headway.models.gguf_config import gguf_files
 from headway.models.tensors import expected_tensors
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ def _prepare(config: EngineConfig) -> mmap.mmap | None:
 
 def packed_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """The least bytes that the model's matrices take when they are packed; 0 for an unknown dtype."""
+    if model.packed is not None and model.packed.scheme == "gguf":  # panels are larger than blocks
+        return sum(path.stat().st_size for path in gguf_files(Path(config.model)))
     dtype = model.dtype or "float32" if config.dtype == "auto" else config.dtype
     scheme = config.quantization if model.packed is None else model.packed.scheme
     size = _PACKED_BYTES.get(scheme, _DTYPE_BYTES.get(dtype, 0.0))

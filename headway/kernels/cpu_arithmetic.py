@@ -11,8 +11,12 @@ belongs to a weight row and holds the row's weights for that word.
 | INT8 | four int8 | four uint8, 128 more than the weight | int32 |
 | WIDE_INT8 | two int16 | two int8 | int32 |
 | INT4 | eight words of four int8 | a scale of one byte, 32 of four bits, 8 more than the weight | int32 |
+| GROUPS4 | four words of two int16 | eight of four bits | int32 |
+| GROUPS8 | two int16 | two int8 | int32 |
+| FLOAT8 | one float32 | one of eight bits, four for the exponent (e4m3fn) | float32 |
 
-A weight of INT4 times its scale, a whole number from -15 to 16, is multiplied like one of INT8.
+A weight of INT4 times its scale, a whole number from -15 to 16, is multiplied like one of INT8. Of the last three kinds
+groups of inputs have scales of their own, which cpu_groups multiplies sums with.
 
 Where the processor has an instruction that multiplies and adds a whole word (VNNI, AVX512-BF16), it is used. Other x86
 multiplies pairs of int16 and adds the two products (AVX2, AVX512-BW); elsewhere the same sums are put together from
@@ -47,6 +51,7 @@ from headway.kernels.cpu_ir import (
 from headway.kernels.cpu_simd import BFLOAT16, FLOAT16, FLOAT32, IS_X86, cpu_features
 
 INT8, WIDE_INT8, INT4 = np.uint8(0), np.int8(0), np.uint32(0)
+GROUPS4, GROUPS8, FLOAT8 = np.int32(0), np.uint64(0), np.float64(0)
 
 _FEATURES = cpu_features() if IS_X86 else set()
 _WIDE = "avx512f" in _FEATURES
@@ -88,7 +93,7 @@ class Arithmetic:
     offset: int = 0
 
 
-_HALVES = ir.VectorType(F16, LANES)
+_HALVES, _HALF_WORDS = ir.VectorType(F16, LANES), ir.VectorType(I16, LANES)
 _SHORTS = ir.VectorType(I16, 2 * LANES)
 _BYTES, _SCALES = ir.VectorType(I8, 2 * LANES), ir.VectorType(I8, LANES)
 
@@ -99,12 +104,17 @@ ARITHMETIC = {
     types.uint8: Arithmetic(WORDS, 1, 4, True, 4, offset=128),
     types.int8: Arithmetic(_BYTES, 1, 2, True, 2),
     types.uint32: Arithmetic(WORDS, 8, 4, True, 17, offset=128),
+    types.int32: Arithmetic(WORDS, 4, 2, True, 4),
+    types.uint64: Arithmetic(_BYTES, 1, 2, True, 2),
+    types.float64: Arithmetic(_SCALES, 1, 1, False, 1),
 }
 _TYPE_OF = {
     np.float32: types.float32, np.int16: types.int16, np.uint16: types.uint16, np.uint8: types.uint8,
-    np.int8: types.int8, np.uint32: types.uint32,
+    np.int8: types.int8, np.uint32: types.uint32, np.int32: types.int32, np.uint64: types.uint64,
+    np.float64: types.float64,
 }  # fmt: skip
-assert set(_TYPE_OF) == {type(kind) for kind in (FLOAT32, FLOAT16, BFLOAT16, INT8, WIDE_INT8, INT4)}
+GROUPED = (GROUPS4, GROUPS8, FLOAT8)
+assert set(_TYPE_OF) == {type(kind) for kind in (FLOAT32, FLOAT16, BFLOAT16, INT8, WIDE_INT8, INT4, *GROUPED)}
 
 
 def arithmetic_of(kind: Any) -> Arithmetic:
@@ -121,6 +131,10 @@ def operands(builder: Any, kind: Any, step: Any, vector: int) -> list[Any]:
     if kind == types.uint32:
         return _scaled_nibbles(builder, step, vector)
     layout = ARITHMETIC[kind]
+    if kind == types.int32:
+        stored = read(builder, builder.add(step, index(vector * VECTOR_BYTES)), WORDS)
+        words = [builder.lshr(stored, word_constant(bit)) for bit in (0, 4, 8, 12)]
+        return [builder.and_(word, word_constant(0x000F000F)) for word in words]
     return [operand(builder, kind, builder.add(step, index(vector * LANES * layout.lane_bytes)))]
 
 
@@ -129,8 +143,13 @@ def operand(builder: Any, kind: Any, address: Any) -> Any:
     stored = read(builder, address, ARITHMETIC[kind].stored)
     if kind == types.int16:
         return builder.fpext(stored, FLOATS)
-    if kind == types.int8:
+    if kind in (types.int8, types.uint64):
         return builder.bitcast(builder.sext(stored, _SHORTS), WORDS)
+    if kind == types.float64:  # as float16 with the same bits, which is 256 times less
+        wide = builder.shl(builder.zext(stored, _HALF_WORDS), ir.Constant(_HALF_WORDS, [8] * LANES))
+        bits = builder.ashr(wide, ir.Constant(_HALF_WORDS, [1] * LANES))
+        bits = builder.and_(bits, ir.Constant(_HALF_WORDS, [0xBFFF] * LANES))
+        return builder.fpext(builder.bitcast(bits, _HALVES), FLOATS)
     return stored
 
 
@@ -156,7 +175,7 @@ def _scaled_nibbles(builder: Any, step: Any, vector: int) -> list[Any]:
 
 def multiply_add(builder: Any, kind: Any, total: Any, weights: Any, x: Any) -> Any:
     """total + weights * x, lane by lane; x is one word in all lanes."""
-    if kind in (types.float32, types.int16):
+    if kind in (types.float32, types.int16, types.float64):
         return fused(builder, total, builder.bitcast(weights, FLOATS), builder.bitcast(x, FLOATS))
     if kind == types.uint16:
         if _HAS_BF16:
@@ -166,9 +185,9 @@ def multiply_add(builder: Any, kind: Any, total: Any, weights: Any, x: Any) -> A
             total = fused(builder, total, half(builder, weights), half(builder, x))
         return total
     if _VNNI:
-        name = "vpdpwssd" if kind == types.int8 else "vpdpbusd"
+        name = "vpdpwssd" if ARITHMETIC[kind].inputs == 2 else "vpdpbusd"
         return _x86(builder, f"llvm.x86.avx512.{name}.{_VNNI}", I32, [total, weights, x], I32, _VNNI)
-    if kind == types.int8:
+    if ARITHMETIC[kind].inputs == 2:
         return builder.add(total, _sum_of_pairs(builder, weights, x))
     left, right = builder.bitcast(weights, _SHORTS), builder.bitcast(x, _SHORTS)
     for odd in (False, True):

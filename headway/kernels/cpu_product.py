@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from headway.kernels.cpu_arithmetic import INT4, INT8, PANEL, TILE_TOKENS, arithmetic_of
+from headway.kernels.cpu_arithmetic import GROUPED, INT4, INT8, PANEL, TILE_TOKENS, arithmetic_of
 from headway.kernels.cpu_compile import compiled, give_back, take_memory
+from headway.kernels.cpu_groups import PASSES_AHEAD, multiply_grouped
 from headway.kernels.cpu_ir import VECTOR_BYTES
 from headway.kernels.cpu_matrix import (
     STEP_BYTES,
@@ -31,10 +32,12 @@ from headway.kernels.cpu_simd import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
+    copy_element,
     larger,
     load,
     nearest,
     pause,
+    read_int32,
     read_shared,
     store,
     take_ticket,
@@ -44,10 +47,9 @@ from headway.kernels.cpu_simd import (
 from headway.kernels.cpu_team import arg, job, once_per_kind, take_share, tickets
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
-# With more passes over a block than this, its products take longer than fetching the next one when it is due.
-_PASSES_AHEAD = 8
 # Up to so many tokens, 4-bit weights are unpacked in registers by every tile, with more once for all tiles.
 _MOST_FROM_NIBBLES = 8
+_GROUPED = -1
 
 
 @compiled()
@@ -81,7 +83,10 @@ def _round_block(source_kind, integer, x, first, last, inverse, row):
 
 @compiled()
 def _prepare_integers(source_kind, integer, largest, offset, x, inputs, width, block, row, scales):
-    """A token as integers, and for each block a float32 scale and the int32 that undoes the weights' offset."""
+    """A token as integers, and for each block a float32 scale and the int32 that undoes the weights' offset.
+
+    With an offset of _GROUPED, the latter is a float32, the sum of the block's numbers with the opposite sign.
+    """
     for number in range((width + block - 1) // block):
         first, last = number * block, min(width, (number + 1) * block)
         inside = max(first, min(last, inputs))
@@ -91,7 +96,10 @@ def _prepare_integers(source_kind, integer, largest, offset, x, inputs, width, b
         for i in range(inside, last):
             write_rounded(row, i, _ZERO, integer)
         store(scales, 2 * number, best / largest, FLOAT32)
-        write_integer(scales, 2 * number + 1, -np.int64(total) * offset, 32)
+        if offset == _GROUPED:
+            store(scales, 2 * number + 1, -np.float32(total) * (best / largest), FLOAT32)
+        else:
+            write_integer(scales, 2 * number + 1, -np.int64(total) * offset, 32)
 
 
 @compiled()
@@ -107,14 +115,14 @@ def _tiles(kind, tokens, x, x_stride, packed, words, totals, scales, stride, ahe
 
 @compiled()
 def _multiply(
-    kind, tokens, x, x_stride, packed, words, block, step_bytes, totals, scales, stride, unpacked_kind, unpacked
+    kind, tokens, x, x_stride, packed, words, block, step_bytes, totals, scales, stride, unpacked_kind, unpacked, more
 ):
     """A panel with the tokens, block after block of its words; scales has stride bytes between tokens.
 
     Where `unpacked` is not 0, each block is put there first, as what its weights are multiplied as.
     """
     passes = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
-    fetches = 1 < passes <= _PASSES_AHEAD
+    fetches = 1 < passes <= PASSES_AHEAD
     for i in range(tokens * PANEL):
         store(totals, i, _ZERO, FLOAT32)
     for number in range((words + block - 1) // block):
@@ -181,16 +189,28 @@ def _finish_gated(out_kind, tokens, count, totals, scales, bias, out, stride):
             store(out, token * stride + i, gate * numerator / (_ONE + decay) * up, out_kind)
 
 
-PRODUCT = struct.Struct("23q")
+@compiled()
+def _reorder(x, order, inputs, size, out):
+    for i in range(inputs):
+        copy_element(x, read_int32(order, i), out, i, size)
+
+
+PRODUCT = struct.Struct("31q")
 
 
 @once_per_kind
 def product_job(x_kind: Any, kind: Any) -> int:
-    """x [tokens, inputs] of x_kind times packed weights of `kind`, to the same kind as x."""
-    layout = arithmetic_of(kind)
+    """x [tokens, inputs] of x_kind times packed weights of `kind`, to the same kind as x.
+
+    Where they have groups, a word is a group of inputs, a step its bytes, and more arguments say where scales are.
+    """
+    layout, is_grouped = arithmetic_of(kind), type(kind) in map(type, GROUPED)
+    multiply = multiply_grouped if is_grouped else _multiply
     prepared = layout.integer or kind is not x_kind or kind is FLOAT16
     integer = np.int8(0) if layout.inputs == 4 else np.int16(0)
-    largest, offset, is_integer = np.float32(np.iinfo(integer.dtype).max), layout.offset, layout.integer
+    largest, is_integer = np.float32(np.iinfo(integer.dtype).max), layout.integer
+    offset = _GROUPED if is_grouped else layout.offset
+    word_bytes = 4 // layout.inputs  # of an input that is made ready
     unpacks, unpacked_kind = kind is INT4, INT8 if kind is INT4 else kind
 
     def product(a: int) -> None:
@@ -199,10 +219,15 @@ def product_job(x_kind: Any, kind: Any) -> int:
         rows, row_bytes, row_stride, width, block_inputs = arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11), arg(a, 12)
         packed, words, block, step_bytes, panel_bytes = arg(a, 13), arg(a, 14), arg(a, 15), arg(a, 16), arg(a, 17)
         row_scales, bias, out, features, gated = arg(a, 18), arg(a, 19), arg(a, 20), arg(a, 21), arg(a, 22)
+        order = arg(a, 23)
         if prepared:
+            ordered = take_memory(inputs * x_size) if order != 0 else 0
             token = take_ticket(tickets(a, 0))
             while token < tokens:
                 source, row = x + token * x_stride * x_size, rows + token * row_stride
+                if order != 0:
+                    _reorder(source, order, inputs, x_size, ordered)
+                    source = ordered
                 if is_integer:
                     _prepare_integers(
                         x_kind, integer, largest, offset, source, inputs, width, block_inputs, row, row + row_bytes
@@ -211,6 +236,8 @@ def product_job(x_kind: Any, kind: Any) -> int:
                     _copy_token(x_kind, FLOAT32, source, inputs, width, row)
                 take_ticket(tickets(a, 1))
                 token = take_ticket(tickets(a, 0))
+            if order != 0:
+                give_back(ordered)
             while read_shared(tickets(a, 1)) < tokens:
                 pause()
             source, source_stride = rows, row_stride
@@ -226,9 +253,13 @@ def product_job(x_kind: Any, kind: Any) -> int:
                 panel, chunk = number // chunks, number % chunks
                 first, last = chunk * tokens // chunks, (chunk + 1) * tokens // chunks
                 at = source + first * source_stride
-                _multiply(
+                more = (
+                    arg(a, 24), arg(a, 25), block_inputs * word_bytes, arg(a, 26) + panel * arg(a, 27),
+                    arg(a, 28) + panel * arg(a, 29), arg(a, 30),
+                )  # fmt: skip
+                multiply(
                     kind, last - first, at, source_stride, packed + panel * panel_bytes, words, block, step_bytes,
-                    totals, at + row_bytes, row_stride, unpacked_kind, unpacked,
+                    totals, at + row_bytes, row_stride, unpacked_kind, unpacked, more,
                 )  # fmt: skip
                 to = out + (first * features + panel * each) * x_size
                 count = min(each, features - panel * each)

@@ -65,24 +65,44 @@ AttentionShape = tuple[int, int, int]  # query heads, key/value heads, head dime
 
 
 @dataclass(frozen=True, slots=True)
+class Groups:
+    """What numbers that are packed in groups of inputs stand for: scale * factor * number - minimum * offset.
+
+    Args:
+        size: inputs of a group, a multiple of 8.
+        factors, offsets: int8 [out, in / size].
+        scales: float32 [out, runs]; of `run` groups each, a power of two, or of all where there is one run.
+        minima: the same; None: they are the scales.
+        order: int32 [in], which input each column is multiplied with; None: its own.
+    """
+
+    size: int
+    factors: Tensor
+    offsets: Tensor
+    scales: Tensor
+    run: int = 1
+    minima: Tensor | None = None
+    order: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Weight:
     """A matrix [out, in], and the scheme in which it is to be multiplied.
 
     Args:
         values: its numbers, handed over as one tensor; or its rows in parts, one under the other, lent until the call
-            returns. Floating-point ones are rounded to the scheme; whole ones are packed, and have scales.
+            returns. Floating-point ones are rounded to the scheme; whole ones are packed, and have scales or groups.
         scheme: one of QUANTIZATIONS, or one that some kernels have beside these.
-        scales: float32 [out, groups]: what 1 stands for in a row and group of inputs. None: values are not packed.
-        zero_points: [out, groups]: the whole number that stands for 0; None: 0 does.
-        group_size: inputs that share a scale; None: all of a row.
+        scales: float32 [out, 1]: what 1 stands for in a row. None: values are not packed, or have groups.
+        groups: what packed values stand for where groups of inputs differ; they are one tensor then, of uint8 below 16
+            (int4-weight-only), int8 (int8-weight-only) or float8_e4m3fn (float8-weight-only).
         dtype: of what a packed weight is multiplied with; None: that of the values.
     """
 
     values: Tensor | list[Tensor]
     scheme: str = "none"
     scales: Tensor | None = None
-    zero_points: Tensor | None = None
-    group_size: int | None = None
+    groups: Groups | None = None
     dtype: torch.dtype | None = None
 
     @property
@@ -92,10 +112,9 @@ class Weight:
     @property
     def format(self) -> str:
         """What kernels must have for it, for messages."""
-        if self.scales is None:
-            return self.scheme
-        groups = f"groups of {self.group_size}" if self.group_size else "rows"
-        return f"{self.scheme} packed in {groups}{' with zero points' if self.zero_points is not None else ''}"
+        if self.groups is not None:
+            return f"{self.scheme} packed in groups"
+        return self.scheme if self.scales is None else f"{self.scheme} packed in rows"
 
 
 class Linear(Protocol):

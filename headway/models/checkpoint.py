@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from headway.kernels.interface import Weight
 from headway.models.config import ModelError, read_json
 from headway.models.tensors import STACKED, Shapes
 
@@ -56,6 +57,10 @@ class WeightSource(Protocol):
 
     def copy_into(self, name: str, out: Tensor) -> None:
         """Fill `out`, of the tensor's shape, any dtype and device."""
+        ...
+
+    def packed(self, layer: str, dtype: torch.dtype) -> Weight | None:
+        """The matrix of a linear layer that is packed in groups, to be multiplied in `dtype`; None if it is not."""
         ...
 
 
@@ -118,6 +123,9 @@ class Checkpoint:
         else:
             with self._clock.measure("convert"):
                 out.copy_(mapped)
+
+    def packed(self, layer: str, dtype: torch.dtype) -> None:
+        """None is packed in groups."""
 
     def _mapped(self, name: str) -> Tensor:
         mapped: Tensor = self._handles[self._file_of[name]].get_tensor(name)
@@ -207,6 +215,9 @@ class RandomWeights:
 
     def lend(self, name: str, dtype: torch.dtype) -> None:
         """Nothing lies in memory: a tensor is made when it is asked for."""
+
+    def packed(self, layer: str, dtype: torch.dtype) -> None:
+        """None is packed in groups."""
 
     def copy_into(self, name: str, out: Tensor) -> None:
         """Fill `out`, which must be contiguous."""

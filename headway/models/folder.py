@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 from headway.cost.values import ModelError
+from headway.models.gguf import parts_of
+from headway.models.gguf_config import folder_of, gguf_files
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -14,26 +16,40 @@ HUB_DUPLICATES = ["original/*", "consolidated*", "onnx/*"]
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """The folder of a checkpoint: a local one, or a hub id's snapshot, downloaded where it is not cached.
+    """The folder of a checkpoint: a local one, that of a GGUF file, or a hub id's snapshot, downloaded if need be.
 
     Raises:
         ModelError: no such folder, or the hub cannot give it.
     """
     path = Path(name_or_path).expanduser()
     if name_or_path and path.is_dir():
-        return path
+        return _folder(path)
+    if path.suffix == ".gguf" and path.is_file():
+        return folder_of(path)
     if name_or_path and path.exists():
-        raise ModelError(f"{name_or_path}: is a file; give the folder that holds config.json")
+        raise ModelError(f"{name_or_path}: is a file; give the folder that holds config.json, or a .gguf file")
     if not HUB_ID.fullmatch(name_or_path):
         raise ModelError(f"{name_or_path!r}: no such folder; give a model folder or a Hugging Face id like owner/name")
     return _download(name_or_path)
+
+
+def _folder(path: Path) -> Path:
+    """The folder itself, or that of the one GGUF model in it, where it holds no other."""
+    files = [] if (path / "config.json").is_file() else gguf_files(path)
+    if not files:
+        return path
+    models = {tuple(parts_of(file)) for file in files}
+    if len(models) > 1:
+        names = ", ".join(sorted(parts[0].name for parts in models))
+        raise ModelError(f"{path}: holds several models, {names}; give the file of one")
+    return folder_of(files[0])
 
 
 def read_ahead(folder: Path) -> None:
     """Ask the system for the weights' files, in large reads, long before they are looked into."""
     if not hasattr(os, "posix_fadvise"):
         return
-    for path in folder.glob("*.safetensors"):
+    for path in (*folder.glob("*.safetensors"), *gguf_files(folder)):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)

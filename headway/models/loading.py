@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,10 @@ from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import Decoder, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP
 from headway.models.folder import read_ahead
 from headway.models.folder import resolve_model as resolve_model
-from headway.models.quantization import scheme_of
+from headway.models.gguf_checkpoint import GGUFCheckpoint
+from headway.models.gguf_config import gguf_files
+from headway.models.grouped import stacked_groups
+from headway.models.quantization import EMBEDDING, scheme_of
 from headway.models.tensors import STACKED, Parts, Shapes, dense_names, expected_tensors, mixture_names
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -79,14 +82,23 @@ def load_model(
     expected = expected_tensors(config, stacked)
     if load_format != "dummy":
         read_ahead(folder)
-    source = nullcontext(RandomWeights(seed, clock)) if load_format == "dummy" else Checkpoint(folder, expected, clock)
-    with source as opened:
+    with _open(folder, expected, config, load_format, seed, clock) as opened:
         assembler = _Assembler(opened, expected, config, kernels, dtype, torch.device(device), clock, quantization)
         weights = assembler.decoder_weights()
     if on_stage is not None:
         for stage, elapsed_ns in clock.ns.items():
             on_stage(stage, elapsed_ns)
     return Decoder(config, kernels, dtype, device, weights, max_model_len)
+
+
+def _open(
+    folder: Path, expected: Shapes, config: ModelConfig, load_format: str, seed: int, clock: StageClock
+) -> AbstractContextManager[WeightSource]:
+    if load_format == "dummy":
+        return nullcontext(RandomWeights(seed, clock))
+    if load_format == "auto" and gguf_files(folder):
+        return GGUFCheckpoint(folder, expected, config, clock)
+    return Checkpoint(folder, expected, clock)
 
 
 class _Assembler:
@@ -113,14 +125,22 @@ class _Assembler:
         self._quantization = quantization
 
     def decoder_weights(self) -> DecoderWeights:
+        embedding: Callable[[Tensor], Tensor]
         if self._config.shape.tied_embeddings:
-            lm_head = self._linear("model.embed_tokens")
+            lm_head = self._linear(EMBEDDING)
             embedding = lm_head.rows
         else:
-            embedding = partial(self._kernels.take, self._stack("model.embed_tokens.weight"))
+            embedding = self._embedding()
             lm_head = self._linear("lm_head")
         layers = [self._layer(i, cache) for i, cache in enumerate(self._config.caches)]
         return DecoderWeights(embedding, layers, self._stack("model.norm.weight"), lm_head)
+
+    def _embedding(self) -> Callable[[Tensor], Tensor]:
+        packed = self._source.packed(EMBEDDING, self._dtype)
+        if packed is None:
+            return partial(self._kernels.take, self._stack(f"{EMBEDDING}.weight"))
+        with self._clock.measure("layout"):
+            return self._kernels.linear(packed, None).rows
 
     def _layer(self, index: int, cache: CacheSpec) -> LayerWeights:
         layer, has_norms = f"model.layers.{index}", self._config.shape.qk_norm
@@ -183,6 +203,11 @@ class _Assembler:
 
     def _weight(self, *layers: str) -> Weight:
         """The matrices one under the other: where they lie in the file, if the kernels can read them there."""
+        grouped = [self._source.packed(layer, self._dtype) for layer in layers]
+        if any(grouped):
+            parts = [each or self._stack(f"{layer}.weight") for layer, each in zip(layers, grouped, strict=True)]
+            with self._clock.measure("convert"):
+                return stacked_groups(parts)
         names = [f"{layer}.weight" for layer in layers]
         scheme = scheme_of(layers[0], self._quantization, self._config.packed)
         scales = [f"{name}_scale" for name in names if f"{name}_scale" in self._shapes]

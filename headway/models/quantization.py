@@ -23,7 +23,7 @@ class PackedMatrices:
     """Which matrices a checkpoint holds as whole numbers, with a scale for each row.
 
     Args:
-        scheme: int8 or int8-weight-only.
+        scheme: int8, int8-weight-only or gguf.
         ignored: names of the layers that are not packed; "re:" begins an expression that matches the start of names.
     """
 
@@ -49,6 +49,8 @@ def read_packed(values: ConfigValues) -> PackedMatrices | None:
     if said is None:
         return None
     section = _section(said, values.source, "quantization_config")
+    if section.get("quant_method") == "gguf":
+        return PackedMatrices("gguf", ("re:",))  # each of its tensors says itself how it is packed
     _check(section, _FORMAT)
     groups = section.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:

@@ -3,7 +3,7 @@
 Positions are static in a paged server: a key is rotated once, when it is stored, and other sequences may
 reuse it from the prefix cache. So a model's tables are fixed for the life of the server.
 
-That decides the one kind of scaling that depends on the length of the text. Dynamic NTK (kind "dynamic")
+That decides the kinds of scaling that depend on the length of the text. Dynamic NTK (kind "dynamic")
 derives its base from the length L of the sequence at hand, L > max_position_embeddings; recomputed while
 a sequence grows, it leaves keys of different bases side by side in the cache, and the tokens would depend
 on how the work was cut into steps. Here L is the context that the server was started with:
@@ -13,6 +13,8 @@ on how the work was cut into steps. Here L is the context that the server was st
 - beyond, all positions use the base of L = the served context. That equals Hugging Face's output for a
   prompt of exactly that length computed in one forward pass; shorter prompts see the same stretched base,
   as in vLLM.
+
+In the same way the factors of longrope are the long ones where the served context is longer than the one in training.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from headway.models.rope_config import RopeConfig
 
 
 def rope_tables(rope: RopeConfig, context_len: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """(cos, sin), each float32 [context_len, rope.dim // 2], multiplied by the attention factor of yarn."""
+    """(cos, sin), each float32 [context_len, rope.dim // 2], times the attention factor of yarn and longrope."""
     positions = torch.arange(context_len, dtype=torch.float32, device=device)
     angles = torch.outer(positions, inverse_frequencies(rope, context_len).to(device))
     cos, sin = angles.cos(), angles.sin_()
@@ -37,7 +39,7 @@ def rope_tables(rope: RopeConfig, context_len: int, device: torch.device | str =
 
 
 def inverse_frequencies(rope: RopeConfig, context_len: int) -> Tensor:
-    """Radians per position of each rotated pair, float32 [rope.dim // 2]; context_len matters to dynamic only."""
+    """Radians per position of each rotated pair, float32 [rope.dim // 2]; context_len is for dynamic and longrope."""
     if rope.kind == "dynamic":
         return _unscaled(_dynamic_theta(rope, context_len), rope.dim)
     unscaled = _unscaled(rope.theta, rope.dim)
@@ -47,6 +49,9 @@ def inverse_frequencies(rope: RopeConfig, context_len: int) -> Tensor:
         return _llama3(rope, unscaled)
     if rope.kind == "yarn":
         return _yarn(rope, unscaled)
+    if rope.kind == "longrope":
+        is_long = context_len > rope.original_max_position
+        return unscaled / torch.tensor(rope.long_factors if is_long else rope.short_factors)
     return unscaled
 
 

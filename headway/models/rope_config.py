@@ -31,6 +31,7 @@ _KEYS: dict[str, set[str]] = {
         "truncate",
         "finetuned",  # says how the checkpoint was made; changes nothing
     },
+    "longrope": {"factor", "short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"},
 }
 
 
@@ -39,12 +40,14 @@ class RopeConfig:
     """Rotary position embedding of one model.
 
     Args:
-        kind: default, linear, dynamic, llama3 or yarn.
+        kind: default, linear, dynamic, llama3, yarn or longrope.
         dim: dimensions of a head that are rotated, even, at most head_dim.
         factor: how much longer the context is than in training; 1 for default.
-        original_max_position: tokens of context in training (llama3, yarn), or up to which nothing is
+        original_max_position: tokens of context in training (llama3, yarn, longrope), or up to which nothing is
             scaled (dynamic).
-        attention_factor: multiplies both tables (yarn).
+        attention_factor: multiplies both tables (yarn, longrope).
+        short_factors, long_factors: what each pair's frequency is divided by, for a context of up to
+            original_max_position and for a longer one (longrope).
     """
 
     kind: str
@@ -58,6 +61,8 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 def read_rope(values: ConfigValues, head_dim: int, max_positions: int) -> RopeConfig:
@@ -75,6 +80,8 @@ def read_rope(values: ConfigValues, head_dim: int, max_positions: int) -> RopeCo
     if kind == "default":
         return RopeConfig(kind, theta, dim)
     original = _original_length(values, scaling, max_positions)
+    if kind == "longrope":
+        return _longrope(scaling, theta, dim, max_positions, original)
     if kind == "yarn" and scaling.get("factor") is None:
         factor = max_positions / original
     else:
@@ -138,6 +145,31 @@ def _llama3(scaling: ConfigValues, theta: float, dim: int, factor: float, origin
     if high <= low:
         raise scaling.error("high_freq_factor", f"is not above low_freq_factor, {low:g}; correct either")
     return RopeConfig("llama3", theta, dim, factor, original, low_freq_factor=low, high_freq_factor=high)
+
+
+def _longrope(scaling: ConfigValues, theta: float, dim: int, max_positions: int, original: int) -> RopeConfig:
+    """sqrt(1 + ln(factor) / ln(original)) multiplies the tables (LongRoPE, arXiv:2402.13753; Phi-3)."""
+    factor = scaling.positive_number("factor", max_positions / original)
+    stretch = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return RopeConfig(
+        "longrope",
+        theta,
+        dim,
+        factor,
+        original,
+        attention_factor=scaling.positive_number("attention_factor", stretch),
+        short_factors=_factors(scaling, "short_factor", dim // 2),
+        long_factors=_factors(scaling, "long_factor", dim // 2),
+    )
+
+
+def _factors(scaling: ConfigValues, key: str, pairs: int) -> tuple[float, ...]:
+    found = scaling.get(key)
+    if not isinstance(found, list) or len(found) != pairs:
+        raise ModelError(f"{scaling.source}: {scaling.prefix}{key} is not a list of {pairs} numbers; correct it")
+    if not all(isinstance(each, int | float) and 0 < each < math.inf for each in found):
+        raise ModelError(f"{scaling.source}: {scaling.prefix}{key} has what is not a number above 0; correct it")
+    return tuple(map(float, found))
 
 
 def _yarn(scaling: ConfigValues, theta: float, dim: int, factor: float, original: int) -> RopeConfig:

@@ -106,14 +106,16 @@ def emulate() -> None:
 
 def compile_all() -> int:
     """The jobs of every kind; LLVM ends the process where ARM has no such instruction. Returns how many they were."""
-    from headway.kernels import cpu_attention, cpu_cache, cpu_experts, cpu_packing, cpu_product, cpu_rows
-    from headway.kernels.cpu_arithmetic import INT4, INT8, WIDE_INT8
+    from headway.kernels import cpu_attention, cpu_cache, cpu_experts, cpu_groups, cpu_packing, cpu_product, cpu_rows
+    from headway.kernels.cpu_arithmetic import GROUPED, INT4, INT8, WIDE_INT8
     from headway.kernels.cpu_simd import BFLOAT16, FLOAT16, FLOAT32
 
     plain = [(kind, kind) for kind in (FLOAT32, BFLOAT16, FLOAT16)]
     codes = [cpu_rows.take_job()]
     for x_kind, kind in (*plain, (BFLOAT16, INT8), (BFLOAT16, WIDE_INT8), (BFLOAT16, INT4)):
         codes += [make(x_kind, kind) for make in (cpu_packing.pack_job, cpu_packing.rows_job, cpu_product.product_job)]
+    for kind in GROUPED:
+        codes += [make(BFLOAT16, kind) for make in (cpu_groups.grouped_rows_job, cpu_product.product_job)]
     for x_kind, kind in (*plain, (BFLOAT16, WIDE_INT8)):
         codes += [make(x_kind, kind) for make in (cpu_cache.store_job, cpu_attention.attend_job)]
     for make in (

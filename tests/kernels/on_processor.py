@@ -40,6 +40,23 @@ def check_products(dtype: torch.dtype, quantization: str) -> None:
             assert error < ROUNDING[dtype], (dtype, quantization, tokens, error)
 
 
+def check_groups(scheme: str) -> None:
+    """Whatever the instructions, the same sums."""
+    from headway.kernels.cpu import CpuKernels
+    from tests.kernels.grouped import multiplied_out, random_weight, rounded_by_group
+    from tests.kernels.steps import random
+    from tests.kernels.test_cpu_linear import ROUNDING, relative_error
+
+    weight = random_weight(scheme, 70, 96, 32, 1)
+    linear, dense = CpuKernels().linear(weight, None), multiplied_out(weight)
+    assert torch.equal(linear.rows(torch.arange(70)), dense), scheme
+    for tokens in range(1, 10):
+        x = random(1, torch.float32, tokens, 96)
+        taken = x.double() if scheme.startswith("float8") else rounded_by_group(x, 32)
+        error = relative_error(linear(x), F.linear(taken, dense.double()))
+        assert error < ROUNDING[torch.float32], (scheme, tokens, error)
+
+
 def check_attention(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
     """A long context that is decoded, its parts merged; a prompt; the middle of a prompt."""
     from headway.kernels.cpu import CpuKernels
@@ -72,6 +89,8 @@ def main() -> None:
         check_products(dtype, "none")
     for quantization in ("int8", "int8-weight-only", "int4"):
         check_products(torch.float32, quantization)
+    for scheme in ("int4-weight-only", "int8-weight-only", "float8-weight-only"):
+        check_groups(scheme)
     check_attention(torch.bfloat16, None)
     check_attention(torch.bfloat16, torch.int8)
     check_rows(torch.bfloat16)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.kernels.interface import Kernels, LayerCache, Weight
+from headway.kernels.interface import Groups, Kernels, LayerCache, Weight
 from headway.kernels.reference import ReferenceKernels
 from tests.kernels.steps import assert_close, cache_of, on, random, step_of
 
@@ -223,7 +223,7 @@ def check_packed_weights_are_refused(kernels: Kernels) -> None:
     for weight, named in (
         (Weight(torch.ones(4, 128), "int8"), "int8"),
         (Weight(whole, "int8", scales), "int8 packed in rows"),
-        (Weight(whole, "int4", scales, scales.int(), 128), "int4 packed in groups of 128 with zero points"),
+        (Weight(whole, "int4", groups=Groups(128, whole[:, :1], whole[:, :1], scales)), "int4 packed in groups"),
     ):
         for lay_out in (kernels.linear, kernels.gated_linear):
             with pytest.raises(ValueError, match=f"the {kernels.name} kernels have no weights in {named}; only"):

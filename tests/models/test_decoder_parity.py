@@ -17,7 +17,8 @@ from headway.kernels.reference import ReferenceKernels
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.loading import load_model
-from headway.models.rope import rope_tables
+from headway.models.rope import inverse_frequencies, rope_tables
+from headway.models.rope_config import RopeConfig
 from tests.models import tiny
 from tests.models.paging import EXECUTIONS, PagedModel, geometry, whole
 
@@ -89,13 +90,31 @@ def test_dynamic_rope_beyond_training_equals_a_whole_forward_of_the_served_lengt
 
 @pytest.mark.parametrize(
     "case",
-    ["llama_llama3", "llama_linear", "llama_yarn", "llama_yarn_tuned", "llama_yarn_mscale", "qwen2_yarn"],
+    [
+        "llama_longrope_tuned",
+        "llama_llama3",
+        "llama_linear",
+        "llama_yarn",
+        "llama_yarn_tuned",
+        "llama_yarn_mscale",
+        "llama_longrope",
+        "qwen2_yarn",
+    ],
 )
 def test_rope_scaling_changes_the_logits(models, case):
     """The parity of a scaled case would prove nothing if its scaling did nothing."""
     scaled = decoder(models(case)[1])
     plain = with_config(scaled, rope=dataclasses.replace(scaled.config.rope, kind="default", attention_factor=1.0))
     assert worst(whole(scaled, PROMPTS), whole(plain, PROMPTS)) > 0.05
+
+
+def test_longrope_has_other_factors_for_contexts_beyond_the_trained_one() -> None:
+    rope = RopeConfig(
+        "longrope", 1000.0, 4, original_max_position=16, short_factors=(1.0, 2.0), long_factors=(4.0, 8.0)
+    )
+    short, long = inverse_frequencies(rope, 16), inverse_frequencies(rope, 17)
+    torch.testing.assert_close(short, torch.tensor([1.0, 1000**-0.5 / 2]))
+    torch.testing.assert_close(long, short / 4)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ LLAMA = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 7,
 }
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"]}
@@ -356,7 +357,10 @@ REFUSED = [
     (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "torch_dtype", "float8_e4m3fn"),
     (LLAMA, {"rope_theta": -1}, "rope_theta", "-1"),
     (LLAMA, {"rope_scaling": "linear"}, "rope_scaling", "linear"),
-    (LLAMA, {"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "rope_scaling.rope_type", "longrope"),
+    (LLAMA, {"rope_scaling": {"rope_type": "proportional"}}, "rope_scaling.rope_type", "proportional"),
+    (LLAMA, {"rope_scaling": LONG | {"short_factor": [1.0]}}, "rope_scaling.short_factor", "4 numbers"),
+    (LLAMA, {"rope_scaling": LONG | {"long_factor": [0.0] * 4}}, "rope_scaling.long_factor", "above 0"),
+    (LLAMA, {"rope_scaling": LONG | {"long_mscale": 1.0}}, "rope_scaling.long_mscale", "longrope"),
     (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor", "missing"),
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor", "0.5"),
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": "4"}}, "rope_scaling.factor", "'4'"),

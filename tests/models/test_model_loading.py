@@ -287,7 +287,7 @@ def test_a_folder_that_is_not_there(name, tmp_path, monkeypatch):
 
 
 def test_a_file_is_not_a_model(tmp_path):
-    path = tmp_path / "model.gguf"
+    path = tmp_path / "model.safetensors"
     path.touch()
     with pytest.raises(ModelError, match="is a file"):
         resolve_model(str(path))

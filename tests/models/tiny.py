@@ -54,6 +54,8 @@ def rope(kind: str, **parameters: Any) -> dict[str, Any]:
 
 LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
+LONG_FACTORS = [1.0 + 0.3 * pair for pair in range(8)]
+LONG = rope("longrope", short_factor=LONG_FACTORS, long_factor=LONG_FACTORS, original_max_position_embeddings=16)
 DYNAMIC = rope("dynamic", factor=2.0) | {"max_position_embeddings": 32}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 6}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -87,6 +89,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_yarn_mscale": (
         "llama",
         rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.5, mscale_all_dim=0.5),
+    ),
+    "llama_longrope": ("llama", LONG),
+    "llama_longrope_tuned": (
+        "llama",
+        rope(
+            "longrope",
+            short_factor=LONG_FACTORS,
+            long_factor=[1.0] * 8,
+            original_max_position_embeddings=64,
+            attention_factor=1.2,
+        ),
     ),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral_window": ("mistral", {"sliding_window": 6, "head_dim": 8}),

@@ -1,0 +1,121 @@
+"""Weights from GGUF files: tensors that are plain as they lie, packed ones as numbers in groups."""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headway.kernels.interface import Weight
+from headway.models.checkpoint import StageClock
+from headway.models.config import ModelConfig, ModelError
+from headway.models.gguf import GGUFTensor, read_gguf
+from headway.models.gguf_blocks import BLOCKS, packed_blocks
+from headway.models.gguf_config import gguf_files, gguf_name, left_over, turns_neighbours
+from headway.models.tensors import Shapes
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class GGUFCheckpoint:
+    """The GGUF files of a folder, memory-mapped. A WeightSource; use as a context manager.
+
+    Raises:
+        ModelError: a tensor is missing, has another shape, or no place in the model; or see read_gguf.
+    """
+
+    def __init__(self, folder: Path, expected: Shapes, config: ModelConfig, clock: StageClock) -> None:
+        self._clock, self._config, self._stack = clock, config, ExitStack()
+        model = read_gguf(gguf_files(folder)[0])
+        self._turned = turns_neighbours(model)
+        self._tensors: dict[str, tuple[GGUFTensor, int | None]] = {}
+        for name, shape in expected.items():
+            theirs, expert = gguf_name(name)
+            if theirs not in model.tensors:
+                raise ModelError(f"{model.path}: tensor {theirs} is missing; use a file that holds a whole model")
+            tensor = model.tensors[theirs]
+            self._tensors[name] = tensor, expert
+            found = tensor.shape if expert is None else tensor.shape[1:]
+            if found != shape and (1, *found) != shape:
+                raise ModelError(f"{model.path}: tensor {theirs} has shape {list(found)}, but {list(shape)} is needed")
+        used = {gguf_name(name)[0] for name in expected}
+        for name in left_over(model, used):
+            raise ModelError(f"{model.path}: tensor {name} has no place in the model that the file describes")
+        try:
+            self._mapped = {path: self._map(path) for path in {tensor.path for tensor, _ in self._tensors.values()}}
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> GGUFCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._mapped.clear()
+        self._stack.close()
+
+    def _map(self, path: Path) -> mmap.mmap:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def lend(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """The mapped tensor, if it is plain, of this dtype and in the order of a Hugging Face checkpoint."""
+        tensor, _ = self._tensors[name]
+        if _PLAIN.get(tensor.kind) != dtype or self._heads(name):
+            return None
+        with self._clock.measure("storage_read"):
+            return self._plain(name)
+
+    def copy_into(self, name: str, out: Tensor) -> None:
+        """Fill `out` with a tensor that is plain.
+
+        Raises:
+            ModelError: it is packed.
+        """
+        tensor, _ = self._tensors[name]
+        if tensor.kind not in _PLAIN:
+            raise ModelError(f"{tensor.path}: {name} is stored as {tensor.kind}, where plain numbers are needed")
+        with self._clock.measure("convert"):
+            out.copy_(self._in_halves(name, self._plain(name)).view(out.shape))
+
+    def packed(self, layer: str, dtype: torch.dtype) -> Weight | None:
+        """The matrix of a linear layer, to be multiplied in `dtype`; None if it is plain."""
+        name = f"{layer}.weight"
+        tensor, _ = self._tensors[name]
+        if tensor.kind not in BLOCKS:
+            return None
+        with self._clock.measure("convert"):
+            return packed_blocks(tensor.kind, self._in_halves(name, self._bytes(name)), dtype)
+
+    def _plain(self, name: str) -> Tensor:
+        tensor, _ = self._tensors[name]
+        return self._bytes(name).view(_PLAIN[tensor.kind])
+
+    def _bytes(self, name: str) -> Tensor:
+        """The tensor's rows as bytes, where they lie: [out, bytes of a row], or one row of a vector."""
+        tensor, expert = self._tensors[name]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            content = torch.frombuffer(self._mapped[tensor.path], dtype=torch.uint8)
+        mapped = content[tensor.first : tensor.first + tensor.size]
+        mapped = mapped.view(*tensor.shape[:-1], -1)
+        return mapped if expert is None else mapped[expert]
+
+    def _heads(self, name: str) -> int:
+        """Heads of a query or key projection whose rows stand in another order; 0 for any other."""
+        shape = self._config.shape
+        by_part = {"q_proj": shape.heads, "k_proj": shape.kv_heads}
+        return by_part.get(name.split(".")[-2], 0) if self._turned else 0
+
+    def _in_halves(self, name: str, rows: Tensor) -> Tensor:
+        """Rows of a head that llama.cpp turns as neighbours, with the first of all pairs before the second."""
+        heads = self._heads(name)
+        if not heads:
+            return rows
+        if rows.dim() == 1:
+            return rows.view(heads, -1, 2).transpose(1, 2).reshape(-1)
+        return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,226 @@
+"""What a GGUF file says of its model as a config.json, and its tensors' names as those of a Hugging Face checkpoint.
+
+A folder is made of a file, once, which has what a checkpoint's folder has: config.json, the tokenizer's files, and
+links to the GGUF files as its weights. So whoever reads a model's folder reads a GGUF file too. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from headway.cost.values import ConfigValues, ModelError
+from headway.models.gguf import GGUFModel, GGUFTensor, parts_of, read_gguf
+from headway.models.gguf_tokenizer import tokenizer_files
+
+# GGUF's names of architectures, and config.json's.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+# Of queries and keys these have neighbours turned together, where a Hugging Face checkpoint has halves of a head.
+_NEIGHBOURS = ("llama",)
+_FIELDS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+    "sliding_window": "attention.sliding_window",
+    "rope_theta": "rope.freq_base",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+_TENSORS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
+}
+# Tensors that are taken into config.json, or that nothing needs.
+_NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_LAYER, _EXPERT = re.compile(r"model\.layers\.(\d+)\.(.+)"), re.compile(r"experts\.(\d+)\.")
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """The GGUF files of a folder, in their order."""
+    return sorted(folder.glob("*.gguf"))
+
+
+def folder_of(path: Path) -> Path:
+    """The folder of a GGUF file, below $XDG_CACHE_HOME/headway (~/.cache/headway), made where it is not there yet.
+
+    Raises:
+        ModelError: the file or one of its other parts is missing or damaged, or the folder cannot be written.
+    """
+    parts = [part.resolve() for part in parts_of(path.absolute())]
+    described = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
+    digest = hashlib.sha256(json.dumps([_VERSION, described]).encode()).hexdigest()[:16]
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = base if base.is_absolute() else Path.home() / ".cache"
+    folder = base / "headway" / "gguf" / f"{path.stem[:100]}-{digest}"
+    if (folder / "config.json").is_file():
+        return folder
+    model = read_gguf(path)
+    contents = {"config.json": config_of(model), **tokenizer_files(model.values, str(model.path))}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for part in parts:
+            with suppress(FileExistsError):
+                (folder / part.name).symlink_to(part)
+        for name in sorted(contents, key="config.json".__eq__):  # last, as who finds it finds all
+            draft = folder / f".{name}.{os.getpid()}"
+            draft.write_text(json.dumps(contents[name], ensure_ascii=False))
+            draft.replace(folder / name)
+    except OSError as error:
+        raise ModelError(
+            f"{folder}: cannot be written ({error.strerror}); set XDG_CACHE_HOME to another folder"
+        ) from error
+    return folder
+
+
+_VERSION = 1  # of what is written into a folder
+
+
+def config_of(model: GGUFModel) -> dict[str, Any]:
+    """config.json of a GGUF file.
+
+    Raises:
+        ModelError: its architecture is not supported, or a key is missing.
+    """
+    source, values, tensors = str(model.path), model.values, model.tensors
+    family = values.get("general.architecture")
+    if family not in ARCHITECTURES:
+        raise ModelError(
+            f"{source}: general.architecture is {family!r}, which is not supported; "
+            f"it must be one of {', '.join(ARCHITECTURES)}"
+        )
+    config = {name: values[f"{family}.{key}"] for name, key in _FIELDS.items() if f"{family}.{key}" in values}
+    architecture = ARCHITECTURES[family]
+    if family == "llama" and config.get("num_experts"):
+        architecture = "MixtralForCausalLM"
+        config["num_local_experts"] = config.pop("num_experts")
+    for name in ("num_experts", "num_experts_per_tok"):
+        if not config.get(name):
+            config.pop(name, None)
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{source}: tensor token_embd.weight is missing; use a file that holds a whole model")
+    heads = ConfigValues(config, source).positive_int("num_attention_heads")
+    biased = "blk.0.attn_q.bias" in tensors
+    config |= {
+        "architectures": [architecture],
+        "head_dim": config.get("head_dim") or config.get("hidden_size", 0) // heads,
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": biased,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "norm_topk_prob": bool(values.get(f"{family}.expert_weights_norm", family == "qwen3moe")),
+        "use_sliding_window": False,
+        "dtype": _dtype(tensors),
+    }
+    if any(tensor.kind not in _PLAIN for tensor in tensors.values()):
+        config["quantization_config"] = {"quant_method": "gguf"}
+    scaling = _rope_scaling(model, family, config)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+    return config
+
+
+_PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def _dtype(tensors: Mapping[str, GGUFTensor]) -> str:
+    """That of the matrices where all have one, else bfloat16."""
+    kinds = {tensor.kind for tensor in tensors.values() if len(tensor.shape) > 1}
+    return _PLAIN.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
+
+
+def _rope_scaling(model: GGUFModel, family: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Llama 3.1's scaling stands in a tensor, by how much each frequency is divided."""
+    values, factors = model.values, model.tensors.get("rope_freqs.weight")
+    if factors is not None:
+        stated = _floats(factors, config["head_dim"] // 2)
+        original = config.get("max_position_embeddings", 1)
+        return {
+            "rope_type": "longrope",
+            "short_factor": stated,
+            "long_factor": stated,
+            "original_max_position_embeddings": original,
+            "attention_factor": 1.0,
+        }
+    kind = values.get(f"{family}.rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": values.get(f"{family}.rope.scaling.factor")}
+    original = values.get(f"{family}.rope.scaling.original_context_length")
+    if kind == "yarn" and original:
+        scaling["original_max_position_embeddings"] = original
+    return scaling
+
+
+def _floats(tensor: GGUFTensor, most: int) -> list[float]:
+    import numpy as np
+
+    if tensor.kind != "F32" or not 1 <= tensor.size // 4 <= most:
+        raise ModelError(
+            f"{tensor.path}: rope_freqs.weight has {tensor.kind} {list(tensor.shape)}; {most} F32 are needed"
+        )
+    found: list[float] = np.fromfile(tensor.path, "<f4", tensor.size // 4, offset=tensor.first).tolist()
+    return found
+
+
+def gguf_name(name: str) -> tuple[str, int | None]:
+    """The name that GGUF has for a tensor of a Hugging Face checkpoint, and the number of an expert in it."""
+    stem, _, ending = name.rpartition(".")
+    expert = _EXPERT.search(stem)
+    stem = _EXPERT.sub("experts.", stem)
+    layer = _LAYER.fullmatch(stem)
+    found = f"blk.{layer[1]}.{_TENSORS[layer[2]]}" if layer else _TENSORS[stem]
+    return f"{found}.{ending}", int(expert[1]) if expert else None
+
+
+def turns_neighbours(model: GGUFModel) -> bool:
+    """Whether rows of queries and keys stand in the order of neighbours."""
+    return model.values.get("general.architecture") in _NEIGHBOURS
+
+
+def left_over(model: GGUFModel, used: set[str]) -> list[str]:
+    """Tensors that have no place in the model."""
+    return sorted(model.tensors.keys() - used - set(_NOT_WEIGHTS))

@@ -1,0 +1,142 @@
+"""GGUF files of tiny Hugging Face models, written by the package gguf, as llama.cpp's converter would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headway.models.gguf_config import ARCHITECTURES, gguf_name
+
+CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+# Where the two bytes of a block's float16 stand.
+_SCALES = {
+    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
+    "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": [],
+}  # fmt: skip
+# Of a block's numbers, so that weights are about as large as those of tiny models.
+_LARGEST = {"Q6_K": 32 * 127, "IQ4_NL": 127, "IQ4_XS": 127 * 32, "Q8_0": 127, "Q3_K": 4 * 32, "MXFP4": 1}
+
+
+def random_blocks(kind: str, rows: int, width: int, seed: int, size: float = 0.1) -> np.ndarray:
+    """Blocks of random bytes, with scales such that weights are no larger than about `size`."""
+    generator = np.random.default_rng(seed)
+    inputs, block = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    blocks = generator.integers(0, 256, (rows, width // inputs, block), dtype=np.uint8)
+    largest = _LARGEST.get(kind, 31 * 63 if kind.endswith("K") else 31)
+    for at in _SCALES[kind]:
+        scales = generator.normal(size=(rows, width // inputs, 1)).astype(np.float16) * np.float16(size / largest)
+        blocks[..., at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(rows, -1, 2)
+    if kind == "MXFP4":
+        blocks[..., 0] = generator.integers(119, 124, blocks.shape[:2])
+    return blocks.reshape(rows, -1)
+
+
+def dequantized(kind: str, blocks: np.ndarray) -> Tensor:
+    return torch.from_numpy(gguf.quants.dequantize(blocks, Kind[kind]))
+
+
+def neighbours(rows: Any, heads: int) -> Any:
+    """Rows in llama.cpp's order: neighbours where a Hugging Face checkpoint has halves of a head."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def halves(rows: Tensor, heads: int) -> Tensor:
+    """The other way round."""
+    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def write(
+    path: Path,
+    model: PreTrainedModel,
+    kind_of: Callable[[str], str],
+    tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
+    **writer_options: Any,
+) -> dict[str, Tensor]:
+    """Write a model whose matrices become random blocks of the types that kind_of names; return them dequantised.
+
+    F32, F16 and BF16 keep the model's own numbers.
+    """
+    config = model.config
+    family = next(ours for ours, theirs in ARCHITECTURES.items() if theirs == type(model).__name__)
+    writer = gguf.GGUFWriter(path, family, **writer_options)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if getattr(config, "num_experts", None):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    (tokenizer or byte_tokenizer)(writer)
+    plain: dict[str, Tensor] = {}
+    stacks: dict[str, list[np.ndarray]] = {}
+    for seed, (name, tensor) in enumerate(_tensors(model).items()):
+        theirs, expert = gguf_name(name)
+        kind = kind_of(name) if tensor.dim() == 2 and "gate." not in name.replace("_gate.", ".") else "F32"
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2], 0)
+        heads = heads if family == "llama" else 0
+        if kind in _SCALES:
+            stored = random_blocks(kind, len(tensor), tensor.shape[1], seed)
+            plain[name] = dequantized(kind, stored)
+            plain[name] = halves(plain[name], heads) if heads else plain[name]
+        else:
+            plain[name] = tensor.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]).float()
+            stored = gguf.quants.quantize(plain[name].numpy(), Kind[kind])
+            stored = neighbours(stored, heads) if heads else stored
+        if expert is not None:
+            stacks.setdefault(theirs, []).append(stored)
+            stored = np.stack(stacks[theirs])
+            if len(stored) < config.num_experts:
+                continue
+        writer.add_tensor(theirs, stored, raw_dtype=Kind[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return plain
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """As a checkpoint has them: experts one by one, a tied head once."""
+    found = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del found["lm_head.weight"]
+    for name in [name for name in found if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        stacked, block = found.pop(name), name.rpartition(".")[0]
+        for number, expert in enumerate(stacked):
+            if name.endswith("gate_up_proj"):
+                gate, up = expert.chunk(2)
+                found |= {f"{block}.{number}.gate_proj.weight": gate, f"{block}.{number}.up_proj.weight": up}
+            else:
+                found[f"{block}.{number}.down_proj.weight"] = expert
+    return found
+
+
+def byte_tokenizer(writer: gguf.GGUFWriter) -> None:
+    """131 tokens of single bytes and two merges."""
+    letters = [chr(code) for code in range(0x21, 0x7F)]
+    tokens = ["<|begin|>", "<|end|>", *letters, "Ġ", "he", "hel"]
+    tokens += [f"<unused{number}>" for number in range(131 - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, *[1] * (len(letters) + 3), *[5] * (131 - len(letters) - 5)])
+    writer.add_token_merges(["h e", "he l"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_chat_template(CHAT)
