@@ -83,6 +83,7 @@ ROOMS = {
             "policy",
             "choices",
             "class_file",
+            "preload_file",
             "tenant_file",
             "files",
             "engine.client",

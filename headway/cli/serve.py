@@ -77,6 +77,7 @@ def _model_folder(model: str | None) -> Path:
 def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | None, replay: bool) -> None:
     from headway.engine.client import EngineClient
     from headway.server.lifecycle import StartupError, run_server
+    from headway.server.prompts import preloaded
     from headway.server.startup_display import StartupDisplay
     from headway.text.chat_template import ChatTemplate
     from headway.text.tokenizer import TextError, Tokenizer
@@ -88,6 +89,7 @@ def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | No
         tokenizer = Tokenizer.load(config.model)
         template = ChatTemplate.load(tokenizer, chat_template)
         display.on_server_stage("tokenizer", time.monotonic_ns() - began)
+        config.preloaded = preloaded(settings.preload_prompts or [], tokenizer, template)
         engine = EngineClient(config, display.on_progress, replay)
         display.start()
         run_server(engine, tokenizer, settings, template, display.on_ready)

@@ -55,7 +55,7 @@ def build_engine(
     """Load the model and make everything that a step needs.
 
     The stages are prepare, storage_read, convert, layout (as far as a memory-mapped file tells them apart),
-    kv_allocation and warm_up.
+    kv_allocation, warm_up and, where there are prompts to, preload.
 
     Args:
         on_stage: is told the name and the nanoseconds of each stage when it is done.
@@ -108,6 +108,10 @@ def build_engine(
     warm_up(scheduler.config, runner, config.block_size, num_blocks)
     done("warm_up", time.monotonic_ns() - began)
     core = EngineCore(scheduler, runner)
+    if config.preloaded:
+        began = time.monotonic_ns()
+        core.preload(config.preloaded)
+        done("preload", time.monotonic_ns() - began)
     return LoadedEngine(core, runner, max_model_len, num_blocks, config.block_size, str(device), shown, startup)
 
 

@@ -227,6 +227,11 @@ class EngineClient:
                     self._tell(self._on_progress, message.stage, message.elapsed_ns)
             elif isinstance(message, Ready):
                 self.ready = message
+                if self.config.preloaded:
+                    tokens = message.pinned_blocks * message.block_size
+                    logger.info(
+                        "%d prompts are preloaded: %d tokens stay in the cache", len(self.config.preloaded), tokens
+                    )
                 self._enter("ready")
                 self._send_due()
             elif isinstance(message, Failed):

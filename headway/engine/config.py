@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from headway.flags import Flag, size
 from headway.policy.kv_blocks import PROTECTED_SHARE, KVBlocks
+from headway.policy.preload import PreloadedPrompt
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.service_class import BUILT_IN, ClassTable
@@ -129,10 +130,12 @@ class EngineConfig(SchedulingOptions, ModelOptions):
 
     Args:
         model: folder of a Hugging Face checkpoint.
+        preloaded: prompts that are computed at the start and stay.
         max_model_len: None takes the model's, lowered to what the KV pool holds.
     """
 
     model: str = ""
+    preloaded: list[PreloadedPrompt] = field(default_factory=list)
     seed: Annotated[int, _engine("Seed of dummy weights.")] = 0
     gpu_memory_utilization: Annotated[
         float, _engine("Share of device memory to use when --kv-cache-memory is not set.", min=0.01, max=1.0)

@@ -20,7 +20,9 @@ from headway.engine.messages import (
 from headway.engine.quarantine import Quarantine
 from headway.policy.intake import check, sequences_of
 from headway.policy.plan import StepPlan
+from headway.policy.preload import PreloadedPrompt, check_room
 from headway.policy.request import Sequence
+from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
 from headway.policy.service_class import ClassTable
 
@@ -86,6 +88,33 @@ class EngineCore:
             self.scheduler.add(sequence, self._clock())
         self._live[request.request_id] = {s.index: s for s in sequences}
         self._sequences.update((s.seq_id, s) for s in sequences)
+
+    def preload(self, prompts: list[PreloadedPrompt]) -> None:
+        """Compute prompts one after the other, and keep their blocks for good.
+
+        Raises:
+            ValueError: naming the prompt that does not fit, or that could not be computed.
+        """
+        check_room(prompts, self.scheduler.blocks, self.scheduler.config.max_model_len)
+        for number, prompt in enumerate(prompts):
+            params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+            now = self._clock()
+            self.add(
+                AddRequest(
+                    f"preload-{number}",
+                    prompt.token_ids,
+                    params,
+                    [],
+                    cache_salt=prompt.cache_salt,
+                    arrival_ns=now,
+                    sent_ns=now,
+                    pins_prompt=True,
+                )
+            )
+            while self.has_work:
+                failed = [output.error for output in self.step().outputs if output.error]
+                if failed:
+                    raise ValueError(f"{prompt.where}: the prompt cannot be computed: {failed[0]}")
 
     def explain(self, most: int) -> Explanation:
         """The last steps in words."""

@@ -13,7 +13,7 @@ from headway.engine.config import EngineConfig
 from headway.policy.request import Request
 from headway.policy.service_class import ClassTable
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True, gc=False):
@@ -72,6 +72,7 @@ class Ready(_Message):
     device: str
     kv_cache_dtype: str  # what auto came to
     max_num_seqs: int  # that run at once
+    pinned_blocks: int = 0  # of preloaded prompts
 
 
 class Failed(_Message):

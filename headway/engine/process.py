@@ -109,7 +109,10 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
     quiet_garbage_collector()
     shape = engine.num_blocks, engine.block_size, engine.max_model_len
     seats = engine.core.scheduler.config.max_num_seqs
-    channel.send(Ready(PROTOCOL_VERSION, engine.startup_ns, *shape, engine.device, engine.kv_cache_dtype, seats))
+    pinned = len(engine.core.scheduler.blocks.pinned)
+    channel.send(
+        Ready(PROTOCOL_VERSION, engine.startup_ns, *shape, engine.device, engine.kv_cache_dtype, seats, pinned)
+    )
     return _step_loop(channel, engine.core, parent)
 
 

@@ -13,7 +13,7 @@ import os
 import secrets
 import stat
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import msgspec
 
@@ -82,7 +82,7 @@ class RecordFile:
             model=settings.model,
             device=device,
             kv_cache_dtype=kv_cache_dtype,
-            settings=asdict(settings),
+            settings=asdict(replace(settings, preloaded=[])),  # no token ids
             scheduler=asdict(config),
             num_blocks=blocks.num_blocks,
             block_size=blocks.block_size,

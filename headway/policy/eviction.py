@@ -39,7 +39,7 @@ class CachedBlocks:
 
     Args:
         used: blocks in use of each class; the pool keeps it up to date.
-        protected_share: most of the pool that may be protected, 0 to 1.
+        most_protected: how many of them may be protected.
 
     Attributes:
         evictions: blocks given up, by class and reason: `age` (the oldest), `lent` (within its class's share, to
@@ -48,7 +48,7 @@ class CachedBlocks:
         num_protected: protected blocks, in use or cached.
     """
 
-    def __init__(self, num_blocks: int, used: Mapping[str, int], protected_share: float) -> None:
+    def __init__(self, num_blocks: int, used: Mapping[str, int], most_protected: int) -> None:
         self.evictions: Counter[tuple[str, str]] = Counter()
         self.owners = [COMMON] * num_blocks
         self.num_protected = 0
@@ -57,7 +57,7 @@ class CachedBlocks:
         self._protected: _Queue = OrderedDict()
         self._is_protected = bytearray(num_blocks)
         self._branches = [0] * num_blocks
-        self._most_protected = math.floor(protected_share * num_blocks)
+        self._most_protected = most_protected
         self._lifetime = LIFETIME * num_blocks
         self._time = 0
         self._num_ordinary = 0
@@ -120,9 +120,17 @@ class CachedBlocks:
         end = prefix[-1]
         self._branches[end] += 1
         if self._branches[end] >= BRANCHES and not self._is_protected[end] and self._most_protected:
-            for block in prefix:
-                self.num_protected += not self._is_protected[block]
-                self._is_protected[block] = 1
+            self._protect(prefix)
+
+    def pin(self, blocks: list[int]) -> None:
+        """Count blocks that are in use for good as protected ones; others may be so many fewer."""
+        self._most_protected = max(0, self._most_protected - len(blocks))
+        self._protect(blocks)
+
+    def _protect(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.num_protected += not self._is_protected[block]
+            self._is_protected[block] = 1
 
     def forget(self, block: int) -> None:
         """The block is protected no longer, and nobody has begun with it."""

@@ -124,7 +124,7 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
     service = classes.named(request.service_class) if request.service_class in names else classes.default_class
     ttft_ms, tpot_ms = min(service.ttft_ms, request.ttft_ms), min(service.tpot_ms, request.tpot_ms)
     due_ns = NEVER
-    if ttft_ms < math.inf:
+    if ttft_ms < math.inf and not request.pins_prompt:
         in_time_ns = (1 - ON_THE_WIRE) * ttft_ms * 1e6 - request.way_back_ns
         due_ns = request.arrival_ns + round(max(in_time_ns, ttft_ms * 0.5e6))
     params, prompt = request.params, request.prompt_token_ids
@@ -151,6 +151,7 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
             cache_salt=request.cache_salt,
             parent=sequences[0] if sequences else None,
             cached_tokens=choice.cached_tokens,
+            pins_prompt=request.pins_prompt,
         )
         sequence.ledger.began_ns = sequence.ledger.last_ns = request.sent_ns
         sequences.append(sequence)

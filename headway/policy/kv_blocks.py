@@ -11,6 +11,7 @@ parent is the request's salt, which keeps tenants apart.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,7 @@ class KVBlocks:
     Attributes:
         used: blocks in use of each class.
         cached: those that nobody holds and that hold a prefix.
+        pinned: those that stay in use for good.
         allocated, runs: blocks given out so far, and the runs of consecutive ones that they are in block tables.
 
     Raises:
@@ -88,7 +90,8 @@ class KVBlocks:
         self.references = [0] * num_blocks
         self.prefix_stats = PrefixStats()
         self.used: Counter[str] = Counter()
-        self.cached = CachedBlocks(num_blocks, self.used, protected_share)
+        self.cached = CachedBlocks(num_blocks, self.used, self.most_protected)
+        self.pinned: list[int] = []
         self.allocated = self.runs = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._index: dict[BlockKey, int] = {}  # key -> block
@@ -104,8 +107,13 @@ class KVBlocks:
 
     @property
     def usage(self) -> float:
-        """Share of the pool that sequences reference, 0 to 1."""
-        return 1.0 - self.num_free / self.num_blocks
+        """Share of the pool that sequences reference, pinned blocks left out; 0 to 1."""
+        return 1.0 - (self.num_free + len(self.pinned)) / self.num_blocks
+
+    @property
+    def most_protected(self) -> int:
+        """Blocks that may be protected, pinned ones included."""
+        return math.floor(self.protected_share * self.num_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -166,6 +174,13 @@ class KVBlocks:
                     self.cached.add(block)
                 else:
                     self._free.append(block)
+
+    def pin(self, blocks: list[int]) -> None:
+        """Keep registered blocks in use for good, as what requests to come begin with."""
+        new = list(set(blocks).difference(self.pinned))
+        self.share(new)
+        self.cached.pin(new)
+        self.pinned += new
 
     def _evict(self) -> int:
         block = self.cached.evict()
@@ -246,7 +261,9 @@ class KVBlocks:
         return self._nodes[block]
 
     def reset_prefix_cache(self) -> None:
-        """Forget every registered prefix; blocks in use stay with their sequences."""
+        """Forget every registered prefix; blocks in use stay with their sequences, pinned ones are given up."""
+        self.release(self.pinned)
+        self.pinned.clear()
         self._free.extend(self.cached)
         self.cached.clear()
         self._index.clear()
@@ -268,7 +285,7 @@ class KVBlocks:
     def check_by_parts(self, tables: Iterable[Sequence[int]]) -> Iterator[None]:
         """check() with a pause after every CHECKED_AT_ONCE blocks; do not go on with it once the pool has changed."""
         expected = [0] * self.num_blocks
-        for table in tables:
+        for table in chain(tables, (self.pinned,)):
             for block in table:
                 expected[block] += 1
         idle = bytearray(self.num_blocks)

@@ -75,6 +75,7 @@ class Arrival(_Record):
         due_ns, tpot_ns: when its first token is due, and most time between two; NEVER for no objective.
         parent: the first choice of its request, whose prompt it shares.
         wants_logits: of its prompt, for prompt_logprobs.
+        pins_prompt: its prompt's blocks stay for good.
     """
 
     now: int
@@ -92,6 +93,7 @@ class Arrival(_Record):
     index: int = 0
     parent: int | None = None
     wants_logits: bool = False
+    pins_prompt: bool = False
 
 
 class End(_Record):
@@ -221,6 +223,7 @@ class RecordedScheduler(Scheduler):
             index=sequence.index,
             parent=None if sequence.parent is None else sequence.parent.seq_id,
             wants_logits=sequence.params.prompt_logprobs is not None,
+            pins_prompt=sequence.pins_prompt,
         )
         self._write(arrival)
 

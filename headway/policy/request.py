@@ -56,6 +56,7 @@ class Request(msgspec.Struct, array_like=True, gc=False):
     service_class: str = ""  # name of its class; empty for the default one
     ttft_ms: float = math.inf  # its own objectives, where they are tighter than those of its class
     tpot_ms: float = math.inf
+    pins_prompt: bool = False  # its prompt's blocks stay in the pool for good; it has no objectives
     way_back_ns: int = 0  # what a token takes from the engine to the API process, in busy times
     tenant: str = DEFAULT_TENANT  # who it is charged to
 
@@ -112,6 +113,7 @@ class Sequence:
     seq_id: int = 0  # its number at the scheduler, in order of arrival
     in_executor: bool = False  # a plan has told of it since it was last admitted
     clock_marks: dict[Phase, int] | None = None  # reading of the shared clock that this sequence lives on
+    pins_prompt: bool = False
     finish_reason: FinishReason | None = None
 
     @property

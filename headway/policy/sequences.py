@@ -105,9 +105,15 @@ class Sequences:
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
         del self.sequences[sequence.seq_id]
         self._unserved.discard(sequence)
+        if sequence.pins_prompt:
+            self._pin_prompt(sequence)
         self.block_manager.release(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
+
+    def _pin_prompt(self, sequence: Sequence) -> None:
+        self.blocks.pin(self.blocks.match(sequence.tokens[: sequence.num_computed + 1], sequence.cache_salt))
+        self.set_classes(self.config.classes)  # whose shares are of what is left
 
     def _start(self, sequence: Sequence, now: int) -> None:
         """Let a waiting sequence run that has got its blocks."""

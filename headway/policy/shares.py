@@ -39,7 +39,8 @@ class Shares:
         """From now on the shares of another table."""
         self._seats = {each.name: math.floor(each.seats * self._num_seats) for each in classes if each.seats}
         self._tokens = {each.name: each.tokens for each in classes if each.tokens}
-        self.blocks = {each.name: math.floor(each.kv * self._pool.num_blocks) for each in classes if each.kv}
+        free = self._pool.num_blocks - len(self._pool.pinned)
+        self.blocks = {each.name: math.floor(each.kv * free) for each in classes if each.kv}
         self.classes = self._seats.keys() | self._tokens.keys() | self.blocks.keys()  # that may go past others
         self._pool.cached.set_classes(classes, self.blocks)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from headway.choices import TokenizedPrompt
+from headway.policy.preload import PreloadedPrompt
+from headway.preload_file import NamedPrompt
 from headway.server.errors import bad_request
 from headway.server.parameters import check_ids
 from headway.server.schemas import ChatFields, Message
 from headway.server.service import Service
-from headway.text.tokenizer import TextError
+from headway.text.chat_template import ChatTemplate
+from headway.text.tokenizer import TextError, Tokenizer
 
 MAX_PROMPTS = 1024
 
@@ -83,6 +86,39 @@ async def chat_prompt(service: Service, body: ChatFields) -> TokenizedPrompt:
     if not prompt.token_ids:
         raise bad_request("the chat template made an empty prompt of these messages", "messages")
     return prompt
+
+
+def preloaded(prompts: list[NamedPrompt], tokenizer: Tokenizer, template: ChatTemplate | None) -> list[PreloadedPrompt]:
+    """The prompts as token ids: of a system message those that all chats with it begin with.
+
+    Raises:
+        TextError: naming the file and the line of a prompt that cannot be encoded.
+    """
+    return [
+        PreloadedPrompt(f"{each.where}: prompt {each.name!r}", _encoded(each, tokenizer, template), each.cache_salt)
+        for each in prompts
+    ]
+
+
+def _encoded(prompt: NamedPrompt, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
+    if prompt.text:
+        return tokenizer.encode(prompt.text)
+    if template is None:
+        raise TextError(f"{prompt.where}: the model has no chat template; give text in place of system")
+    chats: list[list[int]] = []
+    for words in ("a", "1"):
+        messages = [{"role": "system", "content": prompt.system}, {"role": "user", "content": words}]
+        try:
+            chats.append(tokenizer.encode(template.render(messages), add_special_tokens=False))
+        except TextError as error:
+            raise TextError(f"{prompt.where}: {error}") from None
+    first, second = chats
+    shared = next(
+        (at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), min(map(len, chats))
+    )
+    if not shared:
+        raise TextError(f"{prompt.where}: chats with this system message do not begin alike")
+    return first[:shared]
 
 
 def _as_template_message(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:

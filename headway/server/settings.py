@@ -8,6 +8,7 @@ from typing import Annotated
 
 from headway.class_file import ClassFile, read_class_file
 from headway.flags import Flag, limit, size
+from headway.preload_file import NamedPrompt, read_preload_file
 from headway.tenant_file import TenantFile, read_tenant_file
 
 _flag = functools.partial(Flag, panel="Server")
@@ -64,6 +65,14 @@ class ServerSettings:
             metavar="FILE|none",
         ),
     ] = ""
+    preload_prompts: Annotated[
+        list[NamedPrompt] | None,
+        _flag(
+            "TOML file with prompts, as system prompts, that are computed at the start and stay in the KV cache.",
+            parse=read_preload_file,
+            metavar="FILE",
+        ),
+    ] = None
     max_num_queued_reqs: Annotated[
         float | None,
         _limit("Most choices that wait or run; then 429. Default: 8 times --max-num-seqs."),

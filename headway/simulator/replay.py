@@ -81,6 +81,7 @@ class _Replay:
             due_ns=arrival.due_ns,
             tpot_ns=arrival.tpot_ns,
             arrival_ns=arrival.arrival_ns,
+            pins_prompt=arrival.pins_prompt,
             parent=None if arrival.parent is None else self._sequences[arrival.parent],
         )
         sequence.ledger.began_ns = sequence.ledger.last_ns = arrival.sent_ns

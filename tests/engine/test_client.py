@@ -21,6 +21,7 @@ from headway.engine.client import EngineClient, EngineDead
 from headway.engine.config import EngineConfig
 from headway.engine.messages import AddRequest, EngineOutputs, EngineStats, SequenceOutput, TokenLogprobs
 from headway.engine.requests import MOST_DEATHS
+from headway.policy.preload import PreloadedPrompt
 from headway.policy.recording import Arrival, End
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.service_class import BUILT_IN, ClassTable, ServiceClass
@@ -237,6 +238,25 @@ async def check_classes(client: EngineClient) -> None:
     assert refused.finish_reason == "timeout" and "queue_timeout_s of class 'hasty'" in str(refused.error)
     client.set_classes(BUILT_IN)
     assert (await collect(client.generate(hasty)))[-1].finish_reason == "length"
+
+
+async def test_preloaded_prompts_are_computed_again_by_the_next_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = list(range(3, 53))
+    with caplog.at_level("INFO", logger="headway.engine"):
+        async with running(tmp_path, preloaded=[PreloadedPrompt("support", prompt)]) as client:
+            first = await collect(client.generate(request("first", prompt=[*prompt, 60])))
+            assert client.ready is not None and "preload" in client.ready.startup_ns and client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            while client.restarts == 0 or client.state != "ready":
+                await asyncio.sleep(0.01)
+            again = await collect(client.generate(request("again", prompt=[*prompt, 60])))
+            assert first[0].cached_tokens == again[0].cached_tokens == 48
+            assert tokens_of(first) == tokens_of(again)
+            stats = await until_idle(client)
+            assert stats.kv_cache_usage == 0.0
+    assert caplog.text.count("1 prompts are preloaded: 48 tokens stay in the cache") == 2
 
 
 async def test_without_replay_a_killed_engine_ends_its_requests(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headway import LLM, AsyncLLM, SamplingParams
+from headway.policy.preload import PreloadedPrompt
 from tests.engine.models import TINY_LLAMA, write_config
 from tests.text.tiny_tokenizers import save_chat_model
 
@@ -151,6 +152,30 @@ def test_bad_settings_are_one_line(folder: Path, settings: dict[str, Any], messa
     with pytest.raises(ValueError, match=message) as caught:
         LLM(str(folder), **(ENGINE | settings))
     assert "\n" not in str(caught.value)
+
+
+def test_preloaded_prompts_are_there_for_the_first_and_after_any_others(folder: Path, llm: LLM) -> None:
+    long = [7 + at % 50 for at in range(200)]
+    preloaded = [PreloadedPrompt("long", long), PreloadedPrompt("twice", long[:100]), PreloadedPrompt("b", long, "b")]
+    kept = LLM(str(folder), **ENGINE, preloaded=preloaded)
+    blocks = kept.engine.core.scheduler.blocks
+    assert len(blocks.pinned) == 2 * (200 // 16) and blocks.usage == 0.0
+    for turn in range(3):
+        (output,) = kept.generate([[*long, 9]], GREEDY)
+        assert output.num_cached_tokens == 192
+        kept.generate([[number + turn] * 200 for number in range(10, 60)], SamplingParams(max_tokens=2))
+    assert output.outputs[0].token_ids == llm.generate([[*long, 9]], GREEDY)[0].outputs[0].token_ids
+    kept.engine.core.check()
+
+
+def test_prompts_that_can_not_be_preloaded_are_named(folder: Path) -> None:
+    for preloaded, options, message in (
+        ([PreloadedPrompt("p.toml, line 3: prompt 'a'", [5] * 300)], {}, "p.toml, line 3: prompt 'a'.*256"),
+        ([PreloadedPrompt("p.toml, line 3", [99_999])], {}, "p.toml, line 3: the prompt cannot be computed: .*99999"),
+        ([PreloadedPrompt("p.toml, line 3", [5])], {"enable_prefix_caching": False}, "p.toml, line 3: without"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LLM(str(folder), **ENGINE, **options, preloaded=preloaded)
 
 
 def test_prompts_of_a_batch_hold_up_as_they_like_unless_bounded(llm: LLM, folder: Path) -> None:

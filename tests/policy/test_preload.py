@@ -1,0 +1,66 @@
+"""Prompts whose blocks stay: bounded, never evicted, and out of the way of everything else."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.policy.intake import sequences_of
+from headway.policy.kv_blocks import KVBlocks
+from headway.policy.preload import PreloadedPrompt, check_room
+from tests.policy.simulation import Simulation, make_request
+from tests.policy.test_shares import classes
+
+
+def prompt(first: int, tokens: int, salt: str = "") -> PreloadedPrompt:
+    return PreloadedPrompt(f"line {first}", list(range(first, first + tokens)), salt)
+
+
+def test_prompts_that_leave_too_little_room_are_named() -> None:
+    pool = KVBlocks(40, 4, protected_share=0.5)
+    check_room([prompt(1, 40), prompt(1, 43), prompt(100, 40)], pool, 40)
+    with pytest.raises(
+        ValueError, match="line 100: with this prompt of 44 tokens 21 blocks are to be kept, and 20 of 40"
+    ):
+        check_room([prompt(1, 40), prompt(100, 44)], pool, 40)
+    with pytest.raises(
+        ValueError, match="20 blocks are to be kept, and beside a sequence of 84 tokens there are 19 of 40"
+    ):
+        check_room([prompt(1, 40, "a"), prompt(1, 40, "b")], pool, 84)
+    with pytest.raises(ValueError, match="without the prefix cache"):
+        check_room([prompt(1, 4)], KVBlocks(40, 4, enable_prefix_caching=False), 40)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), tokens=st.integers(1, 30), policy=st.sampled_from(["slo", "fcfs"]))
+def test_pinned_blocks_stay_whatever_comes(seed: int, tokens: int, policy: str) -> None:
+    rng = random.Random(seed)
+    sim = Simulation(num_blocks=26, policy=policy, classes=classes(chat=0.3, offline=0.3), rng=rng, message_ns=0)
+    pinned = [rng.randrange(3) for _ in range(tokens)]
+    request = make_request("pinned", pinned, 1, sim.now)
+    request.pins_prompt = True
+    (sequence,) = sequences_of(request, 64, sim.classes)
+    sim.sequences.append(sequence)
+    sim.scheduler.add(sequence, sim.now)
+    sim.run_until_done()
+    pool = sim.scheduler.blocks
+    assert len(pool.pinned) == tokens // 4 and pool.usage == 0.0
+    if policy == "slo":
+        assert sim.scheduler.slo is not None
+        assert sim.scheduler.slo.shares.blocks == dict.fromkeys(("chat", "offline"), int(0.3 * (26 - tokens // 4)))
+    for _ in range(20):
+        begins = pinned[: rng.randrange(tokens + 1)] if rng.random() < 0.5 else []
+        name = rng.choice(["chat", "report", "offline"])
+        sim.submit([*begins, *(rng.randrange(3) for _ in range(rng.randrange(1, 24)))], 8, service_class=name)
+        for _ in range(rng.randrange(4)):
+            sim.step()
+    sim.run_until_done()
+    assert set(pool.match([*pinned, 9], "")) == set(pool.pinned)
+    assert pool.num_free == 26 - len(pool.pinned)
+    sim.scheduler.check()
+    pool.reset_prefix_cache()
+    assert pool.num_free == 26
+    sim.scheduler.check()
