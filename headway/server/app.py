@@ -12,6 +12,13 @@ from fastapi import FastAPI
 from headway import __version__
 from headway.engine.client import EngineClient
 from headway.server import responses
+from headway.server.batches.calls import InProcess
+from headway.server.batches.gaps import Gaps, batch_class
+from headway.server.batches.metrics import BatchMetrics
+from headway.server.batches.objects import BatchBody
+from headway.server.batches.routes import BatchRoutes
+from headway.server.batches.store import Store
+from headway.server.batches.worker import Batches
 from headway.server.edge import Edge
 from headway.server.errors import install_handlers
 from headway.server.routes import BODIES, Routes
@@ -24,7 +31,8 @@ from headway.text.tokenizer import Tokenizer
 def create_app(
     engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings, template: ChatTemplate | None = None
 ) -> FastAPI:
-    """The API over an engine. Its lifespan starts and stops the engine; `app.state.service` holds the rest.
+    """The API over an engine. Its lifespan starts and stops the engine; `app.state.service` holds the rest,
+    and `app.state.batches` the batches of its data folder.
 
     Args:
         template: for chat; by default the checkpoint's own.
@@ -32,6 +40,7 @@ def create_app(
     Raises:
         TextError: the checkpoint's template or generation_config.json is broken.
         ValueError: the journal of quotas cannot be kept.
+        StoreError: the data folder cannot be used.
     """
     service = Service(engine, tokenizer, template or ChatTemplate.load(tokenizer), settings)
 
@@ -40,21 +49,27 @@ def create_app(
         await engine.start()
         keeping = asyncio.create_task(service.keep_quotas())
         try:
+            if batches is not None:
+                await batches.start()
             yield
         finally:
             keeping.cancel()
+            if batches is not None:
+                await batches.stop()
             await service.close()
 
     app = FastAPI(title="Headway", version=__version__, lifespan=lifespan)
     app.state.service = service
     Routes(service).add_to(app)
+    batches = app.state.batches = _batches(app, service)
+    BatchRoutes(batches, settings).add_to(app)
     app.add_middleware(Edge, keys=lambda: service.keys, pace=service.pace)
     install_handlers(app)
     make_document = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = make_document()
-        document["components"].setdefault("schemas", {}).update(responses.definitions(*BODIES))
+        document["components"].setdefault("schemas", {}).update(responses.definitions(*BODIES, BatchBody))
         if service.keys:
             document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             document["security"] = [{"key": []}]
@@ -62,3 +77,15 @@ def create_app(
 
     app.openapi = openapi  # type: ignore[method-assign]
     return app
+
+
+def _batches(app: FastAPI, service: Service) -> Batches | None:
+    """The batches of the data folder; their requests go through the app itself."""
+    settings = service.settings
+    if settings.data_dir is None:
+        return None
+    post = InProcess(app, lambda: batch_class(service.classes.table)).post
+    batches = Batches(Store(settings.data_dir), post, Gaps(service), settings.served_model_names)
+    metrics = service.metrics
+    metrics.registry.register(BatchMetrics(metrics.prefix, metrics.labels, batches))
+    return batches

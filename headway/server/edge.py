@@ -176,7 +176,8 @@ class Edge:
                     answer["x-headway-ignored-headers"] = ", ".join(ignored)
             await send(message)
 
-        scope[ACCESS] = self._access_of(headers.get(b"authorization", b""))
+        if ACCESS not in scope:  # a request from within the server brings it
+            scope[ACCESS] = self._access_of(headers.get(b"authorization", b""))
         if scope[ACCESS] is None and scope["path"] not in OPEN_PATHS:
             refusal = ApiError(
                 401,

@@ -198,7 +198,8 @@ def run_server(
     SIGHUP has the files of service classes and of tenants read again, where there are any.
 
     Raises:
-        StartupError: the port can't be had, the journal of quotas can't be kept, or the engine could not start.
+        StartupError: the port can't be had, the journal of quotas or the data folder can't be used, or the engine could
+            not start.
         TextError: as create_app().
     """
     listener = bind(settings.host, settings.port)

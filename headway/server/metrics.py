@@ -57,13 +57,13 @@ class Metrics:
 
     def __init__(self, prefix: str, model_name: str, engine: Any) -> None:
         self.registry = CollectorRegistry()
-        self._prefix = prefix
+        self.prefix = prefix
         self._labels = (model_name, "0")
         self._gauges(engine)
         self._step_metrics()
         self._request_metrics()
-        self._by_name = dict(zip(LABELS, self._labels, strict=True))
-        self.by_class = ClassMetrics(self.registry, prefix, self._by_name, SECONDS, engine)
+        self.labels = dict(zip(LABELS, self._labels, strict=True))
+        self.by_class = ClassMetrics(self.registry, prefix, self.labels, SECONDS, engine)
         self.by_tenant: TenantMetrics | None = None
         ProcessCollector(registry=self.registry)
 
@@ -76,27 +76,27 @@ class Metrics:
         self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", of_stats("kv_cache_usage"))
         self._gauge("engine_restarts", "Times the engine process died and was started again.", lambda: engine.restarts)
         self._reloads = Counter(
-            f"{self._prefix}service_class_reloads",
+            f"{self.prefix}service_class_reloads",
             "Times the file of service classes was read again, by result.",
             (*LABELS, "result"),
             registry=self.registry,
         )
         self._startup = Gauge(
-            f"{self._prefix}startup_seconds",
+            f"{self.prefix}startup_seconds",
             "Start-up time by stage.",
             (*LABELS, "stage"),
             registry=self.registry,
         )
 
     def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        gauge = Gauge(self._prefix + name, text, LABELS, registry=self.registry)
+        gauge = Gauge(self.prefix + name, text, LABELS, registry=self.registry)
         gauge.labels(*self._labels).set_function(value)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(self._prefix + name, text, LABELS, registry=self.registry).labels(*self._labels)
+        return Counter(self.prefix + name, text, LABELS, registry=self.registry).labels(*self._labels)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-        histogram = Histogram(self._prefix + name, text, LABELS, buckets=buckets, registry=self.registry)
+        histogram = Histogram(self.prefix + name, text, LABELS, buckets=buckets, registry=self.registry)
         return histogram.labels(*self._labels)
 
     def _step_metrics(self) -> None:
@@ -127,7 +127,7 @@ class Metrics:
             RATIOS,
         )
         self._stall = Counter(
-            f"{self._prefix}stall_seconds",
+            f"{self.prefix}stall_seconds",
             "Time that sequences waited on others' work, by cause.",
             (*LABELS, "cause"),
             registry=self.registry,
@@ -135,7 +135,7 @@ class Metrics:
 
     def _request_metrics(self) -> None:
         self._success = Counter(
-            f"{self._prefix}request_success",
+            f"{self.prefix}request_success",
             "Choices finished, by reason.",
             (*LABELS, "finished_reason"),
             registry=self.registry,
@@ -159,7 +159,7 @@ class Metrics:
 
     def add_tenants(self, quotas: TenantQuotas) -> None:
         """Have metrics of tenants from now on."""
-        self.by_tenant = TenantMetrics(self.registry, self._prefix, self._by_name, quotas)
+        self.by_tenant = TenantMetrics(self.registry, self.prefix, self.labels, quotas)
 
     # --- what happens -------------------------------------------------------------------------------
 

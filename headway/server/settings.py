@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from headway.class_file import ClassFile, read_class_file
@@ -82,6 +83,11 @@ class ServerSettings:
         _limit("Most tokens of prompts without an output yet; then 429. Default: 8 KV pools."),
     ] = None
     max_body_size: Annotated[int, _size("Largest request body.", default="8M")] = 8 * 2**20
+    data_dir: Annotated[
+        Path | None,
+        _flag("Folder for the files and batches of /v1/files and /v1/batches; without it there are none."),
+    ] = None
+    max_file_size: Annotated[int, _size("Largest file that may be uploaded.", default="200M")] = 200 * 2**20
     max_queued_text: Annotated[
         int, _size("Most characters of text that wait to be tokenized; then 429.", default="16M")
     ] = 16 * 2**20

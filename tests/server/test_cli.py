@@ -61,6 +61,14 @@ def test_bad_input_is_one_line(
     assert errors.count("\n") == 1
 
 
+def test_a_data_folder_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    assert run(monkeypatch, "serve", "--port", "0", "--data-dir", str(tmp_path / "file" / "data")) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("headway: the data folder")
+
+
 def test_bad_classes_are_refused_at_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -1,0 +1,192 @@
+"""The lines of a batch: what a line of its input asks for, what is wrong with one, and lines of its output."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.server.batches.objects import ENDPOINTS, BatchError
+from headway.server.batches.store import Result
+
+MOST_REQUESTS = 50_000
+MOST_ERRORS = 100
+# The event loop gets the interpreter in between, as the lock is else handed over every 5 ms only.
+LINES_BETWEEN_PAUSES, PAUSE_S = 64, 2e-5
+
+
+class RequestLine(msgspec.Struct):
+    """One request of a batch, as OpenAI writes it; `body` is the JSON of the request's body."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Body(msgspec.Struct):
+    """What a body must not say in a batch."""
+
+    model: Any = None
+    stream: Any = None
+    service_class: Any = None
+    service_tier: Any = None
+
+
+class BadLine(ValueError):
+    """What is wrong with a line; the others run."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.custom_id = custom_id
+
+
+def parse(raw: bytes) -> RequestLine:
+    """Raises BadLine."""
+    try:
+        line = msgspec.json.decode(raw, type=RequestLine)
+        line.body = msgspec.Raw(bytes(line.body))  # else it holds the whole of what was read
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadLine("invalid_json_line", f"the line is no request: {error}", _custom_id(raw)) from None
+    if line.method != "POST":
+        raise BadLine("invalid_method", f"method is {line.method[:60]!r}; it must be POST", line.custom_id)
+    return line
+
+
+def _custom_id(raw: bytes) -> str | None:
+    """Of a line that is wrong otherwise."""
+    try:
+        found = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    custom_id = found.get("custom_id") if isinstance(found, dict) else None
+    return custom_id if isinstance(custom_id, str) else None
+
+
+def _body_of(line: RequestLine) -> _Body:
+    """Raises BadLine for what no request of a batch may ask for. What else is wrong the request itself is answered."""
+    try:
+        body = msgspec.json.decode(line.body, type=_Body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadLine("invalid_body", f"body is no JSON object: {error}", line.custom_id) from None
+    if body.stream:
+        raise BadLine("invalid_body", "stream must be false in a batch", line.custom_id)
+    if body.service_class is not None or body.service_tier not in (None, "auto"):
+        message = "service_class and service_tier are not for batches, which have a class of their own"
+        raise BadLine("invalid_body", message, line.custom_id)
+    return body
+
+
+@dataclass(slots=True)
+class Checked:
+    """What is known of an input file.
+
+    Args:
+        errors: why the batch as a whole can't run.
+        malformed: answers to lines that are no requests.
+        model: that the first request names.
+    """
+
+    total: int = 0
+    errors: list[BatchError] = field(default_factory=list)
+    malformed: list[Result] = field(default_factory=list)
+    model: str | None = None
+
+
+def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines of a file with their numbers from 1. Empty ones are left out, but counted."""
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            if raw.strip():
+                yield number, raw
+
+
+def check(path: Path, endpoint: str | None, models: Collection[str]) -> Checked:
+    """Look through an input file.
+
+    Args:
+        endpoint: of all its requests; None leaves that to each.
+        models: names that are served.
+    """
+    checked = Checked()
+    first_line_of: dict[str, int] = {}
+
+    def wrong(number: int, code: str, message: str, param: str) -> None:
+        if len(checked.errors) < MOST_ERRORS:
+            checked.errors.append(BatchError(code=code, message=message, param=param, line=number))
+
+    for number, raw in numbered(path):
+        checked.total += 1
+        if checked.total % LINES_BETWEEN_PAUSES == 0:
+            time.sleep(PAUSE_S)
+        if checked.total > MOST_REQUESTS:
+            wrong(number, "too_many_requests", f"the file has more than {MOST_REQUESTS} requests; split it", "file")
+            break
+        try:
+            line = parse(raw)
+            first = first_line_of.setdefault(line.custom_id, number)
+            if first != number:
+                message = f"custom_id {line.custom_id[:60]!r} is that of line {first} too; give each its own"
+                wrong(number, "duplicate_custom_id", message, "custom_id")
+            elif line.url != endpoint and (endpoint is not None or line.url not in ENDPOINTS):
+                message = f"url is {line.url[:60]!r}; it must be {endpoint or ' or '.join(ENDPOINTS)}"
+                wrong(number, "invalid_url", message, "url")
+            body = _body_of(line)
+            if isinstance(body.model, str):
+                checked.model = checked.model or body.model
+                if body.model not in models:
+                    message = f"model {body.model[:200]!r} is not served here; {', '.join(models)} is"
+                    wrong(number, "model_not_found", message, "body.model")
+        except BadLine as error:
+            checked.malformed.append(failed(number, error.custom_id, error.code, str(error)))
+    if not checked.total:
+        checked.errors.append(BatchError(code="empty_file", message="the file has no requests"))
+    return checked
+
+
+# --- lines of the output ----------------------------------------------------------------------------
+
+
+def _new_id() -> str:
+    return f"batch_req_{secrets.token_hex(12)}"
+
+
+def failed(number: int, custom_id: str | None, code: str, message: str) -> Result:
+    """The answer to a line that was not sent as a request."""
+    error = {"code": code, "message": message}
+    written = {"id": _new_id(), "custom_id": custom_id, "response": None, "error": error}
+    return Result(number, False, msgspec.json.encode(written))
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: dict[str, Any] | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+def answered(number: int, custom_id: str, status: int, request_id: str, body: bytes) -> Result:
+    """The answer to a request. Its body must be JSON."""
+    response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+    written = msgspec.json.encode({"id": _new_id(), "custom_id": custom_id, "response": response, "error": None})
+    if status != 200:
+        return Result(number, False, written)
+    usage = msgspec.json.decode(body, type=_Answer).usage or _Usage()
+    cached = (usage.prompt_tokens_details or {}).get("cached_tokens") or 0
+    return Result(number, True, written, (usage.prompt_tokens, cached, usage.completion_tokens))
+
+
+def unanswered(path: Path, done: Collection[int], code: str, message: str) -> Iterator[Result]:
+    """Answers to the lines of a file that have none."""
+    for number, raw in numbered(path):
+        if number not in done:
+            yield failed(number, _custom_id(raw), code, message)
