@@ -340,7 +340,7 @@ def test_version_is_said_once() -> None:
 
 
 # Rooms of the extra `serve`; all others do with what `pip install headway` brings.
-OF_THE_EXTRA = {"calibration", "engine", "kernels", "llm.py", "models", "server"}
+OF_THE_EXTRA = {"batch.py", "calibration", "engine", "kernels", "llm.py", "models", "server"}
 # Other halves of declared dependencies, which pin them: of torch's CUDA build, numba and pydantic.
 BROUGHT_ALONG = {"triton", "llvmlite", "pydantic_core"}
 

@@ -15,6 +15,7 @@ from headway.installation import EngineNotInstalled
 
 COMMANDS = {
     "serve": "Serve a model over the OpenAI API.",
+    "batch": "Answer a file of requests, with an engine of its own or by a server.",
     "calibrate": "Measure this machine and what the engine reaches of it, for about a minute, and store it for "
     "`headway plan`.",
     "keys": "API keys of tenants: add, list, revoke.",

@@ -54,13 +54,14 @@ def serve(
             server.tenants.check_classes(engine.classes)
         except ValueError as error:
             fail(f"--tenants: {error}")
-    engine.model = str(_model_folder(model))
+    engine.model = str(model_folder(model))
     server.served_model_names = server.served_model_names or [model or f"headway/{STORY.name}"]
     server.priority_allowed = engine.scheduling_policy == "priority"
     _run(engine, server, chat_template, replay)
 
 
-def _model_folder(model: str | None) -> Path:
+def model_folder(model: str | None) -> Path:
+    """The folder of a model's files, or the end of the command."""
     if model is None:
         folder = STORY
         if not folder.is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.types import ASGIApp, Message
 
@@ -24,6 +25,17 @@ class Reply:
 
 # Sends a request to a path, with a JSON body, for a tenant.
 Post = Callable[[str, bytes, str], Awaitable[Reply]]
+
+
+class Gate(Protocol):
+    """Says when a request may be sent."""
+
+    inside: int
+
+    async def enter(self) -> None:
+        """Wait for a place. leave() gives it back."""
+
+    def leave(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ def batch_class(table: ClassTable) -> str:
 
 
 class Gaps:
-    """Lets requests of batches into the engine, first come, first served.
+    """A Gate: lets requests of batches into the engine, first come, first served.
 
     Everything else goes before them there (policy `slo`), so what they wait for is what others need. There are never
     more than the engine has seats, and of these only a few that wait: they take no room of the queue from others.
@@ -36,7 +36,6 @@ class Gaps:
         service.engine.subscribe(self._on_step)
 
     async def enter(self) -> None:
-        """Wait for a place. leave() gives it back."""
         if not self._door and self._has_room():
             self.inside += 1
             return

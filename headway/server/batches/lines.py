@@ -107,12 +107,13 @@ def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, raw
 
 
-def check(path: Path, endpoint: str | None, models: Collection[str]) -> Checked:
+def check(path: Path, endpoint: str | None, models: Collection[str] | None, most: int | None) -> Checked:
     """Look through an input file.
 
     Args:
         endpoint: of all its requests; None leaves that to each.
-        models: names that are served.
+        models: names that are served; None where they are not known.
+        most: requests; None for any number.
     """
     checked = Checked()
     first_line_of: dict[str, int] = {}
@@ -125,8 +126,8 @@ def check(path: Path, endpoint: str | None, models: Collection[str]) -> Checked:
         checked.total += 1
         if checked.total % LINES_BETWEEN_PAUSES == 0:
             time.sleep(PAUSE_S)
-        if checked.total > MOST_REQUESTS:
-            wrong(number, "too_many_requests", f"the file has more than {MOST_REQUESTS} requests; split it", "file")
+        if most is not None and checked.total > most:
+            wrong(number, "too_many_requests", f"the file has more than {most} requests; split it", "file")
             break
         try:
             line = parse(raw)
@@ -140,7 +141,7 @@ def check(path: Path, endpoint: str | None, models: Collection[str]) -> Checked:
             body = _body_of(line)
             if isinstance(body.model, str):
                 checked.model = checked.model or body.model
-                if body.model not in models:
+                if models is not None and body.model not in models:
                     message = f"model {body.model[:200]!r} is not served here; {', '.join(models)} is"
                     wrong(number, "model_not_found", message, "body.model")
         except BadLine as error:

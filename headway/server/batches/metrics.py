@@ -28,7 +28,7 @@ class BatchMetrics:
 
     def collect(self) -> Iterable[Metric]:
         runs = self.batches.runs.values()
-        running = self.batches.gaps.inside
+        running = self.batches.gate.inside
         waiting = max(0, sum(run.left for run in runs) - running)
         statuses = Counter(run.batch.status for run in runs)
         names, values = [*self.labels], [*self.labels.values()]

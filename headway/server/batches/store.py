@@ -100,10 +100,10 @@ class Store:
             self._db.execute("PRAGMA journal_mode = WAL")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, _VERSION):
-                raise StoreError(f"{folder} was written by another version of Headway; name another --data-dir")
+                raise StoreError(f"the data folder {folder} was written by another version of Headway")
             self._db.executescript(f"{_SCHEMA} PRAGMA user_version = {_VERSION};")
         except BlockingIOError:
-            raise StoreError(f"another server uses the data folder {folder}; name another --data-dir") from None
+            raise StoreError(f"another process uses the data folder {folder}") from None
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"the data folder {folder} cannot be used: {error}") from None
         known = {row[0] for row in self._db.execute("SELECT id FROM files")}
@@ -315,11 +315,14 @@ class Store:
         return {row[0] for row in self._db.execute("SELECT line FROM results WHERE batch = ?", (batch_id,))}
 
     @_telling_when_full()
-    def finish(self, batch_id: str, rest: Iterable[Result], changes: Mapping[str, Any]) -> Batch:
+    def finish(
+        self, batch_id: str, rest: Iterable[Result], changes: Mapping[str, Any], is_mixed: bool = False
+    ) -> Batch:
         """Write a batch's output and error file and finish it.
 
         Args:
             rest: answers to lines that have none yet.
+            is_mixed: write one file, with errors among the answers.
 
         Raises:
             DiskFull: nothing has changed.
@@ -331,9 +334,9 @@ class Store:
             owner, expiry_s = db.execute(
                 "SELECT owner, output_expiry_s FROM batches WHERE id = ?", (batch_id,)
             ).fetchone()
-            for name, is_ok in (("output", True), ("error", False)):
+            for name, kinds in (("output", "0, 1"),) if is_mixed else (("output", "1"), ("error", "0")):
                 rows = db.execute(
-                    "SELECT answer FROM results WHERE batch = ? AND is_ok = ? ORDER BY line", (batch_id, is_ok)
+                    f"SELECT answer FROM results WHERE batch = ? AND is_ok IN ({kinds}) ORDER BY line", (batch_id,)
                 )
                 first = rows.fetchone()
                 if first is None:

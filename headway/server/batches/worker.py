@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from headway.server.batches import lines
-from headway.server.batches.calls import Post, Reply
-from headway.server.batches.gaps import Gaps
+from headway.server.batches.calls import Gate, Post, Reply
 from headway.server.batches.lines import RequestLine
 from headway.server.batches.objects import OPEN, Batch, BatchBody, BatchError, BatchErrors, RequestCounts
 from headway.server.batches.store import DiskFull, Store
@@ -71,8 +70,8 @@ class Batches:
 
     Args:
         store: only a thread of this object touches it.
-        models: names that are served.
-        any_endpoint: each line of a batch chooses its own.
+        models: names that are served; None where they are not known.
+        is_mixed: each line chooses its endpoint, any number of lines may come, and errors stand among the answers.
 
     Attributes:
         runs: by id.
@@ -80,15 +79,15 @@ class Batches:
     """
 
     def __init__(
-        self, store: Store, post: Post, gaps: Gaps, models: Collection[str], any_endpoint: bool = False
+        self, store: Store, post: Post, gate: Gate, models: Collection[str] | None, is_mixed: bool = False
     ) -> None:
-        self.gaps = gaps
+        self.gate = gate
         self.runs: dict[str, Run] = {}
         self.results: Counter[str] = Counter()
         self._store = store
         self._post = post
         self._models = models
-        self._any_endpoint = any_endpoint
+        self._is_mixed = is_mixed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -187,9 +186,9 @@ class Batches:
         return await self._persist(Store.move, batch.id, OPEN, changes)
 
     async def _check(self, batch: Batch) -> Batch:
-        endpoint = None if self._any_endpoint else batch.endpoint
+        endpoint, most = (None, None) if self._is_mixed else (batch.endpoint, lines.MOST_REQUESTS)
         path = self._store.path(batch.input_file_id)
-        checked = await asyncio.to_thread(lines.check, path, endpoint, self._models)
+        checked = await asyncio.to_thread(lines.check, path, endpoint, self._models, most)
         if checked.errors:
             return await self._fail(batch, checked.errors, checked.total)
         self.results["failed"] += len(checked.malformed)
@@ -221,7 +220,7 @@ class Batches:
                 line = run.refused.popleft() if run.refused else await anext(fresh, None)
                 if line is not None:
                     await run.wait()
-                    await self.gaps.enter()
+                    await self.gate.enter()
                     run.inside += 1
                     requests.create_task(self._answer(run, *line)).add_done_callback(partial(self._left, run))
                 elif run.inside:
@@ -233,7 +232,7 @@ class Batches:
     def _left(self, run: Run, _: asyncio.Task[None]) -> None:
         run.inside -= 1
         run.changed.set()
-        self.gaps.leave()
+        self.gate.leave()
 
     async def _unanswered(self, run: Run) -> AsyncGenerator[tuple[int, RequestLine], None]:
         """Requests of the input that have no answer yet, with the numbers of their lines."""
@@ -272,4 +271,4 @@ class Batches:
             code, why = f"batch_{outcome}", _WHY_UNANSWERED[outcome]
             rest = await asyncio.to_thread(lambda: list(lines.unanswered(path, done, code, why)))
         ended = {"status": outcome, f"{outcome}_at": int(time.time())}
-        run.batch = await self._persist(Store.finish, batch_id, rest, ended)
+        run.batch = await self._persist(Store.finish, batch_id, rest, ended, self._is_mixed)

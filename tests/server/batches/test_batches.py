@@ -411,7 +411,7 @@ def test_a_batch_goes_on_where_it_was(
 
 def test_two_servers_cannot_have_one_folder(tmp_path: Path) -> None:
     store = Store(tmp_path / "data")
-    with pytest.raises(StoreError, match="another server uses"):
+    with pytest.raises(StoreError, match="another process uses"):
         Store(tmp_path / "data")
     store.close()
     Store(tmp_path / "data").close()

@@ -1,0 +1,99 @@
+"""`headway batch`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headway.bundled import STORY
+from headway.cli.commands import fail, with_flags
+from headway.cli.serve import model_folder
+from headway.engine.config import EngineConfig
+from headway.flags import Flag
+from headway.installation import require_engine
+
+_flag = functools.partial(Flag, panel="Batch")
+app = typer.Typer(add_completion=False)
+
+
+@dataclass(slots=True)
+class BatchOptions:
+    """What was asked for."""
+
+    source: Annotated[
+        Path,
+        _flag("File with a request to each line, as OpenAI's batches have it.", positional=True, metavar="INPUT"),
+    ]
+    output: Annotated[Path, _flag("File for the answers, in the order of the requests.", short="-o")]
+    model: Annotated[
+        str | None, _flag("Folder of a checkpoint, or a Hugging Face id; default: the bundled model.", short="-m")
+    ] = None
+    served_model_name: Annotated[str | None, _flag("Name that requests give. Default: MODEL.")] = None
+    url: Annotated[str | None, _flag("Ask the server at this address, in place of an engine of its own.")] = None
+    api_key: Annotated[str | None, _flag("API key of that server.", envvar=("HEADWAY_API_KEY", "OPENAI_API_KEY"))] = (
+        None
+    )
+    service_class: Annotated[
+        str | None, _flag("Class of the requests at that server, as offline, where it is Headway.")
+    ] = None
+    max_concurrency: Annotated[int, _flag("Most requests at that server at once.", min=1)] = 64
+
+
+@app.command()
+@with_flags
+def batch(options: BatchOptions, engine: EngineConfig) -> None:
+    """Answer a file of requests, with an engine of its own or by a server.
+
+    Where it is interrupted, the same command goes on.
+    """
+    require_engine()
+
+    from headway.batch import BatchFailed
+    from headway.server.batches.store import StoreError
+    from headway.text.tokenizer import TextError
+
+    if options.url is not None and (options.model or options.served_model_name):
+        fail("--url asks a server, which has its model; leave out --model and --served-model-name")
+    try:
+        asyncio.run(_run(options, engine))
+    except (BatchFailed, StoreError, TextError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        print("headway: interrupted; the same command goes on from here", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+async def _run(options: BatchOptions, engine: EngineConfig) -> None:
+    from rich.console import Console
+
+    from headway.batch import check_files, own_engine, run_batch, server_at
+    from headway.server.startup_display import StartupDisplay
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    began = time.monotonic()
+    async with AsyncExitStack() as stack:
+        if options.url is not None:
+            at = server_at(options.url, options.api_key, options.service_class, options.max_concurrency, console)
+            by = await stack.enter_async_context(at)
+        else:
+            name = options.served_model_name or options.model or f"headway/{STORY.name}"
+            check_files(options.source, options.output, [name])
+            engine.model = str(model_folder(options.model))
+            display = StartupDisplay(name, time.monotonic_ns(), console)
+            display.start()
+            try:
+                by = await stack.enter_async_context(own_engine(engine, name, display.on_progress))
+            finally:
+                display.stop()
+        done = await run_batch(options.source, options.output, by, console)
+    counts, tokens = done.request_counts, done.usage.output_tokens
+    seconds = time.monotonic() - began
+    print(f"{options.output}: {counts.completed} answered, {counts.failed} failed; {tokens} tokens in {seconds:.1f} s")
