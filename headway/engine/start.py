@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from headway.engine.build import LoadedEngine
 
 # The least bytes that a packed weight takes.
-_PACKED_BYTES = {"int8": 1.0, "int8-weight-only": 1.0, "int4": 0.53}
+_PACKED_BYTES = {
+    "int8": 1.0, "int8-weight-only": 1.0, "int4": 0.53, "int4-weight-only": 0.5, "float8-weight-only": 1.0,
+}  # fmt: skip
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 _POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE, of Linux 5.14; it changes nothing that is written meanwhile
 _PIECE = 32 << 20
@@ -97,7 +100,7 @@ def packed_bytes(config: EngineConfig, model: ModelConfig) -> int:
     dtype = model.dtype or "float32" if config.dtype == "auto" else config.dtype
     scheme = config.quantization if model.packed is None else model.packed.scheme
     size = _PACKED_BYTES.get(scheme, _DTYPE_BYTES.get(dtype, 0.0))
-    shapes = expected_tensors(model)
+    shapes = expected_tensors(replace(model, packed=None))
     if not model.shape.tied_embeddings:
         del shapes["model.embed_tokens.weight"]  # it is not packed
     matrices = (shape for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight"))

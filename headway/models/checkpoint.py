@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Iterator
@@ -15,13 +16,21 @@ from torch import Tensor
 
 from headway.kernels.interface import Weight
 from headway.models.config import ModelError, read_json
+from headway.models.packed_layers import packed_layer
+from headway.models.quantization import PackedMatrices
 from headway.models.tensors import STACKED, Shapes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PAGE_BYTES = 4096
 LOADABLE = ("F64", "F32", "F16", "BF16")  # safetensors' names
-PACKED = ("I8",)
+# Of what is packed, by the last part of a name; a weight that has scales is of int8 or float8.
+_PACKED = {
+    **dict.fromkeys(("qweight", "qzeros", "g_idx", "weight_packed", "weight_zero_point", "weight_g_idx"), ("I32",)),
+    "weight_shape": ("I64", "I32"),
+}
+# Tensors beside packed matrices that are not needed: of activations that are not rounded, and of parts that are plain.
+_UNUSED = ("input_scale", "input_zero_point", "weight_shape", "g_idx", "rotary_emb.inv_freq")
 DUMMY_STD = 0.02
 DUMMY_POOL = 1_048_573  # a prime, so that rows of a matrix do not repeat
 
@@ -87,8 +96,10 @@ class Checkpoint:
         ModelError: naming the file, and the tensor where there is one.
     """
 
-    def __init__(self, folder: Path, expected: Shapes, clock: StageClock) -> None:
+    def __init__(self, folder: Path, expected: Shapes, clock: StageClock, packed: PackedMatrices | None = None) -> None:
         self._clock = clock
+        self._packed = packed
+        self._expected = expected
         self._stack = ExitStack()
         try:
             self._file_of = self._locate(folder, expected)
@@ -124,8 +135,14 @@ class Checkpoint:
             with self._clock.measure("convert"):
                 out.copy_(mapped)
 
-    def packed(self, layer: str, dtype: torch.dtype) -> None:
-        """None is packed in groups."""
+    def packed(self, layer: str, dtype: torch.dtype) -> Weight | None:
+        """The matrix of a linear layer that is packed in groups, to be multiplied in `dtype`; None if it is not."""
+        if self._packed is None or not self._packed.in_groups or not self._packed.covers(layer):
+            return None
+        with self._clock.measure("storage_read"):
+            tensors = {part: self._mapped(f"{layer}.{part}") for part in self._packed.parts}
+        with self._clock.measure("convert"):
+            return packed_layer(self._packed, layer, tensors, dtype)
 
     def _mapped(self, name: str) -> Tensor:
         mapped: Tensor = self._handles[self._file_of[name]].get_tensor(name)
@@ -156,11 +173,11 @@ class Checkpoint:
             if name not in names_in[path]:
                 raise ModelError(f"{path}: tensor {name} is missing; the checkpoint does not fit config.json")
             found = self._handles[path].get_slice(name)
-            if tuple(found.get_shape()) != shape:
+            if tuple(found.get_shape()) != shape and math.prod(found.get_shape()) * math.prod(shape) != 1:
                 raise ModelError(
                     f"{path}: tensor {name} has shape {list(found.get_shape())}, but config.json asks for {list(shape)}"
                 )
-            loadable = PACKED if f"{name}_scale" in expected else LOADABLE
+            loadable = self._loadable(name)
             if found.get_dtype() not in loadable:
                 raise ModelError(
                     f"{path}: tensor {name} is stored as {found.get_dtype()}, which is not supported; "
@@ -168,8 +185,22 @@ class Checkpoint:
                 )
         for path, names in names_in.items():
             for name in sorted(names - expected.keys()):
-                if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+                if name != "lm_head.weight" and not name.endswith(_UNUSED) and not self._is_nothing(path, name):
                     raise ModelError(f"{path}: tensor {name} has no place in the model that config.json describes")
+
+    def _loadable(self, name: str) -> tuple[str, ...]:
+        part = name.rpartition(".")[2]
+        if part == "weight" and self._packed and f"{name}{self._packed.scale[6:]}" in self._expected:
+            return ("F8_E4M3",) if self._packed.layout == "fp8" else ("I8",)
+        return _PACKED.get(part, LOADABLE)
+
+    def _is_nothing(self, path: Path, name: str) -> bool:
+        """A bias of zeros, which GPTQ's tools write beside matrices that have none."""
+        return (
+            name.endswith(".bias")
+            and f"{name.removesuffix('bias')}qweight" in self._expected
+            and not self._handles[path].get_tensor(name).any()
+        )
 
 
 def _files_of_index(folder: Path, expected: Shapes) -> dict[str, Path]:

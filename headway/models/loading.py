@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -77,6 +78,9 @@ def load_model(
             f"quantization is {quantization}, but the matrices in {folder} are packed as {config.packed.scheme}; "
             "leave it out, or take the unquantised checkpoint"
         )
+    if load_format == "dummy" and config.packed is not None and config.packed.layout != "rows":
+        quantization = "int4" if config.packed.bits == 4 else "int8-weight-only"
+        config = replace(config, packed=None)
     clock = StageClock()
     stacked = config.routing is not None and load_format != "dummy" and has_stacked_experts(folder)
     expected = expected_tensors(config, stacked)
@@ -98,7 +102,7 @@ def _open(
         return nullcontext(RandomWeights(seed, clock))
     if load_format == "auto" and gguf_files(folder):
         return GGUFCheckpoint(folder, expected, config, clock)
-    return Checkpoint(folder, expected, clock)
+    return Checkpoint(folder, expected, clock, config.packed)
 
 
 class _Assembler:

@@ -12,29 +12,87 @@ from headway.cost.values import ConfigValues, ModelError
 EMBEDDING = "model.embed_tokens"
 # Routers, by the last part of their name: few numbers that decide much.
 ROUTERS = ("gate", "shared_expert_gate")
-# What a packed checkpoint must say, so that its whole numbers mean what the kernels take them for.
-_FORMAT = {"quant_method": "compressed-tensors", "format": "int-quantized", "kv_cache_scheme": None}
-_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-_ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+# Those and the head, which AWQ, GPTQ and FP8 leave plain without saying so.
+_LEFT_PLAIN = ("lm_head", *(rf"re:.*\.{router}$" for router in ROUTERS))
+_PLAIN_ONLY = "use the unquantised checkpoint"
+# What a checkpoint of compressed-tensors must say, so that its numbers mean what the kernels take them for.
+_ROW_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+_ROW_ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrices:
-    """Which matrices a checkpoint holds as whole numbers, with a scale for each row.
+    """Which matrices a checkpoint holds packed, and how.
 
     Args:
-        scheme: int8, int8-weight-only or gguf.
+        scheme: int8 or int8-weight-only with a scale for each row; gguf, whose tensors say themselves how they are
+            packed; or int4-weight-only, int8-weight-only or float8-weight-only in groups.
         ignored: names of the layers that are not packed; "re:" begins an expression that matches the start of names.
+        layout: of the tensors: rows, gguf, awq, gptq, gptq_v2, pack-quantized or fp8.
+        group_size: inputs that share a scale; None: all of a row.
+        zero_points: there are some.
+        ordered: groups are of inputs that a tensor names.
+        block_rows: rows that share a scale; 0: all of a matrix.
+        scale: what its tensor is called.
     """
 
     scheme: str
     ignored: tuple[str, ...] = ()
+    layout: str = "rows"
+    group_size: int | None = None
+    zero_points: bool = False
+    ordered: bool = False
+    block_rows: int = 1
+    scale: str = "weight_scale"
+
+    @property
+    def in_groups(self) -> bool:
+        return self.layout not in ("rows", "gguf")
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.scheme.startswith("int4") else 8
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What the tensors of a layer are called."""
+        return tuple(self.tensors(32, 32 * (self.group_size or 1)))
 
     def covers(self, layer: str) -> bool:
         """Whether the matrix of a linear layer is packed. The embedding is not one."""
         return layer != EMBEDDING and not any(
             name == layer or (name.startswith("re:") and re.match(name[3:], layer)) for name in self.ignored
         )
+
+    def tensors(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        """What a linear layer [rows, columns] has in place of `weight`, with their shapes.
+
+        Raises:
+            ModelError: the layer cannot be packed like this.
+        """
+        size, in_word = self.group_size or columns, 32 // self.bits
+        groups = -(-columns // size)
+        if self.layout == "rows":
+            return {"weight": (rows, columns), "weight_scale": (rows, 1)}
+        if self.layout == "fp8":
+            blocks = -(-rows // self.block_rows) if self.block_rows else 1
+            return {"weight": (rows, columns), self.scale: (blocks, groups)}
+        if columns % size or columns % in_word or rows % in_word:
+            raise ModelError(
+                f"quantization_config has group_size {size}, which does not fit a matrix of {rows} rows and {columns} "
+                "inputs; use the unquantised checkpoint"
+            )
+        if self.layout == "awq":
+            zeros = (groups, rows // in_word)
+            return {"qweight": (columns, rows // in_word), "qzeros": zeros, "scales": (groups, rows)}
+        if self.layout.startswith("gptq"):
+            packed = {"qweight": (columns // in_word, rows), "qzeros": (groups, rows // in_word)}
+            return packed | {"scales": (groups, rows), "g_idx": (columns,)}
+        shapes: dict[str, tuple[int, ...]] = {"weight_packed": (rows, columns // in_word)}
+        shapes |= {"weight_scale": (rows, groups), "weight_shape": (2,)}
+        if self.zero_points:
+            shapes["weight_zero_point"] = (rows // in_word, groups)
+        return shapes | ({"weight_g_idx": (columns,)} if self.ordered else {})
 
 
 def read_packed(values: ConfigValues) -> PackedMatrices | None:
@@ -44,32 +102,143 @@ def read_packed(values: ConfigValues) -> PackedMatrices | None:
         ModelError: they are packed in a way that is not supported.
     """
     if values.get("compression_config") is not None:
-        raise values.error("compression_config", "is not supported; use the unquantised checkpoint")
+        raise values.error("compression_config", f"is not supported; {_PLAIN_ONLY}")
     said = values.get("quantization_config")
     if said is None:
         return None
     section = _section(said, values.source, "quantization_config")
-    if section.get("quant_method") == "gguf":
-        return PackedMatrices("gguf", ("re:",))  # each of its tensors says itself how it is packed
-    _check(section, _FORMAT)
+    method = section.get("quant_method")
+    if method == "gguf":
+        return PackedMatrices("gguf", ("re:",), "gguf")
+    if method not in _METHODS:
+        raise section.error("quant_method", f"is not supported, only {', '.join(_METHODS)} are; {_PLAIN_ONLY}")
+    return _METHODS[method](section)
+
+
+def _awq(section: ConfigValues) -> PackedMatrices:
+    _check(section, {"bits": 4, "zero_point": True})
+    version = section.get("version", "gemm")
+    if str(version).lower() != "gemm":
+        raise section.error("version", f"is not supported, only 'gemm' is; {_PLAIN_ONLY}")
+    plain = tuple(f"re:.*{re.escape(name)}" for name in _names(section, "modules_to_not_convert"))
+    size = _group_size(section)
+    return PackedMatrices("int4-weight-only", (*_LEFT_PLAIN, *plain), "awq", size, zero_points=True)
+
+
+def _gptq(section: ConfigValues) -> PackedMatrices:
+    bits = section.get("bits")
+    if bits not in (4, 8):
+        raise section.error("bits", f"is not supported, only 4 and 8 are; {_PLAIN_ONLY}")
+    if section.get("dynamic"):
+        raise section.error("dynamic", f"is not supported; {_PLAIN_ONLY}")
+    layout = section.get("checkpoint_format") or "gptq"
+    if layout not in ("gptq", "gptq_v2"):
+        raise section.error("checkpoint_format", f"is not supported, only gptq and gptq_v2 are; {_PLAIN_ONLY}")
+    plain = _LEFT_PLAIN[1:] if section.boolean("lm_head") else _LEFT_PLAIN
+    size, ordered = _group_size(section), section.boolean("desc_act")
+    return PackedMatrices(f"int{bits}-weight-only", plain, layout, size, zero_points=True, ordered=ordered)
+
+
+def _fp8(section: ConfigValues) -> PackedMatrices:
+    if section.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise section.error("fmt", f"is not supported, only e4m3 is; {_PLAIN_ONLY}")
+    plain = tuple(
+        rf"re:(.*\.)?{re.escape(name)}(\.|$)"
+        for key in ("modules_to_not_convert", "ignored_layers")
+        for name in _names(section, key)
+    )
+    ignored = (*_LEFT_PLAIN, *plain)
+    if section.get("weight_block_size") is None:
+        return PackedMatrices("float8-weight-only", ignored, "fp8", block_rows=0)
+    rows, columns = _block(section, "weight_block_size")
+    return PackedMatrices("float8-weight-only", ignored, "fp8", columns, block_rows=rows, scale="weight_scale_inv")
+
+
+def _compressed_tensors(section: ConfigValues) -> PackedMatrices:
+    _check(section, {"kv_cache_scheme": None})
     groups = section.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise section.error("config_groups", "is not one group; use the unquantised checkpoint")
+        raise section.error("config_groups", f"is not one group; {_PLAIN_ONLY}")
     name, described = next(iter(groups.items()))
-    group = _section(described, values.source, f"quantization_config.config_groups.{name}")
+    group = _section(described, section.source, f"quantization_config.config_groups.{name}")
     _check(group, {"targets": ["Linear"], "output_activations": None})
-    weights = _section(group.get("weights"), values.source, f"{group.prefix}weights", {"dynamic": False})
-    _check(weights, _WEIGHTS)
+    weights = _section(group.get("weights"), section.source, f"{group.prefix}weights", {"dynamic": False})
+    ignored = _ignored(section)
+    form = group.get("format") or section.get("format")
+    if form == "pack-quantized":
+        return _pack_quantized(group, weights, ignored)
+    if form == "float-quantized":
+        return _float_quantized(weights, ignored)
+    if form != "int-quantized":
+        known = "int-quantized, pack-quantized and float-quantized"
+        raise section.error("format", f"is not supported, only {known} are; {_PLAIN_ONLY}")
+    _check(weights, _ROW_WEIGHTS)
+    if group.get("input_activations") is None:
+        return PackedMatrices("int8-weight-only", ignored)
+    _check(
+        _section(group.get("input_activations"), section.source, f"{group.prefix}input_activations"), _ROW_ACTIVATIONS
+    )
+    return PackedMatrices("int8", ignored)
+
+
+def _pack_quantized(group: ConfigValues, weights: ConfigValues, ignored: tuple[str, ...]) -> PackedMatrices:
+    _check(group, {"input_activations": None})
+    _check(weights, {"type": "int", "dynamic": False})
+    bits, strategy = weights.get("num_bits"), weights.get("strategy")
+    if bits not in (4, 8):
+        raise weights.error("num_bits", f"is not supported, only 4 and 8 are; {_PLAIN_ONLY}")
+    if strategy not in ("group", "channel"):
+        raise weights.error("strategy", f"is not supported, only group and channel are; {_PLAIN_ONLY}")
+    if weights.get("actorder") not in (None, False, True, "group", "weight", "static", "dynamic"):
+        raise weights.error("actorder", f"is not supported; {_PLAIN_ONLY}")
+    return PackedMatrices(
+        f"int{bits}-weight-only",
+        ignored,
+        "pack-quantized",
+        weights.positive_int("group_size") if strategy == "group" else None,
+        zero_points=not weights.boolean("symmetric", True),
+        ordered=weights.get("actorder") in (True, "group", "dynamic"),
+    )
+
+
+def _float_quantized(weights: ConfigValues, ignored: tuple[str, ...]) -> PackedMatrices:
+    _check(weights, {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False})
+    strategy = weights.get("strategy")
+    if strategy not in ("tensor", "channel", "block"):
+        raise weights.error("strategy", f"is not supported, only tensor, channel and block are; {_PLAIN_ONLY}")
+    rows, columns = _block(weights, "block_structure") if strategy == "block" else (int(strategy == "channel"), None)
+    return PackedMatrices("float8-weight-only", ignored, "fp8", columns, block_rows=rows)
+
+
+_METHODS = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "fp8": _fp8}
+
+
+def _group_size(section: ConfigValues) -> int | None:
+    return None if section.get("group_size") == -1 else section.positive_int("group_size")
+
+
+def _block(section: ConfigValues, key: str) -> tuple[int, int]:
+    block = section.get(key)
+    if not isinstance(block, list) or [type(each) for each in block] != [int, int] or min(block) < 1:
+        raise section.error(key, f"is not two numbers above 0; {_PLAIN_ONLY}")
+    return block[0], block[1]
+
+
+def _names(section: ConfigValues, key: str) -> list[str]:
+    names = section.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise section.error(key, "is not a list of names; correct it")
+    return names
+
+
+def _ignored(section: ConfigValues) -> tuple[str, ...]:
     ignored = section.get("ignore") or []
     try:
         for each in ignored:
             re.compile(each.removeprefix("re:") if each.startswith("re:") else "")
     except (TypeError, AttributeError, re.error):
         raise section.error("ignore", "is not a list of names and expressions; correct it") from None
-    if group.get("input_activations") is None:
-        return PackedMatrices("int8-weight-only", tuple(ignored))
-    _check(_section(group.get("input_activations"), values.source, f"{group.prefix}input_activations"), _ACTIVATIONS)
-    return PackedMatrices("int8", tuple(ignored))
+    return tuple(ignored)
 
 
 def _section(said: Any, source: str, name: str, defaults: Mapping[str, Any] | None = None) -> ConfigValues:
@@ -81,7 +250,7 @@ def _section(said: Any, source: str, name: str, defaults: Mapping[str, Any] | No
 def _check(section: ConfigValues, wanted: Mapping[str, Any]) -> None:
     for key, value in wanted.items():
         if section.get(key) != value:
-            raise section.error(key, f"is not supported, only {value!r} is; use the unquantised checkpoint")
+            raise section.error(key, f"is not supported, only {value!r} is; {_PLAIN_ONLY}")
 
 
 def scheme_of(layer: str, quantization: str, packed: PackedMatrices | None) -> str:

@@ -48,7 +48,7 @@ def mixture_names(config: ModelConfig, layer: int, stacked: bool) -> MixtureName
 def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
     """Name and shape of every tensor that a checkpoint of this config holds, in the order of use.
 
-    A matrix that is packed has a scale for each row beside it, under its own name with "_scale" at the end.
+    A matrix that is packed has the tensors that PackedMatrices names in place of its weight.
 
     Args:
         stacked: the experts of a layer are one tensor (transformers 5), and not one each.
@@ -57,9 +57,9 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
     shapes: Shapes = {"model.embed_tokens.weight": (c.vocab, c.hidden)}
 
     def linear(name: str, rows: int, columns: int, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (rows, columns)
-        if config.packed is not None and config.packed.covers(name):
-            shapes[f"{name}.weight_scale"] = (rows, 1)
+        is_packed = config.packed is not None and config.packed.covers(name)
+        parts = config.packed.tensors(rows, columns) if config.packed and is_packed else {"weight": (rows, columns)}
+        shapes.update({f"{name}.{part}": shape for part, shape in parts.items()})
         if bias:
             shapes[f"{name}.bias"] = (rows,)
 

@@ -184,8 +184,8 @@ IN_GROUP = "config_groups.group_0"
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("quant_method", "gptq"),
-        ("format", "pack-quantized"),
+        ("quant_method", "bitsandbytes"),
+        ("format", "marlin-24"),
         ("kv_cache_scheme", {"num_bits": 8}),
         ("ignore", ["re:("]),
         ("config_groups", {}),

@@ -1,0 +1,97 @@
+"""Linear layers as AWQ, GPTQ, compressed-tensors and FP8 checkpoints hold them, as numbers in groups, without loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from headway.kernels.interface import Groups, Weight
+from headway.models.config import ModelError
+from headway.models.quantization import PackedMatrices
+
+# AWQ's order of the eight numbers in a word.
+_INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
+# Of a group with its own activation scale, the most inputs; and those whose products surely fit into an int32.
+_SIZES, _MOST_INPUTS = (128, 64, 32, 16, 8), 512
+
+
+def packed_layer(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
+    """The matrix of a layer of these tensors (see PackedMatrices.tensors), to be multiplied in `dtype`.
+
+    Raises:
+        ModelError: the tensors contradict each other, or its inputs cannot be cut into groups of a multiple of 8.
+    """
+    order: Tensor | None = None
+    if packed.layout == "fp8":
+        values, scales, zeros = _float8(packed, layer, tensors)
+    elif packed.layout == "awq":
+        values = _unpacked(tensors["qweight"], 4)[:, :, _INTERLEAVED].flatten(1).T.contiguous()
+        zeros = _unpacked(tensors["qzeros"], 4)[:, :, _INTERLEAVED].flatten(1).T
+        scales = tensors["scales"].T
+    elif packed.layout.startswith("gptq"):
+        values = _unpacked(tensors["qweight"], packed.bits).permute(1, 0, 2).flatten(1)
+        zeros = _unpacked(tensors["qzeros"], packed.bits).flatten(1).T
+        if packed.layout == "gptq":  # which stores one less
+            zeros = (zeros + 1) & ((1 << packed.bits) - 1)
+        scales, order = tensors["scales"].T, tensors["g_idx"]
+    else:
+        values, scales = _unpacked(tensors["weight_packed"], packed.bits).flatten(1), tensors["weight_scale"]
+        zeros = torch.full(scales.shape, 1 << (packed.bits - 1), dtype=torch.uint8)
+        if packed.zero_points:
+            zeros = _unpacked(tensors["weight_zero_point"].T.contiguous(), packed.bits).flatten(1).T
+        order = tensors.get("weight_g_idx")
+    if packed.scheme == "int8-weight-only":  # signed, as the kernels have them
+        values, zeros = ((each ^ 128).view(torch.int8) for each in (values, zeros.contiguous()))
+    size = packed.group_size or values.shape[1]
+    order = None if order is None else _order(order, size, layer)
+    if order is not None:
+        values = values[:, order.long()]
+    return Weight(
+        values, packed.scheme, groups=_groups(layer, values.shape[1], size, scales, zeros, order), dtype=dtype
+    )
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """The numbers in int32 words [..., W] from the lowest bits on, uint8 [..., W, numbers]."""
+    bytes_ = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    return bytes_ if bits == 8 else torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(-2)
+
+
+def _float8(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    values = tensors["weight"]
+    if (values.view(torch.uint8) & 127 == 127).any():
+        raise ModelError(f"{layer}.weight holds what is not a number; download the checkpoint again")
+    rows = values.shape[0]
+    scales = tensors[packed.scale].float().view(-1, -(-values.shape[1] // (packed.group_size or values.shape[1])))
+    scales = scales.repeat_interleave(packed.block_rows or rows, 0)[:rows]
+    return values, scales, torch.zeros(scales.shape, dtype=torch.uint8)
+
+
+def _order(group_of: Tensor, size: int, layer: str) -> Tensor | None:
+    """Inputs by the number of their group, int32; None where they are in this order already."""
+    order = group_of.argsort(stable=True)
+    expected = torch.arange(len(group_of)) // size
+    if not torch.equal(group_of[order].long(), expected):
+        raise ModelError(f"{layer}: its g_idx does not have {size} inputs in each group; download the checkpoint again")
+    return None if torch.equal(group_of.long(), expected) else order.int()
+
+
+def _groups(layer: str, inputs: int, size: int, scales: Tensor, zeros: Tensor, order: Tensor | None) -> Groups:
+    """Groups of `size` inputs, cut where they are long; the last may be shorter."""
+    least = next(
+        (each for each in _SIZES if inputs % each == 0 and size % each == 0 and _fits(size // each, scales)), 0
+    )
+    if not least:
+        if size % 8 or inputs % size or size > _MOST_INPUTS:
+            raise ModelError(f"{layer} has {inputs} inputs in groups of {size}, which are no multiple of 8")
+        least = size
+    count, run = inputs // least, size // least
+    offsets = zeros.view(torch.int8).repeat_interleave(run, 1)[:, :count].contiguous()
+    return Groups(least, torch.ones_like(offsets), offsets, scales.float().contiguous(), run, order=order)
+
+
+def _fits(run: int, scales: Tensor) -> bool:
+    """Runs are of a power of two groups, or there is one."""
+    return scales.shape[1] == 1 or run & (run - 1) == 0

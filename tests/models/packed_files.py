@@ -1,0 +1,156 @@
+"""Matrices as AWQ, GPTQ, compressed-tensors and FP8 checkpoints hold them, and what they stand for, by definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which column each four bits of a word are of
+
+
+@dataclass
+class Format:
+    """A quantization_config, and what makes the tensors of a layer and its dense matrix of (rows, columns, seed)."""
+
+    said: dict[str, Any]
+    make: Any
+
+    def layer(self, rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+        return self.make(torch.Generator().manual_seed(seed), rows, columns)  # type: ignore[no-any-return]
+
+
+def words(numbers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Numbers [..., n] in int32 [..., n * bits / 32], the first of each word lowest, or that which `order` says."""
+    in_word = 32 // bits
+    parts = numbers.long().unflatten(-1, (-1, in_word))
+    total = torch.zeros(parts.shape[:-1], dtype=torch.int64)
+    for place in range(in_word):
+        total |= parts[..., order[place] if order else place] << (bits * place)
+    return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
+
+
+def _numbers(generator: torch.Generator, *shape: int, below: int) -> Tensor:
+    return torch.randint(0, below, shape, generator=generator)
+
+
+def _scales(generator: torch.Generator, *shape: int, largest: int) -> Tensor:
+    """float16 such that weights are about as large as those of tiny models."""
+    return ((0.5 + torch.rand(shape, generator=generator)) * 0.3 / largest).half()
+
+
+def awq(size: int, **more: Any) -> Format:
+    def make(generator: torch.Generator, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor]:
+        numbers, zeros = (
+            _numbers(generator, columns, rows, below=16),
+            _numbers(generator, columns // size, rows, below=16),
+        )
+        scales = _scales(generator, columns // size, rows, largest=8)
+        stored = {"qweight": words(numbers, 4, AWQ_ORDER), "qzeros": words(zeros, 4, AWQ_ORDER), "scales": scales}
+        wide = (each.repeat_interleave(size, 0) for each in (zeros, scales.float()))
+        zero, scale = wide
+        return stored, ((numbers - zero) * scale).T.contiguous()
+
+    said = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
+    return Format(said | more, make)
+
+
+def gptq(bits: int, size: int, ordered: bool = False, form: str = "gptq", **more: Any) -> Format:
+    """Version 1 stores zero points less one, and 0 as the largest number."""
+
+    def make(generator: torch.Generator, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor]:
+        group = columns if size == -1 else size
+        most = 1 << bits
+        numbers, zeros = (
+            _numbers(generator, columns, rows, below=most),
+            _numbers(generator, columns // group, rows, below=most),
+        )
+        scales = _scales(generator, columns // group, rows, largest=most // 2)
+        group_of = torch.arange(columns) // group
+        if ordered:  # alike for all layers of so many inputs, as the inputs of fused ones are the same
+            group_of = group_of[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        stored = {
+            "qweight": words(numbers.T, bits).T.contiguous(),
+            "qzeros": words((zeros - 1) % most if form == "gptq" else zeros, bits),
+            "scales": scales,
+            "g_idx": group_of.int(),
+        }
+        return stored, ((numbers - zeros[group_of]) * scales.float()[group_of]).T.contiguous()
+
+    said = {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": ordered, "checkpoint_format": form}
+    return Format(said | more, make)
+
+
+def compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": {**group, "output_activations": None}},
+        "ignore": ["lm_head", "re:.*gate$"],
+    }
+
+
+def pack_quantized(bits: int, size: int | None, symmetric: bool = True, actorder: str | None = None) -> Format:
+    strategy = "channel" if size is None else "group"
+    described = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy}
+    described |= {"group_size": size, "actorder": actorder}
+
+    def make(generator: torch.Generator, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor]:
+        group = size or columns
+        half = 1 << (bits - 1)
+        numbers = _numbers(generator, rows, columns, below=2 * half)
+        zeros = _numbers(generator, rows, columns // group, below=2 * half) if not symmetric else None
+        scales = _scales(generator, rows, columns // group, largest=half).bfloat16()
+        stored = {"weight_packed": words(numbers, bits), "weight_scale": scales}
+        stored["weight_shape"] = torch.tensor([rows, columns])
+        group_of = torch.arange(columns) // group
+        if actorder == "group":
+            group_of = group_of[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+            stored["weight_g_idx"] = group_of.int()
+        if zeros is not None:
+            stored["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
+        zero = half if zeros is None else zeros[:, group_of]
+        return stored, (numbers - zero) * scales.float()[:, group_of]
+
+    return Format(compressed("pack-quantized", described), make)
+
+
+def _float8(generator: torch.Generator, rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn)
+
+
+def float_quantized(strategy: str, block: tuple[int, int] = (16, 16), dynamic: bool = True) -> Format:
+    described = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+    described |= {"block_structure": list(block)} if strategy == "block" else {}
+
+    def make(generator: torch.Generator, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor]:
+        numbers = _float8(generator, rows, columns)
+        shape = {"tensor": (1, 1), "channel": (rows, 1), "block": (-(-rows // block[0]), -(-columns // block[1]))}[
+            strategy
+        ]
+        scales = (0.5 + torch.rand(shape, generator=generator)) * 0.15
+        stored = {"weight": numbers, "weight_scale": scales.view(1) if strategy == "tensor" else scales}
+        if not dynamic:
+            stored["input_scale"] = torch.ones(1)
+        tall, wide = (rows, columns) if strategy == "tensor" else (1, columns) if strategy == "channel" else block
+        dense = scales.repeat_interleave(tall, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+        return stored, numbers.float() * dense
+
+    activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": dynamic}
+    return Format(compressed("float-quantized", described, activations), make)
+
+
+def fp8(block: tuple[int, int] | None, **more: Any) -> Format:
+    of_form = float_quantized("tensor" if block is None else "block", block or (16, 16))
+    said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    if block is None:
+        return Format(said | more, of_form.make)
+
+    def make(generator: torch.Generator, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor]:
+        stored, dense = of_form.make(generator, rows, columns)
+        return {"weight": stored["weight"], "weight_scale_inv": stored["weight_scale"]}, dense
+
+    return Format(said | {"weight_block_size": list(block)} | more, make)

@@ -1,0 +1,244 @@
+"""AWQ, GPTQ, compressed-tensors and FP8 checkpoints: their numbers to the bit, and the logits of these numbers."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headway.cost.values import ConfigValues
+from headway.engine.config import EngineConfig
+from headway.engine.start import packed_bytes
+from headway.kernels import kernels_for
+from headway.kernels.cpu_linear import PackedLinear
+from headway.models.checkpoint import SINGLE_FILE
+from headway.models.config import ModelConfig, ModelError
+from headway.models.decoder import Decoder
+from headway.models.grouped import expanded
+from headway.models.loading import load_model
+from headway.models.packed_layers import packed_layer
+from headway.models.quantization import read_packed
+from tests.kernels.test_cpu_linear import relative_error
+from tests.models import packed_files, tiny
+from tests.models.packed_files import Format
+from tests.models.paging import whole
+from tests.models.test_gguf import ROUNDING, with_weights
+
+pytestmark = pytest.mark.timeout(600)
+
+PROMPTS = tiny.prompts([29, 1, 17])
+FORMATS = {
+    "awq": packed_files.awq(16),
+    "awq_but": packed_files.awq(16, modules_to_not_convert=["self_attn", "down"]),
+    "gptq": packed_files.gptq(4, 16),
+    "gptq_ordered": packed_files.gptq(4, 16, ordered=True),
+    "gptq_rows": packed_files.gptq(4, -1),
+    "gptq_8_bits": packed_files.gptq(8, 16, ordered=True),
+    "gptq_v2": packed_files.gptq(4, 16, form="gptq_v2"),
+    "packed": packed_files.pack_quantized(4, 16),
+    "packed_zeros": packed_files.pack_quantized(4, 16, symmetric=False),
+    "packed_ordered": packed_files.pack_quantized(4, 16, symmetric=False, actorder="group"),
+    "packed_8_bits": packed_files.pack_quantized(8, 16),
+    "packed_rows": packed_files.pack_quantized(8, None),
+    "float_tensor": packed_files.float_quantized("tensor", dynamic=False),
+    "float_rows": packed_files.float_quantized("channel"),
+    "float_blocks": packed_files.float_quantized("block"),
+    "fp8": packed_files.fp8(None),
+    "fp8_blocks": packed_files.fp8((32, 32)),
+    "fp8_but": packed_files.fp8((16, 16), modules_to_not_convert=["model.layers.1", "q_proj"]),
+}
+# Whose experts have 24 inputs.
+MIXTURES = {
+    "gptq": packed_files.gptq(4, 8, ordered=True),
+    "fp8": packed_files.fp8((32, 32)),
+    "packed": packed_files.pack_quantized(4, 8, symmetric=False),
+}
+
+
+def read(said: dict[str, Any]) -> Any:
+    return read_packed(ConfigValues({"quantization_config": said}, "config.json"))
+
+
+def save(folder: Path, form: Format, case: str = "qwen2", **more: Tensor) -> dict[str, Tensor]:
+    """A tiny model whose linear layers are packed where the format packs them; its dense matrices."""
+    tiny.save(case, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": form.said}
+    packed, dense, stored = read(form.said), {}, dict(more)
+    for seed, (name, tensor) in enumerate(load_file(folder / SINGLE_FILE).items()):
+        layer = name.removesuffix(".weight")
+        if tensor.dim() == 2 and layer.endswith("_proj") and packed.covers(layer):
+            parts, dense[name] = form.layer(*tensor.shape, seed)
+            stored |= {f"{layer}.{part}": each.contiguous() for part, each in parts.items()}
+        else:
+            dense[name] = stored[name] = tensor
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(stored, folder / SINGLE_FILE)
+    return dense
+
+
+def load(folder: Path, **options: Any) -> Decoder:
+    return load_model(folder, torch.float32, kernels_for("cpu", torch.float32), **options)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_are_those_of_the_definition_to_the_bit(name: str) -> None:
+    """With groups of 128 as they are published, and blocks that are no whole number in the rows and inputs."""
+    form = FORMATS[name]
+    stored, dense = form.layer(72, 272, 0)
+    weight = packed_layer(read(form.said), "layer", stored, torch.float32)
+    assert torch.equal(expanded(weight), dense)
+    linear = kernels_for("cpu", torch.float32).linear(weight, None)
+    assert torch.equal(linear.rows(torch.arange(72)), dense)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_the_dense_matrices(name: str, tmp_path: Path) -> None:
+    dense = save(tmp_path, FORMATS[name])
+    decoder = load(tmp_path)
+    ours = torch.cat(whole(decoder, PROMPTS))
+    model = with_weights(tiny.build("qwen2"), dense)
+    expected = torch.cat([tiny.logits(model, prompt) for prompt in PROMPTS])
+    assert relative_error(ours, expected) < ROUNDING
+    down = decoder.weights.layers[0].mlp.down
+    assert isinstance(down, PackedLinear)
+    assert torch.equal(down.rows(torch.arange(48)), dense["model.layers.0.mlp.down_proj.weight"])
+    if name != "awq_but":  # rows of a panel, and two bytes for each 16 inputs
+        assert down._packed.nbytes == 64 * 80 * (read(FORMATS[name].said).bits + 1) // 8
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_may_be_packed(name: str, tmp_path: Path) -> None:
+    dense = save(tmp_path, MIXTURES[name], "qwen2_moe")
+    ours = torch.cat(whole(load(tmp_path), PROMPTS))
+    model = with_weights(tiny.build("qwen2_moe"), dense)
+    expected = torch.cat([tiny.logits(model, prompt) for prompt in PROMPTS])
+    assert relative_error(ours, expected) < ROUNDING
+
+
+def test_a_bias_of_zeros_beside_packed_matrices_is_nothing(tmp_path: Path) -> None:
+    """GPTQ's tools write some; any other bias that the model has no place for is refused."""
+    name = "model.layers.0.mlp.up_proj.bias"
+    save(tmp_path, FORMATS["gptq"], **{name: torch.zeros(80)})
+    plain = whole(load(tmp_path), PROMPTS)
+    assert all(each.isfinite().all() for each in plain)
+    save(tmp_path, FORMATS["gptq"], **{name: torch.ones(80)})
+    with pytest.raises(ModelError, match=f"tensor {name} has no place in the model"):
+        load(tmp_path)
+
+
+def test_dummy_weights_need_no_packed_tensors(tmp_path: Path) -> None:
+    save(tmp_path, FORMATS["awq"])
+    (tmp_path / SINGLE_FILE).unlink()
+    assert all(each.isfinite().all() for each in whole(load(tmp_path, load_format="dummy"), PROMPTS))
+
+
+def test_the_memory_that_is_prepared_is_that_of_the_bits(tmp_path: Path) -> None:
+    dense = save(tmp_path, FORMATS["awq"], "qwen2_tied")
+    matrices = sum(each.numel() for each in dense.values() if each.dim() == 2)
+    config = EngineConfig(str(tmp_path), dtype="float32")
+    assert packed_bytes(config, ModelConfig.from_folder(tmp_path)) == matrices // 2
+
+
+@pytest.mark.parametrize(
+    ("form", "strategy"), [("packed", "group"), ("packed", "channel"), ("float", "channel"), ("float", "tensor")]
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_what_compressed_tensors_writes(form: str, strategy: str, symmetric: bool) -> None:
+    """The format's own package packs, and says what the numbers are."""
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    if form == "float" and not symmetric:
+        pytest.skip("there are no zero points")
+    kind, bits = ("int", 4) if form == "packed" else ("float", 8)
+    described = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy}
+    described |= {"group_size": 32} if strategy == "group" else {}
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=quantization.QuantizationArgs(**described))
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    groups = 4 if strategy == "group" else 1
+    largest = weight.view(64, groups, -1).abs().amax(2) / (7 if kind == "int" else 448)
+    scales = largest.max().view(1) if strategy == "tensor" else largest
+    zeros = torch.randint(-8, 8, scales.shape, generator=torch.Generator().manual_seed(1)).to(torch.int8)
+    layer = {"weight": weight, "weight_scale": scales.bfloat16().float()}
+    if not symmetric:
+        layer["weight_zero_point"] = zeros
+    compressor = (
+        compressors.PackedQuantizationCompressor if form == "packed" else compressors.FloatQuantizationCompressor
+    )
+    stored = compressor.compress(layer, scheme)
+    expected = compressor.decompress(dict(stored), scheme)["weight"]
+    packed = read(packed_files.compressed(f"{form.replace('packed', 'pack')}-quantized", described))
+    assert {name: tuple(each.shape) for name, each in stored.items() if name != "weight_shape"} == {
+        name: shape for name, shape in packed.tensors(64, 128).items() if name != "weight_shape"
+    } or strategy == "tensor"
+    assert torch.equal(expanded(packed_layer(packed, "layer", stored, torch.float32)), expected.float())
+
+
+def test_an_order_that_leaves_groups_uneven_is_refused() -> None:
+    form = FORMATS["gptq_ordered"]
+    stored, _ = form.layer(16, 64, 0)
+    stored["g_idx"][0] = (stored["g_idx"][0] + 1) % 4
+    with pytest.raises(ModelError, match="layer: its g_idx does not have 16 inputs in each group"):
+        packed_layer(read(form.said), "layer", stored, torch.float32)
+    form = FORMATS["fp8"]
+    stored, _ = form.layer(16, 64, 0)
+    stored["weight"].view(torch.uint8)[3, 3] = 127
+    with pytest.raises(ModelError, match=r"layer\.weight holds what is not a number"):
+        packed_layer(read(form.said), "layer", stored, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("awq", "bits", 3),
+        ("awq", "zero_point", False),
+        ("awq", "version", "gemv"),
+        ("awq", "modules_to_not_convert", "lm_head"),
+        ("awq", "group_size", 0),
+        ("gptq", "bits", 2),
+        ("gptq", "checkpoint_format", "marlin"),
+        ("gptq", "dynamic", {"-:.*": {}}),
+        ("gptq", "desc_act", "yes"),
+        ("fp8", "fmt", "e5m2"),
+        ("fp8_blocks", "weight_block_size", [128]),
+        ("packed", "config_groups.group_0.weights.num_bits", 2),
+        ("packed", "config_groups.group_0.weights.strategy", "tensor"),
+        ("packed", "config_groups.group_0.weights.group_size", -1),
+        ("packed", "config_groups.group_0.input_activations", {"num_bits": 8}),
+        ("packed", "config_groups.group_0.weights.actorder", "other"),
+        ("packed", "format", "nvfp4-pack-quantized"),
+        ("float_rows", "config_groups.group_0.weights.strategy", "group"),
+        ("float_rows", "config_groups.group_0.weights.num_bits", 4),
+    ],
+)
+def test_what_is_packed_in_another_way_is_refused_by_its_key(name: str, path: str, value: Any, tmp_path: Path) -> None:
+    said = copy.deepcopy(FORMATS[name].said)
+    *parents, last = path.split(".")
+    section: dict[str, Any] = said
+    for key in parents:
+        section = section[key]
+    section[last] = value
+    with pytest.raises(ModelError) as caught:
+        read(said)
+    message = str(caught.value)
+    assert message.startswith(f"config.json: quantization_config.{path} is {value!r}, which is ")
+    assert "\n" not in message
+
+
+def test_a_group_size_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, FORMATS["awq"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 32
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="group_size 32, which does not fit a matrix of 48 rows and 48 inputs"):
+        load(tmp_path)
+    save(tmp_path, FORMATS["fp8"])
+    config["quantization_config"] = FORMATS["float_rows"].said
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"tensor .*weight_scale has shape \[1\], but config.json asks for \[48, 1\]"):
+        load(tmp_path)
