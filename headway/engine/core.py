@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from headway.engine.executor import Executor, StepOutcome
+from headway.engine.memory_counts import MemoryCounts
 from headway.engine.messages import (
     AddRequest,
     EngineOutputs,
@@ -48,6 +49,7 @@ class EngineCore:
         self._prompt_logprobs: dict[int, list[PromptLogprobs]] = {}  # by seq_id, until its first output
         self._pending: list[SequenceOutput] = []
         self._counted = EngineStats(0, 0, 0.0)
+        self._memory = MemoryCounts(scheduler)
         self._received = 0
         self._wait_until_ns = 0
 
@@ -279,6 +281,7 @@ class EngineCore:
         )
         counted.prefix_cache_queries, counted.prefix_cache_hits = prefix.queries, prefix.hits
         counted.preemptions = scheduler.num_preemptions
+        self._memory.add_to(stats)
         if scheduler.slo is not None:
             opened = scheduler.slo.window.num_opened
             stats.windows, counted.windows = opened - counted.windows, opened

@@ -169,6 +169,14 @@ class EngineStats(_Message):
     windows: int = 0  # opened, to wait for company
     running_of_class: dict[str, int] = {}
     waiting_of_class: dict[str, int] = {}
+    protected_blocks: int = 0  # what is in them is given up last, or never
+    watermark_blocks: int = 0  # that admission leaves free
+    blocks_of_class: dict[str, int] = {}  # in use; those of several classes under an empty name
+    evictions: dict[str, dict[str, int]] = {}  # class -> reason -> cached blocks that were given up
+    queries_of_class: dict[str, int] = {}  # prompt tokens looked up
+    hits_of_class: dict[str, int] = {}  # and found
+    allocated_blocks: int = 0
+    allocated_runs: int = 0  # runs of consecutive blocks that the allocated ones make in block tables
 
 
 class ExplainedStep(_Message):

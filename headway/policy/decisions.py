@@ -26,6 +26,8 @@ class Decision:
         urgent: the prompt for which others were held back.
         left_out: decoding sequences that got no token.
         yielded: who was put behind the others or refused, and why.
+        gave_back: who was preempted, and the class that the blocks are kept for.
+        evicted: cached blocks that were given up, by class and reason.
         predicted_ns, took_ns: of the forward pass; 0 is not known.
     """
 
@@ -43,6 +45,8 @@ class Decision:
     admitted: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     yielded: list[tuple[str, str]] = field(default_factory=list)
+    gave_back: list[tuple[str, str]] = field(default_factory=list)
+    evicted: Mapping[tuple[str, str], int] = field(default_factory=dict)
     predicted_ns: float = 0.0
     took_ns: int = 0
 
@@ -82,6 +86,10 @@ class Decision:
         if self.preempted:
             parts.append("preempted: " + ", ".join(self.preempted))
         parts += [f"{name} yields ({reason})" for name, reason in self.yielded]
+        parts += [f"{name} gives blocks back to {service_class}" for name, service_class in self.gave_back]
+        if self.evicted:
+            blocks = (f"{count} of {name or 'several classes'} ({why})" for (name, why), count in self.evicted.items())
+            parts.append("cached blocks evicted: " + ", ".join(blocks))
         if self.waiting:
             parts.append(f"{self.waiting} wait ({self.queue})")
         if self.predicted_ns:

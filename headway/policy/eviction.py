@@ -45,13 +45,14 @@ class CachedBlocks:
         evictions: blocks given up, by class and reason: `age` (the oldest), `lent` (within its class's share, to
             another), `expired` (protected, and not found for long), `protected` (nothing else was left).
         owners: the class of each block that is in use or cached, COMMON where sequences of several share it.
+        num_evicted: all of them.
         num_protected: protected blocks, in use or cached.
     """
 
     def __init__(self, num_blocks: int, used: Mapping[str, int], most_protected: int) -> None:
         self.evictions: Counter[tuple[str, str]] = Counter()
         self.owners = [COMMON] * num_blocks
-        self.num_protected = 0
+        self.num_protected = self.num_evicted = 0
         self._used = used
         self._queues: dict[str, _Queue] = {}
         self._protected: _Queue = OrderedDict()
@@ -147,6 +148,7 @@ class CachedBlocks:
             if not queue and owner != COMMON:
                 del self._queues[owner]
         self.evictions[owner, reason] += 1
+        self.num_evicted += 1
         self.forget(block)
         return block
 

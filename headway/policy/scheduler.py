@@ -58,6 +58,7 @@ class Scheduler(Sequences):
             config.max_num_batched_tokens, self.accounting.step_time, max_stall_ns, blocks.block_size
         )
         self._ranks, self._ranks_version = RunningRanks((), {}), -1
+        self._evictions: Counter[tuple[str, str]] = Counter()  # until the step before
         self._watermark = config.kept_free(blocks.num_blocks)
 
     def schedule(self, now: int) -> StepPlan:
@@ -77,7 +78,7 @@ class Scheduler(Sequences):
         if self.orders.displaces and len(self.waiting) and len(self.running):
             self._displace(plan, now, outlook)
         if self._lends_blocks:
-            self._give_back(plan, now, outlook)
+            self._give_back(plan, decision, now, outlook)
         displaced = len(plan.preempted)
         if displaced:
             decoding = [sequence for sequence in decoding if sequence.status is Status.RUNNING]
@@ -104,6 +105,9 @@ class Scheduler(Sequences):
             reason = Phase.QUEUE_POLICY
         self.accounting.queue_stands_at(reason, now)
         decision.note(plan, outlook, self.sequences, self.accounting.step_time)
+        if self.blocks.cached.num_evicted != self._evictions.total():
+            decision.evicted = self.blocks.cached.evictions - self._evictions
+            self._evictions = self.blocks.cached.evictions.copy()
         decision.waiting, decision.running, decision.queue = len(self.waiting), len(self.running), reason
         self.decisions.append(decision)
         return plan
@@ -266,7 +270,7 @@ class Scheduler(Sequences):
         """Its class has more than its share of blocks, or there are no shares."""
         return self.slo is None or not self.slo.shares.blocks or self.slo.shares.is_over(sequence.service.name)
 
-    def _give_back(self, plan: StepPlan, now: int, outlook: Outlook) -> None:
+    def _give_back(self, plan: StepPlan, decision: Decision, now: int, outlook: Outlook) -> None:
         """Preempt borrowers for the first waiting sequence of each class that fits in its share of blocks."""
         assert self.slo is not None
         shares, seen = self.slo.shares, set[str]()
@@ -291,6 +295,7 @@ class Scheduler(Sequences):
             for victim in shares.borrowers(last_first, missing, set(kept)) or []:
                 if victim in outlook.left_out:
                     outlook.left_out.remove(victim)
+                decision.gave_back.append((victim.request_id, name))
                 self._preempt(victim, plan, now)
 
     def _make_room(self, decoding: list[Sequence], plan: StepPlan, now: int) -> list[Sequence]:

@@ -14,6 +14,7 @@ from headway.policy.request import NEVER
 from headway.server.class_metrics import ClassMetrics
 from headway.server.classes import Terms
 from headway.server.errors import ApiError
+from headway.server.memory_metrics import MemoryMetrics
 from headway.server.quotas import TenantQuotas
 from headway.server.tenant_metrics import TenantMetrics
 from headway.server.timings import Stamps
@@ -64,6 +65,7 @@ class Metrics:
         self._request_metrics()
         self.labels = dict(zip(LABELS, self._labels, strict=True))
         self.by_class = ClassMetrics(self.registry, prefix, self.labels, SECONDS, engine)
+        self._memory = MemoryMetrics(self.registry, prefix, self.labels, self.by_class, engine)
         self.by_tenant: TenantMetrics | None = None
         ProcessCollector(registry=self.registry)
 
@@ -187,6 +189,7 @@ class Metrics:
             self._slack_seconds.observe(stats.slack_ns * NS)
         if stats.predicted_ns and stats.forward_ns:
             self._overrun.observe(stats.forward_ns / stats.predicted_ns)
+        self._memory.on_step(stats)
         for cause, length in stats.stall_ns.items():
             self._stall.labels(*self._labels, cause).inc(length * NS)
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import random
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from headway.policy.accounting import StepTimes
 from headway.policy.eviction import BRANCHES, HASTE, LIFETIME
+from headway.policy.intake import sequences_of
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.service_class import BUILT_IN
+from tests.policy.simulation import Simulation, make_request
 
 OWNERS = ("interactive", "offline", "gone")
 SHARES = {"interactive": 5, "offline": 2}
@@ -124,6 +128,48 @@ def test_how_blocks_lie_beside_each_other_is_counted_as_they_are_given_out() -> 
     pool.release(table[::2])
     pool.allocate(3)
     assert (pool.allocated, pool.runs) == (9, 4), "every second block is free"
+
+
+def test_ten_thousand_sessions_leave_nothing_behind() -> None:
+    rng = random.Random(3)
+    sim = Simulation(num_blocks=257, max_num_seqs=16, max_num_batched_tokens=256, policy="slo", rng=rng, message_ns=0)
+    sim.scheduler.set_classes(BUILT_IN)
+    systems = [[10 * number + at % 7 for at in range(16)] for number in range(20)]
+    sizes: list[int] = []
+    for session in range(10_000):
+        name = ("interactive", "offline")[session % 2]
+        prompt = [*rng.choice(systems), *(rng.randrange(900) for _ in range(rng.randrange(1, 12)))]
+        sim.scheduler.add(
+            sequences_of(make_request(str(session), prompt, 2, sim.now, service_class=name), 64)[0], sim.now
+        )
+        while len(sim.scheduler.sequences) >= 16:
+            run(sim)
+        if session % 1000 == 999:
+            sim.scheduler.check()
+            sizes.append(footprint(sim))
+    while sim.scheduler.has_work:
+        run(sim)
+    pool = sim.scheduler.blocks
+    assert pool.num_free == pool.num_blocks and pool.used.total() == 0 and len(sim.scheduler.sequences) == 0
+    assert len(pool._index) == len(pool._key_of) == len(pool.cached) <= pool.num_blocks
+    assert max(sizes[2:]) <= 1.1 * sizes[1], sizes
+
+
+def run(sim: Simulation) -> None:
+    """A step without the checks of each."""
+    plan = sim.scheduler.schedule(sim.now)
+    sim.now = max(sim.now + 1000, plan.wait_until_ns)
+    if plan.scheduled:
+        tokens: dict[int, list[int] | None] = {item.seq_id: [5] for item in plan.scheduled if item.samples}
+        sim.scheduler.complete(plan, tokens, StepTimes(sim.now, sim.now, sim.now))
+
+
+def footprint(sim: Simulation) -> int:
+    """Entries in everything that the pool, its queues and the scheduler keep."""
+    pool = sim.scheduler.blocks
+    kept = (pool._index, pool._key_of, pool._free, pool.used, pool.cached.evictions, pool.prefix_stats.hits_of_class)
+    queues = pool.cached._queues.values()
+    return sum(map(len, (*kept, *queues, pool.cached._protected, sim.scheduler.sequences, sim.scheduler.decisions)))
 
 
 class EvictionMachine(RuleBasedStateMachine):

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.policy.decisions import Decision
 from headway.policy.plan import StepPlan
 from headway.policy.promises import Outlook
 from headway.policy.request import Sequence, Status
@@ -44,8 +45,8 @@ class Shared(Simulation):
             self.lost.append(name)
             preempt(victim, plan, now)
 
-        def given_back(plan: StepPlan, now: int, outlook: Outlook) -> None:
-            give_back(plan, now, outlook)
+        def given_back(plan: StepPlan, decision: Decision, now: int, outlook: Outlook) -> None:
+            give_back(plan, decision, now, outlook)
             self.check_shares()
 
         scheduler._preempt, scheduler._give_back = checked, given_back  # type: ignore[method-assign]
@@ -82,6 +83,8 @@ def test_an_idle_share_is_lent_and_given_back_when_its_class_comes() -> None:
     chat = sim.submit([9] * 60, 4, service_class="chat")
     sim.step()
     assert chat.status is Status.RUNNING and sim.lost == ["offline"] * len(sim.lost) != []
+    words = sim.scheduler.decisions[-1].in_words()
+    assert f"{offline[-1].request_id} gives blocks back to chat" in words and "of offline (age)" in words
     sim.run_until_done()
     assert all(sequence.output_len == 12 for sequence in offline)
     sim.check_all_closed()

@@ -191,3 +191,35 @@ def test_gauges_follow_the_engine(start_server: StartServer, engine: FakeEngine)
     engine.num_waiting, engine.restarts = 7, 2
     found = samples(server)
     assert (found["headway:num_requests_waiting"], found["headway:engine_restarts"]) == (7, 2)
+
+
+def test_the_pool_is_told_by_class(start_server: StartServer, engine: FakeEngine) -> None:
+    server = start_server()
+    stats = EngineStats(
+        1,
+        0,
+        0.5,
+        protected_blocks=7,
+        watermark_blocks=2,
+        blocks_of_class={"interactive": 5, "gone": 2, "older": 1, "": 4},
+        evictions={"offline": {"age": 3, "lent": 1}, "gone": {"age": 2}, "": {"protected": 1}},
+        queries_of_class={"interactive": 100},
+        hits_of_class={"interactive": 64},
+        allocated_blocks=10,
+        allocated_runs=3,
+    )
+    server.service.metrics.on_step(stats)
+    engine.stats = stats
+    found = samples(server)
+    assert found["headway:kv_evictions_total age offline"] == 3
+    assert found["headway:kv_evictions_total lent offline"] == 1
+    assert found["headway:kv_evictions_total age other"] == 2
+    assert found["headway:kv_evictions_total protected several"] == 1
+    assert found["headway:class_prefix_cache_queries_total interactive"] == 100
+    assert found["headway:class_prefix_cache_hits_total interactive"] == 64
+    assert (found["headway:kv_blocks_protected"], found["headway:kv_watermark_blocks"]) == (7, 2)
+    assert (found["headway:kv_blocks_allocated_total"], found["headway:kv_block_runs_allocated_total"]) == (10, 3)
+    used = {
+        name: found[f"headway:class_kv_blocks_used {name}"] for name in ("interactive", "batch", "other", "several")
+    }
+    assert used == {"interactive": 5, "batch": 0, "other": 3, "several": 4}

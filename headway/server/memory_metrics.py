@@ -1,0 +1,84 @@
+"""Metrics of the KV pool: who uses it, what is found again in it, and what is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import GaugeMetricFamily
+
+from headway.engine.client import EngineClient
+from headway.engine.messages import EngineStats
+from headway.server.class_metrics import ClassMetrics
+
+SEVERAL = "several"  # label of blocks that requests of several classes share
+
+
+class MemoryMetrics:
+    """Counts what the engine says of its pool.
+
+    Args:
+        labels: names and values of the labels that all metrics have.
+        by_class: knows the names of classes.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        prefix: str,
+        labels: Mapping[str, str],
+        by_class: ClassMetrics,
+        engine: EngineClient,
+    ) -> None:
+        self._prefix, self._labels, self._by_class, self._engine = prefix, labels, by_class, engine
+
+        def counter(name: str, text: str, *further: str) -> Counter:
+            return Counter(f"{prefix}{name}", text, (*labels, *further), registry=registry)
+
+        by = "service_class"
+        self._queries = counter("class_prefix_cache_queries", "Prompt tokens looked up in the cache, by class.", by)
+        self._hits = counter("class_prefix_cache_hits", "Prompt tokens found in the cache, by class.", by)
+        self._evictions = counter(
+            "kv_evictions", "Cached blocks that were given up, by class and reason.", by, "reason"
+        )
+        self._allocated = counter("kv_blocks_allocated", "Blocks given out.").labels(**labels)
+        self._runs = counter("kv_block_runs_allocated", "Runs of consecutive blocks given out.").labels(**labels)
+        registry.register(self)
+
+    def labels_of(self, service_class: str) -> dict[str, str]:
+        """The labels of a class; an empty name is SEVERAL."""
+        return self._by_class.labels_of(service_class) | ({} if service_class else {"service_class": SEVERAL})
+
+    def on_step(self, stats: EngineStats) -> None:
+        for name, count in stats.queries_of_class.items():
+            self._queries.labels(**self.labels_of(name)).inc(count)
+        for name, count in stats.hits_of_class.items():
+            self._hits.labels(**self.labels_of(name)).inc(count)
+        for name, reasons in stats.evictions.items():
+            for reason, count in reasons.items():
+                self._evictions.labels(**self.labels_of(name), reason=reason).inc(count)
+        if stats.allocated_blocks:
+            self._allocated.inc(stats.allocated_blocks)
+            self._runs.inc(stats.allocated_runs)
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """What the engine last said, read when it is scraped."""
+        stats = self._engine.stats
+        protected, watermark = (0, 0) if stats is None else (stats.protected_blocks, stats.watermark_blocks)
+        yield self._gauge("kv_blocks_protected", "Blocks whose contents are given up last, or never.", protected)
+        yield self._gauge("kv_watermark_blocks", "Blocks that admission leaves free.", watermark)
+        used = GaugeMetricFamily(
+            f"{self._prefix}class_kv_blocks_used", "Blocks in use, by class.", labels=[*self.labels_of("")]
+        )
+        totals: dict[str, int] = dict.fromkeys((*self._by_class.names, SEVERAL), 0)
+        for name, count in ({} if stats is None else stats.blocks_of_class).items():
+            label = self.labels_of(name)["service_class"]
+            totals[label] = totals.get(label, 0) + count
+        for label, count in totals.items():
+            used.add_metric([*(self.labels_of("") | {"service_class": label}).values()], count)
+        yield used
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(self._prefix + name, text, labels=[*self._labels])
+        family.add_metric([*self._labels.values()], value)
+        return family
