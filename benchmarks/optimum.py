@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import RESULTS, about, own_file, save
-from headway.policy.accounting import StepTimes, work_of
+from headway.policy.accounting import StepTimes
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.plan import StepPlan
 from headway.policy.scheduler import Scheduler
@@ -47,7 +47,7 @@ class Machine:
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         """As Timing.times()."""
-        computed = now + self.step_ns(work_of(plan.scheduled))
+        computed = now + self.step_ns(plan.work)
         return StepTimes(now, computed, computed)
 
     def step_ns(self, work: StepWork) -> int:

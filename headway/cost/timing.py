@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import msgspec
+
 from headway.cost.attention import Chunk
 from headway.cost.efficiency import TILE_ROWS, Efficiency
 from headway.cost.hardware import PLAIN_NETWORK, Hardware, Link
@@ -69,8 +71,7 @@ KERNELS_A_LAYER = {
 KERNELS_A_STEP = {Operation.EMBEDDING: 1, Operation.FINAL_NORM: 1, Operation.HEAD: 1, Operation.SAMPLING: 3}
 
 
-@dataclass(frozen=True, slots=True)
-class PartTime:
+class PartTime(msgspec.Struct, frozen=True, gc=False):
     """One operation's time on one device, all layers together.
 
     Args:

@@ -8,8 +8,9 @@ bytes and no FLOPs: every machine is bound by bytes in them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from headway.cost.attention import SCORE_PASSES, Chunk, attention
 from headway.cost.precision import Format, Precision
@@ -55,8 +56,7 @@ _OF_SOME_KINDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True, gc=False):
     """FLOPs and bytes of an operation, or of many."""
 
     flops: int = 0

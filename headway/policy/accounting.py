@@ -14,9 +14,9 @@ import msgspec
 from msgspec.structs import replace
 
 from headway.policy.ledger import Phase, PhaseClock
-from headway.policy.plan import ScheduledSequence
+from headway.policy.plan import ScheduledSequence, StepPlan, work_of
 from headway.policy.request import Sequence, Status
-from headway.policy.step_time import StepTime, StepWork, pairs
+from headway.policy.step_time import StepTime, StepWork
 
 
 class StepTimes(msgspec.Struct, frozen=True, gc=False):
@@ -25,24 +25,6 @@ class StepTimes(msgspec.Struct, frozen=True, gc=False):
     launched_ns: int  # the forward pass began
     computed_ns: int  # its logits were there
     sampled_ns: int  # its tokens were known
-
-
-def work_of(scheduled: list[ScheduledSequence]) -> StepWork:
-    """The work of a step with these parts."""
-    prefill_tokens = decode_tokens = prefill_pairs = decode_context = logit_rows = 0
-    for item in scheduled:
-        if item.decoding:
-            decode_tokens += 1
-            decode_context += item.start + 1
-            if item.samples > 1:
-                drafts = item.samples - 1
-                decode_tokens += drafts
-                decode_context += pairs(item.start + 1, drafts)
-        else:
-            prefill_tokens += item.num_tokens
-            prefill_pairs += pairs(item.start, item.num_tokens)
-            logit_rows += item.logit_rows
-    return StepWork(prefill_tokens, decode_tokens, prefill_pairs, decode_context, logit_rows)
 
 
 class Accounting:
@@ -135,21 +117,17 @@ class Accounting:
                 sequence.ledger.mark(Phase.SCHEDULE, began)
                 self._stall(sequence, Phase.STEP_RETRY, ended)
 
-    def record_step(
-        self, sequences: list[Sequence], scheduled: list[ScheduledSequence], idle: list[Sequence], times: StepTimes
-    ) -> None:
+    def record_step(self, sequences: list[Sequence], plan: StepPlan, idle: list[Sequence], times: StepTimes) -> None:
         """Divide a finished step among its sequences, given in its order, and the idle ones, which had no part in it.
 
         Call it before the results are applied, while each sequence is still as it was in the step.
         """
-        work = work_of(scheduled)
+        work, scheduled = plan.work, plan.scheduled
         forward = times.computed_ns - times.launched_ns
         self._advance_decode_clock(work, forward, times)
-        singly = []
-        for sequence, item in zip(sequences, scheduled, strict=True):
-            sequence.steps += 1
-            if sequence.clock_marks is None:
-                singly.append((sequence, item))
+        singly = list[tuple[Sequence, ScheduledSequence]]()
+        if len(sequences) > self._on_decode_clock or idle:
+            singly = [pair for pair in zip(sequences, scheduled, strict=True) if pair[0].clock_marks is None]
         nobody_samples = bool(singly) and not any(item.samples for item in scheduled)
         for sequence, item in singly:
             self._mark_prefill(sequence, item, work, forward, times)

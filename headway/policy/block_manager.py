@@ -43,8 +43,9 @@ class BlockManager:
             return False
         table = list(self._known_prefix(sequence))
         blocks.share(table, owner)
-        if _can_fork(sequence):
+        if _can_fork(sequence) and sequence.parent is not None:
             sequence.num_computed = sequence.prompt_len - 1
+            sequence.parent.room = 0
         else:
             sequence.num_computed = len(table) * blocks.block_size
             sequence.num_registered = len(table)
@@ -87,6 +88,7 @@ class BlockManager:
         shared = first < len(table) and blocks.references[table[first]] > 1
         missing = (start + count + size - 1) // size - len(table)
         if missing <= 0 and not shared:
+            sequence.room = len(table) * size
             return True
         if max(0, missing) + shared > blocks.num_free:
             return False
@@ -98,6 +100,7 @@ class BlockManager:
         changed = first if shared else len(table)
         if missing > 0:
             table.extend(blocks.allocate(missing, sequence.service.name, table[-1]))
+        sequence.room = len(table) * size
         if sequence.in_executor:
             plan.tables.append(TableChange(sequence.seq_id, changed, table[changed:]))
         return True
@@ -107,16 +110,17 @@ class BlockManager:
         kept = self._blocks.blocks_for(len(sequence.tokens))
         self._blocks.release(sequence.block_table[kept:])
         del sequence.block_table[kept:]
+        sequence.room = 0
 
     def register_full(self, sequence: Sequence) -> None:
         """Enter the blocks that have become full in the prefix index."""
-        size = self._blocks.block_size
-        while (sequence.num_registered + 1) * size <= sequence.num_computed:
-            at = sequence.num_registered
-            parent: int | str = sequence.cache_node if at else sequence.cache_salt
-            content = tuple(sequence.tokens[at * size : (at + 1) * size])
-            sequence.cache_node = self._blocks.register(sequence.block_table[at], parent, content)
-            sequence.num_registered += 1
+        size, register = self._blocks.block_size, self._blocks.register
+        tokens, table = sequence.tokens, sequence.block_table
+        known, full = sequence.num_registered, sequence.num_computed // size
+        parent: int | str = sequence.cache_node if known else sequence.cache_salt
+        for at in range(known, full):
+            parent = sequence.cache_node = register(table[at], parent, tuple(tokens[at * size : (at + 1) * size]))
+        sequence.num_registered = max(known, full)
 
     # --- the end ------------------------------------------------------------------------------------
 
@@ -129,7 +133,7 @@ class BlockManager:
         """Give back all blocks; the sequence has nothing computed any more."""
         self._blocks.release(sequence.block_table)
         sequence.block_table = []
-        sequence.num_computed = sequence.num_registered = sequence.cache_node = 0
+        sequence.num_computed = sequence.num_registered = sequence.cache_node = sequence.room = 0
         sequence.in_executor = False
 
 

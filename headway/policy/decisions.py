@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headway.policy.accounting import work_of
 from headway.policy.plan import StepPlan
 from headway.policy.promises import Outlook
 from headway.policy.request import Sequence
@@ -52,8 +51,7 @@ class Decision:
 
     def note(self, plan: StepPlan, outlook: Outlook, sequences: Mapping[int, Sequence], step_time: StepTime) -> None:
         """Note what was put into the plan and why."""
-        work = work_of(plan.scheduled)
-        self.decoding, self.prompt_tokens = work.decode_tokens, work.prefill_tokens
+        self.decoding, self.prompt_tokens = plan.work.decode_tokens, plan.work.prefill_tokens
         self.slack_ns, self.left_out = outlook.slack_ns, len(outlook.left_out)
         if outlook.tightest is not None:
             self.tightest = outlook.tightest.request_id
@@ -62,7 +60,7 @@ class Decision:
         self.admitted = [sequences[new.seq_id].request_id for new in plan.new]
         self.preempted = [sequences[seq_id].request_id for seq_id in plan.preempted]
         if step_time.is_trained:
-            self.predicted_ns = step_time.predict_ns(work)
+            self.predicted_ns = step_time.predict_ns(plan.work)
 
     def in_words(self) -> str:
         """One line."""

@@ -65,7 +65,8 @@ def fit_to_context(
                 f"{name} is {wished} and the prompt has {prompt_len} tokens, together more than the model's "
                 f"context of {max_model_len} tokens; ask for at most {room}",
             )
-    return replace(params, max_tokens=room if params.max_tokens is None else min(params.max_tokens, room))
+    most = room if params.max_tokens is None else min(params.max_tokens, room)
+    return params if params.max_tokens == most else replace(params, max_tokens=most)
 
 
 def fit_to_class(
@@ -108,9 +109,9 @@ def check(request: Request, max_model_len: int, vocab_size: int) -> None:
         ("logit_bias", request.params.logit_bias),
         ("stop_token_ids", request.params.stop_token_ids),
     ):
-        outside = [token for token in ids if not 0 <= token < vocab_size]
-        if outside:
-            raise ValueError(f"{name} has token id {outside[0]}; the model's vocabulary has ids 0 to {vocab_size - 1}")
+        for token in (min(ids), max(ids)) if ids else ():
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"{name} has token id {token}; the model's vocabulary has ids 0 to {vocab_size - 1}")
 
 
 def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUILT_IN) -> list[Sequence]:

@@ -131,10 +131,14 @@ class KVBlocks:
         """
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} free")
-        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
-        owners = self.cached.owners
+        kept = max(0, len(self._free) - count)
+        blocks = self._free[kept:]
+        blocks.reverse()
+        del self._free[kept:]
+        blocks += [self._evict() for _ in range(count - len(blocks))]
+        owners, references = self.cached.owners, self.references
         for block in blocks:
-            self.references[block] = 1
+            references[block] = 1
             owners[block] = owner
         self.used[owner] += count
         self.allocated += count
@@ -232,16 +236,15 @@ class KVBlocks:
         Where another block already holds the same prefix, that one stays in the index.
         """
         key = (parent, tokens)
-        found = self._index.get(key)
-        if found is not None:
-            return self._nodes[found]
         held = self._key_of.get(block)
+        found = self._index.setdefault(key, block)
+        if found != block or held == key:
+            return self._nodes[found]
         if held is None:
             self._nodes[block] = self._next_node
             self._next_node += 1
         else:  # shared, but registered under a parent that was evicted: it moves, with all that hangs from it
             del self._index[held]
-        self._index[key] = block
         self._key_of[block] = key
         self._version += 1
         return self._nodes[block]

@@ -11,6 +11,7 @@ import msgspec
 
 from headway.policy.request import Sequence
 from headway.policy.sampling_params import SamplingParams
+from headway.policy.step_time import StepWork, pairs
 
 
 class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
@@ -75,6 +76,9 @@ class ScheduledSequence(msgspec.Struct, array_like=True, gc=False):
         return len(self.token_ids)
 
 
+NO_WORK = StepWork()
+
+
 class StepPlan(msgspec.Struct, array_like=True):
     """One step.
 
@@ -85,6 +89,7 @@ class StepPlan(msgspec.Struct, array_like=True):
         copies: blocks to copy before anything else, from source to target.
         preempted: sequences that have lost their blocks; the executor forgets them before the step.
         expired: sequences that waited too long or can't be in time, and are finished.
+        work: what the scheduled parts come to, as `work_of` says.
         wait_until_ns: nothing runs as the first request waits for others; schedule again then, or when one comes.
     """
 
@@ -94,8 +99,27 @@ class StepPlan(msgspec.Struct, array_like=True):
     copies: list[tuple[int, int]] = []
     preempted: list[int] = []
     expired: list[int] = []
+    work: StepWork = NO_WORK
     wait_until_ns: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return sum([len(item.token_ids) for item in self.scheduled])
+        return self.work.tokens
+
+
+def work_of(scheduled: list[ScheduledSequence]) -> StepWork:
+    """The work of a step with these parts."""
+    prefill_tokens = decode_tokens = prefill_pairs = decode_context = logit_rows = 0
+    for item in scheduled:
+        if item.decoding:
+            decode_tokens += 1
+            decode_context += item.start + 1
+            if item.samples > 1:
+                drafts = item.samples - 1
+                decode_tokens += drafts
+                decode_context += pairs(item.start + 1, drafts)
+        else:
+            prefill_tokens += item.num_tokens
+            prefill_pairs += pairs(item.start, item.num_tokens)
+            logit_rows += item.logit_rows
+    return StepWork(prefill_tokens, decode_tokens, prefill_pairs, decode_context, logit_rows)

@@ -88,6 +88,30 @@ class _Promised:
             self.tpot_ns = sequence.tpot_ns
 
 
+@dataclass(slots=True)
+class _Decoding:
+    """Those of a step who decode with a promise.
+
+    Args:
+        context: tokens that they have computed.
+        alike: when their latest tokens came and the time per token that they are promised, with one of whom that is so.
+    """
+
+    count: int = 0
+    context: int = 0
+    alike: dict[tuple[int, int], Sequence] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, decoding: list[Sequence]) -> _Decoding:
+        promised = [s for s in decoding if not s.yielded and (s.tpot_ns != NEVER or s.due_ns != NEVER)]
+        context = sum([sequence.num_computed for sequence in promised])
+        return cls(len(promised), context, {(each.last_token_ns, each.tpot_ns): each for each in promised})
+
+    def tightest_ns(self, least_ns: float = 0.0) -> int:
+        """The least time per token that is promised, of those that are no less than this."""
+        return min([tpot_ns for _, tpot_ns in self.alike if tpot_ns >= least_ns], default=NEVER)
+
+
 class Promises:
     """Predicts by `step_time` which promises can be kept.
 
@@ -101,7 +125,7 @@ class Promises:
         self._step_tokens = step_tokens
         self._known_tokens = known_tokens
         self._beside = _Promised()
-        self._promised: list[Sequence] = []  # of those who decode in this step
+        self._decoding = _Decoding()
         self._passes = 0
         self.are_prompts_promised = False
         self.between_steps_ns = 0.0
@@ -135,10 +159,13 @@ class Promises:
         Args:
             prompts: promised ones in order of their deadlines, and what else is computed before them.
         """
-        self._promised = [sequence for sequence in decoding if is_promised(sequence)]
+        self._decoding = _Decoding.of(decoding)
         if not self._step_time.is_trained:
             return [], None
         self._passes += 1
+        if not prompts:
+            self.are_prompts_promised = False
+            return [], None
         yields, urgent = self._pass(prompts, now, refresh=False)
         return self._pass(prompts, now, refresh=True) if yields else (yields, urgent)
 
@@ -182,11 +209,9 @@ class Promises:
 
     def _pace(self) -> float:
         """The share of the time that promised tokens leave to prompts."""
-        promised = self._promised
-        context = sum([sequence.num_computed for sequence in promised])
-        beside = self.step_ns(len(promised), context)
+        beside = self.step_ns(self._decoding.count, self._decoding.context)
         full = self.margin * self._step_time.prefill_ns(self._step_tokens, 0)
-        spare = min([sequence.tpot_ns for sequence in promised], default=NEVER) - beside
+        spare = self._decoding.tightest_ns() - beside
         prompts = min(full, spare) if spare > 0 else full  # an objective that can't be met holds up nobody
         return max(0.01, prompts / (beside + prompts)) if prompts > 0 else 1.0
 
@@ -194,22 +219,22 @@ class Promises:
 
     def outlook(self, decoding: list[Sequence], prompts: list[Sequence], urgent: Sequence | None, now: int) -> Outlook:
         """The limits that the running sequences set to the next step."""
-        outlook, self._beside = Outlook(urgent=urgent), _Promised(least_tpot_ns=self.step_ns(1, 0) / DECODE_SHARE)
-        promised = self._promised
-        for sequence in promised:
-            self._beside.add(sequence)
+        promised, least_ns = self._decoding, self.step_ns(1, 0) / DECODE_SHARE
+        known = promised.context + promised.count
+        self._beside = _Promised(promised.count, known, promised.tightest_ns(least_ns), least_ns)
+        outlook = Outlook(urgent=urgent)
         for sequence in prompts:
             self.begins(sequence)
         if not decoding or not self._step_time.is_trained:
             return outlook
-        context = sum([sequence.num_computed for sequence in promised])
-        needed = self.step_ns(len(promised), context)
+        needed = self.step_ns(promised.count, promised.context)
         # A token that can't be in time whatever the step leaves out binds nobody.
-        binding = [(s.last_token_ns + s.tpot_ns, s.seq_id, s) for s in promised if needed <= s.tpot_ns < NEVER]
+        binding = [times for times in promised.alike if needed <= times[1] < NEVER]
         if binding:
-            due_ns, _, outlook.tightest = min(binding)
-            outlook.slack_ns = due_ns - now
-        self._leave_out(decoding, len(promised), context, outlook, now)
+            first = min(binding, key=sum)
+            outlook.slack_ns, outlook.tightest = sum(first) - now, promised.alike[first]
+        if len(decoding) > promised.count:
+            self._leave_out(decoding, promised.count, promised.context, outlook, now)
         outlook.slack_ns = (outlook.slack_ns - self.between_steps_ns) / self.margin
         return outlook
 

@@ -97,6 +97,7 @@ class Sequence:
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
     cache_node: int = 0  # where the registered part of block_table ends in the prefix index
+    room: int = 0  # tokens for which it has blocks that are its own from num_computed on; 0 is not known
     num_registered: int = 0  # blocks of block_table that are in the prefix index
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
     expected_len: int = 0  # of its prompt and its output, if that is as long as others of its class

@@ -19,11 +19,10 @@ import math
 from collections import Counter
 from itertools import islice
 
-from headway.policy.accounting import work_of
 from headway.policy.decisions import Decision
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.ledger import Phase
-from headway.policy.plan import ScheduledSequence, StepPlan, state_of
+from headway.policy.plan import ScheduledSequence, StepPlan, state_of, work_of
 from headway.policy.promises import Outlook, Yield
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
@@ -67,9 +66,9 @@ class Scheduler(Sequences):
         for sequence in self._unserved.expired(now):
             self.finish(sequence, FinishReason.TIMEOUT, now)
             plan.expired.append(sequence.seq_id)
-        decoding, prompts = list[Sequence](), list[Sequence]()
-        for sequence in self.running:
-            (decoding if sequence.is_decoding else prompts).append(sequence)
+        decoding, prompts = [sequence for sequence in self.running if sequence.is_decoding], list[Sequence]()
+        if len(decoding) < len(self.running):
+            prompts = [sequence for sequence in self.running if not sequence.is_decoding]
         outlook = Outlook()
         if self.slo is not None:
             outlook = self._look_ahead(self.slo, decoding, prompts, plan, decision, now)
@@ -88,7 +87,7 @@ class Scheduler(Sequences):
         out_of_blocks = len(plan.preempted) > displaced
         if self._drafts:
             self._schedule_drafts(plan, outlook)
-        beside = work_of(plan.scheduled)
+        beside, decodes = work_of(plan.scheduled), len(plan.scheduled)
         slack_ns = math.inf
         if self.slo is not None:
             slack_ns = self.slo.slack_beside(beside, outlook)
@@ -99,6 +98,8 @@ class Scheduler(Sequences):
         reason = Phase.QUEUE_BLOCKS if out_of_blocks else self._admit(plan, budget, now)
         if outlook.left_out and not plan.scheduled:
             self._schedule_decodes([s for s in outlook.left_out if s.status is Status.RUNNING], plan, now)
+        added = plan.scheduled[decodes:]
+        plan.work = beside + work_of(added) if added else beside
         if not len(self.waiting):
             reason = Phase.QUEUE_CAPACITY
         elif self.orders.displaces and self._is_outranked(self.waiting.first()):
@@ -157,13 +158,20 @@ class Scheduler(Sequences):
         """Give every decoding sequence its token, in order, preempting others where blocks run out."""
         if self.blocks.num_free < len(decoding) and self._lends_blocks:
             decoding = self._make_room(decoding, plan, now)
-        extend = self.block_manager.extend
+        scheduled = plan.scheduled
         for sequence in decoding:
-            while sequence.status is Status.RUNNING and not extend(sequence, 1, plan):
-                self._preempt(self._victim(plan), plan, now)
-            if sequence.status is Status.RUNNING:
-                newest = [sequence.tokens[-1]]
-                plan.scheduled.append(ScheduledSequence(sequence.seq_id, sequence.num_computed, newest, True, 1))
+            computed = sequence.num_computed
+            if computed >= sequence.room and not self._has_room(sequence, plan, now):
+                continue
+            scheduled.append(ScheduledSequence(sequence.seq_id, computed, [sequence.tokens[-1]], True, 1))
+
+    def _has_room(self, sequence: Sequence, plan: StepPlan, now: int) -> bool:
+        """Find a block for the next token of a decoding sequence; False when it is itself preempted, or was before."""
+        while sequence.status is Status.RUNNING:
+            if self.block_manager.extend(sequence, 1, plan):
+                return True
+            self._preempt(self._victim(plan), plan, now)
+        return False
 
     def _schedule_drafts(self, plan: StepPlan, outlook: Outlook) -> None:
         """Have drafts computed beside the newest tokens, as far as the budget and free blocks reach."""

@@ -15,7 +15,7 @@ from headway.policy.block_manager import BlockManager
 from headway.policy.decisions import Decision
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.order import ORDERS, OrderedSequences
-from headway.policy.plan import StepPlan
+from headway.policy.plan import StepPlan, work_of
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.service_class import ClassTable
@@ -158,6 +158,7 @@ class Sequences:
         for sequence in failed:
             self.finish(sequence, FinishReason.ERROR, ended)
         plan.scheduled = [item for item in plan.scheduled if item.seq_id in self.sequences]
+        plan.work = work_of(plan.scheduled)
 
     def complete(
         self, plan: StepPlan, tokens: Mapping[int, list[int] | None], times: StepTimes
@@ -172,35 +173,45 @@ class Sequences:
         Returns:
             The sequences that have sampled or have finished, with their new tokens up to the one that ends them.
         """
-        sequences = [self.sequences[item.seq_id] for item in plan.scheduled]
+        known_as = self.sequences
+        sequences = [known_as[item.seq_id] for item in plan.scheduled]
         idle = self._idle_beside(sequences)
-        self.accounting.record_step(sequences, plan.scheduled, idle, times)
+        self.accounting.record_step(sequences, plan, idle, times)
         self._heed(times)
         changed: list[tuple[Sequence, list[int]]] = []
         size = self.blocks.block_size if self.blocks.enable_prefix_caching else 0
+        sampled_ns = times.sampled_ns
         for sequence, item in zip(sequences, plan.scheduled, strict=True):
-            reason = None
-            if not item.samples:
+            sequence.steps += 1
+            reason, samples = None, item.samples
+            if not samples:
                 sequence.num_computed += len(item.token_ids)
             elif (drawn := tokens[item.seq_id]) is None:
                 changed.append((sequence, []))
-                self.finish(sequence, FinishReason.ERROR, times.sampled_ns)
+                self.finish(sequence, FinishReason.ERROR, sampled_ns)
                 continue
             else:
-                known = len(sequence.tokens)
-                reason = self._append(sequence, drawn)
-                sequence.last_token_ns = times.sampled_ns
-                if sequence.yielded and known == sequence.prompt_len and times.sampled_ns <= sequence.due_ns:
+                mine = sequence.tokens
+                known = len(mine)
+                for token in drawn:
+                    mine.append(token)
+                    if token in sequence.stop_ids or len(mine) >= sequence.max_len:
+                        reason = finish_reason(sequence, token)
+                        if reason is not None:
+                            drawn = mine[known:]
+                            break
+                sequence.last_token_ns = sampled_ns
+                if sequence.yielded and known == sequence.prompt_len and sampled_ns <= sequence.due_ns:
                     self._rekey(sequence, yielded="")  # it was in time after all
-                changed.append((sequence, drawn if reason is None else sequence.tokens[known:]))
-                sequence.num_computed = len(sequence.tokens) - 1
-                if item.samples > 1:
+                changed.append((sequence, drawn))
+                sequence.num_computed = len(mine) - 1
+                if samples > 1:
                     self.block_manager.trim(sequence)
             if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
                 self.block_manager.register_full(sequence)
             if reason is not None:
-                self.finish(sequence, reason, times.sampled_ns)
-            elif item.samples and sequence.clock_marks is None and sequence.is_decoding:
+                self.finish(sequence, reason, sampled_ns)
+            elif sequence.clock_marks is None and samples and sequence.is_decoding:
                 self.accounting.join_decode_clock(sequence)
         return changed
 
@@ -226,15 +237,6 @@ class Sequences:
             return []
         ran = {sequence.seq_id for sequence in sequences}
         return [sequence for sequence in self.running if sequence.seq_id not in ran]
-
-    def _append(self, sequence: Sequence, tokens: list[int]) -> FinishReason | None:
-        """Append tokens up to the first that ends the sequence; returns why it ends."""
-        for token in tokens:
-            sequence.tokens.append(token)
-            reason = finish_reason(sequence, token)
-            if reason is not None:
-                return reason
-        return None
 
     def check(self) -> None:
         """Verify that no block is leaked or held twice.

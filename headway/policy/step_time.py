@@ -39,6 +39,15 @@ class StepWork(msgspec.Struct, frozen=True, gc=False):
     def tokens(self) -> int:
         return self.prefill_tokens + self.decode_tokens
 
+    def __add__(self, other: StepWork) -> StepWork:
+        return StepWork(
+            self.prefill_tokens + other.prefill_tokens,
+            self.decode_tokens + other.decode_tokens,
+            self.prefill_pairs + other.prefill_pairs,
+            self.decode_context + other.decode_context,
+            self.logit_rows + other.logit_rows,
+        )
+
     def features(self) -> tuple[float, ...]:
         """Scaled to the order of one, so that the regression is well conditioned."""
         return (
@@ -140,7 +149,16 @@ class StepTimeModel:
 
     def predict_ns(self, work: StepWork) -> float:
         """Expected nanoseconds. Of parts that always come together each may be wrong and their sum right."""
-        return 1e6 * max(0.0, sum(c * f for c, f in zip(self._milliseconds, work.features(), strict=True)))
+        fixed, token, decode, pair, context, row = self._milliseconds
+        milliseconds = (
+            fixed
+            + token * (work.prefill_tokens / _PREFILL_TOKENS)
+            + decode * (work.decode_tokens / _DECODE_TOKENS)
+            + pair * (work.prefill_pairs / _PREFILL_PAIRS)
+            + context * (work.decode_context / _DECODE_CONTEXT)
+            + row * (work.logit_rows / _LOGIT_ROWS)
+        )
+        return 1e6 * max(0.0, milliseconds)
 
     def _prefill_costs(self, with_logits: bool) -> tuple[float, float]:
         """Nanoseconds of a prompt's token, with its row of logits or without, and of a query-key pair."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headway.policy.accounting import StepTimes, work_of
-from headway.policy.plan import ScheduledSequence, StepPlan
+from headway.policy.accounting import StepTimes
+from headway.policy.plan import ScheduledSequence, StepPlan, work_of
 from headway.policy.recording import Arrival, End, Item, Step
 from headway.policy.step_time import StepTime, StepWork
 from headway.simulator.recording import Recording
@@ -73,7 +73,7 @@ class Learnt:
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         """As Timing.times()."""
-        work, sequences = work_of(plan.scheduled), (1.0, len(plan.scheduled))
+        work, sequences = plan.work, (1.0, len(plan.scheduled))
         kind = self.ratios[work.prefill_tokens > 0]
         ratios = kind[self.rng.integers(len(kind))]
         said = self.between @ sequences, self.forward @ work.features(), self.sampling @ sequences

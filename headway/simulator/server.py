@@ -155,12 +155,14 @@ class _Choice:
 
     Args:
         until_last: tokens that it has when its last one is due.
+        until_next: tokens that it has when something is to be done about them: of the first, and when the last is due.
     """
 
     of: _Present
     answer: Answer
     sequence: Sequence
     until_last: int
+    until_next: int = 1
 
 
 class Server:
@@ -200,8 +202,9 @@ class Server:
         """Until nothing is left to do. Raises Stuck."""
         while True:
             self._receive(self.now)
-            for message in taken_up(self._messages(), lambda: self.now):
-                message()
+            if self._inbox:
+                for message in taken_up(self._messages(), lambda: self.now):
+                    message()
             if self.scheduler.has_work:
                 self._step()
             elif not self._inbox:
@@ -337,13 +340,18 @@ class Server:
             choice = choices[sequence.seq_id]
             token_ns = choice.answer.token_ns
             token_ns.append(now)
-            tokens = len(token_ns)
-            if tokens == 1:
-                choice.of.place.had_output(0, now)
+            if len(token_ns) == choice.until_next:
+                self._heed(choice, now)
             if sequence.finish_reason is not None:
                 self._end(choice)
-            elif tokens == choice.until_last:
-                self._drawn[sequence.seq_id] = [EOS]
+
+    def _heed(self, choice: _Choice, now: int) -> None:
+        """A choice has had its first token, or its last one is due."""
+        if choice.until_next == 1:
+            choice.of.place.had_output(0, now)
+        if len(choice.answer.token_ns) == choice.until_last:
+            self._drawn[choice.sequence.seq_id] = [EOS]
+        choice.until_next = choice.until_last
 
     def _wait(self, until: int) -> None:
         """Nothing could run: until then, or until something comes for the engine.

@@ -70,13 +70,12 @@ class Predicted:
 
     def chunks(self, scheduled: list[ScheduledSequence]) -> list[Chunk]:
         """The work of a step as the cost model takes it."""
-        contexts, chunks = list[int](), list[Chunk]()
-        for item in scheduled:
-            if item.decoding and item.samples == 1:
-                contexts.append(item.start)
-            else:
-                rows = min(len(item.token_ids), item.samples + item.logit_rows)
-                chunks.append(Chunk(len(item.token_ids), item.start, rows))
+        contexts, chunks = [item.start for item in scheduled if item.decoding and item.samples == 1], list[Chunk]()
+        if len(contexts) < len(scheduled):
+            for item in scheduled:
+                if not item.decoding or item.samples > 1:
+                    rows = min(len(item.token_ids), item.samples + item.logit_rows)
+                    chunks.append(Chunk(len(item.token_ids), item.start, rows))
         return self._decodes(contexts) + chunks
 
     def _decodes(self, contexts: list[int]) -> list[Chunk]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from headway.cost.attention import Chunk
 from headway.cost.efficiency import Efficiency
@@ -365,9 +366,10 @@ def test_more_work_never_takes_less_time(name, efficiency, chunks, more):
     on = deployment(SHAPES[name], efficiency=efficiency)
     first, *others = chunks
     base = on.step(chunks).seconds
-    growths = [replace(first, sequences=first.sequences + more)]
+    growths = [structs.replace(first, sequences=first.sequences + more)]
     if on.shape.latent is None:  # else another way may be taken, with fewer FLOPs and more bytes
-        growths += [replace(first, context=first.context + more), replace(first, tokens=first.tokens + more)]
+        growths += [structs.replace(first, context=first.context + more)]
+        growths += [structs.replace(first, tokens=first.tokens + more)]
     for grown in growths:
         assert on.step([grown, *others]).seconds >= base * (1 - 1e-9)
 

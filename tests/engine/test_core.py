@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from headway.engine.core import EngineCore
 from headway.engine.executor import StepOutcome
 from headway.engine.messages import AddRequest, EngineOutputs
-from headway.policy.accounting import StepTimes, work_of
+from headway.policy.accounting import StepTimes
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.plan import StepPlan
 from headway.policy.sampling_params import SamplingParams
@@ -35,7 +35,7 @@ class Clock:
 
     def run(self, plan: StepPlan) -> StepOutcome:
         launched = self.now
-        self.now += (10 + work_of(plan.scheduled).prefill_tokens) * MS
+        self.now += (10 + plan.work.prefill_tokens) * MS
         times = StepTimes(launched, self.now, self.now)
         return StepOutcome(times, {item.seq_id: [5] for item in plan.scheduled if item.samples})
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from headway.policy.accounting import StepTimes, work_of
+from headway.policy.accounting import StepTimes
 from headway.policy.intake import check, fit_to_context, sequences_of, taken_up
 from headway.policy.kv_blocks import KVBlocks
-from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan
+from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan, work_of
 from headway.policy.promises import MOST_LEFT_OUT_NS, is_promised
 from headway.policy.queue_bound import Place, QueueBound, QueueLimits
 from headway.policy.request import Request, Sequence, Status
@@ -256,7 +256,8 @@ class Simulation:
         self.executor.run(plan)
         self.check_known(plan.scheduled)
         launched = self.now + self.rng.randrange(0, 20)
-        computed = launched + self.duration(work_of(plan.scheduled))
+        assert plan.work == work_of(plan.scheduled)
+        computed = launched + self.duration(plan.work)
         sampled = computed + self.rng.randrange(0, 100)
         self.now = sampled
         items = list(plan.scheduled)

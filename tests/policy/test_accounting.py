@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy.accounting import Accounting, StepTimes, work_of
+from headway.policy.accounting import Accounting, StepTimes
 from headway.policy.ledger import Ledger, Phase, PhaseClock
-from headway.policy.plan import ScheduledSequence
+from headway.policy.plan import ScheduledSequence, StepPlan, work_of
 from headway.policy.request import Sequence, Status
 from headway.policy.step_time import StepTimeModel, StepWork, pairs
 from tests.policy.simulation import check_ledger, make_sequence
@@ -144,13 +144,14 @@ def divided(chunks: list[int], logit_rows: list[int]) -> tuple[Accounting, list[
     sequences = [decoder, *(make_sequence(str(i), [1] * 400, 5) for i in range(len(chunks)))]
     for sequence in sequences:
         sequence.status = Status.RUNNING
-    accounting.record_step([], [], [], StepTimes(0, 0, 0))
+    accounting.record_step([], StepPlan(), [], StepTimes(0, 0, 0))
     accounting.join_decode_clock(decoder)
     scheduled = [ScheduledSequence(0, 100, [7], True, 1)]
     for number, (chunk, rows) in enumerate(zip(chunks, logit_rows, strict=True), 1):
         scheduled.append(ScheduledSequence(number, 0, [1] * chunk, False, 0, logit_rows=rows))
-    whole = linear_time(work_of(scheduled))
-    accounting.record_step(sequences, scheduled, [], StepTimes(10, 10 + whole, 10 + whole + 5))
+    plan = StepPlan(scheduled, work=work_of(scheduled))
+    whole = linear_time(plan.work)
+    accounting.record_step(sequences, plan, [], StepTimes(10, 10 + whole, 10 + whole + 5))
     accounting.finish(decoder, 10 + whole + 5)
     for sequence in sequences:
         assert sequence.ledger.last_ns == 10 + whole + 5

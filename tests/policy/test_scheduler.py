@@ -131,6 +131,7 @@ def test_the_executor_is_told_of_a_block_that_is_exchanged() -> None:
     sim.step()
     (held,) = sequence.block_table
     sim.scheduler.blocks.share([held])
+    sequence.room = 0  # as the block manager notes where it shares a block
     plan = sim.scheduler.schedule(sim.now)
     assert plan.copies == [(held, sequence.block_table[0])]
     assert [(c.seq_id, c.start, c.blocks) for c in plan.tables] == [(sequence.seq_id, 0, sequence.block_table)]

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.policy.accounting import work_of
 from headway.policy.decisions import Decision
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.ledger import Phase
 from headway.policy.order import deadline
 from headway.policy.output_lengths import OutputLengths
+from headway.policy.plan import work_of
 from headway.policy.prefix_batching import PrefixLeaders
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.service_class import ClassTable, ServiceClass

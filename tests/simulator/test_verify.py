@@ -19,7 +19,7 @@ from headway.bench.workload.build import build_workload
 from headway.bench.workload.spec import WorkloadSpec
 from headway.bundled import STORY
 from headway.engine.config import ModelOptions, SchedulingOptions
-from headway.policy.accounting import StepTimes, work_of
+from headway.policy.accounting import StepTimes
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.plan import StepPlan
 from headway.policy.queue_bound import QueueLimits
@@ -46,7 +46,7 @@ class Machine:
     rng: random.Random
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
-        work = work_of(plan.scheduled)
+        work = plan.work
         forward = 3 * MS + 20_000 * work.prefill_tokens + 200_000 * work.decode_tokens
         launched = now + 100_000 + 5_000 * len(plan.scheduled)
         computed = launched + round(forward * self.rng.uniform(0.95, 1.05))
