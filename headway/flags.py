@@ -76,3 +76,32 @@ def limit(text: str) -> float:
     if not text.strip().isascii() or not text.strip().isdecimal() or int(text) < 1:
         raise ValueError(f"{text!r} is not a limit; write a whole number from 1, or none for no limit")
     return int(text)
+
+
+def value_of(name: str, hint: Any, flag: Flag, text: str) -> Any:
+    """What a text means as the value of a flag that is not repeated, as on the command line.
+
+    Args:
+        name: of the flag, for messages.
+
+    Raises:
+        ValueError: it is no such value, or beyond its limits.
+    """
+    if flag.parse is not None:
+        return flag.parse(text)
+    if flag.choices and text not in flag.choices:
+        raise ValueError(f"{name} is {text!r}; choose one of {', '.join(flag.choices)}")
+    kind: Any = next((each for each in (get_args(hint) or (hint,)) if each is not type(None)), str)
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{name} is {text!r}; it must be true or false")
+        return text.lower() == "true"
+    try:
+        value: Any = kind(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}; it must be {'a whole number' if kind is int else 'a number'}") from None
+    bounds = {"at least": flag.min, "at most": flag.max}
+    for words, bound in bounds.items():
+        if bound is not None and not (value >= bound if words == "at least" else value <= bound):
+            raise ValueError(f"{name} is {text}; it must be {words} {bound:g}")
+    return value

@@ -117,6 +117,7 @@ ROOMS = {
             "bench",
             "class_file",
             "engine.config",
+            "files",
             "flags",
             "planner.request",
             "planner.resolve",

@@ -16,7 +16,7 @@ from headway.bench.options import BenchOptions
 from headway.bench.report import verdict
 from headway.bench.report.console import print_runs
 from headway.bench.reporting import INTERRUPTED, NOT_VALID, Run, check_places
-from headway.bench.runs import RATED, Bench, Load, at_rate, is_made_up, load_name, load_of
+from headway.bench.runs import RATED, Bench, Load, Runner, at_rate, is_made_up, load_name, load_of
 from headway.bench.session import Session
 from headway.bench.workload.arrival_flags import make_arrival
 from headway.bench.workload.spec import WorkloadSpec
@@ -52,15 +52,24 @@ async def _run_job(options: BenchOptions, progress: Console) -> int:
         with progress.status("Looking at the server ..."):
             opening = Session.open(options.target, made_up=is_made_up(options.workload))
             session = await unless_stopped(stop, opening)
-        bench = Bench(options, session, stop, out, progress)
-        if options.find_max_rate:
-            return await search(bench)
-        if options.sweep is not None:
-            return await _sweep(bench)
-        return await _single(bench)
+        return await carry_out(Bench(options, session, stop, out, progress))
 
 
-async def _single(bench: Bench) -> int:
+async def carry_out(bench: Runner) -> int:
+    """The runs that its options ask for. Returns the exit code.
+
+    Raises:
+        BenchError: bad input, or nothing could be measured.
+        Interrupted: before anything was measured.
+    """
+    if bench.options.find_max_rate:
+        return await search(bench)
+    if bench.options.sweep is not None:
+        return await _sweep(bench)
+    return await _single(bench)
+
+
+async def _single(bench: Runner) -> int:
     run = await bench.run(load_of(bench.options.workload, bench.options.max_concurrency))
     bench.save(*run)
     bench.print(*run)
@@ -68,7 +77,7 @@ async def _single(bench: Bench) -> int:
     return bench.exit_code([run])
 
 
-async def _sweep(bench: Bench) -> int:
+async def _sweep(bench: Runner) -> int:
     """One run after the other: the same arrivals and lengths, so that points compare, and new prompts in each, so that
     none finds its own in the server's prefix cache.
 

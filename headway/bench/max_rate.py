@@ -1,4 +1,4 @@
-"""`--find-max-rate`: the search of measures/search.py, with real load for a probe."""
+"""`--find-max-rate`: the search of measures/search.py, with a run for a probe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headway.bench.report import verdict
 from headway.bench.report.console import print_runs, print_search
 from headway.bench.report.search import search_section
 from headway.bench.reporting import NOT_VALID, Run
-from headway.bench.runs import RATED, Bench, Load, at_rate
+from headway.bench.runs import RATED, Load, Runner, at_rate
 from headway.bench.workload.mix import load_mix
 
 PROBE_REQUESTS, PROBE_S = 400, 60.0  # the fewest requests of a probe, and how long one may last for more of them
@@ -25,7 +25,7 @@ FIRST_LOOK_USERS, FIRST_LOOK_REQUESTS = 16, 48
 NOTHING = np.empty(0)
 
 
-async def search(bench: Bench) -> int:
+async def search(bench: Runner) -> int:
     """Look for the highest rate that holds the objectives; print, save and report it. Returns the exit code.
 
     Raises:
@@ -60,7 +60,7 @@ async def search(bench: Bench) -> int:
     return bench.exit_code([])
 
 
-def _check(bench: Bench) -> None:
+def _check(bench: Runner) -> None:
     options = bench.options
     mix = options.workload.mix
     of_classes = [each.objectives for each in load_mix(mix).classes] if mix is not None else []
@@ -79,7 +79,7 @@ class Prober:
     Probes at one rate are pooled: with the same arrivals they would be the same sample again.
     """
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Runner) -> None:
         self.bench = bench
         self.runs: list[Run] = []
         self._made = 0

@@ -44,18 +44,27 @@ def check_places(output: Output) -> None:
             f"--result-filename is {output.result_filename}, and so is the table of --csv; end it in .json"
         )
     for flag, path in places.items():
-        there = next((each for each in path.absolute().parents if each.exists()), path)
-        if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise BenchError(f"cannot write {path}: no file can be made there; choose another place with {flag}")
+        check_place(flag, path)
+
+
+def check_place(flag: str, path: Path) -> None:
+    """Raises BenchError where no file can be made."""
+    there = next((each for each in path.absolute().parents if each.exists()), path)
+    if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise BenchError(f"cannot write {path}: no file can be made there; choose another place with {flag}")
 
 
 class Reporting:
     """Keeps what comes of runs, and tells it.
 
+    `title` is that of the report; where it is None, the report says what was run.
+
     Args:
         stop: is set when the user has had enough.
         out: for results; progress: for what happens meanwhile.
     """
+
+    title: str | None = None
 
     def __init__(self, claims: Claims, output: Output, stop: asyncio.Event, out: Console, progress: Console) -> None:
         self.claims, self.output = claims, output
@@ -106,8 +115,8 @@ class Reporting:
             write_csv(path.with_suffix(".csv"), result, claims.objectives, by_class)
         self.out.print(Text(f"Result: {path}", style="dim"), soft_wrap=True)
 
-    def report(self, runs: Sequence[Run], extra: Sequence[Section] = (), title: str | None = None) -> None:
-        """Write the HTML report, where one was asked for; it says what was run where it has no title."""
+    def report(self, runs: Sequence[Run], extra: Sequence[Section] = ()) -> None:
+        """Write the HTML report, where one was asked for."""
         path, claims = self.output.report, self.claims
         if path is None or not runs:
             return
@@ -116,7 +125,7 @@ class Reporting:
                 page = report_page(
                     *zip(*runs, strict=True),
                     extra=extra,
-                    title=title,
+                    title=self.title,
                     target=claims.attainment,
                     max_failed_share=claims.max_failed_share,
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -71,14 +72,31 @@ def load_name(load: Load) -> str:
     return "all at once" if rate is None else f"{rate:g} requests/s"
 
 
-class Bench(Reporting):
-    """Runs loads against one endpoint, and keeps what comes of them. Arguments as those of Reporting."""
+class Runner(Reporting, ABC):
+    """Carries out one run after another, and keeps what comes of them. Arguments as those of Reporting."""
+
+    def __init__(self, options: BenchOptions, stop: asyncio.Event, out: Console, progress: Console) -> None:
+        super().__init__(options.claims, options.output, stop, out, progress)
+        self.options = options
+
+    @abstractmethod
+    async def run(self, load: Load, label: str = "") -> Run:
+        """One run, from prompts to numbers.
+
+        Raises:
+            BenchError: it cannot be made.
+            Interrupted: by the user, before anything was measured.
+        """
+
+
+class Bench(Runner):
+    """Runs loads against one endpoint."""
 
     def __init__(
         self, options: BenchOptions, session: Session, stop: asyncio.Event, out: Console, progress: Console
     ) -> None:
-        super().__init__(options.claims, options.output, stop, out, progress)
-        self.options, self.session = options, session
+        super().__init__(options, stop, out, progress)
+        self.session = session
 
     def plan(self, spec: WorkloadSpec) -> Workload:
         """Make the prompts.
@@ -105,12 +123,7 @@ class Bench(Reporting):
         return workload
 
     async def run(self, load: Load, label: str = "") -> Run:
-        """One run, from prompts to numbers.
-
-        Raises:
-            BenchError: see `plan` and `Session.measure`.
-            Interrupted: by the user, before anything was measured.
-        """
+        """As Runner.run(); raises what `plan` and `Session.measure` do."""
         workload = self.plan(load.spec)
         source, rate = self.session.source, self.options.probe_rate
         warm_ups = warm_up_requests(workload, source, self.options.num_warmups)

@@ -77,12 +77,17 @@ class Deployed:
     about: dict[str, Any]
 
 
-def deploy(options: ServerOptions, scheduling: SchedulingOptions) -> Deployed:
-    """Raises PlanError or another ValueError where there is no such thing, or it does not fit: one line."""
+def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float = 1.0) -> Deployed:
+    """A server with nothing in it, and the KV blocks of so many `pools` of such a server.
+
+    Raises:
+        PlanError, or another ValueError: there is no such thing, or it does not fit; one line.
+    """
     device = "cpu" if find_hardware(options.hardware)[0].kind == "cpu" else "cuda"
     found = resolve(_request(options, scheduling, device))
     held = capacity(found.deployment, 1, 1, found.settings)
     pool = _pool(options, scheduling, found, held)
+    pool = replace(pool, num_blocks=round(pool.num_blocks * pools))
     if options.service_classes is not None:
         scheduling = replace(scheduling, classes=options.service_classes.table)
     scheduler, efficiency = scheduling.scheduler(device, pool), found.deployment.efficiency

@@ -6,19 +6,22 @@ import asyncio
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from rich.console import Console
+from rich.text import Text
 
 from headway.bench.client.load import collector_off
-from headway.bench.jobs import sweep_loads, with_arrivals
+from headway.bench.interrupts import Interrupted
+from headway.bench.jobs import carry_out, with_arrivals
 from headway.bench.measures.server_metrics import over_time
 from headway.bench.options import BenchOptions, Claims, Output, Sweep, Target
 from headway.bench.record import ClientHealth, RunResult
-from headway.bench.report.console import print_runs
-from headway.bench.reporting import Reporting, Run, check_places
-from headway.bench.runs import Load, load_of
+from headway.bench.report.tables import sweep_table
+from headway.bench.reporting import INTERRUPTED, Run, check_place, check_places
+from headway.bench.runs import Load, Runner, load_of
 from headway.bench.settings import settings_of_load
 from headway.bench.tokens import load_tokenizer
 from headway.bench.workload.arrival_flags import ArrivalFlags
@@ -27,15 +30,19 @@ from headway.bench.workload.spec import WorkloadSpec
 from headway.engine.config import SchedulingOptions
 from headway.flags import Flag
 from headway.policy.scheduler import Scheduler
+from headway.report.console import print_table
+from headway.report.parts import Section
 from headway.simulator.clients import BEGAN_NS, Clients
 from headway.simulator.deployed import Deployed, ServerOptions, deploy
 from headway.simulator.log import StepLog
 from headway.simulator.prompts import CHARACTERS, SketchSource
 from headway.simulator.server import Answer, Simulated, simulate
+from headway.simulator.trace import write_trace
 from headway.simulator.traffic import Arrival
-from headway.text.tokenizer import Tokenizer
+from headway.simulator.what_if import COUNTERFACTUALS, WhatIf, parse_what_ifs, tail_table
 
 _workload, _load = functools.partial(Flag, panel="Workload"), functools.partial(Flag, panel="Load")
+_other = functools.partial(Flag, panel="What if")
 MOST_POINTS = 2000  # of what is kept over time
 SHOWN_EVERY = 500
 Show = Callable[[int], None]
@@ -56,65 +63,151 @@ class SimulateOptions:
     max_concurrency: Annotated[
         int | None, _load("Without a rate: users of a closed loop. With a rate: most requests in flight.", min=1)
     ] = None
+    find_max_rate: Annotated[
+        bool, _load("Look for the highest rate at which --goodput still holds.", "--find-max-rate")
+    ] = False
     sweep: Annotated[
         Sweep | None, _load("Simulate each of rate:1,2,4 (requests/s) or concurrency:1,8,64.", parse=Sweep.parse)
     ] = None
+    what_ifs: Annotated[
+        list[WhatIf],
+        _other(
+            "Simulate with other flags, too, as max-num-seqs=64 or hardware=H200,tensor-parallel-size=2. Repeatable.",
+            "--what-if",
+            parse=parse_what_ifs,
+            repeated=True,
+            metavar="FLAG=VALUE,...",
+        ),
+    ] = field(default_factory=list)
+    explain_tail: Annotated[
+        bool,
+        _other("What the slowest requests would be without each cause of slowness.", "--explain-tail"),
+    ] = False
+    trace_output: Annotated[
+        Path | None, _other("Write what the server did as a trace for Perfetto.", metavar="FILE")
+    ] = None
     claims: Claims = field(default_factory=Claims)
     output: Output = field(default_factory=Output)
+
+    def __post_init__(self) -> None:
+        several = [self.find_max_rate, self.sweep is not None, bool(self.what_ifs), self.explain_tail]
+        if sum(several) > 1:
+            raise ValueError("--find-max-rate, --sweep, --what-if and --explain-tail exclude each other; give one")
+        if self.trace_output is not None and any(several):
+            raise ValueError("--trace-output is of one run; leave out --find-max-rate, --sweep, --what-if and the like")
+
+    @property
+    def asked(self) -> BenchOptions:
+        """The same as the load generator has it. Raises BenchError where the arrivals make no sense."""
+        options = BenchOptions(
+            Target(),
+            self.arrivals,
+            self.workload,
+            self.max_concurrency,
+            find_max_rate=self.find_max_rate,
+            sweep=self.sweep,
+            stall_s=0.0,
+            claims=self.claims,
+            output=self.output,
+        )
+        return with_arrivals(options)
 
 
 def run_simulation(options: SimulateOptions) -> int:
     """Simulate what was asked for, print what was found, write the results.
 
     Returns:
-        The exit code: 0, or 1 where of a run nothing or too little was answered.
+        The exit code: 0; 1 where of a run nothing or too little was answered; 130 when it was interrupted.
 
     Raises:
         ValueError: bad input; one line.
     """
     check_places(options.output)
-    reporting = Reporting(options.claims, options.output, asyncio.Event(), Console(), Console(stderr=True))
-    tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
-    about = deploy(options.server, options.scheduling).about
-    title = f"headway simulate: {about['model']} on {about['hardware']}"
-    asked = with_arrivals(
-        BenchOptions(Target(), options.arrivals, options.workload, options.max_concurrency, sweep=options.sweep)
-    )
-    if asked.sweep is None:
-        runs = [_run(options, load_of(asked.workload, asked.max_concurrency), tokenizer, reporting)]
-        reporting.save(*runs[0])
-        reporting.print(*runs[0])
-    else:
+    if options.trace_output is not None:
+        check_place("--trace-output", options.trace_output)
+    simulation = Simulation(options, Console(), Console(stderr=True))
+    try:
+        if options.what_ifs:
+            return simulation.compare(options.what_ifs)
+        if options.explain_tail:
+            return simulation.explain_tail()
+        return asyncio.run(carry_out(simulation))
+    except Interrupted:
+        simulation.progress.print("Stopped: nothing was simulated.")
+        return INTERRUPTED
+
+
+class Simulation(Runner):
+    """Runs loads on simulated servers, each on one that nothing has come to."""
+
+    def __init__(self, options: SimulateOptions, out: Console, progress: Console) -> None:
+        super().__init__(options.asked, asyncio.Event(), out, progress)
+        self.simulated = options
+        self._tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
+        about = self._deploy().about
+        self.title = f"headway simulate: {about['model']} on {about['hardware']}"
+
+    def _deploy(self) -> Deployed:
+        return deploy(self.simulated.server, self.simulated.scheduling)
+
+    async def run(self, load: Load, label: str = "") -> Run:
+        """As Runner.run(). Nothing in it waits."""
+        return self.run_on(self._deploy(), load, label)
+
+    def run_on(self, deployed: Deployed, load: Load, label: str = "") -> Run:
+        """One run on this server."""
+        with self.progress.status("Making prompts ...") as status, self.stoppable():
+            workload = build_workload(load.spec, SketchSource(self._tokenizer), chat=False)
+            total, named = len(workload.requests), f" {label}" if label else ""
+
+            def show(ended: int) -> None:
+                status.update(f"Simulating{named} ... {ended:,} of {total:,}")
+
+            show(0)
+            result, ran = simulated_run(self.simulated, deployed, load, workload, show)
+            if self.simulated.trace_output is not None:
+                write_trace(self.simulated.trace_output, ran)
+                self.out.print(Text(f"Trace: {self.simulated.trace_output}", style="dim"), soft_wrap=True)
+        return result, self.summarise(result, workload)
+
+    def compare(self, what_ifs: list[WhatIf]) -> int:
+        """The workload as asked, and with each change, in one table."""
+        load, options = load_of(self.options.workload, self.options.max_concurrency), self.simulated
+        servers = {"as asked": self._deploy()} | {
+            each.text: each.deploy(options.server, options.scheduling) for each in what_ifs
+        }
         runs = []
-        for number, load in enumerate(sweep_loads(asked), start=1):
-            runs.append(_run(options, load, tokenizer, reporting))
-            reporting.save(*runs[-1], number=number)
-        claims = options.claims
-        results, summaries = zip(*runs, strict=True)
-        print_runs(reporting.out, results, summaries, target=claims.attainment, most_failed=claims.max_failed_share)
-    reporting.report(runs, title=title)
-    return reporting.exit_code(runs)
+        for number, (name, deployed) in enumerate(servers.items(), start=1):
+            runs.append(self.run_on(deployed, load, name))
+            self.save(*runs[-1], number=number)
+        claims = self.claims
+        table = sweep_table(
+            runs, "server", claims.attainment, claims.max_failed_share, intervals=False, names=list(servers)
+        )
+        print_table(self.out, table)
+        self.report(runs[:1], extra=[Section("What if", tables=(table,))])
+        return self.exit_code(runs[:1])
 
-
-def _run(options: SimulateOptions, load: Load, tokenizer: Tokenizer | None, reporting: Reporting) -> Run:
-    """One run, on a server that nothing has come to."""
-    with reporting.progress.status("Making prompts ...") as status:
-        workload = build_workload(load.spec, SketchSource(tokenizer), chat=False)
-        total = len(workload.requests)
-
-        def show(ended: int) -> None:
-            status.update(f"Simulating ... {ended:,} of {total:,}")
-
-        show(0)
-        deployed = deploy(options.server, options.scheduling)
-        result = simulated_run(options, deployed, load, workload, show)
-    return result, reporting.summarise(result, workload)
+    def explain_tail(self) -> int:
+        """The workload as asked, and what its slowest requests would have been without each cause."""
+        load, options = load_of(self.options.workload, self.options.max_concurrency), self.simulated
+        run = self.run_on(self._deploy(), load)
+        others = {}
+        for each in COUNTERFACTUALS:
+            deployed = each.deploy(options.server, options.scheduling)
+            others[each.title] = self.run_on(deployed, load, each.title)[0].records
+        table = tail_table(run[0].records, others)
+        self.save(*run)
+        self.print(*run)
+        print_table(self.out, table)
+        self.report([run], extra=[Section("The tail", tables=(table,))])
+        return self.exit_code([run])
 
 
 def simulated_run(
     options: SimulateOptions, deployed: Deployed, load: Load, workload: Workload, show: Show | None = None
-) -> RunResult:
-    """One run of a workload, with all that is kept of it.
+) -> tuple[RunResult, Simulated]:
+    """One run of a workload, with all that is kept of it, and what the server did.
 
     Args:
         show: is told now and then how many requests have ended.
@@ -132,7 +225,7 @@ def simulated_run(
         **{name: value for name, value in happened.items() if value},
     }
     result.server = deployed.about | {"metrics": metrics_of(ran, deployed.scheduler)}
-    return result
+    return result, ran
 
 
 def answer(

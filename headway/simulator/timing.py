@@ -1,4 +1,4 @@
-"""How long simulated steps take: always the same, or as the cost model says."""
+"""How long simulated steps take: always the same, as the cost model says, or as if something cost nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from headway.cost.attention import Chunk
 from headway.cost.timing import Deployment
 from headway.cost.work import Operation
 from headway.policy.accounting import StepTimes
-from headway.policy.plan import ScheduledSequence, StepPlan
+from headway.policy.plan import ScheduledSequence, StepPlan, work_of
 
 CONTEXT = 16
 MOST_KNOWN = 10_000
@@ -87,3 +89,35 @@ class Predicted:
         return [
             Chunk(1, round(sum(each) / len(each) / CONTEXT) * CONTEXT, 1, len(each)) for each in alike.values() if each
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodesFirst:
+    """Nobody waits for another's prompt: a step takes as long as its decodes alone, or as its longest prompt chunk."""
+
+    timing: Timing
+
+    def times(self, plan: StepPlan, now: int) -> StepTimes:
+        """As Timing.times()."""
+        decodes = [item for item in plan.scheduled if item.decoding]
+        alone = decodes or [max(plan.scheduled, key=lambda item: item.num_tokens)]
+        return self.timing.times(replace(plan, scheduled=alone, work=work_of(alone)), now)
+
+
+@dataclass(frozen=True, slots=True)
+class OfCachedPrompts:
+    """Of each chunk of a prompt only the last token takes time, as if the others were in the prefix cache."""
+
+    timing: Timing
+
+    def times(self, plan: StepPlan, now: int) -> StepTimes:
+        """As Timing.times()."""
+        items = [item if item.decoding else _last_token(item) for item in plan.scheduled]
+        return self.timing.times(replace(plan, scheduled=items, work=work_of(items)), now)
+
+
+def _last_token(chunk: ScheduledSequence) -> ScheduledSequence:
+    start = chunk.start + chunk.num_tokens - 1
+    return ScheduledSequence(
+        chunk.seq_id, start, chunk.token_ids[-1:], False, min(1, chunk.samples), min(1, chunk.logit_rows)
+    )

@@ -278,10 +278,15 @@ def sweep_table(
     target: float,
     max_failed_share: float,
     intervals: bool = True,
+    names: Sequence[str] | None = None,
 ) -> Table:
-    """A row for each run of a sweep or search, in the order given; a narrow one without intervals."""
+    """A row for each run of a sweep or search, in the order given; a narrow one without intervals.
+
+    Args:
+        names: of the runs; None tells them apart by their loads, which `load` is the heading of.
+    """
     rows = []
-    for result, summaries in runs:
+    for at, (result, summaries) in enumerate(runs):
         view = steady_or_whole(summaries)
         valid = is_valid(result, summaries, max_failed_share=max_failed_share)
         word = "client-bound" if result.client.bound else "valid" if valid else "not valid"
@@ -290,7 +295,7 @@ def sweep_table(
         tone: Tone = {"held": "good", "missed": "bad"}.get(decision, "quiet")  # type: ignore[assignment]
         rows.append(
             cells(
-                number(load_of(result)),
+                number(load_of(result)) if names is None else names[at],
                 f"{view.completed:,}",
                 Cell(f"{view.failed:,}", "bad" if view.failed else ""),
                 number(view.rates.get("request_throughput", 0.0)),

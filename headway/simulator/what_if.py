@@ -1,0 +1,169 @@
+"""What would be otherwise: the same workload on a server with other flags, or on one that cannot be had.
+
+`WhatIf` changes flags. A `Counterfactual` takes one cause of slowness away, by a server that cannot be had: what the
+slowest requests would have been without it says how much of their time is its doing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+
+from headway.bench.measures.latencies import Latencies
+from headway.bench.record import RequestRecord
+from headway.engine.config import SchedulingOptions
+from headway.flags import Flag, flags_of, option, value_of
+from headway.report.parts import Cell, Table
+from headway.report.style import number
+from headway.simulator.deployed import Deployed, ServerOptions, deploy
+from headway.simulator.timing import DecodesFirst, OfCachedPrompts
+
+SLOWEST = 0.01  # of the requests are explained, by each metric its own
+METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2E"}
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """Flags of the server that are otherwise.
+
+    Args:
+        text: as it was given.
+    """
+
+    text: str
+    server: dict[str, Any]
+    scheduling: dict[str, Any]
+
+    def deploy(self, server: ServerOptions, scheduling: SchedulingOptions) -> Deployed:
+        """Raises PlanError or another ValueError, one line that says of which change."""
+        try:
+            return deploy(replace(server, **self.server), replace(scheduling, **self.scheduling))
+        except ValueError as error:
+            raise ValueError(f"--what-if {self.text}: {error}") from None
+
+
+def parse_what_ifs(texts: list[str]) -> list[WhatIf]:
+    """Of texts like max-num-seqs=64 or hardware=H200,tensor-parallel-size=2. Raises ValueError, one line."""
+    return [WhatIf(text, *_changes(text)) for text in texts]
+
+
+def _changes(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    known = {name: (of, field, hint, flag) for of, name, field, hint, flag in _flags()}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        name = name.strip().removeprefix("--").replace("_", "-")
+        if not equals or name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near and near[0] != name else "write FLAG=VALUE, as max-num-seqs=64"
+            raise ValueError(f"{part.strip()!r} is no change of a flag of the server; {hint}")
+        of, field, kind, flag = known[name]
+        found[of][field] = value_of(f"--{name}", kind, flag, value.strip())
+    return found
+
+
+def _flags() -> Iterator[tuple[int, str, str, Any, Flag]]:
+    """Of the server (0) and its scheduler (1): name on the command line, name of the field, type, flag."""
+    for of, options in enumerate((ServerOptions, SchedulingOptions)):
+        for field, hint, flag in flags_of(options):
+            if flag is not None:
+                yield of, option(field, flag).removeprefix("--"), field.name, hint, flag
+
+
+@dataclass(frozen=True, slots=True)
+class Counterfactual:
+    """A server that lacks one cause of slowness."""
+
+    title: str
+    deploy: Callable[[ServerOptions, SchedulingOptions], Deployed]
+
+
+def _never_preempting(server: ServerOptions, scheduling: SchedulingOptions) -> Deployed:
+    """Blocks for as many of the longest sequences as may run, so that nobody waits for one or gives one up."""
+    plain = deploy(server, scheduling)
+    blocks, config = plain.scheduler.blocks, plain.scheduler.config
+    most = config.max_num_seqs * blocks.blocks_for(config.max_model_len)
+    found = deploy(server, scheduling, max(1.0, most / blocks.num_blocks))
+    found.scheduler.orders = replace(found.scheduler.orders, displaces=0)
+    return found
+
+
+def _decodes_first(server: ServerOptions, scheduling: SchedulingOptions) -> Deployed:
+    plain = deploy(server, scheduling)
+    return replace(plain, timing=DecodesFirst(plain.timing))
+
+
+def _cached(server: ServerOptions, scheduling: SchedulingOptions) -> Deployed:
+    plain = deploy(server, scheduling)
+    return replace(plain, timing=OfCachedPrompts(plain.timing))
+
+
+COUNTERFACTUALS = (
+    Counterfactual("without preemption", _never_preempting),
+    Counterfactual("without others' prompts", _decodes_first),
+    Counterfactual("with every prompt in the prefix cache", _cached),
+    Counterfactual("with twice the KV cache", lambda server, scheduling: deploy(server, scheduling, 2.0)),
+)
+
+
+def tail_table(asked: list[RequestRecord], others: dict[str, list[RequestRecord]]) -> Table:
+    """What the slowest requests of a run were, and what the same requests are on other servers.
+
+    Args:
+        asked: of the run.
+        others: of each counterfactual, by its title.
+    """
+    slowest = {metric: _slowest(values) for metric, values in _values(asked).items()}
+    rows = [_row("as it was", slowest, slowest)]
+    for title, records in others.items():
+        same = {
+            metric: {index: values[index] for index in slowest[metric] if index in values}
+            for metric, values in _values(records).items()
+        }
+        rows.append(_row(title, same, slowest))
+    counts = ", ".join(f"{len(each)} by {METRICS[metric]}" for metric, each in slowest.items())
+    return Table(
+        f"The slowest {SLOWEST:.0%}, and the same requests if",
+        ("", *(f"{name}, ms" for name in METRICS.values())),
+        tuple(rows),
+        note=f"Means of the requests that were slowest by each metric: {counts}. Less is that cause's doing.",
+    )
+
+
+def _values(records: list[RequestRecord]) -> dict[str, dict[int, float]]:
+    """Of each metric the milliseconds of each answered request, from when it was due, by its index."""
+    found = Latencies.of(records)
+    arrays = {"ttft_ms": found.ttft("schedule"), "tpot_ms": found.tpot_ms, "e2el_ms": found.e2el("schedule")}
+    return {
+        metric: {
+            record.index: value
+            for record, value in zip(found.records, arrays[metric].tolist(), strict=True)
+            if not math.isnan(value)
+        }
+        for metric in METRICS
+    }
+
+
+def _slowest(values: dict[int, float]) -> dict[int, float]:
+    """SLOWEST of them, and at least one."""
+    slowest_first = sorted(values.items(), key=lambda each: each[1], reverse=True)
+    return dict(slowest_first[: max(1, round(len(values) * SLOWEST))])
+
+
+def _row(title: str, found: dict[str, dict[int, float]], slowest: dict[str, dict[int, float]]) -> tuple[Cell, ...]:
+    """Means, and how they compare with what the same requests took."""
+    row = [Cell(title)]
+    for metric, values in found.items():
+        if not values:
+            row.append(Cell("none answered" if slowest[metric] else "-", "quiet"))
+            continue
+        mean = float(np.mean(list(values.values())))
+        before = float(np.mean([slowest[metric][index] for index in values]))
+        change = "" if values is slowest[metric] else f"{mean / before - 1:+.0%}"
+        row.append(Cell(number(mean), "good" if mean < 0.9 * before else "", change))
+    return tuple(row)
