@@ -140,6 +140,10 @@ _OTHER_KINDS = {
 }
 
 
+# A damaged file can hold any number.
+_MOST_LAYERS, _MOST_EXPERTS, _MOST_POSITIONS = 1000, 4096, 1 << 24
+
+
 def known_architectures() -> tuple[str, ...]:
     """Names that `architectures` may hold."""
     return (*_FAMILIES, _GPTJ)
@@ -174,7 +178,7 @@ def _architecture(raw: Mapping[str, Any], source: str, among: Collection[str]) -
 
 def _decoder(values: ConfigValues, family: _Family) -> ModelShape:
     heads, hidden = values.positive_int("num_attention_heads"), values.positive_int("hidden_size")
-    layers = values.positive_int("num_hidden_layers")
+    layers = _count(values, "num_hidden_layers", _MOST_LAYERS)
     latent = _latent(values) if family.latent else None
     kv_heads, head_dim = (heads, latent.nope_dim + latent.rope_dim) if latent else _heads(values, heads, hidden)
     experts = _experts(values, family.experts, layers) if family.experts else None
@@ -194,7 +198,7 @@ def _decoder(values: ConfigValues, family: _Family) -> ModelShape:
         mlp_bias=_switch(family.mlp_bias, values),
         qk_norm=family.qk_norm,
         sliding_windows=_windows(values, family, layers),
-        max_positions=values.positive_int("max_position_embeddings"),
+        max_positions=_count(values, "max_position_embeddings", _MOST_POSITIONS),
         sinks=family.sinks,
         latent=latent,
         experts=experts,
@@ -236,6 +240,14 @@ def _refuse_other_kinds(values: ConfigValues, family: _Family, name: str) -> Non
             raise ModelError(f"{values.source}: {key} says that the model has {kind}, which {name} has not")
 
 
+def _count(values: ConfigValues, key: str, most: int) -> int:
+    """A number of which a list is as long, or as many tensors are looked for."""
+    number = values.positive_int(key)
+    if number > most:
+        raise values.error(key, f"is more than any model has; it must be at most {most}")
+    return number
+
+
 def _switch(bias: bool | str, values: ConfigValues) -> bool:
     return values.boolean(bias) if isinstance(bias, str) else bias
 
@@ -265,6 +277,7 @@ def _experts(values: ConfigValues, keys: _ExpertKeys, layers: int) -> Experts | 
     with_experts = len(_layers_with_experts(values, keys, layers))
     count_key = keys.other if keys.other in values.raw and keys.count not in values.raw else keys.count
     count, per_token, width = (values.positive_int(key) for key in (str(count_key), keys.per_token, keys.width))
+    _count(values, str(count_key), _MOST_EXPERTS)
     if per_token > count:
         raise values.error(keys.per_token, f"is more than {count_key}, {count}")
     if not with_experts:

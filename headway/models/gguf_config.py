@@ -98,7 +98,11 @@ def folder_of(path: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     model = read_gguf(path)
-    contents = {"config.json": config_of(model), **tokenizer_files(model.values, str(model.path))}
+    config = config_of(model)
+    contents = {"config.json": config, **tokenizer_files(model.values, str(model.path))}
+    tokens = len(model.values["tokenizer.ggml.tokens"])
+    if tokens > config["vocab_size"]:
+        raise ModelError(f"{path}: its tokenizer has {tokens:,} tokens, but the model has {config['vocab_size']:,}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for part in parts:

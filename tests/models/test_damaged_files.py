@@ -1,0 +1,117 @@
+"""Damaged checkpoints: one clear line, whatever is changed in a file, and no memory for what it only claims."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from headway.cli import app
+from headway.kernels.reference import ReferenceKernels
+from headway.models.checkpoint import SINGLE_FILE
+from headway.models.config import ModelError
+from headway.models.folder import resolve_model
+from headway.models.loading import load_model
+from tests.models import gguf_files, tiny
+
+FEW = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# Numbers of a GGUF file by which something is made.
+SIZES = ("block_count", "expert_count", "embedding_length", "attention.head_count", "attention.key_length")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.save("llama_tied", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sound_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("sound") / "model.gguf"
+    wide = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 1}
+    gguf_files.write(path, tiny.build("qwen3_moe", **wide), lambda name: "F32")
+    return path.read_bytes()
+
+
+def load(folder: Path) -> None:
+    """Into kernels that take what they are given."""
+    load_model(folder, torch.float32, ReferenceKernels())
+
+
+def message_of(folder: Path) -> str:
+    try:
+        load(folder)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+@FEW
+@given(data=st.data())
+def test_safetensors(folder: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Cut anywhere, or with bytes of its header changed."""
+    sound = (folder / SINGLE_FILE).read_bytes()
+    header = 8 + int.from_bytes(sound[:8], "little")
+    damaged = tmp_path_factory.mktemp("damaged")
+    content = bytearray(sound[: data.draw(st.integers(0, len(sound)) | st.just(len(sound)))])
+    for at in data.draw(st.lists(st.integers(0, header - 1), max_size=4)):
+        content[at : at + 1] = data.draw(st.binary(min_size=1, max_size=1)) if at < len(content) else b""
+    (damaged / SINGLE_FILE).write_bytes(content)
+    (damaged / "config.json").write_bytes((folder / "config.json").read_bytes())
+    assert "\n" not in message_of(damaged)
+
+
+@FEW
+@given(data=st.data())
+def test_gguf(
+    sound_gguf: bytes, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
+) -> None:
+    """With bytes of what stands before the tensors changed, and among them sizes."""
+    damaged = tmp_path_factory.mktemp("damaged")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(damaged))
+    content = bytearray(sound_gguf)
+    for at in data.draw(st.lists(st.integers(0, sound_gguf.index(b"output_norm.weight")), max_size=3)):
+        content[at] = data.draw(st.integers(0, 255))
+    for key in data.draw(st.sets(st.sampled_from(SIZES), max_size=2)):
+        place = sound_gguf.index(f"qwen3moe.{key}".encode()) + len(f"qwen3moe.{key}") + 4
+        content[place : place + 4] = data.draw(st.binary(min_size=4, max_size=4))
+    (damaged / "model.gguf").write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        message = message_of(resolve_model(str(damaged / "model.gguf")))
+    except ModelError as error:
+        message = str(error)
+    assert "\n" not in message
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KiB
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_hidden_layers", 10**9), ("max_position_embeddings", 1 << 40), ("num_local_experts", 10**7)]
+)
+def test_a_config_that_claims_too_much_is_refused(key: str, value: int, tmp_path: Path) -> None:
+    tiny.save("mixtral", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert f"{key} is {value}, which is more than any model has" in message_of(tmp_path)
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(tmp_path: Path) -> None:
+    model = tiny.build("llama", vocab_size=100)
+    gguf_files.write(tmp_path / "model.gguf", model, lambda name: "F32")
+    with pytest.raises(ModelError, match="131 tokens, but the model has 100"):
+        resolve_model(str(tmp_path / "model.gguf"))
+
+
+def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF\3\0\0\0")
+    ended = CliRunner().invoke(app, ["serve", str(path)])
+    assert ended.exit_code == 2
+    assert ended.stderr.count("\n") == 1 and f"{path}: not a whole GGUF file" in ended.stderr
