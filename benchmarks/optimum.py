@@ -29,7 +29,8 @@ from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.service_class import ClassTable, ServiceClass
 from headway.policy.step_time import StepTimeModel, StepWork
-from headway.simulator.server import Answer, simulate
+from headway.simulator.answers import Answer
+from headway.simulator.server import simulate
 from headway.simulator.traffic import arrival
 
 MS = 1_000_000

@@ -15,8 +15,8 @@ from headway.bench.request import PlannedRequest
 from headway.bench.workload.build import Workload
 from headway.policy.request import FinishReason
 from headway.policy.service_class import ClassTable
+from headway.simulator.answers import Answer
 from headway.simulator.prompts import ids_of
-from headway.simulator.server import Answer
 from headway.simulator.traffic import Arrival, arrival
 
 BEGAN_NS = 1_000_000_000  # of a run; in records a time of 0 has not come

@@ -25,6 +25,7 @@ class StepLog:
         running, waiting: sequences at its end.
         blocks: that sequences hold at its end.
         preempted: sequences.
+        engines_lost: that died in a step, which is not in the log.
     """
 
     planned_ns: array[int] = field(default_factory=_column)
@@ -37,6 +38,7 @@ class StepLog:
     waiting: array[int] = field(default_factory=_column)
     blocks: array[int] = field(default_factory=_column)
     preempted: array[int] = field(default_factory=_column)
+    engines_lost: int = 0
 
     def __len__(self) -> int:
         return len(self.sampled_ns)

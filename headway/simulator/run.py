@@ -32,11 +32,12 @@ from headway.flags import Flag
 from headway.policy.scheduler import Scheduler
 from headway.report.console import print_table
 from headway.report.parts import Section
+from headway.simulator.answers import Answer
 from headway.simulator.clients import BEGAN_NS, Clients
 from headway.simulator.deployed import Deployed, ServerOptions, deploy
 from headway.simulator.log import StepLog
 from headway.simulator.prompts import CHARACTERS, SketchSource
-from headway.simulator.server import Answer, Simulated, simulate
+from headway.simulator.server import Simulated, simulate
 from headway.simulator.trace import write_trace
 from headway.simulator.traffic import Arrival
 from headway.simulator.what_if import COUNTERFACTUALS, WhatIf, parse_what_ifs, tail_table

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from headway.policy.intake import check, fit_to_class, fit_to_context, sequences_of, taken_up
 from headway.policy.ledger import Ledger, Phase
-from headway.policy.queue_bound import Place, QueueLimits, Queues, Refusal
-from headway.policy.request import FinishReason, Sequence
+from headway.policy.queue_bound import QueueLimits, Queues, Refusal
+from headway.policy.request import FinishReason, Resumed
 from headway.policy.scheduler import Scheduler
+from headway.simulator.answers import Answer, Choice, EngineDied, Present, Stuck
 from headway.simulator.log import StepLog
 from headway.simulator.timing import Timing
 from headway.simulator.traffic import EOS, VOCAB_SIZE, Arrival
 
 # While sequences wait and nothing can run, the scheduler is asked so often; and in the end for so long.
 IDLE_NS, STUCK_NS = 1_000_000, 600_000_000_000
-
-
-class Stuck(RuntimeError):
-    """Sequences wait, nothing can run, and nothing will come that could change that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,46 +45,11 @@ class Host:
 NO_LIMITS, NO_TIME = QueueLimits(), Host()
 
 
-@dataclass(slots=True)
-class Answer:
-    """What became of a choice of a request.
-
-    Args:
-        arrived_ns: when the request's last byte came.
-        token_ns: when each token was there.
-        finish_reason: None where the request was refused.
-        refused: why it was, in words.
-        is_final: it would have been refused at any time.
-        ledger: from its arrival to its end.
-    """
-
-    request_id: str
-    index: int
-    prompt_len: int
-    arrived_ns: int
-    token_ns: array[int] = field(default_factory=lambda: array("q"))
-    finish_reason: FinishReason | None = None
-    refused: str = ""
-    is_final: bool = False
-    ledger: Ledger = field(default_factory=Ledger)
-    cached_tokens: int = 0
-    preemptions: int = 0
-    steps: int = 0
-
-    @property
-    def ended_ns(self) -> int:
-        return self.ledger.last_ns
-
-    @property
-    def ttft_ns(self) -> int | None:
-        """From its arrival to its first token, if it had one."""
-        return self.token_ns[0] - self.arrived_ns if self.token_ns else None
-
-
 # Is told of the answers to each request when it has ended; returns what is sent next, then or later.
 After = Callable[[list[Answer]], Iterable[Arrival]]
 # Is asked of each request when its time has come; a client that says no sends it later, by what `After` returns.
 Sends = Callable[[Arrival, int], bool]
+NextEngine = Callable[[], Scheduler]
 
 
 @dataclass(slots=True)
@@ -113,6 +74,7 @@ def simulate(
     host: Host = NO_TIME,
     after: After | None = None,
     sends: Sends | None = None,
+    next_engine: NextEngine | None = None,
 ) -> Simulated:
     """Let requests come to a server until all of them have ended.
 
@@ -122,47 +84,17 @@ def simulate(
             the scheduler needs it.
         limits: of the queue.
         after, sends: clients that wait for answers.
+        next_engine: makes the scheduler of the engine that follows one that has died.
 
     Raises:
         Stuck: a sequence can never run.
+        EngineDied: and there is no next one.
         ValueError: a request names a class that there is not.
     """
-    server = Server(scheduler, timing, limits, host, after, sends)
+    server = Server(scheduler, timing, limits, host, after, sends, next_engine)
     server.expect(iter(arrivals))
     server.run()
     return Simulated(server.answers, server.steps, server.now)
-
-
-@dataclass(slots=True)
-class _Present:
-    """A request that has not ended.
-
-    Args:
-        choices: that the engine has.
-        left: how many choices have not ended.
-    """
-
-    arrival: Arrival
-    answers: list[Answer]
-    place: Place
-    left: int
-    choices: list[_Choice] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Choice:
-    """A choice in the engine.
-
-    Args:
-        until_last: tokens that it has when its last one is due.
-        until_next: tokens that it has when something is to be done about them: of the first, and when the last is due.
-    """
-
-    of: _Present
-    answer: Answer
-    sequence: Sequence
-    until_last: int
-    until_next: int = 1
 
 
 class Server:
@@ -170,6 +102,7 @@ class Server:
 
     Attributes:
         now: of the engine.
+        queues: what counts requests, and refuses those that are too many.
     """
 
     def __init__(
@@ -180,6 +113,7 @@ class Server:
         host: Host,
         after: After | None,
         sends: Sends | None,
+        next_engine: NextEngine | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.answers: list[Answer] = []
@@ -190,12 +124,14 @@ class Server:
         self._host = host
         self._after = after
         self._sends = sends
-        self._queues = Queues(limits, scheduler.config.classes)
+        self._next_engine = next_engine
+        self._engine_back_ns = 0
+        self.queues = Queues(limits, scheduler.config.classes)
         self._coming: list[tuple[int, int, Callable[[int], None]]] = []  # to the API process: when, and what
         self._numbers = itertools.count()
         self._tokenizer_free_ns = 0
-        self._inbox: deque[Callable[[], None]] = deque()  # of the engine
-        self._choices: dict[int, _Choice] = {}  # that have not ended, by seq_id
+        self._inbox: deque[tuple[Callable[[Present], None], Present]] = deque()  # of the engine
+        self._choices: dict[int, Choice] = {}  # that have not ended, by seq_id
         self._drawn: dict[int, list[int]] = {}  # what is drawn of each next
 
     def run(self) -> None:
@@ -203,8 +139,8 @@ class Server:
         while True:
             self._receive(self.now)
             if self._inbox:
-                for message in taken_up(self._messages(), lambda: self.now):
-                    message()
+                for do, present in taken_up(self._messages(), lambda: self.now):
+                    do(present)
             if self.scheduler.has_work:
                 self._step()
             elif not self._inbox:
@@ -240,13 +176,15 @@ class Server:
         ]
         self.answers += answers
         service = classes.named(request.service_class) if request.service_class else classes.default_class
-        present = _Present(arrival, answers, self._queues.place(service.name), len(answers))
+        present = Present(arrival, answers, self.queues.place(service.name), len(answers))
         try:
             fitted = fit_to_context(request.params, prompt_len, config.max_model_len, "max_tokens")
             request.params = fit_to_class(fitted, prompt_len, service, "max_tokens")
             check(request, config.max_model_len, VOCAB_SIZE)
         except ValueError as error:
             return self._refuse(present, str(error), True, now)
+        if now < self._engine_back_ns:
+            return self._refuse(present, "the engine has died, and the next one is not yet there", False, now)
         if (refusal := present.place.take(len(answers))) is not None:
             return self._refuse(present, _said(refusal), refusal.is_final, now)
         begun_ns = max(now + self._host.request_ns, self._tokenizer_free_ns)
@@ -256,7 +194,7 @@ class Server:
         if arrival.cancel_ns is not None:
             self._at(max(now, arrival.cancel_ns), partial(self._cancel, present))
 
-    def _hand_over(self, present: _Present, now: int) -> None:
+    def _hand_over(self, present: Present, now: int) -> None:
         if not present.left:
             return
         self._mark_intake(present, now)
@@ -264,28 +202,27 @@ class Server:
         if refusal is not None:
             self._refuse(present, _said(refusal), refusal.is_final, now)
         else:
-            self._inbox.append(partial(self._add, present))
+            self._inbox.append((self._add, present))
 
-    def _mark_intake(self, present: _Present, now: int) -> None:
+    def _mark_intake(self, present: Present, now: int) -> None:
         for answer in present.answers:
             answer.ledger.mark(Phase.RECEIVE, min(now, answer.arrived_ns + self._host.request_ns))
-            answer.ledger.mark(Phase.TOKENIZE, now)
+            restarts = Phase.ENGINE_LOST in answer.ledger.phases_ns
+            answer.ledger.mark(Phase.ENGINE_RESTART if restarts else Phase.TOKENIZE, now)
 
-    def _refuse(self, present: _Present, why: str, is_final: bool, now: int) -> None:
+    def _refuse(self, present: Present, why: str, is_final: bool, now: int) -> None:
         for answer in present.answers:
             answer.refused, answer.is_final = why, is_final
         self._ended(present, len(present.answers), now)
 
-    def _cancel(self, present: _Present, now: int) -> None:
+    def _cancel(self, present: Present, now: int) -> None:
         if present.left and present.arrival.request.sent_ns <= now:
-            self._inbox.append(partial(self._abort, present))
+            self._inbox.append((self._abort, present))
         elif present.left:
             self._mark_intake(present, now)
-            for answer in present.answers:
-                answer.finish_reason = FinishReason.ABORT
-            self._ended(present, len(present.answers), now)
+            self._give_up(present, now)
 
-    def _ended(self, present: _Present, choices: int, now: int) -> None:
+    def _ended(self, present: Present, choices: int, now: int) -> None:
         """So many of its choices have ended."""
         present.place.ended(now, choices)
         present.left -= choices
@@ -298,26 +235,30 @@ class Server:
 
     # --- the engine ---------------------------------------------------------------------------------
 
-    def _messages(self) -> Iterator[Callable[[], None]]:
+    def _messages(self) -> Iterator[tuple[Callable[[Present], None], Present]]:
         while self._inbox:
             self.now += self._host.message_ns
             yield self._inbox.popleft()
 
-    def _add(self, present: _Present) -> None:
+    def _add(self, present: Present) -> None:
+        if not present.left:
+            return
         arrival = present.arrival
         config = self.scheduler.config
         sequences = sequences_of(arrival.request, config.max_model_len, config.classes)
-        for sequence, answer in zip(sequences, present.answers, strict=True):
+        for sequence in sequences:
             self.scheduler.add(sequence, self.now)
-            longest = sequence.max_len - sequence.prompt_len
+            answer = next(each for each in present.answers if each.index == sequence.index)
+            answer.ledger.mark(Phase.ENGINE_RESTART, arrival.request.sent_ns)
+            longest, known = sequence.max_len - sequence.prompt_len, len(answer.token_ns)
             until_last = longest if arrival.output_len is None else min(longest, arrival.output_len) - 1
-            choice = _Choice(present, answer, sequence, until_last)
+            choice = Choice(present, answer, sequence, until_last, until_last if known else 1)
             present.choices.append(choice)
             self._choices[sequence.seq_id] = choice
-            self._drawn[sequence.seq_id] = [arrival.answer if until_last else EOS]
+            self._drawn[sequence.seq_id] = [arrival.answer if known < until_last else EOS]
         arrival.request.prompt_token_ids = []  # the sequences have them; those of all requests would fill the memory
 
-    def _abort(self, present: _Present) -> None:
+    def _abort(self, present: Present) -> None:
         for choice in list(present.choices):
             if choice.sequence.finish_reason is None:
                 self.scheduler.abort(choice.sequence, self.now)
@@ -330,7 +271,12 @@ class Server:
             self._end(self._choices[seq_id])
         if not plan.scheduled:
             return self._wait(plan.wait_until_ns)
-        times = self._timing.times(plan, planned)
+        try:
+            times = self._timing.times(plan, planned)
+        except EngineDied as died:
+            if self._next_engine is None:
+                raise
+            return self._go_on(died, self._next_engine())
         self._receive(times.sampled_ns - 1)  # what comes during a step finds the queue as it was before its end
         changed = self.scheduler.complete(plan, self._drawn, times)
         self.now = self._ran_ns = now = times.sampled_ns
@@ -345,13 +291,61 @@ class Server:
             if sequence.finish_reason is not None:
                 self._end(choice)
 
-    def _heed(self, choice: _Choice, now: int) -> None:
+    def _heed(self, choice: Choice, now: int) -> None:
         """A choice has had its first token, or its last one is due."""
         if choice.until_next == 1:
             choice.of.place.had_output(0, now)
         if len(choice.answer.token_ns) == choice.until_last:
             self._drawn[choice.sequence.seq_id] = [EOS]
         choice.until_next = choice.until_last
+
+    def _go_on(self, died: EngineDied, scheduler: Scheduler) -> None:
+        """Requests of an engine that has died go on in the next one after their tokens, as `engine.requests` has it.
+
+        What it had not taken up is lost with it: requests are handed over again, and those given up have ended.
+        """
+        self.steps.engines_lost += 1
+        self._receive(died.at_ns)
+        self._engine_back_ns = died.back_ns
+        inside = {id(choice.of): choice.of for choice in self._choices.values()}
+        inside |= {id(present): present for do, present in self._inbox if do == self._add}
+        given_up = {id(present) for do, present in self._inbox if do == self._abort}
+        lost, self.scheduler = self._choices, scheduler
+        self._choices, self._drawn = {}, {}
+        self._inbox.clear()
+        for present in inside.values():
+            self._resume(present, [choice for choice in lost.values() if choice.of is present], died)
+            if id(present) in given_up:
+                self._give_up(present, died.at_ns)
+            else:
+                self._inbox.append((self._add, present))
+        self.now = self._ran_ns = died.back_ns
+
+    def _resume(self, present: Present, lost: list[Choice], died: EngineDied) -> None:
+        """Have a request say what is known of each of its choices that has not ended."""
+        request = present.arrival.request
+        for choice in lost:
+            sequence, answer = choice.sequence, choice.answer
+            request.prompt_token_ids = sequence.tokens[: sequence.prompt_len]
+            answer.preemptions, answer.steps = answer.preemptions + sequence.preemptions, answer.steps + sequence.steps
+            answer.cached_tokens = sequence.cached_tokens
+        if lost:
+            request.resumed = [
+                Resumed(each.answer.index, each.sequence.tokens[each.sequence.prompt_len :], each.answer.cached_tokens)
+                for each in lost
+            ]
+        present.choices.clear()
+        request.sent_ns = died.back_ns
+        for answer in present.answers:
+            if answer.finish_reason is None:
+                answer.ledger.mark(Phase.ENGINE_LOST, died.at_ns)
+
+    def _give_up(self, present: Present, now: int) -> None:
+        """No engine has it any more."""
+        open_ = [answer for answer in present.answers if answer.finish_reason is None]
+        for answer in open_:
+            answer.finish_reason = FinishReason.ABORT
+        self._ended(present, len(open_), now)
 
     def _wait(self, until: int) -> None:
         """Nothing could run: until then, or until something comes for the engine.
@@ -370,14 +364,14 @@ class Server:
         if not self._inbox:
             self.now = until
 
-    def _end(self, choice: _Choice) -> None:
+    def _end(self, choice: Choice) -> None:
         """The scheduler has ended it."""
         sequence, answer = choice.sequence, choice.answer
         del self._choices[sequence.seq_id], self._drawn[sequence.seq_id]
         answer.finish_reason = sequence.finish_reason
         answer.ledger.mark_parts(sequence.ledger.phases_ns)
-        answer.cached_tokens, answer.preemptions = sequence.cached_tokens, sequence.preemptions
-        answer.steps = sequence.steps
+        answer.cached_tokens = sequence.cached_tokens
+        answer.preemptions, answer.steps = answer.preemptions + sequence.preemptions, answer.steps + sequence.steps
         self._ended(choice.of, 1, answer.ledger.last_ns)
 
 

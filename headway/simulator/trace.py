@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from headway.files import write_files
+from headway.simulator.answers import Answer
 from headway.simulator.log import StepLog
-from headway.simulator.server import Answer, Simulated
+from headway.simulator.server import Simulated
 
 _ENGINE, _REQUESTS = 1, 2  # numbers of processes, as the format calls them
 

@@ -21,9 +21,10 @@ from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.sizing import PoolSize
 from headway.simulator import server
+from headway.simulator.answers import Answer, Stuck
 from headway.simulator.recording import Recording
 from headway.simulator.replay import replay
-from headway.simulator.server import Answer, Host, Simulated, Stuck, simulate
+from headway.simulator.server import Host, Simulated, simulate
 from headway.simulator.timing import Fixed
 from headway.simulator.traffic import Arrival, arrival, made_prompt
 

@@ -1,0 +1,96 @@
+"""What a simulated server knows of each request, and what may go wrong with it."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from headway.policy.ledger import Ledger
+from headway.policy.queue_bound import Place
+from headway.policy.request import FinishReason, Sequence
+from headway.simulator.traffic import Arrival
+
+
+class Stuck(RuntimeError):
+    """Sequences wait, nothing can run, and nothing will come that could change that."""
+
+
+class EngineDied(Exception):
+    """A `Timing` says so in place of how long a step takes.
+
+    Args:
+        at_ns: when, after the step was planned.
+        back_ns: when the next engine is there, with nothing in it.
+    """
+
+    def __init__(self, at_ns: int, back_ns: int) -> None:
+        super().__init__(f"the engine died at {at_ns} and is back at {back_ns}")
+        self.at_ns, self.back_ns = at_ns, back_ns
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of a choice of a request.
+
+    Args:
+        arrived_ns: when the request's last byte came.
+        token_ns: when each token was there.
+        finish_reason: None where the request was refused.
+        refused: why it was, in words.
+        is_final: it would have been refused at any time.
+        ledger: from its arrival to its end.
+    """
+
+    request_id: str
+    index: int
+    prompt_len: int
+    arrived_ns: int
+    token_ns: array[int] = field(default_factory=lambda: array("q"))
+    finish_reason: FinishReason | None = None
+    refused: str = ""
+    is_final: bool = False
+    ledger: Ledger = field(default_factory=Ledger)
+    cached_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+    @property
+    def ended_ns(self) -> int:
+        return self.ledger.last_ns
+
+    @property
+    def ttft_ns(self) -> int | None:
+        """From its arrival to its first token, if it had one."""
+        return self.token_ns[0] - self.arrived_ns if self.token_ns else None
+
+
+@dataclass(slots=True)
+class Present:
+    """A request that has not ended.
+
+    Args:
+        choices: that the engine has.
+        left: how many choices have not ended.
+    """
+
+    arrival: Arrival
+    answers: list[Answer]
+    place: Place
+    left: int
+    choices: list[Choice] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Choice:
+    """A choice in the engine.
+
+    Args:
+        until_last: tokens that it has when its last one is due.
+        until_next: tokens that it has when something is to be done about them: of the first, and when the last is due.
+    """
+
+    of: Present
+    answer: Answer
+    sequence: Sequence
+    until_last: int
+    until_next: int = 1
