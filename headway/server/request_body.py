@@ -66,10 +66,10 @@ def check_body(model: type[B], content: dict[str, Any]) -> B:
     Raises:
         ApiError: 400 naming the first field at fault.
     """
-    for name, reason in UNSUPPORTED.items():
+    for name, field in UNSUPPORTED.items():
         if name in content and name not in model.model_fields:
-            if content[name] is not None:
-                raise bad_request(f"{name} is not supported: {reason}", name)
+            if (value := content[name]) is not None and not field.no_op(value):
+                raise bad_request(f"{name} is {_shown(value)}, which is not supported: {field.reason}", name)
             content = {key: value for key, value in content.items() if key != name}
     try:
         return model.model_validate(content)

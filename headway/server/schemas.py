@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -65,7 +66,11 @@ ContentField = Annotated[
     WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _PART}]}),
 ]
 
-NullField = Annotated[None, _must_be("null, because it is not supported", lambda value: value is None)]
+NullField = Annotated[
+    Any,
+    _must_be("null or an empty list, because it is not supported", lambda value: value in (None, [])),
+    WithJsonSchema({"anyOf": [{"type": "null"}, {"type": "array", "maxItems": 0}]}),
+]
 
 
 # Integers that the engine's messages can't carry are out of every range.
@@ -188,19 +193,35 @@ class DetokenizeBody(Body):
     tokens: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """An OpenAI field that this server does not have.
+
+    Args:
+        reason: for the refusal.
+        no_op: whether a value changes nothing in the answer of a server without the field, and so is taken; null always
+            is. Clients send such values in every request.
+    """
+
+    reason: str
+    no_op: Callable[[Any], bool] = lambda value: False
+
+
 _NO_TOOLS = "tool calls are not supported yet"
-# OpenAI fields that this server does not have: null is accepted, any other value is refused.
 UNSUPPORTED = {
-    "suffix": "inserting before a suffix is not supported",
-    "tools": _NO_TOOLS,
-    "tool_choice": _NO_TOOLS,
-    "parallel_tool_calls": _NO_TOOLS,
-    "functions": _NO_TOOLS,
-    "function_call": _NO_TOOLS,
-    "audio": "only text is produced",
-    "prediction": "predicted outputs are not supported",
-    "reasoning_effort": "pass what the chat template knows in chat_template_kwargs",
-    "web_search_options": "there is no web search",
-    "store": "nothing is stored",
-    "metadata": "nothing is stored",
+    "suffix": Unsupported("inserting before a suffix is not supported", lambda value: value == ""),
+    "tools": Unsupported(_NO_TOOLS, lambda value: value == []),
+    "tool_choice": Unsupported(_NO_TOOLS, lambda value: value in ("none", "auto")),
+    "parallel_tool_calls": Unsupported(_NO_TOOLS, lambda value: isinstance(value, bool)),
+    "functions": Unsupported(_NO_TOOLS, lambda value: value == []),
+    "function_call": Unsupported(_NO_TOOLS, lambda value: value in ("none", "auto")),
+    "audio": Unsupported("only text is produced"),
+    "prediction": Unsupported("predicted outputs are not supported"),
+    "reasoning_effort": Unsupported("pass what the chat template knows in chat_template_kwargs"),
+    "verbosity": Unsupported("say in a message how long the answer shall be"),
+    "web_search_options": Unsupported("there is no web search"),
+    "store": Unsupported("nothing is stored", lambda value: value is False),
+    "metadata": Unsupported("a JSON object is taken and not kept", lambda value: isinstance(value, dict)),
+    "safety_identifier": Unsupported("it must be a string", lambda value: isinstance(value, str)),
+    "prompt_cache_key": Unsupported("it must be a string", lambda value: isinstance(value, str)),
 }

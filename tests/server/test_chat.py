@@ -122,13 +122,15 @@ def test_text_is_the_only_response_format(server: LiveServer) -> None:
     ("fields", "param"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
-        ({"functions": []}, "functions"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"modalities": ["audio"]}, "modalities[0]"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"metadata": {}}, "metadata"),
-        ({"store": False}, "store"),
+        ({"metadata": "x"}, "metadata"),
+        ({"store": True}, "store"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -139,7 +141,7 @@ def test_text_is_the_only_response_format(server: LiveServer) -> None:
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},
             "messages[0].content[0].y",
         ),
-        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
@@ -152,6 +154,31 @@ def test_unsupported_and_bad_fields_are_named(server: LiveServer, fields: dict[s
     answer = server.post("/v1/chat/completions", **{"messages": HELLO, **fields})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+def test_values_that_change_nothing_are_taken(server: LiveServer) -> None:
+    """What clients send in every request: refused would be what changes the answer."""
+    plain = {"messages": HELLO, "seed": 1, "max_tokens": 5}
+    no_ops = {
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": True,
+        "functions": [],
+        "function_call": "none",
+        "store": False,
+        "metadata": {"team": "a"},
+        "user": "u-1",
+        "safety_identifier": "u-1",
+        "prompt_cache_key": "k",
+        "reasoning_effort": None,
+        "response_format": {"type": "text"},
+    }
+    answers = [server.post("/v1/chat/completions", **{**plain, **extra}) for extra in ({}, no_ops)]
+    texts = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
+    assert texts[0] == texts[1]
+    replayed = {"role": "assistant", "content": "x", "tool_calls": [], "annotations": [], "refusal": None}
+    assert server.post("/v1/chat/completions", messages=[*HELLO, replayed, *HELLO]).status_code == 200
+    assert server.post("/v1/completions", prompt="x", suffix="", tools=[], store=False).status_code == 200
 
 
 def test_template_that_refuses(start_server: Any, tokenizer: Tokenizer) -> None:
