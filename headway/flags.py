@@ -1,6 +1,6 @@
 """What a field of a dataclass says of its flag on the command line:
 
-max_num_seqs: Annotated[int, Flag("Most sequences in a step.", min=1)] = 256
+max_num_seqs: Annotated[int, Flag("Maximum number of sequences in a step.", min=1)] = 256
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Flag:
         default: of a flag with `parse`: the text that the field's default is made of.
         repeated: it may be given more than once.
         positional: it is no flag but an argument.
+        common: one of the dozen that --help shows; --help-all shows the rest, too.
     """
 
     help: str
@@ -41,6 +42,7 @@ class Flag:
     default: str | None = None
     repeated: bool = False
     positional: bool = False
+    common: bool = False
     metavar: str | None = None
     envvar: tuple[str, ...] = ()
 

@@ -71,8 +71,8 @@ async def carry_out(bench: Runner) -> int:
 
 async def _single(bench: Runner) -> int:
     run = await bench.run(load_of(bench.options.workload, bench.options.max_concurrency))
-    bench.save(*run)
     bench.print(*run)
+    bench.save(*run)
     bench.report([run])
     return bench.exit_code([run])
 
@@ -98,6 +98,8 @@ async def _sweep(bench: Runner) -> int:
             bench.out.print(Text(f"{load_name(load)}: not measured: {error}"))
             lost = True
             break
+        if bench.output.verbose:
+            bench.print(*run)
         bench.save(*run, number=number)
         bench.out.print(Text(f"{load_name(load)}: {verdict.headline(*run)}"))
         runs.append(run)

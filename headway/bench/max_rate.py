@@ -46,7 +46,7 @@ async def search(bench: Runner) -> int:
         ),
         on_trial=prober.say,
     )
-    if prober.runs:
+    if prober.runs and bench.output.verbose:
         print_runs(
             bench.out,
             *zip(*prober.runs, strict=True),
@@ -118,14 +118,26 @@ class Prober:
         self.bench.save(*run, number=len(self.runs))
         result = run[0]
         behind = falls_behind(result.records)
-        doubts = [*result.client.reasons, *(["it was interrupted"] if result.interrupted else [])]
+        doubts = ["it was interrupted"] if result.interrupted else []
         return ProbeOutcome(
             rate=rate,
             slowness=slowness(result.records, options.claims.objectives, result.settings["goodput_by_class"] or None),
             steady=not behind,
             valid=not doubts,
+            offered=not result.client.bound,
+            client="; ".join(result.client.reasons) or self._client_delays(run),
             reason="; ".join([*doubts, *([behind] if behind else [])]),
         )
+
+    def _client_delays(self, run: Run) -> str:
+        """The figures of the objectives that this client may have made more than a tenth of; "" for none."""
+        result, summaries = run
+        if not result.records:
+            return ""
+        limits = [self.bench.options.claims.objectives, *result.settings["goodput_by_class"].values()]
+        judged = {verdict.METRIC_NAMES[f"{name}_ms"] for each in limits for name in each}
+        found = [name for name in verdict.spoilt_figures(summaries) if name.split()[0] in judged]
+        return f"its own delays may be more than 10 % of {', '.join(found)}" if found else ""
 
     def say(self, trial: Trial) -> None:
         self.bench.progress.print(

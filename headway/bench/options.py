@@ -24,26 +24,25 @@ _numbers, _results = functools.partial(Flag, panel="Numbers"), functools.partial
 class Target:
     """The server, and what every request to it says."""
 
-    base_url: Annotated[str | None, _endpoint("Address of the server, as http://localhost:8000.")] = None
-    host: Annotated[str, _endpoint("Host of the server, in place of --base-url.")] = "127.0.0.1"
-    port: Annotated[int, _endpoint("Port of the server, in place of --base-url.", min=1, max=65535)] = 8000
+    base_url: Annotated[str | None, _endpoint("Address of the server, as http://localhost:8000.", common=True)] = None
+    host: Annotated[str, _endpoint("Host of the server, instead of --base-url.")] = "127.0.0.1"
+    port: Annotated[int, _endpoint("Port of the server, instead of --base-url.", min=1, max=65535)] = 8000
     backend: Annotated[
         str,
         _endpoint(
-            "openai-chat asks /v1/chat/completions, the others /v1/completions.",
+            "openai-chat uses /v1/chat/completions, the others /v1/completions.",
             choices=("openai", "openai-chat", "vllm", "headway"),
+            common=True,
         ),
     ] = "openai"
-    path: Annotated[
-        str | None, _endpoint("Route to send requests to, in place of the backend's own.", "--endpoint")
-    ] = None
-    model: Annotated[str | None, _endpoint("Model that requests ask for. Default: the one that is served.")] = None
+    path: Annotated[str | None, _endpoint("Route of the requests. Default: the backend's.", "--endpoint")] = None
+    model: Annotated[str | None, _endpoint("Model name in the requests. Default: the served model.")] = None
     served_model_name: Annotated[
-        str | None, _endpoint("Model that requests ask for, when --model names the tokenizer, as in vLLM.")
+        str | None, _endpoint("Model name in the requests when --model names the tokenizer, as in vLLM.")
     ] = None
     tokenizer: Annotated[
         str | None,
-        _endpoint("Folder or Hugging Face id of the tokenizer. Default: the served model's, if it is on this machine."),
+        _endpoint("Tokenizer: a folder or Hugging Face id. Default: auto-detected; otherwise lengths are estimated."),
     ] = None
     token_ids: Annotated[
         bool,
@@ -60,26 +59,26 @@ class Target:
     ] = None
     headers: Annotated[
         dict[str, str],
-        _endpoint("KEY=VALUE sent with every request; may be repeated.", "--header", parse=key_values, repeated=True),
+        _endpoint(
+            "HTTP header KEY=VALUE of every request; may be repeated.", "--header", parse=key_values, repeated=True
+        ),
     ] = field(default_factory=dict)
     insecure: Annotated[bool, _endpoint("Accept any TLS certificate.", "--insecure")] = False
     ready_timeout_s: Annotated[
-        float, _endpoint("Seconds to wait for a server that is not up yet.", "--ready-check-timeout-sec", min=0)
+        float, _endpoint("Seconds to wait for the server to come up.", "--ready-check-timeout-sec", min=0)
     ] = 0.0
     request_timeout_s: Annotated[
-        float, _endpoint("Seconds after which a request has failed.", "--request-timeout", min=0.001)
+        float, _endpoint("Seconds after which a request counts as failed.", "--request-timeout", min=0.001)
     ] = 3600.0
     ignore_eos: Annotated[
         bool | None,
-        _endpoint(
-            "Generate all tokens that are asked for. Default: yes for random prompts, if the server supports it."
-        ),
+        _endpoint("Generate max_tokens even past the end token. Default: yes for random prompts, if supported."),
     ] = None
     temperature: Annotated[float | None, _endpoint("Default: the server's.", min=0)] = None
     top_p: Annotated[float | None, _endpoint("Default: the server's.")] = None
     top_k: Annotated[int | None, _endpoint("Default: the server's.")] = None
     extra_body: Annotated[
-        dict[str, Any], _endpoint("JSON object of further fields of every request.", parse=json_object)
+        dict[str, Any], _endpoint("JSON object with further fields of every request.", parse=json_object)
     ] = field(default_factory=dict)
 
     @property
@@ -129,28 +128,27 @@ class Claims:
     objectives: Annotated[
         dict[str, float],
         _numbers(
-            "Objectives in ms, as ttft:200 tpot:50 e2el:5000.",
+            "Objectives in ms, such as ttft:200 tpot:50 e2el:5000.",
             "--goodput",
             parse=parse_goodput,
             repeated=True,
             metavar="KEY:MS ...",
+            common=True,
         ),
     ] = field(default_factory=dict)
     percentiles: Annotated[
         tuple[float, ...],
         _numbers("Percentiles to report.", "--metric-percentiles", parse=percentiles, default="50,90,95,99,99.9"),
     ] = PERCENTILES
-    price_per_hour: Annotated[float | None, _numbers("Price of the hardware, to report the cost per token.", min=0)] = (
-        None
-    )
+    price_per_hour: Annotated[
+        float | None, _numbers("Price of the hardware per hour, to report the cost per token.", min=0)
+    ] = None
     attainment: Annotated[
         float,
-        _numbers(
-            "Share of requests that must meet --goodput in --find-max-rate.", "--slo-attainment", min=0.5, max=0.9999
-        ),
+        _numbers("Share of requests that must meet --goodput.", "--slo-attainment", min=0.5, max=0.9999),
     ] = 0.99
     max_failed_share: Annotated[
-        float, _numbers("A run is not valid when a larger share of its requests failed.", min=0, max=1)
+        float, _numbers("Share of failed requests above which a run is not valid.", min=0, max=1)
     ] = 0.01
 
 
@@ -159,16 +157,23 @@ class Output:
     """Where results go."""
 
     save: Annotated[bool, _results("Write the result as JSON.", "--save-result/--no-save-result")] = True
-    detailed: Annotated[bool, _results("Add the lists of `vllm bench serve --save-detailed`.", "--save-detailed")] = (
-        False
-    )
-    result_dir: Annotated[Path, _results("Folder for what is written.")] = Path("bench-results")
-    result_filename: Annotated[str | None, _results("Default: from the backend, rate, model and time.")] = None
-    csv: Annotated[bool, _results("Write a row for each request, too.", "--csv")] = False
-    report: Annotated[Path | None, _results("Write an HTML report here, with its figures as PNGs beside.")] = None
-    label: Annotated[str | None, _results("Name of the run in its file and report.")] = None
+    detailed: Annotated[
+        bool, _results("Add the per-request lists of `vllm bench serve --save-detailed`.", "--save-detailed")
+    ] = False
+    result_dir: Annotated[Path, _results("Folder of the results.")] = Path("bench-results")
+    result_filename: Annotated[
+        str | None, _results("File name of the result. Default: from backend, rate, model and time.")
+    ] = None
+    csv: Annotated[bool, _results("Also write a CSV file with a row per request.", "--csv")] = False
+    report: Annotated[
+        Path | None, _results("Write an HTML report to this file, and its figures as PNG files beside it.", common=True)
+    ] = None
+    label: Annotated[str | None, _results("Name of the run, for its file and its report.")] = None
+    verbose: Annotated[
+        bool, _results("Print all tables and notes, not only the ten lines.", "--verbose", common=True)
+    ] = False
     metadata: Annotated[
-        dict[str, str], _results("KEY=VALUE kept in the result; may be repeated.", parse=key_values, repeated=True)
+        dict[str, str], _results("KEY=VALUE to keep in the result; may be repeated.", parse=key_values, repeated=True)
     ] = field(default_factory=dict)
 
 
@@ -210,34 +215,45 @@ class BenchOptions:
     arrivals: ArrivalFlags
     workload: WorkloadSpec
     max_concurrency: Annotated[
-        int | None, _load("Without a rate: users of a closed loop. With a rate: most requests in flight.", min=1)
+        int | None,
+        _load(
+            "Without a rate: clients of a closed loop. With a rate: limit of requests in flight.", min=1, common=True
+        ),
     ] = None
     probe_rate: Annotated[
         float | None,
-        _load("Short requests of a stranger per second, sent beside the load and reported apart.", min=0.001),
+        _load("Short probe requests per second beside the load, reported separately.", min=0.001),
     ] = None
-    num_warmups: Annotated[int, _load("Requests that are sent first and not measured.", min=0)] = 3
+    reuse_prefix_cache: Annotated[
+        bool,
+        _load(
+            "Allow prefix cache hits from earlier runs. Default: each run has its own salt.",
+            "--reuse-prefix-cache",
+        ),
+    ] = False
+    num_warmups: Annotated[int, _load("Warm-up requests, which are not measured.", min=0)] = 3
     drain_timeout_s: Annotated[
         float,
         _load(
-            "Seconds without any request ending, after the last was sent, until the rest count as failed.",
+            "Seconds without a finished request, after the last send, until the rest count as failed.",
             "--drain-timeout",
             min=0.001,
         ),
     ] = 600.0
     find_max_rate: Annotated[
-        bool, _load("Look for the highest rate at which --goodput still holds.", "--find-max-rate")
+        bool, _load("Find the highest rate that meets --goodput.", "--find-max-rate", common=True)
     ] = False
     sweep: Annotated[
-        Sweep | None, _load("Measure at each of rate:1,2,4 (requests/s) or concurrency:1,8,64.", parse=Sweep.parse)
+        Sweep | None,
+        _load("Measure several loads: rate:1,2,4 (requests/s) or concurrency:1,8,64.", parse=Sweep.parse, common=True),
     ] = None
-    max_search_seconds: Annotated[float, _load("Seconds after which --find-max-rate starts no further run.", min=1)] = (
-        3600.0
-    )
+    max_search_seconds: Annotated[
+        float, _load("Time limit of --find-max-rate, in seconds: no run begins later.", min=1)
+    ] = 3600.0
     stall_s: Annotated[
         float,
         _load(
-            "Length of server stalls that --find-max-rate allows for. Longer ones make the search longer.",
+            "Seconds of a server stall that --find-max-rate must survive; longer means a longer search.",
             "--stall-seconds",
             min=0,
         ),

@@ -133,7 +133,7 @@ class ClientHealth:
         backlog_bytes: bytes that waited unread in the sockets, summed over them, at each sample.
         start_lag_ms: for each request of an open loop, sent_ns - scheduled_ns.
         cpu_share: processor seconds of this process per second of the run (1.0 is a whole core).
-        reasons: why the run is client-bound, a sentence each; empty when it is not.
+        reasons: why the run as a whole is client-bound, a sentence each; empty when it is not.
     """
 
     loop_lag_ms: list[float] = field(default_factory=list)

@@ -19,7 +19,7 @@ from headway.bench.measures.summary import summarise_all
 from headway.bench.options import Claims, Output
 from headway.bench.record import RunResult
 from headway.bench.report import verdict
-from headway.bench.report.console import print_summary
+from headway.bench.report.console import print_brief, print_summary
 from headway.bench.report.run_page import report_page
 from headway.bench.results import default_file_name, to_json, write_csv, write_json
 from headway.bench.workload.build import Workload
@@ -137,7 +137,8 @@ class Reporting:
 
     def print(self, result: RunResult, summaries: Sequence[Summary]) -> None:
         claims = self.claims
-        print_summary(self.out, result, summaries, target=claims.attainment, most_failed=claims.max_failed_share)
+        show = print_summary if self.output.verbose else print_brief
+        show(self.out, result, summaries, target=claims.attainment, most_failed=claims.max_failed_share)
 
     def exit_code(self, runs: Sequence[Run]) -> int:
         if self.stop.is_set():

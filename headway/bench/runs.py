@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -105,25 +106,42 @@ class Bench(Runner):
             BenchError: the workload cannot be made, or is too long for the model.
             Interrupted: by the user.
         """
+        context = self.session.server.max_model_len
         with self.progress.status("Making prompts ...") as status:
 
             def show(made: int, total: int) -> None:
                 status.update(f"Making prompts ... {made:,} of {total:,}")
 
             with self.stoppable():
-                workload = build_workload(spec, self.session.source, chat=self.options.target.chat, progress=show)
-        context = self.session.server.max_model_len
+                workload = build_workload(
+                    spec, self.session.source, chat=self.options.target.chat, context=context, progress=show
+                )
         if context is not None and workload.longest_tokens > context:
             too_long = sum((each.prompt_tokens or 0) + each.output_tokens > context for each in workload.requests)
             raise BenchError(
                 f"{too_long} of {len(workload.requests)} requests are longer than the model's context of {context} "
-                f"tokens (prompt and answer; the longest has {workload.longest_tokens}); shorten them, or clip them "
-                "with --max-input-len and --max-output-len"
+                f"tokens (prompt and answer; the longest has {workload.longest_tokens}); clip them, for example with "
+                f"--max-input-len {context * 3 // 4} --max-output-len {context // 8}"
             )
         return workload
 
+    def _fresh(self, load: Load) -> tuple[str, Load]:
+        """A salt for the run, and its load, so that no prompt finds what the server has cached in an earlier run.
+
+        A server without salts gets prompts in other words, where they are made up.
+        """
+        endpoint = self.session.server.endpoint
+        if self.options.reuse_prefix_cache or "cache_salt" in endpoint.extra_body:
+            return "", load
+        if endpoint.cache_salt:
+            return secrets.token_hex(8), load
+        if not is_made_up(load.spec):
+            return "", load
+        return "", dataclasses.replace(load, spec=dataclasses.replace(load.spec, prompt_seed=secrets.randbits(31)))
+
     async def run(self, load: Load, label: str = "") -> Run:
         """As Runner.run(); raises what `plan` and `Session.measure` do."""
+        salt, load = self._fresh(load)
         workload = self.plan(load.spec)
         source, rate = self.session.source, self.options.probe_rate
         warm_ups = warm_up_requests(workload, source, self.options.num_warmups)
@@ -132,8 +150,9 @@ class Bench(Runner):
         with LiveView(self.progress, len(workload.requests), label, expected_s=last) as view:
             result = await self.session.measure(
                 workload,
-                settings=settings_of(self.options, self.session, load.spec, workload, load.max_concurrency),
+                settings=settings_of(self.options, self.session, load.spec, workload, load.max_concurrency, salt),
                 mode=load.mode,
+                cache_salt=salt,
                 max_concurrency=load.max_concurrency,
                 warm_ups=warm_ups,
                 probes=probes,

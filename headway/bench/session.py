@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class Session:
         *,
         settings: dict[str, Any],
         mode: LoadMode,
+        cache_salt: str = "",
         max_concurrency: int | None = None,
         warm_ups: Sequence[PlannedRequest] = (),
         probes: Iterator[PlannedRequest] | None = None,
@@ -78,6 +80,7 @@ class Session:
 
         Args:
             settings: what is kept with the result as what was asked for.
+            cache_salt: of all requests; for a server that honours one.
             keep_text: of all answers; those that later turns need are kept in any case.
             The rest: see `run_load`.
 
@@ -85,7 +88,7 @@ class Session:
             BenchError: the workload does not fit, or every warm-up failed.
         """
         follow = any(request.follows is not None for request in workload.requests)
-        endpoint = self.server.endpoint
+        endpoint = dataclasses.replace(self.server.endpoint, cache_salt=cache_salt)
         client = OpenAIClient(endpoint, keep_text=keep_text or follow)
         async with client, _surroundings(self) as surroundings:
             outcome = await run_load(

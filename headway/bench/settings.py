@@ -13,7 +13,12 @@ from headway.bench.workload.spec import DATASET_FIELDS, WorkloadSpec
 
 
 def settings_of(
-    options: BenchOptions, session: Session, spec: WorkloadSpec, workload: Workload, max_concurrency: int | None
+    options: BenchOptions,
+    session: Session,
+    spec: WorkloadSpec,
+    workload: Workload,
+    max_concurrency: int | None,
+    cache_salt: str = "",
 ) -> dict[str, Any]:
     """JSON-able, and enough to see the command that made a run; without keys and other secrets."""
     target, endpoint = options.target, session.server.endpoint
@@ -26,6 +31,8 @@ def settings_of(
         "tokens": session.tokens,
         "ignore_eos": endpoint.ignore_eos,
         "extra_body": target.body_fields,
+        "cache_salt": cache_salt or None,
+        "reuse_prefix_cache": options.reuse_prefix_cache,
         "num_warmups": options.num_warmups,
         "probe_rate": options.probe_rate,
     }

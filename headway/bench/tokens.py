@@ -10,7 +10,7 @@ from headway.bench.options import Target
 from headway.bench.request import Prompt
 from headway.bench.workload.prompts import TokenSource
 from headway.bench.workload.token_sources import TokenIdSource, TokenizerSource, WordSource
-from headway.bundled import STORY
+from headway.bundled import bundled_folder
 from headway.text.tokenizer import TextError, Tokenizer
 
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"]
@@ -57,7 +57,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     Raises:
         BenchError: there is none, or it is broken.
     """
-    folder = _local(name)
+    folder = bundled_folder(name) or _local(name)
     if folder.is_file():
         folder = folder.parent
     if not folder.is_dir():
@@ -95,7 +95,7 @@ def _download(name: str) -> Path:
 
 def _find_tokenizer(model: str) -> Tokenizer | None:
     """The tokenizer of a served model whose name is a folder of this machine, or a Hugging Face id in the cache."""
-    folder = STORY if model == f"headway/{STORY.name}" else _local(model)
+    folder = bundled_folder(model) or _local(model)
     try:
         if not (folder / "tokenizer.json").is_file():
             from huggingface_hub import try_to_load_from_cache

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from headway.planner.plan import Estimate, Plan
 from headway.planner.words import bar, dollars, gigabytes, many, milliseconds, seconds
-from headway.report.parts import Tone
+from headway.report.parts import Line
 from headway.report.style import number
 
 BOUNDS = {
-    "compute": "arithmetic",
-    "memory": "memory bandwidth",
-    "network": "the links between devices",
-    "overhead": "starting kernels and waiting for the host",
+    "compute": "compute-bound",
+    "memory": "memory-bound",
+    "network": "bound by the links between devices",
+    "overhead": "bound by kernel launches and the host",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line: what it is about, and what is said."""
-
-    label: str
-    text: str
-    tone: Tone = ""
 
 
 def answer(plan: Plan) -> tuple[Line, ...]:
@@ -65,13 +55,11 @@ def _lines(plan: Plan) -> Iterator[Line]:
         yield Line("Warning", warning, "bad")
     yield _memory(plan)
     if plan.ttft is not None or (plan.load == "rate" and plan.fits):
-        ttft = "without end" if plan.ttft is None else milliseconds(plan.ttft)
+        ttft = "grows without limit" if plan.ttft is None else milliseconds(plan.ttft)
         note = load_note(plan)
-        yield Line(
-            "TTFT", f"{ttft}; a prompt alone is bound by {BOUNDS[plan.prefill.bound]}" + (f". {note}" if note else "")
-        )
+        yield Line("TTFT", f"{ttft}; prefill is {BOUNDS[plan.prefill.bound]}" + (f". {note}" if note else ""))
     if plan.tpot is not None:
-        yield Line("TPOT", f"{milliseconds(plan.tpot)}; decoding is bound by {BOUNDS[plan.decode.bound]}")
+        yield Line("TPOT", f"{milliseconds(plan.tpot)}; decode is {BOUNDS[plan.decode.bound]}")
     if plan.output_tokens_per_s is not None:
         yield Line("Tokens/s", _tokens(plan, plan.output_tokens_per_s))
     if plan.fits:
@@ -90,11 +78,11 @@ def load_note(plan: Plan) -> str | None:
     if plan.ttft is None or (plan.load != "rate" and plan.first_wave is None):
         return None
     if plan.first_wave is None:
-        return "Under load it is the least sure figure: real arrivals clump more than random ones"
+        return "Under load this is the least certain figure: real arrivals cluster more than random ones"
     wave = plan.first_wave
     return (
-        "Under load it is the least sure figure, of clients who have come apart; where all begin at once, it is first "
-        f"{seconds(wave.ttft_s)} on average and {seconds(wave.ttft_most_s)} at most, and clumps go on"
+        "Under load this is the least certain figure: it assumes that clients are not in step. If all start at once, "
+        f"the first TTFT is {seconds(wave.ttft_s)} on average and {seconds(wave.ttft_most_s)} at most"
     )
 
 
@@ -109,7 +97,7 @@ def _memory(plan: Plan) -> Line:
     tokens = plan.workload.prompt + plan.workload.output
     shared = f", {plan.workload.cached:,} of them shared," if plan.workload.cached else ""
     text += (
-        f"; {gigabytes(held.kv_pool)} are left for the cache, {gigabytes(held.kv_per_token)} a token"
+        f"; {gigabytes(held.kv_pool)} remain for the KV cache, {gigabytes(held.kv_per_token)} per token"
         f"{_in_all(held.kv_per_token, plan.kv_bytes_per_token)}: {many(plan.max_batch, 'request')} of {tokens:,} "
         f"tokens{shared} at once, or {_longest(plan)}"
     )
@@ -123,16 +111,16 @@ def _in_all(of_device: int, whole: int) -> str:
 def _longest(plan: Plan) -> str:
     limit = plan.request.max_model_len or plan.deployment.shape.max_positions
     if limit and limit <= plan.capacity.max_context:
-        return f"one of {limit:,}, the longest that is allowed"
+        return f"one of {limit:,}, the longest allowed"
     return f"one of {plan.capacity.max_context:,}"
 
 
 def _tokens(plan: Plan, rate: Estimate) -> str:
-    text = f"{number(rate.value)} of output, all that is asked for"
+    text = f"{number(rate.value)} of output, all that the clients ask for"
     if rate.low < rate.high:
         text = f"{number(rate.value)} ({bar(rate)}) of output"
     if plan.devices > 1:
-        text += f", {number(rate.value / plan.devices)} for each device"
+        text += f", {number(rate.value / plan.devices)} per device"
     if plan.ttlt is not None:
         text += f"; a whole answer takes {seconds(plan.ttlt.value)}"
     return text
@@ -142,18 +130,18 @@ def _most(plan: Plan) -> str:
     text = f"{number(plan.saturation_rate)} requests/s"
     weights, whole = plan.compute_bound_weights, plan.compute_bound_batch
     if whole is not None and (weights is None or whole <= weights):
-        return f"{text}; from batch {whole:,} on arithmetic takes most of a decode step"
+        return f"{text}; above batch {whole:,} decode is compute-bound"
     if weights is None:
         return text
-    text += f"; from batch {weights:,} on arithmetic with weights takes longer than reading them"
-    return text + (", but never most of a decode step" if whole is None else f", and from {whole:,} on most of a step")
+    text += f"; above batch {weights:,} weight products are compute-bound"
+    return text + (", but never dominate the step" if whole is None else f", and above {whole:,} the whole step")
 
 
 def _cost(plan: Plan) -> str:
     costs, hour = plan.costs, plan.price_per_hour or 0.0
     return (
-        f"{dollars(costs.per_million_output_tokens)} for 1M output tokens; if prompts pay for their own time "
-        f"{dollars(costs.split_input)} for 1M in and {dollars(costs.split_output)} for 1M out "
+        f"{dollars(costs.per_million_output_tokens)} per 1M output tokens, input included; split by time, "
+        f"{dollars(costs.split_input)} per 1M input and {dollars(costs.split_output)} per 1M output tokens "
         f"({dollars(hour)} an hour, {'as given' if plan.request.price_per_hour else 'list price'})"
     )
 
@@ -161,13 +149,13 @@ def _cost(plan: Plan) -> str:
 def slo_words(plan: Plan) -> str:
     """Each objective with its estimate, and how sure it is."""
     values = {"ttft": plan.ttft, "tpot": plan.tpot, "e2el": plan.ttlt}
-    why = "the queue grows without end" if plan.fits else "it does not fit"
+    why = "the queue grows without limit" if plan.fits else "it does not fit"
     said = []
     for name, limit in plan.request.slo.items():
         if (estimate := values[name]) is not None:
             said.append(_objective(name, limit, estimate))
         elif plan.slo_met[name]:
-            said.append(f"{name} met, as answers of one token have none")
+            said.append(f"{name} met: an answer of one token has none")
         else:
             said.append(f"{name} of {number(limit)} ms missed: {why}")
     return "; ".join(said)
@@ -176,10 +164,10 @@ def slo_words(plan: Plan) -> str:
 def _objective(name: str, limit_ms: float, estimate: Estimate) -> str:
     ratio = estimate.value * 1e3 / limit_ms
     if ratio <= 1:
-        sure = "" if estimate.high * 1e3 <= limit_ms else ", though its bar reaches above"
+        sure = "" if estimate.high * 1e3 <= limit_ms else ", but its error bar exceeds the limit"
         return f"{name} of {number(limit_ms)} ms met with {1 - ratio:.0%} to spare{sure}"
     over = f" by {ratio - 1:.0%}" if ratio < 2 else f": it takes {number(ratio)} times as long"
-    sure = "" if estimate.low * 1e3 > limit_ms else ", though its bar reaches below"
+    sure = "" if estimate.low * 1e3 > limit_ms else ", but its error bar reaches below the limit"
     return f"{name} of {number(limit_ms)} ms missed{over}{sure}"
 
 
@@ -188,9 +176,9 @@ def _speculation(plan: Plan) -> str:
     assert found is not None and asked is not None
     up = found.speedup
     speed = f"{number(up)} times as fast" if up >= 1 else f"{number(1 / up)} times as slow"
-    even = "never" if found.break_even is None else f"from an acceptance of {found.break_even:.2f} on"
+    even = "never" if found.break_even is None else f"above an acceptance of {found.break_even:.2f}"
     return (
-        f"with {many(asked.tokens, 'token')} at an acceptance of {asked.acceptance:g} a step gives "
-        f"{number(found.accepted)}, and TPOT is {seconds(found.tpot_s)}, {speed}; it is faster {even}; "
-        f"{found.best_tokens or 'none'} would be best"
+        f"with {many(asked.tokens, 'token')} at an acceptance of {asked.acceptance:g}, a step yields "
+        f"{number(found.accepted)} tokens and TPOT is {seconds(found.tpot_s)}, {speed}; it is faster {even}; the best "
+        f"number of tokens is {found.best_tokens or 0}"
     )

@@ -139,7 +139,7 @@ def _prefix(base: Plan) -> Iterator[Change | tuple[str, str]]:
     """Half of what is computed now, in whole blocks."""
     request, name = base.request, "prefix cache"
     block = request.block_size
-    found = int((request.prompt_tokens - request.cached_tokens) * HIT_SHARE) // block * block
+    found = int((base.workload.prompt - request.cached_tokens) * HIT_SHARE) // block * block
     if not found:
         yield name, f"half of the prompt is less than a block of {block}"
         return

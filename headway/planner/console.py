@@ -12,7 +12,7 @@ from headway.planner.formula import DOCUMENTS, result
 from headway.planner.formulas import formulas
 from headway.planner.plan import Plan
 from headway.planner.tables import tables
-from headway.report.console import STYLES, print_table
+from headway.report.console import print_lines, print_table
 
 # Columns that the widest table takes.
 WIDE = 80
@@ -35,10 +35,7 @@ def print_plan(plan: Plan, console: Console) -> None:
 def print_answer(plan: Plan, console: Console) -> None:
     """The headline, and a line for each question."""
     console.print(Text(headline(plan), style="bold"))
-    grid = RichTable.grid(padding=(0, 2))
-    for line in answer(plan):
-        grid.add_row(Text(line.label, style=STYLES[line.tone]), Text(line.text))
-    console.print(grid)
+    print_lines(console, answer(plan))
 
 
 def print_explained(plan: Plan, console: Console) -> None:

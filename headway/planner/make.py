@@ -38,10 +38,9 @@ def make_plan(request: PlanRequest, brief: bool = False) -> Plan:
     """
     found = resolve(request)
     deployment = found.deployment
-    workload = RequestShape(request.prompt_tokens, request.output_tokens, request.cached_tokens, request.output_spread)
-    held = capacity(
-        deployment, request.prompt_tokens, request.output_tokens, found.settings, cached=request.cached_tokens
-    )
+    prompt, answer, cached = found.prompt_tokens, found.output_tokens, request.cached_tokens
+    workload = RequestShape(prompt, answer, cached, request.output_spread)
+    held = capacity(deployment, prompt, answer, found.settings, cached=cached)
     count = found.replicas * deployment.parallelism.data
     lanes = Lanes(deployment, workload, found.replicas, count, _lane_limits(found, held))
     load, value = _load(request)

@@ -81,9 +81,9 @@ def _too_fast(plan: Plan) -> str:
     each, sizes = plan.saturation_rate / plan.replicas, plan.deployment.parallelism
     replicas = int(plan.load_value // each) + 1
     return (
-        f"{number(plan.load_value)} requests/s are more than can be served, {number(plan.saturation_rate)}: the queue "
-        f"grows without end, and so does TTFT. It takes {replicas:,} replicas, --tensor-parallel-size "
-        f"{sizes.tensor} --count {replicas * sizes.devices}, for this rate, or a lower one."
+        f"{number(plan.load_value)} requests/s is more than the {number(plan.saturation_rate)} that can be served: the "
+        f"queue grows without limit, and so does TTFT. This rate needs {replicas:,} replicas, --tensor-parallel-size "
+        f"{sizes.tensor} --count {replicas * sizes.devices}; or lower the rate."
     )
 
 

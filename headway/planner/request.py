@@ -26,6 +26,7 @@ MOST = {
     "max_model_len": 100_000_000,
     "block_size": 65_536,
 }
+PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 256  # unless the context has no room for them
 RATES = (1e-4, 1e6)  # requests a second
 PRICES = (1e-4, 1e6)  # US dollars an hour
 GB_PER_S = (1e-3, 1e5)
@@ -80,13 +81,9 @@ def parse_slo(text: str) -> dict[str, float]:
 class SpeculationFlags:
     """What the command line says of speculative decoding."""
 
-    num_speculative_tokens: Annotated[
-        int | None, _engine("Tokens that speculative decoding proposes in each step.")
-    ] = None
+    num_speculative_tokens: Annotated[int | None, _engine("Tokens that speculative decoding proposes per step.")] = None
     acceptance_rate: Annotated[float | None, _engine("Probability that a proposed token is accepted, 0 to 1.")] = None
-    draft_model: Annotated[
-        str | None, _engine("The model that proposes. Default: something that takes no time (n-grams).")
-    ] = None
+    draft_model: Annotated[str | None, _engine("Draft model. Default: n-grams, which take no time.")] = None
 
     def speculation(self) -> Speculation | None:
         """Raises PlanError where the flags do not go together, or a number is out of its range."""
@@ -110,31 +107,32 @@ class DeploymentOptions:
     """
 
     enable_expert_parallel: Annotated[
-        bool, _deployment("Deal experts out whole instead of dividing each.", "--enable-expert-parallel")
+        bool, _deployment("Place whole experts on devices instead of splitting each.", "--enable-expert-parallel")
     ] = False
     sequence_parallel: Annotated[
-        bool, _deployment("Divide norms and residuals among the devices by token.", "--sequence-parallel")
+        bool, _deployment("Split norms and residuals among the devices by token.", "--sequence-parallel")
     ] = False
-    dtype: Annotated[str, _deployment("Type of what is not quantised: auto, bfloat16, float16 or float32.")] = "auto"
+    dtype: Annotated[str, _deployment("Type of unquantised tensors: auto, bfloat16, float16 or float32.")] = "auto"
     quantization: Annotated[
         str,
         _deployment(
             "Format of weights: auto (as published), none, fp8, fp8-weight-only, int8, int8-weight-only, int4, mxfp4, "
-            "nvfp4, or of experts alone int4-experts or nvfp4-experts."
+            "nvfp4; or of a mixture's experts alone, int4-experts or nvfp4-experts.",
+            common=True,
         ),
     ] = "auto"
-    kv_cache_dtype: Annotated[str, _deployment("Type of the KV cache: auto, bf16, fp16, fp32, fp8 or int8.")] = "auto"
+    kv_cache_dtype: Annotated[
+        str, _deployment("Type of the KV cache: auto, bf16, fp16, fp32, fp8 or int8.", common=True)
+    ] = "auto"
     network_gb_per_s: Annotated[
         float | None,
-        _deployment("10^9 bytes a second of a device to other machines. Default: the catalogue's, else 12.5."),
+        _deployment("Network bandwidth per device in GB/s. Default: the catalogue's, else 12.5."),
     ] = None
-    engine: Annotated[str, _engine("The serving program whose efficiency counts.")] = "vllm"
-    max_model_len: Annotated[int | None, _engine("Tokens of a sequence at most. Default: the model's.")] = None
+    engine: Annotated[str, _engine("Inference engine whose measured efficiency is used.")] = "vllm"
+    max_model_len: Annotated[int | None, _engine("Context length in tokens. Default: the model's.")] = None
     gpu_memory_utilization: Annotated[
         float | None,
-        _engine(
-            "Share of the memory that the engine takes. Default: 0.9. Of a calibrated CPU always half of the free."
-        ),
+        _engine("Share of device memory that the engine uses. Default: 0.9. On a calibrated CPU it has no effect."),
     ] = None
     flash_attention: Annotated[bool, _engine("Whether attention keeps its scores on the chip.")] = True
 
@@ -150,49 +148,67 @@ class PlanOptions(DeploymentOptions):
         slo: by ttft, tpot, e2el.
     """
 
-    count: Annotated[int | None, _deployment("Devices in all. Default: as many as one replica takes.")] = None
+    count: Annotated[
+        int | None, _deployment("Number of devices. Default: as many as one replica needs.", common=True)
+    ] = None
     tensor_parallel_size: Annotated[
         int | None,
-        _deployment("Devices that share each layer. Default: --count, where the model can be divided so."),
+        _deployment("Tensor parallel size. Default: --count, if the model can be split that way.", common=True),
     ] = None
-    pipeline_parallel_size: Annotated[int, _deployment("Stages that share the layers.")] = 1
-    data_parallel_size: Annotated[int, _deployment("Groups that share the experts; with --enable-expert-parallel.")] = 1
-    prompt_tokens: Annotated[int, _load("Tokens of each prompt.")] = 1024
-    output_tokens: Annotated[int, _load("Tokens of each answer, on average.")] = 256
+    pipeline_parallel_size: Annotated[int, _deployment("Pipeline stages.")] = 1
+    data_parallel_size: Annotated[
+        int, _deployment("Data-parallel groups that share the experts, with --enable-expert-parallel.")
+    ] = 1
+    prompt_tokens: Annotated[
+        int | None, _load("Tokens of each prompt. Default: 1024, or half of the context if that is less.", common=True)
+    ] = None
+    output_tokens: Annotated[
+        int | None,
+        _load(
+            "Tokens of each answer, on average. Default: 256, or a quarter of the context if that is less.", common=True
+        ),
+    ] = None
     cached_tokens: Annotated[
-        int, _load("Tokens of each prompt that the prefix cache already holds, the same for all.")
+        int, _load("Tokens of each prompt already in the prefix cache, the same for all prompts.")
     ] = 0
     output_spread: Annotated[
         float,
-        _load("Answers are spread evenly by this share around --output-tokens: 0 to 1, 0 for all alike."),
+        _load("Spread of output lengths around --output-tokens: 0 (all equal) to 1."),
     ] = 0.1
-    batch_size: Annotated[int | None, _load("One batch of so many sequences for each replica. Default: 1.")] = None
+    batch_size: Annotated[int | None, _load("Sequences of one batch on each replica. Default: 1.", common=True)] = None
     concurrency: Annotated[
-        int | None, _load("Clients in all, each of whom waits for an answer before asking again.")
+        int | None,
+        _load("Closed loop: number of clients that each wait for an answer before the next request.", common=True),
     ] = None
-    request_rate: Annotated[float | None, _load("Requests a second in all, at random times (Poisson).")] = None
+    request_rate: Annotated[
+        float | None, _load("Open loop: requests per second, with Poisson arrivals.", common=True)
+    ] = None
     max_num_batched_tokens: Annotated[
         int | None,
         _engine(
-            "Tokens of a step. Default: 8192 on GPUs of 70 GiB and more (A100s apart), else 2048; on a calibrated "
-            "machine that of headway serve."
+            "Token budget of a step. Default: 8192 on GPUs of 70 GiB and more (A100s apart), else 2048; on a "
+            "calibrated machine that of headway serve."
         ),
     ] = None
-    max_num_seqs: Annotated[int | None, _engine("Sequences at once. Default: 1024 on the same GPUs, else 256.")] = None
+    max_num_seqs: Annotated[
+        int | None, _engine("Maximum number of sequences in a step. Default: 1024 on the same GPUs, else 256.")
+    ] = None
     max_prefill_stall_ms: Annotated[
         float | None,
         _engine(
-            "Milliseconds a step that prompts may hold up others for. Default: that of headway serve on a calibrated "
+            "Milliseconds by which prefill may delay decodes in a step. Default: headway serve's on a calibrated "
             "machine, else no bound."
         ),
     ] = None
-    block_size: Annotated[int, _engine("Tokens of a block of the cache.")] = 16
+    block_size: Annotated[int, _engine("Tokens in a KV block.")] = 16
     slo: Annotated[
         dict[str, float],
-        _money("Objectives in ms: ttft, tpot, e2el.", parse=parse_slo, metavar="ttft:200,tpot:50"),
+        _money("Objectives in ms: ttft, tpot, e2el.", parse=parse_slo, metavar="ttft:200,tpot:50", common=True),
     ] = field(default_factory=dict)
-    price_per_hour: Annotated[float | None, _money("US dollars for a device. Default: a list price, if known.")] = None
-    storage_gb_per_s: Annotated[float, _deployment("10^9 bytes a second at which the checkpoint is read.")] = (
+    price_per_hour: Annotated[
+        float | None, _money("US dollars per device and hour. Default: the list price, if known.")
+    ] = None
+    storage_gb_per_s: Annotated[float, _deployment("Bandwidth at which the checkpoint is read, in GB/s.")] = (
         STORAGE_BYTES_PER_S / 1e9
     )
 
@@ -213,7 +229,9 @@ class PlanRequest(PlanOptions):
             metavar="MODEL",
         ),
     ]
-    hardware: Annotated[str, _deployment("Device, such as A100-80GB-SXM, H100-SXM, H200, or a calibrated machine.")]
+    hardware: Annotated[
+        str, _deployment("Device such as H100-SXM, or a calibrated machine; see headway plan --list.", common=True)
+    ]
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
@@ -243,13 +261,25 @@ class PlanRequest(PlanOptions):
                 raise PlanError(f"{name} is {value}; it must be at least 1")
             if value is not None and value > most:
                 raise PlanError(f"{name} is {value:,}; it must be at most {most:,}")
-        if not 0 <= self.cached_tokens < self.prompt_tokens:
-            raise PlanError(
-                f"cached_tokens is {self.cached_tokens}; it must be at least 0 and less than prompt_tokens, "
-                f"{self.prompt_tokens}: the last token of a prompt is always computed"
-            )
+        self.lengths(None)
         if not 0.0 <= self.output_spread <= 1.0:
             raise PlanError(f"output_spread is {self.output_spread}; it is a share of output_tokens, so give 0 to 1")
+
+    def lengths(self, context: int | None) -> tuple[int, int]:
+        """Tokens of a prompt and of an answer, in a context of so many tokens (None: without end).
+
+        Raises:
+            PlanError: more of the prompt is cached than it has.
+        """
+        prompt, answer = self.prompt_tokens, self.output_tokens
+        prompt = min(PROMPT_TOKENS, max(1, (context or MOST["max_model_len"]) // 2)) if prompt is None else prompt
+        answer = min(OUTPUT_TOKENS, max(1, (context or MOST["max_model_len"]) // 4)) if answer is None else answer
+        if not 0 <= self.cached_tokens < prompt:
+            raise PlanError(
+                f"cached_tokens is {self.cached_tokens}; it must be at least 0 and less than prompt_tokens, "
+                f"{prompt}: the last token of a prompt is always computed"
+            )
+        return prompt, answer
 
     def _check_load(self) -> None:
         if self.request_rate is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headway.bundled import bundled_folder
 from headway.calibration.store import CalibratedMachine, StoreError, folder, load
 from headway.cost import catalogue
 from headway.cost.capacity import Settings
@@ -56,6 +57,7 @@ class Resolved:
     """What a request means.
 
     Args:
+        prompt_tokens, output_tokens: of a request.
         dtype, quantization, kv_cache_dtype: what "auto" came to.
         replicas: of the deployment, on `devices` devices in all.
         limits: of the engine of a data-parallel group.
@@ -64,6 +66,8 @@ class Resolved:
     """
 
     model: Model
+    prompt_tokens: int
+    output_tokens: int
     deployment: Deployment
     dtype: str
     quantization: str
@@ -90,15 +94,17 @@ def resolve(request: PlanRequest) -> Resolved:
     except ValueError as error:
         raise PlanError(str(error)) from None
     _check_flags(request, parallelism)
-    _check_length(request, model)
+    prompt_tokens, output_tokens = _lengths(request, model)
     devices = request.count or parallelism.devices
     if devices % parallelism.devices:
         raise PlanError(
             f"count is {devices}, but one replica takes {parallelism.devices} devices; give a multiple of that"
         )
-    limits = _limits(request, hardware)
+    limits = _limits(request, hardware, prompt_tokens)
     return Resolved(
         model=model,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
         deployment=deployment,
         dtype=dtype,
         quantization=quantization,
@@ -112,7 +118,7 @@ def resolve(request: PlanRequest) -> Resolved:
 
 
 def find_model(name: str, quantization: str = "auto") -> Model:
-    """Of the catalogue, a folder with a config.json, or a config.json; such a folder here goes before a name.
+    """A folder with a config.json or such a file, the bundled model, or a name of the catalogue, in that order.
 
     Args:
         quantization: unless it is "auto", what the config.json says of it does not count.
@@ -122,6 +128,8 @@ def find_model(name: str, quantization: str = "auto") -> Model:
         ValueError: no such name, or a config.json that describes no known model.
     """
     path = Path(name).expanduser()
+    if not path.exists() and (bundled := bundled_folder(name)) is not None:
+        return replace(_model_of_files(bundled, quantization), name=name.strip().lower())
     if path.is_file() or (path / "config.json").is_file() or name.startswith(("/", ".", "~")):
         return _model_of_files(path, quantization)
     try:
@@ -213,7 +221,10 @@ def find_hardware(name: str, engine: str = "vllm") -> tuple[Hardware, Efficiency
     if engine not in (known := catalogue.engines()):
         raise PlanError(f"engine {engine!r} is not known; known are {', '.join(known)}")
     machines = calibrated(name)
-    hardware = catalogue.find_hardware(name, [each.hardware for each in machines])
+    try:
+        hardware = catalogue.find_hardware(name, [each.hardware for each in machines])
+    except catalogue.UnknownName as error:
+        raise PlanError(f"{error}; for this machine, run `headway calibrate` first, which prints its name") from None
     for machine in machines:
         if machine.hardware is hardware:
             return hardware, machine.efficiency, machine
@@ -298,19 +309,22 @@ def _check_flags(request: PlanRequest, parallelism: Parallelism) -> None:
             )
 
 
-def _check_length(request: PlanRequest, model: Model) -> None:
+def _lengths(request: PlanRequest, model: Model) -> tuple[int, int]:
+    """Tokens of a prompt and of an answer. Raises PlanError where the context has no room for both."""
     limit, name = model.shape.max_positions, "the model's max_position_embeddings"
     if request.max_model_len is not None:
         limit, name = request.max_model_len, "max_model_len"
-    tokens = request.prompt_tokens + request.output_tokens
+    prompt, answer = request.lengths(limit or None)
+    tokens = prompt + answer
     if limit and tokens > limit:
         raise PlanError(
             f"prompt_tokens and output_tokens are {tokens:,} together, more than {name}, {limit:,}; ask for fewer"
             + (", or give --max-model-len for a model whose positions are scaled" if not request.max_model_len else "")
         )
+    return prompt, answer
 
 
-def _limits(request: PlanRequest, hardware: Hardware) -> Limits:
+def _limits(request: PlanRequest, hardware: Hardware, prompt_tokens: int) -> Limits:
     """Of this engine on a calibrated machine; else vLLM's."""
     tokens, most, stall_ms = _usual_limits(hardware)
     if hardware.measured and request.max_num_batched_tokens is None:
@@ -329,9 +343,9 @@ def _limits(request: PlanRequest, hardware: Hardware) -> Limits:
             f"batch_size is {request.batch_size}, more than max_num_seqs, {sequences}; raise --max-num-seqs and "
             "--max-num-batched-tokens, or lower the batch"
         )
-    if (steps := -(-(request.prompt_tokens - request.cached_tokens) // tokens)) > MOST_PROMPT_STEPS:
+    if (steps := -(-(prompt_tokens - request.cached_tokens) // tokens)) > MOST_PROMPT_STEPS:
         raise PlanError(
-            f"a prompt of {request.prompt_tokens:,} tokens takes {steps:,} steps of max_num_batched_tokens, "
+            f"a prompt of {prompt_tokens:,} tokens takes {steps:,} steps of max_num_batched_tokens, "
             f"{tokens:,}; at most {MOST_PROMPT_STEPS:,} are planned, so raise --max-num-batched-tokens"
         )
     return Limits(tokens, sequences, stall_ms / 1e3, request.block_size)

@@ -2,18 +2,72 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
+
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from headway.report.parts import Banner, Cell, Table
+from headway.report.parts import Banner, Cell, Line, Table
 
+_BETWEEN = 3  # characters between two columns
 STYLES = {"": "", "good": "green", "bad": "bold red", "warn": "yellow", "quiet": "dim"}
 
 
+def print_lines(console: Console, lines: Sequence[Line]) -> None:
+    """A short answer: labels in a column, beside what is said."""
+    indent = max((len(line.label) for line in lines), default=0) + 2
+    for line in lines:
+        said = textwrap.wrap(
+            line.text, max(20, console.width - indent), break_long_words=False, break_on_hyphens=False
+        ) or [""]
+        first, *rest = said
+        console.print(Text.assemble((line.label.ljust(indent), STYLES[line.tone]), first), soft_wrap=True)
+        for each in rest:
+            console.print(Text(" " * indent + each), soft_wrap=True)
+
+
 def print_table(console: Console, table: Table) -> None:
+    """The table, or where it is too wide for the terminal a short list for each row: no word and number is ever cut."""
+    widths = _widths(table, console.width)
+    if widths is not None:
+        console.print(_drawn(table, widths))
+        return
+    console.print(Text(table.title, style="bold"))
+    for row in table.rows:
+        heading = f"{table.columns[0]}: {row[0].text}" if table.columns[0] else row[0].text
+        console.print(Text(heading, style=STYLES[row[0].tone] or "bold"))
+        for column, cell in zip(table.columns[1:], row[1:], strict=True):
+            detail = f"  ({cell.detail})" if cell.detail else ""
+            console.print(Text.assemble(f"  {column}: " if column else "  ", (cell.text, STYLES[cell.tone]), detail))
+    if table.note:
+        console.print(Text(table.note, style="dim"))
+
+
+def _widths(table: Table, most: int) -> list[int] | None:
+    """Of the columns, each at least as wide as its longest word; None where that is too much for the terminal."""
+    columns = [
+        [heading, *(text for row in table.rows for text in (row[place].text, row[place].detail))]
+        for place, heading in enumerate(table.columns)
+    ]
+    least = [max((cell_len(word) for text in texts for word in text.split()), default=0) for texts in columns]
+    wanted = [max(cell_len(text) for text in texts) for texts in columns]
+    spare = most - sum(least) - _BETWEEN * len(columns)
+    if spare < 0:
+        return None
+    widths = list(least)
+    for place in sorted(range(len(columns)), key=lambda place: wanted[place] - least[place]):
+        more = min(wanted[place] - least[place], spare)
+        widths[place] += more
+        spare -= more
+    return widths
+
+
+def _drawn(table: Table, widths: Sequence[int]) -> RichTable:
     drawn = RichTable(
         title=Text(table.title, style="bold"),
         title_justify="left",
@@ -24,12 +78,12 @@ def print_table(console: Console, table: Table) -> None:
         caption_justify="left",
         show_header=any(table.columns),
     )
-    for place, column in enumerate(table.columns):
+    for place, (column, width) in enumerate(zip(table.columns, widths, strict=True)):
         left = place in table.left or place == 0
-        drawn.add_column(Text(column), justify="left" if left else "right", overflow="fold")
+        drawn.add_column(Text(column), justify="left" if left else "right", overflow="fold", width=width)
     for row in table.rows:
         drawn.add_row(*(_cell(cell) for cell in row))
-    console.print(drawn)
+    return drawn
 
 
 def _cell(cell: Cell) -> Text:

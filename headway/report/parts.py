@@ -44,6 +44,15 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a short answer: what it is about, and what is said."""
+
+    label: str
+    text: str
+    tone: Tone = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Picture:
     """A figure with its file's name (letters, digits, hyphens) and the sentence that says what to read from it."""
 

@@ -41,8 +41,10 @@ class ServerOptions(DeploymentOptions):
             metavar="MODEL",
         ),
     ]
-    hardware: Annotated[str, _deployment("Device, such as A100-80GB-SXM, H100-SXM, H200, or a calibrated machine.")]
-    tensor_parallel_size: Annotated[int, _deployment("Devices that share each layer.", min=1)] = 1
+    hardware: Annotated[
+        str, _deployment("Device such as H100-SXM, or a calibrated machine; see headway plan --list.", common=True)
+    ]
+    tensor_parallel_size: Annotated[int, _deployment("Devices that share each layer.", min=1, common=True)] = 1
     kv_cache_memory: Annotated[
         int | None, _engine("Memory of the KV cache, as 4G. Default: what is left.", parse=size, metavar="SIZE")
     ] = None
@@ -55,10 +57,11 @@ class ServerOptions(DeploymentOptions):
         ),
     ] = None
     max_num_queued_reqs: Annotated[
-        float | None, _limit("Most choices that wait or run; then 429. Default: 8 times --max-num-seqs.")
+        float | None, _limit("Limit of choices waiting or running; above it, 429. Default: 8 times --max-num-seqs.")
     ] = None
     max_num_queued_tokens: Annotated[
-        float | None, _limit("Most tokens of prompts without an output yet; then 429. Default: 8 KV pools.")
+        float | None,
+        _limit("Limit of prompt tokens whose output has not begun; above it, 429. Default: 8 times the KV cache."),
     ] = None
 
 

@@ -59,16 +59,14 @@ class SimulateOptions:
     workload: WorkloadSpec
     tokenizer: Annotated[
         str | None,
-        _workload(f"Folder or Hugging Face id of what measures texts. Default: {CHARACTERS} characters a token."),
+        _workload(f"Tokenizer that measures texts. Default: {CHARACTERS} characters per token."),
     ] = None
     max_concurrency: Annotated[
-        int | None, _load("Without a rate: users of a closed loop. With a rate: most requests in flight.", min=1)
+        int | None, _load("Without a rate: clients of a closed loop. With a rate: limit of requests in flight.", min=1)
     ] = None
-    find_max_rate: Annotated[
-        bool, _load("Look for the highest rate at which --goodput still holds.", "--find-max-rate")
-    ] = False
+    find_max_rate: Annotated[bool, _load("Find the highest rate that meets --goodput.", "--find-max-rate")] = False
     sweep: Annotated[
-        Sweep | None, _load("Simulate each of rate:1,2,4 (requests/s) or concurrency:1,8,64.", parse=Sweep.parse)
+        Sweep | None, _load("Simulate several loads: rate:1,2,4 (requests/s) or concurrency:1,8,64.", parse=Sweep.parse)
     ] = None
     what_ifs: Annotated[
         list[WhatIf],
@@ -158,7 +156,8 @@ class Simulation(Runner):
     def run_on(self, deployed: Deployed, load: Load, label: str = "") -> Run:
         """One run on this server."""
         with self.progress.status("Making prompts ...") as status, self.stoppable():
-            workload = build_workload(load.spec, SketchSource(self._tokenizer), chat=False)
+            context = deployed.scheduler.config.max_model_len
+            workload = build_workload(load.spec, SketchSource(self._tokenizer), chat=False, context=context)
             total, named = len(workload.requests), f" {label}" if label else ""
 
             def show(ended: int) -> None:
@@ -198,9 +197,9 @@ class Simulation(Runner):
             deployed = each.deploy(options.server, options.scheduling)
             others[each.title] = self.run_on(deployed, load, each.title)[0].records
         table = tail_table(run[0].records, others)
-        self.save(*run)
         self.print(*run)
         print_table(self.out, table)
+        self.save(*run)
         self.report([run], extra=[Section("The tail", tables=(table,))])
         return self.exit_code([run])
 

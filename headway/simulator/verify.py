@@ -68,7 +68,9 @@ class VerifyOptions:
     ] = None
     max_concurrency: Annotated[
         int | None,
-        Flag("Without a rate: users of a closed loop. With a rate: most requests in flight.", panel="Load", min=1),
+        Flag(
+            "Without a rate: clients of a closed loop. With a rate: limit of requests in flight.", panel="Load", min=1
+        ),
     ] = None
     ready_timeout_s: Annotated[
         float, Flag("Seconds for the model to load.", "--ready-timeout", panel="Deployment", min=1)
@@ -168,7 +170,7 @@ async def _measure(options: VerifyOptions, load: Load, steps: Path, progress: Co
 
 
 async def _run(session: Session, load: Load, stop: asyncio.Event) -> Measured:
-    workload = build_workload(load.spec, session.source, chat=False)
+    workload = build_workload(load.spec, session.source, chat=False, context=session.server.max_model_len)
     result = await session.measure(
         workload,
         settings={"seed": load.spec.seed},
@@ -222,7 +224,8 @@ def _simulated(recording: Recording, steps: list[RecordedStep], load: Load, host
     scheduler = Scheduler(engine.scheduler_config(), engine.kv_blocks())
     teach(scheduler.accounting.step_time, steps)
     limits = QueueLimits.for_engine(scheduler.config.max_num_seqs, engine.num_blocks * engine.block_size)
-    workload = build_workload(load.spec, SketchSource(load_tokenizer(engine.model)), chat=False)
+    source, context = SketchSource(load_tokenizer(engine.model)), scheduler.config.max_model_len
+    workload = build_workload(load.spec, source, chat=False, context=context)
     deployed = Deployed(scheduler, Learnt.of(steps, load.spec.seed), limits, host, {})
     return answer(deployed, load, workload)[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -70,12 +71,15 @@ class CommandLine:
 
     def never_client_bound(self) -> None:
         self._monkeypatch.setattr("headway.bench.client.watch.reasons", lambda *_: [])
+        self._monkeypatch.setattr("headway.bench.measures.client_effect.SPOILT", math.inf)
 
-    def __call__(self, *arguments: object, results: bool = True) -> Ran:
-        """`results` off leaves out --result-dir, for commands that have none."""
+    def __call__(self, *arguments: object, results: bool = True, verbose: bool = True) -> Ran:
+        """`results` off leaves out --result-dir, for commands that have none; `verbose` off is the short answer."""
         self._count += 1
         folder = self._folder / f"results-{self._count}"
         command = ["headway", *map(str, arguments), *(["--result-dir", str(folder)] if results else [])]
+        if verbose and results and arguments[0] == "bench" and arguments[1] != "profile":
+            command.append("--verbose")
         self._monkeypatch.setattr(sys, "argv", command)
         self._capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
@@ -92,7 +96,7 @@ class Subprocess:
     def __init__(self, folder: Path, *arguments: object) -> None:
         self.folder = folder
         environment = os.environ | {"COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, "-m", "headway", *map(str, arguments), "--result-dir", str(folder)]
+        command = [sys.executable, "-m", "headway", *map(str, arguments), "--verbose", "--result-dir", str(folder)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )

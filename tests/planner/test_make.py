@@ -166,7 +166,7 @@ def test_queues_grow_with_the_rate_and_so_do_their_bars() -> None:
 def test_a_rate_above_saturation_has_no_first_token() -> None:
     plan = planned(request_rate=1000.0)
     assert plan.fits and plan.ttft is None and plan.ttlt is None
-    assert plan.problem is not None and "grows without end" in plan.problem and "--count" in plan.problem
+    assert plan.problem is not None and "grows without limit" in plan.problem and "--count" in plan.problem
     assert plan.output_tokens_per_s is not None
     assert plan.output_tokens_per_s.value == pytest.approx(plan.saturation_rate * 256)
 

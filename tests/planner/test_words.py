@@ -56,8 +56,8 @@ def test_objectives_say_how_far_off_they_are() -> None:
     slo = said(slo={"ttft": 1e6, "tpot": 0.1})["SLO"]
     assert slo.startswith("ttft of 1,000,000 ms met with 100% to spare; tpot of 0.1 ms missed: it takes ")
     assert slo.endswith(" times as long")
-    assert "tpot of 7 ms missed by 5%, though its bar reaches below" in said(slo={"tpot": 7.0})["SLO"]
-    assert said(request_rate=1e4, slo={"ttft": 5.0})["SLO"] == "ttft of 5 ms missed: the queue grows without end"
+    assert "tpot of 7 ms missed by 5%, but its error bar reaches below the limit" in said(slo={"tpot": 7.0})["SLO"]
+    assert said(request_rate=1e4, slo={"ttft": 5.0})["SLO"] == "ttft of 5 ms missed: the queue grows without limit"
     assert said("llama-3.1-70b", slo={"ttft": 5.0})["SLO"] == "ttft of 5 ms missed: it does not fit"
     assert "tpot met" in said(output_tokens=1, concurrency=2, slo={"tpot": 5.0})["SLO"]
 
@@ -70,13 +70,13 @@ def test_one_of_a_thing_is_no_plural() -> None:
 
 
 def test_the_longest_context_is_no_longer_than_the_model_allows() -> None:
-    assert "one of 131,072, the longest that is allowed" in said()["Fits"]
+    assert "one of 131,072, the longest allowed" in said()["Fits"]
     assert "one of 4,000, the longest" in said(max_model_len=4000)["Fits"]
     assert "allowed" not in said(hardware="RTX-4090")["Fits"]
 
 
 def test_cache_is_of_a_device_where_its_memory_is() -> None:
-    assert "81.9 kB a token (328 kB in all)" in said("llama-3.1-70b", count=4)["Fits"]
+    assert "81.9 kB per token (328 kB in all)" in said("llama-3.1-70b", count=4)["Fits"]
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_assumptions_say_which_products_a_device_lacks() -> None:
 
 
 def test_a_queue_without_end_is_called_that() -> None:
-    assert said(request_rate=1e4)["TTFT"].startswith("without end;")
+    assert said(request_rate=1e4)["TTFT"].startswith("grows without limit;")

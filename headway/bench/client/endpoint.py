@@ -27,6 +27,7 @@ class Endpoint:
         headers: further ones, or others than the client's own.
         ignore_eos: ask for exactly the planned number of tokens.
         extra_body: further fields of every body; those of a request win.
+        cache_salt: prompts share cached prefixes only with prompts of the same salt; "" leaves the field out.
         include_timings: ask for Headway's `timings`. Others than Headway may refuse it.
         include_usage, continuous_usage: `stream_options`, the second with vLLM's `continuous_usage_stats`.
         max_tokens_field: max_tokens or max_completion_tokens.
@@ -46,6 +47,7 @@ class Endpoint:
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     ignore_eos: bool = False
     extra_body: Mapping[str, Any] = field(default_factory=dict)
+    cache_salt: str = ""
     include_timings: bool = False
     include_usage: bool = True
     continuous_usage: bool = False

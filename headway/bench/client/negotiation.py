@@ -21,10 +21,11 @@ _REFUSED = (400, 422)
 _OPTIONS_OF = {
     "continuous_usage_stats": ("continuous_usage",),
     "ignore_eos": ("ignore_eos",),
+    "cache_salt": ("cache_salt",),
     "include_timings": ("include_timings",),
     "stream_options": ("continuous_usage", "include_usage"),
 }
-_BEYOND_OPENAI = ("continuous_usage", "ignore_eos", "include_timings")
+_BEYOND_OPENAI = ("continuous_usage", "ignore_eos", "cache_salt", "include_timings")
 
 
 async def negotiate_stream(asker: Asker, wanted: Endpoint) -> tuple[Endpoint, RequestRecord]:
@@ -92,7 +93,7 @@ def _without(endpoint: Endpoint, said: str) -> Endpoint | None:
 
 
 def _switched_off(endpoint: Endpoint, options: Iterable[str]) -> Endpoint:
-    changes: dict[str, Any] = dict.fromkeys(options, False)
+    changes: dict[str, Any] = {option: type(getattr(endpoint, option))() for option in options}
     return dataclasses.replace(endpoint, **changes)
 
 

@@ -21,6 +21,7 @@ COUNTS_AT_ONCE = 8
 NAMES = {"headway": "Headway", "vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "unknown": "unknown"}
 # Honoured, not only accepted: known of these servers; of others nobody can tell from outside.
 KNOWS_IGNORE_EOS = frozenset({"headway", "vllm", "sglang", "llamacpp"})
+KNOWS_CACHE_SALT = frozenset({"headway", "vllm"})
 _VERSION_AT = {
     "headway": ("/version", "version"),
     "vllm": ("/version", "version"),
@@ -34,7 +35,8 @@ class Server:
     """What is known of a server.
 
     Args:
-        endpoint: how it is asked: as the user wants it, with all that helps a measurement and that it understands.
+        endpoint: how it is asked: as the user wants it, with all that helps a measurement and that it understands. It
+            has a cache_salt where the server honours one.
         kind: a key of NAMES.
         version: None where it does not tell.
         max_model_len: tokens of prompt and answer together; None where it does not tell.
@@ -82,6 +84,7 @@ async def probe(wanted: Endpoint, ready_timeout_s: float = 0.0, may_ignore_eos: 
             model=model or None,
             continuous_usage=True,
             ignore_eos=wanted.ignore_eos or (may_ignore_eos and kind in KNOWS_IGNORE_EOS),
+            cache_salt="probe" if kind in KNOWS_CACHE_SALT and "cache_salt" not in wanted.extra_body else "",
             include_timings=kind == "headway",
         )
         accepted, record = await negotiate_stream(asker, wishes)

@@ -57,6 +57,8 @@ class BodyBuilder:
             fields["stream_options"] = {name: True for name, wanted in options.items() if wanted}
         if endpoint.ignore_eos:
             fields["ignore_eos"] = True
+        if endpoint.cache_salt:
+            fields["cache_salt"] = endpoint.cache_salt
         if endpoint.include_timings:
             fields["include_timings"] = True
         self._fields = {**fields, **endpoint.extra_body}

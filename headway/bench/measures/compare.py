@@ -236,6 +236,10 @@ def _doubts_of_one(same: bool) -> list[str]:
     return [drift] if same else [drift, workload]
 
 
+# What differs from run to run in any case: the server's metrics, and what keeps runs out of each other's prefix cache.
+_OF_EACH_RUN = ("metrics", "cache_salt", "prompt_seed", "fingerprint")
+
+
 def _different_settings(a: list[RunResult], b: list[RunResult]) -> dict[str, tuple[Any, Any]]:
     def values(runs: list[RunResult], of: str, key: str) -> Any:
         found = tuple((run.settings if of == "settings" else run.server).get(key) for run in runs)
@@ -246,7 +250,7 @@ def _different_settings(a: list[RunResult], b: list[RunResult]) -> dict[str, tup
         keys = {key: None for run in a + b for key in (run.settings if of == "settings" else run.server)}
         for key in keys:
             pair = values(a, of, key), values(b, of, key)
-            if pair[0] != pair[1] and key != "metrics":
+            if pair[0] != pair[1] and key not in _OF_EACH_RUN:
                 different[key if of == "settings" else f"server.{key}"] = pair
     return different
 

@@ -16,6 +16,7 @@ class Percentile:
         value: None when the claim is refused: there are fewer samples than even independent ones would have to be.
         low, high: bounds of the confidence interval; None where the effective number of samples is too small for one.
         needs: samples that both bounds would take, where one is missing; None otherwise.
+        client_ms: how much of it the client's own delays may be, at most; in ms as the value.
     """
 
     p: float
@@ -23,6 +24,12 @@ class Percentile:
     low: float | None
     high: float | None
     needs: int | None = None
+    client_ms: float = 0.0
+
+    @property
+    def client_share(self) -> float:
+        """`client_ms` as a share of the value; 0 where there is no value."""
+        return self.client_ms / max(self.value, 1e-6) if self.value is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class Stop(StrEnum):
     FLOOR = "floor"  # the lowest rate allowed did not hold
     PROBES = "probes"  # the budget of probes is spent
     TIME = "time"
-    INVALID = "invalid"  # a probe could not be trusted: client-bound, interrupted
+    INVALID = "invalid"  # a probe measured nothing, or was interrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,10 @@ class ProbeOutcome:
         slowness: of each judged request, in the order in which they were due: the largest of its measured values over
             their limits. At most 1 has met its objectives; inf has failed. Shape (requests,).
         steady: False when the server is seen to fall behind (steady.falls_behind), not merely when the run was short.
-        valid: False when the numbers are not the server's: the client was the limit, or the run was interrupted.
+        valid: False when nothing was measured, or the run was interrupted.
+        offered: False when the client was the limit, so that the server did not see this load: it counts as failed.
+        client: why misses may be this client's and not the server's; empty where they are not. What was met was met, as
+            a client only ever adds to latencies.
         reason: for steady or valid being False.
     """
 
@@ -63,6 +66,8 @@ class ProbeOutcome:
     slowness: np.ndarray = field(repr=False)
     steady: bool = True
     valid: bool = True
+    offered: bool = True
+    client: str = ""
     reason: str = ""
 
 
@@ -103,6 +108,11 @@ class Trial:
     @property
     def valid(self) -> bool:
         return all(probe.valid for probe in self.probes)
+
+    @property
+    def client(self) -> str:
+        """Why its misses may be the client's: where it did not hold, the server may still hold that rate."""
+        return next((probe.client for probe in self.probes if probe.client), "")
 
     def judge(self, stall_s: float, confidence: float) -> None:
         """Bound the attainment by all that was seen at this rate, cut into blocks that do not depend on each other.
@@ -383,7 +393,7 @@ class _Search:
             raise _Stopped(Stop.INVALID, f"the probe at {trial.rate:.4g} requests/s measured no request")
         missed = trial.share < self._options.target
         behind = trial.unsteady >= max(2, len(trial.probes) // 5) or (trial.unsteady and missed)
-        if trial.high < self._options.target or behind:
+        if trial.high < self._options.target or behind or not outcome.offered:
             trial.verdict = Verdict.FAILED
 
     def _tell(self, trial: Trial) -> None:

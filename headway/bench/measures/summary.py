@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.bench.measures.client_effect import with_client
 from headway.bench.measures.latencies import Latencies, Since
 from headway.bench.measures.numbers import PERCENTILES, Distribution, Summary, Window
 from headway.bench.measures.percentiles import distribution
@@ -16,7 +17,7 @@ from headway.bench.measures.phases import phase_lengths
 from headway.bench.measures.slo import Objectives, attainment
 from headway.bench.measures.steady import find_steady_window
 from headway.bench.measures.throughput import prompt_tokens, whole_run_rates, window_rates
-from headway.bench.record import FailureKind, RequestRecord, RunResult
+from headway.bench.record import ClientHealth, FailureKind, RequestRecord, RunResult
 from headway.cost.price import cost_per_million
 
 WHOLE_RUN = "whole run"
@@ -101,8 +102,8 @@ def summarise(
         completed=len(latencies.records),
         failed=failures.total(),
         failures=dict(sorted(failures.items())),
-        from_schedule=_distributions(latencies, "schedule", percentiles, confidence),
-        from_send=_distributions(latencies, "send", percentiles, confidence),
+        from_schedule=_distributions(latencies, "schedule", percentiles, confidence, result.client),
+        from_send=_distributions(latencies, "send", percentiles, confidence, result.client),
         phases_ms=_phases(latencies, percentiles, confidence),
         rates=rates,
         tokens=tokens,
@@ -141,7 +142,7 @@ def cost_per_million_tokens(price_per_hour: float | None, tokens_per_s: float) -
 
 
 def _distributions(
-    latencies: Latencies, since: Since, percentiles: Sequence[float], confidence: float
+    latencies: Latencies, since: Since, percentiles: Sequence[float], confidence: float, client: ClientHealth
 ) -> dict[str, Distribution]:
     distributions = {}
     for metric, values in latencies.metrics(since).items():
@@ -151,7 +152,8 @@ def _distributions(
         # Gaps of one request are not independent of each other.
         groups = latencies.itl_request[known] if metric == "itl_ms" else None
         distributions[metric] = distribution(values[known], percentiles, groups=groups, confidence=confidence)
-    return distributions
+    tokens = float(np.mean(latencies.output_tokens)) if len(latencies.records) else 0.0
+    return with_client(distributions, client, since, tokens)
 
 
 def _phases(latencies: Latencies, percentiles: Sequence[float], confidence: float) -> dict[str, Distribution]:

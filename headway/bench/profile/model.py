@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headway.bench.errors import BenchError
-from headway.bundled import STORY
+from headway.bundled import NAME
 from headway.cost.memory import weight_bytes
 from headway.cost.precision import INT8, Format, Precision
 from headway.cost.shape import ModelShape
@@ -85,7 +85,7 @@ def find_model(
         BenchError: there is no such model, or it cannot be served.
     """
     try:
-        folder = STORY if name is None else resolve_model(name)
+        folder = resolve_model(name or NAME)
         config = ModelConfig.from_folder(folder)
     except ModelError as error:
         raise BenchError(str(error)) from None
@@ -93,7 +93,7 @@ def find_model(
     files = [] if load_format == "dummy" else sorted(folder.glob("*.safetensors"))
     if not files and load_format != "dummy":
         raise BenchError(f"{folder} holds no *.safetensors; give a complete checkpoint, or --load-format dummy")
-    shown = f"headway/{STORY.name}" if name is None else name
+    shown = name or NAME
     checkpoint_bytes = sum(file.stat().st_size for file in files)
     head = EMBEDDING if config.shape.tied_embeddings else "lm_head"
     schemes = (scheme_of(each, quantization, config.packed) for each in ("model.layers.0.mlp.down_proj", head))

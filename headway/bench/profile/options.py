@@ -35,7 +35,10 @@ class ProfileOptions(ModelOptions):
     ] = None
     prompt_lens: Annotated[
         tuple[int, ...] | None,
-        Flag("Tokens of the prompts, as 16,256,1024. Default: 16 to 2048, as far as they fit.", parse=token_counts),
+        Flag(
+            "Prompt lengths in tokens, such as 16,256,1024. Default: 16 to 2048, within the context.",
+            parse=token_counts,
+        ),
     ] = None
     output_len: Annotated[int, Flag("Tokens of each answer.", min=2)] = 32
     repeats: Annotated[int, Flag("Requests of each prompt length.", min=1)] = 10

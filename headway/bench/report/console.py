@@ -12,10 +12,23 @@ from headway.bench.measures.numbers import Summary
 from headway.bench.measures.search import SearchResult
 from headway.bench.record import RunResult
 from headway.bench.report import tables, verdict
+from headway.bench.report.brief import brief
 from headway.bench.report.comparison import comparison_banners, comparison_table, settings_table
 from headway.bench.report.search import search_banners, search_table
 from headway.bench.report.views import load_name, load_of
-from headway.report.console import print_banner, print_table
+from headway.report.console import print_banner, print_lines, print_table
+
+
+def print_brief(
+    console: Console,
+    result: RunResult,
+    summaries: Sequence[Summary],
+    *,
+    target: float = 0.99,
+    most_failed: float = 0.01,
+) -> None:
+    """A run in about ten lines. Arguments are those of `print_summary`."""
+    print_lines(console, brief(result, summaries, target=target, most_failed=most_failed))
 
 
 def print_summary(

@@ -120,7 +120,8 @@ def client_picture(result: RunResult) -> Picture:
         words.append(f"99 % of the requests were sent within {number(np.quantile(lag, 0.99))} ms of their schedule")
     if len(loop):
         words.append(f"the client's event loop was at most {number(loop.max())} ms late")
-    verdict = "the run is client-bound" if client.bound else "its delays are not taken for the server's"
+    share = "the latency tables say what share of each figure that may be"
+    verdict = "the run is client-bound" if client.bound else share
     caption = sentence("; ".join([*words, verdict]))
     return Picture("client-lag", "The client itself", caption, figures.client_lag(client))
 

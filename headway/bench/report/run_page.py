@@ -40,7 +40,7 @@ DEFINITIONS = (
         "Given up by its client, as planned: no failure, and judged only if an objective was missed by then.",
     ),
     ("probes", "Short requests of a stranger, sent beside the load; they are in none of its numbers."),
-    ("client-bound", "The client itself was late, so its delays would be read as the server's. The run is not valid."),
+    ("client-bound", "The client did not offer the load, or its own delays may be more than 10 % of every figure."),
     ("queue", "Phases of the server's ledger in which a request waited for a place in the batch."),
     ("stall", "Phases in which it was in the batch, but waited for others' work."),
 )

@@ -50,6 +50,8 @@ def search_banners(found: SearchResult, target: float = 0.99) -> tuple[Banner, .
 
 def _why_not(found: SearchResult, rate: float) -> str:
     trial = next((trial for trial in found.trials if trial.rate == rate), None)
+    if trial is not None and trial.verdict is Verdict.FAILED and trial.client:
+        return f"did not hold for this client, which was late there ({trial.client}): the server may do better"
     if trial is None or trial.verdict is Verdict.FAILED:
         return "did not hold"
     return f"stayed undecided ({trial.reason})" if trial.reason else "stayed undecided"
@@ -67,7 +69,8 @@ def _row(trial: Trial) -> tuple[Cell, ...]:
     share = Cell(f"{100 * trial.share:.4g} %", detail=f"{100 * trial.low:.4g}–{100 * trial.high:.4g}")
     behind = Cell(f"{trial.unsteady} of {len(trial.probes)}", "warn") if trial.unsteady else Cell("no", "quiet")
     reason = next((probe.reason for probe in trial.probes if not probe.valid), "")
-    verdict = Cell(f"not valid: {reason}", "bad") if reason else Cell(str(trial.verdict), TONES[trial.verdict])
+    word = f"{trial.verdict} (client-bound)" if trial.client and trial.verdict is Verdict.FAILED else str(trial.verdict)
+    verdict = Cell(f"not valid: {reason}", "bad") if reason else Cell(word, TONES[trial.verdict])
     known = share if trial.total else Cell("–", "quiet")
     return cells(number(trial.rate), str(len(trial.probes)), f"{trial.total:,}", known, behind, verdict)
 

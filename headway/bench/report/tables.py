@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.bench.measures.client_effect import SPOILT, is_spoilt
 from headway.bench.measures.numbers import Attainment, Distribution, Percentile, Summary
 from headway.bench.record import ClientHealth, RunResult
 from headway.bench.report.verdict import METRIC_NAMES, failures_by_kind, is_valid, objectives_in_words, outcome
@@ -20,7 +21,8 @@ Row = tuple[str, Sequence[str | Cell]]  # its label, and a value for each column
 NOTHING = Cell("–", "quiet")
 LATENCY_NOTE = (
     "Milliseconds; below each percentile its 95 % interval. Schedule: counted from when a request was due; send: from "
-    "when it was sent. Needs N+: so many samples it takes to claim this percentile."
+    "when it was sent. Needs N+: this percentile needs at least N samples. Client: the largest share of these figures "
+    "that this client's own delays may have added; a figure of which it is more than 10 % is not valid."
 )
 RATES = (
     ("request_throughput", "requests/s"),
@@ -102,14 +104,16 @@ def latency_table(view: Summary) -> Table:
         else:
             rows.append(_latency_row(f"{name}, schedule", due, shown))
             rows.append(_latency_row(f"{name}, send", sent, shown, quiet=True))
-    columns = ("ms", "samples", "mean", *(f"P{p:g}" for p in shown))
+    columns = ("ms", "samples", "mean", *(f"P{p:g}" for p in shown), "client")
     return Table(f"Latency, {plain(view.name)}", columns, tuple(rows), note=LATENCY_NOTE)
 
 
 def _latency_row(name: str, found: Distribution, shown: Sequence[float], quiet: bool = False) -> tuple[Cell, ...]:
     tone: Tone = "quiet" if quiet else ""
     claims = [percentile_cell(found.percentile(p), tone) for p in shown]
-    return (Cell(name, tone), Cell(f"{found.count:,}", tone), Cell(number(found.mean), tone), *claims)
+    most = max((claim.client_share for claim in found.percentiles), default=0.0)
+    added = Cell("< 1 %" if most < 0.01 else f"≤ {100 * most:.0f} %", "bad" if most > SPOILT else tone)
+    return (Cell(name, tone), Cell(f"{found.count:,}", tone), Cell(number(found.mean), tone), *claims, added)
 
 
 def percentile_cell(claim: Percentile | None, tone: Tone = "") -> Cell:
@@ -119,6 +123,8 @@ def percentile_cell(claim: Percentile | None, tone: Tone = "") -> Cell:
     if claim.value is None:
         return Cell(f"needs {claim.needs:,}+" if claim.needs else "refused", "quiet")
     low, high = ("?" if bound is None else number(bound) for bound in (claim.low, claim.high))
+    if is_spoilt(claim):
+        return Cell(number(claim.value), "bad", f"client ≤ {claim.client_share:.0%}")
     return Cell(number(claim.value), tone, f"{low}–{high}")
 
 
@@ -217,7 +223,8 @@ def metrics_table(metrics: Mapping[str, Any]) -> Table | None:
         rows.append(cells("prompt tokens found in its prefix cache, %", number(100 * rate), NOTHING))
     if not rows:
         return None
-    return Table("By the server's own metrics", ("", "mean", "most"), tuple(rows), note="Of all requests that it had.")
+    note = "Includes other clients' requests."
+    return Table("By the server's own metrics", ("", "mean", "most"), tuple(rows), note=note)
 
 
 def failure_table(result: RunResult) -> Table | None:

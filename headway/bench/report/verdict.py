@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
+from headway.bench.measures.client_effect import spoilt
 from headway.bench.measures.numbers import Attainment, Summary
 from headway.bench.record import RunResult
 from headway.bench.report.views import load_of, steady_or_whole
@@ -17,6 +18,7 @@ MAX_FAILED_SHARE = 0.01
 TARGET = 0.99
 OMISSION_RATIO = 1.1  # of P99 from the schedule to that from the send, from where on the difference is pointed out
 OMISSION_MS = 5.0
+MOST_SPOILT_SHOWN = 4
 METRIC_NAMES = {
     "ttft_ms": "TTFT",
     "tpot_ms": "TPOT",
@@ -47,6 +49,7 @@ def banners(
     found = [
         _nothing(result),
         _client_bound(result),
+        _spoilt(result, summaries),
         _interrupted(result),
         _failures(result, max_failed_share),
         *(_objectives(view, target) for view in _main_views(summaries)),
@@ -61,6 +64,9 @@ def headline(result: RunResult, summaries: Sequence[Summary], **limits: float) -
     whole = summaries[0]
     asked = whole.completed + whole.failed
     valid = "Valid" if is_valid(result, summaries, **limits) else "Not valid"
+    figures = spoilt_figures(summaries)
+    if valid == "Valid" and figures:
+        valid = f"Valid but for {figures[0]}" + (f" and {len(figures) - 1} more" if len(figures) > 1 else "")
     return (
         f"{valid}: {whole.completed:,} of {count(asked, 'request')} answered in {number(result.duration_s)} s, "
         f"{number(whole.rates.get('request_throughput', 0.0))} requests/s and "
@@ -71,39 +77,64 @@ def headline(result: RunResult, summaries: Sequence[Summary], **limits: float) -
 def is_valid(
     result: RunResult, summaries: Sequence[Summary], *, max_failed_share: float = MAX_FAILED_SHARE, **_: float
 ) -> bool:
-    """Whether the numbers are the server's: requests were answered, the client kept up, and few requests failed."""
+    """Whether requests were answered, few failed, and the client offered the load and did not spoil every figure.
+
+    Single figures may be spoilt all the same (`spoilt_figures`).
+    """
     whole = summaries[0]
     asked = whole.completed + whole.failed
     few_failed = bool(asked) and whole.failed <= max_failed_share * asked
     return bool(whole.completed) and few_failed and not result.client.bound and not result.interrupted
 
 
+def spoilt_figures(summaries: Sequence[Summary]) -> list[str]:
+    """Figures of the main view of which the client may be more than a tenth, as "TPOT P99"; the most spoilt first."""
+    found = spoilt(steady_or_whole(summaries).from_schedule)
+    return [f"{METRIC_NAMES[metric]} P{claim.p:g}" for metric, claim in found]
+
+
 def of_runs(runs: Sequence[tuple[RunResult, Sequence[Summary]]], target: float = TARGET) -> tuple[Banner, ...]:
-    """Of several runs of one workload: which were client-bound, and up to what load the objectives held."""
+    """Of several runs of one workload: which were client-bound, and up to what load the objectives held.
+
+    A client only ever adds to latencies, so objectives that were met by its clock were met. Only a run in which the
+    client was the limit and which missed them says nothing of the server.
+    """
     found = []
     bound = sorted(load_of(result) for result, _ in runs if result.client.bound)
     if bound:
         loads = ", ".join(number(load) for load in bound)
-        found.append(
-            Banner("CLIENT-BOUND", (f"At a load of {loads} the numbers are this client's, not the server's.",))
-        )
-    decided = {
-        load_of(result): outcome(view.attainment, target)
-        for result, summaries in runs
-        if (view := steady_or_whole(summaries)).attainment is not None and not result.client.bound
+        line = f"At a load of {loads} this client was the limit: the server may do better there. Use another machine."
+        found.append(Banner("CLIENT-BOUND", (line,), "warn"))
+    attained = {
+        load_of(result): view.attainment
+        for result, summaries in sorted(runs, key=lambda run: load_of(run[0]))
+        if (view := steady_or_whole(summaries)).attainment is not None
+        and not (result.client.bound and outcome(view.attainment, target) == "missed")
     }
-    if not decided:
-        return tuple(found)
-    broken = [load for load, decision in decided.items() if decision != "held"]
-    held = [load for load, decision in decided.items() if decision == "held" and load < min(broken, default=math.inf)]
+    return (*found, _up_to(attained, target)) if attained else tuple(found)
+
+
+def _up_to(attained: dict[float, Attainment], target: float) -> Banner:
+    """Up to which load the objectives held; by load, rising."""
+    decided = {load: outcome(found, target) for load, found in attained.items()}
     wanted = f"{100 * target:g} % of the requests met their objectives"
-    if held:
+    first_missed = min((load for load, decision in decided.items() if decision == "missed"), default=math.inf)
+    below = {load: decision for load, decision in decided.items() if load < first_missed}
+    first_open = min((load for load, decision in below.items() if decision == "undecided"), default=math.inf)
+    if held := [load for load in below if load < first_open]:
         line = f"With 95 % confidence {wanted} at every load up to {number(max(held))}, of those that were run."
-        found.append(Banner(f"Objectives held up to {number(max(held))}", (line,), "good"))
-    else:
-        line = f"At the lowest load, {number(min(decided))}, it is not certain that {wanted}."
-        found.append(Banner("Objectives held at no load", (line,), "bad"))
-    return tuple(found)
+        return Banner(f"Objectives held up to {number(max(held))}", (line,), "good")
+    if below:
+        shares = ", ".join(f"{number(load)} ({100 * attained[load].share:.4g} %)" for load in below)
+        enough = math.ceil(math.log(0.025) / math.log(target))
+        line = (
+            f"By load, this share met their objectives: {shares}. To be certain of {100 * target:g} % takes at least "
+            f"{enough:,} requests at a load, more if any misses: raise --num-prompts."
+        )
+        return Banner("Objectives: too few requests to decide", (line,), "warn")
+    lowest = min(decided)
+    line = f"At the lowest load, {number(lowest)}, {100 * attained[lowest].share:.4g} % met their objectives."
+    return Banner("Objectives missed at every load", (line,), "bad")
 
 
 def other_notes(whole: Summary) -> list[str]:
@@ -156,8 +187,22 @@ def _nothing(result: RunResult) -> Banner | None:
 def _client_bound(result: RunResult) -> Banner | None:
     if not result.client.bound:
         return None
-    advice = "The numbers are this client's, not the server's: use a faster or a less busy machine, or a lower rate."
+    advice = "The figures are this client's as much as the server's: run it on another machine, or at a lower rate."
     return Banner("CLIENT-BOUND", (*map(sentence, result.client.reasons), advice))
+
+
+def _spoilt(result: RunResult, summaries: Sequence[Summary]) -> Banner | None:
+    """The figures that the client may have made more than a tenth of; the run is valid without them."""
+    found = spoilt(steady_or_whole(summaries).from_schedule)
+    if not found or result.client.bound:
+        return None
+    named = ", ".join(
+        f"{METRIC_NAMES[metric]} P{claim.p:g} by up to {number(claim.client_ms)} ms ({claim.client_share:.0%})"
+        for metric, claim in found[:MOST_SPOILT_SHOWN]
+    )
+    more = f", and {len(found) - MOST_SPOILT_SHOWN} more" if len(found) > MOST_SPOILT_SHOWN else ""
+    line = f"This client's own delays may have raised {named}{more}. Do not quote these figures; the others are valid."
+    return Banner("CLIENT DELAYS", (line,), "warn")
 
 
 def _interrupted(result: RunResult) -> Banner | None:

@@ -74,13 +74,19 @@ class Workload:
 
 
 def build_workload(
-    spec: WorkloadSpec, source: TokenSource, *, chat: bool, progress: Progress | None = None
+    spec: WorkloadSpec,
+    source: TokenSource,
+    *,
+    chat: bool,
+    context: int | None = None,
+    progress: Progress | None = None,
 ) -> Workload:
     """Schedule a run.
 
     Args:
         source: makes the prompts.
         chat: requests go to /v1/chat/completions: conversations become messages.
+        context: tokens that the model has room for, for lengths that were left open; None where it is not known.
         progress: called now and then while prompts are made.
 
     Raises:
@@ -90,7 +96,7 @@ def build_workload(
     mix = load_mix(spec.mix) if spec.mix is not None else None
     if mix is not None and mix.has_own_arrivals:
         _check_alone(spec)
-    parts = parts_of(spec, mix.classes if mix else (MixClass("", 1.0, spec),), source)
+    parts = parts_of(spec, mix.classes if mix else (MixClass("", 1.0, spec),), source, context)
     schedule = make_schedule(spec, parts)
     clipped = _clip(schedule)
     schedule.conversations = with_cancellations(spec, parts, schedule.conversations)

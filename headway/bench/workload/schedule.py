@@ -18,7 +18,7 @@ from headway.bench.workload.arrivals import AllAtOnce, Times, Trace
 from headway.bench.workload.datasets import Dataset, Turns
 from headway.bench.workload.mix import MixClass
 from headway.bench.workload.prompts import TokenSource
-from headway.bench.workload.spec import DEFAULT_NUM_PROMPTS, WorkloadSpec, make_dataset
+from headway.bench.workload.spec import DEFAULT_NUM_PROMPTS, WorkloadSpec, fitted, make_dataset
 
 # Purposes of random numbers.
 _LENGTHS, _TIMES, _ORDER, _CANCELLATIONS, PROBES = range(5)
@@ -51,8 +51,13 @@ class Schedule:
     notes: list[str] = field(default_factory=list)
 
 
-def parts_of(spec: WorkloadSpec, classes: Sequence[MixClass], source: TokenSource) -> list[Part]:
+def parts_of(
+    spec: WorkloadSpec, classes: Sequence[MixClass], source: TokenSource, context: int | None = None
+) -> list[Part]:
     """The classes with their datasets. The run's limits of lengths apply to each class.
+
+    Args:
+        context: tokens that the model has room for, for lengths that were left open; None where it is not known.
 
     Raises:
         BenchError: from make_dataset, naming the class of a mix.
@@ -60,11 +65,12 @@ def parts_of(spec: WorkloadSpec, classes: Sequence[MixClass], source: TokenSourc
     parts = []
     for number, of_class in enumerate(classes):
         own = of_class.options
-        options = replace(
+        limited = replace(
             own,
             max_input_len=_smaller(spec.max_input_len, own.max_input_len),
             max_output_len=_smaller(spec.max_output_len, own.max_output_len),
         )
+        options = fitted(limited, context)
         try:
             dataset = make_dataset(options, source)
         except BenchError as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from headway.bench.errors import BenchError
 from headway.bench.workload.arrivals import Arrival
@@ -28,6 +29,7 @@ from headway.bench.workload.traces import MOONCAKE_BLOCK_SIZE, TraceRows, read_a
 from headway.flags import Flag
 
 DEFAULT_NUM_PROMPTS = 1000
+DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN = 1024, 128
 DEFAULT_TURNS = Uniform(2, 8)
 DEFAULT_THINK_S = Exponential(5.0)
 DEFAULT_TURN_LEN = Uniform(50, 150)
@@ -50,49 +52,68 @@ class DatasetOptions:
     """
 
     dataset_name: Annotated[
-        str, _workload("random, sharegpt, azure, mooncake, burstgpt, prefix_repetition, multi_turn or custom.")
+        str,
+        _workload("random, sharegpt, azure, mooncake, burstgpt, prefix_repetition, multi_turn or custom.", common=True),
     ] = "random"
-    dataset_path: Annotated[Path | None, _workload("File of the dataset.")] = None
+    dataset_path: Annotated[Path | None, _workload("File of the dataset.", common=True)] = None
     input_len: Annotated[
         Distribution | None,
-        _workload("Tokens of a prompt: a number, or as lognormal:mean=200,cv=0.8,max=4000.", parse=parse_length),
+        _workload(
+            "Prompt tokens: a number, or a distribution such as lognormal:mean=200,cv=0.8,max=4000.", parse=parse_length
+        ),
     ] = None
-    output_len: Annotated[Distribution | None, _workload("Tokens of an answer, likewise.", parse=parse_length)] = None
-    random_input_len: Annotated[int, _workload("Tokens of a random prompt.")] = 1024
-    random_output_len: Annotated[int, _workload("Tokens of its answer.")] = 128
+    output_len: Annotated[
+        Distribution | None, _workload("Output tokens: a number or a distribution.", parse=parse_length)
+    ] = None
+    random_input_len: Annotated[
+        int | None,
+        _workload(
+            "Prompt tokens of the random dataset. Default: 1024, or half of the context if that is less.", common=True
+        ),
+    ] = None
+    random_output_len: Annotated[
+        int | None,
+        _workload(
+            "Output tokens of the random dataset. Default: 128, or 1/8 of the context if that is less.", common=True
+        ),
+    ] = None
     random_range_ratio: Annotated[
         str | float | Mapping[str, float],
-        _workload("Random lengths lie between LEN * (1 - RATIO) and LEN * (1 + RATIO). Default: 0.", parse=str),
+        _workload("Spread of random lengths: from LEN * (1 - RATIO) to LEN * (1 + RATIO). Default: 0.", parse=str),
     ] = 0.0
-    random_prefix_len: Annotated[int, _workload("Tokens that all random prompts begin with.")] = 0
+    random_prefix_len: Annotated[int, _workload("Tokens of a prefix that all random prompts share.")] = 0
     prefix_repetition_prefix_len: Annotated[int, _workload("Tokens of a shared prefix.")] = 256
-    prefix_repetition_suffix_len: Annotated[int, _workload("Tokens of each prompt after it.")] = 256
-    prefix_repetition_num_prefixes: Annotated[int, _workload("Shared prefixes.")] = 10
+    prefix_repetition_suffix_len: Annotated[int, _workload("Tokens of each prompt after the shared prefix.")] = 256
+    prefix_repetition_num_prefixes: Annotated[int, _workload("Number of shared prefixes.")] = 10
     prefix_repetition_output_len: Annotated[int, _workload("Tokens of an answer.")] = 128
     sharegpt_output_len: Annotated[int | None, _workload("Default: as long as the answer in the file.")] = None
     custom_output_len: Annotated[int | None, _workload("Default: what each row says.")] = None
     multi_turn_turns: Annotated[
         Distribution,
-        _workload("Requests of a conversation.", parse=parse_length, default="uniform:min=2,max=8"),
+        _workload("Turns of a conversation.", parse=parse_length, default="uniform:min=2,max=8"),
     ] = DEFAULT_TURNS
-    multi_turn_prefix_len: Annotated[int, _workload("Tokens that all conversations begin with.")] = 0
+    multi_turn_prefix_len: Annotated[int, _workload("Tokens of a system prompt that all conversations share.")] = 0
     multi_turn_think_s: Annotated[
         Distribution,
         _workload(
-            "Seconds between an answer and the next turn.", parse=parse_distribution, default="exponential:mean=5"
+            "Think time between an answer and the next turn, in seconds.",
+            parse=parse_distribution,
+            default="exponential:mean=5",
         ),
     ] = DEFAULT_THINK_S
-    burstgpt_model: Annotated[str | None, _workload("Only the requests to this model.")] = None
+    burstgpt_model: Annotated[str | None, _workload("Use only the trace's requests to this model.")] = None
     trace_block_size: Annotated[int, _workload("Tokens of a Mooncake trace's hash id.")] = MOONCAKE_BLOCK_SIZE
-    max_input_len: Annotated[int | None, _workload("Longer prompts are clipped, longer texts left out.")] = None
-    max_output_len: Annotated[int | None, _workload("Longer answers are clipped.")] = None
-    disable_shuffle: Annotated[bool, _workload("Take texts in the order of their file.", "--disable-shuffle")] = False
+    max_input_len: Annotated[
+        int | None, _workload("Clip made-up prompts to this many tokens; leave out longer texts.")
+    ] = None
+    max_output_len: Annotated[int | None, _workload("Clip outputs to this many tokens.")] = None
+    disable_shuffle: Annotated[bool, _workload("Use texts in the order of their file.", "--disable-shuffle")] = False
     cancel_share: Annotated[
-        float, _workload("Share of requests that their client gives up after --cancel-after-s.", min=0, max=1)
+        float, _workload("Share of requests that the client cancels after --cancel-after-s.", min=0, max=1)
     ] = 0.0
     cancel_after_s: Annotated[
         Distribution | None,
-        _workload("Seconds after the send, as 2 or exponential:mean=2,max=10.", parse=parse_distribution),
+        _workload("Seconds until a client cancels: 2, or exponential:mean=2,max=10.", parse=parse_distribution),
     ] = None
 
 
@@ -112,28 +133,30 @@ class WorkloadSpec(DatasetOptions):
 
     mix: Annotated[
         str | Path | None,
-        _workload("Classes of requests in place of a dataset: a TOML file or a bundled mix.", parse=str),
+        _workload("Mix of request classes instead of a dataset: a TOML file or a bundled mix.", parse=str, common=True),
     ] = None
     no_oversample: Annotated[
-        bool, _workload("A dataset with fewer rows than --num-prompts gives what it has.", "--no-oversample")
+        bool, _workload("Do not repeat rows of a dataset that has fewer than --num-prompts.", "--no-oversample")
     ] = False
     num_prompts: Annotated[
-        int | None, _load("Requests. Default: 1000, or a whole trace, or what --duration holds.", min=1)
+        int | None,
+        _load("Number of requests. Default: 1000, the whole trace, or what --duration allows.", min=1, common=True),
     ] = None
-    duration_s: Annotated[float | None, _load("Send requests for this many seconds.", "--duration", min=0.001)] = None
+    duration_s: Annotated[
+        float | None, _load("Send requests for this many seconds.", "--duration", min=0.001, common=True)
+    ] = None
     seed: Annotated[int, _load("Seed of arrivals, lengths and prompts.", min=0)] = 0
     prompt_seed: int | None = None
     arrival: Arrival | None = None
     closed_loop: bool = False
-    time_scale: Annotated[
-        float, _load("Replay a trace, or let the classes' own arrivals come, this many times as fast.")
-    ] = 1.0
+    time_scale: Annotated[float, _load("Speed-up of a trace, or of the arrivals of a mix's classes.")] = 1.0
 
     @property
     def seed_of_prompts(self) -> int:
         return self.seed if self.prompt_seed is None else self.prompt_seed
 
 
+Options = TypeVar("Options", bound=DatasetOptions)
 DATASET_FIELDS: dict[str, Any] = {each.name: each.default for each in fields(DatasetOptions)}
 # Of any dataset; the rest belongs to one, by the beginning of its name or as said here.
 SHARED_FIELDS = {"dataset_name", "output_len", "max_input_len", "max_output_len", "cancel_share", "cancel_after_s"}
@@ -150,6 +173,30 @@ class Kind:
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def fitted(options: Options, context: int | None) -> Options:
+    """The options with the lengths that were left open, as a model's context has room for them.
+
+    Random prompts have 1,024 tokens and answers 128, or half and an eighth of the context where that is less. A
+    conversation ends before its prompt is longer than three quarters of the context.
+
+    Args:
+        context: tokens of prompt and answer together; None where it is not known.
+    """
+    most = context or math.inf
+    lengths: dict[str, Any] = {}
+    if options.dataset_name == "random":
+        if options.random_input_len is None and options.input_len is None:
+            lengths["random_input_len"] = max(1, int(min(DEFAULT_INPUT_LEN, most // 2 - options.random_prefix_len)))
+        if options.random_output_len is None and options.output_len is None:
+            lengths["random_output_len"] = max(1, int(min(DEFAULT_OUTPUT_LEN, most // 8)))
+    elif options.dataset_name == "multi_turn" and context is not None:
+        lengths = {
+            "max_input_len": options.max_input_len or context * 3 // 4,
+            "max_output_len": options.max_output_len or max(1, context // 8),
+        }
+    return replace(options, **lengths)
 
 
 def make_dataset(options: DatasetOptions, source: TokenSource) -> Dataset:
@@ -190,13 +237,17 @@ def _random(options: DatasetOptions, source: TokenSource) -> Dataset:
     if options.input_len is not None and options.output_len is not None:
         _only_one(options, "input_len", "random_range_ratio")
     ratios = parse_range_ratio(options.random_range_ratio)
-    check_whole("--random-input-len", options.random_input_len, 1)
-    check_whole("--random-output-len", options.random_output_len, 1)
     return RandomLengths(
-        options.input_len or Uniform.around(options.random_input_len, ratios[0]),
-        options.output_len or Uniform.around(options.random_output_len, ratios[1]),
+        options.input_len or _around("random_input_len", options, ratios[0]),
+        options.output_len or _around("random_output_len", options, ratios[1]),
         options.random_prefix_len,
     )
+
+
+def _around(name: str, options: DatasetOptions, ratio: float) -> Distribution:
+    length = getattr(options, name)
+    check_whole(flag(name), length, 1)
+    return Uniform.around(length, ratio)
 
 
 def _answer_len(options: DatasetOptions, name: str) -> Distribution | None:

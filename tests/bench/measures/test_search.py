@@ -23,6 +23,7 @@ from headway.bench.measures.search import (
     isotonic,
     memory,
 )
+from headway.bench.report.search import search_banners
 
 CHUNK = 400
 
@@ -301,3 +302,20 @@ def test_contradictions_are_warned_of() -> None:
 async def test_options_are_checked(start: float, options: dict[str, float], said: str) -> None:
     with pytest.raises(BenchError, match=said):
         await find_max_rate(Server(0, 1.0).probe, start, SearchOptions(**options))  # type: ignore[arg-type]
+
+
+async def test_a_search_goes_on_past_a_client_that_is_the_limit() -> None:
+    """It cannot tell of rates that this client cannot offer, and names the highest below that held."""
+
+    async def probe(rate: float, wanted: int) -> ProbeOutcome:
+        slow = rate > 10.0
+        reason = "the load was not offered" if slow else ""
+        return ProbeOutcome(rate, np.full(max(CHUNK, wanted), 0.5), offered=not slow, client=reason)
+
+    found = await find_max_rate(probe, 4.0)
+    assert found.stop is Stop.PRECISE and found.rate is not None and 9.0 < found.rate <= 10.0
+    assert {found.rate, found.above} <= {trial.rate for trial in found.trials}
+    above = next(trial for trial in found.trials if trial.rate == found.above)
+    assert above.verdict is Verdict.FAILED and above.client == "the load was not offered"
+    (banner,) = search_banners(found)
+    assert "did not hold for this client" in banner.lines[0] and "the server may do better" in banner.lines[0]

@@ -149,7 +149,7 @@ def test_a_sweep_names_the_load_up_to_which_objectives_held() -> None:
     assert ("Objectives held up to" in text) == bool(held)
     runs[3].client.reasons.append("late")
     try:
-        assert "At a load of 40 the numbers are this client's" in printed(print_runs, runs, summaries)
+        assert "At a load of 40 this client was the limit" in printed(print_runs, runs, summaries)
     finally:
         runs[3].client.reasons.clear()
 
@@ -164,6 +164,44 @@ def test_a_load_above_one_that_broke_does_not_count_as_held() -> None:
         views.append([dataclasses.replace(summaries[0][0], attainment=found)])
     (banner,) = verdict.of_runs(list(zip(runs, views, strict=True)), target=0.99)
     assert banner.title == "Objectives held up to 4"
+
+
+@pytest.mark.parametrize(
+    ("bounds", "client_bound", "title", "says"),
+    [
+        # 2 and 8 met everything and 20 did not: too few requests to be certain is no failure, and 20 is not the lowest.
+        (
+            {2.0: (0.95, 1.0), 8.0: (0.97, 1.0), 20.0: (0.5, 0.7)},
+            (),
+            "Objectives: too few requests",
+            "2 (100 %), 8 (100 %)",
+        ),
+        ({2.0: (0.95, 1.0), 8.0: (0.97, 1.0)}, (2.0, 8.0), "Objectives: too few requests", "at least 368 requests"),
+        (
+            {2.0: (0.995, 1.0), 8.0: (0.97, 1.0), 20.0: (0.5, 0.7)},
+            (),
+            "Objectives held up to 2",
+            "at every load up to 2",
+        ),
+        ({2.0: (0.5, 0.7), 8.0: (0.97, 1.0)}, (), "Objectives missed at every load", "At the lowest load, 2, 70 % met"),
+        # What a client that was the limit has missed says nothing; what it has met was met.
+        ({2.0: (0.995, 1.0), 8.0: (0.5, 0.7)}, (8.0,), "Objectives held up to 2", "up to 2, of those that were run"),
+        ({2.0: (0.995, 1.0), 8.0: (0.995, 1.0)}, (8.0,), "Objectives held up to 8", "up to 8"),
+    ],
+)
+def test_the_load_up_to_which_objectives_held_is_one_that_was_run(
+    bounds: dict[float, tuple[float, float]], client_bound: tuple[float, ...], title: str, says: str
+) -> None:
+    runs = []
+    for load, (low, high) in bounds.items():
+        run = simulated_run(10, rate=load)
+        run.settings["request_rate"] = load
+        run.client.reasons += ["late"] * (load in client_bound)
+        found = Attainment(OBJECTIVES, round(100 * high), 100, low, high, 1.0, 1.0, {})
+        runs.append((run, [dataclasses.replace(summarise_all(run)[0], attainment=found)]))
+    *bound, banner = verdict.of_runs(runs, target=0.99)
+    assert banner.title.startswith(title) and says in banner.lines[0]
+    assert [each.title for each in bound] == ["CLIENT-BOUND"] * bool(client_bound)
 
 
 def test_a_search_says_its_rate_and_what_it_doubts() -> None:

@@ -1,0 +1,136 @@
+"""What a run comes to in about ten lines: what was asked, what came, whether it is good, and what to do next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from headway.bench.measures.client_effect import SPOILT
+from headway.bench.measures.numbers import Percentile, Summary
+from headway.bench.record import RunResult
+from headway.bench.report import verdict
+from headway.bench.report.views import class_views, steady_or_whole
+from headway.report.parts import Line, Tone
+from headway.report.style import number, plain
+
+LATENCIES = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2el_ms", "E2E"))
+SHOWN = (50.0, 90.0, 99.0)
+
+
+def brief(
+    result: RunResult, summaries: Sequence[Summary], *, target: float = 0.99, most_failed: float = 0.01
+) -> tuple[Line, ...]:
+    """The lines. Latencies are from the schedule, of the steady state where there is one.
+
+    Args:
+        summaries: of `summarise_all`.
+        target, most_failed: see `verdict.banners`.
+    """
+    return tuple(_lines(result, summaries, target, most_failed))
+
+
+def _lines(result: RunResult, summaries: Sequence[Summary], target: float, most_failed: float) -> Iterator[Line]:
+    whole, view = summaries[0], steady_or_whole(summaries)
+    yield Line("Asked", _asked(result.settings))
+    yield Line("Answered", _answered(result, whole), "bad" if whole.failed else "")
+    for metric, name in LATENCIES:
+        if said := _latency(view, metric):
+            yield Line(name, said)
+    if cached := whole.tokens.get("cached", 0):
+        yield Line("Cached", _cached(result.settings, cached, whole.tokens.get("prompt", 0)))
+    for each in [view, *class_views(summaries)]:
+        if (found := each.attainment) is not None and found.total:
+            tones: dict[str, Tone] = {"held": "good", "missed": "bad", "undecided": "warn"}
+            decision = verdict.outcome(found, target)
+            name = "Objectives" if each is view else plain(each.name.removeprefix("class "), 12)
+            said = f"{verdict.objectives_in_words(found.objectives)}: met by {100 * found.share:.4g} % ({decision})"
+            yield Line(name, said, tones[decision])
+    yield _good(result, summaries, most_failed)
+    yield Line("Next", _next(result, summaries, target, most_failed))
+
+
+def _asked(settings: dict[str, Any]) -> str:
+    model, where = settings.get("model") or "", settings.get("base_url") or ""
+    whom = " of ".join(each for each in (plain(str(model), 60), plain(str(where), 60)) if each)
+    what = f"{settings.get('num_prompts', 0):,} requests, {settings.get('arrivals', '')}"
+    return f"{what}; {plain(str(settings.get('workload', '')), 120)}" + (f"; {whom}" if whom else "")
+
+
+def _answered(result: RunResult, whole: Summary) -> str:
+    asked = whole.completed + whole.failed
+    said = (
+        f"{whole.completed:,} of {verdict.count(asked, 'request')} in {number(result.duration_s)} s: "
+        f"{number(whole.rates.get('request_throughput', 0.0))} requests/s, "
+        f"{number(whole.rates.get('output_throughput', 0.0))} output tokens/s"
+    )
+    kinds = ", ".join(f"{kind} {times:,}" for kind, times, _ in verdict.failures_by_kind(result))
+    return (
+        said + (f"; failed: {kinds}" if kinds else "") + (f"; cancelled: {whole.cancelled:,}" * bool(whole.cancelled))
+    )
+
+
+def _latency(view: Summary, metric: str) -> str:
+    found = view.from_schedule.get(metric)
+    if found is None:
+        return ""
+    claims = [claim for claim in map(found.percentile, SHOWN) if claim is not None]
+    known = [claim for claim in claims if claim.value is not None]
+    said = (
+        "  ".join(f"P{claim.p:g} {number(claim.value or 0.0)} ms" for claim in known) or f"mean {number(found.mean)} ms"
+    )
+    refused = next((claim for claim in claims if claim.value is None), None)
+    if refused is not None:
+        said += f"  (P{refused.p:g} needs at least {refused.needs:,} samples)" if refused.needs else ""
+    return said + _added(known)
+
+
+def _added(claims: Sequence[Percentile]) -> str:
+    """What the client may have added, where that is a percent or more."""
+    most = max(claims, key=lambda claim: claim.client_share, default=None)
+    if most is None or most.client_share < 0.01:
+        return ""
+    mark = " – not valid" if most.client_share > SPOILT else ""
+    return f"  (client: up to {most.client_share:.0%} of P{most.p:g}{mark})"
+
+
+def _cached(settings: dict[str, Any], cached: int, prompt: int) -> str:
+    share = f"{100 * cached / prompt:.3g} %" if prompt else f"{cached:,} tokens"
+    whose = "from this run's own prompts" if settings.get("cache_salt") else "perhaps from earlier runs"
+    return f"{share} of the prompt tokens came from the prefix cache, {whose}"
+
+
+def _good(result: RunResult, summaries: Sequence[Summary], most_failed: float) -> Line:
+    """Whether the numbers can be quoted, and the gravest thing against it."""
+    valid = verdict.is_valid(result, summaries, max_failed_share=most_failed)
+    grave = [each for each in verdict.banners(result, summaries, max_failed_share=most_failed) if each.title.isupper()]
+    figures = verdict.spoilt_figures(summaries)
+    if not valid:
+        why = " ".join(grave[0].lines[:2]) if grave else "The run measured nothing."
+        return Line("Not valid", why, "bad")
+    if figures:
+        return Line("Valid", f"but for {', '.join(figures[:4])}: this client may be more than 10 % of them", "warn")
+    unsteady = next((note for note in summaries[0].notes if note.startswith("no steady state: ")), "")
+    return Line("Valid", unsteady or "the figures are the server's, in its steady state", "good")
+
+
+def _next(result: RunResult, summaries: Sequence[Summary], target: float, most_failed: float) -> str:
+    """The one thing that helps most."""
+    found = steady_or_whole(summaries).attainment
+    if not any(record.ok for record in result.records):
+        return "look at the server's log; --verbose shows what failed and how"
+    if result.client.bound:
+        return "run the client on another machine, or at a lower --request-rate"
+    if not verdict.is_valid(result, summaries, max_failed_share=most_failed):
+        return "--verbose shows what failed and how"
+    if found is None or not found.total:
+        return "judge it with --goodput ttft:500 tpot:100; --verbose shows all tables, --report FILE.html pictures"
+    decision = verdict.outcome(found, target)
+    if decision == "undecided":
+        enough = max(math.ceil(math.log(0.025) / math.log(target)), 2 * found.total)
+        return f"to be certain of {100 * target:g} %, raise --num-prompts to {enough:,} or more"
+    if decision == "missed":
+        return (
+            "--report FILE.html shows what the slowest requests waited for; --find-max-rate finds the rate that holds"
+        )
+    return "--find-max-rate finds the highest rate that holds; --verbose shows all tables"

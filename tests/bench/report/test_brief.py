@@ -1,0 +1,73 @@
+"""The short answer: about ten lines that fit any terminal, with what to do next."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from headway.bench.measures.numbers import Attainment
+from headway.bench.measures.summary import summarise_all
+from headway.bench.record import RunResult
+from headway.bench.report.brief import brief
+from headway.bench.report.console import print_brief
+from tests.bench.report.runs import failed_only
+from tests.bench.report.simulated import simulated_run
+from tests.bench.report.test_console import printed
+
+OBJECTIVES = {"ttft": 200.0, "tpot": 30.0}
+
+
+def lines_of(run: RunResult, **limits: float) -> dict[str, str]:
+    return {line.label: line.text for line in brief(run, summarise_all(run, objectives=OBJECTIVES), **limits)}
+
+
+def test_a_good_run_is_ten_lines() -> None:
+    run = simulated_run(300)
+    found = lines_of(run)
+    assert list(found)[:2] == ["Asked", "Answered"] and list(found)[-1] == "Next"
+    assert found["Answered"].startswith("300 of 300 requests in ")
+    assert found["TTFT"].startswith("P50 ") and "Objectives" in found and "Valid" in found
+    text = printed(print_brief, run, summarise_all(run, objectives=OBJECTIVES))
+    assert 8 <= len(text.strip().splitlines()) <= 14
+
+
+def test_a_client_that_adds_a_little_is_said_beside_the_figure() -> None:
+    run = simulated_run(300)
+    run.client.loop_lag_ms = [3.0] * 1000
+    found = lines_of(run)
+    assert "client: up to" in found["TTFT"]
+    run.client.loop_lag_ms = [400.0] * 1000
+    assert "not valid" in lines_of(run)["ITL"]
+    assert lines_of(run)["Valid"].startswith("but for ")
+
+
+def test_what_is_wrong_is_said_with_what_helps() -> None:
+    run = simulated_run(30)
+    run.client.reasons.append("the load was not offered")
+    found = lines_of(run)
+    assert "The load was not offered." in found["Not valid"] and "another machine" in found["Next"]
+    assert "server's log" in lines_of(failed_only())["Next"]
+    assert lines_of(simulated_run(300, failures=60))["Next"] == "--verbose shows what failed and how"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "says"),
+    [
+        (0.992, 1.0, "--find-max-rate finds the highest rate"),
+        (0.9, 0.97, "what the slowest requests waited for"),
+        (0.97, 0.995, "raise --num-prompts to 368 or more"),
+    ],
+)
+def test_what_to_do_next_follows_the_objectives(low: float, high: float, says: str) -> None:
+    run = simulated_run(100)
+    found = Attainment(OBJECTIVES, 98, 100, low, high, 1.0, 1.0, {"ttft": 2})
+    views = [dataclasses.replace(view, attainment=found) for view in summarise_all(run)]
+    assert says in {line.label: line.text for line in brief(run, views)}["Next"]
+
+
+def test_hits_of_the_prefix_cache_are_the_runs_own_where_it_had_a_salt() -> None:
+    run = simulated_run(100)
+    assert "perhaps from earlier runs" in lines_of(run)["Cached"]
+    run.settings["cache_salt"] = "a1b2"
+    assert "from this run's own prompts" in lines_of(run)["Cached"]
