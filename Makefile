@@ -1,5 +1,6 @@
 # Everything here needs Python 3.11 or newer, git and make; the rest is installed into .venv from constraints.txt.
 #
+#   make install                           into .venv; then: source .venv/bin/activate
 #   make serve  ARGS="MODEL --port 8000"   serve a model; without arguments, the bundled one
 #   make test   ARGS="-k scheduler"        the tests, on all cores; `make test-slow`: those that take minutes
 #   make lint                              ruff and mypy; `make format` mends what ruff can mend
@@ -16,7 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow lint format constraints clean
+.PHONY: help install serve test test-slow lint format constraints clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -40,6 +41,9 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation --editable '.[serve,test,dev]'
 	@touch $@ $(VENV)/.installed-serve
+
+install: $(VENV)/.installed-serve
+	@echo "Headway is in $(VENV). In each new terminal: source $(BIN)/activate"
 
 serve: $(VENV)/.installed-serve
 	@exec $(BIN)/headway serve $(ARGS)

@@ -70,7 +70,9 @@ ROOMS = {
         forbidden=NO_SERVER,
     ),
     "kernels": Room(ours={"kernels", "models"}, forbidden=NO_SERVER),
-    "models": Room(ours={"models", "kernels", "cost.config", "cost.shape", "cost.values"}, forbidden=NO_SERVER),
+    "models": Room(
+        ours={"models", "kernels", "bundled", "cost.config", "cost.shape", "cost.values"}, forbidden=NO_SERVER
+    ),
     "text": Room(ours={"text"}, forbidden=NO_DEVICE | NO_SERVER),
     "engine": Room(
         ours={"engine", "policy", "cost", "models", "kernels", "flags", "version"},
@@ -98,6 +100,7 @@ ROOMS = {
     "planner": Room(
         ours={
             "planner",
+            "bundled",
             "cost",
             "report",
             "calibration.store",

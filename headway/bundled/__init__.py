@@ -7,3 +7,10 @@ from pathlib import Path
 
 STORY = Path(str(files(__package__) / "story"))
 DRAFT = Path(str(files(__package__) / "story-draft"))
+NAME = "headway/story"
+_FOLDERS = {NAME: STORY, "headway/story-draft": DRAFT}
+
+
+def bundled_folder(name: str) -> Path | None:
+    """The folder of a bundled model, None for any other name. No command looks for these on the Hugging Face hub."""
+    return _FOLDERS.get(name.strip().lower())

@@ -13,8 +13,9 @@ from typing import Annotated
 
 import typer
 
-from headway.bundled import STORY
+from headway.bundled import NAME
 from headway.cli.commands import fail, with_flags
+from headway.cli.help import Command
 from headway.cli.serve import model_folder
 from headway.engine.config import EngineConfig
 from headway.flags import Flag
@@ -32,22 +33,25 @@ class BatchOptions:
         Path,
         _flag("File with a request to each line, as OpenAI's batches have it.", positional=True, metavar="INPUT"),
     ]
-    output: Annotated[Path, _flag("File for the answers, in the order of the requests.", short="-o")]
+    output: Annotated[Path, _flag("File for the answers, in the order of the requests.", short="-o", common=True)]
     model: Annotated[
-        str | None, _flag("Folder of a checkpoint, or a Hugging Face id; default: the bundled model.", short="-m")
+        str | None,
+        _flag("Folder of a checkpoint, or a Hugging Face id; default: the bundled model.", short="-m", common=True),
     ] = None
-    served_model_name: Annotated[str | None, _flag("Name that requests give. Default: MODEL.")] = None
-    url: Annotated[str | None, _flag("Ask the server at this address, in place of an engine of its own.")] = None
-    api_key: Annotated[str | None, _flag("API key of that server.", envvar=("HEADWAY_API_KEY", "OPENAI_API_KEY"))] = (
-        None
-    )
+    served_model_name: Annotated[str | None, _flag("Name that requests give. Default: MODEL.", common=True)] = None
+    url: Annotated[
+        str | None, _flag("Ask the server at this address, instead of an engine of its own.", common=True)
+    ] = None
+    api_key: Annotated[
+        str | None, _flag("API key of that server.", envvar=("HEADWAY_API_KEY", "OPENAI_API_KEY"), common=True)
+    ] = None
     service_class: Annotated[
-        str | None, _flag("Class of the requests at that server, as offline, where it is Headway.")
+        str | None, _flag("Class of the requests at that server, as offline, where it is Headway.", common=True)
     ] = None
-    max_concurrency: Annotated[int, _flag("Most requests at that server at once.", min=1)] = 64
+    max_concurrency: Annotated[int, _flag("Most requests at that server at once.", min=1, common=True)] = 64
 
 
-@app.command()
+@app.command(cls=Command)
 @with_flags
 def batch(options: BatchOptions, engine: EngineConfig) -> None:
     """Answer a file of requests, with an engine of its own or by a server.
@@ -84,9 +88,9 @@ async def _run(options: BatchOptions, engine: EngineConfig) -> None:
             at = server_at(options.url, options.api_key, options.service_class, options.max_concurrency, console)
             by = await stack.enter_async_context(at)
         else:
-            name = options.served_model_name or options.model or f"headway/{STORY.name}"
+            name = options.served_model_name or options.model or NAME
             check_files(options.source, options.output, [name])
-            engine.model = str(model_folder(options.model))
+            engine.model = str(model_folder(options.model or NAME))
             display = StartupDisplay(name, time.monotonic_ns(), console)
             display.start()
             try:

@@ -7,18 +7,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from headway.bench.errors import BenchError
 from headway.bench.options import BenchOptions
 from headway.cli.commands import fail, with_flags
+from headway.cli.help import Command, Group
 from headway.cli.profile import profile
 
 
-class BenchGroup(TyperGroup):
+class BenchGroup(Group):
     """Takes `--goodput ttft:200 tpot:50` as vLLM does: an option with as many values as follow."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0].startswith(("http://", "https://")):
+            fail(f"the address goes behind an option: headway bench --base-url {args[0]}")
         folded: list[str] = super().parse_args(ctx, fold_lists(args, {"--goodput"}))
         return folded
 
@@ -57,13 +59,13 @@ def bench(
     compare: Annotated[
         tuple[str, str] | None,
         typer.Option(
-            help="Compare two results: which differences are real? Join several runs of a side by commas.",
+            help="Compare two results and tell real differences from noise. Join several runs of a side with commas.",
             rich_help_panel="Results",
             metavar="A.json B.json",
         ),
     ] = None,
 ) -> None:
-    """Measure an OpenAI-compatible endpoint, and show where the time goes."""
+    """Measure any OpenAI-compatible server, and show where the time goes."""
     given = {
         name
         for name in context.params
@@ -115,4 +117,4 @@ def _needs(given: set[str], options: BenchOptions) -> None:
         fail("--sweep rate says the request rates; leave out --request-rate")
 
 
-app.command()(profile)
+app.command(cls=Command)(profile)

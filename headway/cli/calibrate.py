@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from headway.cli.commands import fail, with_flags
+from headway.cli.help import Command
 from headway.installation import require_engine
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _REDRAWS = 2  # a second: drawing takes time of the machine that is measured
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.command(cls=Command)
 @with_flags
 def calibrate(
     name: Annotated[
@@ -35,12 +36,12 @@ def calibrate(
     ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: as headway serve.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Some seconds, and coarse.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="More sizes and repeats: some minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Half a minute; coarse.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Several minutes: more sizes and repeats.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write the entry here, and store nothing.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the entry as JSON and nothing else.")] = False,
 ) -> None:
-    """Measure this machine and what the engine reaches of it, for about a minute, and store it for `headway plan`.
+    """Measure this machine for one to three minutes, so that `headway plan` can plan for it.
 
     It wants the machine to itself. Ctrl-C ends it with nothing written.
     """

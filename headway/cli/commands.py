@@ -9,12 +9,13 @@ import sys
 import tomllib
 import typing
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
+from headway.cli.help import show_all
+from headway.cli.spellings import hint as spelling_hint
 from headway.flags import Flag, flags_of, option
 
 
@@ -36,7 +37,8 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         own = [parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)]
         for each in _parameters(hints[name]) if dataclasses.is_dataclass(hints[name]) else own:
             parameters[each.name] = each
-    parameters["config"] = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_Config)
+    for name, default, hint in (("config", None, _Config), ("help_all", False, _HelpAll)):
+        parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
@@ -48,10 +50,24 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
             fail(str(error))
         command(**{name: value for name, value in values.items() if name in hints})
 
+    run.common = frozenset(_common(hints))  # type: ignore[attr-defined]
     run.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
     optional_last = sorted(parameters.values(), key=lambda each: each.default is not inspect.Parameter.empty)
     run.__signature__ = inspect.Signature(optional_last)  # type: ignore[attr-defined]
     return run
+
+
+def _common(hints: dict[str, Any]) -> Iterator[str]:
+    """Names of the parameters that --help shows: flags that are marked so, and those that are no field."""
+    for name, hint in hints.items():
+        if not dataclasses.is_dataclass(hint):
+            yield name
+            continue
+        for field, inner, flag in flags_of(typing.cast(type, hint)):
+            if flag is None:
+                yield from _common({"": inner})
+            elif flag.common:
+                yield _key(option(field, flag))
 
 
 def _key(option: str) -> str:
@@ -126,10 +142,10 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
     for key, value in content.items():
         flag = key.replace("_", "-")
         name = names.get(flag, names.get(key))
-        if name is None or name in ("config", "help"):
-            near = get_close_matches(flag, names, 1)
-            hint = f"did you mean {near[0]}?" if near else f"its keys are the flags of {context.command_path}"
-            fail(f"--config {path} has the unknown key {key!r}; {hint}")
+        if name is None or name in ("config", "help", "help_all"):
+            near = spelling_hint(flag, [f"--{each}" for each in names]).replace("--", "")
+            near = near or f"its keys are the flags of {context.command_path}"
+            fail(f"--config {path} has the unknown key {key!r}; {near}")
         defaults[name] = [_text(each) for each in value] if isinstance(value, list) else _text(value)
     context.default_map = defaults
 
@@ -145,6 +161,10 @@ _Config = Annotated[
         callback=_read_config,
         is_eager=True,
         metavar="FILE",
-        help="TOML file with flags as keys; those given here win.",
+        help="Read options from this TOML file; the command line overrides it.",
     ),
+]
+_HelpAll = Annotated[
+    bool,
+    typer.Option("--help-all", callback=show_all, is_eager=True, help="Show all options, by groups, and exit."),
 ]

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from headway.cli.commands import fail
+from headway.cli.help import Command, Group
 from headway.files import write_files
 from headway.tenant_file import Access, TenantFile, key_digest, parse_tenant_file, read_tenant_file
 
@@ -21,12 +22,12 @@ PREFIX = "sk-hw-"
 SHOWN_DIGITS = 12  # of a key's SHA-256, by which it is listed
 _LEAST_DIGITS = 6
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="API keys of tenants: add, list, revoke.")
+app = typer.Typer(cls=Group, add_completion=False, no_args_is_help=True, help="API keys of tenants: add, list, revoke.")
 
 _File = Annotated[Path, typer.Argument(help="The TOML file of headway serve --tenants.", metavar="FILE")]
 
 
-@app.command()
+@app.command(cls=Command)
 def add(
     path: _File,
     tenant: Annotated[str, typer.Argument(help="Whose key it is.", metavar="TENANT")],
@@ -47,7 +48,7 @@ def add(
     _tell("a running server takes the key after SIGHUP; it is not shown again")
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_keys(path: _File) -> None:
     """Print the keys: the first digits of the SHA-256, tenant, date, classes, note."""
     with _one_line():
@@ -62,7 +63,7 @@ def list_keys(path: _File) -> None:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
-@app.command()
+@app.command(cls=Command)
 def revoke(
     path: _File,
     key: Annotated[str, typer.Argument(help="The key, or first digits of its SHA-256 as listed.", metavar="KEY")],

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from headway.cli.commands import fail, with_flags
+from headway.cli.help import Command, Group
 from headway.planner.request import PlanError, PlanOptions, PlanRequest, SpeculationFlags
 
 if TYPE_CHECKING:
     from headway.planner.plan import Plan
 
 
-class PlanGroup(TyperGroup):
+class PlanGroup(Group):
     """`headway plan MODEL ...`: what is not the name of another command is of the command that plans one model."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -34,25 +34,50 @@ app = typer.Typer(
     name="plan",
     cls=PlanGroup,
     add_completion=False,
-    help="What a model on hardware takes and gives: memory, TTFT, TPOT, throughput, cost, and what limits them.",
+    help="Predict memory, TTFT, TPOT, throughput and cost of a model on given hardware, and what limits them.",
 )
 
 
+def _list_all(wanted: bool) -> None:
+    """The callback of --list."""
+    if not wanted:
+        return
+    from headway.cost import catalogue
+    from headway.planner.resolve import calibrated
+
+    print("Models (or a folder with a config.json):")
+    for key, model in catalogue.models().items():
+        print(f"  {key.ljust(24)}  {model.parameters_b:g}B in {model.weights}")
+    print("\nHardware:")
+    machines = [each.hardware for each in calibrated("")]
+    for device in [*machines, *catalogue.hardware().values()]:
+        memory, rate = device.memory_bytes / 2**30, device.bytes_per_s / 1e9
+        print(f"  {device.key.ljust(24)}  {memory:,.0f} GiB, {rate:,.0f} GB/s{', calibrated here' * device.measured}")
+    if not machines:
+        print("\nThis machine is not among them; `headway calibrate` measures it.")
+    raise typer.Exit
+
+
+List = Annotated[
+    bool,
+    typer.Option("--list", callback=_list_all, is_eager=True, help="List the known models and hardware, and exit."),
+]
 Json = Annotated[bool, typer.Option("--json", rich_help_panel="Output", help="Print JSON and nothing else.")]
 
 
-@app.command("model", hidden=True)
+@app.command("model", cls=Command, hidden=True)
 @with_flags
 def plan(
     request: PlanRequest,
     speculation: SpeculationFlags,
     as_json: Json = False,
+    list_all: List = False,
     explain: Annotated[
         bool,
         typer.Option(
             "--explain",
             rich_help_panel="Output",
-            help="Print each formula with the numbers put in, and where it is from.",
+            help="Print each formula with its numbers and its source.",
         ),
     ] = False,
     plot: Annotated[
@@ -60,11 +85,11 @@ def plan(
         typer.Option(
             rich_help_panel="Output",
             metavar="DIR",
-            help="Also write plan.html and its pictures as PNG into a folder.",
+            help="Also write plan.html and its figures to this folder.",
         ),
     ] = None,
 ) -> None:
-    """What a model on hardware takes and gives: memory, TTFT, TPOT, throughput, cost, and what limits them.
+    """Predict memory, TTFT, TPOT, throughput and cost of a model on given hardware, and what limits them.
 
     Ends with exit code 1 when the model or the load does not fit. See also: plan compare, plan levers.
     """
@@ -103,7 +128,7 @@ def _write(made: Plan, folder: Path) -> list[Path]:
         fail(str(error))
 
 
-@app.command("compare")
+@app.command("compare", cls=Command)
 @with_flags
 def compare(
     plans: Annotated[
@@ -118,9 +143,9 @@ def compare(
     speculation: SpeculationFlags,
     as_json: Json = False,
 ) -> None:
-    """Plans side by side. Flags are for all of them; each plan's own go before.
+    """Compare plans side by side. Flags apply to all of them; a plan's own flags override them.
 
-    The best of each figure is marked, and what is too close to it to tell apart.
+    The best value of each row is marked, and so are values too close to it to tell apart.
 
     Ends with exit code 1 when none of the plans works.
     """
@@ -146,7 +171,7 @@ def compare(
     raise typer.Exit(1 if all(each.problem for each in made) else 0)
 
 
-@app.command("levers")
+@app.command("levers", cls=Command)
 @with_flags
 def levers(
     request: PlanRequest,

@@ -12,7 +12,7 @@ from headway.installation import require_engine
 
 @with_flags
 def profile(options: ProfileOptions) -> None:
-    """Serve a local model, measure one request at a time, and show where the time goes and what it could be.
+    """Serve a model, measure one request at a time, and compare each stage with the hardware's limit.
 
     Ends with exit code 1 when a request failed.
     """

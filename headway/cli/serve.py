@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from headway.bundled import STORY
+from headway.bundled import NAME
 from headway.cli.commands import fail, with_flags
+from headway.cli.help import Command
 from headway.engine.config import EngineConfig
 from headway.installation import require_engine
 from headway.server.settings import ServerSettings
@@ -23,7 +24,7 @@ _of_server = functools.partial(typer.Option, rich_help_panel="Server")
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.command(cls=Command)
 @with_flags
 def serve(
     server: ServerSettings,
@@ -33,11 +34,11 @@ def serve(
     ] = None,
     chat_template: Annotated[
         str | None,
-        _of_server(help="File with a chat template, or the template itself. Default: the model's."),
+        _of_server(help="Chat template: a file or the template itself. Default: the model's."),
     ] = None,
     replay: Annotated[
         bool,
-        _of_server(help="Go on with running requests on the next engine process when one has died."),
+        _of_server(help="When the engine process dies, continue its requests on the next one."),
     ] = True,
 ) -> None:
     """Serve a model over the OpenAI API."""
@@ -54,19 +55,14 @@ def serve(
             server.tenants.check_classes(engine.classes)
         except ValueError as error:
             fail(f"--tenants: {error}")
-    engine.model = str(model_folder(model))
-    server.served_model_names = server.served_model_names or [model or f"headway/{STORY.name}"]
+    engine.model = str(model_folder(model or NAME))
+    server.served_model_names = server.served_model_names or [model or NAME]
     server.priority_allowed = engine.scheduling_policy == "priority"
     _run(engine, server, chat_template, replay)
 
 
-def model_folder(model: str | None) -> Path:
+def model_folder(model: str) -> Path:
     """The folder of a model's files, or the end of the command."""
-    if model is None:
-        folder = STORY
-        if not folder.is_dir():
-            fail(f"the bundled model is missing from this installation ({folder}); name a model to serve")
-        return folder
     from headway.models.folder import resolve_model
 
     try:

@@ -9,6 +9,7 @@ import typer
 
 from headway.cli.bench import fold_lists
 from headway.cli.commands import fail, with_flags
+from headway.cli.help import Command
 from headway.cli.plan import PlanGroup
 from headway.installation import require_engine
 from headway.simulator.run import SimulateOptions
@@ -26,14 +27,14 @@ app = typer.Typer(
     name="simulate",
     cls=SimulateGroup,
     add_completion=False,
-    help="What clients would see of a model on hardware under a workload, without either.",
+    help="Simulate a workload on a model and hardware that you need not have.",
 )
 
 
-@app.command("model", hidden=True)
+@app.command("model", cls=Command, hidden=True)
 @with_flags
 def simulate(options: SimulateOptions) -> None:
-    """What clients would see of a model on hardware under a workload, without either.
+    """Simulate a workload on a model and hardware that you need not have.
 
     Workloads are those of `headway bench`, and so is what is printed and written. See also: simulate verify.
     """
@@ -42,7 +43,7 @@ def simulate(options: SimulateOptions) -> None:
     _run(lambda: run_simulation(options))
 
 
-@app.command("verify")
+@app.command("verify", cls=Command)
 @with_flags
 def verify(options: VerifyOptions) -> None:
     """A workload on a live server of this machine beside the same on a simulated one: do they agree?

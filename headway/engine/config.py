@@ -29,32 +29,40 @@ class ModelOptions:
     """
 
     dtype: Annotated[
-        str, _model("Type of weights and activations.", choices=("auto", "float32", "bfloat16", "float16"))
+        str, _model("Type of weights and activations.", choices=("auto", "float32", "bfloat16", "float16"), common=True)
     ] = "auto"
     quantization: Annotated[
         str,
         _model(
-            "Quantise the weights of an ordinary checkpoint while loading; CPU.",
+            "Quantise the weights while loading; CPU only.",
             short="-q",
             choices=("none", "int8", "int8-weight-only", "int4"),
+            common=True,
         ),
     ] = "none"
     kv_cache_dtype: Annotated[
         str,
-        _model("Type of keys and values in the KV cache; auto: --dtype. int8: CPU.", choices=("auto", "int8")),
+        _model("Type of the KV cache: auto is --dtype; int8 is for CPUs only.", choices=("auto", "int8"), common=True),
     ] = "auto"
     load_format: Annotated[
         str, _model("dummy makes random weights from config.json.", choices=("auto", "safetensors", "dummy"))
     ] = "auto"
-    device: Annotated[str, _model("Where the model runs.", choices=("auto", "cpu", "cuda"))] = "auto"
+    device: Annotated[str, _model("Where the model runs.", choices=("auto", "cpu", "cuda"), common=True)] = "auto"
     max_model_len: Annotated[
-        int | None, _model("Longest prompt plus output, in tokens. Default: the model's.", min=1)
+        int | None, _model("Context length: prompt plus output, in tokens. Default: the model's.", min=1, common=True)
     ] = None
     kv_cache_memory: Annotated[
-        int | None, _model("Memory of the KV cache, as 4G. Default: measured.", parse=size, metavar="SIZE")
+        int | None,
+        _model(
+            "Memory of the KV cache, such as 4G. Default: from the free memory.",
+            parse=size,
+            metavar="SIZE",
+            common=True,
+        ),
     ] = None
     num_threads: Annotated[
-        int | None, _model("CPU threads of the engine. Default: one a physical core.", "--threads", min=1)
+        int | None,
+        _model("CPU threads of the engine. Default: one per physical core.", "--threads", min=1, common=True),
     ] = None
 
 
@@ -69,21 +77,22 @@ class SchedulingOptions:
 
     classes: ClassTable = BUILT_IN
     block_size: Annotated[int, _engine("Tokens in a KV block.", min=1)] = 16
-    max_num_seqs: Annotated[int, _engine("Most sequences in a step.", min=1)] = 256
+    max_num_seqs: Annotated[int, _engine("Maximum number of sequences in a step.", min=1, common=True)] = 256
     max_num_batched_tokens: Annotated[
         int | None, _engine("Token budget of a step. Default: chosen for the device.", min=1)
     ] = None
     max_prefill_stall_ms: Annotated[
         float,
-        _engine("Prompts may hold up others for at most so many ms a step, or as long as these take.", min=0.0),
+        _engine("Milliseconds by which prefill may delay running streams in a step.", min=0.0),
     ] = 50.0
-    enable_prefix_caching: Annotated[bool, _engine("Share KV blocks of equal prompt beginnings.")] = True
+    enable_prefix_caching: Annotated[bool, _engine("Reuse the KV cache of shared prompt prefixes.")] = True
     enable_chunked_prefill: Annotated[bool, _engine("Split long prompts over steps.")] = True
     scheduling_policy: Annotated[
         str,
         _engine(
-            "Order of requests. slo: by the objectives of their classes; priority: lower goes first.",
+            "How requests are ordered: by objectives (slo), arrival (fcfs) or priority (lower first).",
             choices=("slo", "fcfs", "priority"),
+            common=True,
         ),
     ] = "slo"
     watermark: Annotated[
@@ -95,7 +104,7 @@ class SchedulingOptions:
         _engine("Most of the KV cache, as a share, that keeps what many prompts begin with.", min=0.0, max=0.9),
     ] = PROTECTED_SHARE
     max_queue_time: Annotated[
-        float | None, _engine("Seconds that a request may wait without being begun; then 503. Default: any.")
+        float | None, _engine("Seconds that a request may wait in the queue; then 503. Default: no limit.")
     ] = None
 
     def scheduler(
@@ -138,10 +147,11 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     preloaded: list[PreloadedPrompt] = field(default_factory=list)
     seed: Annotated[int, _engine("Seed of dummy weights.")] = 0
     gpu_memory_utilization: Annotated[
-        float, _engine("Share of device memory to use when --kv-cache-memory is not set.", min=0.01, max=1.0)
+        float,
+        _engine("Share of device memory to use when --kv-cache-memory is not set.", min=0.01, max=1.0, common=True),
     ] = 0.9
     record_steps: Annotated[
-        str | None, _engine("Append each step's plan and times to this file, without any text.", metavar="FILE")
+        str | None, _engine("Append each step's plan and timing to this file; no text is recorded.", metavar="FILE")
     ] = None
 
 

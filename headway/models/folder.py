@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from headway.bundled import bundled_folder
 from headway.cost.values import ModelError
 from headway.models.gguf import parts_of
 from headway.models.gguf_config import folder_of, gguf_files
@@ -16,7 +17,7 @@ HUB_DUPLICATES = ["original/*", "consolidated*", "onnx/*"]
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """The folder of a checkpoint: a local one, that of a GGUF file, or a hub id's snapshot, downloaded if need be.
+    """The folder of a checkpoint: a local one, that of a GGUF file, a bundled one, or a hub id's snapshot, downloaded.
 
     Raises:
         ModelError: no such folder, or the hub cannot give it.
@@ -26,6 +27,10 @@ def resolve_model(name_or_path: str) -> Path:
         return _folder(path)
     if path.suffix == ".gguf" and path.is_file():
         return folder_of(path)
+    if (bundled := bundled_folder(name_or_path)) is not None:
+        if not bundled.is_dir():
+            raise ModelError(f"{name_or_path}: the bundled model is missing from this installation ({bundled})")
+        return bundled
     if name_or_path and path.exists():
         raise ModelError(f"{name_or_path}: is a file; give the folder that holds config.json, or a .gguf file")
     if not HUB_ID.fullmatch(name_or_path):

@@ -8,10 +8,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse
 
 from headway import __version__
 from headway.engine.client import EngineClient
 from headway.server import responses
+from headway.server.api_page import api_page
 from headway.server.batches.calls import InProcess
 from headway.server.batches.gaps import Gaps, batch_class
 from headway.server.batches.metrics import BatchMetrics
@@ -58,7 +61,7 @@ def create_app(
                 await batches.stop()
             await service.close()
 
-    app = FastAPI(title="Headway", version=__version__, lifespan=lifespan)
+    app = FastAPI(title="Headway", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     Routes(service).add_to(app)
     batches = app.state.batches = _batches(app, service)
@@ -75,7 +78,11 @@ def create_app(
             document["security"] = [{"key": []}]
         return document
 
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(await run_in_threadpool(lambda: api_page(app.openapi())))
+
     app.openapi = openapi  # type: ignore[method-assign]
+    app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False)
     return app
 
 

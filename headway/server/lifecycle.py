@@ -181,8 +181,9 @@ class Server(uvicorn.Server):
                 self.failure = str(error)
                 self.should_exit = True
             return
-        self._service.full_collections.start()
         self._service.metrics.on_ready(ready)
+        self._service.full_collections.start()
+        self._service.background(self._service.activity.report())
         on_ready(ready, url)
 
 

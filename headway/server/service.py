@@ -14,6 +14,7 @@ from headway.engine.client import EngineClient
 from headway.engine.messages import Ready
 from headway.policy.queue_bound import Place
 from headway.policy.service_class import ServiceClass
+from headway.server.activity import Activity
 from headway.server.admission import Admission
 from headway.server.errors import ApiError, unavailable
 from headway.server.garbage import FullCollections
@@ -69,7 +70,9 @@ class Service:
         self._refusal: ApiError | None = None
         self._idle = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
+        self.activity = Activity(engine)
         engine.subscribe(self.metrics.on_step)
+        engine.subscribe(self.activity.on_step)
 
     # --- what may come in ---------------------------------------------------------------------------
 

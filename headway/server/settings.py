@@ -31,24 +31,34 @@ class ServerSettings:
         priority_allowed: requests may have a priority, as the engine's policy looks at it.
     """
 
-    host: Annotated[str, _flag("Address to listen on.")] = "0.0.0.0"
-    port: Annotated[int, _flag("Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000
+    host: Annotated[str, _flag("Address to listen on.", common=True)] = "0.0.0.0"
+    port: Annotated[int, _flag("Port to listen on; 0 takes a free one.", min=0, max=65535, common=True)] = 8000
     served_model_names: Annotated[
         list[str],
-        _flag("Name that requests give; may be repeated. Default: MODEL.", "--served-model-name", repeated=True),
+        _flag(
+            "Model name in the API; may be repeated. Default: MODEL.",
+            "--served-model-name",
+            repeated=True,
+            common=True,
+        ),
     ] = field(default_factory=list)
     api_keys: Annotated[
         list[str],
         _flag(
-            "Key that requests must carry; may be repeated.", "--api-key", repeated=True, envvar=("HEADWAY_API_KEY",)
+            "API key that requests must send; may be repeated.",
+            "--api-key",
+            repeated=True,
+            envvar=("HEADWAY_API_KEY",),
+            common=True,
         ),
     ] = field(default_factory=list)
     service_classes: Annotated[
         ClassFile | None,
         _flag(
-            "TOML file with classes of requests and their objectives; SIGHUP reads it again. Default: built in.",
+            "TOML file with service classes and their objectives; SIGHUP reloads it. Default: built-in classes.",
             parse=read_class_file,
             metavar="FILE",
+            common=True,
         ),
     ] = None
     tenants: Annotated[
@@ -76,11 +86,11 @@ class ServerSettings:
     ] = None
     max_num_queued_reqs: Annotated[
         float | None,
-        _limit("Most choices that wait or run; then 429. Default: 8 times --max-num-seqs."),
+        _limit("Limit of choices waiting or running; above it, 429. Default: 8 times --max-num-seqs."),
     ] = None
     max_num_queued_tokens: Annotated[
         float | None,
-        _limit("Most tokens of prompts without an output yet; then 429. Default: 8 KV pools."),
+        _limit("Limit of prompt tokens whose output has not begun; above it, 429. Default: 8 times the KV cache."),
     ] = None
     max_body_size: Annotated[int, _size("Largest request body.", default="8M")] = 8 * 2**20
     data_dir: Annotated[
@@ -89,23 +99,21 @@ class ServerSettings:
     ] = None
     max_file_size: Annotated[int, _size("Largest file that may be uploaded.", default="200M")] = 200 * 2**20
     max_queued_text: Annotated[
-        int, _size("Most characters of text that wait to be tokenized; then 429.", default="16M")
+        int, _size("Limit of characters waiting to be tokenized; above it, 429.", default="16M")
     ] = 16 * 2**20
     request_read_timeout: Annotated[
-        float, _flag("Seconds that a request may take from its first byte to its last.", min=0.1)
+        float, _flag("Seconds to receive a whole request, from its first byte.", min=0.1)
     ] = 60.0
-    max_stream_buffer: Annotated[int, _size("Most bytes of a stream that wait for a slow client.", default="1M")] = (
-        2**20
-    )
-    send_timeout: Annotated[float, _flag("Seconds that a stream waits for a client that does not read.", min=0.1)] = (
+    max_stream_buffer: Annotated[int, _size("Bytes of a stream that may wait for a slow client.", default="1M")] = 2**20
+    send_timeout: Annotated[float, _flag("Seconds to wait for a client that does not read its stream.", min=0.1)] = 30.0
+    shutdown_timeout: Annotated[float, _flag("Seconds that running requests get to finish after SIGTERM.", min=0.0)] = (
         30.0
     )
-    shutdown_timeout: Annotated[float, _flag("Seconds that requests have to finish after SIGTERM.", min=0.0)] = 30.0
     generation_config: Annotated[
-        str, _flag("Take default sampling parameters from generation_config.json?", choices=("auto", "none"))
+        str, _flag("Whether generation_config.json sets default sampling parameters.", choices=("auto", "none"))
     ] = "auto"
     priority_allowed: bool = False
-    metrics_prefix: Annotated[str, _flag("Prefix of metric names; vllm: for its dashboards.")] = "headway:"
+    metrics_prefix: Annotated[str, _flag("Prefix of metric names; use vllm: with vLLM's dashboards.")] = "headway:"
     log_level: Annotated[
-        str, _flag("What the server logs; info logs each request.", choices=("debug", "info", "warning", "error"))
+        str, _flag("Log level; info logs each request.", choices=("debug", "info", "warning", "error"))
     ] = "info"

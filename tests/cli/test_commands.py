@@ -171,7 +171,7 @@ def test_the_help_says_of_each_command_what_that_says_of_itself(
     with pytest.raises(SystemExit):
         main()
     listed = capsys.readouterr().out
-    assert all(f"│ {name:9}  {said[:20]}" in listed for name, said in COMMANDS.items())
+    assert all(f"  {name:9}  {said[:20]}" in listed for name, said in COMMANDS.items())
 
 
 def test_a_command_reads_its_own_modules_only() -> None:

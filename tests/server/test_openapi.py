@@ -82,3 +82,14 @@ def test_every_field_of_a_body_is_described(document: dict[str, Any]) -> None:
 
 def test_no_answer_is_fastapis_own_422(document: dict[str, Any]) -> None:
     assert not any("422" in op["responses"] for path in document["paths"].values() for op in path.values())
+
+
+def test_docs_page_shows_every_route_and_fetches_nothing(server: LiveServer, document: dict[str, Any]) -> None:
+    page = server.client.get("/docs")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    for path, methods in document["paths"].items():
+        for method in methods:
+            assert f"<code>{method.upper()} {path}</code>" in page.text
+    assert "cache_salt" in page.text and "max_completion_tokens" in page.text
+    assert "http://" not in page.text and "https://" not in page.text and "<script" not in page.text
+    assert server.client.get("/redoc").status_code == 404

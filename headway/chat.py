@@ -1,0 +1,146 @@
+"""A conversation with any server that has the OpenAI API: one answer after the other, streamed, with its timings."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+CONNECT_S = 600.0  # without a byte, until a server counts as gone: a long prompt takes its time
+
+
+class ChatError(Exception):
+    """The server cannot be reached, or refuses: one line."""
+
+
+@dataclass(slots=True)
+class Timings:
+    """How an answer came, by this client's clock, in seconds.
+
+    Args:
+        tokens: by the server's usage, else the number of pieces.
+        phases_ms: of Headway's ledger, where the server gives one.
+    """
+
+    first_s: float = 0.0
+    whole_s: float = 0.0
+    tokens: int = 0
+    phases_ms: dict[str, float] = field(default_factory=dict)
+
+    def words(self) -> str:
+        """One line."""
+        if not self.tokens:
+            return "no token came"
+        said = f"{self.tokens} tokens, the first after {1e3 * self.first_s:,.0f} ms"
+        if self.tokens > 1 and self.whole_s > self.first_s:
+            rate = (self.tokens - 1) / (self.whole_s - self.first_s)
+            said += f", then {rate:,.1f} tokens/s ({1e3 / rate:,.1f} ms each)"
+        slowest = sorted(self.phases_ms.items(), key=lambda phase: -phase[1])[:3]
+        shares = ", ".join(f"{name.replace('_', ' ')} {ms:,.0f} ms" for name, ms in slowest if ms >= 0.5)
+        return said + (f"; most of it in {shares}" if shares else "")
+
+
+class Conversation:
+    """Messages so far. A message that is not answered, or only in part, stays out of what comes next.
+
+    Args:
+        url: as http://localhost:8000, with or without /v1.
+        model: None is the first one that is served.
+        options: further fields of each request's body.
+
+    Raises:
+        ChatError: the server cannot be reached or serves no model.
+    """
+
+    def __init__(
+        self, url: str, model: str | None = None, api_key: str | None = None, system: str | None = None, **options: Any
+    ) -> None:
+        self._base = url.rstrip("/").removesuffix("/v1")
+        self._key = api_key
+        self._options = {name: value for name, value in options.items() if value is not None}
+        cards = self.models()
+        if not cards and model is None:
+            raise ChatError(f"{self._base} names no model; give --model")
+        self.model = model or str(cards[0]["id"])
+        self._has_ledger = any(card.get("owned_by") == "headway" for card in cards)
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self.timings = Timings()
+
+    def models(self) -> list[dict[str, Any]]:
+        """The cards of the served models."""
+        with self._open("/v1/models") as answer:
+            found = json.loads(answer.read()).get("data")
+        return [each for each in found if isinstance(each, dict) and "id" in each] if isinstance(found, list) else []
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Pieces of the answer as they come; `timings` tells of it at the end. Raises ChatError."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        body: dict[str, Any] = {"model": self.model, "messages": messages, "stream": True, **self._options}
+        body["stream_options"] = {"include_usage": True}
+        if self._has_ledger:
+            body["include_timings"] = True
+        self.timings, began, pieces = Timings(), time.monotonic(), []
+        with self._open("/v1/chat/completions", body) as stream:
+            for event in _events(stream):
+                if (error := event.get("error")) is not None:
+                    raise ChatError(str(error.get("message", error) if isinstance(error, dict) else error))
+                if piece := self._take(event, time.monotonic() - began):
+                    pieces.append(piece)
+                    yield piece
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+
+    def _take(self, event: dict[str, Any], now_s: float) -> str:
+        """The text of an event; what it says of times and tokens is kept."""
+        timings = self.timings
+        if ledger := event.get("timings"):
+            timings.phases_ms = {name: ns / 1e6 for name, ns in ledger["phases_ns"].items()}
+        choices = event.get("choices") or []
+        piece = str(choices[0].get("delta", {}).get("content") or "") if choices else ""
+        if piece:
+            timings.first_s, timings.whole_s = timings.first_s or now_s, now_s
+            timings.tokens += 1
+        if usage := event.get("usage"):
+            timings.tokens = usage.get("completion_tokens") or timings.tokens
+        return piece
+
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            return urllib.request.urlopen(
+                urllib.request.Request(self._base + path, data, headers), timeout=CONNECT_S if data else 10.0
+            )
+        except urllib.error.HTTPError as error:
+            raise ChatError(_refusal(error)) from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise ChatError(f"no server answers at {self._base} ({reason})") from None
+
+
+def _events(stream: Any) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a stream of server-sent events. Raises ChatError where it ends before its end."""
+    try:
+        for line in stream:
+            text = line.decode(errors="replace").strip()
+            if not text.startswith("data:"):
+                continue
+            content = text.removeprefix("data:").strip()
+            if content == "[DONE]":
+                return
+            yield json.loads(content)
+    except (OSError, ValueError) as error:
+        raise ChatError(f"the stream broke ({error})") from None
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    try:
+        said = json.loads(error.read())["error"]
+        return f"{error.code}: {said['message'] if isinstance(said, dict) else said}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{error.code} {error.reason}"

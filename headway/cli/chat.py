@@ -1,0 +1,114 @@
+"""`headway chat`: talk to a model in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from headway.chat import ChatError, Conversation
+from headway.cli.commands import fail, with_flags
+from headway.cli.help import Command
+
+DEFAULT_URL = "http://localhost:8000"
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(cls=Command)
+@with_flags
+def chat(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[URL|MODEL]",
+            help="Address of a server, or a model to serve for this conversation. Default: http://localhost:8000.",
+        ),
+    ] = None,
+    message: Annotated[str | None, typer.Option(help="Ask this, print the answer and end.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the server. Default: the first one.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message before the conversation.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Default: the server's.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar=["HEADWAY_API_KEY", "OPENAI_API_KEY"], help="API key of the server.")
+    ] = None,
+) -> None:
+    """Talk to a model in the terminal, and see the timings of each answer.
+
+    Ctrl-C ends an answer, and at the prompt the conversation. Text that is piped in is one message; timings go to
+    standard error.
+    """
+    try:
+        with _address(target) as url:
+            conversation = Conversation(url, model, api_key, system, max_tokens=max_tokens, temperature=temperature)
+            code = _talk(conversation, message)
+    except ChatError as error:
+        hint = "" if target else "; start one with `headway serve`, or name a model: `headway chat headway/story`"
+        fail(f"{error}{hint if 'no server' in str(error) else ''}")
+    raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def _address(target: str | None) -> Iterator[str]:
+    """Where to ask; a model that is named is served as long as the conversation lasts."""
+    if target is None or target.startswith(("http://", "https://")):
+        yield target or DEFAULT_URL
+        return
+    from headway.bench.errors import BenchError
+    from headway.bench.profile.local_server import LocalServer
+    from headway.installation import require_engine
+
+    require_engine()
+    with asyncio.Runner() as runner:
+        print(f"Loading {target} ...", file=sys.stderr)
+        server = LocalServer([target], timeout_s=900.0)
+        try:
+            runner.run(server.__aenter__())
+        except BenchError as error:
+            fail(str(error))
+        try:
+            yield server.startup.url
+        finally:
+            runner.run(server.stop())
+
+
+def _talk(conversation: Conversation, message: str | None) -> int:
+    if message is None and not sys.stdin.isatty():
+        message = sys.stdin.read().strip()
+        if not message:
+            fail("nothing was piped in; pipe a message, or give one with --message")
+    if message is not None:
+        return 0 if _answer(conversation, message) else 130
+    print(f"{conversation.model}. Ctrl-C ends an answer; Ctrl-D ends the conversation.", file=sys.stderr)
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            print()
+            return 0
+        except KeyboardInterrupt:
+            print()
+            return 130
+        if text:
+            try:
+                _answer(conversation, text)
+            except ChatError as error:
+                print(f"headway: {error}", file=sys.stderr)
+
+
+def _answer(conversation: Conversation, text: str) -> bool:
+    """Print the answer as it comes; False where Ctrl-C ended it."""
+    whole = True
+    try:
+        for piece in conversation.ask(text):
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        whole = False
+    print()
+    print(f"[{conversation.timings.words()}{'' if whole else '; stopped'}]", file=sys.stderr)
+    return whole

@@ -1,0 +1,85 @@
+"""`headway models`: what can be served here, or what a server serves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headway.bundled import DRAFT, STORY
+from headway.cli.commands import fail, with_flags
+from headway.cli.help import Command
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(cls=Command)
+@with_flags
+def models(
+    url: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help="Address of a server. Default: what is on this machine.")
+    ] = None,
+) -> None:
+    """List the models that can be served here, or that a server serves."""
+    rows = _on_this_machine() if url is None else _served(url)
+    widest = max((len(name) for name, _ in rows), default=0)
+    for name, said in rows:
+        print(f"{name.ljust(widest)}  {said}".rstrip())
+    if url is None:
+        print("\nAny folder or Hugging Face id of a supported model can be served: headway serve MODEL")
+
+
+def _served(url: str) -> list[tuple[str, str]]:
+    from headway.chat import ChatError, Conversation
+
+    try:
+        cards = Conversation(url, model="any").models()
+    except ChatError as error:
+        fail(str(error))
+    return [(str(card["id"]), _context(card.get("max_model_len"))) for card in cards]
+
+
+def _context(tokens: Any) -> str:
+    return f"context {tokens:,} tokens" if isinstance(tokens, int) else ""
+
+
+def _on_this_machine() -> list[tuple[str, str]]:
+    bundled = [(f"headway/{folder.name}", f"{_size(folder)}, bundled") for folder in (STORY, DRAFT) if folder.is_dir()]
+    return bundled + _downloaded()
+
+
+def _downloaded() -> list[tuple[str, str]]:
+    """Of the Hugging Face cache, those with weights; each says whether Headway can serve it."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = sorted(scan_cache_dir().repos, key=lambda each: each.repo_id.lower())
+    except CacheNotFound:
+        return []
+    found = []
+    for each in repositories:
+        folders = [
+            revision.snapshot_path for revision in each.revisions if (revision.snapshot_path / "config.json").exists()
+        ]
+        if each.repo_type == "model" and folders and any(folders[0].glob("*.safetensors")):
+            found.append((each.repo_id, f"{_size(folders[0])}, downloaded{_unsupported(folders[0])}"))
+    return found
+
+
+def _unsupported(folder: Path) -> str:
+    from headway.cost.config import read_shape
+    from headway.cost.shape import ShapeError
+
+    try:
+        read_shape(json.loads((folder / "config.json").read_text()), str(folder))
+    except (ShapeError, ValueError, OSError):
+        return "; not supported"
+    return ""
+
+
+def _size(folder: Path) -> str:
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

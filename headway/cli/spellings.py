@@ -1,0 +1,97 @@
+"""What other tools call our commands and options, so that a newcomer's first guess gets the right word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+COMMANDS = {
+    "run": "headway serve MODEL (a server) or headway chat MODEL (a conversation in this terminal)",
+    "start": "headway serve MODEL",
+    "server": "headway serve MODEL",
+    "launch": "headway serve MODEL",
+    "launch_server": "headway serve MODEL",
+    "api_server": "headway serve MODEL",
+    "complete": "headway chat --message TEXT",
+    "generate": "headway chat --message TEXT",
+    "list": "headway models",
+    "ls": "headway models",
+    "ps": "headway models",
+    "benchmark": "headway bench",
+    "perf": "headway bench",
+    "profile": "headway bench profile",
+    "tune": "headway bench --find-max-rate or headway plan levers",
+    "estimate": "headway plan",
+    "sim": "headway simulate",
+}
+# Of vLLM, SGLang, llama.cpp, TGI, ollama and load generators; ours of a row are tried in turn.
+OPTIONS = {
+    "--ctx-size": ("--max-model-len",),
+    "-c": ("--max-model-len",),
+    "--n-ctx": ("--max-model-len",),
+    "--num-ctx": ("--max-model-len",),
+    "--context-length": ("--max-model-len",),
+    "--max-total-tokens": ("--max-model-len",),
+    "--max-seq-len": ("--max-model-len",),
+    "--kv-cache-memory-bytes": ("--kv-cache-memory",),
+    "--swap-space": ("--kv-cache-memory",),
+    "--mem-fraction-static": ("--gpu-memory-utilization",),
+    "--cache-type-k": ("--kv-cache-dtype",),
+    "--cache-type-v": ("--kv-cache-dtype",),
+    "--batch-size": ("--max-num-seqs",),
+    "--parallel": ("--max-num-seqs",),
+    "--max-running-requests": ("--max-num-seqs",),
+    "--max-concurrent-requests": ("--max-num-seqs",),
+    "--max-batch-size": ("--max-num-seqs",),
+    "--ubatch-size": ("--max-num-batched-tokens",),
+    "--chunked-prefill-size": ("--max-num-batched-tokens",),
+    "--max-batch-prefill-tokens": ("--max-num-batched-tokens",),
+    "--n-predict": ("--random-output-len",),
+    "--alias": ("--served-model-name",),
+    "--tp": ("--tensor-parallel-size",),
+    "--tp-size": ("--tensor-parallel-size",),
+    "--num-threads": ("--threads",),
+    "--url": ("--base-url",),
+    "--server": ("--base-url",),
+    "--target": ("--base-url",),
+    "--rate": ("--request-rate",),
+    "--rps": ("--request-rate",),
+    "--qps": ("--request-rate",),
+    "--concurrency": ("--max-concurrency", "--concurrency"),
+    "--users": ("--max-concurrency", "--concurrency"),
+    "--num-requests": ("--num-prompts",),
+    "--max-requests": ("--num-prompts",),
+    "--input-tokens": ("--random-input-len", "--prompt-tokens"),
+    "--isl": ("--random-input-len", "--prompt-tokens"),
+    "--output-tokens": ("--random-output-len", "--output-tokens"),
+    "--osl": ("--random-output-len", "--output-tokens"),
+    "--max-tokens": ("--random-output-len",),
+    "--slo": ("--goodput", "--slo"),
+    "--goodput": ("--slo", "--goodput"),
+    "--gpu": ("--hardware",),
+    "--dataset": ("--dataset-name",),
+    "--output-file": ("--result-filename", "--output"),
+}
+POSITIONAL = ("--model", "--model-path", "--model-id", "-m")
+
+
+def hint(given: str, known: Iterable[str], takes_model: bool = False) -> str:
+    """What the user may have meant by an unknown option; "" where nothing is near.
+
+    Args:
+        given: as "--ctx-size", or as a key of a file, "ctx_size".
+        known: options of the command, as "--max-model-len".
+        takes_model: the command has an argument MODEL.
+    """
+    options = list(known)
+    name = given if given.startswith("-") else f"--{given}"
+    spelled = name.replace("_", "-").lower()
+    if takes_model and spelled in POSITIONAL:
+        return "the model is an argument here: write it without an option"
+    if spelled in options:
+        return f"did you mean {spelled}?"
+    ours = next((each for each in OPTIONS.get(spelled, ()) if each in options), None)
+    if ours is not None:
+        return f"it is called {ours} here"
+    near = get_close_matches(spelled, options, 1)
+    return f"did you mean {near[0]}?" if near else ""
