@@ -22,6 +22,7 @@ from headway.engine.client import EngineClient, EngineDead
 from headway.engine.messages import Ready
 from headway.server.app import create_app
 from headway.server.edge import Connection
+from headway.server.encoder import share_cores
 from headway.server.service import Service
 from headway.server.settings import ServerSettings
 from headway.text.chat_template import ChatTemplate
@@ -204,6 +205,7 @@ def run_server(
         TextError: as create_app().
     """
     listener = bind(settings.host, settings.port)
+    share_cores()
     try:
         app = create_app(engine, tokenizer, settings, template)
     except ValueError as error:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily
 
 from headway.engine.messages import EngineStats, Ready, SequenceTimings
 from headway.policy.ledger import Phase
 from headway.policy.request import NEVER
 from headway.server.class_metrics import ClassMetrics
 from headway.server.classes import Terms
+from headway.server.encoder import Encoder
 from headway.server.errors import ApiError
 from headway.server.memory_metrics import MemoryMetrics
 from headway.server.quotas import TenantQuotas
@@ -45,6 +48,21 @@ _DECODE = (
 )
 
 prometheus_client.disable_created_metrics()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sums:
+    """Counters that others count, read when they are scraped."""
+
+    prefix: str
+    labels: tuple[str, ...]
+    sums: Mapping[str, tuple[str, Callable[[], int]]]
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        for name, (text, value) in self.sums.items():
+            family = CounterMetricFamily(self.prefix + name, text, labels=LABELS)
+            family.add_metric(self.labels, value())
+            yield family
 
 
 class Metrics:
@@ -162,6 +180,17 @@ class Metrics:
     def add_tenants(self, quotas: TenantQuotas) -> None:
         """Have metrics of tenants from now on."""
         self.by_tenant = TenantMetrics(self.registry, self.prefix, self.labels, quotas)
+
+    def add_encoder(self, encoder: Encoder) -> None:
+        """Have metrics of the tokenizer's queue from now on."""
+        self._gauge("tokenizer_waiting_chars", "Characters that wait to be tokenized.", lambda: encoder.work.waiting)
+        self._gauge("tokenizer_known_chars", "Characters whose token ids are kept.", lambda: encoder.known.size)
+        sums = {
+            "tokenizer_queries": ("Characters of prompts that were looked up.", lambda: encoder.known.queries),
+            "tokenizer_hits": ("Characters of prompts whose token ids were known.", lambda: encoder.known.hits),
+            "tokenizer_calls": ("Calls of the tokenizer in a thread.", lambda: encoder.calls),
+        }
+        self.registry.register(_Sums(self.prefix, self._labels, sums))
 
     # --- what happens -------------------------------------------------------------------------------
 

@@ -22,7 +22,9 @@ def as_list(given: Any) -> list[Any]:
     return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
 
 
-async def completion_prompts(service: Service, given: Any, add_special_tokens: bool) -> list[TokenizedPrompt]:
+async def completion_prompts(
+    service: Service, given: Any, add_special_tokens: bool, cache_salt: str | None
+) -> list[TokenizedPrompt]:
     """Each prompt of a completion request, encoded.
 
     Raises:
@@ -35,12 +37,8 @@ async def completion_prompts(service: Service, given: Any, add_special_tokens: b
         raise bad_request(f"prompt has {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed", "prompt")
     texts = [text for text in prompts if isinstance(text, str)]
     if texts:
-        tokenizer = service.tokenizer
-
-        def encode() -> list[TokenizedPrompt]:
-            return [TokenizedPrompt(tokenizer.encode(text, add_special_tokens), text) for text in texts]
-
-        encoded = await service.text_work.run(sum(map(len, texts)), encode)
+        found = await service.encoder.encode_all(texts, add_special_tokens, cache_salt)
+        encoded = [TokenizedPrompt(token_ids, text) for token_ids, text in zip(found, texts, strict=True)]
     else:
         encoded = [TokenizedPrompt(token_ids) for token_ids in prompts]
         for prompt in encoded:
@@ -55,7 +53,7 @@ async def completion_prompts(service: Service, given: Any, add_special_tokens: b
 CHARS_OF_A_TURN = 50  # for what a template adds around a message: many empty messages are a long text too
 
 
-async def chat_prompt(service: Service, body: ChatFields) -> TokenizedPrompt:
+async def chat_prompt(service: Service, body: ChatFields, cache_salt: str | None = None) -> TokenizedPrompt:
     """The messages, formatted by the chat template and encoded.
 
     Raises:
@@ -69,23 +67,23 @@ async def chat_prompt(service: Service, body: ChatFields) -> TokenizedPrompt:
     knows_developer = "developer" in template.source
     messages = [_as_template_message(message, i, knows_developer) for i, message in enumerate(body.messages)]
 
-    def encode() -> TokenizedPrompt:
-        text = template.render(
+    def render() -> str:
+        return template.render(
             messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,
         )
-        return TokenizedPrompt(service.tokenizer.encode(text, body.add_special_tokens), text)
 
     try:
         size = sum(len(message["content"]) + CHARS_OF_A_TURN for message in messages)
-        prompt = await service.text_work.run(size, encode)
+        text = await service.text_work.run(size, render)
     except TextError as error:
         raise bad_request(str(error), "messages") from None
-    if not prompt.token_ids:
+    token_ids = (await service.encoder.encode_all([text], body.add_special_tokens, cache_salt))[0]
+    if not token_ids:
         raise bad_request("the chat template made an empty prompt of these messages", "messages")
-    return prompt
+    return TokenizedPrompt(token_ids, text)
 
 
 def preloaded(prompts: list[NamedPrompt], tokenizer: Tokenizer, template: ChatTemplate | None) -> list[PreloadedPrompt]:

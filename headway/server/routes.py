@@ -243,8 +243,8 @@ class Routes:
 
     async def _prompts(self, body: CompletionBody | ChatBody) -> list[TokenizedPrompt]:
         if isinstance(body, ChatBody):
-            return [await chat_prompt(self._service, body)]
-        return await completion_prompts(self._service, body.prompt, body.add_special_tokens)
+            return [await chat_prompt(self._service, body, body.cache_salt)]
+        return await completion_prompts(self._service, body.prompt, body.add_special_tokens, body.cache_salt)
 
     def _num_choices(self, body: CompletionBody | ChatBody) -> int:
         n = body.n or 1
@@ -282,8 +282,7 @@ class Routes:
         if isinstance(body, TokenizeChat):
             token_ids = (await chat_prompt(service, body)).token_ids
         else:
-            text, special = body.prompt, body.add_special_tokens
-            token_ids = await service.text_work.run(len(text), lambda: service.tokenizer.encode(text, special))
+            token_ids = (await service.encoder.encode_all([body.prompt], body.add_special_tokens))[0]
         strings = [service.tokenizer.token_text(i) for i in token_ids] if body.return_token_strs else None
         return _json(
             {

@@ -16,6 +16,7 @@ from headway.policy.queue_bound import Place
 from headway.policy.service_class import ServiceClass
 from headway.server.activity import Activity
 from headway.server.admission import Admission
+from headway.server.encoder import Encoder
 from headway.server.errors import ApiError, unavailable
 from headway.server.garbage import FullCollections
 from headway.server.metrics import Metrics
@@ -26,6 +27,7 @@ from headway.server.settings import ServerSettings
 from headway.server.text_work import TextWork
 from headway.tenant_file import Access, TenantFile, key_digest, read_tenant_file
 from headway.text.chat_template import ChatTemplate
+from headway.text.known_texts import KnownTexts, safe_cuts
 from headway.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("headway.server")
@@ -52,7 +54,10 @@ class Service:
         self.settings = settings
         self.defaults = {} if settings.generation_config == "none" else server_defaults(tokenizer.generation_config)
         self.text_work = TextWork(settings.max_queued_text)
+        cuts = None if template is None else safe_cuts(tokenizer.backend, template.source)
+        self.encoder = Encoder(tokenizer, KnownTexts(cuts, settings.max_known_text), self.text_work)
         self.metrics = Metrics(settings.metrics_prefix, settings.served_model_names[0], engine)
+        self.metrics.add_encoder(self.encoder)
         self.created = int(time.time())
         self.draining = False
         self.in_flight = 0

@@ -101,6 +101,9 @@ class ServerSettings:
     max_queued_text: Annotated[
         int, _size("Limit of characters waiting to be tokenized; above it, 429.", default="16M")
     ] = 16 * 2**20
+    max_known_text: Annotated[
+        int, _size("Most characters of chat prompts whose token ids are kept, each part once; 0: none.", default="32M")
+    ] = 32 * 2**20
     request_read_timeout: Annotated[
         float, _flag("Seconds to receive a whole request, from its first byte.", min=0.1)
     ] = 60.0

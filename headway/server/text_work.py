@@ -35,8 +35,12 @@ class TextWork:
         Raises:
             ApiError: 429 when too much waits already.
         """
-        if size <= INLINE_CHARS:
-            return function()
+        if size > INLINE_CHARS:
+            self.check(size)
+        return await self.finish(size, function)
+
+    def check(self, size: int) -> None:
+        """Raise ApiError 429 when so much more would be too much to wait."""
         if self.waiting and self.waiting + size > self._max_waiting:
             raise too_many(
                 f"{self.waiting} characters of other requests wait to be tokenized, and this one has {size}; at most "
@@ -44,7 +48,6 @@ class TextWork:
                 "text_queue_full",
                 1,
             )
-        return await self.finish(size, function)
 
     async def finish(self, size: int, function: Callable[[], T]) -> T:
         """As run(), for work that ends a request: it waits, however much waits before it."""

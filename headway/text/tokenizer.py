@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,13 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. The interpreter lock is free while a long text is encoded."""
-        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return self._with_stated_bos(text, ids) if add_special_tokens else ids
+        return next(self.encode_all([text], add_special_tokens))
+
+    def encode_all(self, texts: list[str], add_special_tokens: bool = True) -> Iterator[list[int]]:
+        """Token ids of each of the texts, which are encoded together at the first step, by the library's threads."""
+        encoded = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        for text, one in zip(texts, encoded, strict=True):
+            yield self._with_stated_bos(text, one.ids) if add_special_tokens else one.ids
 
     def _with_stated_bos(self, text: str, ids: list[int]) -> list[int]:
         """tokenizer_config.json's add_bos_token, where it is stated, wins over tokenizer.json's post-processor."""

@@ -1,0 +1,134 @@
+"""Turns texts into token ids: many requests' texts together, beside the event loop, and known ones not again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from headway.server.text_work import INLINE_CHARS, TextWork
+from headway.text.known_texts import KnownTexts
+from headway.text.tokenizer import Tokenizer
+
+# Characters that are encoded in one call. Whoever comes meanwhile waits for its end.
+TOGETHER_CHARS = 2**18
+# Ids become Python's with the interpreter's lock held; the event loop gets it between two texts.
+PAUSE_S = 2e-5
+
+
+def share_cores() -> None:
+    """Leave half of the processor to others: the tokenizer's threads take all of it unless they are told otherwise."""
+    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """Texts of one request that wait to be encoded."""
+
+    texts: list[str]
+    add_special_tokens: bool
+    size: int
+    done: asyncio.Future[list[list[int]]]
+
+
+class Encoder:
+    """Encodes texts, short ones at once and long ones in a thread, with all that have come meanwhile.
+
+    Args:
+        work: whose threads it takes, and whose bound on what may wait.
+
+    Attributes:
+        calls: of the tokenizer in a thread.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, known: KnownTexts, work: TextWork) -> None:
+        self.known = known
+        self.work = work
+        self._tokenizer = tokenizer
+        self._jobs: deque[_Job] = deque()
+        self._encoding: asyncio.Task[None] | None = None
+        self.calls = 0
+
+    async def encode_all(self, texts: list[str], add_special_tokens: bool, salt: str | None = None) -> list[list[int]]:
+        """Token ids of each text.
+
+        Args:
+            salt: what was encoded with another salt is not known.
+
+        Raises:
+            ApiError: 429 when too much waits already.
+        """
+        if add_special_tokens:  # the tokenizer may put some anywhere
+            return await self._encoded(texts, True)
+        known, salt = self.known, salt or ""
+        parts = [known.parts(text) for text in texts]
+        found: dict[str, Iterable[int] | None] = {part: known.find(part, salt) for one in parts for part in one}
+        missing = [part for part, ids in found.items() if ids is None]
+        for part, ids in zip(missing, await self._encoded(missing, False), strict=True):
+            known.keep(part, salt, ids)
+            found[part] = ids
+        whole = []
+        for one in parts:
+            whole.append(list[int]())
+            for part in one:
+                whole[-1].extend(found[part] or ())
+        return whole
+
+    async def _encoded(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        size = sum(map(len, texts))
+        if size <= INLINE_CHARS:
+            return list(self._tokenizer.encode_all(texts, add_special_tokens)) if texts else []
+        self.work.check(size)
+        job = _Job(texts, add_special_tokens, size, asyncio.get_running_loop().create_future())
+        self._jobs.append(job)
+        self.work.waiting += size
+        if self._encoding is None:
+            self._encoding = asyncio.create_task(self._encode_waiting())
+        try:
+            return await job.done
+        finally:
+            if job in self._jobs:  # its client has gone
+                self._jobs.remove(job)
+                self.work.waiting -= size
+
+    async def _encode_waiting(self) -> None:
+        while self._jobs:
+            jobs = self._next_jobs()
+            texts = [text for job in jobs for text in job.texts]
+            encode = partial(self._encode, texts, jobs[0].add_special_tokens)
+            try:
+                found = iter(await self.work.finish(sum(job.size for job in jobs), encode))
+            except Exception as error:
+                for job in jobs:
+                    if not job.done.done():
+                        job.done.set_exception(error)
+                continue
+            for job in jobs:
+                ids = [next(found) for _ in job.texts]
+                if not job.done.done():
+                    job.done.set_result(ids)
+        self._encoding = None
+
+    def _next_jobs(self) -> list[_Job]:
+        """Those that are encoded next, in one call."""
+        jobs: list[_Job] = []
+        size = 0
+        while self._jobs and (not jobs or size + self._jobs[0].size <= TOGETHER_CHARS):
+            if jobs and self._jobs[0].add_special_tokens != jobs[0].add_special_tokens:
+                break
+            jobs.append(self._jobs.popleft())
+            size += jobs[-1].size
+        self.work.waiting -= size
+        return jobs
+
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        self.calls += 1
+        found = []
+        for ids in self._tokenizer.encode_all(texts, add_special_tokens):
+            found.append(ids)
+            time.sleep(PAUSE_S)
+        return found
