@@ -28,6 +28,8 @@ import tokenizers
 
 # What an entry takes beside its text and ids, in the unit of `most`.
 ENTRY_CHARS = 100
+# A longer text is one part: to look for cuts in it would take milliseconds.
+MOST_CHARS = 2**20
 
 
 def safe_cuts(backend: tokenizers.Tokenizer, template: str) -> re.Pattern[str] | None:
@@ -73,7 +75,7 @@ class KnownTexts:
 
     def parts(self, text: str) -> list[str]:
         """The text in parts whose ids, one after the other, are its own."""
-        if self._cuts is None or not self._most:
+        if self._cuts is None or not self._most or len(text) > MOST_CHARS:
             return [text]
         starts = [0, *(match.start() for match in self._cuts.finditer(text)), len(text)]
         return [text[start:end] for start, end in pairwise(starts) if start < end] or [text]

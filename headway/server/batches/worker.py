@@ -265,10 +265,10 @@ class Batches:
             outcome = "cancelled"
         else:
             outcome = "completed" if len(done) == run.batch.request_counts.total else "expired"
-        rest = []
+        rest, ended = [], {"status": outcome, f"{outcome}_at": int(time.time())}
         if outcome != "completed":
             path = self._store.path(run.batch.input_file_id)
             code, why = f"batch_{outcome}", _WHY_UNANSWERED[outcome]
             rest = await asyncio.to_thread(lambda: list(lines.unanswered(path, done, code, why)))
-        ended = {"status": outcome, f"{outcome}_at": int(time.time())}
+            ended["request_counts"] = RequestCounts(total=len(done) + len(rest))
         run.batch = await self._persist(Store.finish, batch_id, rest, ended, self._is_mixed)
