@@ -46,11 +46,11 @@ def _of_model(plan: Plan) -> Iterator[str]:
         )
     if plan.workload.cached:
         yield (
-            f"Of each prompt the first {plan.workload.cached:,} tokens are in the prefix cache already, the same ones "
-            "for all requests: memory holds them once."
+            f"The first {plan.workload.cached:,} tokens of each prompt are already in the prefix cache, the same for "
+            "all requests: memory holds them once."
         )
     if not request.flash_attention:
-        yield "Attention writes its whole matrix of scores to memory and reads it again (no FlashAttention)."
+        yield "Attention writes its score matrix to memory and reads it again (no FlashAttention)."
 
 
 def _other_arithmetic(plan: Plan) -> Iterator[str]:
@@ -66,20 +66,20 @@ def _of_engine(plan: Plan) -> Iterator[str]:
     limits, request = plan.limits, plan.request
     whose = "`headway serve`" if plan.deployment.hardware.measured else "vLLM's server"
     yield (
-        f"The engine takes {share_of_memory(plan.settings)} of the memory, runs {limits.sequences:,} sequences and "
-        f"{limits.batched_tokens:,} tokens in a step at most, and keeps its cache in blocks of {request.block_size}: "
-        f"what no flag says is a default of {whose}."
+        f"The engine uses {share_of_memory(plan.settings)}, at most {limits.sequences:,} sequences and "
+        f"{limits.batched_tokens:,} tokens in a step, and KV blocks of {request.block_size} tokens: the defaults of "
+        f"{whose} where no option says otherwise."
     )
     if plan.load != "batch" and math.isfinite(limits.prefill_stall_s):
         yield (
-            f"Prompts make a step longer for others by {number(limits.prefill_stall_s * 1e3)} ms at most, or by as "
-            "long as these take alone (--max-prefill-stall-ms)."
+            f"Prefill delays running streams by at most {number(limits.prefill_stall_s * 1e3)} ms in a step, or by as "
+            "long as their decodes take (--max-prefill-stall-ms)."
         )
     if plan.deployment.hardware.measured:
         yield (
-            "Efficiency and overheads of steps were measured on this machine; not what a request and its tokens cost "
-            f"before their first step, {seconds(plan.deployment.efficiency.request_s)} and "
-            f"{seconds(plan.deployment.efficiency.token_s)}, which are usual values of servers."
+            "The efficiency and overhead of steps were measured on this machine. The host's work before the first step "
+            f"was not: {seconds(plan.deployment.efficiency.request_s)} per request and "
+            f"{seconds(plan.deployment.efficiency.token_s)} per token are usual values of servers."
         )
     else:
         yield (f"Efficiency and overheads are those of {request.engine}, fitted to published measurements.")
@@ -88,17 +88,17 @@ def _of_engine(plan: Plan) -> Iterator[str]:
 def _of_load(plan: Plan) -> Iterator[str]:
     if plan.load == "batch":
         yield (
-            f"A batch of {many(plan.batch, 'prompt')}, then a token of each in every step; all answers are equally "
-            f"long, and the context of a decode step is {plan.context:,} tokens, halfway through."
+            f"A batch of {many(plan.batch, 'prompt')}, then one token of each per step. All answers are equally long; "
+            f"the decode step is the one halfway, with a context of {plan.context:,} tokens."
         )
     elif plan.load == "concurrency":
         yield (
-            f"{many(int(plan.load_value), 'client')}, each of whom sends the next request when the last is answered; "
-            f"prompts have {many(plan.workload.prompt, 'token')}, and their chunks share steps with decodes."
+            f"{many(int(plan.load_value), 'client')} in a closed loop, with prompts of "
+            f"{many(plan.workload.prompt, 'token')}, whose chunks share steps with decodes."
         )
     else:
         yield (
-            f"Requests arrive at random times (Poisson), {number(plan.load_value)} a second; prompts have "
+            f"Poisson arrivals, {number(plan.load_value)} requests per second, with prompts of "
             f"{many(plan.workload.prompt, 'token')}. A first approximation: nothing is preempted."
         )
     if plan.load != "batch" and plan.workload.output > 1:
@@ -106,8 +106,8 @@ def _of_load(plan: Plan) -> Iterator[str]:
     room = _room(plan)
     if plan.load == "concurrency" and plan.fits and plan.load_value > room:
         yield (
-            f"Only {many(room, 'sequence')} run at once, for which there is memory and which the engine allows: the "
-            "others wait, which is part of TTFT."
+            f"Memory and the engine's limits allow {many(room, 'sequence')} at once; the others wait, which is part of "
+            "TTFT."
         )
     if plan.replicas > 1:
         yield f"{plan.replicas} replicas share the load evenly; a batch is that of each replica."
@@ -115,8 +115,8 @@ def _of_load(plan: Plan) -> Iterator[str]:
         yield "Each data-parallel group works on a batch of its own; they are alike, and do not wait for each other."
     if (stages := plan.deployment.parallelism.pipeline) > 1:
         yield (
-            f"Each of the {stages} pipeline stages works on another batch. They keep their order, so all wait for the "
-            f"longest step: stages idle {plan.bubble:.0%} of the time."
+            f"Each of the {stages} pipeline stages works on another batch, and all wait for the longest step: stages "
+            f"are idle {plan.bubble:.0%} of the time."
         )
 
 
@@ -124,7 +124,7 @@ def _lengths(plan: Plan) -> str:
     mean, spread = plan.workload.output, plan.workload.spread
     short, long = max(1, round(mean * (1 - spread))), round(mean * (1 + spread))
     if short == long:
-        return f"All answers have {mean:,} tokens, so that requests which begin together end together."
+        return f"All answers have {mean:,} tokens, so requests that start together end together."
     return f"Answers are evenly spread between {short:,} and {long:,} tokens (--output-spread {spread:g})."
 
 
@@ -139,18 +139,18 @@ def _of_hardware(plan: Plan) -> Iterator[str]:
     of_ttft = bars.ttft_arrivals if plan.load == "rate" else bars.ttft
     whose = "runs of this calibration" if hardware.measured else "measured figures"
     yield (
-        f"Four in five {whose} lie between {number(bars.tpot[0])} and {number(bars.tpot[1])} times the estimate of "
-        f"TPOT, and between {number(of_ttft[0])} and {number(of_ttft[1])} times that of TTFT: the 80 % bars."
+        f"The 80 % error bars: four in five {whose} lie between {number(bars.tpot[0])} and {number(bars.tpot[1])} "
+        f"times the estimate of TPOT, and between {number(of_ttft[0])} and {number(of_ttft[1])} times that of TTFT."
     )
     if plan.load != "batch" and (plan.first_wave is not None or plan.load == "rate"):
         yield (
-            "TTFT under load is the weak side of this model: against 215 serving points published by others, TPOT was "
-            "off by 11 % (dense) and 15 % (mixtures) in the median, TTFT by 56 % and 71 %, and up to 25 times too low "
-            "with many clients, who begin in a burst and come in clumps. Its bar"
+            "TTFT under load is this model's weak point: against 215 published serving points, the median error of "
+            "TPOT was 11 % (dense) and 15 % (mixtures), that of TTFT 56 % and 71 %, and up to 25 times too low with "
+            "many clients, who start in a burst. Its error bar"
             + (
-                " reaches to the mean of the first wave of all clients at once."
+                " reaches up to the mean TTFT if all clients start at once."
                 if plan.load == "concurrency"
-                else " is that of published figures under such arrivals."
+                else " comes from published figures under such arrivals."
             )
         )
     if hardware.arithmetic(plan.deployment.precision.of_experts.compute) == "nvfp4":
@@ -159,4 +159,4 @@ def _of_hardware(plan: Plan) -> Iterator[str]:
         yield hardware.note if hardware.note.endswith(".") else f"{hardware.note}."
     if plan.price_per_hour is not None:
         each = plan.price_per_hour / plan.devices
-        yield f"A device costs {dollars(each)} an hour ({plan.price_source}), and is never idle."
+        yield f"A device costs {dollars(each)} an hour ({plan.price_source}) and is never idle."

@@ -38,10 +38,10 @@ def _too_large(plan: Plan) -> str:
         ),
     )
     return (
-        f"{plan.model} does not fit: each device has {gigabytes(held.usable)} to use, of which weights take "
-        f"{gigabytes(held.weights)}, activations and workspace {gigabytes(held.activations + held.workspace)}; for one "
-        f"request of {work.prompt + work.output:,} tokens {gigabytes(held.shortfall)} are missing. "
-        + (f"It would fit with {'; or with '.join(helps)}." if helps else "Nothing that is known here makes it fit.")
+        f"{plan.model} does not fit: each device has {gigabytes(held.usable)} of usable memory; weights need "
+        f"{gigabytes(held.weights)}, activations and workspace {gigabytes(held.activations + held.workspace)}, and one "
+        f"request of {work.prompt + work.output:,} tokens lacks {gigabytes(held.shortfall)}. "
+        + (f"It would fit with {'; or with '.join(helps)}." if helps else "No known option makes it fit.")
     )
 
 

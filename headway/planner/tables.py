@@ -28,14 +28,14 @@ def memory_table(plan: Plan) -> Table:
     sampler = ", and its sampler" if plan.settings.sampler_bytes else ""
     rows = [
         ("memory", gigabytes(held.memory), plan.deployment.hardware.name),
-        ("to use", gigabytes(held.usable), share_of_memory(plan.settings)),
+        ("usable", gigabytes(held.usable), share_of_memory(plan.settings)),
         ("weights", gigabytes(held.weights), f"{gigabytes(plan.weights_bytes)} in all"),
         ("activations", gigabytes(held.activations), f"of a step of {plan.limits.batched_tokens:,} tokens{sampler}"),
         ("workspace", gigabytes(held.workspace), "runtime and captured graphs"),
-        ("left for the cache", gigabytes(held.kv_pool), f"{held.pool_tokens:,} tokens"),
-        ("one token", gigabytes(held.kv_per_token), f"{gigabytes(plan.kv_bytes_per_token)} in all"),
-        ("batch of this plan", gigabytes(plan.kv_cache_bytes), f"{plan.batch:,} of {tokens:,} tokens, in all"),
-        ("most sequences", f"{plan.max_batch:,}", f"of {tokens:,} tokens"),
+        ("left for the KV cache", gigabytes(held.kv_pool), f"{held.pool_tokens:,} tokens"),
+        ("per token", gigabytes(held.kv_per_token), f"{gigabytes(plan.kv_bytes_per_token)} in all"),
+        ("this plan's batch", gigabytes(plan.kv_cache_bytes), f"{plan.batch:,} of {tokens:,} tokens, in all"),
+        ("maximum sequences", f"{plan.max_batch:,}", f"of {tokens:,} tokens"),
         ("longest context", f"{held.max_context:,}", _longest(plan)),
     ]
     if not held.fits:
@@ -45,7 +45,7 @@ def memory_table(plan: Plan) -> Table:
 
 def _longest(plan: Plan) -> str:
     limit = plan.deployment.shape.max_positions
-    return f"tokens; the model's own limit is {limit:,}" if limit else "tokens"
+    return f"tokens; the model's limit is {limit:,}" if limit else "tokens"
 
 
 def phase_table(plan: Plan, name: str, narrow: bool = False) -> Table:
@@ -87,9 +87,9 @@ def phase_table(plan: Plan, name: str, narrow: bool = False) -> Table:
         tuple(columns[place] for place in shown),
         tuple(tuple(row[place] for place in shown) for row in rows),
         left=frozenset({shown.index(6)}),
-        note=("" if narrow else "FLOP and bytes are of the whole model in one pass, times of a device. ")
-        + f"Weights and cache alone are {gigabytes(step.bytes)}, {number(step.intensity)} FLOP/byte; above "
-        f"{number(plan.ridge_flops_per_byte)} arithmetic is the limit. Physics: the data sheet's rates, without loss.",
+        note=("" if narrow else "FLOP and bytes: the whole model in one pass. Times: one device. ")
+        + f"Weights and KV cache alone: {gigabytes(step.bytes)}, {number(step.intensity)} FLOP/byte; above "
+        f"{number(plan.ridge_flops_per_byte)} it is compute-bound. Physics: the same at the data sheet's full rates.",
     )
 
 
@@ -124,16 +124,16 @@ def serving_table(plan: Plan) -> Table:
         rows.insert(1, ("TTFT, median", seconds(plan.served.ttft_p50_s), "", "of the same requests"))
     if plan.first_wave is not None and plan.ttft is not None:
         wave = plan.first_wave
-        rows.insert(2, ("TTFT, first wave", seconds(wave.ttft_s), "", "mean, where all clients begin at once"))
+        rows.insert(2, ("TTFT, first wave", seconds(wave.ttft_s), "", "mean, if all clients start at once"))
         rows.insert(3, ("TTFT, first wave", seconds(wave.ttft_most_s), "", "longest"))
     if plan.deployment.parallelism.pipeline > 1:
-        rows.append(("pipeline bubbles", f"{plan.bubble:.0%}", "", "of the time, stages idle"))
+        rows.append(("pipeline bubbles", f"{plan.bubble:.0%}", "", "of the time stages are idle"))
     return Table(
         "Serving",
         ("", "estimate", "80 % bar", ""),
         tuple(cells(*row) for row in rows),
         left=frozenset({3}),
-        note="Means over requests. Four in five measurements of such deployments lie inside the bar.",
+        note="Means over requests. Four in five measurements of such deployments lie within the bar.",
     )
 
 
@@ -153,15 +153,15 @@ def loading_table(plan: Plan) -> Table:
         ("deserialise", seconds(loading.deserialize_s)),
         ("to the devices", seconds(loading.transfer_s) if loading.transfer_s else "–"),
         ("layout", seconds(loading.layout_s)),
-        ("one after the other", seconds(loading.seconds)),
-        ("all at the same time", seconds(loading.least_s)),
+        ("in sequence", seconds(loading.seconds)),
+        ("all in parallel", seconds(loading.least_s)),
     ]
     return Table(
         "Loading the model",
         ("", "time"),
         tuple(cells(*row) for row in rows),
-        note="Engines overlap some stages, so it is between the last two; processes, compilation and graph capture "
-        "come on top.",
+        note="Engines overlap some stages, so the time is between the last two. Processes, compilation and graph "
+        "capture come on top.",
     )
 
 
@@ -171,14 +171,14 @@ def cost_table(plan: Plan) -> Table:
     if plan.price_per_hour is not None:
         rows += [
             ("an hour of all devices", dollars(plan.price_per_hour), plan.price_source),
-            ("1M output tokens", dollars(costs.per_million_output_tokens), "which pay for everything"),
-            ("1M input tokens", dollars(costs.split_input), "if prompts pay for the time they take alone"),
-            ("1M output tokens", dollars(costs.split_output), "which then pay for the rest"),
+            ("1M output tokens", dollars(costs.per_million_output_tokens), "all of the price"),
+            ("1M input tokens", dollars(costs.split_input), "split by time: the prompts' share"),
+            ("1M output tokens", dollars(costs.split_output), "split by time: the rest"),
         ]
     if costs.tokens_per_s_per_watt is not None and costs.kwh_per_million is not None:
         watts = (plan.deployment.hardware.tdp_w or 0.0) * plan.devices
         rows += [
-            ("tokens/s/W", number(costs.tokens_per_s_per_watt), f"output tokens a joule, at {number(watts)} W"),
-            ("kWh for 1M", number(costs.kwh_per_million), "output tokens; the devices alone"),
+            ("tokens/s/W", number(costs.tokens_per_s_per_watt), f"output tokens per joule, at {number(watts)} W"),
+            ("kWh for 1M", number(costs.kwh_per_million), "output tokens; devices only"),
         ]
     return Table("Cost and energy", ("", "", ""), tuple(cells(*row) for row in rows), left=frozenset({2}))

@@ -67,8 +67,8 @@ def bar(estimate: Estimate) -> str:
 def share_of_memory(settings: Settings) -> str:
     """What of a device's memory an engine takes."""
     if settings.free_share is not None:
-        return f"weights, and {settings.free_share:.0%} of what they leave"
-    return f"{settings.utilization:.0%}"
+        return f"the weights' memory and {settings.free_share:.0%} of the rest"
+    return f"{settings.utilization:.0%} of the memory"
 
 
 def dollars(value: float | None) -> str:

@@ -38,12 +38,13 @@ def _route(method: str, path: str, operation: Mapping[str, Any], schemas: Mappin
     if parameters := operation.get("parameters"):
         rows = [(each["name"], each["schema"], each.get("required", False)) for each in parameters]
         yield _fields("Parameters", rows, is_open=True)
-    for content in operation.get("requestBody", {}).get("content", {}).values():
+    for media, content in operation.get("requestBody", {}).get("content", {}).items():
         schema = content["schema"]
-        for body in schema.get("anyOf", [schema]):
+        for each in schema.get("anyOf", [schema]):
+            body = schemas.get(each.get("$ref", "").rpartition("/")[2], each)
             required = body.get("required", ())
-            rows = [(name, kind, name in required) for name, kind in body["properties"].items()]
-            yield _fields(f"Body: {body['title']}", rows, is_open=False)
+            rows = [(name, kind, name in required) for name, kind in body.get("properties", {}).items()]
+            yield _fields(f"Body: {body.get('title', media)}", rows, is_open=False)
     answers = "".join(
         f"<tr><td>{escape(status)}</td><td>{escape(answer['description'])}</td><td>{_answer(answer, schemas)}</td></tr>"
         for status, answer in operation["responses"].items()

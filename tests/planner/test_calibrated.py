@@ -35,7 +35,7 @@ def test_what_no_flag_says_is_the_engine_s_default() -> None:
     held = plan.capacity
     assert held.kv_pool == int((HARDWARE.memory_bytes - held.weights - held.workspace) * CPU_SHARE)
     assert "`headway serve`" in " ".join(plan.assumptions)
-    assert "not what a request and its tokens cost" in " ".join(plan.assumptions)
+    assert "The host's work before the first step was not" in " ".join(plan.assumptions)
 
 
 def test_flags_go_before_the_engine_s_defaults() -> None:

@@ -143,7 +143,7 @@ def test_clients_beyond_memory_wait() -> None:
     assert plan.fits and plan.max_batch < 10
     assert plan.served is not None and plan.served.running <= plan.max_batch
     assert plan.ttft is not None and plan.tpot is not None and plan.ttft.value > 100 * plan.tpot.value
-    assert any("run at once" in each and "wait" in each for each in plan.assumptions)
+    assert any("at once; the others wait" in each for each in plan.assumptions)
 
 
 def test_a_rate_below_saturation_is_served_whole() -> None:
@@ -220,7 +220,7 @@ def test_the_replicas_that_it_says_are_enough() -> None:
 def test_a_model_that_does_not_fit_says_by_how_much_and_predicts_nothing() -> None:
     plan = planned("llama-3.1-70b")
     assert not plan.fits and plan.problem is not None
-    assert "does not fit" in plan.problem and "GB are missing" in plan.problem and "It would fit with" in plan.problem
+    assert "does not fit" in plan.problem and "tokens lacks" in plan.problem and "It would fit with" in plan.problem
     assert (plan.ttft, plan.tpot, plan.output_tokens_per_s, plan.served) == (None, None, None, None)
     assert plan.costs.per_million_output_tokens is None and plan.saturation_rate == 0.0
     assert plan.weights_bytes > plan.capacity.usable
@@ -385,7 +385,7 @@ def test_stages_of_a_pipeline_wait_for_the_longest_step() -> None:
     assert one.bubble == 0.0 < two.bubble < 0.5
     assert one.tpot is not None and two.tpot is not None
     assert 1.0 < one.tpot.value / two.tpot.value < 1.3
-    assert any("stages idle" in each for each in two.assumptions)
+    assert any("stages are idle" in each for each in two.assumptions)
 
 
 def test_tensor_parallelism_over_machines_is_planned_with_a_warning() -> None:
@@ -412,14 +412,14 @@ def test_the_bar_of_ttft_reaches_up_to_the_first_wave() -> None:
     assert plan.ttft.low == plan.ttft.value * plan.bars.ttft[0]
     # 64 prompts one after the other, at least: eight of them are a step.
     assert plan.first_wave.ttft_most_s > 64 * 1024 * 2 * 8e9 / 989e12
-    assert any("215 serving points" in each for each in plan.assumptions)
+    assert any("215 published serving points" in each for each in plan.assumptions)
 
 
 def test_a_client_alone_keeps_its_narrow_bar() -> None:
     plan = make_plan(PlanRequest("llama-3.1-8b", "H100-SXM", concurrency=1))
     assert plan.ttft is not None and plan.first_wave is None
     assert plan.ttft.high == plan.ttft.value * plan.bars.ttft[1]
-    assert not any("215 serving points" in each for each in plan.assumptions)
+    assert not any("215 published serving points" in each for each in plan.assumptions)
 
 
 def test_nvfp4_takes_four_and_a_half_bits_and_the_rate_of_fp4() -> None:

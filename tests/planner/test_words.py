@@ -85,7 +85,7 @@ def test_cache_is_of_a_device_where_its_memory_is() -> None:
         ({"concurrency": 4}, "between 230 and 282 tokens (--output-spread 0.1)"),
         ({"request_rate": 1.0, "output_spread": 0.5}, "between 128 and 384 tokens (--output-spread 0.5)"),
         ({"concurrency": 4, "output_spread": 0.0}, "All answers have 256 tokens"),
-        ({"batch_size": 4}, "all answers are equally long"),
+        ({"batch_size": 4}, "All answers are equally long"),
     ],
 )
 def test_assumptions_say_how_long_answers_are(given: dict[str, Any], text: str) -> None:
