@@ -229,3 +229,8 @@ def test_links_between_documents_lead_somewhere() -> None:
                 headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
                 slugs = {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
                 assert anchor in slugs, f"{document.name} links to {link}#{anchor}"
+
+
+def test_chat_serves_a_model_for_one_conversation(workplace: Path) -> None:
+    answer = _main(["headway", "chat", "headway/story", "--message", "Tell me about the sea.", "--max-tokens", "12"])
+    assert len(answer.split()) >= 3
