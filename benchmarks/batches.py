@@ -198,7 +198,7 @@ def behind(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def text_of(chars: int, seed: int) -> str:
     draw = np.random.default_rng(seed)
-    return " ".join(WORDS[i] for i in draw.integers(0, len(WORDS), chars // 5))[:chars]
+    return " ".join(WORDS[i] for i in draw.integers(0, len(WORDS), chars // 2))[:chars]
 
 
 @contextmanager
