@@ -55,6 +55,7 @@ def serve(
             server.tenants.check_classes(engine.classes)
         except ValueError as error:
             fail(f"--tenants: {error}")
+        engine.weights = server.tenants.table.weights
     engine.model = str(model_folder(model or NAME))
     server.served_model_names = server.served_model_names or [model or NAME]
     server.priority_allowed = engine.scheduling_policy == "priority"

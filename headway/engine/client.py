@@ -254,10 +254,10 @@ class EngineClient:
         if self._socket is not None:
             self._socket.send(_encoder.encode(message))
 
-    def set_classes(self, classes: ClassTable) -> None:
-        """New requests are of these classes, also in engine processes to come."""
-        self.config = replace(self.config, classes=classes)
-        self._send(SetClasses(classes))
+    def set_classes(self, classes: ClassTable, weights: dict[str, float]) -> None:
+        """New requests are of these classes, and tenants have these weights, also in engine processes to come."""
+        self.config = replace(self.config, classes=classes, weights=weights)
+        self._send(SetClasses(classes, weights))
 
     def _answer_explain(self, answer: Explanation | EngineDead) -> None:
         asked = self._explaining.popleft()

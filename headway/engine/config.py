@@ -73,9 +73,11 @@ class SchedulingOptions:
     Args:
         max_prefill_stall_ms: may be infinite.
         classes: of requests.
+        weights: of tenants, who take turns by them; where there are none, tenants make no difference.
     """
 
     classes: ClassTable = BUILT_IN
+    weights: dict[str, float] = field(default_factory=dict)
     block_size: Annotated[int, _engine("Tokens in a KV block.", min=1)] = 16
     max_num_seqs: Annotated[int, _engine("Maximum number of sequences in a step.", min=1, common=True)] = 256
     max_num_batched_tokens: Annotated[
@@ -125,6 +127,7 @@ class SchedulingOptions:
             max_queue_time=math.inf if self.max_queue_time is None else self.max_queue_time,
             classes=self.classes,
             watermark=self.watermark,
+            weights=self.weights,
         )
         return make(config, KVBlocks(pool.num_blocks, self.block_size, self.enable_prefix_caching, self.protected_kv))
 

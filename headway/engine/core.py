@@ -65,9 +65,9 @@ class EngineCore:
 
     # --- requests -----------------------------------------------------------------------------------
 
-    def set_classes(self, classes: ClassTable) -> None:
-        """New requests are of these classes."""
-        self.scheduler.set_classes(classes)
+    def set_classes(self, classes: ClassTable, weights: dict[str, float]) -> None:
+        """New requests are of these classes, and tenants have these weights."""
+        self.scheduler.set_classes(classes, weights)
 
     def add(self, request: AddRequest) -> None:
         """Queue every choice of a request; one that can't be served is answered with an error output."""
@@ -285,6 +285,8 @@ class EngineCore:
         if scheduler.slo is not None:
             opened = scheduler.slo.window.num_opened
             stats.windows, counted.windows = opened - counted.windows, opened
+        if scheduler.fair is not None:
+            stats.fairness_lead, stats.fairness_bound = scheduler.fair.lead, scheduler.fair.bound
         return stats
 
     def check(self) -> None:

@@ -40,9 +40,10 @@ class AbortRequest(_Message):
 
 
 class SetClasses(_Message):
-    """New requests are of these classes."""
+    """New requests are of these classes, and tenants have these weights."""
 
     classes: ClassTable
+    weights: dict[str, float]
 
 
 class Explain(_Message):
@@ -177,6 +178,8 @@ class EngineStats(_Message):
     hits_of_class: dict[str, int] = {}  # and found
     allocated_blocks: int = 0
     allocated_runs: int = 0  # runs of consecutive blocks that the allocated ones make in block tables
+    fairness_lead: float = 0.0  # most tokens that a tenant was ahead of another that waited, by weight
+    fairness_bound: float = 0.0  # that it could have been
 
 
 class ExplainedStep(_Message):

@@ -135,7 +135,7 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
             elif isinstance(message, AbortRequest):
                 core.abort(message.request_id, message.index)
             elif isinstance(message, SetClasses):
-                core.set_classes(message.classes)
+                core.set_classes(message.classes, message.weights)
             elif isinstance(message, Explain):
                 channel.send(core.explain(message.most))
             elif isinstance(message, Shutdown):

@@ -142,6 +142,14 @@ class OrderedSequences:
         """The first of those that come before `key`, `most` of them, with their keys."""
         return self._entries[: min(bisect_left(self._entries, (key,)), most)]
 
+    def first_like(self, sequence: Sequence) -> Sequence:
+        """Who is to go when it is the turn of a waiting sequence."""
+        return sequence
+
+    def comes_before(self, one: Sequence, other: Sequence) -> bool:
+        """Whether a sequence comes before another; they need not be here."""
+        return self._order(one) < self._order(other)
+
     def last_key(self) -> OrderKey:
         return self._entries[-1][0]
 

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from headway.policy.fairness import FairSequences
 from headway.policy.request import NEVER, Sequence
 from headway.policy.step_time import StepTime, StepWork
 
@@ -38,6 +39,8 @@ LEAST_MARGIN = 1.05
 _FOLLOWED = 0.1
 # A step that was planned so soon after the last one was waited for.
 _SAME_RUN_NS = 20_000_000
+# A prompt that is kept: its rank and its work in nanoseconds, both negative, and its number, negative too.
+_Kept = tuple[int, float, int, Sequence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +121,13 @@ class Promises:
     Args:
         step_tokens: most tokens of a step.
         known_tokens: of a waiting sequence: those of its prompt that are in the prefix cache.
+
+    Attributes:
+        fair: where tenants take turns, those that wait; else None.
     """
 
     def __init__(self, step_time: StepTime, step_tokens: int, known_tokens: Callable[[Sequence], int]) -> None:
+        self.fair: FairSequences | None = None
         self._step_time = step_time
         self._step_tokens = step_tokens
         self._known_tokens = known_tokens
@@ -172,7 +179,7 @@ class Promises:
     def _pass(self, prompts: list[Sequence], now: int, refresh: bool) -> tuple[list[Yield], Sequence | None]:
         """yielding(), with the work of all prompts predicted anew, or of some that wait as it was some steps ago."""
         pace, refreshed = self._pace(), self._passes % _WORK_HOLDS
-        done, kept = float(now), list[tuple[int, float, int, Sequence]]()
+        done, kept = float(now), list[_Kept]()
         gone: dict[int, Yield] = {}
         hurrying: list[Sequence] = []
         for sequence in prompts:
@@ -195,7 +202,9 @@ class Promises:
                 continue
             done += work
             heapq.heappush(kept, (-sequence.rank, -work, -sequence.seq_id, sequence))
-            if done > sequence.due_ns:
+            if done > sequence.due_ns and self.fair is not None:
+                done = _give_up_in_turn(self.fair, kept, sequence, done, done - now, gone)
+            elif done > sequence.due_ns:
                 done = _give_up(kept, done, sequence.due_ns, done - now, gone)
             if done > sequence.arrival_ns + URGENT_SHARE * (sequence.due_ns - sequence.arrival_ns):
                 hurrying.append(sequence)
@@ -280,11 +289,9 @@ class Promises:
         return self.step_ns(beside.count + 1, beside.context + len(newcomer.tokens)) <= DECODE_SHARE * tightest
 
 
-def _give_up(
-    kept: list[tuple[int, float, int, Sequence]], done: float, due_ns: float, backlog_ns: float, gone: dict[int, Yield]
-) -> float:
+def _give_up(kept: list[_Kept], done: float, due_ns: float, backlog_ns: float, gone: dict[int, Yield]) -> float:
     """Move prompts of the heap `kept` to `gone` until the others are done by `due_ns`; returns when they are done."""
-    last_first = list[tuple[int, float, int, Sequence]]()
+    last_first = list[_Kept]()
     while kept and done > due_ns:
         last_first.append(heapq.heappop(kept))
         done += last_first[-1][1]
@@ -294,6 +301,34 @@ def _give_up(
             heapq.heappush(kept, each)
         else:
             gone[each[3].seq_id] = Yield(each[3], "overload", backlog_ns)
+    return done
+
+
+def _give_up_in_turn(
+    fair: FairSequences, kept: list[_Kept], current: Sequence, done: float, backlog_ns: float, gone: dict[int, Yield]
+) -> float:
+    """As _give_up(), until `current` is in time or has been given up itself, where tenants take turns: of the last
+    class, those of the tenant yield that would be served most.
+    """
+    given = list[_Kept]()
+    while done > current.due_ns:
+        last = [each for each in kept if each[0] == kept[0][0]]
+        served: dict[str, float] = {}
+        for *_, sequence in last:
+            served[sequence.tenant] = served.get(sequence.tenant, fair.served(sequence)) + fair.cost(sequence)
+        most = max(served, key=lambda tenant: served[tenant])
+        given.append(min(each for each in last if each[3].tenant == most))
+        kept.remove(given[-1])
+        heapq.heapify(kept)
+        done += given[-1][1]
+        if given[-1][3] is current:
+            break
+    for each in reversed(given[:-1]):
+        if given[-1][3] is current or done - each[1] <= current.due_ns:  # the last one was enough
+            given.remove(each)
+            heapq.heappush(kept, each)
+            done -= each[1]
+    gone |= {each[3].seq_id: Yield(each[3], "overload", backlog_ns) for each in given}
     return done
 
 

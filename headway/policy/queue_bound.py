@@ -8,11 +8,12 @@ bound on all requests, and one on each class.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from headway.policy.service_class import ClassTable
+from headway.policy.tenants import DEFAULT_TENANT
 
 # By default the server takes as much as this many full batches: seats for choices, the KV pool for tokens.
 DEFAULT_BATCHES = 8
@@ -20,6 +21,8 @@ MAX_RETRY_AFTER_S = 60
 # Where no class has a share of seats, the class of rank r of n leaves this share times r / n free for those above it:
 # however much it sends, it never has the place of a more urgent request.
 HEADROOM = 0.25
+# A tenant of weight 1 may have this many times what is free of the bound on all.
+TENANT_SHARE = 4
 _RATE_WINDOW_NS = 10e9
 
 
@@ -135,9 +138,13 @@ class QueueBound:
         """Count the units of a request, or say why they are too many and count nothing."""
         refusal = self.refusal(choices, tokens)
         if refusal is None:
-            self.choices += choices
-            self.tokens += tokens
+            self.count(choices, tokens)
         return refusal
+
+    def count(self, choices: int, tokens: int) -> None:
+        """Count the units of a request that may come in."""
+        self.choices += choices
+        self.tokens += tokens
 
     def leave(self, now: int, choices: int = 0, tokens: int = 0) -> None:
         """Note that choices have ended, and that prompts of so many tokens have their first output."""
@@ -156,11 +163,41 @@ class QueueBound:
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil((refusal.present + refusal.asked - refusal.limit) / rate)))
 
 
+@dataclass(slots=True)
+class TenantBound(QueueBound):
+    """One tenant's part of the bound on all: a multiple of what is free, so that there is always room for a newcomer.
+
+    One tenant alone gets 4 fifths, two get 4 ninths each, with equal weights (the dynamic thresholds of Choudhury and
+    Hahne 1998).
+
+    Args:
+        of_all: the bound that it shares.
+        weight: of the tenant.
+    """
+
+    of_all: QueueBound | None = None
+    tenant: str = ""
+    weight: float = 1.0
+
+    def refusal(self, choices: int = 0, tokens: int = 0, kept: Kept = NOTHING) -> Refusal | None:
+        """As QueueBound.refusal(); a tenant that has nothing here yet is not refused."""
+        assert self.of_all is not None
+        limits = self.of_all.limits
+        for unit, asked, held, free in (
+            ("choices", choices, self.choices, limits.choices - self.of_all.choices - choices),
+            ("tokens", tokens, self.tokens, limits.tokens - self.of_all.tokens - tokens),
+        ):
+            most = TENANT_SHARE * self.weight * max(0.0, free)
+            if asked and held and held + asked > most:
+                return Refusal(self, unit, asked, held, max(asked, int(most)))
+        return None
+
+
 class Place:
     """One request's share of the queue, until it gives it back: its choices, and its prompts without output.
 
     Args:
-        bounds: that it counts for.
+        bounds: that it counts for; the first is that on all.
         kept: what it must leave to other classes in the bound on all.
     """
 
@@ -174,13 +211,14 @@ class Place:
         """Take choices, and prompts of so many tokens. Where they are too many: why, and nothing is taken."""
         tokens = sum(prompts)
         refusals = (
-            bound.refusal(choices, tokens, NOTHING if bound.service_class else self._kept()) for bound in self._bounds
+            bound.refusal(choices, tokens, self._kept() if bound is self._bounds[0] else NOTHING)
+            for bound in self._bounds
         )
         refusal = next(filter(None, refusals), None)
         if refusal is not None:
             return refusal
         for bound in self._bounds:
-            bound.enter(choices, tokens)
+            bound.count(choices, tokens)
         self._choices += choices
         self._prompts += prompts
         return None
@@ -217,6 +255,8 @@ class Queues:
     def __init__(self, limits: QueueLimits, classes: ClassTable) -> None:
         self.of_all = QueueBound(limits)
         self.of_class: dict[str, QueueBound] = {}
+        self.of_tenant: dict[str, TenantBound] = {}
+        self._weights: Mapping[str, float] | None = None
         self.set_classes(classes)
 
     def set_classes(self, classes: ClassTable) -> None:
@@ -229,9 +269,20 @@ class Queues:
             bound = self.of_class.setdefault(each.name, QueueBound(QueueLimits(), each.name))
             bound.limits = QueueLimits(choices=each.max_queued)
 
-    def place(self, service_class: str) -> Place:
-        """For a request of a class, with nothing in it."""
-        return Place(self.of_all, self.of_class[service_class], kept=partial(self._kept_from, service_class))
+    def set_tenants(self, weights: Mapping[str, float] | None) -> None:
+        """Let no tenant fill the queue; with None, tenants make no difference."""
+        self._weights = weights
+        for name, bound in self.of_tenant.items():
+            bound.weight = (weights or {}).get(name, 1.0)
+
+    def place(self, service_class: str, tenant: str = DEFAULT_TENANT) -> Place:
+        """For a request of a class and a tenant, with nothing in it."""
+        bounds = [self.of_all, self.of_class[service_class]]
+        if self._weights is not None:
+            weight = self._weights.get(tenant, 1.0)
+            new = TenantBound(QueueLimits(), of_all=self.of_all, tenant=tenant, weight=weight)
+            bounds.append(self.of_tenant.setdefault(tenant, new))
+        return Place(*bounds, kept=partial(self._kept_from, service_class))
 
     def _kept_from(self, service_class: str) -> Kept:
         """What other classes may still take of their shares, or the headroom of the more urgent ones."""

@@ -21,6 +21,7 @@ from headway.policy.request import NEVER, FinishReason, Sequence
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.service_class import ClassTable
+from headway.policy.tenants import DEFAULT_TENANT
 
 FORMAT = 1
 NOT_NUMBERS = -1  # instead of a number of new tokens
@@ -88,6 +89,7 @@ class Arrival(_Record):
     sent_ns: int
     priority: int = 0
     service_class: str = ""
+    tenant: str = DEFAULT_TENANT
     due_ns: int = NEVER
     tpot_ns: int = NEVER
     index: int = 0
@@ -112,9 +114,10 @@ class End(_Record):
 
 
 class NewClasses(_Record, tag="classes"):
-    """The classes of requests were changed: fields of ClassTable; None for what is infinite."""
+    """The classes of requests were changed: fields of ClassTable; None for what is infinite. And weights of tenants."""
 
     classes: dict[str, Any]
+    weights: dict[str, float] = {}
 
     def table(self) -> ClassTable:
         return msgspec.convert(_with_infinities(self.classes), ClassTable)
@@ -200,9 +203,9 @@ class RecordedScheduler(Scheduler):
     def _write(self, record: Record) -> None:
         self._write_record(record, not self.has_work)
 
-    def set_classes(self, classes: ClassTable) -> None:
-        super().set_classes(classes)
-        self._write(NewClasses(asdict(classes)))
+    def set_classes(self, classes: ClassTable, weights: Mapping[str, float]) -> None:
+        super().set_classes(classes, weights)
+        self._write(NewClasses(asdict(classes), dict(weights)))
 
     def add(self, sequence: Sequence, now: int) -> None:
         super().add(sequence, now)
@@ -218,6 +221,7 @@ class RecordedScheduler(Scheduler):
             sent_ns=sequence.ledger.began_ns,
             priority=sequence.priority,
             service_class=sequence.service.name,
+            tenant=sequence.tenant,
             due_ns=sequence.due_ns,
             tpot_ns=sequence.tpot_ns,
             index=sequence.index,

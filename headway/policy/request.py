@@ -108,6 +108,8 @@ class Sequence:
     last_token_ns: int = 0  # when its newest token was known
     preemptions: int = 0
     steps: int = 0
+    line: int = 0  # level at which it was admitted last, where tenants take turns
+    charged: int = 0  # of its tokens, those that its tenant was charged
     displacements: int = 0  # of its preemptions, those that gave its place to a better priority
     times_bypassed: int = 0
     prefix_match: PrefixMatch | None = None  # while it waits: what was found of its tokens in the prefix index

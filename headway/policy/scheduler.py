@@ -105,6 +105,8 @@ class Scheduler(Sequences):
         elif self.orders.displaces and self._is_outranked(self.waiting.first()):
             reason = Phase.QUEUE_POLICY
         self.accounting.queue_stands_at(reason, now)
+        if self.fair is not None:
+            self.fair.measure()
         decision.note(plan, outlook, self.sequences, self.accounting.step_time)
         if self.blocks.cached.num_evicted != self._evictions.total():
             decision.evicted = self.blocks.cached.evictions - self._evictions
@@ -195,8 +197,9 @@ class Scheduler(Sequences):
 
     def _schedule_prefills(self, plan: StepPlan, budget: Budget, now: int, may_admit: bool) -> None:
         """Give prompts under way their next chunks; a waiting sequence that comes before one is admitted first."""
-        for sequence in [sequence for sequence in self.running if not sequence.is_decoding]:
-            if may_admit and len(self.waiting) and self._comes_before(self.waiting.first(), sequence):
+        prompts = [sequence for sequence in self.running if not sequence.is_decoding]
+        for sequence in prompts if self.fair is None else self.fair.in_turn(prompts):
+            if may_admit and len(self.waiting) and self.waiting.comes_before(self.waiting.first(), sequence):
                 self._admit(plan, budget, now, before=sequence)
             if budget.is_spent:
                 break
@@ -225,10 +228,6 @@ class Scheduler(Sequences):
         return sequence.num_to_compute if self.slo is None else self.slo.most_tokens(sequence, budget)
 
     # --- admission ----------------------------------------------------------------------------------
-
-    def _comes_before(self, sequence: Sequence, other: Sequence) -> bool:
-        order = self.orders.admission
-        return order(sequence) < order(other)
 
     def _running_ranks(self) -> RunningRanks:
         """The ranks of the running sequences, computed anew only when one has come or gone."""
@@ -322,7 +321,7 @@ class Scheduler(Sequences):
         passed: list[Sequence] = []
         is_closed = False  # but for those who fit in their class's share of blocks
         for sequence in self._candidates(1 if self._is_full(budget) else None):
-            if before is not None and self._comes_before(before, sequence):
+            if before is not None and self.waiting.comes_before(before, sequence):
                 break
             if self._is_full(budget):
                 return Phase.QUEUE_CAPACITY

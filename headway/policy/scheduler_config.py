@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from headway.policy.order import ORDERS
 from headway.policy.service_class import BUILT_IN, ClassTable
@@ -25,6 +26,7 @@ class SchedulerConfig:
         classes: of requests, with their objectives.
         watermark: share of the pool that admission leaves free for those who run, and most of it that is kept free of
             each class's share for those to come.
+        weights: of tenants, who take turns by them; where there are none, tenants make no difference.
 
     Raises:
         ValueError: when the limits contradict each other; the message names both.
@@ -41,6 +43,7 @@ class SchedulerConfig:
     max_queue_time: float = math.inf
     classes: ClassTable = BUILT_IN
     watermark: float = 0.01
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0 <= self.watermark < 1:

@@ -13,6 +13,7 @@ from typing import Any
 from headway.policy.accounting import Accounting, StepTimes
 from headway.policy.block_manager import BlockManager
 from headway.policy.decisions import Decision
+from headway.policy.fairness import FairSequences
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.order import ORDERS, OrderedSequences
 from headway.policy.plan import StepPlan, work_of
@@ -36,6 +37,7 @@ class Sequences:
     Attributes:
         sequences: all of them, by the number that each gets here and that plans name it by.
         slo: the state of the policy `slo`; None with another policy.
+        fair: `waiting`, where tenants take turns; else None.
         decisions: the latest ones.
 
     Raises:
@@ -55,13 +57,14 @@ class Sequences:
         self.block_manager = BlockManager(blocks)
         self.orders = ORDERS[config.policy]
         self.accounting = Accounting(step_time)
-        self.waiting = OrderedSequences(self.orders.admission)
         self.running = OrderedSequences(self.orders.running)
         self.sequences: dict[int, Sequence] = {}
         self.num_preemptions = 0
         self.slo = (
             SloPolicy(config, self.orders, step_time, self.block_manager, blocks) if config.policy == "slo" else None
         )
+        self.fair: FairSequences | None = None
+        self.waiting = self._queue()
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
         self._unserved = Unserved(config.max_queue_time)
         self._next_seq_id = 0
@@ -71,11 +74,27 @@ class Sequences:
     def has_work(self) -> bool:
         return bool(len(self.waiting) or len(self.running))
 
-    def set_classes(self, classes: ClassTable) -> None:
-        """New requests are of these classes; sequences that are there keep theirs."""
-        self.config = replace(self.config, classes=classes)
+    def set_classes(self, classes: ClassTable, weights: Mapping[str, float]) -> None:
+        """New requests are of these classes, and sequences that are there keep theirs; tenants have these weights."""
+        self.config = replace(self.config, classes=classes, weights=weights)
         if self.slo is not None:
             self.slo.shares.set_classes(classes)
+        if self.fair is not None and weights:
+            self.fair.weights = weights
+        elif self.fair is not None or weights:
+            there, self.waiting = list(self.waiting), self._queue()
+            for sequence in there:
+                self.waiting.add(sequence)
+
+    def _queue(self) -> OrderedSequences:
+        """An empty queue: `fair` where tenants have weights."""
+        orders, weights = self.orders, self.config.weights
+        self.fair = (
+            FairSequences(orders.admission, orders.level, weights, self.config.max_model_len) if weights else None
+        )
+        if self.slo is not None:
+            self.slo.promises.fair = self.fair
+        return OrderedSequences(orders.admission) if self.fair is None else self.fair
 
     # --- arrivals and departures --------------------------------------------------------------------
 
@@ -113,7 +132,7 @@ class Sequences:
 
     def _pin_prompt(self, sequence: Sequence) -> None:
         self.blocks.pin(self.blocks.match(sequence.tokens[: sequence.num_computed + 1], sequence.cache_salt))
-        self.set_classes(self.config.classes)  # whose shares are of what is left
+        self.set_classes(self.config.classes, self.config.weights)  # whose shares are of what is left
 
     def _start(self, sequence: Sequence, now: int) -> None:
         """Let a waiting sequence run that has got its blocks."""
@@ -125,6 +144,8 @@ class Sequences:
         self.running.add(sequence)
         if self.slo is not None:
             self.slo.begins(sequence)
+        if self.fair is not None:
+            self.fair.admitted(sequence, self.running)
 
     def _preempt(self, victim: Sequence, plan: StepPlan, now: int) -> None:
         self.accounting.begin_preempted(victim, now)
@@ -179,6 +200,7 @@ class Sequences:
         self.accounting.record_step(sequences, plan, idle, times)
         self._heed(times)
         changed: list[tuple[Sequence, list[int]]] = []
+        fair = self.fair
         size = self.blocks.block_size if self.blocks.enable_prefix_caching else 0
         sampled_ns = times.sampled_ns
         for sequence, item in zip(sequences, plan.scheduled, strict=True):
@@ -207,12 +229,16 @@ class Sequences:
                 sequence.num_computed = len(mine) - 1
                 if samples > 1:
                     self.block_manager.trim(sequence)
+                if fair is not None:
+                    fair.charge(sequence)
             if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
                 self.block_manager.register_full(sequence)
             if reason is not None:
                 self.finish(sequence, reason, sampled_ns)
             elif sequence.clock_marks is None and samples and sequence.is_decoding:
                 self.accounting.join_decode_clock(sequence)
+        if fair is not None:
+            fair.measure()
         return changed
 
     def _heed(self, times: StepTimes) -> None:

@@ -110,7 +110,11 @@ class SloPolicy:
         """Those that may pass the head of the queue: behind all promises, the first of each class with a share."""
         if not self.shares.classes:
             return []
-        firsts = (sequence for sequence in first_of_ranks(waiting) if sequence.service.name in self.shares.classes)
+        firsts = (
+            waiting.first_like(sequence)
+            for sequence in first_of_ranks(waiting)
+            if sequence.service.name in self.shares.classes
+        )
         return [sequence for sequence in firsts if sequence not in head]
 
     def may_start(self, sequence: Sequence, num_running: int) -> bool:

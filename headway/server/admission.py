@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from headway.engine.messages import Ready
-from headway.policy.queue_bound import Place, QueueLimits, Queues, Refusal
+from headway.policy.queue_bound import Place, QueueLimits, Queues, Refusal, TenantBound
 from headway.policy.service_class import BUILT_IN, ServiceClass
 from headway.server.errors import ApiError, bad_request, too_many
 from headway.server.settings import ServerSettings
@@ -34,13 +34,13 @@ class Admission:
                 self._settings.max_num_queued_tokens,
             )
 
-    def admit(self, choices: int, service: ServiceClass) -> Place:
-        """A place for a request of a class, with this many choices.
+    def admit(self, choices: int, service: ServiceClass, tenant: str) -> Place:
+        """A place for a request of a class and a tenant, with this many choices.
 
         Raises:
             ApiError: 429 when others have taken what it needs; 400 when even an empty server would have no room for it.
         """
-        place = self.queues.place(service.name)
+        place = self.queues.place(service.name, tenant)
         self._check(place.take(choices))
         return place
 
@@ -58,8 +58,11 @@ class Admission:
             raise self._error(refusal)
 
     def _error(self, refusal: Refusal) -> ApiError:
-        name = refusal.bound.service_class
-        of_class, flag = (f" of class {name}", "max_queued") if name else ("", _FLAGS[refusal.unit])
+        bound, name, flag, of_class = refusal.bound, refusal.bound.service_class, _FLAGS[refusal.unit], ""
+        if isinstance(bound, TenantBound):
+            of_class, flag = f" of tenant {bound.tenant}", f"its share of {flag}"
+        elif name:
+            of_class, flag = f" of class {name}", "max_queued"
         if refusal.kept:
             flag += f", of which {refusal.kept} are kept for other classes"
         unit = "choices" if refusal.unit == "choices" else "prompt tokens"
@@ -74,5 +77,5 @@ class Admission:
             f"{refusal.present} {_WHAT[refusal.unit].format(of_class)}, and this request has {refusal.asked}; "
             f"at most {refusal.limit} may ({flag})",
             "queue_full",
-            refusal.bound.retry_after_s(refusal, clock()),
+            bound.retry_after_s(refusal, clock()),
         )

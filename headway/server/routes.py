@@ -164,7 +164,7 @@ class Routes:
         with service.counting_refusals():
             terms = terms_of(service.classes.table, scope[ACCESS], body, request.headers, scope[IGNORED])
         with service.counting_refusals(terms.service.name):
-            place = service.admit(self._num_choices(body), terms.service)
+            place = service.admit(self._num_choices(body), terms.service, terms.tenant)
         service.begin()
         streams = False
         try:

@@ -14,6 +14,7 @@ from headway.engine.client import EngineClient
 from headway.engine.messages import Ready
 from headway.policy.queue_bound import Place
 from headway.policy.service_class import ServiceClass
+from headway.policy.tenants import DEFAULT_TENANT
 from headway.server.activity import Activity
 from headway.server.admission import Admission
 from headway.server.encoder import Encoder
@@ -100,7 +101,7 @@ class Service:
         if self.quotas is not None:
             self.quotas.set_tenants(tenants.table)
         self._take_files(classes, tenants)
-        self.engine.set_classes(classes.table)
+        self.engine.set_classes(classes.table, tenants.table.weights)
         names = ", ".join(each.name for each in classes.table)
         logger.info("service classes are now %s; there are %d API keys", names, len(self.keys))
         self.metrics.on_reload("done")
@@ -109,6 +110,7 @@ class Service:
         self.classes, self.tenants = classes, tenants
         self.keys = {key_digest(key.encode()): Access() for key in self.settings.api_keys} | tenants.keys
         self.admission.queues.set_classes(classes.table)
+        self.admission.queues.set_tenants(tenants.table.weights if self.settings.tenants is not None else None)
         self.metrics.by_class.set_classes(classes.table)
         if self.metrics.by_tenant is not None:
             self.metrics.by_tenant.set_tenants(tenants.table)
@@ -153,10 +155,10 @@ class Service:
             if self.quotas is not None:
                 self.quotas.refuse_if_over(tenant)
 
-    def admit(self, choices: int, service: ServiceClass) -> Place:
+    def admit(self, choices: int, service: ServiceClass, tenant: str = DEFAULT_TENANT) -> Place:
         """A place in the queue. Raises ApiError as check_ready() and Admission.admit()."""
         self.admission.fit_to(self.check_ready())
-        return self.admission.admit(choices, service)
+        return self.admission.admit(choices, service, tenant)
 
     def begin(self) -> None:
         """Count a request as in flight, until end()."""

@@ -71,6 +71,7 @@ class Present:
     Args:
         choices: that the engine has.
         left: how many choices have not ended.
+        reservation: its number, where there are quotas.
     """
 
     arrival: Arrival
@@ -78,6 +79,7 @@ class Present:
     place: Place
     left: int
     choices: list[Choice] = field(default_factory=list)
+    reservation: int | None = None
 
 
 @dataclass(slots=True)

@@ -55,7 +55,7 @@ class _Replay:
                 self._step(steps, record)
             elif isinstance(record, NewClasses):
                 self._classes = record.table()
-                self._scheduler.set_classes(self._classes)
+                self._scheduler.set_classes(self._classes, record.weights)
             elif isinstance(record, Proposal):
                 self._scheduler.propose(record.seq_id, self._next_tokens(record.seq_id, record.drafts))
             elif record.reason is FinishReason.ABORT:
@@ -77,6 +77,7 @@ class _Replay:
             service=self._classes.named(arrival.service_class)
             if arrival.service_class
             else self._classes.default_class,
+            tenant=arrival.tenant,
             rank=self._classes.rank(arrival.service_class),
             due_ns=arrival.due_ns,
             tpot_ns=arrival.tpot_ns,

@@ -16,6 +16,7 @@ from functools import partial
 from headway.policy.intake import check, fit_to_class, fit_to_context, sequences_of, taken_up
 from headway.policy.ledger import Ledger, Phase
 from headway.policy.queue_bound import QueueLimits, Queues, Refusal
+from headway.policy.quota import OverLimit, Quotas
 from headway.policy.request import FinishReason, Resumed
 from headway.policy.scheduler import Scheduler
 from headway.simulator.answers import Answer, Choice, EngineDied, Present, Stuck
@@ -75,6 +76,7 @@ def simulate(
     after: After | None = None,
     sends: Sends | None = None,
     next_engine: NextEngine | None = None,
+    quotas: Quotas | None = None,
 ) -> Simulated:
     """Let requests come to a server until all of them have ended.
 
@@ -85,13 +87,14 @@ def simulate(
         limits: of the queue.
         after, sends: clients that wait for answers.
         next_engine: makes the scheduler of the engine that follows one that has died.
+        quotas: what tenants may use.
 
     Raises:
         Stuck: a sequence can never run.
         EngineDied: and there is no next one.
         ValueError: a request names a class that there is not.
     """
-    server = Server(scheduler, timing, limits, host, after, sends, next_engine)
+    server = Server(scheduler, timing, limits, host, after, sends, next_engine, quotas)
     server.expect(iter(arrivals))
     server.run()
     return Simulated(server.answers, server.steps, server.now)
@@ -114,6 +117,7 @@ class Server:
         after: After | None,
         sends: Sends | None,
         next_engine: NextEngine | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.answers: list[Answer] = []
@@ -127,6 +131,8 @@ class Server:
         self._next_engine = next_engine
         self._engine_back_ns = 0
         self.queues = Queues(limits, scheduler.config.classes)
+        self._quotas = quotas
+        self.queues.set_tenants(scheduler.config.weights or None)
         self._coming: list[tuple[int, int, Callable[[int], None]]] = []  # to the API process: when, and what
         self._numbers = itertools.count()
         self._tokenizer_free_ns = 0
@@ -176,7 +182,7 @@ class Server:
         ]
         self.answers += answers
         service = classes.named(request.service_class) if request.service_class else classes.default_class
-        present = Present(arrival, answers, self.queues.place(service.name), len(answers))
+        present = Present(arrival, answers, self.queues.place(service.name, request.tenant), len(answers))
         try:
             fitted = fit_to_context(request.params, prompt_len, config.max_model_len, "max_tokens")
             request.params = fit_to_class(fitted, prompt_len, service, "max_tokens")
@@ -200,9 +206,15 @@ class Server:
         self._mark_intake(present, now)
         refusal = present.place.take(prompts=[present.answers[0].prompt_len])
         if refusal is not None:
-            self._refuse(present, _said(refusal), refusal.is_final, now)
-        else:
-            self._inbox.append((self._add, present))
+            return self._refuse(present, _said(refusal), refusal.is_final, now)
+        if self._quotas is not None:
+            request = present.arrival.request
+            tokens = present.answers[0].prompt_len + len(present.answers) * (request.params.max_tokens or 0)
+            made = self._quotas.reserve(request.tenant, tokens, now)
+            if isinstance(made, OverLimit):
+                return self._refuse(present, f"over the limit of {made.limit} {made.unit} a minute", False, now)
+            present.reservation = made
+        self._inbox.append((self._add, present))
 
     def _mark_intake(self, present: Present, now: int) -> None:
         for answer in present.answers:
@@ -230,6 +242,9 @@ class Server:
             return
         present.place.close(now)
         present.choices.clear()
+        if self._quotas is not None and present.reservation is not None:
+            had = sum(len(answer.token_ns) for answer in present.answers)
+            self._quotas.settle(present.reservation, present.answers[0].prompt_len + had if had else None, now)
         for arrival in self._after(present.answers) if self._after is not None else ():
             self._at(max(now, arrival.at_ns), partial(self._arrive, arrival, iter(())))
 

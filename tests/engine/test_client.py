@@ -196,7 +196,7 @@ async def expected(client: EngineClient) -> Choices:
 
 
 async def test_requests_go_on_when_the_engine_is_killed(client: EngineClient, expected: Choices) -> None:
-    client.set_classes(ClassTable((ServiceClass(name="any"), ServiceClass(name="hasty", queue_timeout_s=1e-9))))
+    client.set_classes(ClassTable((ServiceClass(name="any"), ServiceClass(name="hasty", queue_timeout_s=1e-9))), {})
     restarts, requests = client.restarts, crowd("killed")
     leaver = client.generate(request("leaver", max_tokens=4000))
     await anext(leaver)
@@ -236,7 +236,7 @@ async def check_classes(client: EngineClient) -> None:
     hasty = msgspec.structs.replace(request("hasty"), service_class="hasty")
     (refused,) = await collect(client.generate(hasty))
     assert refused.finish_reason == "timeout" and "queue_timeout_s of class 'hasty'" in str(refused.error)
-    client.set_classes(BUILT_IN)
+    client.set_classes(BUILT_IN, {})
     assert (await collect(client.generate(hasty)))[-1].finish_reason == "length"
 
 

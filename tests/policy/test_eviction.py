@@ -133,7 +133,7 @@ def test_how_blocks_lie_beside_each_other_is_counted_as_they_are_given_out() -> 
 def test_ten_thousand_sessions_leave_nothing_behind() -> None:
     rng = random.Random(3)
     sim = Simulation(num_blocks=257, max_num_seqs=16, max_num_batched_tokens=256, policy="slo", rng=rng, message_ns=0)
-    sim.scheduler.set_classes(BUILT_IN)
+    sim.scheduler.set_classes(BUILT_IN, {})
     systems = [[10 * number + at % 7 for at in range(16)] for number in range(20)]
     sizes: list[int] = []
     for session in range(10_000):

@@ -197,3 +197,34 @@ def test_a_full_queue_takes_nobody_in_until_somebody_leaves() -> None:
     assert len(sim.submit_choices([1], 3, n=4)) == 4
     sim.run_until_done()
     sim.check_all_closed()
+
+
+def test_a_flood_of_one_tenant_leaves_room_for_others() -> None:
+    queues = Queues(QueueLimits(100, 1000), BUILT_IN)
+
+    def flood(tenant: str) -> int:
+        return sum(queues.place("interactive", tenant).take(1, [1]) is None for _ in range(200))
+
+    def held(tenant: str) -> int:
+        return queues.of_tenant[tenant].choices
+
+    assert flood("anybody") == 100, "tenants make no difference"
+    queues = Queues(QueueLimits(100, 1000), BUILT_IN)
+    queues.set_tenants({"heavy": 2.0})
+    assert flood("a") == 80
+    assert flood("b") == 16
+    refusal = queues.place("interactive", "a").take(2)
+    assert refusal is not None and not refusal.is_final and refusal.bound is queues.of_tenant["a"]
+    assert queues.place("interactive", "new").take(4) is None
+    for bound in (queues.of_all, queues.of_tenant["a"]):
+        bound.leave(0, 60, 60)
+    assert flood("heavy") > held("a")
+
+
+def test_no_tenant_fills_the_queue_with_prompts() -> None:
+    queues = Queues(QueueLimits(100, 1000), BUILT_IN)
+    queues.set_tenants({})
+    assert sum(queues.place("interactive", "a").take(1, [100]) is None for _ in range(20)) == 8
+    refusal = queues.place("interactive", "a").take(prompts=[50])
+    assert refusal is not None and refusal.unit == "tokens"
+    assert queues.place("interactive", "b").take(1, [200]) is None

@@ -152,7 +152,7 @@ def test_shares_hold_at_every_step_and_nobody_starves(
         if rng.random() < 0.2:
             sim.scheduler.abort(rng.choice(sim.sequences), sim.now)
         if rng.random() < 0.1:
-            sim.scheduler.set_classes(classes(**{name: rng.choice([0.0, 0.3]) for name in names}))
+            sim.scheduler.set_classes(classes(**{name: rng.choice([0.0, 0.3]) for name in names}), {})
     sim.run_until_done()
     sim.check_all_closed()
     for sequence in sim.sequences:

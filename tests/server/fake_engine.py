@@ -102,8 +102,8 @@ class FakeEngine:
             raise EngineDead(self.last_error)
         return [ExplainedStep(time.monotonic_ns(), f"step {number}.") for number in range(100 - most, 100)]
 
-    def set_classes(self, classes: ClassTable) -> None:
-        self.classes = classes
+    def set_classes(self, classes: ClassTable, weights: dict[str, float]) -> None:
+        self.classes, self.weights = classes, weights
 
     def subscribe(self, callback: Callable[[EngineStats], None]) -> None:
         self._subscribers.append(callback)

@@ -19,6 +19,7 @@ from headway.tenant_file import key_digest, read_tenant_file
 from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually
+from tests.server.test_limits import parked
 
 TENANTS = ("acme", "few", "small", "free")
 FILE = """
@@ -135,7 +136,8 @@ def test_a_client_that_goes_away_pays_for_what_it_got(server: LiveServer) -> Non
     headers = {"authorization": "Bearer acme"}
     body = {"prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True, "stream": True}
     with server.client.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()
+        next(lines)
         assert tokens(server, "acme").outstanding == 203
     eventually(lambda: tokens(server, "acme").outstanding == 0)
     assert 4 <= tokens(server, "acme").settled < 200
@@ -234,3 +236,17 @@ def test_each_tenant_has_metrics_and_those_beyond_some_are_other(
 )
 def test_durations_are_written_as_openai_writes_them(length_ns: int, text: str) -> None:
     assert _duration(length_ns) == text
+
+
+def test_a_tenant_that_fills_its_share_of_the_queue_leaves_room(tokenizer: Tokenizer, file: Path) -> None:
+    tenants = read_tenant_file(str(file))
+    engine = FakeEngine(tokenizer)
+    server = LiveServer(engine, tokenizer, tenants=tenants, quota_journal="none", max_num_queued_reqs=10).start()
+    with parked(server, engine, key="acme", n=8):
+        refused = ask(server, "acme")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert "8 choices of tenant acme are waiting or running" in refused.json()["error"]["message"]
+        assert "(its share of --max-num-queued-reqs)" in refused.json()["error"]["message"]
+        with parked(server, engine, key="free"):
+            assert server.service.admission.queues.of_all.choices == 9
+    server.stop()

@@ -105,7 +105,7 @@ def test_new_classes_are_part_of_a_recording() -> None:
     sim.step()
     patient = sim.submit([1, 2], 3, service_class="a")
     sim.classes = tables[1]
-    sim.scheduler.set_classes(tables[1])
+    sim.scheduler.set_classes(tables[1], {})
     hasty = sim.submit([1, 2], 3, service_class="a")
     sim.now += 5 * 10**9
     sim.run_until_done()

@@ -1,0 +1,180 @@
+"""Tenants that take turns, on a virtual clock: within the bound at every moment, and a flood is not felt by others."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from benchmarks.optimum import MACHINES, Machine
+from headway.policy.accounting import StepTimes
+from headway.policy.kv_blocks import KVBlocks
+from headway.policy.plan import StepPlan
+from headway.policy.quota import Quotas
+from headway.policy.request import Sequence
+from headway.policy.scheduler import Scheduler
+from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.service_class import ClassTable, ServiceClass
+from headway.policy.tenants import Tenant, TenantTable
+from headway.simulator.server import Answer, simulate
+from headway.simulator.traffic import Arrival, arrival
+
+MACHINE = MACHINES["accelerator"]
+# Nobody starves in these tests: one that does takes a quarter of the prompt tokens of each step, whoever it is.
+CLASSES = ClassTable((ServiceClass(name="chat", ttft_ms=1000, tpot_ms=100), ServiceClass(name="offline")))
+POLICIES = ("fcfs", "priority", "slo")
+
+
+def scheduler(
+    policy: str, weights: dict[str, float], seats: int = 64, blocks: int = 32_768, length: int = 8192
+) -> Scheduler:
+    config = SchedulerConfig(seats, 512, length, policy=policy, classes=CLASSES, weights=weights)
+    return Scheduler(config, KVBlocks(blocks, 16, enable_prefix_caching=False), MACHINE.learnt())
+
+
+def traffic(tenant: str, rate: float, seconds: float, first: int, seed: int = 1, **options: object) -> list[Arrival]:
+    """Requests of all lengths, as they come to a chat: 600 tokens in the median, and 40 of output in the mean."""
+    rng, at, found = random.Random(f"{tenant} {seed}"), 0.0, list[Arrival]()
+    while (at := at + rng.expovariate(rate)) < seconds:
+        prompt = min(7000, max(20, int(rng.lognormvariate(math.log(600), 1.0))))
+        output = max(1, min(120, int(rng.expovariate(1 / 40))))
+        found.append(
+            arrival(first + len(found), round(at * 1e9), prompt, 120, output_len=output, tenant=tenant, **options)
+        )
+    return found
+
+
+@dataclass
+class Watched:
+    """A machine that looks at the scheduler in each step."""
+
+    scheduler: Scheduler
+    machine: Machine = MACHINE
+    served: Counter[str] = field(default_factory=Counter)  # tokens that were computed of each tenant
+    since: dict[str, float] = field(default_factory=dict)  # the least and most that a was ahead of b, while both wait
+    apart: float = 0.0  # the most that this changed by
+    together: int = 0  # steps in which both waited
+
+    def times(self, plan: StepPlan, now: int) -> StepTimes:
+        fair = self.scheduler.fair
+        assert fair is not None and fair.lead <= fair.bound
+        for item in plan.scheduled:
+            self.served[self.scheduler.sequences[item.seq_id].tenant] += len(item.token_ids)
+        waiting = {sequence.tenant for sequence in self.scheduler.waiting}
+        if {"a", "b"} <= waiting:
+            ahead = self.served["a"] / fair.weights["a"] - self.served["b"] / fair.weights["b"]
+            self.since = {
+                "least": min(self.since.get("least", ahead), ahead),
+                "most": max(self.since.get("most", ahead), ahead),
+            }
+            self.apart = max(self.apart, self.since["most"] - self.since["least"])
+            self.together += 1
+        else:
+            self.since.clear()
+        return self.machine.times(plan, now)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    policy=st.sampled_from(["fcfs", "priority", "slo"]),
+    weight=st.sampled_from([1.0, 3.0]),
+    rates=st.tuples(st.integers(1, 60), st.integers(20, 80)),
+    seats=st.sampled_from([4, 32]),
+    seed=st.integers(0, 1000),
+)
+def test_nobody_is_further_ahead_than_the_bound(
+    policy: str, weight: float, rates: tuple[int, int], seats: int, seed: int
+) -> None:
+    """At each step, of counters; and of tokens that were computed, over any time in which both waited: twice that, and
+    what is charged at admission and computed later."""
+    weights = {"a": weight, "b": 1.0}
+    sched = scheduler(policy, weights, seats, blocks=seats * 512)
+    watched = Watched(sched)
+    offline = {"service_class": "offline"}  # nobody has a promise, so that those who wait are in one line
+    both = traffic("a", rates[0], 4, 0, seed, **offline) + traffic("b", rates[1], 4, 10_000, seed, **offline)
+    simulate(sched, sorted(both, key=lambda each: each.at_ns), watched)
+    assert sched.fair is not None
+    assert sched.fair.bound <= 8192 + seats * (7000 + 120), "credit, and whole requests on all seats"
+    assert watched.apart <= 2 * (sched.fair.bound + 7000)
+
+
+def test_who_weighs_more_is_served_more_and_all_are_served() -> None:
+    sched = scheduler("fcfs", {"a": 3.0, "b": 1.0})
+    half: Counter[str] = Counter()
+    watched = Watched(sched)
+    both = traffic("a", 100, 4, 0) + traffic("b", 100, 4, 10_000)
+    found = simulate(sched, sorted(both, key=lambda each: each.at_ns), watched)
+    assert watched.together > 200 and sched.fair is not None and sched.fair.lead > 0
+    for answer in found.answers:
+        assert answer.finish_reason == "stop" or answer.finish_reason == "length"
+        if answer.ended_ns < found.ended_ns / 2:
+            half["a" if int(answer.request_id) < 10_000 else "b"] += answer.prompt_len + len(answer.token_ns)
+    assert half["a"] / half["b"] == pytest.approx(3.0, rel=0.2)
+
+
+def p99_ttft_ms(answers: list[Answer]) -> float:
+    """Of the quiet tenant."""
+    times = sorted(each.ttft_ns / 1e6 for each in answers if int(each.request_id) < 10_000 and each.ttft_ns is not None)
+    return times[int(0.99 * len(times))]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_flood_is_not_felt_by_a_quiet_tenant(policy: str) -> None:
+    """One sends 20 times as much as the other, three times what the server can do."""
+    quiet, seconds = 4.0, 30.0
+
+    def run(flood: bool, weights: dict[str, float]) -> float:
+        asked = traffic("quiet", quiet, seconds, 0) + (traffic("flood", 20 * quiet, seconds, 10_000) if flood else [])
+        sched = scheduler(policy, weights)
+        answers = simulate(sched, sorted(asked, key=lambda each: each.at_ns), MACHINE).answers
+        if sched.fair is not None:
+            assert 0 < sched.fair.lead <= sched.fair.bound
+        return p99_ttft_ms(answers)
+
+    alone, beside = run(False, {}), run(True, {"quiet": 1.0, "flood": 1.0})
+    assert beside <= 1.2 * alone
+    if policy == "fcfs":
+        assert run(True, {}) > 10 * alone, "without turns it would be felt"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_tenant_alone_is_served_as_if_there_were_none(policy: str) -> None:
+    def run(weights: dict[str, float]) -> list[list[int]]:
+        asked = traffic("default", 60, 3, 0, priority=0)
+        return [list(each.token_ns) for each in simulate(scheduler(policy, weights, seats=16), asked, MACHINE).answers]
+
+    assert run({}) == run({"other": 2.0})
+
+
+def test_tenants_can_come_while_others_wait() -> None:
+    sched = scheduler("fcfs", {}, seats=1)
+    sequences = [
+        Sequence(str(i), 0, each.request.params, [1] * 20, 20, 30, frozenset(), 0)
+        for i, each in enumerate(traffic("a", 5, 1, 0))
+    ]
+    for number, sequence in enumerate(sequences):
+        sequence.tenant, sequence.arrival_ns = "ab"[number % 2], number
+        sched.add(sequence, 0)
+    sched.set_classes(CLASSES, {"a": 1.0, "b": 1.0})
+    assert sched.fair is not None and len(sched.waiting) == len(sequences)
+    sched.set_classes(CLASSES, {"a": 2.0})
+    assert sched.fair.weights == {"a": 2.0}
+    sched.set_classes(CLASSES, {})
+    assert sched.fair is None and list(sched.waiting) == sequences
+
+
+def test_quotas_on_the_virtual_clock() -> None:
+    """The same budgets as of a live server: what is over them is refused, and all that is served is settled."""
+    quotas = Quotas(TenantTable((Tenant(name="a", tokens_per_minute=30_000),)), 0)
+    asked = traffic("a", 20, 10, 0)
+    answers = simulate(scheduler("fcfs", {"a": 1.0}), asked, MACHINE, quotas=quotas).answers
+    used = sum(each.prompt_len + len(each.token_ns) for each in answers if not each.refused)
+    tokens = quotas.of("a")[1]
+    assert any("over the limit of 30000 tokens a minute" in each.refused for each in answers)
+    assert tokens.settled == used <= 30_000 * (1 + 10 / 60)
+    assert tokens.reserved == tokens.settled + tokens.refunded
