@@ -214,8 +214,8 @@ async def run_batch(source: Path, output: Path, by: Answerer, console: Console) 
                 counts = batch.request_counts
                 done = counts.completed + counts.failed
                 progress.update(task, total=counts.total or None, completed=done, tokens=batch.usage.output_tokens)
-        if batch.output_file_id is None:
-            raise BatchFailed(f"the batch is {batch.status}; the log says how")
+        if batch.status != "completed" or batch.output_file_id is None:
+            raise BatchFailed(f"the batch {batch.status}, and the log says how; delete {folder} to begin anew")
         os.replace(batches.path(batch.output_file_id), output)
     finally:
         await batches.stop()

@@ -18,7 +18,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from headway.server.batches import lines
 from headway.server.batches.calls import Gate, Post, Reply
 from headway.server.batches.lines import RequestLine
-from headway.server.batches.objects import OPEN, Batch, BatchBody, BatchError, BatchErrors, RequestCounts
+from headway.server.batches.objects import Batch, BatchBody, BatchError, BatchErrors, RequestCounts
 from headway.server.batches.store import DiskFull, Store
 
 P = ParamSpec("P")
@@ -180,10 +180,11 @@ class Batches:
             await self._fail(run.batch, [error])
 
     async def _fail(self, batch: Batch, errors: list[BatchError], total: int | None = None) -> Batch:
+        """End a batch that can't go on, with what it has."""
         changes = {"status": "failed", "failed_at": int(time.time()), "errors": BatchErrors(data=errors)}
         if total is not None:
             changes["request_counts"] = RequestCounts(total=total)
-        return await self._persist(Store.move, batch.id, OPEN, changes)
+        return await self._persist(Store.finish, batch.id, [], changes, self._is_mixed)
 
     async def _check(self, batch: Batch) -> Batch:
         endpoint, most = (None, None) if self._is_mixed else (batch.endpoint, lines.MOST_REQUESTS)

@@ -276,6 +276,20 @@ def test_bad_batches(user: User, served: LiveServer, changes: dict[str, Any], st
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
 
 
+def test_a_bug_ends_a_batch_with_what_it_has(user: User, served: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    post = served.app.state.batches._post
+
+    async def fail_on_the_last(path: str, body: bytes, tenant: str) -> Any:
+        if b"Say 19" in body:
+            raise ZeroDivisionError
+        return await post(path, body, tenant)
+
+    monkeypatch.setattr(served.app.state.batches, "_post", fail_on_the_last)
+    batch = user.until(user.begin(*(asked(number) for number in range(20))))
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "internal_error")
+    assert len(user.rows(batch.output_file_id)) == batch.request_counts.completed
+
+
 def test_output_is_no_input(user: User, served: LiveServer) -> None:
     batch = user.until(user.begin(asked(1)))
     body = {"input_file_id": batch.output_file_id, "endpoint": CHAT, "completion_window": "24h"}
