@@ -67,7 +67,7 @@ def _check(bench: Runner) -> None:
     if not any([options.claims.objectives, *of_classes]):
         raise BenchError("--find-max-rate needs objectives: give --goodput, as --goodput ttft:200 tpot:50")
     if options.sweep is not None:
-        raise BenchError("--find-max-rate and --sweep are two ways to choose rates; leave one out")
+        raise BenchError("--find-max-rate and --sweep contradict each other; give one")
     arrival = options.workload.arrival
     if arrival is not None and (not isinstance(arrival, RATED) or math.isinf(arrival.rate)):
         raise BenchError("--find-max-rate needs arrivals that have one rate: poisson, gamma or constant")

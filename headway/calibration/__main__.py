@@ -24,11 +24,11 @@ def main() -> None:
     parser.add_argument("--name", help="Of that entry. Default: from the processor's or GPU's name.")
     arguments = parser.parse_args()
     if arguments.machine and arguments.dtype:
-        parser.error("--dtype has no meaning with --machine, which measures all that the device has")
+        parser.error("--dtype does not apply to --machine, which measures all types of the device")
     if (arguments.quick or arguments.name) and not arguments.machine:
-        parser.error("--quick and --name have a meaning only with --machine")
+        parser.error("--quick and --name work only with --machine")
     if arguments.quick and arguments.full:
-        parser.error("--quick and --full are two efforts; leave one out")
+        parser.error("--quick and --full contradict each other; give one")
     try:
         require_engine()
         text = _machine(arguments) if arguments.machine else _peaks(arguments)

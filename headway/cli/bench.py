@@ -96,7 +96,7 @@ def bench(
 
 def _only(given: set[str], allowed: set[str], where: str) -> None:
     for name in sorted(given - allowed):
-        fail(f"--{name.replace('_', '-')} has no meaning for {where}; leave it out")
+        fail(f"--{name.replace('_', '-')} does not apply to {where}; leave it out")
 
 
 def _needs(given: set[str], options: BenchOptions) -> None:
@@ -112,9 +112,9 @@ def _needs(given: set[str], options: BenchOptions) -> None:
     ):
         for name in names:
             if name in given and not there:
-                fail(f"--{name.replace('_', '-')} has a meaning only with {other}")
+                fail(f"--{name.replace('_', '-')} works only with {other}")
     if "request_rate" in given and options.sweep is not None and options.sweep.over == "rate":
-        fail("--sweep rate says the request rates; leave out --request-rate")
+        fail("--sweep rate sets the request rates; leave out --request-rate")
 
 
 app.command(cls=Command)(profile)

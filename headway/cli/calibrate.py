@@ -52,7 +52,7 @@ def calibrate(
     from headway.calibration.store import check_name, check_place, path_of, save
 
     if quick and full:
-        fail("--quick and --full are two efforts; leave one out")
+        fail("--quick and --full contradict each other; give one")
     effort = ["--quick"] if quick else ["--full"] if full else []
     try:
         if name is not None:

@@ -96,7 +96,7 @@ def plan(
     from headway.planner.make import make_plan
 
     if as_json and explain:
-        fail("--json and --explain are two ways to print a plan; leave one out")
+        fail("--json and --explain contradict each other; give one")
     try:
         made = make_plan(replace(request, speculation=speculation.speculation()))
     except PlanError as error:

@@ -45,9 +45,9 @@ def serve(
     require_engine()
 
     if re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*:?", server.metrics_prefix) is None:
-        fail(f"--metrics-prefix {server.metrics_prefix!r} is not a Prometheus name, as headway: is")
+        fail(f"--metrics-prefix {server.metrics_prefix!r} is not a Prometheus name; an example is headway:")
     if engine.max_queue_time is not None and not engine.max_queue_time > 0:
-        fail(f"--max-queue-time {engine.max_queue_time:g} is no time to wait; it must be more than 0")
+        fail(f"--max-queue-time {engine.max_queue_time:g} must be more than 0 seconds")
     if server.service_classes is not None:
         engine.classes = server.service_classes.table
     if server.tenants is not None:

@@ -90,7 +90,7 @@ class SpeculationFlags:
         if self.num_speculative_tokens is None:
             for name, value in (("--acceptance-rate", self.acceptance_rate), ("--draft-model", self.draft_model)):
                 if value is not None:
-                    raise PlanError(f"{name} has a meaning only with --num-speculative-tokens")
+                    raise PlanError(f"{name} works only with --num-speculative-tokens")
             return None
         if self.acceptance_rate is None:
             raise PlanError("--num-speculative-tokens needs --acceptance-rate, which depends on draft, model and text")
@@ -292,7 +292,7 @@ class PlanRequest(PlanOptions):
                 raise PlanError(f"max_prefill_stall_ms is {stall}; it must be 0 or more")
             if self.concurrency is None and self.request_rate is None:
                 raise PlanError(
-                    "max_prefill_stall_ms has a meaning only with --concurrency or --request-rate: in a batch nobody "
+                    "max_prefill_stall_ms works only with --concurrency or --request-rate: in a batch nobody "
                     "decodes while prompts are computed"
                 )
 

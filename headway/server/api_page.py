@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem; }
 table { border-collapse: collapse; width: 100%; } td, th { text-align: left; vertical-align: top; padding: .2rem .6rem;
-border-bottom: 1px solid #8884; overflow-wrap: anywhere; } code { font-size: .9em; } summary { cursor: pointer; }
+border-bottom: 1px solid #8884; overflow-wrap: break-word; }
+td:first-child { white-space: nowrap; } code { font-size: .9em; } summary { cursor: pointer; }
 h2 { margin: 2rem 0 .3rem; overflow-wrap: anywhere; } :root { color-scheme: light dark; }
 """
 
@@ -54,8 +56,8 @@ def _route(method: str, path: str, operation: Mapping[str, Any], schemas: Mappin
 
 def _fields(title: str, rows: list[tuple[str, Mapping[str, Any], bool]], *, is_open: bool) -> str:
     cells = "".join(
-        f"<tr><td><code>{escape(name)}</code></td><td>{escape(_kind(kind))}</td><td>"
-        f"{'required' if required else _default(kind)}</td></tr>"
+        f"<tr><td><code>{escape(name)}</code></td><td>{escape(_kind(kind))}"
+        f"{', required' if required else escape(_default(kind))}</td></tr>"
         for name, kind, required in sorted(rows, key=lambda row: not row[2])
     )
     return f"<details{' open' * is_open}><summary>{escape(title)}</summary><table>{cells}</table></details>"
@@ -71,7 +73,7 @@ def _answer(answer: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
 
 
 def _default(kind: Mapping[str, Any]) -> str:
-    return "" if kind.get("default") is None else f"default {escape(str(kind['default']))}"
+    return "" if kind.get("default") is None else f", default {json.dumps(kind['default'])}"
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
@@ -85,7 +87,7 @@ def _kind(schema: Mapping[str, Any]) -> str:
     if schema.get("type") == "array":
         return f"list of {_kind(schema.get('items', {}))}"
     low, high = schema.get("minimum"), schema.get("maximum")
-    bounds = (f" from {low}" if low is not None and low > -(2**31) else "") + (
-        f" to {high}" if high is not None and high < 2**31 - 1 else ""
+    bounds = (f" from {low:g}" if low is not None and low > -(2**31) else "") + (
+        f" to {high:g}" if high is not None and high < 2**31 - 1 else ""
     )
     return str(schema.get("type", "any value")) + bounds

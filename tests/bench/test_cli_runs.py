@@ -299,4 +299,4 @@ def test_flags_of_a_file(headway: CommandLine, scripted: ScriptedServer, tmp_pat
     assert ran.result()["output_lens"] == [3] * 4
     # What a file says without need is refused as it is on the command line.
     file.write_text("slo-attainment = 0.9\n")
-    assert "--slo-attainment has a meaning only with --goodput" in headway("bench", "--config", file).error()
+    assert "--slo-attainment works only with --goodput" in headway("bench", "--config", file).error()

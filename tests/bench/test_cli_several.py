@@ -243,7 +243,7 @@ def test_comparisons_that_cannot_be(headway: CommandLine, tmp_path: Path) -> Non
         assert says in headway("bench", "--compare", a, a, results=False).error()
     assert "--compare" in headway("bench", "--compare", no_json, results=False).error()
     error = headway("bench", "--compare", no_json, no_json, "--num-prompts", 3, results=False).error()
-    assert "--num-prompts has no meaning for --compare" in error
+    assert "--num-prompts does not apply to --compare" in error
 
 
 def test_a_server_that_is_lost_ends_a_sweep_and_keeps_what_was_measured(

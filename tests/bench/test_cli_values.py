@@ -105,26 +105,26 @@ BAD_FOR_A_SERVER = """
 --random-output-len 0 | --random-output-len
 --random-range-ratio 1 | --random-range-ratio
 --random-prefix-len -1 | --random-prefix-len
---prefix-repetition-prefix-len 9 | no meaning for --dataset-name random
---prefix-repetition-suffix-len 9 | no meaning for --dataset-name random
---prefix-repetition-num-prefixes 9 | no meaning for --dataset-name random
---prefix-repetition-output-len 9 | no meaning for --dataset-name random
+--prefix-repetition-prefix-len 9 | does not apply to --dataset-name random
+--prefix-repetition-suffix-len 9 | does not apply to --dataset-name random
+--prefix-repetition-num-prefixes 9 | does not apply to --dataset-name random
+--prefix-repetition-output-len 9 | does not apply to --dataset-name random
 --dataset-name prefix_repetition --prefix-repetition-num-prefixes 0 | --prefix-repetition-num-prefixes
---sharegpt-output-len 9 | no meaning for --dataset-name random
---custom-output-len 9 | no meaning for --dataset-name random
---multi-turn-turns 3 | no meaning for --dataset-name random
---multi-turn-prefix-len 9 | no meaning for --dataset-name random
---multi-turn-think-s 1 | no meaning for --dataset-name random
+--sharegpt-output-len 9 | does not apply to --dataset-name random
+--custom-output-len 9 | does not apply to --dataset-name random
+--multi-turn-turns 3 | does not apply to --dataset-name random
+--multi-turn-prefix-len 9 | does not apply to --dataset-name random
+--multi-turn-think-s 1 | does not apply to --dataset-name random
 --dataset-name multi_turn --multi-turn-turns few | few
 --dataset-name multi_turn --multi-turn-think-s -1 | -1
---burstgpt-model a | no meaning for --dataset-name random
---trace-block-size 9 | no meaning for --dataset-name random
---disable-shuffle | no meaning for --dataset-name random
+--burstgpt-model a | does not apply to --dataset-name random
+--trace-block-size 9 | does not apply to --dataset-name random
+--disable-shuffle | does not apply to --dataset-name random
 --max-input-len 0 | --max-input-len
 --max-output-len 0 | --max-output-len
 --random-input-len 4000 | context of 4096
 --find-max-rate | --goodput
---find-max-rate --goodput ttft:9 --sweep rate:1 | leave one out
+--find-max-rate --goodput ttft:9 --sweep rate:1 | contradict each other; give one
 --find-max-rate --goodput ttft:9 --arrival all-at-once | one rate
 --sweep rate:1 --on-seconds 1 --off-seconds 1 | --request-rate
 --sweep rate:1 --arrival all-at-once | one rate
@@ -171,7 +171,7 @@ def test_results_that_could_not_be_written(headway: CommandLine, tmp_path: Path)
 
 def test_flags_before_a_command_are_its_own(headway: CommandLine) -> None:
     error = headway("bench", "--request-rate", 3, "profile", results=False).error()
-    assert "--request-rate has no meaning for headway bench profile" in error
+    assert "--request-rate does not apply to headway bench profile" in error
 
 
 @pytest.mark.parametrize(

@@ -177,10 +177,10 @@ def test_the_child_refuses_in_one_line(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--machine --dtype float32", "--dtype has no meaning with --machine"),
+        ("--machine --dtype float32", "--dtype does not apply to --machine"),
         ("--quick", "only with --machine"),
         ("--name mine", "only with --machine"),
-        ("--machine --quick --full", "leave one out"),
+        ("--machine --quick --full", "contradict each other"),
     ],
 )
 def test_the_child_refuses_flags_that_do_not_go_together(

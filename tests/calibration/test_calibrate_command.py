@@ -247,7 +247,7 @@ def test_a_child_that_fails_is_one_line(
 
 
 BAD = """
---quick --full | leave one out
+--quick --full | contradict each other
 --threads 0 | --threads
 --threads many | --threads
 --device tpu | --device

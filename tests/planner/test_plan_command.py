@@ -158,7 +158,7 @@ llama-3.1-8b --hardware H100-SXM --acceptance-rate 0.5 | --num-speculative-token
 llama-3.1-8b --hardware H100-SXM --num-speculative-tokens 3 | --acceptance-rate
 llama-3.1-8b --hardware H100-SXM --num-speculative-tokens 3 --acceptance-rate 2 | give 0 to 1
 llama-3.1-8b --hardware H100-SXM --engine nope | vllm
-llama-3.1-8b --hardware H100-SXM --json --explain | leave one out
+llama-3.1-8b --hardware H100-SXM --json --explain | contradict each other
 llama-3.1-8b --hardware H100-SXM extra | extra
 llama-3.1-8b --hardware H100-SXM --bogus | --bogus
 /no/such/folder --hardware H100-SXM | cannot be read

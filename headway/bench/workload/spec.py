@@ -211,7 +211,7 @@ def make_dataset(options: DatasetOptions, source: TokenSource) -> Dataset:
     own = SHARED_FIELDS.union(kind.fields, {"dataset_path"} if kind.is_file else ())
     for name, default in DATASET_FIELDS.items():
         if name not in own and getattr(options, name) != default:
-            raise BenchError(f"{flag(name)} has no meaning for --dataset-name {options.dataset_name}; leave it out")
+            raise BenchError(f"{flag(name)} does not apply to --dataset-name {options.dataset_name}; leave it out")
     if kind.is_file and options.dataset_path is None:
         raise BenchError(f"--dataset-name {options.dataset_name} needs --dataset-path")
     for name in ("max_input_len", "max_output_len", "sharegpt_output_len", "custom_output_len"):

@@ -367,9 +367,9 @@ def test_requests_can_be_kept_as_json(text: TokenizerSource) -> None:
     [
         ({"dataset_name": "sharegtp"}, "no dataset 'sharegtp'; did you mean 'sharegpt'?"),
         ({"dataset_name": "azure"}, "--dataset-name azure needs --dataset-path"),
-        ({"dataset_path": Path("x")}, "--dataset-path has no meaning for --dataset-name random"),
-        ({"prefix_repetition_num_prefixes": 3}, "--prefix-repetition-num-prefixes has no meaning for"),
-        ({"dataset_name": "multi_turn", "random_input_len": 3}, "--random-input-len has no meaning for"),
+        ({"dataset_path": Path("x")}, "--dataset-path does not apply to --dataset-name random"),
+        ({"prefix_repetition_num_prefixes": 3}, "--prefix-repetition-num-prefixes does not apply to"),
+        ({"dataset_name": "multi_turn", "random_input_len": 3}, "--random-input-len does not apply to"),
         ({"num_prompts": 0}, "--num-prompts is 0; it must be 1 or more"),
         ({"seed": -1}, "--seed is -1; it must be 0 or more"),
         ({"duration_s": 0.0}, "--duration is 0"),
