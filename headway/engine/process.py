@@ -101,7 +101,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
         return 1
     try:
         engine = start_engine(configure.config, lambda stage, ns: channel.send(Progress(stage, ns)))
-    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+    except Exception as error:  # a kernel's compiler has errors of its own, too
         if not isinstance(error, ValueError):
             traceback.print_exc()
         channel.send(Failed(" ".join(str(error).split()) or type(error).__name__))

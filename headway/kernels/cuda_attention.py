@@ -57,8 +57,8 @@ def _attention_kernel(
     WIDTH_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    sequence = tl.program_id(0)
-    tile = tl.program_id(1)
+    tile = tl.program_id(0)
+    sequence = tl.program_id(1)
     kv_head = tl.program_id(2) % KV_HEADS
     split = tl.program_id(2) // KV_HEADS
     start = tl.load(query_start + sequence)
@@ -145,6 +145,20 @@ def count_splits(step: StepGeometry, kv_heads: int, tiles: int, multiprocessors:
     return max(1, min(wanted, step.max_context_len // _LEAST_SPLIT_KEYS, _MOST_SPLITS))
 
 
+def tile_sizes(group: int, width: int, max_query_len: int, itemsize: int) -> tuple[int, int, int]:
+    """(rows of a tile, keys at a time, warps of a program); an element has itemsize bytes.
+
+    tl.dot wants at least 16 rows; more pay only where queries are many. float32 is multiplied without tensor cores, its
+    operands in registers: a larger tile spills kilobytes a thread, memory for which the pool has left no room.
+    """
+    is_half = itemsize == 2
+    rows = max(16, triton.next_power_of_2(group))
+    rows = max(rows, min(64 if is_half else 32, triton.next_power_of_2(group * max_query_len)))
+    if not is_half:
+        return rows, 16, 8
+    return (rows, 64, 4) if width <= 128 else (rows, 32, 8)
+
+
 def attention(
     query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, sliding_window: int | None,
     sinks: Tensor | None, multiprocessors: int,
@@ -156,27 +170,27 @@ def attention(
     out = torch.empty((tokens, heads, width), dtype=query.dtype, device=query.device)
     if tokens == 0:
         return out
-    # tl.dot wants at least 16 rows; more than 64 pay only where queries are many.
-    rows = max(16, triton.next_power_of_2(group), min(64, triton.next_power_of_2(group * step.max_query_len)))
+    rows, keys, warps = tile_sizes(group, width, step.max_query_len, query.element_size())
     tile_tokens = rows // group
     tiles = triton.cdiv(step.max_query_len, tile_tokens)
     splits = count_splits(step, kv_heads, tiles, multiprocessors)
-    keys = 64 if width <= 128 and query.element_size() == 2 else 32
     split_keys = triton.cdiv(triton.cdiv(step.max_context_len, splits), keys) * keys
     parts = splits if splits > 1 else 0
     float32 = {"dtype": torch.float32, "device": query.device}
     partial_out = torch.empty((tokens, heads, parts, width), **float32)  # type: ignore[call-overload]
     partial_max = torch.empty((tokens, heads, parts), **float32)  # type: ignore[call-overload]
     partial_sum = torch.empty((tokens, heads, parts), **float32)  # type: ignore[call-overload]
-    # Only Triton's interpreter takes tensors on CPU, and it cannot multiply bfloat16: there, widen first.
+    # Triton's interpreter cannot multiply bfloat16: there, widen first.
+    widen = not isinstance(_attention_kernel, triton.JITFunction)
     width_padded = max(16, triton.next_power_of_2(width))
-    _attention_kernel[(step.num_sequences, tiles, kv_heads * splits)](
+    # Only the first number of a grid may exceed 65,535.
+    _attention_kernel[(tiles, step.num_sequences, kv_heads * splits)](
         query, cache.keys, cache.values, step.block_tables, step.query_start, step.context_lens, sinks, out,
         partial_out, partial_max, partial_sum, scale, query.stride(0), step.block_tables.stride(0),
         sliding_window or 0, split_keys,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=group, WIDTH=width, WIDTH_PADDED=width_padded,
         BLOCK_SIZE=block_size, ROWS=rows, TOKENS=tile_tokens, KEYS=keys, SPLITS=splits,
-        WINDOWED=sliding_window is not None, WIDEN=query.device.type == "cpu", num_warps=4 if width <= 128 else 8,
+        WINDOWED=sliding_window is not None, WIDEN=widen, num_warps=warps,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(tokens * heads,)](

@@ -10,7 +10,16 @@ import pytest
 import zmq
 
 from headway.engine import process
-from headway.engine.messages import AddRequest, EngineOutputs, EngineStats, Shutdown
+from headway.engine.config import EngineConfig
+from headway.engine.messages import (
+    PROTOCOL_VERSION,
+    AddRequest,
+    Configure,
+    EngineOutputs,
+    EngineStats,
+    Failed,
+    Shutdown,
+)
 from headway.policy.intake import INTAKE_NS
 from headway.policy.kv_blocks import CHECKED_AT_ONCE, KVBlocks
 from headway.policy.sampling_params import SamplingParams
@@ -128,3 +137,24 @@ def test_a_part_of_the_check_is_small_however_large_the_pool() -> None:
     pool.references[99_999] = 1  # a leak at the very end is still found
     with pytest.raises(RuntimeError, match="block 99999 has 1 references, but 0"):
         pool.check([])
+
+
+class CompilationError(Exception):
+    """As a kernels' compiler raises, which is no RuntimeError."""
+
+
+@pytest.mark.parametrize("error", [CompilationError("at 12:4:\n  no tl.nothing"), KeyError("x")])
+def test_whatever_keeps_an_engine_from_starting_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    sent: list[Any] = []
+    channel = Script([])
+    monkeypatch.setattr(channel, "send", sent.append)
+    monkeypatch.setattr(process, "start_engine", fail)
+    configure = Configure(EngineConfig(model="m"), PROTOCOL_VERSION)
+    assert process._serve(channel, configure, os.getppid()) == 1  # type: ignore[arg-type]
+    assert sent == [Failed(" ".join(str(error).split()))]
+    assert type(error).__name__ in capsys.readouterr().err
