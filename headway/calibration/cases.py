@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from headway.calibration.measure import filled
 from headway.calibration.samples import Kind, Piece
 from headway.cost.attention import Chunk
 from headway.cost.precision import Precision
@@ -24,7 +25,7 @@ FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BLOCK_SIZE = 16
 LINEAR = (Operation.QKV, Operation.OUTPUT, Operation.GATE_UP, Operation.DOWN)
 STREAM_ROW = 4096
-FILL = 0x3C24  # 0.01 as bfloat16 and as float32 in pairs, 1.04 as float16
+FILL = 0x3C24  # of a CPU: 0.01 as bfloat16 and as float32 in pairs, 1.04 as float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,10 @@ class Pool:
         self.device = device
         self._kernels: dict[torch.dtype, Kernels] = {}
         self.size = size // 2 * 2
-        self._halves = torch.full((self.size // 2,), FILL, dtype=torch.int16, device=device)
+        if device == "cpu":
+            self._halves = torch.full((self.size // 2,), FILL, dtype=torch.int16)
+        else:
+            self._halves = filled((self.size // 2,), torch.bfloat16, device).view(torch.int16)
 
     def tensors(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Iterator[list[Tensor]]:
         """Tensors of these shapes, again and again until the pool is used up; none where it has no room for them."""
@@ -86,7 +90,7 @@ def stream_case(pool: Pool, dtype: torch.dtype) -> Case:
     rows = pool.size // dtype.itemsize // STREAM_ROW
     (weight,) = next(pool.tensors([(rows, STREAM_ROW)], dtype))
     linear = pool.kernels(dtype).linear(Weight(weight), None)
-    token = _filled((1, STREAM_ROW), dtype, pool.device)
+    token = filled((1, STREAM_ROW), dtype, pool.device)
     shape = ModelShape(1, STREAM_ROW, 1, 1, 1, 1, rows)
     work = token_work(shape, 1, 1, Precision.of(_name(dtype)))[Operation.HEAD]
     return Case(Piece(Kind.STREAM, FORMATS[dtype], "stream", 1, work), lambda: linear(token), 1)
@@ -123,7 +127,7 @@ def linear_cases(
         piece = Piece(Kind.LINEAR, format_, f"width {shape.hidden}", count, work, kernels=len(LINEAR))
         fitting = min(len(layers), int(most_flops / piece.work.flops))
         if fitting:
-            inputs = [_filled((count, width), dtype, pool.device) for _, width in sizes]
+            inputs = [filled((count, width), dtype, pool.device) for _, width in sizes]
             yield _linear_case(piece, layers[:fitting], inputs)
 
 
@@ -161,7 +165,7 @@ def attention_case(pool: Pool, shape: ModelShape, dtype: torch.dtype, load: Atte
     wanted = max(1, most_bytes // size)
     caches = [LayerCache(*pair) for _, pair in zip(range(wanted), pool.tensors([blocks, blocks], dtype), strict=False)]
     rows = load.tokens * load.sequences
-    query = _filled((rows, shape.heads, shape.head_dim), dtype, pool.device)
+    query = filled((rows, shape.heads, shape.head_dim), dtype, pool.device)
     chunk = Chunk(load.tokens, load.context - load.tokens, 0, load.sequences)
     parts = attention_work(shape, [chunk], Precision.of(_name(dtype)))
     work = parts[Operation.SCORES] + parts[Operation.VALUES]
@@ -196,9 +200,9 @@ def geometry(load: AttentionLoad, device: str) -> StepGeometry:
 def element_case(pool: Pool, shape: ModelShape, dtype: torch.dtype, tokens: int) -> Case:
     """A layer's norms and rotary positions; the activation function is part of a linear case."""
     kernels, device = pool.kernels(dtype), pool.device
-    hidden, residual = (_filled((tokens, shape.hidden), dtype, device) for _ in range(2))
-    weight = _filled((shape.hidden,), dtype, device)
-    heads = _filled((tokens, shape.heads + 2 * shape.kv_heads, shape.head_dim), dtype, device)
+    hidden, residual = (filled((tokens, shape.hidden), dtype, device) for _ in range(2))
+    weight = filled((shape.hidden,), dtype, device)
+    heads = filled((tokens, shape.heads + 2 * shape.kv_heads, shape.head_dim), dtype, device)
     query, key, _ = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
     # A rotation, lest the numbers fade to denormal ones over thousands of calls.
     cos, sin = (torch.full((tokens, shape.head_dim // 2), each, device=device) for each in (0.8, 0.6))
@@ -216,10 +220,6 @@ def element_case(pool: Pool, shape: ModelShape, dtype: torch.dtype, tokens: int)
 
     piece = Piece(Kind.ELEMENTS, FORMATS[dtype], f"width {shape.hidden}", tokens, work, 0, 3)
     return Case(piece, call, 1)
-
-
-def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    return torch.full(shape, 0.01, dtype=dtype, device=device)
 
 
 def _name(dtype: torch.dtype) -> str:
