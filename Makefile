@@ -4,6 +4,7 @@
 #   make serve  ARGS="MODEL --port 8000"   serve a model; without arguments, the bundled one
 #   make test   ARGS="-k scheduler"        the tests, on all cores; `make test-slow`: those that take minutes
 #   make lint                              ruff and mypy; `make format` mends what ruff can mend
+#   make gpu   [PYTHON=python3]            what a GPU shows, and what fails there; with PYTHON, by that Python's packages
 #   make bench-offline ARGS="--rounds 3"   speed without a server, beside other engines (see benchmarks/README.md)
 #
 # Where there is no GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu keeps CUDA from being downloaded.
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-slow lint format constraints clean
+.PHONY: help install serve test test-slow lint format constraints gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -67,6 +68,15 @@ constraints: $(VENV)/.installed-dev
 	@{ echo "# Every package that make installs, by \`make constraints\`. The CUDA build of torch pins its own libraries."; \
 	  $(BIN)/python -m pip freeze --all --exclude-editable | grep -vE '^(pip|headway)[= ]' | sed 's/+cpu$$//'; } > constraints.new
 	@mv constraints.new constraints.txt
+
+# A machine with a GPU may have no network, and a Python that has CUDA's torch: named, it is taken as it is.
+ifneq ($(filter command environment,$(origin PYTHON)),)
+gpu:
+	$(PYTHON) -m benchmarks.gpu $(ARGS)
+else
+gpu: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
+endif
 
 bench-%: $(VENV)/.installed-serve
 	$(BIN)/python -m benchmarks.$* $(ARGS)

@@ -91,22 +91,39 @@ _QWEN2_30M = {
     "num_attention_heads": 8,
 }
 
+_QWEN2_7B = {
+    **_QWEN2_05B,
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": _QWEN2_05B,
     "llama-3.2-1b": _LLAMA_1B,
     "llama-3.1-8b": _LLAMA_8B,
+    "qwen2.5-7b": _QWEN2_7B,
+    "deepseek-r1-distill-qwen-7b": {**_QWEN2_7B, "rope_theta": 10000.0},
     "qwen2-30m": _QWEN2_30M,
     "tiny": _TINY,
 }
 
 
-def write_checkpoint(shape: str, folder: Path) -> Path:
+def write_checkpoint(shape: str, folder: Path, config: dict[str, Any] | None = None) -> Path:
     """Write config.json, generation_config.json and the tokenizer of `shape` to folder / shape; return that path.
+
+    Args:
+        config: of a shape that is not one of SHAPES.
 
     Raises:
         KeyError: `shape` is not one of SHAPES.
     """
-    config = SHAPES[shape]
+    config = config or SHAPES[shape]
     target = folder / shape
     target.mkdir(parents=True, exist_ok=True)
     vocabulary = int(str(config["vocab_size"]))

@@ -3,9 +3,7 @@
     make bench-plan_live [ARGS="--rounds 1"]
 
 In every round it calibrates the machine as `headway calibrate` does, then times steps of the real engine in this
-process: decodes over batches and contexts, and prompts, with models of random weights. Contexts are not computed token
-by token: the cache is filled with random numbers once, and the prefix index is told that a context is there, each
-sequence with blocks of its own.
+process (live_engine.py): decodes over batches and contexts, and prompts, with models of random weights.
 
 Shared machines are fast one minute and slow the next. So a point is held against the calibration of its own round,
 minutes away, and its error is the median over the rounds.
@@ -17,41 +15,31 @@ import argparse
 import gc
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from benchmarks.checkpoint import SHAPES
+from benchmarks.live_engine import BLOCK, DTYPE, LiveEngine
 from headway.calibration.calibrate import calibrate
 from headway.calibration.store import CalibratedMachine, StoreError, load
 from headway.cost.attention import Chunk
 from headway.cost.config import read_shape
 from headway.cost.precision import Precision
 from headway.cost.timing import Deployment
-from headway.engine.build import build_engine
-from headway.engine.config import EngineConfig
-from headway.engine.messages import AddRequest
-from headway.policy.sampling_params import SamplingParams
 
 HERE = Path(__file__).parent
 OUTPUT = HERE / "results" / "plan_live.json"
-DTYPE = "bfloat16"
-BLOCK = 16
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (64, 256, 1024, 4096)
 PROMPTS = (64, 128, 256, 512, 1024, 2048)
-UNTIMED = 2  # steps of a point that bring everything into place
-MOST_STEPS = 40  # of a point in a round
 # A shape that no figure of the calibration has to do with: narrow, with a group of three heads to a key.
 LLAMA_160M = {
     "architectures": ["LlamaForCausalLM"],
@@ -133,90 +121,6 @@ def points(model: str, batches: Sequence[int], contexts: Sequence[int], prompts:
     """The grid of decodes, and prompts alone, in the order in which they are measured."""
     decodes = [Point(model, 1, context, batch) for context in contexts for batch in batches]
     return decodes + [Point(model, tokens, 0, 1) for tokens in prompts]
-
-
-class LiveEngine:
-    """The engine with a model of random weights, whose cache is full of random numbers.
-
-    Args:
-        batch, context, prompt: the most that will be asked of it.
-    """
-
-    def __init__(self, config: dict[str, object], batch: int, context: int, prompt: int, threads: int | None) -> None:
-        self._ids = count()
-        longest = max(context, prompt) + UNTIMED + MOST_STEPS + 2 * BLOCK
-        elements = read_shape(config, "config").kv_elements_per_token
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(config))
-            settings = EngineConfig(
-                folder,
-                dtype=DTYPE,
-                load_format="dummy",
-                device="cpu",
-                max_model_len=longest,
-                block_size=BLOCK,
-                kv_cache_memory=(batch + 1) * (longest + BLOCK) * elements * 2,
-                max_num_seqs=batch,
-                max_num_batched_tokens=max(prompt, batch),
-                num_threads=threads,
-            )
-            engine = build_engine(settings)
-        self._core, self.runner = engine.core, engine.runner
-        for cache in self.runner.caches:
-            for blocks in (cache.keys, cache.values):
-                blocks.copy_(torch.randn(blocks.shape[1:]).to(blocks.dtype))
-
-    def decode(self, context: int, batch: int, budget_s: float) -> tuple[list[float], int]:
-        """Seconds of some steps, for about so long, and the context of the one in their middle."""
-        names = [self._remembered(context) for _ in range(batch)]
-        for name in names:
-            self._add(name, context + 1, UNTIMED + MOST_STEPS + 2)
-        try:
-            first = [self._step() for _ in range(UNTIMED + 1)]
-            steps = max(3, min(MOST_STEPS, int(budget_s / first[-1])))
-            seconds = [self._step() for _ in range(steps)]
-        finally:
-            self._end(names)
-        return seconds, context + len(first) + steps // 2
-
-    def prefill(self, tokens: int, budget_s: float) -> list[float]:
-        """Seconds of steps with one prompt each, for about so long."""
-        seconds: list[float] = []
-        while not seconds or (sum(seconds) + min(seconds) < budget_s and len(seconds) < MOST_STEPS):
-            name = str(next(self._ids))
-            self._add(name, tokens, 1)
-            seconds.append(self._step())
-            self._end([name])
-        return seconds
-
-    def _remembered(self, context: int) -> str:
-        """A name, below which the prefix index holds so many tokens in blocks of its own."""
-        name = str(next(self._ids))
-        pool = self._core.scheduler.blocks
-        table = pool.allocate(context // BLOCK)
-        parent: int | str = name
-        for block in table:
-            parent = pool.register(block, parent, (1,) * BLOCK)
-        pool.release(table)
-        return name
-
-    def _add(self, name: str, prompt: int, answer: int) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
-        self._core.add(AddRequest(name, [1] * prompt, params, [], cache_salt=name))
-
-    def _end(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._core.abort(name)
-        self._core.scheduler.blocks.reset_prefix_cache()
-
-    def _step(self) -> float:
-        began = time.perf_counter()
-        outputs = self._core.step().outputs
-        taken = time.perf_counter() - began
-        problems = [each.error for each in outputs if each.error is not None]
-        if problems or not outputs:
-            raise RuntimeError(f"a step brought nothing to measure: {problems or 'no outputs'}")
-        return taken
 
 
 def visit(engine: LiveEngine, point: Point, deployment: Deployment, budget_s: float) -> Visit:

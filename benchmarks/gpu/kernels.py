@@ -1,0 +1,128 @@
+"""Each kernel at the shapes of served models, beside the limits: microseconds, and the share of copies or products.
+
+Weights and caches lie in a pool far larger than any cache, as in a step (headway/calibration/cases.py), which counts
+their bytes and FLOPs by the cost model. The share is that of the limit, copies or products, that a kernel is nearer to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+
+from benchmarks.checkpoint import SHAPES
+from benchmarks.gpu.compiled import launches
+from benchmarks.gpu.limits import GIB, random, stopwatch
+from benchmarks.gpu.part import Machine, Row, Skipped, Tasks
+from headway.calibration.cases import (
+    BLOCK_SIZE,
+    AttentionLoad,
+    Case,
+    Pool,
+    attention_case,
+    element_case,
+    linear_cases,
+    stream_case,
+)
+from headway.calibration.stopwatch import measure_rate
+from headway.cost.config import read_shape
+from headway.cost.shape import ModelShape
+from headway.kernels import kernels_for
+from headway.kernels.interface import LayerCache
+
+DTYPE = torch.bfloat16
+_BUDGET_S = 0.15
+_ANY_FLOPS = 1e30
+DECODES = (AttentionLoad(1, 2048, 1), AttentionLoad(1, 32768, 1), AttentionLoad(1, 2048, 8), AttentionLoad(1, 2048, 64),
+           AttentionLoad(1, 512, 256))  # fmt: skip
+PROMPTS = (AttentionLoad(512, 512, 1), AttentionLoad(2048, 2048, 1), AttentionLoad(8192, 8192, 1),
+           AttentionLoad(512, 8192, 1))  # fmt: skip
+TOKENS = (1, 8, 64, 256, 2048, 8192)
+_SMALL_LOADS = (AttentionLoad(1, 64, 2), AttentionLoad(16, 16, 1))
+
+
+def tasks(machine: Machine) -> Tasks:
+    """One for each kernel and shape."""
+    pool = Pool(2**24 if machine.small else min(2 * GIB, torch.cuda.mem_get_info()[0] // 4), machine.device)
+    found: Tasks = {"stream": partial(_rows, machine, lambda: [stream_case(pool, DTYPE)])}
+    names = ("tiny",) if machine.small else ("llama-3.1-8b", "qwen2.5-7b")
+    for name in names:
+        shape = read_shape(SHAPES[name], name)
+        for load in _SMALL_LOADS if machine.small else (*DECODES, *PROMPTS):
+            label = f"{name} attention, {load.sequences} x {load.tokens} of {load.context}"
+            found[label] = partial(_rows, machine, partial(_attention, pool, shape, load))
+        for tokens in (4,) if machine.small else TOKENS:
+            cases = partial(linear_cases, pool, shape, DTYPE, (tokens,), _ANY_FLOPS)
+            found[f"{name} products of a layer, {tokens} tokens"] = partial(_rows, machine, cases)
+            elements = partial(_elements, pool, shape, tokens)
+            found[f"{name} norms and rotation, {tokens} tokens"] = partial(_rows, machine, elements)
+            found[f"{name} gate and cache writes, {tokens} tokens"] = partial(_single, machine, shape, tokens)
+    return found
+
+
+def _attention(pool: Pool, shape: ModelShape, load: AttentionLoad) -> list[Case]:
+    return [attention_case(pool, shape, DTYPE, load, pool.size // 3 if load.tokens == 1 else 0)]
+
+
+def _elements(pool: Pool, shape: ModelShape, tokens: int) -> list[Case]:
+    return [element_case(pool, shape, DTYPE, tokens)]
+
+
+@torch.inference_mode()
+def _rows(machine: Machine, cases: Callable[[], Iterable[Case]]) -> Iterable[Row]:
+    """Raises Skipped where the pool has no room for such a case."""
+    try:
+        made = list(cases())
+    except ValueError as error:
+        raise Skipped(str(error)) from None
+    if not made:
+        raise Skipped("the pool has no room for a layer")
+    for case in made:
+        work = case.piece.work
+        yield _measured(machine, str(case.piece.kind), case.call, case.runs, work.bytes, work.flops)
+
+
+@torch.inference_mode()
+def _single(machine: Machine, shape: ModelShape, tokens: int) -> Iterable[Row]:
+    """Kernels that no case of the calibration has alone."""
+    kernels = kernels_for(machine.device, DTYPE)
+    blocks = tokens // BLOCK_SIZE + 1, shape.kv_heads, BLOCK_SIZE, shape.head_dim
+    cache = LayerCache(random(machine, *blocks), random(machine, *blocks))
+    key = random(machine, tokens, shape.kv_heads, shape.head_dim)
+    slots = torch.arange(tokens, device=machine.device)
+    copied = 4.0 * key.nbytes
+    yield _measured(machine, "store", lambda: kernels.store(key, key, cache, slots), 1, copied, 0.0)
+    table = random(machine, 8192, shape.hidden)
+    rows = torch.randint(0, 8192, (tokens,), device=machine.device)
+    taken = 2.0 * tokens * shape.hidden * DTYPE.itemsize
+    yield _measured(machine, "take", lambda: kernels.take(table, rows), 1, taken, 0.0)
+    if machine.device == "cuda":
+        from headway.kernels.cuda import CudaKernels
+
+        cuda, gate_up = CudaKernels(), random(machine, tokens, 2 * shape.ffn)
+        yield _measured(machine, "gate", lambda: cuda.silu_and_mul(gate_up), 1, 1.5 * gate_up.nbytes, 0.0)
+
+
+def _measured(machine: Machine, kernel: str, call: Callable[[], object], runs: int, moved: float, flops: float) -> Row:
+    """A row: of one run of the `runs` that a call does, with what its last launch takes of a multiprocessor."""
+    with launches() as found:
+        call()
+    budget = 0.01 if machine.small else _BUDGET_S
+    rate = measure_rate(runs, call, stopwatch(machine), budget, "headway", runs)
+    seconds = 1.0 / rate.median
+    shares = {}
+    if copy := machine.limits.get("copy"):
+        shares["copies"] = moved / seconds / copy
+    if peak := machine.limits.get("gemm bfloat16"):
+        shares["products"] = flops / seconds / peak
+    nearest = max(shares, key=lambda name: shares[name], default=None)
+    return {
+        "kernel": kernel,
+        "us": seconds * 1e6,
+        "bytes_per_s": moved / seconds,
+        "flops_per_s": flops / seconds,
+        "of": nearest,
+        "share": shares[nearest] if nearest else None,
+        "launch": found[-1].row() if found else None,
+    }

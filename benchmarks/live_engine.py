@@ -1,0 +1,134 @@
+"""The engine in this process with a model of random weights: steps of any batch and context, without computing it.
+
+Contexts are not computed token by token: the cache is filled with random numbers once, and the prefix index is told
+that a context is there, each sequence with blocks of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from headway.cost.config import read_shape
+from headway.engine.build import build_engine
+from headway.engine.config import EngineConfig
+from headway.engine.messages import AddRequest
+from headway.policy.sampling_params import SamplingParams
+
+DTYPE = "bfloat16"
+BLOCK = 16
+UNTIMED = 2  # steps of a point that bring everything into place
+MOST_STEPS = 40  # of a point at a time
+
+
+class LiveEngine:
+    """The engine with a model of random weights, whose cache is full of random numbers.
+
+    Args:
+        batch, context, prompt: the most that will be asked of it.
+        device: cpu or cuda.
+        cache_tokens: of the pool; None: for so many sequences with such a context or prompt.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, object],
+        batch: int,
+        context: int,
+        prompt: int,
+        threads: int | None,
+        device: str = "cpu",
+        cache_tokens: int | None = None,
+    ) -> None:
+        self._ids = count()
+        longest = max(context, prompt) + UNTIMED + MOST_STEPS + 2 * BLOCK
+        elements = read_shape(config, "config").kv_elements_per_token
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            settings = EngineConfig(
+                folder,
+                dtype=DTYPE,
+                load_format="dummy",
+                device=device,
+                max_model_len=longest,
+                block_size=BLOCK,
+                kv_cache_memory=(cache_tokens or (batch + 1) * (longest + BLOCK)) * elements * 2,
+                max_num_seqs=batch,
+                max_num_batched_tokens=max(prompt, batch),
+                max_prefill_stall_ms=math.inf,
+                num_threads=threads,
+            )
+            engine = build_engine(settings)
+        self._core, self.runner, self.startup_ns = engine.core, engine.runner, engine.startup_ns
+        for cache in self.runner.caches:
+            for blocks in (cache.keys, cache.values):
+                blocks.copy_(torch.randn(blocks.shape[1:]).to(blocks.dtype))
+
+    def decode(self, context: int, batch: int, budget_s: float) -> tuple[list[float], int]:
+        """Seconds of some steps, for about so long, and the context of the one in their middle."""
+        with self.decoding(context, batch) as step:
+            once = step()
+            steps = max(3, min(MOST_STEPS, int(budget_s / once)))
+            seconds = [step() for _ in range(steps)]
+        return seconds, context + UNTIMED + 1 + steps // 2
+
+    @contextmanager
+    def decoding(self, context: int, batch: int) -> Iterator[Callable[[], float]]:
+        """Inside, each call runs a decode step of so many sequences and returns its seconds, MOST_STEPS + 1 times."""
+        names = [self._remembered(context) for _ in range(batch)]
+        for name in names:
+            self._add(name, context + 1, UNTIMED + MOST_STEPS + 2)
+        try:
+            for _ in range(UNTIMED):
+                self._step(batch)
+            yield partial(self._step, batch)
+        finally:
+            self._end(names)
+
+    def prefill(self, tokens: int, budget_s: float) -> list[float]:
+        """Seconds of steps with one prompt each, for about so long."""
+        seconds: list[float] = []
+        while not seconds or (sum(seconds) + min(seconds) < budget_s and len(seconds) < MOST_STEPS):
+            name = str(next(self._ids))
+            self._add(name, tokens, 1)
+            seconds.append(self._step(1))
+            self._end([name])
+        return seconds
+
+    def _remembered(self, context: int) -> str:
+        """A name, below which the prefix index holds so many tokens in blocks of its own."""
+        name = str(next(self._ids))
+        pool = self._core.scheduler.blocks
+        table = pool.allocate(context // BLOCK)
+        parent: int | str = name
+        for block in table:
+            parent = pool.register(block, parent, (1,) * BLOCK)
+        pool.release(table)
+        return name
+
+    def _add(self, name: str, prompt: int, answer: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
+        self._core.add(AddRequest(name, [1] * prompt, params, [], cache_salt=name))
+
+    def _end(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._core.abort(name)
+        self._core.scheduler.blocks.reset_prefix_cache()
+
+    def _step(self, batch: int) -> float:
+        began = time.perf_counter()
+        outputs = self._core.step().outputs
+        taken = time.perf_counter() - began
+        problems = [each.error for each in outputs if each.error is not None]
+        if problems or len(outputs) != batch:
+            raise RuntimeError(f"a step of {batch} sequences brought {len(outputs)} outputs: {problems or 'no error'}")
+        return taken
