@@ -71,7 +71,7 @@ class LiveEngine:
         self._core, self.runner, self.startup_ns = engine.core, engine.runner, engine.startup_ns
         for cache in self.runner.caches:
             for blocks in (cache.keys, cache.values):
-                blocks.copy_(torch.randn(blocks.shape[1:]).to(blocks.dtype))
+                blocks.copy_(torch.randn(blocks.shape[1:]).to(blocks))
 
     def decode(self, context: int, batch: int, budget_s: float) -> tuple[list[float], int]:
         """Seconds of some steps, for about so long, and the context of the one in their middle."""

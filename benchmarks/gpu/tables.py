@@ -29,7 +29,7 @@ def heading(found: dict[str, Any], commit: str) -> str:
 
 def report(record: Record, names: Sequence[str], log: Path) -> str:
     """Tables of the parts, then what was left out, left over, and failed."""
-    blocks = [block for name in names if name in TABLES and (block := TABLES[name](record))]
+    blocks = [block for name in names if name in TABLES and (block := _table(record, name))]
     left_out = [line for name, part in _parts(record, names) for line in _left_out(name, part)]
     left = [f"{name}: {', '.join(part['left']) or 'all'}" for name, part in _parts(record, names) if part["cut"]]
     if left_out:
@@ -38,6 +38,14 @@ def report(record: Record, names: Sequence[str], log: Path) -> str:
         blocks.append("Left for want of time; the same command goes on with it:\n" + "\n".join(f"  {x}" for x in left))
     blocks += [failures(record, names), f"Results: {record.path}\nFull output: {log}"]
     return "\n" + "\n\n".join(blocks)
+
+
+def _table(record: Record, name: str) -> str:
+    """One that cannot be made, as rows of an earlier call may be others, takes no other one along."""
+    try:
+        return TABLES[name](record)
+    except (KeyError, TypeError, ValueError) as error:
+        return f"{name}: what it measured is in the results, but makes no table ({error!r}); run it with --again"
 
 
 def _left_out(name: str, part: dict[str, Any]) -> list[str]:

@@ -141,7 +141,11 @@ def test_prompt_logprobs_in_chunks(model: Model) -> None:
     )
     for one, other in zip(whole, parts, strict=True):
         assert one.prompt_logprobs is not None and len(one.prompt_logprobs) == len(one.prompt_token_ids)
-        assert one.prompt_logprobs == other.prompt_logprobs
+        if model.device == "cpu":
+            assert one.prompt_logprobs == other.prompt_logprobs
+        else:  # its products differ in their last bits with the number of rows
+            pairs = zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True)
+            assert all(abs(this.logprob - that.logprob) < 1e-4 for this, that in pairs)
 
 
 def test_all_choices_of_a_greedy_request_are_the_same(model: Model, alone: list[list[int]]) -> None:

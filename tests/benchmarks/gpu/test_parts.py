@@ -19,6 +19,7 @@ from benchmarks.gpu.parts import PARTS, ROOT
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.runner import Outcome
 from headway.kernels.cpu import CpuKernels
+from headway.models.config import ModelConfig
 from tests.calibration.machines import a_machine
 
 
@@ -95,6 +96,13 @@ def test_agreement(small: Machine) -> None:
     assert [row["same"] for row in found["tokens of tiny, float32"]] == [2, 2, 2]
 
 
+@pytest.mark.parametrize("name", agreement.MODELS)
+def test_the_models_that_are_compared_are_served(name: str) -> None:
+    config = ModelConfig.from_dict(agreement.MODELS[name])
+    assert config.shape.vocab > max(max(prompt) for prompt in agreement.PROMPTS)
+    assert any(cache.window for cache in config.caches) == ("window" in name)
+
+
 def test_disagreement_is_a_flaw(small: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm that is two hundredths off, in one layer."""
     rms_norm = CpuKernels.rms_norm
@@ -148,6 +156,12 @@ def test_a_spoilt_process_is_left(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         part.run({"bad": bad, "good": list}, [], Lines(tmp_path / "lines"))
     assert "good" not in (tmp_path / "lines").read_text().splitlines()[-1]
+
+
+def test_rows_that_make_no_table_take_no_other_one_along(tmp_path: Path) -> None:
+    record = record_of(tmp_path, {"limits": {"copy": [{"of": "another version"}]}, "calibration": {}})
+    shown = tables.report(record, ["limits", "calibration"], tmp_path / "log")
+    assert "limits: what it measured is in the results" in shown and "Nothing failed." in shown
 
 
 def test_what_is_left_out_for_one_reason_is_one_line(tmp_path: Path) -> None:
