@@ -13,7 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 _FOR_TESTS = ("pytest", "hypothesis", "httpx", "typer")
-_FOR_SERVERS = ("zmq", "fastapi", "starlette", "uvicorn", "pydantic", "httptools", "prometheus_client", "jinja2")
+_SERVER = ("zmq", "fastapi", "starlette", "uvicorn", "pydantic", "httptools", "prometheus_client", "jinja2", "uvloop")
+_FOR_SERVERS = (*_SERVER, "typer", "rich", "matplotlib")
 
 
 @dataclass(frozen=True)
