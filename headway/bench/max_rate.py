@@ -13,12 +13,15 @@ from headway.bench.interrupts import Interrupted
 from headway.bench.measures.search import ProbeOutcome, SearchOptions, Stop, Trial, find_max_rate
 from headway.bench.measures.slo import slowness
 from headway.bench.measures.steady import falls_behind
+from headway.bench.options import Claims
+from headway.bench.record import RunResult
 from headway.bench.report import verdict
 from headway.bench.report.console import print_runs, print_search
 from headway.bench.report.search import search_section
 from headway.bench.reporting import NOT_VALID, Run
 from headway.bench.runs import RATED, Load, Runner, at_rate
 from headway.bench.workload.mix import load_mix
+from headway.bench.workload.spec import WorkloadSpec
 
 PROBE_REQUESTS, PROBE_S = 400, 60.0  # the fewest requests of a probe, and how long one may last for more of them
 FIRST_LOOK_USERS, FIRST_LOOK_REQUESTS = 16, 48
@@ -62,15 +65,32 @@ async def search(bench: Runner) -> int:
 
 def _check(bench: Runner) -> None:
     options = bench.options
-    mix = options.workload.mix
-    of_classes = [each.objectives for each in load_mix(mix).classes] if mix is not None else []
-    if not any([options.claims.objectives, *of_classes]):
+    if not has_objectives(options.claims, options.workload):
         raise BenchError("--find-max-rate needs objectives: give --goodput, as --goodput ttft:200 tpot:50")
     if options.sweep is not None:
         raise BenchError("--find-max-rate and --sweep contradict each other; give one")
     arrival = options.workload.arrival
     if arrival is not None and (not isinstance(arrival, RATED) or math.isinf(arrival.rate)):
         raise BenchError("--find-max-rate needs arrivals that have one rate: poisson, gamma or constant")
+
+
+def has_objectives(claims: Claims, workload: WorkloadSpec) -> bool:
+    """Whether there are objectives, of all requests or of classes. Raises BenchError where a mix cannot be read."""
+    of_classes = [each.objectives for each in load_mix(workload.mix).classes] if workload.mix is not None else []
+    return any([claims.objectives, *of_classes])
+
+
+def outcome_of(result: RunResult, rate: float, objectives: dict[str, float]) -> ProbeOutcome:
+    """What a run says of how far objectives are met."""
+    behind = falls_behind(result.records)
+    doubts = ["it was interrupted"] if result.interrupted else []
+    return ProbeOutcome(
+        rate=rate,
+        slowness=slowness(result.records, objectives, result.settings["goodput_by_class"] or None),
+        steady=not behind,
+        valid=not doubts,
+        reason="; ".join([*doubts, *([behind] if behind else [])]),
+    )
 
 
 class Prober:
@@ -117,16 +137,10 @@ class Prober:
         self.runs.append(run)
         self.bench.save(*run, number=len(self.runs))
         result = run[0]
-        behind = falls_behind(result.records)
-        doubts = ["it was interrupted"] if result.interrupted else []
-        return ProbeOutcome(
-            rate=rate,
-            slowness=slowness(result.records, options.claims.objectives, result.settings["goodput_by_class"] or None),
-            steady=not behind,
-            valid=not doubts,
+        return dataclasses.replace(
+            outcome_of(result, rate, options.claims.objectives),
             offered=not result.client.bound,
             client="; ".join(result.client.reasons) or self._client_delays(run),
-            reason="; ".join([*doubts, *([behind] if behind else [])]),
         )
 
     def _client_delays(self, run: Run) -> str:

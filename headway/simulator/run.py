@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,11 +17,13 @@ from rich.text import Text
 from headway.bench.client.load import collector_off
 from headway.bench.interrupts import Interrupted
 from headway.bench.jobs import carry_out, with_arrivals
+from headway.bench.max_rate import has_objectives, outcome_of
+from headway.bench.measures.search import ProbeOutcome
 from headway.bench.measures.server_metrics import over_time
 from headway.bench.options import BenchOptions, Claims, Output, Sweep, Target
 from headway.bench.record import ClientHealth, RunResult
 from headway.bench.report.tables import sweep_table
-from headway.bench.reporting import INTERRUPTED, Run, check_place, check_places
+from headway.bench.reporting import INTERRUPTED, NOT_VALID, Run, check_place, check_places
 from headway.bench.runs import Load, Runner, load_of
 from headway.bench.settings import settings_of_load
 from headway.bench.tokens import load_tokenizer
@@ -29,20 +32,23 @@ from headway.bench.workload.build import Workload, build_workload
 from headway.bench.workload.spec import WorkloadSpec
 from headway.engine.config import SchedulingOptions
 from headway.flags import Flag
-from headway.policy.scheduler import Scheduler
+from headway.policy.routing import ROUTERS
 from headway.report.console import print_table
 from headway.report.parts import Section
 from headway.simulator.answers import Answer
 from headway.simulator.clients import BEGAN_NS, Clients
 from headway.simulator.deployed import Deployed, ServerOptions, deploy
+from headway.simulator.fleet import Fleet
 from headway.simulator.log import StepLog
 from headway.simulator.prompts import CHARACTERS, SketchSource
-from headway.simulator.server import Simulated, simulate
+from headway.simulator.replicas import fewest_replicas, replicas_table
+from headway.simulator.server import Server
 from headway.simulator.trace import write_trace
 from headway.simulator.traffic import Arrival
 from headway.simulator.what_if import COUNTERFACTUALS, WhatIf, parse_what_ifs, tail_table
 
 _workload, _load = functools.partial(Flag, panel="Workload"), functools.partial(Flag, panel="Load")
+_fleet = functools.partial(Flag, panel="Fleet")
 _other = functools.partial(Flag, panel="What if")
 MOST_POINTS = 2000  # of what is kept over time
 SHOWN_EVERY = 500
@@ -68,6 +74,13 @@ class SimulateOptions:
     sweep: Annotated[
         Sweep | None, _load("Simulate several loads: rate:1,2,4 (requests/s) or concurrency:1,8,64.", parse=Sweep.parse)
     ] = None
+    replicas: Annotated[int, _fleet("Servers that are alike, behind a router.", min=1)] = 1
+    routing: Annotated[str, _fleet("How the router chooses a server for each request.", choices=tuple(ROUTERS))] = (
+        "least-loaded"
+    )
+    find_replicas: Annotated[
+        bool, _fleet("Look for the fewest replicas with which --goodput holds.", "--find-replicas")
+    ] = False
     what_ifs: Annotated[
         list[WhatIf],
         _other(
@@ -89,15 +102,32 @@ class SimulateOptions:
     output: Output = field(default_factory=Output)
 
     def __post_init__(self) -> None:
-        several = [self.find_max_rate, self.sweep is not None, bool(self.what_ifs), self.explain_tail]
+        several = [
+            self.find_max_rate,
+            self.find_replicas,
+            self.sweep is not None,
+            bool(self.what_ifs),
+            self.explain_tail,
+        ]
         if sum(several) > 1:
-            raise ValueError("--find-max-rate, --sweep, --what-if and --explain-tail exclude each other; give one")
+            raise ValueError(
+                "--find-max-rate, --find-replicas, --sweep, --what-if and --explain-tail exclude each other; give one"
+            )
+        if self.find_replicas and self.replicas > 1:
+            raise ValueError("--find-replicas looks for what --replicas says; leave one out")
         if self.trace_output is not None and any(several):
             raise ValueError("--trace-output is of one run; leave out --find-max-rate, --sweep, --what-if and the like")
+        if self.find_replicas and not has_objectives(self.claims, self.workload):
+            raise ValueError("--find-replicas needs objectives: give --goodput, as --goodput ttft:200 tpot:50")
 
     @property
     def asked(self) -> BenchOptions:
-        """The same as the load generator has it. Raises BenchError where the arrivals make no sense."""
+        """The same as the load generator has it, with the price of all replicas.
+
+        Raises:
+            BenchError: the arrivals make no sense.
+        """
+        price = self.claims.price_per_hour
         options = BenchOptions(
             Target(),
             self.arrivals,
@@ -106,7 +136,7 @@ class SimulateOptions:
             find_max_rate=self.find_max_rate,
             sweep=self.sweep,
             stall_s=0.0,
-            claims=self.claims,
+            claims=replace(self.claims, price_per_hour=None if price is None else price * self.replicas),
             output=self.output,
         )
         return with_arrivals(options)
@@ -130,6 +160,8 @@ def run_simulation(options: SimulateOptions) -> int:
             return simulation.compare(options.what_ifs)
         if options.explain_tail:
             return simulation.explain_tail()
+        if options.find_replicas:
+            return simulation.find_replicas()
         return asyncio.run(carry_out(simulation))
     except Interrupted:
         simulation.progress.print("Stopped: nothing was simulated.")
@@ -151,12 +183,14 @@ class Simulation(Runner):
 
     async def run(self, load: Load, label: str = "") -> Run:
         """As Runner.run(). Nothing in it waits."""
-        return self.run_on(self._deploy(), load, label)
+        return self.run_on(self._deploy, load, label)
 
-    def run_on(self, deployed: Deployed, load: Load, label: str = "") -> Run:
-        """One run on this server."""
+    def run_on(self, make: Callable[[], Deployed], load: Load, label: str = "", replicas: int | None = None) -> Run:
+        """One run on servers like this; None is as many as were asked for."""
+        servers = [make() for _ in range(replicas or self.simulated.replicas)]
+        servers = [replace(each, timing=servers[0].timing) for each in servers]
         with self.progress.status("Making prompts ...") as status, self.stoppable():
-            context = deployed.scheduler.config.max_model_len
+            context = servers[0].scheduler.config.max_model_len
             workload = build_workload(load.spec, SketchSource(self._tokenizer), chat=False, context=context)
             total, named = len(workload.requests), f" {label}" if label else ""
 
@@ -164,21 +198,22 @@ class Simulation(Runner):
                 status.update(f"Simulating{named} ... {ended:,} of {total:,}")
 
             show(0)
-            result, ran = simulated_run(self.simulated, deployed, load, workload, show)
+            result, fleet = simulated_run(self.simulated, servers, load, workload, show)
             if self.simulated.trace_output is not None:
-                write_trace(self.simulated.trace_output, ran)
+                write_trace(self.simulated.trace_output, fleet)
                 self.out.print(Text(f"Trace: {self.simulated.trace_output}", style="dim"), soft_wrap=True)
         return result, self.summarise(result, workload)
 
     def compare(self, what_ifs: list[WhatIf]) -> int:
         """The workload as asked, and with each change, in one table."""
         load, options = load_of(self.options.workload, self.options.max_concurrency), self.simulated
-        servers = {"as asked": self._deploy()} | {
-            each.text: each.deploy(options.server, options.scheduling) for each in what_ifs
-        }
+        servers: dict[str, Callable[[], Deployed]] = {"as asked": self._deploy}
+        for each in what_ifs:
+            servers[each.text] = functools.partial(each.deploy, options.server, options.scheduling)
+            servers[each.text]()  # what cannot be is said before the first run
         runs = []
-        for number, (name, deployed) in enumerate(servers.items(), start=1):
-            runs.append(self.run_on(deployed, load, name))
+        for number, (name, make) in enumerate(servers.items(), start=1):
+            runs.append(self.run_on(make, load, name))
             self.save(*runs[-1], number=number)
         claims = self.claims
         table = sweep_table(
@@ -191,11 +226,11 @@ class Simulation(Runner):
     def explain_tail(self) -> int:
         """The workload as asked, and what its slowest requests would have been without each cause."""
         load, options = load_of(self.options.workload, self.options.max_concurrency), self.simulated
-        run = self.run_on(self._deploy(), load)
+        run = self.run_on(self._deploy, load)
         others = {}
         for each in COUNTERFACTUALS:
-            deployed = each.deploy(options.server, options.scheduling)
-            others[each.title] = self.run_on(deployed, load, each.title)[0].records
+            make = functools.partial(each.deploy, options.server, options.scheduling)
+            others[each.title] = self.run_on(make, load, each.title)[0].records
         table = tail_table(run[0].records, others)
         self.print(*run)
         print_table(self.out, table)
@@ -203,16 +238,33 @@ class Simulation(Runner):
         self.report([run], extra=[Section("The tail", tables=(table,))])
         return self.exit_code([run])
 
+    def find_replicas(self) -> int:
+        """Look for the fewest replicas that hold the objectives, each number with several seeds."""
+        runs: list[Run] = []
+
+        def probe(replicas: int, seed: int) -> ProbeOutcome:
+            spec = replace(self.options.workload, seed=self.options.workload.seed + seed)
+            load = load_of(spec, self.options.max_concurrency)
+            runs.append(self.run_on(self._deploy, load, f"{replicas} replicas", replicas))
+            self.save(*runs[-1], number=len(runs))
+            return outcome_of(runs[-1][0], 0.0, self.claims.objectives)
+
+        found = fewest_replicas(probe, self.claims.attainment)
+        table = replicas_table(found, self.simulated.claims.price_per_hour)
+        print_table(self.out, table)
+        self.report(runs[-1:], extra=[Section("Replicas", tables=(table,))])
+        return self.exit_code([]) if found.fewest is not None else NOT_VALID
+
 
 def simulated_run(
-    options: SimulateOptions, deployed: Deployed, load: Load, workload: Workload, show: Show | None = None
-) -> tuple[RunResult, Simulated]:
-    """One run of a workload, with all that is kept of it, and what the server did.
+    options: SimulateOptions, servers: Sequence[Deployed], load: Load, workload: Workload, show: Show | None = None
+) -> tuple[RunResult, Fleet]:
+    """One run of a workload, with all that is kept of it, and the servers when it is over.
 
     Args:
         show: is told now and then how many requests have ended.
     """
-    result, ran, clients = answer(deployed, load, workload, show)
+    result, fleet, clients = answer(servers, load, workload, show, options.routing)
     happened = {
         "never_due": len(workload.requests) - len(result.records),
         "waited_for_place": clients.waited_for_place,
@@ -220,20 +272,26 @@ def simulated_run(
     }
     result.settings = {
         "backend": "simulate",
-        "model": deployed.about["model"],
+        "model": servers[0].about["model"],
         **settings_of_load(load.spec, workload, load.max_concurrency, options.claims, options.output),
         **{name: value for name, value in happened.items() if value},
     }
-    result.server = deployed.about | {"metrics": metrics_of(ran, deployed.scheduler)}
-    return result, ran
+    hours = len(servers) * result.duration_s / 3600
+    of_fleet = {"replicas": len(servers), "replica_hours": hours, "routing": options.routing, "routed": fleet.routed}
+    result.server = servers[0].about | of_fleet | {"metrics": metrics_of(fleet)}
+    return result, fleet
 
 
 def answer(
-    deployed: Deployed, load: Load, workload: Workload, show: Show | None = None
-) -> tuple[RunResult, Simulated, Clients]:
-    """Let a server answer a workload: what the load generator would have seen, what the server did, and who asked."""
-    scheduler, seconds = deployed.scheduler, load.spec.duration_s
-    clients = Clients(workload, scheduler.config.classes, load.mode, load.max_concurrency, seconds)
+    servers: Sequence[Deployed],
+    load: Load,
+    workload: Workload,
+    show: Show | None = None,
+    routing: str = "round-robin",
+) -> tuple[RunResult, Fleet, Clients]:
+    """Let servers answer a workload: what the load generator would have seen, what they did, and who asked."""
+    classes, seconds = servers[0].scheduler.config.classes, load.spec.duration_s
+    clients = Clients(workload, classes, load.mode, load.max_concurrency, seconds)
     ended = 0
 
     def after(answers: list[Answer]) -> list[Arrival]:
@@ -243,41 +301,59 @@ def answer(
             show(ended)
         return clients.after(answers)
 
+    made = [Server(each.scheduler, each.timing, each.limits, each.host, None, None) for each in servers]
+    fleet = Fleet(made, ROUTERS[routing](classes), after, clients.sends)
     with collector_off():
-        timing, limits, host = deployed.timing, deployed.limits, deployed.host
-        ran = simulate(scheduler, clients.arrivals(), timing, limits, host, after, clients.sends)
+        fleet.run(clients.arrivals())
     clients.give_up_waiting()
     records = sorted(clients.records, key=lambda record: record.index)
     ended_ns = max([BEGAN_NS, *(record.end_ns for record in records)])
-    return RunResult({"seed": load.spec.seed}, records, BEGAN_NS, ended_ns, ClientHealth()), ran, clients
+    return RunResult({"seed": load.spec.seed}, records, BEGAN_NS, ended_ns, ClientHealth()), fleet, clients
 
 
-def metrics_of(ran: Simulated, scheduler: Scheduler) -> dict[str, Any]:
-    """What the server did, under the keys of a live one's metrics (`server_metrics`), and how busy it was."""
-    steps, prefixes = ran.steps, scheduler.blocks.prefix_stats
-    answers = [answer for answer in ran.answers if answer.finish_reason is not None]
-    reasons = [str(answer.finish_reason) for answer in answers]
-    took_ns = np.asarray(steps.sampled_ns) - np.asarray(steps.planned_ns)
-    stalls = scheduler.accounting.take_stalls()
+def metrics_of(fleet: Fleet) -> dict[str, Any]:
+    """What the servers did together, under the keys of a live one's metrics and how busy they were."""
+    schedulers = [server.scheduler for server in fleet.servers]
+    prefixes = [scheduler.blocks.prefix_stats for scheduler in schedulers]
+    queries, hits = sum(each.queries for each in prefixes), sum(each.hits for each in prefixes)
+    answers = [answer for answer in fleet.answers if answer.finish_reason is not None]
+    took_ns = np.concatenate(
+        [np.asarray(each.steps.sampled_ns) - np.asarray(each.steps.planned_ns) for each in fleet.servers]
+    )
+    stalls: Counter[str] = Counter()
+    for scheduler in schedulers:
+        stalls.update({str(phase): ns for phase, ns in scheduler.accounting.take_stalls().items()})
     return {
         "prefix": "headway",
         "prompt_tokens": sum(answer.prompt_len for answer in answers if not answer.index),
         "generation_tokens": sum(len(answer.token_ns) for answer in answers),
-        "preemptions": scheduler.num_preemptions,
-        "prefix_cache": {
-            "queries": prefixes.queries,
-            "hits": prefixes.hits,
-            "hit_rate": prefixes.hits / prefixes.queries if prefixes.queries else None,
-        },
+        "preemptions": sum(scheduler.num_preemptions for scheduler in schedulers),
+        "prefix_cache": {"queries": queries, "hits": hits, "hit_rate": hits / queries if queries else None},
         "step": {
-            "count": len(steps),
+            "count": len(took_ns),
             "sum_s": float(took_ns.sum()) / 1e9,
-            "mean_ms": float(took_ns.mean()) / 1e6 if len(steps) else None,
+            "mean_ms": float(took_ns.mean()) / 1e6 if len(took_ns) else None,
         },
-        "requests_finished": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
-        "stall_seconds": {str(phase): ns / 1e9 for phase, ns in sorted(stalls.items())},
-        **over_time(gauges_of(steps, ran.ended_ns, scheduler.blocks.num_blocks)),
+        "requests_finished": dict(sorted(Counter(str(answer.finish_reason) for answer in answers).items())),
+        "stall_seconds": {phase: ns / 1e9 for phase, ns in sorted(stalls.items())},
+        **over_time(gauges_of_all(fleet)),
     }
+
+
+def gauges_of_all(fleet: Fleet) -> list[tuple[float, dict[str, float]]]:
+    """As gauges_of(): sequences of all servers, and means of shares."""
+    each = [gauges_of(one.steps, fleet.now, one.scheduler.blocks.num_blocks) for one in fleet.servers]
+    means = {"kv_cache_usage", "utilisation"}
+    return [
+        (
+            points[0][0],
+            {
+                name: sum(gauges[name] for _, gauges in points) / (len(points) if name in means else 1)
+                for name in points[0][1]
+            },
+        )
+        for points in zip(*each, strict=True)
+    ]
 
 
 def gauges_of(steps: StepLog, ended_ns: int, num_blocks: int) -> list[tuple[float, dict[str, float]]]:

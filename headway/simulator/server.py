@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ from headway.policy.intake import check, fit_to_class, fit_to_context, sequences
 from headway.policy.ledger import Ledger, Phase
 from headway.policy.queue_bound import QueueLimits, Queues, Refusal
 from headway.policy.quota import OverLimit, Quotas
-from headway.policy.request import FinishReason, Resumed
+from headway.policy.request import NEVER, FinishReason, Resumed
 from headway.policy.scheduler import Scheduler
 from headway.simulator.answers import Answer, Choice, EngineDied, Present, Stuck
 from headway.simulator.log import StepLog
@@ -126,7 +126,8 @@ class Server:
         self._ran_ns = 0  # when a step was last run
         self._timing = timing
         self._host = host
-        self._after = after
+        self.after = after
+        self.is_idle = False  # it goes on as soon as something comes
         self._sends = sends
         self._next_engine = next_engine
         self._engine_back_ns = 0
@@ -142,17 +143,35 @@ class Server:
 
     def run(self) -> None:
         """Until nothing is left to do. Raises Stuck."""
+        life = self.life()
+        until = next(life)
+        while until < NEVER:
+            self.receive(until)
+            until = life.send(until)
+
+    def life(self) -> Generator[int, int, None]:
+        """What the engine does, for ever. Raises Stuck.
+
+        Yields:
+            The time up to which all that comes must have come before it goes on: NEVER when it has nothing to do. It is
+            sent the time at which it goes on, which is earlier where something has come that it had not known of.
+        """
         while True:
-            self._receive(self.now)
+            yield self.now
             if self._inbox:
                 for do, present in taken_up(self._messages(), lambda: self.now):
                     do(present)
             if self.scheduler.has_work:
-                self._step()
+                yield from self._step()
             elif not self._inbox:
-                if not self._coming:
-                    return
-                self.now = max(self.now, self._coming[0][0])
+                yield from self._idle(NEVER)
+
+    def _idle(self, until: int) -> Generator[int, int, None]:
+        """Let time go by until then, or until something comes."""
+        self.is_idle = True
+        next_ns = max(self.now, self._coming[0][0]) if self._coming else NEVER
+        self.now = max(self.now, (yield min(until, next_ns)))
+        self.is_idle = False
 
     # --- the API process ----------------------------------------------------------------------------
 
@@ -165,7 +184,7 @@ class Server:
     def _at(self, when: int, event: Callable[[int], None]) -> None:
         heapq.heappush(self._coming, (when, next(self._numbers), event))
 
-    def _receive(self, until: int) -> None:
+    def receive(self, until: int) -> None:
         """What comes to the API process until then."""
         while self._coming and self._coming[0][0] <= until:
             when, _, event = heapq.heappop(self._coming)
@@ -173,8 +192,15 @@ class Server:
 
     def _arrive(self, arrival: Arrival, later: Iterator[Arrival], now: int) -> None:
         self.expect(later)
-        if self._sends is not None and not self._sends(arrival, now):
-            return
+        if self._sends is None or self._sends(arrival, now):
+            self.accept(arrival, now)
+
+    def accept(self, arrival: Arrival, now: int) -> list[Answer]:
+        """A request has come. Returns the answers to it as they will be.
+
+        Raises:
+            ValueError: it names a class that there is not.
+        """
         request, config = arrival.request, self.scheduler.config
         classes, prompt_len = config.classes, len(request.prompt_token_ids)
         answers = [
@@ -188,17 +214,21 @@ class Server:
             request.params = fit_to_class(fitted, prompt_len, service, "max_tokens")
             check(request, config.max_model_len, VOCAB_SIZE)
         except ValueError as error:
-            return self._refuse(present, str(error), True, now)
+            self._refuse(present, str(error), True, now)
+            return answers
         if now < self._engine_back_ns:
-            return self._refuse(present, "the engine has died, and the next one is not yet there", False, now)
+            self._refuse(present, "the engine has died, and the next one is not yet there", False, now)
+            return answers
         if (refusal := present.place.take(len(answers))) is not None:
-            return self._refuse(present, _said(refusal), refusal.is_final, now)
+            self._refuse(present, _said(refusal), refusal.is_final, now)
+            return answers
         begun_ns = max(now + self._host.request_ns, self._tokenizer_free_ns)
         self._tokenizer_free_ns = begun_ns + round(prompt_len * self._host.token_ns)
         request.arrival_ns, request.sent_ns = now, self._tokenizer_free_ns
         self._at(request.sent_ns, partial(self._hand_over, present))
         if arrival.cancel_ns is not None:
             self._at(max(now, arrival.cancel_ns), partial(self._cancel, present))
+        return answers
 
     def _hand_over(self, present: Present, now: int) -> None:
         if not present.left:
@@ -245,7 +275,7 @@ class Server:
         if self._quotas is not None and present.reservation is not None:
             had = sum(len(answer.token_ns) for answer in present.answers)
             self._quotas.settle(present.reservation, present.answers[0].prompt_len + had if had else None, now)
-        for arrival in self._after(present.answers) if self._after is not None else ():
+        for arrival in self.after(present.answers) if self.after is not None else ():
             self._at(max(now, arrival.at_ns), partial(self._arrive, arrival, iter(())))
 
     # --- the engine ---------------------------------------------------------------------------------
@@ -279,20 +309,21 @@ class Server:
                 self.scheduler.abort(choice.sequence, self.now)
                 self._end(choice)
 
-    def _step(self) -> None:
+    def _step(self) -> Generator[int, int, None]:
         planned = self.now
         plan = self.scheduler.schedule(planned)
         for seq_id in plan.expired:
             self._end(self._choices[seq_id])
         if not plan.scheduled:
-            return self._wait(plan.wait_until_ns)
+            return (yield from self._wait(plan.wait_until_ns))
         try:
             times = self._timing.times(plan, planned)
         except EngineDied as died:
             if self._next_engine is None:
                 raise
+            yield died.at_ns
             return self._go_on(died, self._next_engine())
-        self._receive(times.sampled_ns - 1)  # what comes during a step finds the queue as it was before its end
+        yield times.sampled_ns - 1  # what comes during a step finds the queue as it was before its end
         changed = self.scheduler.complete(plan, self._drawn, times)
         self.now = self._ran_ns = now = times.sampled_ns
         self.steps.add(planned, plan, times, self.scheduler)
@@ -320,7 +351,6 @@ class Server:
         What it had not taken up is lost with it: requests are handed over again, and those given up have ended.
         """
         self.steps.engines_lost += 1
-        self._receive(died.at_ns)
         self._engine_back_ns = died.back_ns
         inside = {id(choice.of): choice.of for choice in self._choices.values()}
         inside |= {id(present): present for do, present in self._inbox if do == self._add}
@@ -362,7 +392,7 @@ class Server:
             answer.finish_reason = FinishReason.ABORT
         self._ended(present, len(open_), now)
 
-    def _wait(self, until: int) -> None:
+    def _wait(self, until: int) -> Generator[int, int, None]:
         """Nothing could run: until then, or until something comes for the engine.
 
         Args:
@@ -373,11 +403,8 @@ class Server:
         if not self._coming and self.now - self._ran_ns > STUCK_NS:
             raise Stuck(f"{len(self.scheduler.waiting)} sequences wait, and for {STUCK_NS / 1e9:g} s none could run")
         until = max(until, self.now + 1) if until else self.now + IDLE_NS
-        while not self._inbox and self._coming and self._coming[0][0] < until:
-            self.now = max(self.now, self._coming[0][0])
-            self._receive(self.now)
-        if not self._inbox:
-            self.now = until
+        while not self._inbox and self.now < until:
+            yield from self._idle(until)
 
     def _end(self, choice: Choice) -> None:
         """The scheduler has ended it."""

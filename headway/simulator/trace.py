@@ -1,7 +1,7 @@
 """What a simulated server did, as a trace in Chrome's format, which ui.perfetto.dev and chrome://tracing show.
 
-One track has the steps, others the counters of each step's end, and each request has a span of its own: its time to the
-first token, and from there to the last.
+A server is a process with its steps and the counters of each step's end. Each request has a span of its own: its time
+to the first token, and from there to the last.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ import msgspec
 
 from headway.files import write_files
 from headway.simulator.answers import Answer
+from headway.simulator.fleet import Fleet
 from headway.simulator.log import StepLog
-from headway.simulator.server import Simulated
 
-_ENGINE, _REQUESTS = 1, 2  # numbers of processes, as the format calls them
+_REQUESTS = 0  # number of a process, as the format calls it; those of servers follow
 
 
-def write_trace(path: Path, ran: Simulated) -> None:
+def write_trace(path: Path, fleet: Fleet) -> None:
     """Write the file, and the folder that it is to be in.
 
     Raises:
         ValueError: it cannot be written; one line.
     """
-    events = [*_names(), *_steps(ran.steps), *(event for answer in ran.answers for event in _request(answer))]
+    events = [_named(_REQUESTS, "requests")]
+    for number, server in enumerate(fleet.servers, start=1):
+        events += [_named(number, f"server {number}"), *_steps(server.steps, number)]
+    events += [event for answer in fleet.answers for event in _request(answer)]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_files({path: msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})})
@@ -34,9 +37,8 @@ def write_trace(path: Path, ran: Simulated) -> None:
         raise ValueError(f"cannot write {path}: {error.strerror}; choose another place with --trace-output") from None
 
 
-def _names() -> Iterator[dict[str, Any]]:
-    for number, name in ((_ENGINE, "engine"), (_REQUESTS, "requests")):
-        yield {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": name}}
+def _named(number: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": name}}
 
 
 def _event(kind: str, name: str, process: int, at_ns: int, **more: Any) -> dict[str, Any]:
@@ -44,14 +46,14 @@ def _event(kind: str, name: str, process: int, at_ns: int, **more: Any) -> dict[
     return {"ph": kind, "name": name, "pid": process, "tid": 0, "ts": at_ns / 1e3, **more}
 
 
-def _steps(steps: StepLog) -> Iterator[dict[str, Any]]:
+def _steps(steps: StepLog, number: int) -> Iterator[dict[str, Any]]:
     for at in range(len(steps)):
         began, ended = steps.planned_ns[at], steps.sampled_ns[at]
         did = {"tokens": steps.tokens[at], "sequences": steps.sequences[at], "preempted": steps.preempted[at]}
-        yield _event("X", "step", _ENGINE, began, dur=(ended - began) / 1e3, args=did)
+        yield _event("X", "step", number, began, dur=(ended - began) / 1e3, args=did)
         there = {"running": steps.running[at], "waiting": steps.waiting[at]}
-        yield _event("C", "sequences", _ENGINE, ended, args=there)
-        yield _event("C", "KV blocks", _ENGINE, ended, args={"held": steps.blocks[at]})
+        yield _event("C", "sequences", number, ended, args=there)
+        yield _event("C", "KV blocks", number, ended, args={"held": steps.blocks[at]})
 
 
 def _request(answer: Answer) -> Iterator[dict[str, Any]]:

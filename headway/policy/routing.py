@@ -1,0 +1,97 @@
+"""Which of several servers, all alike, gets a request.
+
+A router is asked once for each request. It sees what each server's queue counts (`queue_bound`) and keeps what it needs
+of its own past; it reads no clock.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from headway.policy.queue_bound import Queues
+from headway.policy.request import Request
+from headway.policy.service_class import ClassTable
+
+# Prompts that begin with as many equal tokens belong together.
+PREFIX_TOKENS = 128
+# A server has at most so many times the mean of all, before what belongs to it goes to another.
+MOST_OF_MEAN = 1.25
+
+
+class Router(Protocol):
+    """Chooses a server."""
+
+    def choose(self, request: Request, queues: Sequence[Queues]) -> int:
+        """The number of the server that gets the request, of those whose queues these are."""
+
+
+class RoundRobin:
+    """One after the other."""
+
+    def __init__(self, classes: ClassTable) -> None:
+        self._next = 0
+
+    def choose(self, request: Request, queues: Sequence[Queues]) -> int:
+        """As Router.choose()."""
+        chosen = self._next % len(queues)
+        self._next = chosen + 1
+        return chosen
+
+
+class LeastLoaded:
+    """Where the fewest choices are, and of these where the fewest prompt tokens wait."""
+
+    def __init__(self, classes: ClassTable) -> None:
+        pass
+
+    def choose(self, request: Request, queues: Sequence[Queues]) -> int:
+        """As Router.choose()."""
+        return min(range(len(queues)), key=lambda at: (queues[at].of_all.choices, queues[at].of_all.tokens))
+
+
+class PrefixAffinity:
+    """Prompts that begin alike go to the same server, whose prefix cache knows them, unless it has too much to do.
+
+    Servers are ranked for each beginning by a hash of both (rendezvous hashing, Thaler and Ravishankar, 1998), and the
+    first one that is not overloaded gets the request (bounded loads; Mirrokni, Thorup and Zadimoghaddam, 2018).
+    """
+
+    def __init__(self, classes: ClassTable) -> None:
+        pass
+
+    def choose(self, request: Request, queues: Sequence[Queues]) -> int:
+        """As Router.choose()."""
+        salt = zlib.crc32(request.cache_salt.encode())
+        beginning = hash((salt, *request.prompt_token_ids[:PREFIX_TOKENS]))
+        most = MOST_OF_MEAN * (1 + sum([each.of_all.choices for each in queues])) / len(queues)
+        ranked = sorted(range(len(queues)), key=lambda at: hash((beginning, at)))
+        return next((at for at in ranked if queues[at].of_all.choices < most), ranked[0])
+
+
+class ClassAware:
+    """Where the fewest prompt tokens wait that would go before it: of its own class and of more urgent ones."""
+
+    def __init__(self, classes: ClassTable) -> None:
+        names = [each.name for each in classes]
+        self._before = {name: names[: rank + 1] for rank, name in enumerate(names)}
+        self._default = classes.default_class.name
+
+    def choose(self, request: Request, queues: Sequence[Queues]) -> int:
+        """As Router.choose()."""
+        before = self._before[request.service_class or self._default]
+
+        def load(at: int) -> tuple[int, int]:
+            of_class = queues[at].of_class
+            return sum([of_class[name].tokens for name in before]), queues[at].of_all.choices
+
+        return min(range(len(queues)), key=load)
+
+
+ROUTERS: dict[str, Callable[[ClassTable], Router]] = {
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "prefix-affinity": PrefixAffinity,
+    "class-aware": ClassAware,
+}

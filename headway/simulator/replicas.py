@@ -1,0 +1,102 @@
+"""`--find-replicas`: the fewest servers with which a workload's objectives hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headway.bench.measures.search import ProbeOutcome, Trial, Verdict
+from headway.report.parts import Cell, Table, Tone
+from headway.report.style import number
+
+CONFIDENCE = 0.95
+MOST_SEEDS = 8  # with one number of replicas, after which it is left undecided
+MOST_REPLICAS = 1024
+
+# A run on so many replicas, with the workload of this seed.
+Probe = Callable[[int, int], ProbeOutcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """What a search has found.
+
+    Args:
+        fewest: None where as many as MOST_REPLICAS were not enough.
+        trials: by how many replicas.
+        target: share of requests that must meet their objectives.
+    """
+
+    fewest: int | None
+    trials: dict[int, Trial]
+    target: float
+
+
+def fewest_replicas(probe: Probe, target: float) -> Replicas:
+    """Double the replicas until the objectives hold, and bisect.
+
+    With one number of replicas seeds are added until the interval of the attainment lies on one side of the target.
+    What is undecided does not hold.
+    """
+    trials: dict[int, Trial] = {}
+
+    def holds(replicas: int) -> bool:
+        trials[replicas] = _tried(probe, replicas, target)
+        return trials[replicas].verdict is Verdict.HELD
+
+    high = 1
+    while not holds(high):
+        high *= 2
+        if high > MOST_REPLICAS:
+            return Replicas(None, trials, target)
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return Replicas(high, trials, target)
+
+
+def _tried(probe: Probe, replicas: int, target: float) -> Trial:
+    trial = Trial(0.0)
+    for seed in range(MOST_SEEDS):
+        trial.probes.append(probe(replicas, seed))
+        trial.judge(0.0, CONFIDENCE)
+        if trial.unsteady or trial.high < target:
+            trial.verdict = Verdict.FAILED
+            trial.reason = "it falls behind" if trial.unsteady else ""
+            break
+        if trial.low >= target:
+            trial.verdict = Verdict.HELD
+            break
+    return trial
+
+
+def replicas_table(found: Replicas, price_per_hour: float | None) -> Table:
+    """A row for each number of replicas that was tried.
+
+    Args:
+        price_per_hour: of one replica.
+    """
+    rows = []
+    for replicas, trial in sorted(found.trials.items()):
+        tone: Tone = "good" if trial.verdict is Verdict.HELD else "bad" if trial.verdict is Verdict.FAILED else "quiet"
+        rows.append(
+            (
+                Cell(f"{replicas}"),
+                Cell(f"{len(trial.probes)}"),
+                Cell(f"{trial.total:,}"),
+                Cell(f"{trial.share:.2%}", tone),
+                Cell(f"{trial.low:.2%} to {trial.high:.2%}"),
+                Cell(f"{24 * replicas}"),
+                Cell("" if price_per_hour is None else number(24 * replicas * price_per_hour)),
+                Cell(trial.reason or str(trial.verdict), tone),
+            )
+        )
+    columns = ("replicas", "seeds", "requests", "met", "95 % interval", "replica-hours a day", "price a day", "")
+    said = f"{found.target:.1%} of the requests"
+    few = (
+        f"No number up to {MOST_REPLICAS} was shown to hold the objectives of {said}."
+        if found.fewest is None
+        else f"Fewest replicas that hold the objectives of {said}: {found.fewest}."
+    )
+    return Table("Replicas", columns, tuple(rows), note=few)
