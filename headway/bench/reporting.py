@@ -80,14 +80,19 @@ class Reporting:
             self.stop.set()
             raise
 
-    def summarise(self, result: RunResult, workload: Workload) -> list[Summary]:
-        claims = self.claims
+    def summarise(self, result: RunResult, workload: Workload, servers: float = 1.0) -> list[Summary]:
+        """The numbers of a run.
+
+        Args:
+            servers: how many there were on average; the price is of one.
+        """
+        claims, price = self.claims, self.claims.price_per_hour
         summaries = summarise_all(
             result,
             percentiles=claims.percentiles,
             objectives=claims.objectives or None,
             objectives_by_class=workload.classes or None,
-            price_per_hour=claims.price_per_hour,
+            price_per_hour=None if price is None else price * servers,
         )
         summaries[0].notes.extend(workload.notes)
         return summaries

@@ -77,6 +77,20 @@ def parse_slo(text: str) -> dict[str, float]:
     return found
 
 
+# Flags of a deployment, planned or simulated.
+ModelName = Annotated[
+    str,
+    Flag(
+        "A name such as llama-3.1-8b, a folder with a config.json, or a config.json.",
+        positional=True,
+        metavar="MODEL",
+    ),
+]
+HardwareName = Annotated[
+    str, _deployment("Device such as H100-SXM, or a calibrated machine; see headway plan --list.", common=True)
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationFlags:
     """What the command line says of speculative decoding."""
@@ -221,17 +235,8 @@ class PlanRequest(PlanOptions):
         PlanError: a number is out of its range, or two loads are given.
     """
 
-    model: Annotated[
-        str,
-        Flag(
-            "A name such as llama-3.1-8b, a folder with a config.json, or a config.json.",
-            positional=True,
-            metavar="MODEL",
-        ),
-    ]
-    hardware: Annotated[
-        str, _deployment("Device such as H100-SXM, or a calibrated machine; see headway plan --list.", common=True)
-    ]
+    model: ModelName
+    hardware: HardwareName
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:

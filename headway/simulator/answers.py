@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from headway.policy.ledger import Ledger
-from headway.policy.queue_bound import Place
-from headway.policy.request import FinishReason, Sequence
+from headway.policy.ledger import Ledger, Phase
+from headway.policy.queue_bound import Place, Refusal
+from headway.policy.request import FinishReason, Resumed, Sequence
 from headway.simulator.traffic import Arrival
 
 
@@ -81,6 +81,25 @@ class Present:
     choices: list[Choice] = field(default_factory=list)
     reservation: int | None = None
 
+    def resume(self, lost: list[Choice], died: EngineDied) -> None:
+        """The engine that had it has died: have the request say what is known of the choices that it had."""
+        request = self.arrival.request
+        for choice in lost:
+            sequence, answer = choice.sequence, choice.answer
+            request.prompt_token_ids = sequence.tokens[: sequence.prompt_len]
+            answer.preemptions, answer.steps = answer.preemptions + sequence.preemptions, answer.steps + sequence.steps
+            answer.cached_tokens = sequence.cached_tokens
+        if lost:
+            request.resumed = [
+                Resumed(each.answer.index, each.sequence.tokens[each.sequence.prompt_len :], each.answer.cached_tokens)
+                for each in lost
+            ]
+        self.choices.clear()
+        request.sent_ns = died.back_ns
+        for answer in self.answers:
+            if answer.finish_reason is None:
+                answer.ledger.mark(Phase.ENGINE_LOST, died.at_ns)
+
 
 @dataclass(slots=True)
 class Choice:
@@ -96,3 +115,10 @@ class Choice:
     sequence: Sequence
     until_last: int
     until_next: int = 1
+
+
+def in_words(refusal: Refusal) -> str:
+    """Why a queue has no place for a request."""
+    of_class = f" of class {refusal.bound.service_class}" if refusal.bound.service_class else ""
+    here = f"{refusal.present}{of_class} are here"
+    return f"it has {refusal.asked} {refusal.unit}, {here}, and at most {refusal.limit} may be"

@@ -10,7 +10,7 @@ from headway.class_file import ClassFile, read_class_file
 from headway.cost.capacity import Capacity, capacity, remedies, sequence_bytes
 from headway.engine.config import SchedulingOptions
 from headway.flags import Flag, limit, size
-from headway.planner.request import DeploymentOptions, PlanError, PlanRequest
+from headway.planner.request import DeploymentOptions, HardwareName, ModelName, PlanError, PlanRequest
 from headway.planner.resolve import Resolved, find_hardware, resolve
 from headway.planner.words import gigabytes
 from headway.policy.queue_bound import QueueLimits
@@ -33,17 +33,8 @@ class ServerOptions(DeploymentOptions):
         max_num_queued_reqs, max_num_queued_tokens: infinite for no limit, None suits the engine's size.
     """
 
-    model: Annotated[
-        str,
-        Flag(
-            "A name such as llama-3.1-8b, a folder with a config.json, or a config.json.",
-            positional=True,
-            metavar="MODEL",
-        ),
-    ]
-    hardware: Annotated[
-        str, _deployment("Device such as H100-SXM, or a calibrated machine; see headway plan --list.", common=True)
-    ]
+    model: ModelName
+    hardware: HardwareName
     tensor_parallel_size: Annotated[int, _deployment("Devices that share each layer.", min=1, common=True)] = 1
     kv_cache_memory: Annotated[
         int | None, _engine("Memory of the KV cache, as 4G. Default: what is left.", parse=size, metavar="SIZE")

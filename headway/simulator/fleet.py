@@ -4,13 +4,54 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from headway.policy.request import NEVER
 from headway.policy.routing import Router
+from headway.policy.scaling import Scaler
 from headway.simulator.answers import Answer
 from headway.simulator.server import After, Sends, Server
 from headway.simulator.traffic import Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How a fleet grows and shrinks.
+
+    Args:
+        make: a server that nothing has come to.
+        startup_ns: until a server that is started takes requests.
+    """
+
+    scaler: Scaler
+    make: Callable[[], Server]
+    startup_ns: int
+
+
+@dataclass(slots=True)
+class Replica:
+    """A server of a fleet, and when it is there.
+
+    Args:
+        started_ns: it costs from then on.
+        ready_ns: it takes requests from then on.
+        left_ns: it takes no more requests, but ends those that it has; NEVER while it stays.
+        routed: requests that it got.
+    """
+
+    server: Server
+    started_ns: int = 0
+    ready_ns: int = 0
+    left_ns: int = NEVER
+    routed: int = 0
+
+    def lasted_ns(self, began_ns: int, ended_ns: int) -> int:
+        """Of a run, how long it was there: a server that has left until its last request had ended."""
+        until = ended_ns
+        if self.left_ns < NEVER:
+            until = max(self.left_ns, self.server.now if self.routed else 0)
+        return max(0, min(until, ended_ns) - max(self.started_ns, began_ns))
 
 
 class Fleet:
@@ -19,34 +60,51 @@ class Fleet:
     Args:
         servers: that nothing has come to, without clients of their own.
         after, sends: clients that wait for answers, as of `simulate`.
+        scaling: None leaves the servers as they are.
 
     Attributes:
         answers: in order of arrival.
-        routed: requests that each server got.
+        replicas: those that were there at any time, in the order in which they were started.
     """
 
     def __init__(
-        self, servers: Sequence[Server], router: Router, after: After | None = None, sends: Sends | None = None
+        self,
+        servers: Sequence[Server],
+        router: Router,
+        after: After | None = None,
+        sends: Sends | None = None,
+        scaling: Scaling | None = None,
     ) -> None:
-        self.servers = servers
         self.answers: list[Answer] = []
-        self.routed = [0] * len(servers)
+        self.replicas: list[Replica] = []
+        self._scaling = scaling
         self._router = router
         self._after = after
         self._sends = sends
         self._numbers = itertools.count()
         self._coming: list[tuple[int, int, Arrival]] = []  # when, and what
-        self._lives = [server.life() for server in servers]
-        self._until = [next(life) for life in self._lives]  # up to which each must hear of all that comes
-        self._waits = [(until, at) for at, until in enumerate(self._until)]
-        heapq.heapify(self._waits)
+        self._lives: list[Generator[int, int, None]] = []
+        self._until: list[int] = []  # up to which each must hear of all that comes
+        self._waits: list[tuple[int, int]] = []
         for server in servers:
-            server.after = self._ended
+            self._start(Replica(server))
+
+    def _start(self, replica: Replica) -> None:
+        replica.server.after = self._ended
+        replica.server.now = replica.ready_ns
+        self.replicas.append(replica)
+        self._lives.append(replica.server.life())
+        self._until.append(next(self._lives[-1]))
+        heapq.heappush(self._waits, (self._until[-1], len(self.replicas) - 1))
+
+    @property
+    def servers(self) -> list[Server]:
+        return [replica.server for replica in self.replicas]
 
     @property
     def now(self) -> int:
         """When the last step of all ended."""
-        return max(server.now for server in self.servers)
+        return max([replica.server.now for replica in self.replicas if replica.routed], default=0)
 
     def run(self, arrivals: Iterable[Arrival]) -> None:
         """Until nothing is left to do.
@@ -73,7 +131,7 @@ class Fleet:
                 return
             else:
                 heapq.heappop(self._waits)
-                self.servers[at].receive(until)
+                self.replicas[at].server.receive(until)
                 self._go_on(at, until)
 
     def _expect(self, later: Iterator[Arrival]) -> None:
@@ -85,14 +143,30 @@ class Fleet:
     def _arrive(self, arrival: Arrival, now: int) -> None:
         if self._sends is not None and not self._sends(arrival, now):
             return
-        for server in self.servers:
-            server.receive(now)
-        chosen = self._router.choose(arrival.request, [server.queues for server in self.servers])
-        self.routed[chosen] += 1
-        server = self.servers[chosen]
-        self.answers += server.accept(arrival, now)
-        if server.is_idle and now < self._until[chosen]:
+        for replica in self.replicas:
+            replica.server.receive(now)
+        if self._scaling is not None:
+            self._scale(self._scaling, now)
+        ready = [at for at, each in enumerate(self.replicas) if each.ready_ns <= now < each.left_ns]
+        queues = [self.replicas[at].server.queues for at in ready]
+        chosen = ready[self._router.choose(arrival.request, queues)]
+        replica = self.replicas[chosen]
+        replica.routed += 1
+        self.answers += replica.server.accept(arrival, now)
+        if replica.server.is_idle and now < self._until[chosen]:
             self._go_on(chosen, now)
+
+    def _scale(self, scaling: Scaling, now: int) -> None:
+        """Start replicas, or let those that were started last leave; at least one that is ready stays."""
+        staying = [replica for replica in self.replicas if replica.left_ns >= NEVER]
+        wanted = scaling.scaler.wanted(sum([each.server.queues.of_all.choices for each in staying]) + 1, now)
+        for _ in range(wanted - len(staying)):
+            self._start(Replica(scaling.make(), now, now + scaling.startup_ns))
+        ready = sum([replica.ready_ns <= now for replica in staying])
+        for replica in reversed(staying[wanted:]):
+            if replica.ready_ns > now or ready > 1:
+                ready -= replica.ready_ns <= now
+                replica.left_ns = now
 
     def _go_on(self, at: int, now: int) -> None:
         until = self._until[at] = self._lives[at].send(now)

@@ -22,21 +22,24 @@ class Replicas:
     """What a search has found.
 
     Args:
-        fewest: None where as many as MOST_REPLICAS were not enough.
+        fewest: None where none was shown to be enough.
         trials: by how many replicas.
         target: share of requests that must meet their objectives.
+        reason: for there being none.
     """
 
     fewest: int | None
     trials: dict[int, Trial]
     target: float
+    reason: str = ""
 
 
 def fewest_replicas(probe: Probe, target: float) -> Replicas:
     """Double the replicas until the objectives hold, and bisect.
 
     With one number of replicas seeds are added until the interval of the attainment lies on one side of the target.
-    What is undecided does not hold.
+    What is undecided does not hold. Where all requests met their objectives and were too few to show it, more replicas
+    would not show it either.
     """
     trials: dict[int, Trial] = {}
 
@@ -46,9 +49,12 @@ def fewest_replicas(probe: Probe, target: float) -> Replicas:
 
     high = 1
     while not holds(high):
+        if trials[high].met == trials[high].total:
+            few = f"{trials[high].total} requests, which all met them with {high}, are too few to show it"
+            return Replicas(None, trials, target, f"{few}; give more with --num-prompts")
         high *= 2
         if high > MOST_REPLICAS:
-            return Replicas(None, trials, target)
+            return Replicas(None, trials, target, f"{MOST_REPLICAS} are not enough")
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
@@ -94,9 +100,7 @@ def replicas_table(found: Replicas, price_per_hour: float | None) -> Table:
         )
     columns = ("replicas", "seeds", "requests", "met", "95 % interval", "replica-hours a day", "price a day", "")
     said = f"{found.target:.1%} of the requests"
-    few = (
-        f"No number up to {MOST_REPLICAS} was shown to hold the objectives of {said}."
-        if found.fewest is None
-        else f"Fewest replicas that hold the objectives of {said}: {found.fewest}."
-    )
-    return Table("Replicas", columns, tuple(rows), note=few)
+    note = f"Fewest replicas that hold the objectives of {said}: {found.fewest}."
+    if found.fewest is None:
+        note = f"No number of replicas was shown to hold the objectives of {said}: {found.reason}."
+    return Table("Replicas", columns, tuple(rows), note=note)

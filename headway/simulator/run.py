@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
 from rich.console import Console
 from rich.text import Text
 
@@ -19,7 +17,6 @@ from headway.bench.interrupts import Interrupted
 from headway.bench.jobs import carry_out, with_arrivals
 from headway.bench.max_rate import has_objectives, outcome_of
 from headway.bench.measures.search import ProbeOutcome
-from headway.bench.measures.server_metrics import over_time
 from headway.bench.options import BenchOptions, Claims, Output, Sweep, Target
 from headway.bench.record import ClientHealth, RunResult
 from headway.bench.report.tables import sweep_table
@@ -33,13 +30,14 @@ from headway.bench.workload.spec import WorkloadSpec
 from headway.engine.config import SchedulingOptions
 from headway.flags import Flag
 from headway.policy.routing import ROUTERS
+from headway.policy.scaling import Scaler, ScalingRule
 from headway.report.console import print_table
 from headway.report.parts import Section
 from headway.simulator.answers import Answer
 from headway.simulator.clients import BEGAN_NS, Clients
 from headway.simulator.deployed import Deployed, ServerOptions, deploy
-from headway.simulator.fleet import Fleet
-from headway.simulator.log import StepLog
+from headway.simulator.fleet import Fleet, Scaling
+from headway.simulator.metrics import metrics_of
 from headway.simulator.prompts import CHARACTERS, SketchSource
 from headway.simulator.replicas import fewest_replicas, replicas_table
 from headway.simulator.server import Server
@@ -50,7 +48,6 @@ from headway.simulator.what_if import COUNTERFACTUALS, WhatIf, parse_what_ifs, t
 _workload, _load = functools.partial(Flag, panel="Workload"), functools.partial(Flag, panel="Load")
 _fleet = functools.partial(Flag, panel="Fleet")
 _other = functools.partial(Flag, panel="What if")
-MOST_POINTS = 2000  # of what is kept over time
 SHOWN_EVERY = 500
 Show = Callable[[int], None]
 
@@ -71,6 +68,9 @@ class SimulateOptions:
         int | None, _load("Without a rate: clients of a closed loop. With a rate: limit of requests in flight.", min=1)
     ] = None
     find_max_rate: Annotated[bool, _load("Find the highest rate that meets --goodput.", "--find-max-rate")] = False
+    max_search_seconds: Annotated[float, _load("Seconds after which --find-max-rate starts no further run.", min=1)] = (
+        3600.0
+    )
     sweep: Annotated[
         Sweep | None, _load("Simulate several loads: rate:1,2,4 (requests/s) or concurrency:1,8,64.", parse=Sweep.parse)
     ] = None
@@ -78,6 +78,21 @@ class SimulateOptions:
     routing: Annotated[str, _fleet("How the router chooses a server for each request.", choices=tuple(ROUTERS))] = (
         "least-loaded"
     )
+    max_replicas: Annotated[
+        int | None, _fleet("Start replicas as they are needed, from --replicas up to so many.", min=1)
+    ] = None
+    scale_at: Annotated[
+        int | None,
+        _fleet("With --max-replicas: choices that a replica is to have. Default: half of --max-num-seqs.", min=1),
+    ] = None
+    startup_s: Annotated[
+        float,
+        _fleet("With --max-replicas: until one that is started takes requests.", "--startup-seconds", min=0),
+    ] = 60.0
+    scale_down_s: Annotated[
+        float,
+        _fleet("With --max-replicas: one goes when not needed for so long.", "--scale-down-seconds", min=0),
+    ] = 300.0
     find_replicas: Annotated[
         bool, _fleet("Look for the fewest replicas with which --goodput holds.", "--find-replicas")
     ] = False
@@ -113,21 +128,26 @@ class SimulateOptions:
             raise ValueError(
                 "--find-max-rate, --find-replicas, --sweep, --what-if and --explain-tail exclude each other; give one"
             )
-        if self.find_replicas and self.replicas > 1:
-            raise ValueError("--find-replicas looks for what --replicas says; leave one out")
+        if self.find_replicas and (self.replicas > 1 or self.max_replicas is not None):
+            raise ValueError("--find-replicas looks for what --replicas says; leave --replicas and --max-replicas out")
+        if self.scale_at is not None and self.max_replicas is None:
+            raise ValueError("--scale-at is of a fleet that grows; give --max-replicas, too")
+        self.scaling_rule()
         if self.trace_output is not None and any(several):
             raise ValueError("--trace-output is of one run; leave out --find-max-rate, --sweep, --what-if and the like")
         if self.find_replicas and not has_objectives(self.claims, self.workload):
             raise ValueError("--find-replicas needs objectives: give --goodput, as --goodput ttft:200 tpot:50")
 
+    def scaling_rule(self) -> ScalingRule | None:
+        """None where the replicas stay as they are. Raises ValueError where the flags make no sense."""
+        if self.max_replicas is None:
+            return None
+        at = self.scale_at or max(1, self.scheduling.max_num_seqs // 2)
+        return ScalingRule(self.replicas, self.max_replicas, at, self.scale_down_s)
+
     @property
     def asked(self) -> BenchOptions:
-        """The same as the load generator has it, with the price of all replicas.
-
-        Raises:
-            BenchError: the arrivals make no sense.
-        """
-        price = self.claims.price_per_hour
+        """The same as the load generator has it. Raises BenchError where the arrivals make no sense."""
         options = BenchOptions(
             Target(),
             self.arrivals,
@@ -135,8 +155,9 @@ class SimulateOptions:
             self.max_concurrency,
             find_max_rate=self.find_max_rate,
             sweep=self.sweep,
+            max_search_seconds=self.max_search_seconds,
             stall_s=0.0,
-            claims=replace(self.claims, price_per_hour=None if price is None else price * self.replicas),
+            claims=self.claims,
             output=self.output,
         )
         return with_arrivals(options)
@@ -198,11 +219,17 @@ class Simulation(Runner):
                 status.update(f"Simulating{named} ... {ended:,} of {total:,}")
 
             show(0)
-            result, fleet = simulated_run(self.simulated, servers, load, workload, show)
+            rule, scaling = self.simulated.scaling_rule(), None
+            if rule is not None:
+                startup_ns = round(self.simulated.startup_s * 1e9)
+                timing = servers[0].timing
+                scaling = Scaling(Scaler(rule), lambda: _server(replace(make(), timing=timing)), startup_ns)
+            result, fleet = simulated_run(self.simulated, servers, load, workload, show, scaling)
             if self.simulated.trace_output is not None:
                 write_trace(self.simulated.trace_output, fleet)
                 self.out.print(Text(f"Trace: {self.simulated.trace_output}", style="dim"), soft_wrap=True)
-        return result, self.summarise(result, workload)
+        hours = result.server["replica_hours"]
+        return result, self.summarise(result, workload, hours / (result.duration_s / 3600) if hours else 1.0)
 
     def compare(self, what_ifs: list[WhatIf]) -> int:
         """The workload as asked, and with each change, in one table."""
@@ -257,14 +284,19 @@ class Simulation(Runner):
 
 
 def simulated_run(
-    options: SimulateOptions, servers: Sequence[Deployed], load: Load, workload: Workload, show: Show | None = None
+    options: SimulateOptions,
+    servers: Sequence[Deployed],
+    load: Load,
+    workload: Workload,
+    show: Show | None = None,
+    scaling: Scaling | None = None,
 ) -> tuple[RunResult, Fleet]:
     """One run of a workload, with all that is kept of it, and the servers when it is over.
 
     Args:
         show: is told now and then how many requests have ended.
     """
-    result, fleet, clients = answer(servers, load, workload, show, options.routing)
+    result, fleet, clients = answer(servers, load, workload, show, options.routing, scaling)
     happened = {
         "never_due": len(workload.requests) - len(result.records),
         "waited_for_place": clients.waited_for_place,
@@ -276,8 +308,13 @@ def simulated_run(
         **settings_of_load(load.spec, workload, load.max_concurrency, options.claims, options.output),
         **{name: value for name, value in happened.items() if value},
     }
-    hours = len(servers) * result.duration_s / 3600
-    of_fleet = {"replicas": len(servers), "replica_hours": hours, "routing": options.routing, "routed": fleet.routed}
+    lasted_ns = [each.lasted_ns(result.began_ns, result.ended_ns) for each in fleet.replicas]
+    of_fleet = {
+        "replicas": len(fleet.replicas),
+        "replica_hours": sum(lasted_ns) / 3600e9,
+        "routing": options.routing,
+        "routed": [replica.routed for replica in fleet.replicas],
+    }
     result.server = servers[0].about | of_fleet | {"metrics": metrics_of(fleet)}
     return result, fleet
 
@@ -288,6 +325,7 @@ def answer(
     workload: Workload,
     show: Show | None = None,
     routing: str = "round-robin",
+    scaling: Scaling | None = None,
 ) -> tuple[RunResult, Fleet, Clients]:
     """Let servers answer a workload: what the load generator would have seen, what they did, and who asked."""
     classes, seconds = servers[0].scheduler.config.classes, load.spec.duration_s
@@ -301,8 +339,8 @@ def answer(
             show(ended)
         return clients.after(answers)
 
-    made = [Server(each.scheduler, each.timing, each.limits, each.host, None, None) for each in servers]
-    fleet = Fleet(made, ROUTERS[routing](classes), after, clients.sends)
+    made = [_server(each) for each in servers]
+    fleet = Fleet(made, ROUTERS[routing](classes), after, clients.sends, scaling)
     with collector_off():
         fleet.run(clients.arrivals())
     clients.give_up_waiting()
@@ -311,71 +349,5 @@ def answer(
     return RunResult({"seed": load.spec.seed}, records, BEGAN_NS, ended_ns, ClientHealth()), fleet, clients
 
 
-def metrics_of(fleet: Fleet) -> dict[str, Any]:
-    """What the servers did together, under the keys of a live one's metrics and how busy they were."""
-    schedulers = [server.scheduler for server in fleet.servers]
-    prefixes = [scheduler.blocks.prefix_stats for scheduler in schedulers]
-    queries, hits = sum(each.queries for each in prefixes), sum(each.hits for each in prefixes)
-    answers = [answer for answer in fleet.answers if answer.finish_reason is not None]
-    took_ns = np.concatenate(
-        [np.asarray(each.steps.sampled_ns) - np.asarray(each.steps.planned_ns) for each in fleet.servers]
-    )
-    stalls: Counter[str] = Counter()
-    for scheduler in schedulers:
-        stalls.update({str(phase): ns for phase, ns in scheduler.accounting.take_stalls().items()})
-    return {
-        "prefix": "headway",
-        "prompt_tokens": sum(answer.prompt_len for answer in answers if not answer.index),
-        "generation_tokens": sum(len(answer.token_ns) for answer in answers),
-        "preemptions": sum(scheduler.num_preemptions for scheduler in schedulers),
-        "prefix_cache": {"queries": queries, "hits": hits, "hit_rate": hits / queries if queries else None},
-        "step": {
-            "count": len(took_ns),
-            "sum_s": float(took_ns.sum()) / 1e9,
-            "mean_ms": float(took_ns.mean()) / 1e6 if len(took_ns) else None,
-        },
-        "requests_finished": dict(sorted(Counter(str(answer.finish_reason) for answer in answers).items())),
-        "stall_seconds": {phase: ns / 1e9 for phase, ns in sorted(stalls.items())},
-        **over_time(gauges_of_all(fleet)),
-    }
-
-
-def gauges_of_all(fleet: Fleet) -> list[tuple[float, dict[str, float]]]:
-    """As gauges_of(): sequences of all servers, and means of shares."""
-    each = [gauges_of(one.steps, fleet.now, one.scheduler.blocks.num_blocks) for one in fleet.servers]
-    means = {"kv_cache_usage", "utilisation"}
-    return [
-        (
-            points[0][0],
-            {
-                name: sum(gauges[name] for _, gauges in points) / (len(points) if name in means else 1)
-                for name in points[0][1]
-            },
-        )
-        for points in zip(*each, strict=True)
-    ]
-
-
-def gauges_of(steps: StepLog, ended_ns: int, num_blocks: int) -> list[tuple[float, dict[str, float]]]:
-    """What a live server's gauges would say at the end of each second of the run, or of as many as make MOST_POINTS.
-
-    Returns:
-        Seconds since the run began; and requests that run and wait, the share of the pool that is held, and the share
-        of the time since the point before in which a step was under way.
-    """
-    length = max(1, -(-(ended_ns - BEGAN_NS) // (MOST_POINTS * 1_000_000_000))) * 1_000_000_000
-    ends = np.arange(BEGAN_NS + length, ended_ns + length, length)
-    begun, sampled = np.asarray(steps.planned_ns), np.asarray(steps.sampled_ns)
-    done = np.searchsorted(sampled, ends, side="right")
-    busy = np.concatenate([[0], np.cumsum(sampled - begun)])[done]
-    under_way = done < len(steps)
-    busy[under_way] += np.maximum(0, ends[under_way] - begun[done[under_way]])
-    shares = np.diff(busy, prepend=0) / length
-    found = []
-    for end, last, share in zip(ends.tolist(), (done - 1).tolist(), shares.tolist(), strict=True):
-        gauges = {"running": 0.0, "waiting": 0.0, "kv_cache_usage": 0.0}
-        if last >= 0:
-            gauges = {"running": steps.running[last], "waiting": steps.waiting[last]}
-            gauges["kv_cache_usage"] = steps.blocks[last] / num_blocks
-        found.append(((end - BEGAN_NS) / 1e9, gauges | {"utilisation": share}))
-    return found
+def _server(deployed: Deployed) -> Server:
+    return Server(deployed.scheduler, deployed.timing, deployed.limits, deployed.host, None, None)

@@ -15,11 +15,11 @@ from functools import partial
 
 from headway.policy.intake import check, fit_to_class, fit_to_context, sequences_of, taken_up
 from headway.policy.ledger import Ledger, Phase
-from headway.policy.queue_bound import QueueLimits, Queues, Refusal
+from headway.policy.queue_bound import QueueLimits, Queues
 from headway.policy.quota import OverLimit, Quotas
-from headway.policy.request import NEVER, FinishReason, Resumed
+from headway.policy.request import NEVER, FinishReason
 from headway.policy.scheduler import Scheduler
-from headway.simulator.answers import Answer, Choice, EngineDied, Present, Stuck
+from headway.simulator.answers import Answer, Choice, EngineDied, Present, Stuck, in_words
 from headway.simulator.log import StepLog
 from headway.simulator.timing import Timing
 from headway.simulator.traffic import EOS, VOCAB_SIZE, Arrival
@@ -220,7 +220,7 @@ class Server:
             self._refuse(present, "the engine has died, and the next one is not yet there", False, now)
             return answers
         if (refusal := present.place.take(len(answers))) is not None:
-            self._refuse(present, _said(refusal), refusal.is_final, now)
+            self._refuse(present, in_words(refusal), refusal.is_final, now)
             return answers
         begun_ns = max(now + self._host.request_ns, self._tokenizer_free_ns)
         self._tokenizer_free_ns = begun_ns + round(prompt_len * self._host.token_ns)
@@ -236,7 +236,7 @@ class Server:
         self._mark_intake(present, now)
         refusal = present.place.take(prompts=[present.answers[0].prompt_len])
         if refusal is not None:
-            return self._refuse(present, _said(refusal), refusal.is_final, now)
+            return self._refuse(present, in_words(refusal), refusal.is_final, now)
         if self._quotas is not None:
             request = present.arrival.request
             tokens = present.answers[0].prompt_len + len(present.answers) * (request.params.max_tokens or 0)
@@ -359,31 +359,12 @@ class Server:
         self._choices, self._drawn = {}, {}
         self._inbox.clear()
         for present in inside.values():
-            self._resume(present, [choice for choice in lost.values() if choice.of is present], died)
+            present.resume([choice for choice in lost.values() if choice.of is present], died)
             if id(present) in given_up:
                 self._give_up(present, died.at_ns)
             else:
                 self._inbox.append((self._add, present))
         self.now = self._ran_ns = died.back_ns
-
-    def _resume(self, present: Present, lost: list[Choice], died: EngineDied) -> None:
-        """Have a request say what is known of each of its choices that has not ended."""
-        request = present.arrival.request
-        for choice in lost:
-            sequence, answer = choice.sequence, choice.answer
-            request.prompt_token_ids = sequence.tokens[: sequence.prompt_len]
-            answer.preemptions, answer.steps = answer.preemptions + sequence.preemptions, answer.steps + sequence.steps
-            answer.cached_tokens = sequence.cached_tokens
-        if lost:
-            request.resumed = [
-                Resumed(each.answer.index, each.sequence.tokens[each.sequence.prompt_len :], each.answer.cached_tokens)
-                for each in lost
-            ]
-        present.choices.clear()
-        request.sent_ns = died.back_ns
-        for answer in present.answers:
-            if answer.finish_reason is None:
-                answer.ledger.mark(Phase.ENGINE_LOST, died.at_ns)
 
     def _give_up(self, present: Present, now: int) -> None:
         """No engine has it any more."""
@@ -415,9 +396,3 @@ class Server:
         answer.cached_tokens = sequence.cached_tokens
         answer.preemptions, answer.steps = answer.preemptions + sequence.preemptions, answer.steps + sequence.steps
         self._ended(choice.of, 1, answer.ledger.last_ns)
-
-
-def _said(refusal: Refusal) -> str:
-    of_class = f" of class {refusal.bound.service_class}" if refusal.bound.service_class else ""
-    here = f"{refusal.present}{of_class} are here"
-    return f"it has {refusal.asked} {refusal.unit}, {here}, and at most {refusal.limit} may be"

@@ -117,7 +117,7 @@ def _shortened(words: list[str], is_load: bool) -> list[str]:
     if is_load and not ENOUGH & set(words):
         short += ["--num-prompts", "6"]
     for flag, more in FOUND.items():
-        short += more if flag in words and words[1] == "bench" and is_load and "--compare" not in words else []
+        short += more if flag in words and is_load and "--compare" not in words else []
     return short
 
 

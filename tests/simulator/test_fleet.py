@@ -14,10 +14,12 @@ from headway.bench.results import load_json
 from headway.engine.config import SchedulingOptions
 from headway.policy.ledger import Phase
 from headway.policy.queue_bound import QueueLimits
+from headway.policy.request import NEVER
 from headway.policy.routing import ROUTERS
+from headway.policy.scaling import Scaler, ScalingRule
 from headway.policy.sizing import PoolSize
 from headway.simulator.answers import Answer
-from headway.simulator.fleet import Fleet
+from headway.simulator.fleet import Fleet, Scaling
 from headway.simulator.replicas import MOST_REPLICAS, fewest_replicas
 from headway.simulator.server import Host, Server, simulate
 from headway.simulator.timing import Fixed
@@ -50,6 +52,10 @@ def said(answers: list[Answer]) -> list[tuple[object, ...]]:
     ]
 
 
+def routed(fleet: Fleet) -> list[int]:
+    return [replica.routed for replica in fleet.replicas]
+
+
 def test_a_fleet_of_one_is_a_server() -> None:
     alone = server()
     single = simulate(alone.scheduler, traffic(300), Fixed(7 * MS), QueueLimits(choices=40), HOST)
@@ -58,7 +64,7 @@ def test_a_fleet_of_one_is_a_server() -> None:
     fleet.run(traffic(300))
     assert said(fleet.answers) == said(single.answers) and any(answer.refused for answer in fleet.answers)
     assert list(one.steps.sampled_ns) == list(single.steps.sampled_ns)
-    assert fleet.now == single.ended_ns and fleet.routed == [300]
+    assert fleet.now == single.ended_ns and routed(fleet) == [300]
 
 
 @pytest.mark.parametrize("routing", ROUTERS)
@@ -67,9 +73,9 @@ def test_each_request_is_answered_once_by_one_server(routing: str) -> None:
     fleet = Fleet(servers, ROUTERS[routing](servers[0].scheduler.config.classes))
     fleet.run(traffic(400))
     names = [(answer.request_id, answer.index) for answer in fleet.answers]
-    assert len(set(names)) == len(names) and len({name for name, _ in names}) == 400 == sum(fleet.routed)
+    assert len(set(names)) == len(names) and len({name for name, _ in names}) == 400 == sum(routed(fleet))
     assert [int(name) for name, _ in names] == sorted(int(name) for name, _ in names)  # in order of arrival
-    assert min(fleet.routed) > 60 and sum(len(each.answers) for each in servers) == len(names)
+    assert min(routed(fleet)) > 60 and sum(len(each.answers) for each in servers) == len(names)
     for each in servers:
         each.scheduler.check()
         assert not each.scheduler.has_work and not each.queues.of_all.choices and not each.queues.of_all.tokens
@@ -83,7 +89,7 @@ def test_a_request_is_routed_by_what_is_there_when_it_comes() -> None:
     long, short = server(step_ns=100 * MS), server(step_ns=5 * MS)
     fleet = Fleet([long, short], ROUTERS["least-loaded"](long.scheduler.config.classes))
     fleet.run([arrival(number, at * MS, 2, 1) for number, at in enumerate((0, 1, 50, 90))])
-    assert fleet.routed == [1, 3] and [answer.request_id for answer in long.answers] == ["0"]
+    assert routed(fleet) == [1, 3] and [answer.request_id for answer in long.answers] == ["0"]
     assert [answer.token_ns[0] // MS for answer in fleet.answers] == [101, 7, 56, 96]
 
 
@@ -95,8 +101,52 @@ def test_clients_send_their_next_request_to_any_server() -> None:
     servers = [server(), server()]
     fleet = Fleet(servers, ROUTERS["round-robin"](servers[0].scheduler.config.classes), after)
     fleet.run([arrival(0, 0, 2, 3), arrival(1, 0, 2, 3)])
-    assert len(fleet.answers) == 20 and fleet.routed == [10, 10]
+    assert len(fleet.answers) == 20 and routed(fleet) == [10, 10]
     assert all(answer.ledger.phases_ns.get(Phase.QUEUE_CAPACITY, 0) == 0 for answer in fleet.answers)
+
+
+def test_a_fleet_grows_with_a_burst_and_shrinks_after_it() -> None:
+    """A burst, then a request every second: replicas come after their start-up, and the last go first."""
+    second = 1000 * MS
+    scaling = Scaling(Scaler(ScalingRule(1, 4, choices=8, down_after_s=3.0)), server, startup_ns=100 * MS)
+    fleet = Fleet([server()], ROUTERS["round-robin"](server().scheduler.config.classes), scaling=scaling)
+    burst = [arrival(number, MS * number, 20, 40) for number in range(400)]
+    fleet.run([*burst, *(arrival(1000 + at, (2 + at) * second, 20, 2) for at in range(10))])
+    first, *later = fleet.replicas
+    assert len(later) == 3 and all(answer.finish_reason or answer.refused for answer in fleet.answers)
+    assert first.left_ns == NEVER and all(replica.left_ns < 8 * second for replica in later)
+    for replica in later:
+        assert replica.ready_ns == replica.started_ns + 100 * MS and replica.routed
+        assert min(answer.arrived_ns for answer in replica.server.answers) >= replica.ready_ns
+        assert max(answer.arrived_ns for answer in replica.server.answers) < replica.left_ns
+        assert 3 * second < replica.lasted_ns(0, fleet.now) < 8 * second
+    assert first.lasted_ns(0, fleet.now) == fleet.now and not first.server.queues.of_all.choices
+
+
+def test_a_replica_that_leaves_ends_what_it_has() -> None:
+    scaling = Scaling(Scaler(ScalingRule(1, 2, choices=2, down_after_s=0.0)), server, startup_ns=0)
+    fleet = Fleet([server()], ROUTERS["least-loaded"](server().scheduler.config.classes), scaling=scaling)
+    two, long = arrival(0, 0, 20, 2, sampling={"n": 2}), arrival(1, MS, 20, 200)
+    fleet.run([two, long, arrival(2, 100 * MS, 20, 2), arrival(3, 101 * MS, 20, 2)])
+    assert [len(answer.token_ns) for answer in fleet.answers] == [2, 2, 200, 2, 2]
+    second = fleet.replicas[1]
+    assert second.left_ns == 100 * MS < second.server.now and second.routed == 1
+    assert second.lasted_ns(0, 10**12) == second.server.now - MS
+
+
+def test_the_command_scales_and_counts_what_was_there(tmp_path: Path) -> None:
+    files = ["--result-dir", tmp_path, "--result-filename", "run.json", "--price-per-hour", "2"]
+    grows = ["--max-replicas", "5", "--scale-at", "1", "--startup-seconds", "0.2", "--scale-down-seconds", "1"]
+    code, _ = command(*MODEL, *LOAD, *files, *grows)
+    server = load_json(tmp_path / "run.json").server
+    hours = load_json(tmp_path / "run.json").duration_s / 3600
+    assert code == 0 and 1 < server["replicas"] <= 5 and hours < server["replica_hours"] < server["replicas"] * hours
+    for wrong, says in (
+        (["--scale-at", "3"], "give --max-replicas"),
+        (["--max-replicas", "2", "--replicas", "3"], "3 to 2"),
+    ):
+        code, printed = command(*MODEL, *LOAD, *wrong, "--no-save-result")
+        assert code == 2 and says in printed
 
 
 def test_more_replicas_answer_more_and_cost_more(tmp_path: Path) -> None:
@@ -135,17 +185,19 @@ def test_the_fewest_replicas_that_hold_are_found(needed: int) -> None:
 def test_what_is_on_the_edge_takes_more_seeds_and_is_not_claimed() -> None:
     found = fewest_replicas(lambda replicas, seed: outcome(0.01 if replicas < 4 else 0.0, seed), 0.99)
     assert found.fewest == 4 and len(found.trials[2].probes) > len(found.trials[4].probes)
-    assert fewest_replicas(lambda replicas, seed: outcome(1.0, seed), 0.99).fewest is None
-    assert MOST_REPLICAS >= 512
+    never = fewest_replicas(lambda replicas, seed: outcome(1.0, seed), 0.99)
+    assert never.fewest is None and never.reason == f"{MOST_REPLICAS} are not enough" and MOST_REPLICAS >= 512
+    few = fewest_replicas(lambda replicas, seed: ProbeOutcome(0.0, np.full(6, 0.5)), 0.99)
+    assert few.fewest is None and "48 requests" in few.reason and list(few.trials) == [1]
 
 
 def test_the_command_says_how_many_replicas_are_enough() -> None:
-    load = ["--random-input-len", "2000", "--random-output-len", "4", "--num-prompts", "200", "--request-rate", "60"]
+    load = ["--random-input-len", "2000", "--random-output-len", "4", "--num-prompts", "150", "--request-rate", "60"]
     search = ["--find-replicas", "--goodput", "ttft:150", "--slo-attainment", "0.7", "--price-per-hour", "2"]
     code, printed = command(*MODEL, *load, *search, "--no-save-result")
     assert code == 0 and "Fewest replicas that hold the objectives of 70.0% of the requests: " in printed
     fewest = int(printed.split("of the requests: ")[1].split(".")[0])
     assert 2 <= fewest <= 8 and f"{48 * fewest}" in printed
-    for wrong, says in ((search[:1], "needs objectives"), ([*search, "--replicas", "2"], "leave one out")):
+    for wrong, says in ((search[:1], "needs objectives"), ([*search, "--replicas", "2"], "and --max-replicas out")):
         code, printed = command(*MODEL, *load, *wrong, "--no-save-result")
         assert code == 2 and says in printed

@@ -18,7 +18,7 @@ from headway.policy.sizing import BATCHED_TOKENS
 from headway.simulator.clients import BEGAN_NS
 from headway.simulator.deployed import ServerOptions, deploy
 from headway.simulator.log import StepLog
-from headway.simulator.run import gauges_of
+from headway.simulator.metrics import gauges_of
 from tests.calibration.machines import a_machine
 
 MODEL = ["llama-3.1-8b", "--hardware", "H100-SXM"]
