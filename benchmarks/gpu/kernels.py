@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from benchmarks.checkpoint import SHAPES
-from benchmarks.gpu.compiled import launches
+from benchmarks.gpu.compiled import Launch, launches
 from benchmarks.gpu.limits import GIB, random, stopwatch
 from benchmarks.gpu.part import Machine, Row, Skipped, Tasks
 from headway.calibration.cases import (
@@ -105,7 +105,7 @@ def _single(machine: Machine, shape: ModelShape, tokens: int) -> Iterable[Row]:
 
 
 def _measured(machine: Machine, kernel: str, call: Callable[[], object], runs: int, moved: float, flops: float) -> Row:
-    """A row: of one run of the `runs` that a call does, with what its last launch takes of a multiprocessor."""
+    """A row: of one run of the `runs` that a call does, with what its largest launch takes of a multiprocessor."""
     with launches() as found:
         call()
     budget = 0.01 if machine.small else _BUDGET_S
@@ -124,5 +124,11 @@ def _measured(machine: Machine, kernel: str, call: Callable[[], object], runs: i
         "flops_per_s": flops / seconds,
         "of": nearest,
         "share": shares[nearest] if nearest else None,
-        "launch": found[-1].row() if found else None,
+        "launch": largest(found),
     }
+
+
+def largest(found: Iterable[Launch]) -> Row | None:
+    """The launch with the most registers; None where there is none."""
+    distinct = {id(launch.compiled): launch for launch in found}
+    return max((launch.row() for launch in distinct.values()), key=lambda row: int(row["registers"]), default=None)

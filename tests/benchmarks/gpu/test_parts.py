@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu import agreement, experiment, kernels, limits, part, steps, tables
 from benchmarks.gpu.part import Flaw, Lines, Machine, Skipped
 from benchmarks.gpu.parts import PARTS, ROOT
 from benchmarks.gpu.record import Record
@@ -21,6 +21,10 @@ from benchmarks.gpu.runner import Outcome
 from headway.kernels.cpu import CpuKernels
 from headway.models.config import ModelConfig
 from tests.calibration.machines import a_machine
+
+pytest.importorskip("triton")
+from benchmarks.gpu import agreement, experiment, kernels, limits, part, steps, tables
+from benchmarks.gpu.compiled import Launch
 
 
 @pytest.fixture
@@ -63,6 +67,17 @@ def test_kernels_are_held_against_the_nearer_limit(small: Machine, tmp_path: Pat
         shares = row["bytes_per_s"] / 20e9, row["flops_per_s"] / 400e9
         assert row["share"] == pytest.approx(max(shares)) and row["of"] == ("copies", "products")[shares[1] > shares[0]]
     assert "tiny products of a layer, 4 tokens: linear" in tables.kernels(record_of(tmp_path, {"kernels": found}))
+
+
+def test_the_largest_launch_of_a_kernel_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that is split ends with a small kernel that merges the parts."""
+    monkeypatch.setattr("benchmarks.gpu.compiled.resources", lambda ptx: (len(ptx), 0))
+    compiled = [
+        SimpleNamespace(asm={"ptx": "x" * size}, metadata=SimpleNamespace(num_warps=4, shared=0)) for size in (40, 7)
+    ]
+    found = [Launch(name, (1,), each) for name, each in zip(("attention", "merge") * 2, compiled * 2, strict=True)]
+    assert kernels.largest(found) == {**found[0].row(), "registers": 40}
+    assert kernels.largest([]) is None
 
 
 def test_a_kernel_too_large_for_the_memory_is_left_out(small: Machine) -> None:
@@ -185,7 +200,6 @@ for task in found.values():
 
 
 def compiling(tmp_path: Path, *arguments: str) -> str:
-    pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
