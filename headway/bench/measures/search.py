@@ -248,7 +248,7 @@ async def find_max_rate(
         rate=search.held,
         above=search.above,
         likely=None if search.held is not None or search.likely is None else search.likely.rate,
-        trials=tuple(search.trials),
+        trials=tuple(trial for trial in search.trials if trial.probes),
         stop=stop,
         reason=reason,
         warnings=tuple(contradictions(search.trials)),

@@ -72,7 +72,7 @@ def timeline(records: Sequence[RequestRecord], began_ns: int) -> Figure:
         )
     axes.set_ylim(first_rank + len(rows), first_rank)
     axes.grid(axis="y", visible=False)
-    style.legend_outside(figure, [axes], 4)
+    style.legend_outside(figure, [axes], 3)
     return figure
 
 
@@ -101,7 +101,7 @@ def slowest_requests(records: Sequence[RequestRecord]) -> Figure:
     axes.set_ylim(len(rows), 0)
     axes.set_xlim(left=0)
     axes.grid(axis="y", visible=False)
-    style.legend_outside(figure, [axes], 4)
+    style.legend_outside(figure, [axes], 3)
     return figure
 
 
@@ -136,7 +136,7 @@ def composition(slices: Sequence[tuple[str, Slice]]) -> Figure:
     axes.set_ylim(len(slices) - 0.5, -0.5)
     axes.set_xlim(0, float(edges.max()) * 1.12 or 1.0)
     axes.grid(axis="y", visible=False)
-    style.legend_outside(figure, [axes], 4)
+    style.legend_outside(figure, [axes], 3)
     return figure
 
 

@@ -293,10 +293,11 @@ def sweep_table(
         names: of the runs; None tells them apart by their loads, which `load` is the heading of.
     """
     rows = []
+    any_failed = any(steady_or_whole(summaries).failed for _, summaries in runs)
     for at, (result, summaries) in enumerate(runs):
         view = steady_or_whole(summaries)
         valid = is_valid(result, summaries, max_failed_share=max_failed_share)
-        word = "client-bound" if result.client.bound else "valid" if valid else "not valid"
+        word = "client" if result.client.bound else "valid" if valid else "not valid"
         found = view.attainment
         decision = outcome(found, target) if found is not None and found.total else ""
         tone: Tone = {"held": "good", "missed": "bad"}.get(decision, "quiet")  # type: ignore[assignment]
@@ -304,7 +305,7 @@ def sweep_table(
             cells(
                 number(load_of(result)) if names is None else names[at],
                 f"{view.completed:,}",
-                Cell(f"{view.failed:,}", "bad" if view.failed else ""),
+                *([Cell(f"{view.failed:,}", "bad" if view.failed else "")] if any_failed else []),
                 number(view.rates.get("request_throughput", 0.0)),
                 number(view.rates.get("output_throughput", 0.0)),
                 _claim_cell(view, "ttft_ms", 50.0),
@@ -314,8 +315,12 @@ def sweep_table(
                 Cell(word, "" if valid else "bad"),
             )
         )
-    columns = (load, "answered", "failed", "requests/s", "tokens/s", "TTFT P50", "TTFT P99", "TPOT P99", "met", "run")
+    failed = ("failed",) if any_failed else ()
+    columns = (load, "done", *failed, "req/s", "tok/s", "TTFT P50", "TTFT P99", "TPOT P99", "met", "run")
     if not intervals:
         rows = [tuple(_without_interval(cell) for cell in row) for row in rows]
-    note = "Latencies in ms from the schedule, of the steady state where there is one, else of the whole run."
+    note = (
+        "Latencies in ms from the schedule, of the steady state where there is one, else of the whole run. A run is "
+        "`client` where this client was the limit."
+    )
     return Table("Runs", columns, tuple(rows), note=note)
