@@ -53,10 +53,10 @@ class Outcome:
 
 
 def environment() -> dict[str, str]:
-    """Of a part's processes: this package and its source, no network, and Triton's compiler."""
+    """Of a part's processes: this very source, no network, and Triton's compiler, never its interpreter."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    ours = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "COLUMNS": "160"}
-    return {"TRITON_INTERPRET": "0", **os.environ, **ours}
+    plain = {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "COLUMNS": "160"}
+    return {**os.environ, **plain, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0"}
 
 
 Command = Callable[[Path, Path], list[str]]  # of the file of lines, and of the file with the names of tasks done
