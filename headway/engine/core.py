@@ -305,6 +305,7 @@ class EngineCore:
 def _late(sequence: Sequence) -> str:
     due_ms = (sequence.due_ns - sequence.arrival_ns) / 1e6
     return (
-        f"the first token can't be there {due_ms:g} ms after the request came: {_YIELDED[sequence.yielded]}; "
+        f"the first token can't leave the engine by {due_ms:g} ms after the request came, as its objective asks: "
+        f"{_YIELDED[sequence.yielded]}; "
         f"the class {sequence.service.name!r} refuses such requests"
     )

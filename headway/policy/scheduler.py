@@ -171,6 +171,7 @@ class Scheduler(Sequences):
         """Find a block for the next token of a decoding sequence; False when it is itself preempted, or was before."""
         while sequence.status is Status.RUNNING:
             if self.block_manager.extend(sequence, 1, plan):
+                _tell(sequence, plan)
                 return True
             self._preempt(self._victim(plan), plan, now)
         return False
@@ -213,9 +214,7 @@ class Scheduler(Sequences):
             return
         if not self.block_manager.extend(sequence, count, plan):
             return
-        if not sequence.in_executor:
-            plan.new.append(state_of(sequence))
-            sequence.in_executor = True
+        _tell(sequence, plan)
         chunk, rows = sequence.tokens[start : start + count], sequence.logit_rows(start, count)
         samples = int(count == wanted)
         plan.scheduled.append(ScheduledSequence(sequence.seq_id, start, chunk, sequence.is_decoding, samples, rows))
@@ -383,3 +382,10 @@ class Scheduler(Sequences):
 
     def _may_start(self, sequence: Sequence, num_running: int) -> bool:
         return self.slo is None or self.slo.may_start(sequence, num_running)
+
+
+def _tell(sequence: Sequence, plan: StepPlan) -> None:
+    """Have the plan say all about a sequence that the executor has not heard of since it was last admitted."""
+    if not sequence.in_executor:
+        plan.new.append(state_of(sequence))
+        sequence.in_executor = True

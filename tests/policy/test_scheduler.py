@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.ledger import Phase
 from headway.policy.order import AGEING_NS, ORDERS, Orders
+from headway.policy.plan import StepPlan
 from headway.policy.request import FinishReason, Status
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
@@ -198,6 +199,30 @@ def test_the_orders_of_admission_running_and_victims_are_three() -> None:
         sim.step()
     assert [s.preemptions for s in (long, worst, newest)] == [0, 1, 0], "of those without a token the worst has to go"
     sim.run_until_done()
+    sim.check_all_closed()
+
+
+def test_who_comes_back_with_all_of_it_cached_is_made_known_when_it_decodes() -> None:
+    """It counts as decoding although no plan has told the executor of it, where its first step had no token for it."""
+
+    class Spent(StepBudget):
+        def fit(self, start: int, wanted: int, with_logits: bool = False) -> int:
+            return 0 if start and sim.scheduler.num_preemptions else super().fit(start, wanted, with_logits)
+
+    def rule(decodes: StepWork, slack_ns: float) -> StepBudget:
+        return Spent(64, StepTimeModel())
+
+    sim = Simulation(block_size=4, budget_rule=rule)
+    sequence, other = sim.submit([1, 2, 3, 4], 20), sim.submit([9], 20)
+    while len(sequence.tokens) < 9:
+        sim.step()
+    plan = StepPlan()
+    sim.scheduler._preempt(sequence, plan, sim.now)
+    sim.executor.run(plan)
+    assert sim.step_sequences() == [other] and sequence.status is Status.RUNNING and sequence.is_decoding
+    assert sequence in sim.step_sequences()
+    sim.run_until_done()
+    assert sequence.output_len == 20
     sim.check_all_closed()
 
 
