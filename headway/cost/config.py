@@ -116,6 +116,11 @@ _FAMILIES: dict[str, _Family] = {
         experts=_QWEN_EXPERTS,
         defaults=_QWEN_WINDOWS,
     ),
+    "GraniteForCausalLM": _Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "Phi3ForCausalLM": _Family(windows="all"),
+    "SmolLM3ForCausalLM": _Family(
+        qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias", refused=("use_sliding_window",)
+    ),
     "DeepseekV2ForCausalLM": _deepseek(router_bias=False),
     "DeepseekV3ForCausalLM": _deepseek(router_bias=True),
     "GptOssForCausalLM": _Family(

@@ -117,6 +117,8 @@ class PackedLinear:
         else:
             self._row_scales = _in_lanes(weight.scales.view(-1), self._panels, gated)
             self._fill(parts, layout, pack_job(WIDE_INT8, kind))
+        if weight.factor != 1.0:
+            self._row_scales *= weight.factor
         self._prepared = (
             layout.integer
             or kind is FLOAT16

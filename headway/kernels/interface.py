@@ -97,6 +97,7 @@ class Weight:
         groups: what packed values stand for where groups of inputs differ; they are one tensor then, of uint8 below 16
             (int4-weight-only), int8 (int8-weight-only) or float8_e4m3fn (float8-weight-only).
         dtype: of what a packed weight is multiplied with; None: that of the values.
+        factor: what products are multiplied with, before a bias is added.
     """
 
     values: Tensor | list[Tensor]
@@ -104,6 +105,7 @@ class Weight:
     scales: Tensor | None = None
     groups: Groups | None = None
     dtype: torch.dtype | None = None
+    factor: float = 1.0
 
     @property
     def parts(self) -> list[Tensor]:

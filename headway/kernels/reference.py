@@ -37,11 +37,15 @@ class ReferenceLinear:
     def __init__(self, weight: Weight, bias: Tensor | None) -> None:
         self.weight = weight.values if isinstance(weight.values, Tensor) else torch.cat(weight.values)
         self.bias = bias
+        self._factor = weight.factor
         self.out_features = self.weight.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
-        return F.linear(x, self.weight, self.bias)
+        if self._factor == 1.0:
+            return F.linear(x, self.weight, self.bias)
+        product = F.linear(x, self.weight) * self._factor
+        return product if self.bias is None else product + self.bias
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows [T] of the weight -> [T, in]."""

@@ -31,6 +31,9 @@ ARCHITECTURES = (
     "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "GraniteForCausalLM",
+    "Phi3ForCausalLM",
+    "SmolLM3ForCausalLM",
 )
 # Keys of routers that choose in another way, with the values that change nothing.
 _PLAIN_ROUTER = {"scoring_func": "softmax", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1}
@@ -54,6 +57,25 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Numbers that parts of a model are multiplied with (Granite).
+
+    A model is the same with all of its residual stream divided by `embedding`: then what is added to it is multiplied
+    with residual / embedding, and the norms' epsilon divided by the square. So the embedding stays as it is.
+    """
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    attention: float | None = None  # None: 1 / sqrt(head_dim)
+    logits: float = 1.0
+
+    @property
+    def added(self) -> float:
+        """Of what a layer adds to the residual stream."""
+        return self.residual / self.embedding
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder.
 
@@ -63,6 +85,8 @@ class ModelConfig:
         routing: None where every layer has the plain feed-forward layer.
         packed: the matrices that the checkpoint holds as whole numbers; None where there are none.
         dtype: the checkpoint's own dtype by name, None where config.json does not say.
+        rotated: for each layer, whether queries and keys have rotary positions.
+        fused: a layer's query, key and value rows are one tensor, and so are its gate and up rows.
     """
 
     shape: ModelShape
@@ -72,6 +96,9 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     dtype: str | None
+    rotated: tuple[bool, ...]
+    fused: bool = False
+    multipliers: Multipliers = Multipliers()
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -94,14 +121,20 @@ class ModelConfig:
             raise values.error("hidden_act", "is not supported; only silu is")
         if shape.head_dim % 2:
             raise ModelError(f"{source}: head_dim is {shape.head_dim}; rotary embeddings need an even number")
+        families, multipliers = raw["architectures"], Multipliers()
+        if "GraniteForCausalLM" in families:
+            multipliers = _multipliers(values)
         return cls(
             shape=shape,
             caches=shape.caches,
             routing=None if shape.experts is None else _routing(values),
             packed=read_packed(values),
-            rms_norm_eps=values.positive_number("rms_norm_eps"),
+            rms_norm_eps=values.positive_number("rms_norm_eps") / multipliers.embedding**2,
             rope=read_rope(values, shape.head_dim, shape.max_positions),
             dtype=_dtype(values),
+            rotated=_rotated(values, shape.layers) if "SmolLM3ForCausalLM" in families else (True,) * shape.layers,
+            fused="Phi3ForCausalLM" in families,
+            multipliers=multipliers,
         )
 
     @property
@@ -146,6 +179,28 @@ def _routing(values: ConfigValues) -> Routing:
     if "MixtralForCausalLM" in values.get("architectures"):
         return Routing(layers, normalized=True, block="block_sparse_moe", parts=("w1", "w3", "w2"))
     return Routing(layers, values.boolean("norm_topk_prob"))
+
+
+def _multipliers(values: ConfigValues) -> Multipliers:
+    return Multipliers(
+        embedding=values.positive_number("embedding_multiplier", 1.0),
+        residual=values.positive_number("residual_multiplier", 1.0),
+        attention=values.positive_number("attention_multiplier", 1.0),
+        logits=1 / values.positive_number("logits_scaling", 1.0),
+    )
+
+
+def _rotated(values: ConfigValues, layers: int) -> tuple[bool, ...]:
+    """SmolLM3: `no_rope_layers` has 1 for layers that do have rotary positions."""
+    stated = values.get("no_rope_layers")
+    if stated is None:
+        interval = values.positive_int("no_rope_layer_interval", 4)
+        return tuple((layer + 1) % interval != 0 for layer in range(layers))
+    if not isinstance(stated, list) or len(stated) != layers or not all(each in (0, 1) for each in stated):
+        raise ModelError(
+            f"{values.source}: no_rope_layers must be a list of num_hidden_layers, {layers}, ones and zeros"
+        )
+    return tuple(each == 1 for each in stated)
 
 
 def _dtype(values: ConfigValues) -> str | None:

@@ -67,6 +67,7 @@ class LayerWeights:
     mlp_norm: Tensor  # [hidden]
     mlp: Callable[[Tensor], Tensor]  # [T, hidden] -> [T, hidden]
     cache: CacheSpec
+    rotated: bool = True  # whether queries and keys have rotary positions
 
 
 @dataclass(slots=True)
@@ -135,7 +136,7 @@ class Decoder:
         kernels = self.kernels
         rms_norm, add_rms_norm, attention = kernels.rms_norm, kernels.add_rms_norm, kernels.attention
         rotate, store = kernels.rotate, kernels.store
-        cos, sin, eps = self._cos, self._sin, self.config.rms_norm_eps
+        cos, sin, eps, scale = self._cos, self._sin, self.config.rms_norm_eps, self.config.multipliers.attention
         positions, slots = step.positions, step.slots
 
         residual = self.weights.embedding(token_ids)
@@ -147,9 +148,10 @@ class Decoder:
             if layer.query_norm is not None and layer.key_norm is not None:
                 query = rms_norm(query, layer.query_norm, eps)
                 key = rms_norm(key, layer.key_norm, eps)
-            rotate(query, key, cos, sin, positions)
+            if layer.rotated:
+                rotate(query, key, cos, sin, positions)
             store(key, value, cache, slots)
-            attended = attention(query, cache, step, width**-0.5, layer.cache.window)
+            attended = attention(query, cache, step, scale or width**-0.5, layer.cache.window)
             hidden, residual = add_rms_norm(layer.o(attended.flatten(1)), residual, layer.mlp_norm, eps)
             hidden, residual = add_rms_norm(layer.mlp(hidden), residual, next_norm, eps)
         return hidden

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from headway.bundled import bundled_folder
 from headway.cost.values import ModelError
-from headway.models.gguf import parts_of
 from headway.models.gguf_config import folder_of, gguf_files
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -39,15 +38,10 @@ def resolve_model(name_or_path: str) -> Path:
 
 
 def _folder(path: Path) -> Path:
-    """The folder itself, or that of the one GGUF model in it, where it holds no other."""
-    files = [] if (path / "config.json").is_file() else gguf_files(path)
-    if not files:
-        return path
-    models = {tuple(parts_of(file)) for file in files}
-    if len(models) > 1:
-        names = ", ".join(sorted(parts[0].name for parts in models))
-        raise ModelError(f"{path}: holds several models, {names}; give the file of one")
-    return folder_of(files[0])
+    """The folder itself, or that of the GGUF model in it, where what goes with it is not there."""
+    is_whole = all((path / name).is_file() for name in ("config.json", "tokenizer.json"))
+    files = [] if is_whole else gguf_files(path)
+    return folder_of(files[0]) if files else path
 
 
 def read_ahead(folder: Path) -> None:

@@ -79,8 +79,18 @@ _LAYER, _EXPERT = re.compile(r"model\.layers\.(\d+)\.(.+)"), re.compile(r"expert
 
 
 def gguf_files(folder: Path) -> list[Path]:
-    """The GGUF files of a folder, in their order."""
-    return sorted(folder.glob("*.gguf"))
+    """The files of the GGUF model in a folder, in their order; none where there are safetensors, which go first.
+
+    Raises:
+        ModelError: there are several models, or a part of one is missing.
+    """
+    if next(folder.glob("*.safetensors"), None) is not None:
+        return []
+    models = {tuple(parts_of(path)) for path in folder.glob("*.gguf")}
+    if len(models) > 1:
+        names = ", ".join(sorted(parts[0].name for parts in models))
+        raise ModelError(f"{folder}: holds several models, {names}; give the file of one")
+    return list(models.pop()) if models else []
 
 
 def folder_of(path: Path) -> Path:

@@ -22,7 +22,15 @@ from headway.models.gguf_checkpoint import GGUFCheckpoint
 from headway.models.gguf_config import gguf_files
 from headway.models.grouped import stacked_groups
 from headway.models.quantization import EMBEDDING, scheme_of
-from headway.models.tensors import STACKED, Parts, Shapes, dense_names, expected_tensors, mixture_names
+from headway.models.tensors import (
+    STACKED,
+    Parts,
+    Shapes,
+    attention_names,
+    dense_names,
+    expected_tensors,
+    mixture_names,
+)
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -137,7 +145,8 @@ class _Assembler:
             embedding = self._embedding()
             lm_head = self._linear("lm_head")
         layers = [self._layer(i, cache) for i, cache in enumerate(self._config.caches)]
-        return DecoderWeights(embedding, layers, self._stack("model.norm.weight"), lm_head)
+        final_norm = self._stack("model.norm.weight").mul_(self._config.multipliers.logits)
+        return DecoderWeights(embedding, layers, final_norm, lm_head)
 
     def _embedding(self) -> Callable[[Tensor], Tensor]:
         packed = self._source.packed(EMBEDDING, self._dtype)
@@ -148,16 +157,18 @@ class _Assembler:
 
     def _layer(self, index: int, cache: CacheSpec) -> LayerWeights:
         layer, has_norms = f"model.layers.{index}", self._config.shape.qk_norm
+        added = self._config.multipliers.added
         attention = f"{layer}.self_attn"
         return LayerWeights(
             attention_norm=self._stack(f"{layer}.input_layernorm.weight"),
-            qkv=self._linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+            qkv=self._linear(*attention_names(self._config, index)),
             query_norm=self._stack(f"{attention}.q_norm.weight") if has_norms else None,
             key_norm=self._stack(f"{attention}.k_norm.weight") if has_norms else None,
-            o=self._linear(f"{attention}.o_proj"),
+            o=self._linear(f"{attention}.o_proj", factor=added),
             mlp_norm=self._stack(f"{layer}.post_attention_layernorm.weight"),
             mlp=self._mlp(index),
             cache=cache,
+            rotated=self._config.rotated[index],
         )
 
     def _mlp(self, index: int) -> Callable[[Tensor], Tensor]:
@@ -165,7 +176,7 @@ class _Assembler:
         stacked = f"{layer}.{STACKED[0]}" in self._shapes
         names = mixture_names(self._config, index, stacked)
         if names is None or experts is None or routing is None:
-            return self._dense(dense_names(f"{layer}.mlp"))
+            return self._dense(dense_names(f"{layer}.mlp", self._config.fused))
         every = self._stacked(layer) if stacked else [self._dense(parts) for parts in names.experts]
         if names.shared is not None:
             every.append(self._dense(names.shared))
@@ -173,8 +184,8 @@ class _Assembler:
         return MixtureMLP(self._kernels, router, every, experts.per_token, routing.normalized, has_shared)
 
     def _dense(self, parts: Parts) -> DenseMLP:
-        gate, up, down = parts
-        return DenseMLP(self._gated(gate, up), self._linear(down))
+        *gated, down = parts
+        return DenseMLP(self._gated(*gated), self._linear(down, factor=self._config.multipliers.added))
 
     def _stacked(self, layer: str) -> list[DenseMLP]:
         """The experts of a layer whose tensors hold all of them, [E, out, in]."""
@@ -192,8 +203,11 @@ class _Assembler:
             return [Weight([matrix], scheme) for matrix in lent[0]]
         return [Weight(matrix, scheme) for matrix in self._stack(name)]
 
-    def _linear(self, *layers: str) -> Linear:
+    def _linear(self, *layers: str, factor: float = 1.0) -> Linear:
+        """A product of the matrices one under the other, times the factor."""
         weight, bias = self._weight(*layers), self._bias(*layers)
+        if factor != 1.0:
+            weight, bias = replace(weight, factor=factor), None if bias is None else bias * factor
         with self._clock.measure("layout"):
             return self._kernels.linear(weight, bias)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from headway.models.config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
-Parts = tuple[str, str, str]  # the gate, up and down projection of a feed-forward layer
+Parts = tuple[str, ...]  # the gate, up and down projection of a feed-forward layer; or gate and up in one, and down
 # How the names of stacked experts end, in newer checkpoints: gate rows above up rows, and down.
 STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
@@ -26,9 +26,16 @@ class MixtureNames(NamedTuple):
     shared: Parts | None
 
 
-def dense_names(block: str) -> Parts:
+def dense_names(block: str, fused: bool = False) -> Parts:
     """Names of the linear layers of a feed-forward layer."""
-    return f"{block}.gate_proj", f"{block}.up_proj", f"{block}.down_proj"
+    gated = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
+    return tuple(f"{block}.{part}" for part in (*gated, "down_proj"))
+
+
+def attention_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """Names of the linear layers that make queries, keys and values."""
+    parts = ("qkv_proj",) if config.fused else ("q_proj", "k_proj", "v_proj")
+    return tuple(f"model.layers.{layer}.self_attn.{part}" for part in parts)
 
 
 def mixture_names(config: ModelConfig, layer: int, stacked: bool) -> MixtureNames | None:
@@ -64,17 +71,18 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
             shapes[f"{name}.bias"] = (rows,)
 
     def feed_forward(parts: Parts, width: int, bias: bool) -> None:
-        gate, up, down = parts
-        linear(gate, width, c.hidden, bias)
-        linear(up, width, c.hidden, bias)
+        *gated, down = parts
+        for name in gated:
+            linear(name, 2 * width // len(gated), c.hidden, bias)
         linear(down, c.hidden, width, bias)
 
     for i, cache in enumerate(config.caches):
         layer = f"model.layers.{i}"
         query, key, value = c.heads * cache.key_dim, cache.heads * cache.key_dim, cache.heads * cache.value_dim
         shapes[f"{layer}.input_layernorm.weight"] = (c.hidden,)
-        for part, rows in (("q_proj", query), ("k_proj", key), ("v_proj", value)):
-            linear(f"{layer}.self_attn.{part}", rows, c.hidden, c.qkv_bias)
+        rows_of = (query + key + value,) if config.fused else (query, key, value)
+        for name, rows in zip(attention_names(config, i), rows_of, strict=True):
+            linear(name, rows, c.hidden, c.qkv_bias)
         if c.qk_norm:
             shapes[f"{layer}.self_attn.q_norm.weight"] = (cache.key_dim,)
             shapes[f"{layer}.self_attn.k_norm.weight"] = (cache.key_dim,)
@@ -82,7 +90,7 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
         shapes[f"{layer}.post_attention_layernorm.weight"] = (c.hidden,)
         mixture = mixture_names(config, i, stacked)
         if mixture is None or c.experts is None:
-            feed_forward(dense_names(f"{layer}.mlp"), c.ffn, c.mlp_bias)
+            feed_forward(dense_names(f"{layer}.mlp", config.fused), c.ffn, c.mlp_bias)
             continue
         for name, rows in zip(mixture.router, (c.experts.count, 1), strict=False):
             linear(name, rows, c.hidden, bias=False)

@@ -124,9 +124,20 @@ def test_a_folder_with_one_model_is_that_model(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     gguf_files.write(path, tiny.build("llama", **WIDE), mixed)
     assert resolve_model(str(tmp_path)) == resolve_model(str(path)) == folder_of(path)
+    (tmp_path / "config.json").write_text("{}")  # as they are published, beside the file
+    assert resolve_model(str(tmp_path)) == folder_of(path)
     shutil.copy(path, tmp_path / "other.gguf")
     with pytest.raises(ModelError, match=r"holds several models, model\.gguf, other\.gguf; give the file of one"):
         resolve_model(str(tmp_path))
+
+
+def test_safetensors_go_first(tmp_path: Path) -> None:
+    """A GGUF file beside them is another form of the same model."""
+    model = tiny.save("llama", tmp_path)
+    gguf_files.write(tmp_path / "model.gguf", tiny.build("llama", **WIDE), mixed)
+    assert resolve_model(str(tmp_path)) == tmp_path
+    ours = whole(load(tmp_path), PROMPTS)[0]
+    assert relative_error(ours, tiny.logits(model, PROMPTS[0])) < 1e-5
 
 
 def test_llama_3_1_s_positions(tmp_path: Path) -> None:

@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -23,6 +27,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
@@ -33,6 +39,9 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "granite": (GraniteConfig, GraniteForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
 
 BASE = {
@@ -58,6 +67,26 @@ LONG_FACTORS = [1.0 + 0.3 * pair for pair in range(8)]
 LONG = rope("longrope", short_factor=LONG_FACTORS, long_factor=LONG_FACTORS, original_max_position_embeddings=16)
 DYNAMIC = rope("dynamic", factor=2.0) | {"max_position_embeddings": 32}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 6}
+MULTIPLIERS = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.15,
+    "logits_scaling": 2.0,
+}
+# Half of a head of 24 is turned, of which LongRoPE has a factor for each pair.
+PARTIAL = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1000.0,
+        "partial_rotary_factor": 0.5,
+        "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0],
+        "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0],
+        "original_max_position_embeddings": 16,
+    },
+    "original_max_position_embeddings": 16,
+}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SHARED = EXPERTS | {"shared_expert_intermediate_size": 40}
 
@@ -126,6 +155,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe_every_second": ("qwen2_moe", SHARED | {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 16}),
     "qwen3_moe_all_of_few": ("qwen3_moe", EXPERTS | {"num_experts": 3, "num_experts_per_tok": 3}),
+    "granite": ("granite", MULTIPLIERS | {"tie_word_embeddings": True}),
+    "granite_biases": ("granite", MULTIPLIERS | {"attention_bias": True, "mlp_bias": True}),
+    "phi3": ("phi3", {"pad_token_id": 0, "sliding_window": None}),
+    "phi3_long_window": ("phi3", PARTIAL | {"pad_token_id": 0, "sliding_window": 6}),
+    "smollm3": ("smollm3", {"pad_token_id": 0, "no_rope_layer_interval": 2}),
+    "smollm3_listed": ("smollm3", {"pad_token_id": 0, "no_rope_layers": [0, 1, 0], "tie_word_embeddings": True}),
     "qwen3_moe_some_dense": ("qwen3_moe", EXPERTS | {"mlp_only_layers": [0, 2], "attention_bias": True}),
 }
 
