@@ -71,8 +71,8 @@ request_rate = {rates[name]}
 headers = {{ Authorization = "Bearer {name}" }}
 input_len = "lognormal:mean=400,cv=0.8,min=16,max=2000"
 output_len = "lognormal:mean=32,cv=0.6,min=4,max=100"
-cancel_share = {float(name == "flood")}
-cancel_after_s = 15
+{"cancel_share = 1" if name == "flood" else ""}
+{"cancel_after_s = 15" if name == "flood" else ""}
 """
         for name in TENANTS
         if rates[name]
