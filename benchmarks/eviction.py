@@ -30,6 +30,7 @@ from headway.policy.service_class import BUILT_IN
 
 SHARE = 0.5  # of the pool, kept for the conversations of `share`
 HELD = 8  # requests that hold their blocks at once
+FLOOD = 4.0  # offline requests for each of a conversation
 PARTS = (0.5, 0.25, 0.1)
 _LAST = -1  # no prompt's last token is looked up
 
@@ -166,7 +167,7 @@ def main() -> None:
     args = parser.parse_args()
     workloads = {
         "sessions": (sessions(args.seed, args.requests), ("lru", "classes")),
-        "flood": (sessions(args.seed, args.requests, flood=1.0), ("lru", "classes", "share")),
+        "flood": (sessions(args.seed, args.requests, FLOOD), ("lru", "classes", "share")),
     }
     if args.trace is not None:
         workloads["mooncake"] = of_trace(args.trace), ("lru", "classes")
@@ -182,7 +183,14 @@ def main() -> None:
                     f"  system {found.protected:6.1%}  {by_class}  {found.evict_us:.2f} us a block"
                 )
     trace = args.trace and args.trace.name
-    settings = {"requests": args.requests, "seed": args.seed, "trace": trace, "held": HELD, "share": SHARE}
+    settings = {
+        "requests": args.requests,
+        "seed": args.seed,
+        "trace": trace,
+        "held": HELD,
+        "flood": FLOOD,
+        "share": SHARE,
+    }
     save({"machine": about(), "settings": settings, "rows": rows}, args.output)
 
 

@@ -67,6 +67,8 @@ def test_the_example_of_the_docs(file: Path) -> None:
         ("window_ms = [0, 5]", "window_ms = 5", 11, "it must be a list of two numbers"),
         ("max_queued = 64", "max_queued = 0.5", 13, "max_queued is 0.5; it must be a whole number from 1"),
         ("queue_timeout_s = 20", "queue_timeout_s = 0", 14, "queue_timeout_s is 0; it must be more than 0"),
+        ("seats = 0.25", "max_kv = 0", 12, "max_kv is 0; it is a share, above 0 and at most 1"),
+        ("seats = 0.25", "max_kv = 0.2\nkv = 0.3", 12, "max_kv is 0.2, below kv, 0.3; give at least as much"),
         ("seats = 0.5", "seats = 0.75", 20, "the classes' shares of seats add up to 1; keep the sum below 1"),
         ("seats = 0.5", "seats = 1", 20, "seats is 1; a share is from 0 to below 1"),
         ("seats = 0.5", "seat = 0.5", 20, "'seat' is unknown; a class has name, ttft_ms"),

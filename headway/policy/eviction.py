@@ -46,13 +46,14 @@ class CachedBlocks:
             another), `expired` (protected, and not found for long), `protected` (nothing else was left).
         owners: the class of each block that is in use or cached, COMMON where sequences of several share it.
         num_evicted: all of them.
+        num_cached: blocks in all queues.
         num_protected: protected blocks, in use or cached.
     """
 
     def __init__(self, num_blocks: int, used: Mapping[str, int], most_protected: int) -> None:
         self.evictions: Counter[tuple[str, str]] = Counter()
         self.owners = [COMMON] * num_blocks
-        self.num_protected = self.num_evicted = 0
+        self.num_protected = self.num_evicted = self.num_cached = 0
         self._used = used
         self._queues: dict[str, _Queue] = {}
         self._protected: _Queue = OrderedDict()
@@ -61,12 +62,8 @@ class CachedBlocks:
         self._most_protected = most_protected
         self._lifetime = LIFETIME * num_blocks
         self._time = 0
-        self._num_ordinary = 0
         self._shares: Mapping[str, int] = {}
         self._haste: Mapping[str, int] = {}
-
-    def __len__(self) -> int:
-        return self._num_ordinary + len(self._protected)
 
     def __iter__(self) -> Iterator[int]:
         return chain(self._protected, *self._queues.values())
@@ -83,6 +80,7 @@ class CachedBlocks:
     def add(self, block: int) -> None:
         """The last sequence has released the block."""
         self._time += 1
+        self.num_cached += 1
         if self._is_protected[block]:
             self._protected[block] = self._time
             if len(self._protected) > self._most_protected:
@@ -98,21 +96,20 @@ class CachedBlocks:
         if queue is None:
             queue = self._queues[owner] = OrderedDict()
         queue[block] = self._time
-        self._num_ordinary += 1
 
     def remove(self, block: int) -> None:
         """A sequence has found the block."""
+        self.num_cached -= 1
         if self._is_protected[block]:
             del self._protected[block]
         else:
             del self._queues[self.owners[block]][block]
-            self._num_ordinary -= 1
 
     def clear(self) -> None:
         """Nothing is cached or protected any more."""
         self._queues.clear()
         self._protected.clear()
-        self._num_ordinary = 0
+        self.num_cached = 0
         for block in range(len(self.owners)):
             self.forget(block)
 
@@ -143,12 +140,11 @@ class CachedBlocks:
         queue, reason = self._next()
         block, _ = queue.popitem(last=False)
         owner = self.owners[block]
-        if queue is not self._protected:
-            self._num_ordinary -= 1
-            if not queue and owner != COMMON:
-                del self._queues[owner]
+        if not queue and queue is not self._protected:
+            del self._queues[owner]
         self.evictions[owner, reason] += 1
         self.num_evicted += 1
+        self.num_cached -= 1
         self.forget(block)
         return block
 

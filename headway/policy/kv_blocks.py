@@ -103,7 +103,7 @@ class KVBlocks:
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now, cached ones included."""
-        return len(self._free) + len(self.cached)
+        return len(self._free) + self.cached.num_cached
 
     @property
     def usage(self) -> float:

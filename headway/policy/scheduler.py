@@ -158,7 +158,7 @@ class Scheduler(Sequences):
 
     def _schedule_decodes(self, decoding: list[Sequence], plan: StepPlan, now: int) -> None:
         """Give every decoding sequence its token, in order, preempting others where blocks run out."""
-        if self.blocks.num_free < len(decoding) and self._lends_blocks:
+        if self._lends_blocks:
             decoding = self._make_room(decoding, plan, now)
         scheduled = plan.scheduled
         for sequence in decoding:
@@ -269,8 +269,8 @@ class Scheduler(Sequences):
 
     @property
     def _lends_blocks(self) -> bool:
-        """Classes have shares of blocks."""
-        return self.slo is not None and bool(self.slo.shares.blocks)
+        """Classes have shares of blocks, or bounds."""
+        return self.slo is not None and bool(self.slo.shares.blocks or self.slo.shares.most)
 
     def _may_go(self, sequence: Sequence) -> bool:
         """Its class has more than its share of blocks, or there are no shares."""
@@ -288,32 +288,42 @@ class Scheduler(Sequences):
             if name in seen or name not in shares.blocks:
                 continue
             seen.add(name)
-            wanted = self.block_manager.wanted(candidate)
-            missing = wanted + shares.blocks_kept_from(name) - self.blocks.num_free
-            if (
-                missing <= 0
-                or not shares.has_blocks_left(name, wanted)
-                or not self._may_start(candidate, len(self.running))
-            ):
-                continue
-            last_first = sorted(self.running, key=self.orders.victims, reverse=True)
-            kept = candidate.prefix_match.blocks if candidate.prefix_match is not None else []
-            for victim in shares.borrowers(last_first, missing, set(kept)) or []:
-                if victim in outlook.left_out:
-                    outlook.left_out.remove(victim)
-                decision.gave_back.append((victim.request_id, name))
-                self._preempt(victim, plan, now)
+            while shares.has_blocks_left(name, wanted := self.block_manager.wanted(candidate)):
+                missing = wanted + shares.blocks_kept_from(name) - self.blocks.num_free
+                if missing <= 0 or not self._may_start(candidate, len(self.running)):
+                    break
+                last_first = sorted(self.running, key=self.orders.victims, reverse=True)
+                kept = candidate.prefix_match.blocks if candidate.prefix_match is not None else []
+                victims = shares.borrowers(last_first, missing, set(kept))
+                if not victims:
+                    break
+                for victim in victims:  # whose own class may now wait for what is left of its share
+                    if victim in outlook.left_out:
+                        outlook.left_out.remove(victim)
+                    decision.gave_back.append((victim.request_id, name))
+                    self._preempt(victim, plan, now)
 
     def _make_room(self, decoding: list[Sequence], plan: StepPlan, now: int) -> list[Sequence]:
-        """Preempt borrowers until all who decode have blocks for their next tokens; returns who is left."""
+        """Preempt until all who decode have blocks for their next tokens, within bounds; returns who is left.
+
+        Who goes is of a class that would exceed its bound, or else of one that has more than its share.
+        """
         assert self.slo is not None
+        shares = self.slo.shares
+        if not shares.most and len(decoding) <= self.blocks.num_free:
+            return decoding
         growing = [sequence for sequence in decoding if self.block_manager.grows(sequence)]
-        while len(growing) > self.blocks.num_free:
+        while True:
             growth = Counter(sequence.service.name for sequence in growing)
-            over = [s for s in self.running if self.slo.shares.is_over(s.service.name, growth[s.service.name])]
-            self._preempt(max(over or self.running, key=self.orders.victims), plan, now)
+            full = {name for name in shares.most if not shares.may_use(name, growth[name])}
+            victims = [s for s in self.running if s.service.name in full]
+            if not victims and len(growing) <= self.blocks.num_free:
+                return [sequence for sequence in decoding if sequence.status is Status.RUNNING]
+            over = [
+                s for s in self.running if not s.has_starved and shares.is_over(s.service.name, growth[s.service.name])
+            ]
+            self._preempt(max(victims or over or self.running, key=self.orders.victims), plan, now)
             growing = [sequence for sequence in growing if sequence.status is Status.RUNNING]
-        return [sequence for sequence in decoding if sequence.status is Status.RUNNING]
 
     def _admit(self, plan: StepPlan, budget: Budget, now: int, before: Sequence | None = None) -> Phase:
         """Admit waiting sequences in order, or only those who come `before` another; returns why it stopped."""

@@ -132,7 +132,8 @@ class Sequences:
 
     def _pin_prompt(self, sequence: Sequence) -> None:
         self.blocks.pin(self.blocks.match(sequence.tokens[: sequence.num_computed + 1], sequence.cache_salt))
-        self.set_classes(self.config.classes, self.config.weights)  # whose shares are of what is left
+        if self.slo is not None:
+            self.slo.shares.set_classes(self.config.classes)  # whose shares are of what is left
 
     def _start(self, sequence: Sequence, now: int) -> None:
         """Let a waiting sequence run that has got its blocks."""

@@ -42,6 +42,7 @@ class ServiceClass:
         seats: share of --max-num-seqs that other classes may not take.
         tokens: share of a step's prompt tokens that other classes may not take while prompts of this one wait.
         kv: share of the KV pool that other classes may not take.
+        max_kv: most of the KV pool that sequences of the class use, as a share; but always enough for one sequence.
         max_queued: most choices of the class that wait or run.
         queue_timeout_s: a request that has waited this long without being begun is ended.
         max_prompt_tokens, max_output_tokens: longest prompt, and most that max_tokens may ask for.
@@ -60,6 +61,7 @@ class ServiceClass:
     seats: float = 0.0
     tokens: float = 0.0
     kv: float = 0.0
+    max_kv: float = 1.0
     max_queued: float = math.inf
     queue_timeout_s: float = math.inf
     max_prompt_tokens: float = math.inf
@@ -81,6 +83,9 @@ class ServiceClass:
             )
         for key in SHARES:
             self._check(key, "a share is from 0 to below 1", lambda share: 0 <= share < 1)
+        self._check("max_kv", "it is a share, above 0 and at most 1", lambda share: 0 < share <= 1)
+        if self.max_kv < self.kv:
+            raise InvalidEntry(f"max_kv is {self.max_kv:g}, below kv, {self.kv:g}; give at least as much", "max_kv")
         for key in COUNTS:
             self._check(key, "it must be a whole number from 1", lambda count: count >= 1 and count % 1 == 0, math.inf)
         for key in ("queue_timeout_s", "starvation_s"):

@@ -25,10 +25,15 @@ class Shares:
 
     Args:
         unlent: most blocks of each share that are kept free for its class.
+        longest: blocks of the longest sequence, which every class may use.
+
+    Attributes:
+        blocks: that are kept for each class with a share.
+        most: blocks that each class with a bound may use.
     """
 
-    def __init__(self, classes: ClassTable, seats: int, pool: KVBlocks, unlent: int) -> None:
-        self._num_seats, self._pool, self._unlent = seats, pool, unlent
+    def __init__(self, classes: ClassTable, seats: int, pool: KVBlocks, unlent: int, longest: int = 0) -> None:
+        self._num_seats, self._pool, self._unlent, self._longest = seats, pool, unlent, longest
         self.set_classes(classes)
         self.running: Counter[str] = Counter()  # sequences of each class
         self.waiting: Counter[str] = Counter()
@@ -41,6 +46,8 @@ class Shares:
         self._tokens = {each.name: each.tokens for each in classes if each.tokens}
         free = self._pool.num_blocks - len(self._pool.pinned)
         self.blocks = {each.name: math.floor(each.kv * free) for each in classes if each.kv}
+        bounded = (each for each in classes if each.max_kv < 1)
+        self.most = {each.name: max(self._longest, math.floor(each.max_kv * free)) for each in bounded}
         self.classes = self._seats.keys() | self._tokens.keys() | self.blocks.keys()  # that may go past others
         self._pool.cached.set_classes(classes, self.blocks)
 
@@ -84,6 +91,10 @@ class Shares:
     def has_blocks_left(self, name: str, wanted: int) -> bool:
         """Whether a class has a share that it does not exceed with so many blocks more."""
         return name in self.blocks and self._pool.used[name] + wanted <= self.blocks[name]
+
+    def may_use(self, name: str, wanted: int) -> bool:
+        """Whether so many blocks more are within the bound of a class."""
+        return name not in self.most or self._pool.used[name] + wanted <= self.most[name]
 
     def is_over(self, name: str, growth: int = 0) -> bool:
         """Whether a class has more than its share with so many blocks more."""

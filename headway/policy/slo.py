@@ -49,7 +49,9 @@ class SloPolicy:
     ) -> None:
         self.promises = Promises(step_time, config.max_num_batched_tokens, manager.known_tokens)
         self.window = Window(step_time)
-        self.shares = Shares(config.classes, config.max_num_seqs, blocks, config.kept_free(blocks.num_blocks))
+        sizes = config.kept_free(blocks.num_blocks), blocks.blocks_for(config.max_model_len)
+        self.shares = Shares(config.classes, config.max_num_seqs, blocks, *sizes)
+        self._wanted = manager.wanted
         self._config = config
         self._step_time = step_time
         self._blocks = blocks
@@ -120,6 +122,9 @@ class SloPolicy:
     def may_start(self, sequence: Sequence, num_running: int) -> bool:
         """Whether a sequence may be admitted beside this many, if there are blocks."""
         if num_running + self.shares.seats_kept_from(sequence.service.name) >= self._config.max_num_seqs:
+            return False
+        name = sequence.service.name
+        if name in self.shares.most and not self.shares.may_use(name, self._wanted(sequence)):
             return False
         if sequence.has_starved:
             return True

@@ -151,7 +151,7 @@ def test_ten_thousand_sessions_leave_nothing_behind() -> None:
         run(sim)
     pool = sim.scheduler.blocks
     assert pool.num_free == pool.num_blocks and pool.used.total() == 0 and len(sim.scheduler.sequences) == 0
-    assert len(pool._index) == len(pool._key_of) == len(pool.cached) <= pool.num_blocks
+    assert len(pool._index) == len(pool._key_of) == pool.cached.num_cached <= pool.num_blocks
     assert max(sizes[2:]) <= 1.1 * sizes[1], sizes
 
 
@@ -236,7 +236,7 @@ class EvictionMachine(RuleBasedStateMachine):
     def books_are_straight(self) -> None:
         pool, cached = self.pool, self.pool.cached
         pool.check(self.live)
-        assert len(cached) == len(list(cached)) == len(set(cached))
+        assert cached.num_cached == len(list(cached)) == len(set(cached))
         assert cached.num_protected == sum(cached._is_protected)
         assert len(cached._protected) <= math.floor(0.3 * 16)
         for name in {*pool.used, *OWNERS}:

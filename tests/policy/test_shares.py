@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.policy.decisions import Decision
-from headway.policy.plan import StepPlan
+from headway.policy.plan import ScheduledSequence, StepPlan
 from headway.policy.promises import Outlook
 from headway.policy.request import Sequence, Status
 from headway.policy.scheduler import Scheduler
@@ -18,12 +18,21 @@ from headway.policy.service_class import ClassTable, ServiceClass
 from tests.policy.simulation import Simulation, check_ledger
 
 
-def classes(chat: float = 0.0, report: float = 0.0, offline: float = 0.0, starvation_s: float = 1e6) -> ClassTable:
+def classes(
+    chat: float = 0.0, report: float = 0.0, offline: float = 0.0, starvation_s: float = 1e6, most: float = 1.0
+) -> ClassTable:
+    """With these shares of blocks; `most` is the bound of those without."""
     given_ = {"chat": chat, "report": report, "offline": offline}
     ttft_ms = {"chat": {"ttft_ms": 1000.0}, "report": {"ttft_ms": 60_000.0}}
     return ClassTable(
         tuple(
-            ServiceClass(name=name, kv=share, starvation_s=starvation_s, **ttft_ms.get(name, {}))
+            ServiceClass(
+                name=name,
+                kv=share,
+                max_kv=most if share < most else 1.0,
+                starvation_s=starvation_s,
+                **ttft_ms.get(name, {}),
+            )
             for name, share in given_.items()
         )
     )
@@ -41,7 +50,9 @@ class Shared(Simulation):
             assert scheduler.slo is not None
             name = victim.service.name
             growth = sum(scheduler.block_manager.grows(s) for s in scheduler.running if s.service.name == name)
-            assert scheduler.slo.shares.is_over(name, growth), f"{name} has lost blocks of its share"
+            is_bound = not scheduler.slo.shares.may_use(name, growth)
+            is_bound |= any(sequence.has_starved for sequence in scheduler.sequences.values())
+            assert is_bound or scheduler.slo.shares.is_over(name, growth), f"{name} has lost blocks of its share"
             self.lost.append(name)
             preempt(victim, plan, now)
 
@@ -51,6 +62,12 @@ class Shared(Simulation):
 
         scheduler._preempt, scheduler._give_back = checked, given_back  # type: ignore[method-assign]
         return scheduler
+
+    def check_plan(self, items: list[ScheduledSequence]) -> None:
+        super().check_plan(items)
+        assert self.scheduler.slo is not None
+        for name, most in self.scheduler.slo.shares.most.items():
+            assert self.scheduler.blocks.used[name] <= most, f"{name} uses more than its bound"
 
     def check_shares(self) -> None:
         """There are blocks for the first of each class that fits in its share."""
@@ -126,6 +143,20 @@ def test_one_that_fits_in_its_share_passes_one_that_lets_nobody_by() -> None:
     sim.run_until_done()
 
 
+def test_a_class_uses_no_more_than_its_bound_though_the_rest_is_idle() -> None:
+    sim = shared(classes(most=0.5), max_model_len=40)
+    offline = [sim.submit([number] * 24, 16, service_class="offline") for number in range(3, 8)]
+    peaks = []
+    while any(sequence.status is not Status.FINISHED for sequence in offline):
+        sim.step()
+        peaks.append(sim.scheduler.blocks.used["offline"])
+        assert sim.scheduler.blocks.num_free >= 20
+    assert max(peaks) >= 18 and sim.lost == ["offline"] * len(sim.lost)
+    long = sim.submit([9] * 36, 4, service_class="offline")
+    sim.run_until_done()
+    assert long.output_len == 4
+
+
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(16, 48), max_num_seqs=st.integers(1, 8), mixed=st.booleans())
 def test_shares_hold_at_every_step_and_nobody_starves(
@@ -135,7 +166,7 @@ def test_shares_hold_at_every_step_and_nobody_starves(
     names = ("chat", "report", "offline")
     kept = {name: rng.choice([0.0, 0.2, 0.3]) for name in names}
     sim = shared(
-        classes(**kept, starvation_s=rng.choice([1e-6, 1e6])),
+        classes(**kept, starvation_s=rng.choice([1e-6, 1e6]), most=rng.choice([0.4, 0.7, 1.0])),
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.randrange(30),

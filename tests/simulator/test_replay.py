@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from headway import LLM, SamplingParams
 from headway.policy.accounting import StepTimes
+from headway.policy.intake import sequences_of
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.plan import StepPlan
 from headway.policy.recording import Arrival, End, NewClasses, Proposal, Record, RecordedEngine, RecordedScheduler, Step
@@ -26,7 +27,7 @@ from headway.simulator.recording import Recording, read_recordings
 from headway.simulator.replay import DifferentStep, replay
 from headway.simulator.server import simulate
 from tests.engine.models import write_config
-from tests.policy.simulation import Simulation, random_classes
+from tests.policy.simulation import Simulation, make_request, random_classes
 from tests.policy.test_drafts import Drafting
 
 
@@ -96,6 +97,28 @@ def test_the_same_steps_are_planned_again(seed: int, faults: dict[int, tuple[str
     ]
     assert all(isinstance(record, Arrival | Proposal | Step | End) for record in recording.records)
     assert replay(Recording(recording.engine, recording.records[: len(recording.records) // 2])) > 0
+
+
+def test_pinned_prompts_and_shares_are_part_of_a_recording() -> None:
+    rng = random.Random(2)
+    classes = ClassTable((ServiceClass(name="a", ttft_ms=9.0, kv=0.4), ServiceClass(name="b", max_kv=0.6)))
+    sim = Recorded(num_blocks=20, most_drafts=0, max_model_len=40, policy="slo", classes=classes, rng=rng)
+    system = [7] * 19
+    request = make_request("pinned", system, 1, sim.now)
+    request.pins_prompt = True
+    (pinned,) = sequences_of(request, 40, classes)
+    sim.sequences.append(pinned)
+    sim.scheduler.add(pinned, sim.now)
+    sim.run_until_done()
+    for _ in range(60):
+        begins = system[: rng.randrange(20)]
+        prompt = [*begins, *(rng.randrange(3, 100) for _ in range(rng.randrange(1, 12)))]
+        sim.submit(prompt, rng.randrange(1, 9), service_class=rng.choice(["a", "b"]))
+        sim.step()
+    sim.run_until_done()
+    blocks = sim.scheduler.blocks
+    assert len(blocks.pinned) == 4 and blocks.cached.num_evicted
+    assert replay(sim.recording()) == sum(isinstance(record, Step) for record in sim.records)
 
 
 def test_new_classes_are_part_of_a_recording() -> None:
