@@ -337,20 +337,20 @@ def test_who_waits_too_long_is_ended(folder: Path) -> None:
         "--max-queue-time",
         "0.6",
         "--max-num-queued-reqs",
-        "9",
+        "31",
         "--scheduling-policy",
         "fcfs",
     )
     try:
         eventually(server.is_ready, 90)
-        long = server.stream(prompt="x", max_tokens=500, n=8, **GREEDY)  # one after the other
+        long = server.stream(prompt="x", max_tokens=500, n=30, **GREEDY)  # one after the other
         next(long)
         refused: list[httpx.Response] = []
         waiting = threading.Thread(
             target=lambda: refused.append(server.http.post("/v1/completions", json={"prompt": "y"}))
         )
         waiting.start()
-        eventually(lambda: server.metric("num_requests_waiting") == 8)
+        eventually(lambda: server.metric("num_requests_waiting") == 30)
         assert server.http.post("/v1/completions", json={"prompt": "z"}).status_code == 429
         waiting.join()
         assert (refused[0].status_code, refused[0].json()["error"]["code"]) == (503, "queue_timeout")
