@@ -94,7 +94,7 @@ def test_errors_are_the_clients_own_exceptions(client: openai.OpenAI) -> None:
 
 def test_models_and_ledger(client: openai.OpenAI, served: Served) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
-    body = {"model": MODEL, "prompt": "Once", "max_tokens": 9, "include_timings": True}
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 9, "ignore_eos": True, "include_timings": True}
     answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)
     timings = answer.json()["timings"]
     assert sum(timings["phases_ns"].values()) == timings["e2e_ns"]

@@ -204,8 +204,11 @@ def test_port_in_use_is_one_line_and_exit_code_2(start: StartProcess) -> None:
 
 def test_startup_is_told_and_exported(start: StartProcess) -> None:
     process = start("--log-level", "error").until_ready()
+    told = r'headway:startup_seconds{.*stage="storage_read"} 0.005'
+    eventually(
+        lambda: bool(re.search(told, httpx.get(f"{process.url}/metrics").text))
+    )  # a moment after /health says so
     metrics = httpx.get(f"{process.url}/metrics").text
-    assert re.search(r'headway:startup_seconds{.*stage="storage_read"} 0.005', metrics)
     assert re.search(r'headway:startup_seconds{.*stage="warm_up"} 0.007', metrics)
     process.popen.terminate()
     _, errors = process.end()
