@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,6 @@ from headway.kernels.cpu_arithmetic import (
     FLOAT8,
     GROUPS4,
     PANEL,
-    PANEL_VECTORS,
     TILE_TOKENS,
     arithmetic_of,
     fused,
@@ -56,6 +56,7 @@ from headway.kernels.cpu_ir import (
     word_constant,
     write,
 )
+from headway.kernels.cpu_panels import tiles_of
 from headway.kernels.cpu_simd import (
     FLOAT32,
     exponential_of_two,
@@ -162,16 +163,7 @@ def multiply_groups(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         block = _Groups(kind, *arguments[2:])
-        end = builder.append_basic_block("end")
-        choice = builder.switch(arguments[1], end)
-        for tokens in range(1, TILE_TOKENS + 1):
-            case = builder.append_basic_block(f"tokens_{tokens}")
-            choice.add_case(index(tokens), case)
-            builder.position_at_end(case)
-            for vector in range(0, PANEL_VECTORS, tile_vectors(tokens)):
-                _tile(builder, block, tokens, vector)
-            builder.branch(end)
-        builder.position_at_end(end)
+        tiles_of(builder, arguments[1], partial(_tile, builder, block))
         return context.get_dummy_value()
 
     return types.void(kind, *[types.int64] * 16), generate

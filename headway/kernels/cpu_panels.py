@@ -8,7 +8,9 @@ are added depends on nothing else in the step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from numba import types
@@ -59,19 +61,26 @@ def multiply_panel(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         block = _Block(kind, *arguments[2:])
-        end = builder.append_basic_block("end")
-        choice = builder.switch(arguments[1], end)
-        for tokens in range(1, TILE_TOKENS + 1):
-            case = builder.append_basic_block(f"tokens_{tokens}")
-            choice.add_case(index(tokens), case)
-            builder.position_at_end(case)
-            for vector in range(0, PANEL_VECTORS, tile_vectors(tokens)):
-                _tile(builder, block, tokens, vector)
-            builder.branch(end)
-        builder.position_at_end(end)
+        tiles_of(builder, arguments[1], partial(_tile, builder, block))
         return context.get_dummy_value()
 
     return types.void(kind, *[types.int64] * 9), generate
+
+
+def tiles_of(builder: Any, tokens: Any, tile: Callable[[int, int], None]) -> None:
+    """Go through a panel, for the number of tokens that there is: `tile(tokens, vector)` writes the product of so many
+    tokens with the vectors from number `vector` on.
+    """
+    end = builder.append_basic_block("end")
+    choice = builder.switch(tokens, end)
+    for count in range(1, TILE_TOKENS + 1):
+        case = builder.append_basic_block(f"tokens_{count}")
+        choice.add_case(index(count), case)
+        builder.position_at_end(case)
+        for vector in range(0, PANEL_VECTORS, tile_vectors(count)):
+            tile(count, vector)
+        builder.branch(end)
+    builder.position_at_end(end)
 
 
 @dataclass(frozen=True, slots=True)
