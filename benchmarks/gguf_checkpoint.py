@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from benchmarks.checkpoint import SHAPES
 from benchmarks.weights import CHECKPOINTS, read_weights, write_weights
+from headway.models.gguf_config import TENSORS
 
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9  # types of values
 _F32, _BF16 = 0, 30  # types of tensors
@@ -29,20 +30,6 @@ _MOSTLY_BF16 = 32  # general.file_type
 _NORMAL, _CONTROL = 1, 3  # types of tokens
 _ALIGNMENT = 32
 _FAMILIES = {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 @dataclass(frozen=True)
@@ -76,8 +63,8 @@ def _name(name: str) -> str:
     stem, _, ending = name.rpartition(".")
     if stem.startswith("model.layers."):
         layer, _, part = stem.removeprefix("model.layers.").partition(".")
-        return f"blk.{layer}.{_NAMES[part]}.{ending}"
-    return f"{_NAMES[stem]}.{ending}"
+        return f"blk.{layer}.{TENSORS[part]}.{ending}"
+    return f"{TENSORS[stem]}.{ending}"
 
 
 def _interleaved(values: npt.NDArray[np.uint16], heads: int) -> npt.NDArray[np.uint16]:

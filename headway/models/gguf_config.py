@@ -45,7 +45,8 @@ _FIELDS = {
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
-_TENSORS = {
+# Parts of a Hugging Face checkpoint's names, and what GGUF calls them.
+TENSORS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -226,7 +227,7 @@ def gguf_name(name: str) -> tuple[str, int | None]:
     expert = _EXPERT.search(stem)
     stem = _EXPERT.sub("experts.", stem)
     layer = _LAYER.fullmatch(stem)
-    found = f"blk.{layer[1]}.{_TENSORS[layer[2]]}" if layer else _TENSORS[stem]
+    found = f"blk.{layer[1]}.{TENSORS[layer[2]]}" if layer else TENSORS[stem]
     return f"{found}.{ending}", int(expert[1]) if expert else None
 
 
