@@ -119,6 +119,7 @@ ROOMS = {
             "cost",
             "bench",
             "class_file",
+            "tenant_file",
             "engine.config",
             "files",
             "flags",

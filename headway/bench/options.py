@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from headway.bench.client.endpoint import Endpoint
+from headway.bench.client.endpoint import Endpoint, lower_names
 from headway.bench.errors import BenchError
 from headway.bench.measures.numbers import PERCENTILES
 from headway.bench.option_values import json_object, key_values, parse_goodput, percentiles
+from headway.bench.request import PlannedRequest
 from headway.bench.workload.arrival_flags import ArrivalFlags
 from headway.bench.workload.spec import WorkloadSpec
 from headway.flags import Flag
@@ -57,6 +58,16 @@ class Target:
     api_key: Annotated[
         str | None, _endpoint("API key, sent as a bearer token.", envvar=("HEADWAY_API_KEY", "OPENAI_API_KEY"))
     ] = None
+    tenant_keys: Annotated[
+        dict[str, str],
+        _endpoint(
+            "API key of a tenant's requests, TENANT=KEY; may be repeated.",
+            "--tenant-key",
+            parse=key_values,
+            repeated=True,
+            metavar="TENANT=KEY",
+        ),
+    ] = field(default_factory=dict)
     headers: Annotated[
         dict[str, str],
         _endpoint(
@@ -102,12 +113,22 @@ class Target:
             api="chat" if self.chat else "completions",
             path=self.path,
             api_key=self.api_key,
+            tenant_keys=self.tenant_keys,
             headers=self.headers,
             ignore_eos=bool(self.ignore_eos),
             extra_body=self.body_fields,
             timeout_s=self.request_timeout_s,
             insecure=self.insecure,
         )
+
+    def check_keys(self, requests: list[PlannedRequest]) -> None:
+        """Raises BenchError where a request is of a tenant whose key nobody said."""
+        for each in requests:
+            if each.tenant and each.tenant not in self.tenant_keys and "authorization" not in lower_names(each.headers):
+                raise BenchError(
+                    f"requests are of tenant {each.tenant!r}, and its API key is not known; give --tenant-key "
+                    f"{each.tenant}=KEY"
+                )
 
     @property
     def body_fields(self) -> dict[str, Any]:

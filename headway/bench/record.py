@@ -45,7 +45,7 @@ class RequestRecord:
     """One request as the client saw it; a time of 0 has not come.
 
     Args:
-        index, class_name: of the PlannedRequest.
+        index, class_name, tenant: of the PlannedRequest.
         scheduled_ns: when it was due. In a closed loop, and for a later turn, when it became due.
         sent_ns: just before its first byte was handed to the socket (a new connection's set-up comes after).
         connected_ns: when its connection stood; equal to sent_ns where one was kept open.
@@ -81,6 +81,7 @@ class RequestRecord:
     failure: Failure | None = None
     timings: dict[str, Any] | None = None
     text: str | None = None
+    tenant: str = ""
 
     @classmethod
     def of(cls, planned: PlannedRequest, due_ns: int) -> Self:
@@ -91,6 +92,7 @@ class RequestRecord:
             planned_prompt_tokens=planned.prompt_tokens,
             planned_output_tokens=planned.output_tokens,
             scheduled_ns=due_ns,
+            tenant=planned.tenant,
         )
 
     @property

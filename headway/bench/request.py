@@ -41,6 +41,7 @@ class PlannedRequest:
         think_s: seconds between that answer and this request.
         extra_body: further fields of the request's body.
         headers: further ones of the request.
+        tenant: whose it is; "" where nobody says.
         cancel_after_s: its client gives it up so many seconds after it was sent, if it has not ended by then.
     """
 
@@ -55,3 +56,4 @@ class PlannedRequest:
     extra_body: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
     cancel_after_s: float | None = None
+    tenant: str = ""

@@ -46,6 +46,7 @@ COLUMNS = (
     "server_e2e_ms",
     "server_ttft_ms",
     "server_preemptions",
+    "tenant",
 )
 
 
@@ -99,6 +100,7 @@ def _request(record: RequestRecord, began_ns: int) -> dict[str, object]:
         "chunks": len(record.chunk_ns),
         "finish_reason": record.finish_reason,
         "resent": record.resent,
+        "tenant": record.tenant,
     }
 
 

@@ -116,6 +116,7 @@ class Bench(Runner):
                 workload = build_workload(
                     spec, self.session.source, chat=self.options.target.chat, context=context, progress=show
                 )
+        self.options.target.check_keys(workload.requests)
         if context is not None and workload.longest_tokens > context:
             too_long = sum((each.prompt_tokens or 0) + each.output_tokens > context for each in workload.requests)
             raise BenchError(

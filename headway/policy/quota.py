@@ -10,11 +10,12 @@ Every change is a `Record`, and is written before it is made. So the same record
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from headway.policy.output_lengths import OutputBound
 from headway.policy.tenants import DEFAULT_TENANT, Limits, TenantTable
 
 MINUTE_US = 60_000_000
@@ -150,6 +151,7 @@ class Quotas:
         self.meters: dict[str, tuple[Meter, Meter]] = {}
         self.open: dict[int, Reserve] = {}
         self._next_number = 0
+        self._outputs: dict[str, OutputBound] = {}  # by tenant
         for record in past:
             self._apply(record)
         for number in list(self.open):
@@ -209,11 +211,21 @@ class Quotas:
         self._apply(record)
         return record.number
 
-    def settle(self, number: int, tokens: int | None, now: int) -> None:
-        """The request with this reservation has used so many tokens; None where it has failed."""
-        record = Settle(now, number, tokens)
+    def expected_output(self, tenant: str, allowed: int) -> int:
+        """Tokens to reserve for an output that may have so many: hardly any of the tenant's of late had more."""
+        return self._outputs[tenant].expected(allowed) if tenant in self._outputs else allowed
+
+    def settle(self, number: int, tokens: int | None, now: int, outputs: Sequence[int] = ()) -> None:
+        """The request with this reservation has used so many tokens; None where it has failed.
+
+        Args:
+            outputs: lengths of those that came to their own end.
+        """
+        tenant, record = self.open[number].tenant, Settle(now, number, tokens)
         self._write(record)
         self._apply(record)
+        for length in outputs:
+            self._outputs.setdefault(tenant, OutputBound()).ended(length)
 
     def _fitted(self, tenant: str, tokens: int) -> int:
         """The tokens, or the smallest budget where that is less."""

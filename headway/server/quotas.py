@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from headway.choices import TokenizedPrompt
-from headway.policy.output_lengths import OutputBound
 from headway.policy.quota import TOTAL, UNITS, OverLimit, Quotas
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.tenants import TenantTable
@@ -31,9 +30,8 @@ def clock_of_records() -> Callable[[], int]:
 class Charge:
     """What one request has reserved, until it is settled."""
 
-    def __init__(self, of: TenantQuotas, tenant: str, number: int) -> None:
+    def __init__(self, of: TenantQuotas, number: int) -> None:
         self._of = of
-        self._tenant = tenant
         self._number = number
         self._is_settled = False
 
@@ -45,7 +43,7 @@ class Charge:
         """
         if not self._is_settled:
             self._is_settled = True
-            self._of.settle(self._tenant, self._number, tokens, outputs)
+            self._of.quotas.settle(self._number, tokens, self._of.clock(), outputs)
 
 
 class TenantQuotas:
@@ -72,7 +70,6 @@ class TenantQuotas:
         except OSError as error:
             raise ValueError(f"cannot keep quotas in {journal}: {error.strerror}; see --quota-journal") from None
         self.refused: Counter[tuple[str, str]] = Counter()
-        self._outputs: dict[str, OutputBound] = {}
 
     def set_tenants(self, table: TenantTable) -> None:
         """From now on the limits of another table."""
@@ -106,9 +103,8 @@ class TenantQuotas:
         Raises:
             ApiError: 429 when that is more than is left of a budget; 503 when it cannot be written down.
         """
-        bound = self._outputs.setdefault(tenant, OutputBound())
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        tokens += sum(each.n * bound.expected(each.max_tokens or 1) for each in params)
+        tokens += sum(each.n * self.quotas.expected_output(tenant, each.max_tokens or 1) for each in params)
         try:
             made = self.quotas.reserve(tenant, tokens, self.clock())
         except OSError as error:
@@ -117,13 +113,7 @@ class TenantQuotas:
             ) from None
         if isinstance(made, OverLimit):
             raise self._refusal(tenant, made)
-        return Charge(self, tenant, made)
-
-    def settle(self, tenant: str, number: int, tokens: int | None, outputs: Sequence[int]) -> None:
-        """As Charge.settle()."""
-        self.quotas.settle(number, tokens, self.clock())
-        for length in outputs:
-            self._outputs[tenant].ended(length)
+        return Charge(self, made)
 
     def headers(self, tenant: str) -> dict[str, str]:
         """What is left of a tenant's budgets, or of that of all where the tenant has no limit."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from headway.policy.ledger import Ledger, Phase
 from headway.policy.queue_bound import Place, Refusal
+from headway.policy.quota import TOTAL, OverLimit
 from headway.policy.request import FinishReason, Resumed, Sequence
 from headway.simulator.traffic import Arrival
 
@@ -122,3 +123,9 @@ def in_words(refusal: Refusal) -> str:
     of_class = f" of class {refusal.bound.service_class}" if refusal.bound.service_class else ""
     here = f"{refusal.present}{of_class} are here"
     return f"it has {refusal.asked} {refusal.unit}, {here}, and at most {refusal.limit} may be"
+
+
+def over_in_words(over: OverLimit) -> str:
+    """Why a budget has nothing for a request."""
+    whose = "all tenants together are" if over.tenant == TOTAL else f"tenant {over.tenant!r} is"
+    return f"{whose} over the limit of {over.limit} {over.unit} a minute"

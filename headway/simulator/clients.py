@@ -15,6 +15,7 @@ from headway.bench.request import PlannedRequest
 from headway.bench.workload.build import Workload
 from headway.policy.request import FinishReason
 from headway.policy.service_class import ClassTable
+from headway.policy.tenants import DEFAULT_TENANT
 from headway.simulator.answers import Answer
 from headway.simulator.prompts import ids_of
 from headway.simulator.traffic import Arrival, arrival
@@ -174,6 +175,7 @@ class Clients:
             priority=body.get("priority", 0),
             cache_salt=body.get("cache_salt", ""),
             service_class=self._class_of(planned),
+            tenant=planned.tenant or DEFAULT_TENANT,
         )
         is_followed = planned.index in self._followers
         self._due[coming.request.request_id] = _Due(

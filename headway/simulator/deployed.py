@@ -14,10 +14,12 @@ from headway.planner.request import DeploymentOptions, HardwareName, ModelName, 
 from headway.planner.resolve import Resolved, find_hardware, resolve
 from headway.planner.words import gigabytes
 from headway.policy.queue_bound import QueueLimits
+from headway.policy.quota import Quotas
 from headway.policy.scheduler import Scheduler
 from headway.policy.sizing import PoolSize, pool_size
 from headway.simulator.server import Host
 from headway.simulator.timing import Predicted, Timing
+from headway.tenant_file import TenantFile, read_tenant_file
 
 _deployment, _engine = functools.partial(Flag, panel="Deployment"), functools.partial(Flag, panel="Engine")
 _server = functools.partial(Flag, panel="Server")
@@ -47,6 +49,10 @@ class ServerOptions(DeploymentOptions):
             metavar="FILE",
         ),
     ] = None
+    tenants: Annotated[
+        TenantFile | None,
+        _server("TOML file with tenants, their limits and weights.", parse=read_tenant_file, metavar="FILE"),
+    ] = None
     max_num_queued_reqs: Annotated[
         float | None, _limit("Limit of choices waiting or running; above it, 429. Default: 8 times --max-num-seqs.")
     ] = None
@@ -62,6 +68,7 @@ class Deployed:
 
     Args:
         about: JSON-able, what it is.
+        quotas: what its tenants may use; None without a file of tenants.
     """
 
     scheduler: Scheduler
@@ -69,6 +76,7 @@ class Deployed:
     limits: QueueLimits
     host: Host
     about: dict[str, Any]
+    quotas: Quotas | None = None
 
 
 def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float = 1.0) -> Deployed:
@@ -84,6 +92,10 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
     pool = replace(pool, num_blocks=round(pool.num_blocks * pools))
     if options.service_classes is not None:
         scheduling = replace(scheduling, classes=options.service_classes.table)
+    quotas = None
+    if options.tenants is not None:
+        scheduling = replace(scheduling, weights=options.tenants.table.weights)
+        quotas = Quotas(options.tenants.table, 0)
     scheduler, efficiency = scheduling.scheduler(device, pool), found.deployment.efficiency
     limits = QueueLimits.for_engine(
         scheduling.max_num_seqs,
@@ -107,7 +119,7 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
         "block_size": scheduling.block_size,
     }
     host = Host(round(efficiency.request_s * 1e9), efficiency.token_s * 1e9)
-    return Deployed(scheduler, Predicted(found.deployment), limits, host, about)
+    return Deployed(scheduler, Predicted(found.deployment), limits, host, about, quotas)
 
 
 def _request(options: ServerOptions, scheduling: SchedulingOptions, device: str) -> PlanRequest:

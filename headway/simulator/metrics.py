@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from headway.bench.measures.server_metrics import over_time
+from headway.policy.quota import UNITS
+from headway.policy.tenants import ALL
 from headway.simulator.clients import BEGAN_NS
 from headway.simulator.fleet import Fleet
 from headway.simulator.log import StepLog
@@ -40,8 +42,24 @@ def metrics_of(fleet: Fleet) -> dict[str, Any]:
         },
         "requests_finished": dict(sorted(Counter(str(answer.finish_reason) for answer in answers).items())),
         "stall_seconds": {phase: ns / 1e9 for phase, ns in sorted(stalls.items())},
+        **_tenants_of(fleet),
         **over_time(gauges_of_all(fleet)),
     }
+
+
+def _tenants_of(fleet: Fleet) -> dict[str, Any]:
+    """What quotas and turns say, the sums of all servers; nothing without tenants."""
+    found: dict[str, Any] = {}
+    fair = [each.scheduler.fair for each in fleet.servers if each.scheduler.fair is not None]
+    if fair:
+        found = {"fairness_lead_tokens": max(each.lead for each in fair)}
+        found["fairness_bound_tokens"] = max(each.bound for each in fair)
+    sums: dict[str, Counter[str]] = {}
+    for tenant, meters in (pair for each in fleet.servers if each.quotas for pair in each.quotas.meters.items()):
+        for unit, meter in zip(UNITS, meters, strict=True):
+            for name in ("reserved", "settled", "refunded"):
+                sums.setdefault(tenant or ALL, Counter())[f"{unit}_{name}"] += getattr(meter, name)
+    return found | ({"tenants": sums} if sums else {})
 
 
 def gauges_of_all(fleet: Fleet) -> list[tuple[float, dict[str, float]]]:

@@ -29,6 +29,7 @@ from headway.bench.workload.build import Workload, build_workload
 from headway.bench.workload.spec import WorkloadSpec
 from headway.engine.config import SchedulingOptions
 from headway.flags import Flag
+from headway.policy.quota import TOTAL
 from headway.policy.routing import ROUTERS
 from headway.policy.scaling import Scaler, ScalingRule
 from headway.report.console import print_table
@@ -213,6 +214,7 @@ class Simulation(Runner):
         with self.progress.status("Making prompts ...") as status, self.stoppable():
             context = servers[0].scheduler.config.max_model_len
             workload = build_workload(load.spec, SketchSource(self._tokenizer), chat=False, context=context)
+            _check_tenants(workload, servers[0])
             total, named = len(workload.requests), f" {label}" if label else ""
 
             def show(ended: int) -> None:
@@ -349,5 +351,16 @@ def answer(
     return RunResult({"seed": load.spec.seed}, records, BEGAN_NS, ended_ns, ClientHealth()), fleet, clients
 
 
+def _check_tenants(workload: Workload, server: Deployed) -> None:
+    """Raises ValueError where a request is of a tenant that the server's file does not have."""
+    known = (server.quotas.meters.keys() if server.quotas is not None else set()) - {TOTAL}
+    for name in sorted({request.tenant for request in workload.requests} - known - {""}) if known else ():
+        raise ValueError(
+            f"the workload has requests of tenant {name!r}, which --tenants has not; it has {', '.join(sorted(known))}"
+        )
+
+
 def _server(deployed: Deployed) -> Server:
-    return Server(deployed.scheduler, deployed.timing, deployed.limits, deployed.host, None, None)
+    return Server(
+        deployed.scheduler, deployed.timing, deployed.limits, deployed.host, None, None, quotas=deployed.quotas
+    )

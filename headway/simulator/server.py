@@ -19,13 +19,14 @@ from headway.policy.queue_bound import QueueLimits, Queues
 from headway.policy.quota import OverLimit, Quotas
 from headway.policy.request import NEVER, FinishReason
 from headway.policy.scheduler import Scheduler
-from headway.simulator.answers import Answer, Choice, EngineDied, Present, Stuck, in_words
+from headway.simulator.answers import Answer, Choice, EngineDied, Present, Stuck, in_words, over_in_words
 from headway.simulator.log import StepLog
 from headway.simulator.timing import Timing
 from headway.simulator.traffic import EOS, VOCAB_SIZE, Arrival
 
 # While sequences wait and nothing can run, the scheduler is asked so often; and in the end for so long.
 IDLE_NS, STUCK_NS = 1_000_000, 600_000_000_000
+_OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ class Server:
     Attributes:
         now: of the engine.
         queues: what counts requests, and refuses those that are too many.
+        quotas: what tenants may use; None where there are none.
     """
 
     def __init__(
@@ -132,8 +134,8 @@ class Server:
         self._next_engine = next_engine
         self._engine_back_ns = 0
         self.queues = Queues(limits, scheduler.config.classes)
-        self._quotas = quotas
-        self.queues.set_tenants(scheduler.config.weights or None)
+        self.quotas = quotas
+        self.queues.set_tenants(scheduler.config.weights or (None if quotas is None else {}))
         self._coming: list[tuple[int, int, Callable[[int], None]]] = []  # to the API process: when, and what
         self._numbers = itertools.count()
         self._tokenizer_free_ns = 0
@@ -219,6 +221,10 @@ class Server:
         if now < self._engine_back_ns:
             self._refuse(present, "the engine has died, and the next one is not yet there", False, now)
             return answers
+        over = self.quotas.over_limit(request.tenant, None, now) if self.quotas is not None else None
+        if over is not None:
+            self._refuse(present, over_in_words(over), False, now)
+            return answers
         if (refusal := present.place.take(len(answers))) is not None:
             self._refuse(present, in_words(refusal), refusal.is_final, now)
             return answers
@@ -237,12 +243,13 @@ class Server:
         refusal = present.place.take(prompts=[present.answers[0].prompt_len])
         if refusal is not None:
             return self._refuse(present, in_words(refusal), refusal.is_final, now)
-        if self._quotas is not None:
+        if self.quotas is not None:
             request = present.arrival.request
-            tokens = present.answers[0].prompt_len + len(present.answers) * (request.params.max_tokens or 0)
-            made = self._quotas.reserve(request.tenant, tokens, now)
+            output = self.quotas.expected_output(request.tenant, request.params.max_tokens or 1)
+            tokens = present.answers[0].prompt_len + len(present.answers) * output
+            made = self.quotas.reserve(request.tenant, tokens, now)
             if isinstance(made, OverLimit):
-                return self._refuse(present, f"over the limit of {made.limit} {made.unit} a minute", False, now)
+                return self._refuse(present, over_in_words(made), False, now)
             present.reservation = made
         self._inbox.append((self._add, present))
 
@@ -272,9 +279,10 @@ class Server:
             return
         present.place.close(now)
         present.choices.clear()
-        if self._quotas is not None and present.reservation is not None:
+        if self.quotas is not None and present.reservation is not None:
             had = sum(len(answer.token_ns) for answer in present.answers)
-            self._quotas.settle(present.reservation, present.answers[0].prompt_len + had if had else None, now)
+            ends = [len(each.token_ns) for each in present.answers if each.finish_reason in _OWN_ENDS]
+            self.quotas.settle(present.reservation, present.answers[0].prompt_len + had if had else None, now, ends)
         for arrival in self.after(present.answers) if self.after is not None else ():
             self._at(max(now, arrival.at_ns), partial(self._arrive, arrival, iter(())))
 

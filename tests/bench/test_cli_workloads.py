@@ -346,3 +346,17 @@ def test_a_duration(headway: CommandLine, scripted: ScriptedServer) -> None:
     assert ran.code == 0 and ran.result()["completed"] == pytest.approx(20, abs=1)
     ran = headway(*arguments, "--request-rate", 40, "--duration", 0.5, "--num-prompts", 4)
     assert ran.result()["completed"] == 4
+
+
+def test_requests_of_tenants_carry_their_keys(headway: CommandLine, tmp_path: Path) -> None:
+    mix = tmp_path / "tenants.toml"
+    parts = ('[[class]]\nname = "{0}"\nshare = 1\ntenant = "{0}"\nrandom_input_len = 8\nrandom_output_len = 3\n',) * 2
+    mix.write_text("".join(part.format(name) for part, name in zip(parts, ("acme", "lab"), strict=True)))
+    with ScriptedServer(api_key="k") as server:
+        arguments = ["bench", "--base-url", server.url, "--api-key", "k", "--mix", mix, "--num-prompts", 4]
+        error = headway(*arguments, "--tenant-key", "acme=k").error()
+        assert "requests are of tenant 'lab', and its API key is not known; give --tenant-key lab=KEY" in error
+        ran = headway(*arguments, "--tenant-key", "acme=k", "--tenant-key", "lab=wrong", "--num-warmups", 0)
+        views = {each["name"]: each for each in ran.result()["headway"]["summaries"]}
+        assert views["tenant acme"]["completed"] == 2 and views["tenant lab"]["failures"] == {"auth": 2}
+        assert "wrong" not in json.dumps(ran.settings())

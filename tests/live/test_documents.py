@@ -89,6 +89,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tomls = {b.document.name: b.text for b in ALL if b.language == "toml"}
     (tmp_path / "service.toml").write_text(tomls["workloads.md"])
     (tmp_path / "classes.toml").write_text(tomls["classes.md"])
+    for name in ("tenants.toml", "other.toml"):
+        (tmp_path / name).write_text(tomls["tenants.md"])
+    (tmp_path / "tenants.jsonl").write_text(MOONCAKE.replace("{", '{"tenant": "acme", '))
     return tmp_path
 
 

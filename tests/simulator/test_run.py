@@ -156,3 +156,75 @@ def test_the_pool_is_what_the_memory_leaves() -> None:
     assert blocks(kv_cache_memory=64 * 2**30) == 64 * 2**30 // (16 * of_token)
     assert blocks() > blocks(gpu_memory_utilization=0.5) > 0
     assert blocks(tensor_parallel_size=2) > 2 * blocks()  # each device has half of the weights, too
+
+
+TENANTS = """
+[[tenant]]
+name = "quiet"
+[[tenant]]
+name = "loud"
+requests_per_minute = 60
+"""
+
+
+def of_tenants(path: Path, seconds: int = 6) -> list[str | Path]:
+    """A trace in which one tenant sends 1 request a second and the other 20, more than the seats can serve."""
+    rows = [{"timestamp": 1000 * at, "tenant": "quiet"} for at in range(seconds)]
+    rows += [{"timestamp": 50 * at, "tenant": "loud"} for at in range(20 * seconds)]
+    lines = [json.dumps(row | {"input_length": 1500, "output_length": 60}) + "\n" for row in rows]
+    path.write_text("".join(lines))
+    return [
+        "--dataset-name",
+        "mooncake",
+        "--dataset-path",
+        path,
+        "--max-num-seqs",
+        "4",
+        "--max-num-queued-reqs",
+        "none",
+    ]
+
+
+def test_a_file_of_tenants_is_tried_on_traffic_of_several(tmp_path: Path) -> None:
+    """Limits and turns are those of a live server: one is refused beyond its limit, the other is not kept waiting."""
+    tenants, load = tmp_path / "tenants.toml", of_tenants(tmp_path / "trace.jsonl")
+    tenants.write_text(TENANTS)
+    options = ["--result-dir", tmp_path, "--csv", "--scheduling-policy", "fcfs"]
+
+    def run(name: str, *more: str | Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        _, said = simulate(*MODEL, *load, *options, "--result-filename", f"{name}.json", *more)
+        ours = json.loads((tmp_path / f"{name}.json").read_text())["headway"]
+        return said, {each["name"]: each for each in ours["summaries"]}, ours["server"]["metrics"]
+
+    said, views, metrics = run("limited", "--tenants", tenants)
+    loud, quiet = views["tenant loud"], views["tenant quiet"]
+    assert (quiet["completed"], quiet["failures"]) == (6, {})
+    # 60 saved up, and one more each second; what comes at the edge of a second is let in.
+    assert loud["completed"] == 60 + 5 and loud["failures"] == {"rate_limited": 120 - 65}
+    assert "Tenants" in said and "of them refused (429)" in said and "tenant 'loud' is over the limit" in said
+    of_loud = metrics["tenants"]["loud"]
+    assert of_loud["requests_settled"] == 65 and of_loud["tokens_settled"] == 65 * 1560
+    assert of_loud["tokens_reserved"] == of_loud["tokens_settled"] + of_loud["tokens_refunded"]
+    assert 0 < metrics["fairness_lead_tokens"] <= metrics["fairness_bound_tokens"]
+    assert load_json(tmp_path / "limited.json").records[0].tenant == "quiet"
+    assert ",quiet," in (tmp_path / "limited.csv").read_text()
+
+    tenants.write_text(TENANTS.replace("requests_per_minute = 60", ""))
+    waits = [run(name, *more)[1]["tenant quiet"]["from_schedule"]["ttft_ms"]["maximum"]
+             for name, more in (("turns", ("--tenants", tenants)), ("none", ()))]  # fmt: skip
+    assert waits[0] < waits[1] / 4, "without turns it waits behind the flood"
+
+
+def test_what_if_the_tenants_had_other_limits(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first.write_text(TENANTS)
+    second.write_text(TENANTS.replace("= 60", "= 600"))
+    load = [*of_tenants(tmp_path / "trace.jsonl"), "--no-save-result", "--tenants", first]
+    _, said = simulate(*MODEL, *load, "--what-if", f"tenants={second}")
+    rows = [line.split() for line in said.splitlines() if "asked" in line or "tenants=" in line]
+    assert [next(word for word in row if word.isdigit()) for row in rows] == ["71", "126"]
+    code, said = simulate(*MODEL, *load, "--what-if", f"tenants={tmp_path}/none.toml")
+    assert code == 2 and "none.toml" in said
+    (tmp_path / "other.toml").write_text('[[tenant]]\nname = "quiet"\n')
+    code, said = simulate(*MODEL, *load[:-1], tmp_path / "other.toml")
+    assert code == 2 and "requests of tenant 'loud', which --tenants has not; it has default, quiet" in said

@@ -24,6 +24,7 @@ class Endpoint:
         model: None leaves the field out.
         path: route in place of the API's own.
         api_key: sent as a bearer token.
+        tenant_keys: in place of it, by the tenant of a request.
         headers: further ones, or others than the client's own.
         ignore_eos: ask for exactly the planned number of tokens.
         extra_body: further fields of every body; those of a request win.
@@ -44,6 +45,7 @@ class Endpoint:
     api: Api = "completions"
     path: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    tenant_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     ignore_eos: bool = False
     extra_body: Mapping[str, Any] = field(default_factory=dict)
@@ -65,8 +67,9 @@ class Endpoint:
         for name, seconds in (("timeout", self.timeout_s), ("connect timeout", self.connect_timeout_s)):
             if not 0 < seconds < math.inf:
                 raise BenchError(f"the {name} is {seconds:g} s; it must be a number above 0")
-        if self.api_key is not None and not _is_header_text(self.api_key, blanks=False):
-            raise BenchError("the API key has characters that a header cannot carry; give it without blanks")
+        for key in (self.api_key, *self.tenant_keys.values()):
+            if key is not None and not _is_header_text(key, blanks=False):
+                raise BenchError("the API key has characters that a header cannot carry; give it without blanks")
         check_headers(self.headers)
 
     @property
@@ -77,11 +80,11 @@ class Endpoint:
     def route(self) -> str:
         return self.path or ROUTES[self.api]
 
-    def all_headers(self) -> dict[str, str]:
-        """Of every request, beside those that HTTP needs; names in lower case."""
+    def all_headers(self, tenant: str = "") -> dict[str, str]:
+        """Of every request of a tenant, beside those that HTTP needs; names in lower case."""
         headers = {"content-type": "application/json", "accept": "text/event-stream, application/json"}
-        if self.api_key is not None:
-            headers["authorization"] = f"Bearer {self.api_key}"
+        if (key := self.tenant_keys.get(tenant, self.api_key)) is not None:
+            headers["authorization"] = f"Bearer {key}"
         return headers | lower_names(self.headers)
 
 

@@ -27,7 +27,7 @@ class OpenAIClient:
         self._keep_text = keep_text
         self.http = HttpClient.to(endpoint)
         self._bodies = BodyBuilder(endpoint)
-        self._head = self._head_with({})
+        self._head = self.http.head("POST", endpoint.route, endpoint.all_headers())
 
     async def __aenter__(self) -> Self:
         return self
@@ -35,9 +35,11 @@ class OpenAIClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _head_with(self, headers: dict[str, str]) -> bytes:
+    def _head_of(self, planned: PlannedRequest) -> bytes:
         endpoint = self.endpoint
-        return self.http.head("POST", endpoint.route, endpoint.all_headers() | lower_names(headers))
+        return self.http.head(
+            "POST", endpoint.route, endpoint.all_headers(planned.tenant) | lower_names(planned.headers)
+        )
 
     def close(self) -> None:
         """Close all connections; requests under way end as CUT."""
@@ -63,7 +65,7 @@ class OpenAIClient:
         """
         endpoint = self.endpoint
         body = self._bodies.body(planned, prompt)
-        head = self._head_with(planned.headers) if planned.headers else self._head
+        head = self._head_of(planned) if planned.headers or planned.tenant else self._head
         answer = StreamedAnswer(record, keep_text=self._keep_text, keep_timings=endpoint.include_timings)
         record.sent_ns = record.connected_ns = time.monotonic_ns()
         try:

@@ -23,6 +23,7 @@ from headway.cost.price import cost_per_million
 WHOLE_RUN = "whole run"
 STEADY_STATE = "steady state"
 PROBE_STREAM = "probe stream"
+PARTS = {"class_name": "class ", "tenant": "tenant "}  # what a run is divided by, and how such views are called
 
 
 def summarise_all(
@@ -34,8 +35,8 @@ def summarise_all(
     price_per_hour: float | None = None,
     confidence: float = 0.95,
 ) -> list[Summary]:
-    """The whole run first, then its steady state where there is one, then each class by name, over the whole run, and
-    at last the probes, which are in none of these.
+    """The whole run first, then its steady state where there is one, then each class and each tenant by name, over the
+    whole run, and at last the probes, which are in none of these.
 
     Without a steady state the first summary's notes say why. Arguments are those of `summarise`.
     """
@@ -53,12 +54,13 @@ def summarise_all(
         summaries.append(summarise(result, name=STEADY_STATE, window=steady, **options))
     else:
         whole.notes.append(f"no steady state: {steady.reason}")
-    classes = sorted({record.class_name for record in result.records} - {""})
-    summaries += [summarise(result, name=f"class {name}", class_name=name, **options) for name in classes]
+    for kind in PARTS:
+        names = sorted({getattr(record, kind) for record in result.records} - {""})
+        summaries += [summarise(result, name=PARTS[kind] + name, part={kind: name}, **options) for name in names]
     if result.probes:
         beside = replace(result, records=result.probes)
         limits: dict[str, Any] = {"percentiles": percentiles, "confidence": confidence}
-        summaries.append(summarise(beside, name=PROBE_STREAM, class_name="", **limits))
+        summaries.append(summarise(beside, name=PROBE_STREAM, part={"class_name": ""}, **limits))
     return summaries
 
 
@@ -67,7 +69,7 @@ def summarise(
     *,
     name: str = WHOLE_RUN,
     window: Window | None = None,
-    class_name: str | None = None,
+    part: Mapping[str, str] | None = None,
     percentiles: Sequence[float] = PERCENTILES,
     objectives: Objectives | None = None,
     objectives_by_class: Mapping[str, Objectives] | None = None,
@@ -79,23 +81,23 @@ def summarise(
     Args:
         window: latencies, failures and attainment of the requests that were due in it, rates of what came in it. None,
             or a window that was not found, is the whole run.
-        class_name: of the requests of this class only; None is all.
+        part: of the requests with this class_name or tenant only; None is all.
         percentiles: 0 < p < 100, of every distribution.
         objectives, objectives_by_class: in ms, see `slo.attainment`.
-        price_per_hour: of the machine. There is no cost of a class: the classes share the machine.
+        price_per_hour: of the machine. There is no cost of a part: all share the machine.
         confidence: of all intervals.
 
     Returns:
         Metrics of which there is no value at all are left out of from_schedule, from_send and phases_ms.
     """
-    part = window is not None and window.found
+    windowed = window is not None and window.found
     window = window or Window(result.began_ns, result.ended_ns, False, "the whole run")
-    began_ns, ended_ns = (window.began_ns, window.ended_ns) if part else (result.began_ns, result.ended_ns)
-    records, rates = _records_and_rates(result, class_name, began_ns, ended_ns, part)
+    began_ns, ended_ns = (window.began_ns, window.ended_ns) if windowed else (result.began_ns, result.ended_ns)
+    records, rates = _records_and_rates(result, part, began_ns, ended_ns, windowed)
     latencies = Latencies.of(records)
     failures = Counter(str(record.failure_kind) for record in records if record.failed)
     tokens = _tokens(latencies.records)
-    price = price_per_hour if class_name is None else None
+    price = price_per_hour if part is None else None
     return Summary(
         name=name,
         window=window,
@@ -118,17 +120,18 @@ def summarise(
         ),
         cost_per_million_output_tokens=cost_per_million_tokens(price, rates["output_throughput"]),
         cost_per_million_tokens=cost_per_million_tokens(price, rates["total_token_throughput"]),
-        tokens_per_joule=_tokens_per_joule(result, tokens["output"], whole=not part and class_name is None),
+        tokens_per_joule=_tokens_per_joule(result, tokens["output"], whole=not windowed and part is None),
         notes=_notes(result, records, latencies),
     )
 
 
 def _records_and_rates(
-    result: RunResult, class_name: str | None, began_ns: int, ended_ns: int, part: bool
+    result: RunResult, part: Mapping[str, str] | None, began_ns: int, ended_ns: int, windowed: bool
 ) -> tuple[list[RequestRecord], dict[str, float]]:
-    """The records of a class that were due in a part of the run, and the rates of all that came in that part."""
-    records = [record for record in result.records if class_name is None or record.class_name == class_name]
-    if not part:
+    """The records of a part that were due in the window, and the rates of all of it that came in the window."""
+    of_part = (part or {}).items()
+    records = [record for record in result.records if all(getattr(record, key) == name for key, name in of_part)]
+    if not windowed:
         return records, whole_run_rates(records, began_ns, ended_ns)
     due = [record for record in records if began_ns <= record.scheduled_ns < ended_ns]
     return due, window_rates(records, began_ns, ended_ns)

@@ -8,9 +8,9 @@ from typing import Any
 
 from headway.bench.measures.client_effect import SPOILT
 from headway.bench.measures.numbers import Percentile, Summary
-from headway.bench.record import RunResult
+from headway.bench.record import FailureKind, RunResult
 from headway.bench.report import verdict
-from headway.bench.report.views import class_views, steady_or_whole
+from headway.bench.report.views import part_views, steady_or_whole
 from headway.report.parts import Line, Tone
 from headway.report.style import number, plain
 
@@ -39,13 +39,14 @@ def _lines(result: RunResult, summaries: Sequence[Summary], target: float, most_
             yield Line(name, said)
     if cached := whole.tokens.get("cached", 0):
         yield Line("Cached", _cached(result.settings, cached, whole.tokens.get("prompt", 0)))
-    for each in [view, *class_views(summaries)]:
+    for name, each in part_views(summaries, "tenant"):
+        yield Line(plain(name, 12), _of_tenant(each), "bad" if each.failed else "")
+    for name, each in [("Objectives", view), *part_views(summaries, "class_name")]:
         if (found := each.attainment) is not None and found.total:
             tones: dict[str, Tone] = {"held": "good", "missed": "bad", "undecided": "warn"}
             decision = verdict.outcome(found, target)
-            name = "Objectives" if each is view else plain(each.name.removeprefix("class "), 12)
             said = f"{verdict.objectives_in_words(found.objectives)}: met by {100 * found.share:.4g} % ({decision})"
-            yield Line(name, said, tones[decision])
+            yield Line(plain(name, 12), said, tones[decision])
     yield _good(result, summaries, most_failed)
     yield Line("Next", _next(result, summaries, target, most_failed))
 
@@ -68,6 +69,13 @@ def _answered(result: RunResult, whole: Summary) -> str:
     return (
         said + (f"; failed: {kinds}" if kinds else "") + (f"; cancelled: {whole.cancelled:,}" * bool(whole.cancelled))
     )
+
+
+def _of_tenant(view: Summary) -> str:
+    refused = view.failures.get(FailureKind.RATE_LIMITED, 0)
+    said = f"{view.completed:,} of {verdict.count(view.completed + view.failed, 'request')}"
+    ttft = _latency(view, "ttft_ms")
+    return said + f"; refused (429): {refused:,}" * bool(refused) + f"; TTFT {ttft}" * bool(ttft)
 
 
 def _latency(view: Summary, metric: str) -> str:

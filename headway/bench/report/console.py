@@ -48,7 +48,7 @@ def print_summary(
     parts = [
         tables.overview(summaries),
         *tables.latency_tables(summaries),
-        tables.class_table(summaries),
+        *tables.part_tables(summaries),
         tables.probe_table(summaries),
         tables.phase_table(summaries[0]),
         tables.metrics_table(result.server.get("metrics") or {}),

@@ -144,7 +144,7 @@ def run_sections(result: RunResult, summaries: Sequence[Summary], prefix: str = 
     found = _present(
         tables.overview(summaries),
         *tables.latency_tables(summaries),
-        tables.class_table(summaries),
+        *tables.part_tables(summaries),
         tables.probe_table(summaries),
         tables.failure_table(result),
     )

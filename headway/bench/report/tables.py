@@ -10,9 +10,9 @@ import numpy as np
 
 from headway.bench.measures.client_effect import SPOILT, is_spoilt
 from headway.bench.measures.numbers import Attainment, Distribution, Percentile, Summary
-from headway.bench.record import ClientHealth, RunResult
+from headway.bench.record import ClientHealth, FailureKind, RunResult
 from headway.bench.report.verdict import METRIC_NAMES, failures_by_kind, is_valid, objectives_in_words, outcome
-from headway.bench.report.views import class_views, load_of, main_views, probe_view, steady_or_whole
+from headway.bench.report.views import load_of, main_views, part_views, probe_view, steady_or_whole
 from headway.report.parts import Cell, Table, Tone, cells
 from headway.report.style import number, plain
 
@@ -128,17 +128,19 @@ def percentile_cell(claim: Percentile | None, tone: Tone = "") -> Cell:
     return Cell(number(claim.value), tone, f"{low}–{high}")
 
 
-def class_table(summaries: Sequence[Summary]) -> Table | None:
-    """Each class of a mix: latencies and goodput; None without classes."""
-    views = class_views(summaries)
-    if not views:
-        return None
-    names = [plain(view.name.removeprefix("class "), 24) for view in views]
+def part_tables(summaries: Sequence[Summary]) -> list[Table]:
+    """Each class of a mix, and each tenant: latencies and goodput."""
+    kinds = (("Classes", "class_name"), ("Tenants", "tenant"))
+    return [_part_table(title, found) for title, kind in kinds if (found := part_views(summaries, kind))]
+
+
+def _part_table(title: str, parts: Sequence[tuple[str, Summary]]) -> Table:
+    names, views = [plain(name, 24) for name, _ in parts], [view for _, view in parts]
     rows = _apart_rows(views) + _goodput_rows(views)
     stated = {name: view.attainment.objectives for name, view in zip(names, views, strict=True) if view.attainment}
     note = "; ".join(f"{name}: {objectives_in_words(limits)}" for name, limits in stated.items() if limits)
     shown = tuple(cells(label, *values) for label, values in rows)
-    return Table("Classes", ("", *names), shown, note=f"Latencies from the schedule. {note}".strip())
+    return Table(title, ("", *names), shown, note=f"Latencies from the schedule. {note}".strip())
 
 
 def probe_table(summaries: Sequence[Summary]) -> Table | None:
@@ -158,6 +160,9 @@ def _apart_rows(views: Sequence[Summary]) -> list[Row]:
         ("failed", [Cell(f"{view.failed:,}", "bad" if view.failed else "") for view in views]),
         ("cancelled", [f"{view.cancelled:,}" for view in views]),
     ]
+    refused = [view.failures.get(FailureKind.RATE_LIMITED, 0) for view in views]
+    if any(refused):
+        rows.insert(2, ("of them refused (429)", [f"{count:,}" for count in refused]))
     for metric, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2el_ms", "E2E")):
         rows += [(f"{name} P{p:g}, ms", [_claim_cell(view, metric, p) for view in views]) for p in (50.0, 90.0, 99.0)]
     return rows

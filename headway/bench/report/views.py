@@ -6,19 +6,18 @@ import math
 from collections.abc import Sequence
 
 from headway.bench.measures.numbers import Summary
-from headway.bench.measures.summary import PROBE_STREAM, STEADY_STATE
+from headway.bench.measures.summary import PARTS, PROBE_STREAM, STEADY_STATE
 from headway.bench.record import RunResult
-
-CLASS = "class "
 
 
 def main_views(summaries: Sequence[Summary]) -> list[Summary]:
-    """The whole run and its steady state; without the classes and the probes."""
-    return [view for view in summaries if not view.name.startswith(CLASS) and view.name != PROBE_STREAM]
+    """The whole run and its steady state; without classes, tenants and probes."""
+    return [view for view in summaries if not view.name.startswith((*PARTS.values(), PROBE_STREAM))]
 
 
-def class_views(summaries: Sequence[Summary]) -> list[Summary]:
-    return [view for view in summaries if view.name.startswith(CLASS)]
+def part_views(summaries: Sequence[Summary], kind: str) -> list[tuple[str, Summary]]:
+    """Of each class (`class_name`) or each tenant (`tenant`), with its name."""
+    return [(view.name.removeprefix(PARTS[kind]), view) for view in summaries if view.name.startswith(PARTS[kind])]
 
 
 def probe_view(summaries: Sequence[Summary]) -> Summary | None:

@@ -120,7 +120,7 @@ def build_workload(
 def _as_ever(request: PlannedRequest) -> dict[str, Any]:
     """Without the fields that came later where they say nothing, so that fingerprints stay what they were."""
     fields: dict[str, Any] = msgspec.to_builtins(request)
-    for name in ("headers", "cancel_after_s"):
+    for name in ("headers", "cancel_after_s", "tenant"):
         if not fields[name] and fields[name] != 0:
             del fields[name]
     return fields
@@ -271,6 +271,7 @@ class _Writer:
                     extra_body=dict(part.of_class.extra_body),
                     headers=dict(part.of_class.headers),
                     cancel_after_s=request.cancel_after_s,
+                    tenant=request.tenant or part.of_class.tenant,
                 )
             )
             said = (tokens or 0) + request.output_tokens

@@ -22,6 +22,7 @@ class SampleRequest:
         think_s: before this turn, after the answer to the turn before.
         ends_early: the conversation was to go on, and would have become too long.
         cancel_after_s: its client gives it up so long after it was sent; None for one that waits.
+        tenant: whose it is, where the dataset says so.
     """
 
     output_tokens: int
@@ -32,6 +33,7 @@ class SampleRequest:
     think_s: float = 0.0
     ends_early: bool = False
     cancel_after_s: float | None = None
+    tenant: str = ""
 
 
 Turns = tuple[SampleRequest, ...]  # of one conversation; a single request is a conversation of one turn

@@ -46,7 +46,7 @@ LOAD_KEYS: dict[str, type] = {
     "max_concurrency": int,
     "num_prompts": int,
 }
-CLASS_KEYS = ("name", "share", "goodput", "extra_body", "headers", *BODY_KEYS, *LOAD_KEYS)
+CLASS_KEYS = ("name", "share", "goodput", "extra_body", "headers", "tenant", *BODY_KEYS, *LOAD_KEYS)
 TYPE_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", dict: "a table"}
 
 
@@ -81,6 +81,7 @@ class MixClass:
         objectives: {"ttft": 200.0, ...} in ms; empty where the run's own are meant.
         extra_body: fields of each request's body, those of BODY_KEYS among them.
         headers: of each request.
+        tenant: whose they are.
         load: its own arrivals; None where one process is for all classes.
     """
 
@@ -91,6 +92,7 @@ class MixClass:
     extra_body: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
     load: ClassLoad | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,7 @@ def _class(path: Path, table: dict[str, Any], number: int) -> MixClass:
         extra_body,
         _named(where, check_headers, headers),
         load,
+        _of_type(where, table, "tenant", str, ""),
     )
 
 

@@ -143,6 +143,7 @@ def _line_of_error(text: str) -> int:
 class _CustomRow(msgspec.Struct):
     prompt: str
     output_tokens: int | None = None
+    tenant: str = ""
 
 
 @dataclass
@@ -151,6 +152,7 @@ class Custom(TextDataset):
 
     Args:
         path: JSON Lines, {"prompt": "...", "output_tokens": 10}; DEFAULT_OUTPUT_TOKENS where output_tokens is absent.
+            A `tenant` says whose a prompt is.
 
     Raises:
         BenchError: naming the file and the line that is wrong.
@@ -173,12 +175,12 @@ class Custom(TextDataset):
         for at, output_tokens in zip(order, wanted, strict=True):
             if len(kept) == count:
                 break
-            prompt = self._rows[at].prompt
-            asked = self.source.count(prompt)
+            row = self._rows[at]
+            asked = self.source.count(row.prompt)
             if self.longest_prompt is not None and asked > self.longest_prompt:
                 long += 1
             else:
-                kept.append((SampleRequest(output_tokens, asked, text=prompt),))
+                kept.append((SampleRequest(output_tokens, asked, text=row.prompt, tenant=row.tenant),))
         if not kept:
             raise BenchError(f"{self.path}: every prompt is longer than --max-input-len {self.longest_prompt}")
         if long:

@@ -2,7 +2,8 @@
 
 Formats: the Azure LLM inference traces (CSV: TIMESTAMP, ContextTokens, GeneratedTokens), BurstGPT (CSV: Timestamp in
 seconds, Model, Request tokens, Response tokens, Total tokens, Log Type) and Mooncake (JSON Lines: timestamp in
-milliseconds, input_length, output_length, hash_ids). They hold no text: prompts of the same lengths are made up.
+milliseconds, input_length, output_length, hash_ids; and tenant, which is ours). They hold no text: prompts of the same
+lengths are made up.
 """
 
 from __future__ import annotations
@@ -49,10 +50,7 @@ class TraceRows(Dataset):
         rows = self._usable(rows)
         first = rows[0][0]
         # Whole nanoseconds until here, so that gaps are those of the file.
-        self._turns: list[Turns] = [
-            (SampleRequest(request.output_tokens, request.input_tokens, request.shared, arrival_s=(at - first) / 1e9),)
-            for at, request in rows
-        ]
+        self._turns: list[Turns] = [(replace(request, arrival_s=(at - first) / 1e9),) for at, request in rows]
         self.rows = len(rows)
 
     def _usable(self, rows: list[Row]) -> list[Row]:
@@ -168,6 +166,7 @@ class _MooncakeRow(msgspec.Struct):
     input_length: int
     output_length: int
     hash_ids: list[int] | None = None
+    tenant: str = ""
 
 
 def read_mooncake(path: Path, block_size: int = MOONCAKE_BLOCK_SIZE) -> TraceRows:
@@ -186,7 +185,7 @@ def read_mooncake(path: Path, block_size: int = MOONCAKE_BLOCK_SIZE) -> TraceRow
             raise wrong(path, line, "a length or hash id below 0", "whole numbers of 0 or more are expected")
         shared = _blocks(path, line, row, block_size)
         at = _nanoseconds(path, line, "timestamp", row.timestamp, 1_000_000)
-        rows.append((at, SampleRequest(row.output_length, row.input_length, shared)))
+        rows.append((at, SampleRequest(row.output_length, row.input_length, shared, tenant=row.tenant)))
     return TraceRows("Mooncake", path, rows, shares_blocks=any(request.shared for _, request in rows))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -145,6 +146,8 @@ async def test_what_is_sent_is_what_was_asked_for(server: ScriptedServer) -> Non
     assert record.ok and len(record.chunk_ns) == 5
     sent = server.log("run-7")["body"]
     assert sent["prompt"] == "said instead" and sent["seed"] == 1 and sent["max_tokens"] == 5
+    keyed = replace(endpoint, tenant_keys={"acme": "of-acme"})
+    assert [keyed.all_headers(each)["authorization"] for each in ("", "acme")] == ["Bearer k", "Bearer of-acme"]
     assert endpoint.all_headers()["authorization"] == "Bearer k" and endpoint.all_headers()["x-api"] == "y"
 
 

@@ -91,11 +91,12 @@ def test_mooncake_blocks(tmp_path: Path) -> None:
 def test_mooncake_without_hashes_and_out_of_order(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"timestamp": 10, "input_length": 5, "output_length": 2, "more": 1},
-        {"timestamp": 5, "input_length": 6, "output_length": 2},
+        {"timestamp": 5, "input_length": 6, "output_length": 2, "tenant": "acme"},
         {"timestamp": 20, "input_length": 0, "output_length": 2},
     ]
     trace = read_mooncake(jsonl(tmp_path / "m.jsonl", rows))
     assert [row.input_tokens for row in firsts(trace)] == [6, 5] and not trace.repeats_prompts
+    assert [row.tenant for row in firsts(trace)] == ["acme", ""]
     assert trace.notes == [
         "m.jsonl: 1 without a prompt of 3 requests left out",
         "m.jsonl: 1 requests come before the one above them; put in order of time",

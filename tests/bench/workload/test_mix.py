@@ -52,6 +52,7 @@ def test_classes_with_arrivals_of_their_own(tmp_path: Path) -> None:
     request_rate = 2
     service_class = "interactive"
     headers = { x-llm-d-slo-ttft-ms = 200 }
+    tenant = "acme"
     cancel_share = 1
     cancel_after_s = "exponential:mean=2"
     [[class]]
@@ -75,6 +76,7 @@ def test_classes_with_arrivals_of_their_own(tmp_path: Path) -> None:
     ]
     assert chat.extra_body == {"service_class": "interactive"} and bursts.extra_body == {"service_tier": "flex"}
     assert chat.headers == {"x-llm-d-slo-ttft-ms": "200"} and offline.headers == {}
+    assert (chat.tenant, offline.tenant) == ("acme", "")
     assert (chat.options.cancel_share, chat.options.cancel_after_s) == (1, Exponential(2.0))
 
 
