@@ -1,11 +1,11 @@
 """How much of the prompts is found again in the KV cache, by who decides which cached block is given up.
 
-    python -m benchmarks.eviction --trace mooncake_trace.jsonl
+    python -m benchmarks.eviction --trace conversation_trace.jsonl synthetic_trace.jsonl
 
 Requests go through a pool of blocks one after the other, on no clock: each looks its prompt up, takes the blocks that
 it lacks, and gives all back when some others have come. `classes` is the pool as it is, `lru` the same pool without
 protection and classes. Workloads are made up by the seed: `sessions` are conversations that begin with one of many
-system prompts, in the manner of Mooncake's trace; `flood` has an offline class beside them that reads documents of its
+system prompts, in the manner of Mooncake's traces; `flood` has an offline class beside them that reads documents of its
 own, and `share` keeps a share of the pool for the conversations. A pool is a part of the working set, which is all
 distinct blocks of a workload. See benchmarks/README.md.
 """
@@ -31,7 +31,7 @@ from headway.policy.service_class import BUILT_IN
 SHARE = 0.5  # of the pool, kept for the conversations of `share`
 HELD = 8  # requests that hold their blocks at once
 FLOOD = 4.0  # offline requests for each of a conversation
-PARTS = (0.5, 0.25, 0.1)
+PARTS = (0.75, 0.5, 0.25, 0.15, 0.1, 0.05)
 _LAST = -1  # no prompt's last token is looked up
 
 
@@ -160,7 +160,7 @@ def measure(prompts: list[Prompt], part: float, decides: Iterable[str] = ("lru",
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, help="a trace of Mooncake, measured too")
+    parser.add_argument("--trace", type=Path, nargs="*", default=[], help="traces of Mooncake, measured too")
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS / "eviction.json")
@@ -169,8 +169,8 @@ def main() -> None:
         "sessions": (sessions(args.seed, args.requests), ("lru", "classes")),
         "flood": (sessions(args.seed, args.requests, FLOOD), ("lru", "classes", "share")),
     }
-    if args.trace is not None:
-        workloads["mooncake"] = of_trace(args.trace), ("lru", "classes")
+    for trace in args.trace:
+        workloads[trace.stem] = of_trace(trace), ("lru", "classes")
     rows = []
     print("shares of blocks that were found: of all, of system prompts known well, of each class")
     for name, (prompts, decides) in workloads.items():
@@ -179,14 +179,13 @@ def main() -> None:
                 rows.append({"workload": name, "pool": part, "decides": decided, **asdict(found)})
                 by_class = ", ".join(f"{each} {share:.1%}" for each, share in found.of_class.items())
                 print(
-                    f"  {name:9}pool {part:4.0%} of the working set, {decided:8}{found.all:6.1%} of {found.ideal:.1%}"
+                    f"  {name:19}pool {part:4.0%} of the working set, {decided:8}{found.all:6.1%} of {found.ideal:.1%}"
                     f"  system {found.protected:6.1%}  {by_class}  {found.evict_us:.2f} us a block"
                 )
-    trace = args.trace and args.trace.name
     settings = {
         "requests": args.requests,
         "seed": args.seed,
-        "trace": trace,
+        "traces": [trace.name for trace in args.trace],
         "held": HELD,
         "flood": FLOOD,
         "share": SHARE,

@@ -9,8 +9,9 @@ for protected blocks. The head of a queue is its candidate, and the order of can
 3. Protected blocks, when nothing else is cached.
 
 A prefix is protected once BRANCHES requests have gone on from the same block, as from the end of a system prompt. The
-turns of one conversation go on from another block each. All that is protected is a bounded part of the pool; beyond
-that, what was least recently used is ordinary again.
+turns of one conversation go on from another block each; and of a document that a few questions are asked about nobody
+hears again, so that fewer branches would cost more hits than they save. All that is protected is a bounded part of the
+pool; beyond that, what was least recently used is ordinary again.
 
 Taking the next block costs a look at each queue, however many blocks there are.
 """
@@ -24,7 +25,7 @@ from itertools import chain
 
 from headway.policy.service_class import ClassTable
 
-BRANCHES = 3
+BRANCHES = 6
 LIFETIME = 4
 HASTE = 4
 COMMON = ""  # the owner of a block that is of no single class
