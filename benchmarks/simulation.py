@@ -1,6 +1,7 @@
-"""How fast a server is simulated: requests of the lengths of Azure's conversation trace on one H100.
+"""How fast servers are simulated: requests of the lengths of Azure's conversation trace on H100s.
 
     python benchmarks/simulation.py --requests 100000
+    python benchmarks/simulation.py --requests 1000000 --replicas 100
 
 Prints seconds of processor time, what that is for a token and a step, and the most memory; or with --profile where the
 time goes.
@@ -18,8 +19,10 @@ import numpy as np
 
 from headway.bench.client.load import collector_off
 from headway.engine.config import SchedulingOptions
+from headway.policy.routing import ROUTERS
 from headway.simulator.deployed import ServerOptions, deploy
-from headway.simulator.server import Simulated, simulate
+from headway.simulator.fleet import Fleet
+from headway.simulator.server import Server
 from headway.simulator.traffic import Arrival, arrival
 
 # Mean and coefficient of variation of tokens (AzureLLMInferenceTrace_conv, 2023), as lognormal lengths.
@@ -42,25 +45,32 @@ def arrivals(requests: int, rate: float) -> Iterator[Arrival]:
     return (arrival(number, *each) for number, each in enumerate(drawn))
 
 
-def run(requests: int, rate: float) -> Simulated:
-    server = deploy(ServerOptions(model="llama-3.1-8b", hardware="H100-SXM"), SchedulingOptions())
+def run(requests: int, rate: float, replicas: int) -> Fleet:
+    """So many requests a second for each replica."""
+    options, scheduling = ServerOptions(model="llama-3.1-8b", hardware="H100-SXM"), SchedulingOptions()
+    made = [deploy(options, scheduling) for _ in range(replicas)]
+    servers = [Server(each.scheduler, made[0].timing, each.limits, each.host, None, None) for each in made]
+    fleet = Fleet(servers, ROUTERS["least-loaded"](scheduling.classes))
     with collector_off():
-        return simulate(server.scheduler, arrivals(requests, rate), server.timing, server.limits, server.host)
+        fleet.run(arrivals(requests, rate * replicas))
+    return fleet
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--rate", type=float, default=12.0, help="requests a second")
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--rate", type=float, default=12.0, help="requests a second, of each replica")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     args = parser.parse_args()
     if args.profile:
-        cProfile.runctx("run(args.requests, args.rate)", globals(), locals(), sort="tottime")
+        cProfile.runctx("run(args.requests, args.rate, args.replicas)", globals(), locals(), sort="tottime")
         return
     began = time.process_time()
-    ran = run(args.requests, args.rate)
+    ran = run(args.requests, args.rate, args.replicas)
     seconds = time.process_time() - began
-    tokens, steps = sum(len(answer.token_ns) for answer in ran.answers), len(ran.steps)
+    tokens = sum(len(answer.token_ns) for answer in ran.answers)
+    steps = sum(len(server.steps) for server in ran.servers)
     print(
         f"{args.requests} requests in {seconds:.1f} s: {steps} steps of {tokens / steps:.1f} sequences, {tokens} tokens"
     )

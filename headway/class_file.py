@@ -28,4 +28,9 @@ def read_class_file(path: str) -> ClassFile:
     Raises:
         ValueError: naming the file, the line, and what is wrong there.
     """
-    return ClassFile(parse(path, read_text(path), _KEYS, table_of), path)
+    return parse_class_file(path, read_text(path))
+
+
+def parse_class_file(path: str, text: str) -> ClassFile:
+    """As read_class_file(), of a text."""
+    return ClassFile(parse(path, text, _KEYS, table_of), path)

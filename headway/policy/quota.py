@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
@@ -154,6 +155,8 @@ class Quotas:
         self._outputs: dict[str, OutputBound] = {}  # by tenant
         for record in past:
             self._apply(record)
+        for meter in chain(*self.meters.values()):
+            meter.at_us = min(meter.at_us, now // 1000)  # where the clock was set back, it is not waited for
         for number in list(self.open):
             self._apply(Settle(now, number))
         self._write = write or (lambda record: None)

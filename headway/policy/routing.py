@@ -80,11 +80,12 @@ class ClassAware:
 
     def choose(self, request: Request, queues: Sequence[Queues]) -> int:
         """As Router.choose()."""
-        before = self._before[request.service_class or self._default]
+        before = self._before.get(request.service_class or self._default, list(self._before))
 
         def load(at: int) -> tuple[int, int]:
             of_class = queues[at].of_class
-            return sum([of_class[name].tokens for name in before]), queues[at].of_all.choices
+            there = [of_class[name].tokens for name in before if name in of_class]  # its file may say other classes
+            return sum(there), queues[at].of_all.choices
 
         return min(range(len(queues)), key=load)
 

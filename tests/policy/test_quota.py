@@ -54,6 +54,14 @@ def test_what_is_used_beyond_is_taken_too() -> None:
     assert refused(quotas, 60, 0).wait_ns == (300 + 60) * SECOND // 10  # ten tokens a second
 
 
+def test_budgets_refill_at_once_where_the_clock_was_set_back_between_two_servers() -> None:
+    written: list[Record] = []
+    before = Quotas(table(tokens=600), 3600 * SECOND, lambda record: written.append(copy.deepcopy(record)))
+    before.settle(reserved(before, 600, 3600 * SECOND), 600, 3600 * SECOND)
+    after = Quotas(table(tokens=600), 0, past=written)
+    assert after.of("acme")[1].left(0) == 0 and after.of("acme")[1].left(30 * SECOND) == 300
+
+
 def test_a_request_above_a_whole_budget_comes_in_when_that_is_full() -> None:
     quotas = Quotas(table(tokens=60), 0)
     number = reserved(quotas, 500, 0)
@@ -189,6 +197,8 @@ class Server(RuleBasedStateMachine):
         self.now = max(0, self.now - later) if wall_clock_went_back else self.now + later
         past = [msgspec.json.decode(line, type=Record) for line in self.journal]
         self.quotas = Quotas(self.limits, self.now, self.write, past)
+        for meter in (meter for both in before.meters.values() for meter in both):
+            meter.at_us = min(meter.at_us, self.now // 1000)  # budgets refill from now on
         for number in self.outstanding:
             before.settle(number, None, self.now)  # what was under way is refunded
         self.outstanding.clear()

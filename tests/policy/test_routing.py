@@ -50,6 +50,12 @@ def test_a_class_goes_where_the_least_waits_before_it() -> None:
     assert router.choose(request(service_class="batch"), servers) == 1
 
 
+def test_servers_with_other_classes_are_chosen_by_those_that_they_have() -> None:
+    router, other = ROUTERS["class-aware"](CLASSES), ClassTable((ServiceClass(name="batch"),))
+    servers = [Queues(QueueLimits(), other), *queues((1, 5, "chat"))]
+    assert router.choose(request(), servers) == 0 and router.choose(request(service_class="new"), servers) == 0
+
+
 def test_prompts_that_begin_alike_go_to_one_server_until_it_has_too_much() -> None:
     router, rng = ROUTERS["prefix-affinity"](CLASSES), random.Random(1)
     idle = queues(*[(0, 0, "chat")] * 4)
