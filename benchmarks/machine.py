@@ -21,7 +21,9 @@ _MARKETING = re.compile(r"\((r|tm)\)|\bprocessor\b|\bcpu\b|@.*")
 
 
 def about(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """Of this machine: processor, those of its vector instructions that kernels use, cores, system."""
+    """Of this machine: processor, its family and model where its name says neither, those of its vector instructions
+    that kernels use, cores, system.
+    """
     fields: dict[str, str] = {}
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
@@ -30,6 +32,7 @@ def about(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     return {
         "processor": fields.get("model name") or platform.processor() or platform.machine(),
+        "family": ", ".join(f"{name} {fields[name]}" for name in ("cpu family", "model") if name in fields),
         "features": [name for name in _FEATURES if name in flags],
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -1,14 +1,18 @@
 """Who of several tenants is served next: the one that has been served least, by its weight.
 
-Requests that are alike in urgency, of one `level` of the policy's orders, make a line: those of a class that are
-promised their first token, those of one priority, or all of them. The policy says which places of the queue belong to a
-line. Who of the line takes the next one is decided by its tenants' counters (the virtual token counter of Sheng et al.
-2024); requests of one tenant keep the policy's order.
+Tenants share a line: a class, a priority, or all of the queue, as the policy says (`Orders`). In a line some requests
+may be more urgent, as those that are promised their first token: the policy says which places of the queue belong to
+each level. Who takes the next one is decided by the counters of the tenants that have somebody of this level (the
+virtual token counter of Sheng et al. 2024); requests of one tenant keep the policy's order.
 
 A counter grows by each token computed for its tenant, by its weight: known tokens when a request is admitted, less what
 was in the prefix cache, and then each new one. What is computed again is not counted again. A tenant that comes back to
 a line begins no lower than the least of those who wait in it, or who waited last, less a credit: what it has not used
 it may catch up on, but no more than that.
+
+A request is owed to its tenant in two cases: another tenant that waits in the line would still be ahead if all that this
+one waits for had been served; or the tenant is behind by more than the credit and this is its first request. A request
+that is owed does not yield, even if it is late, and it is promised again if it has yielded before.
 
 The bound: while two tenants wait in a line, the one ahead is not further ahead than the credit and what its running
 requests could still take when its last one was admitted, as it was not ahead of the other then. Where the other's could
@@ -19,48 +23,53 @@ the largest seen.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from headway.policy.order import Order, OrderedSequences, OrderKey
+from headway.policy.order import OrderedSequences, OrderKey, Orders
 from headway.policy.request import Sequence
 
-# Lines of levels at which nobody waits are forgotten when there are more than this: a request may have any priority.
+# Lines in which nobody waits are forgotten when there are more than this: a request may have any priority.
 _MOST_LINES = 64
 _Entries = list[tuple[OrderKey, Sequence]]
 
 
 @dataclass(slots=True)
 class Line:
-    """Requests that are alike in urgency.
+    """Requests of tenants that share.
 
     Args:
         served: tokens by weight, of each tenant.
-        waiting: the sequences of each tenant that has some, in the policy's order.
-        joined: a number of each tenant in `waiting`, the later the larger. Of equals the last to come goes first.
+        waiting: by level, the sequences of each tenant that has some there, in the policy's order.
+        count: of each tenant that waits, its sequences.
+        asked: tokens of theirs that are still to be charged.
+        joined: a number of each tenant that waits, the later the larger. Of equals the last to come goes first.
         last: the tenant that was the last to have none left.
     """
 
     served: dict[str, float] = field(default_factory=dict)
-    waiting: dict[str, _Entries] = field(default_factory=dict)
+    waiting: dict[int, dict[str, _Entries]] = field(default_factory=dict)
+    count: dict[str, int] = field(default_factory=dict)
+    asked: dict[str, int] = field(default_factory=dict)
     joined: dict[str, int] = field(default_factory=dict)
     last: str = ""
 
     def join(self, tenant: str, number: int, credit: float) -> None:
         """A tenant has something waiting again."""
-        there = [self.served[each] for each in self.waiting] or [self.served.get(self.last, 0.0)]
+        there = [self.served[each] for each in self.joined] or [self.served.get(self.last, 0.0)]
         self.served[tenant] = max(self.served.get(tenant, 0.0), min(there) - credit)
-        self.waiting[tenant], self.joined[tenant] = [], number
+        self.count[tenant], self.asked[tenant], self.joined[tenant] = 0, 0, number
 
     def leave(self, tenant: str) -> None:
         """A tenant has nothing waiting any more."""
-        del self.waiting[tenant], self.joined[tenant]
+        del self.count[tenant], self.asked[tenant], self.joined[tenant]
         self.last = tenant
 
     def lead(self) -> float:
         """By how much the tenant served most is ahead of the one served least, of those who wait."""
-        counts = [self.served[tenant] for tenant in self.waiting]
+        counts = [self.served[tenant] for tenant in self.joined]
         return max(counts) - min(counts) if len(counts) > 1 else 0.0
 
 
@@ -68,18 +77,16 @@ class FairSequences(OrderedSequences):
     """Waiting sequences in the places of the policy's order, taken by tenants in turn.
 
     Args:
-        order, level: of the policy.
+        orders: of the policy.
         weights: by tenant; 1 where it has none.
         credit: tokens that a tenant may catch up on, times its weight.
     """
 
-    def __init__(
-        self, order: Order, level: Callable[[Sequence], int], weights: Mapping[str, float], credit: int
-    ) -> None:
-        super().__init__(order)
+    def __init__(self, orders: Orders, weights: Mapping[str, float], credit: int) -> None:
+        super().__init__(orders.admission)
         self.lead, self.bound = 0.0, float(credit)
         self._credit = credit
-        self._level = level
+        self._level, self._line_of = orders.level, orders.line
         self.weights = weights
         self._lines: dict[int, Line] = {}
         self._joined = 0
@@ -88,26 +95,33 @@ class FairSequences(OrderedSequences):
 
     def add(self, sequence: Sequence) -> None:
         super().add(sequence)
-        line = self._line(self._level(sequence))
-        if sequence.tenant not in line.waiting:
+        line, tenant = self._line(self._line_of(sequence)), sequence.tenant
+        if tenant not in line.joined:
             self._joined += 1
-            line.join(sequence.tenant, self._joined, self._credit)
-        insort(line.waiting[sequence.tenant], (self._order(sequence), sequence))
+            line.join(tenant, self._joined, self._credit)
+        line.count[tenant] += 1
+        line.asked[tenant] += _uncharged(sequence)
+        entries = line.waiting.setdefault(self._level(sequence), {}).setdefault(tenant, [])
+        insort(entries, (self._order(sequence), sequence))
 
     def remove(self, sequence: Sequence) -> None:
         super().remove(sequence)
-        line = self._lines[self._level(sequence)]
-        entries = line.waiting[sequence.tenant]
-        del entries[bisect_left(entries, (self._order(sequence),))]
-        if not entries:
-            line.leave(sequence.tenant)
+        line, tenant = self._lines[self._line_of(sequence)], sequence.tenant
+        alike = line.waiting[self._level(sequence)]
+        del alike[tenant][bisect_left(alike[tenant], (self._order(sequence),))]
+        if not alike[tenant]:
+            del alike[tenant]
+        line.count[tenant] -= 1
+        line.asked[tenant] -= _uncharged(sequence)
+        if not line.count[tenant]:
+            line.leave(tenant)
 
-    def _line(self, level: int) -> Line:
-        if level not in self._lines:
+    def _line(self, number: int) -> Line:
+        if number not in self._lines:
             if len(self._lines) >= _MOST_LINES:
-                self._lines = {each: line for each, line in self._lines.items() if line.waiting}
-            self._lines[level] = Line()
-        return self._lines[level]
+                self._lines = {each: line for each, line in self._lines.items() if line.joined}
+            self._lines[number] = Line()
+        return self._lines[number]
 
     # --- who is next --------------------------------------------------------------------------------
 
@@ -120,22 +134,20 @@ class FairSequences(OrderedSequences):
         for key, sequence in self._entries:
             level = self._level(sequence)
             if level not in turns:
-                turns[level] = self._turns(self._lines[level])
+                turns[level] = self._turns(sequence)
             yield key, next(turns[level])
 
-    def _turns(self, line: Line) -> Iterator[Sequence]:
-        """The sequences of a line, each as if those before it had been admitted."""
-        heads = [
-            (line.served[tenant], -line.joined[tenant], tenant, 0)
-            for tenant, entries in line.waiting.items()
-            if entries
-        ]
+    def _turns(self, like: Sequence) -> Iterator[Sequence]:
+        """The sequences of the level of a waiting one, each as if those before it had been admitted."""
+        line = self._lines[self._line_of(like)]
+        waiting = line.waiting[self._level(like)]
+        heads = [(line.served[tenant], -line.joined[tenant], tenant, 0) for tenant in waiting]
         heapq.heapify(heads)
         while heads:
             served, joined, tenant, at = heads[0]
-            sequence = line.waiting[tenant][at][1]
+            sequence = waiting[tenant][at][1]
             yield sequence
-            if at + 1 < len(line.waiting[tenant]):
+            if at + 1 < len(waiting[tenant]):
                 heapq.heapreplace(heads, (served + self.cost(sequence), joined, tenant, at + 1))
             else:
                 heapq.heappop(heads)
@@ -144,7 +156,7 @@ class FairSequences(OrderedSequences):
         return next(iter(self))
 
     def first_like(self, sequence: Sequence) -> Sequence:
-        return next(self._turns(self._lines[self._level(sequence)]))
+        return next(self._turns(sequence))
 
     def before(self, key: OrderKey, most: int) -> _Entries:
         count = min(bisect_left(self._entries, (key,)), most)
@@ -152,9 +164,8 @@ class FairSequences(OrderedSequences):
 
     def comes_before(self, one: Sequence, other: Sequence) -> bool:
         """Whether a sequence is computed before another, of which either may be running."""
-        level = self._level(one)
-        if one.tenant != other.tenant and level == self._level(other):
-            served = self._line(level).served
+        if one.tenant != other.tenant and self._level(one) == self._level(other):
+            served = self._line(self._line_of(one)).served
             return served.get(one.tenant, 0.0) < served.get(other.tenant, 0.0)
         return self._order(one) < self._order(other)
 
@@ -162,23 +173,47 @@ class FairSequences(OrderedSequences):
         """Running prompts in the order in which they go on: the places of a line are taken as in the queue."""
         if len({sequence.tenant for sequence in prompts}) < 2:
             return prompts
-        lines: dict[int, list[Sequence]] = {}
+        alike: dict[int, list[Sequence]] = {}
         for sequence in reversed(prompts):
-            lines.setdefault(self._level(sequence), []).append(sequence)
-        for level, sequences in lines.items():
-            served = self._line(level).served
-            sequences.sort(key=lambda each: -served.get(each.tenant, 0.0))
-        return [lines[self._level(sequence)].pop() for sequence in prompts]
+            alike.setdefault(self._level(sequence), []).append(sequence)
+        for sequences in alike.values():
+            sequences.sort(key=lambda each: -self.served(each))
+        return [alike[self._level(sequence)].pop() for sequence in prompts]
 
     # --- who was served -----------------------------------------------------------------------------
 
     def served(self, sequence: Sequence) -> float:
-        """Of its tenant, among those that are alike in urgency."""
-        return self._line(self._level(sequence)).served.get(sequence.tenant, 0.0)
+        """Of its tenant, in its line."""
+        return self._line(self._line_of(sequence)).served.get(sequence.tenant, 0.0)
+
+    def is_owed(self, sequence: Sequence) -> bool:
+        """Whether its tenant is owed a sequence of its own, which waits or runs."""
+        line, tenant = self._line(self._line_of(sequence)), sequence.tenant
+        most = max((line.served[each] for each in line.joined if each != tenant), default=-math.inf)
+        served = line.served.get(tenant, 0.0)
+        if served + line.asked.get(tenant, 0) / self._weight(tenant) < most:
+            return True
+        if served + self.cost(sequence) + self._credit >= most:
+            return False
+        key = self._order(sequence)
+        return all(alike[tenant][0][0] >= key for alike in line.waiting.values() if tenant in alike)
+
+    def owed(self, behind: Iterable[Sequence]) -> list[Sequence]:
+        """Those who are owed: of the levels of these sequences that wait, of each tenant the first."""
+        firsts = [
+            entries[0][1]
+            for each in behind
+            if len((line := self._lines[self._line_of(each)]).joined) > 1
+            for entries in line.waiting[self._level(each)].values()
+        ]
+        return [sequence for sequence in firsts if self.is_owed(sequence)]
 
     def cost(self, sequence: Sequence) -> float:
         """What its tenant is charged when it is admitted, if nothing of it is in the prefix cache."""
-        return (len(sequence.tokens) - sequence.charged) / self.weights.get(sequence.tenant, 1.0)
+        return _uncharged(sequence) / self._weight(sequence.tenant)
+
+    def _weight(self, tenant: str) -> float:
+        return self.weights.get(tenant, 1.0)
 
     def admitted(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
         """Charge what is known of a sequence that has been admitted and is no longer in the queue.
@@ -186,13 +221,12 @@ class FairSequences(OrderedSequences):
         Args:
             running: all sequences that run, with this one.
         """
-        level, tenant = self._level(sequence), sequence.tenant
-        line, weight = self._line(level), self.weights.get(tenant, 1.0)
-        sequence.line = level
+        sequence.line, tenant = self._line_of(sequence), sequence.tenant
+        line, weight = self._line(sequence.line), self._weight(tenant)
         sequence.charged = max(sequence.charged, sequence.num_computed)
-        mine = (each for each in running if each.tenant == tenant and each.line == level)
+        mine = (each for each in running if each.tenant == tenant and each.line == sequence.line)
         served = line.served.setdefault(tenant, 0.0)
-        others = [line.served[each] for each in line.waiting if each != tenant]
+        others = [line.served[each] for each in line.joined if each != tenant]
         ahead = max(0.0, served - min(others)) if others else 0.0
         left = sum(each.max_len - each.charged for each in mine) / weight
         self.bound = max(self.bound, self._credit + ahead + left)
@@ -200,15 +234,19 @@ class FairSequences(OrderedSequences):
 
     def charge(self, sequence: Sequence) -> None:
         """Charge the tokens of a running sequence that have come since it was charged last."""
-        count = len(sequence.tokens) - sequence.charged
+        count = _uncharged(sequence)
         if count > 0:
-            sequence.charged += count
             served = self._line(sequence.line).served
-            weight = self.weights.get(sequence.tenant, 1.0)
-            served[sequence.tenant] = served.get(sequence.tenant, 0.0) + count / weight
+            served[sequence.tenant] = served.get(sequence.tenant, 0.0) + self.cost(sequence)
+            sequence.charged += count
 
     def measure(self) -> None:
         """Note who is how far ahead at this moment."""
         for line in self._lines.values():
-            if len(line.waiting) > 1:
+            if len(line.joined) > 1:
                 self.lead = max(self.lead, line.lead())
+
+
+def _uncharged(sequence: Sequence) -> int:
+    """Tokens of a sequence that its tenant has not been charged for."""
+    return len(sequence.tokens) - sequence.charged

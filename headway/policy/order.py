@@ -70,6 +70,10 @@ def _priority_of(sequence: Sequence) -> int:
     return sequence.priority
 
 
+def _class_of(sequence: Sequence) -> int:
+    return -1 if sequence.has_starved else sequence.rank
+
+
 def _rank_of(sequence: Sequence) -> int:
     """By promise, then by class."""
     if sequence.has_starved:
@@ -89,6 +93,7 @@ class Orders:
             gets on.
         level: what decides whether a waiting sequence takes the place of a running one: its level is lower.
         displaces: that happens, to one sequence at most so many times.
+        line: whom tenants share with: what each has been served is counted by it. Of one level are of one line.
     """
 
     admission: Order
@@ -96,12 +101,13 @@ class Orders:
     victims: Order
     level: Callable[[Sequence], int] = _equal
     displaces: float = 0
+    line: Callable[[Sequence], int] = _equal
 
 
 ORDERS = {
     "fcfs": Orders(fcfs, fcfs, fcfs),
-    "priority": Orders(priority, priority, priority, _priority_of, displaces=3),
-    "slo": Orders(deadline, deadline, least_loss, _rank_of, displaces=math.inf),
+    "priority": Orders(priority, priority, priority, _priority_of, displaces=3, line=_priority_of),
+    "slo": Orders(deadline, deadline, least_loss, _rank_of, displaces=math.inf, line=_class_of),
 }
 
 

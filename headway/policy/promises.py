@@ -197,6 +197,10 @@ class Promises:
                 done += work
                 continue
             if now + work > sequence.due_ns:
+                if self.fair is not None and self.fair.is_owed(sequence):  # late, but before all others
+                    done += work
+                    hurrying.append(sequence)
+                    continue
                 oversized = sequence.arrival_ns + work * pace > sequence.due_ns
                 gone[sequence.seq_id] = Yield(sequence, "oversized" if oversized else "late", done - now)
                 continue
@@ -308,26 +312,29 @@ def _give_up_in_turn(
     fair: FairSequences, kept: list[_Kept], current: Sequence, done: float, backlog_ns: float, gone: dict[int, Yield]
 ) -> float:
     """As _give_up(), until `current` is in time or has been given up itself, where tenants take turns: of the last
-    class, those of the tenant yield that would be served most.
+    class, those of the tenant yield that would be served most. Those whose tenant is owed them stay.
     """
-    given = list[_Kept]()
-    while done > current.due_ns:
-        last = [each for each in kept if each[0] == kept[0][0]]
+    given, owed = list[_Kept](), [each for each in kept if fair.is_owed(each[3])]
+    kept[:] = [each for each in kept if each not in owed]
+    while done > current.due_ns and kept:
+        rank = min(kept)[0]
+        last = [each for each in kept if each[0] == rank]
         served: dict[str, float] = {}
         for *_, sequence in last:
             served[sequence.tenant] = served.get(sequence.tenant, fair.served(sequence)) + fair.cost(sequence)
         most = max(served, key=lambda tenant: served[tenant])
         given.append(min(each for each in last if each[3].tenant == most))
         kept.remove(given[-1])
-        heapq.heapify(kept)
         done += given[-1][1]
         if given[-1][3] is current:
             break
     for each in reversed(given[:-1]):
         if given[-1][3] is current or done - each[1] <= current.due_ns:  # the last one was enough
             given.remove(each)
-            heapq.heappush(kept, each)
+            kept.append(each)
             done -= each[1]
+    kept += owed
+    heapq.heapify(kept)
     gone |= {each[3].seq_id: Yield(each[3], "overload", backlog_ns) for each in given}
     return done
 

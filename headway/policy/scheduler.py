@@ -134,6 +134,9 @@ class Scheduler(Sequences):
         starved = slo.starved(prompts, self.waiting, now)
         if starved is not None:
             self._rekey(starved, has_starved=True)
+        if self.fair is not None:
+            for sequence in slo.owed(prompts, self.waiting, self.fair):
+                self._rekey(sequence, yielded="")
         yields, urgent = slo.yielding(decoding, prompts, self.waiting, now)
         for each in yields:
             decision.yielded.append((each.sequence.request_id, each.reason))

@@ -89,9 +89,7 @@ class Sequences:
     def _queue(self) -> OrderedSequences:
         """An empty queue: `fair` where tenants have weights."""
         orders, weights = self.orders, self.config.weights
-        self.fair = (
-            FairSequences(orders.admission, orders.level, weights, self.config.max_model_len) if weights else None
-        )
+        self.fair = FairSequences(orders, weights, self.config.max_model_len) if weights else None
         if self.slo is not None:
             self.slo.promises.fair = self.fair
         return OrderedSequences(orders.admission) if self.fair is None else self.fair

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from headway.policy.block_manager import BlockManager
+from headway.policy.fairness import FairSequences
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.order import BEHIND_ALL, OrderedSequences, Orders
 from headway.policy.output_lengths import OutputLengths
@@ -163,6 +164,11 @@ class SloPolicy:
             in_order += [(order(sequence), sequence) for sequence in prompts if not sequence.is_behind]
             in_order.sort()
         return self.promises.yielding([sequence for _, sequence in in_order], decoding, now)
+
+    def owed(self, prompts: list[Sequence], waiting: OrderedSequences, fair: FairSequences) -> list[Sequence]:
+        """Those that have yielded and are owed to their tenants, of those who run and of the first who wait."""
+        running = [sequence for sequence in prompts if sequence.yielded and fair.is_owed(sequence)]
+        return running + [sequence for sequence in fair.owed(first_of_ranks(waiting)) if sequence.yielded]
 
     def outlook(self, decoding: list[Sequence], prompts: list[Sequence], urgent: Sequence | None, now: int) -> Outlook:
         """The limits that promises set to the step."""

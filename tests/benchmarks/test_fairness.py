@@ -21,9 +21,13 @@ def test_the_flood_sends_so_many_times_as_much_by_its_own_key() -> None:
         assert file.keys[key_digest(key.encode())] == Access(each["name"])
 
 
-def test_the_table_has_a_row_for_each_run() -> None:
-    row = {"policy": "slo, turns", "flooded": True, "ttft_p50_ms": 51.2, "ttft_p99_ms": 1234.5, "e2e_p99_ms": 2000}
-    row |= {"failed": 0, "tokens_per_s": 7000.4, "lead": 3900, "bound": 9100}
-    text = table({"runs": [row | {"flooded": False}, row]})
-    assert "| slo, turns | alone | 51 |" in text
-    assert "| slo, turns | beside the flood | 51 | 1,234 | 2,000 | 0 | 7,000 | 3,900 | 9,100 |" in text
+def test_the_table_has_the_medians_of_the_rounds_and_the_spread_of_their_ratios() -> None:
+    row = {"policy": "slo, turns", "flooded": True, "ttft_p50_ms": 51.2, "ttft_p99_ms": 1200, "e2e_p99_ms": 2000}
+    row |= {"in_time": 0.98, "failed": 0, "tokens_per_s": 7000.4, "lead": 3900, "bound": 9100}
+    alone = [row | {"flooded": False, "ttft_p99_ms": each} for each in (400, 600, 800)]
+    text = table({"runs": [*alone, row, row, row]})
+    assert "| slo, turns | alone | 51 | 600 | 98 |" in text
+    assert (
+        "| slo, turns | beside the flood | 51 | 1,200 | 98 | 2,000 | 0 | 7,000 | 3,900 | 9,100 | 2.00 (1.50..3.00) |"
+        in text
+    )

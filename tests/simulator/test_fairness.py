@@ -31,10 +31,15 @@ POLICIES = ("fcfs", "priority", "slo")
 
 
 def scheduler(
-    policy: str, weights: dict[str, float], seats: int = 64, blocks: int = 32_768, length: int = 8192
+    policy: str,
+    weights: dict[str, float],
+    seats: int = 64,
+    blocks: int = 32_768,
+    length: int = 8192,
+    machine: Machine = MACHINE,
 ) -> Scheduler:
     config = SchedulerConfig(seats, 512, length, policy=policy, classes=CLASSES, weights=weights)
-    return Scheduler(config, KVBlocks(blocks, 16, enable_prefix_caching=False), MACHINE.learnt())
+    return Scheduler(config, KVBlocks(blocks, 16, enable_prefix_caching=False), machine.learnt())
 
 
 def traffic(tenant: str, rate: float, seconds: float, first: int, seed: int = 1, **options: object) -> list[Arrival]:
@@ -82,21 +87,22 @@ class Watched:
 @settings(max_examples=12, deadline=None)
 @given(
     policy=st.sampled_from(["fcfs", "priority", "slo"]),
+    service=st.sampled_from(["chat", "offline"]),
     weight=st.sampled_from([1.0, 3.0]),
     rates=st.tuples(st.integers(1, 60), st.integers(20, 80)),
     seats=st.sampled_from([4, 32]),
     seed=st.integers(0, 1000),
 )
 def test_nobody_is_further_ahead_than_the_bound(
-    policy: str, weight: float, rates: tuple[int, int], seats: int, seed: int
+    policy: str, service: str, weight: float, rates: tuple[int, int], seats: int, seed: int
 ) -> None:
     """At each step, of counters; and of tokens that were computed, over any time in which both waited: twice that, and
     what is charged at admission and computed later."""
     weights = {"a": weight, "b": 1.0}
     sched = scheduler(policy, weights, seats, blocks=seats * 512)
     watched = Watched(sched)
-    offline = {"service_class": "offline"}  # nobody has a promise, so that those who wait are in one line
-    both = traffic("a", rates[0], 4, 0, seed, **offline) + traffic("b", rates[1], 4, 10_000, seed, **offline)
+    alike = {"service_class": service}
+    both = traffic("a", rates[0], 4, 0, seed, **alike) + traffic("b", rates[1], 4, 10_000, seed, **alike)
     simulate(sched, sorted(both, key=lambda each: each.at_ns), watched)
     assert sched.fair is not None
     assert sched.fair.bound <= 8192 + seats * (7000 + 120), "credit, and whole requests on all seats"
@@ -123,23 +129,44 @@ def p99_ttft_ms(answers: list[Answer]) -> float:
     return times[int(0.99 * len(times))]
 
 
+def quiet_p99_ms(policy: str, times: int, weights: dict[str, float], rate: float, machine: Machine) -> float:
+    """Of a tenant beside another that sends `times` as much."""
+    asked = traffic("quiet", rate, 30, 0) + (traffic("flood", times * rate, 30, 10_000) if times else [])
+    sched = scheduler(policy, weights, machine=machine)
+    answers = simulate(sched, sorted(asked, key=lambda each: each.at_ns), machine).answers
+    if sched.fair is not None and times:
+        assert 0 < sched.fair.lead <= sched.fair.bound
+    return p99_ttft_ms(answers)
+
+
+TWO = {"quiet": 1.0, "flood": 1.0}
+SLOW = Machine(15.0, 0.3, 1.0)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_flood_is_not_felt_by_a_quiet_tenant(policy: str) -> None:
     """One sends 20 times as much as the other, three times what the server can do."""
-    quiet, seconds = 4.0, 30.0
-
-    def run(flood: bool, weights: dict[str, float]) -> float:
-        asked = traffic("quiet", quiet, seconds, 0) + (traffic("flood", 20 * quiet, seconds, 10_000) if flood else [])
-        sched = scheduler(policy, weights)
-        answers = simulate(sched, sorted(asked, key=lambda each: each.at_ns), MACHINE).answers
-        if sched.fair is not None:
-            assert 0 < sched.fair.lead <= sched.fair.bound
-        return p99_ttft_ms(answers)
-
-    alone, beside = run(False, {}), run(True, {"quiet": 1.0, "flood": 1.0})
+    alone, beside = (quiet_p99_ms(policy, times, TWO, 4.0, MACHINE) for times in (0, 20))
     assert beside <= 1.2 * alone
     if policy == "fcfs":
-        assert run(True, {}) > 10 * alone, "without turns it would be felt"
+        assert quiet_p99_ms(policy, 20, {}, 4.0, MACHINE) > 10 * alone, "without turns it would be felt"
+
+
+def test_who_asks_for_less_than_its_part_does_not_wait_behind_promises() -> None:
+    """Long prompts that are late, or could not even be in time alone, would wait until nothing else is promised."""
+    alone, beside = (quiet_p99_ms("slo", times, TWO, 0.6, SLOW) for times in (0, 20))
+    assert beside <= 2.5 * alone
+
+
+def test_who_can_never_be_in_time_is_served_its_part_all_the_same() -> None:
+    """Of one tenant no prompt can be in time beside the other's decoding, and all of the other's can."""
+    sched = scheduler("slo", {"long": 1.0, "short": 1.0}, machine=SLOW)
+    asked = [arrival(number, number * 10**9, 5000, 20, tenant="long") for number in range(40)]
+    asked += [arrival(1000 + number, number * 10**8, 200, 20, tenant="short") for number in range(400)]
+    served: Counter[str] = Counter()
+    for each in simulate(sched, sorted(asked, key=lambda each: each.at_ns), SLOW).answers:
+        served["long" if int(each.request_id) < 1000 else "short"] += each.ended_ns < 40e9 and each.prompt_len + 20
+    assert abs(served["short"] - served["long"]) <= 8192 + 2 * 5020, "the credit, and prompts under way"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
