@@ -12,11 +12,12 @@ T = TypeVar("T", bound=BaseModel)
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
-HOUR_S, MOST_EXPIRY_S = 3600, 30 * 24 * 3600
+# A file is kept for 30 days unless its maker says less, and a batch for as long after its end.
+HOUR_S, KEPT_S = 3600, 30 * 24 * 3600
 
 
 class FileObject(BaseModel):
-    """A file. `expires_at` is None where it is kept until it is deleted."""
+    """A file. `expires_at` is None for one of a server that kept files until they were deleted."""
 
     id: str
     object: Literal["file"] = "file"
@@ -121,7 +122,7 @@ class ExpiresAfter(Body):
     """Seconds after a file was made that it is deleted."""
 
     anchor: Literal["created_at"]
-    seconds: int = Field(ge=HOUR_S, le=MOST_EXPIRY_S)
+    seconds: int = Field(ge=HOUR_S, le=KEPT_S)
 
 
 class BatchBody(Body):

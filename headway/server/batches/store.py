@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from headway.server.batches.objects import Batch, FileObject
+from headway.server.batches.objects import KEPT_S, Batch, FileObject
 
-_SCHEMA = """
+_ENDED_AT = "coalesce({})".format(
+    ", ".join(f"json_extract(document, '$.{each}_at')" for each in ("completed", "failed", "expired", "cancelled"))
+)
+_SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS files (
     seq INTEGER PRIMARY KEY, id TEXT UNIQUE, owner TEXT, purpose TEXT, expires_at INTEGER, document TEXT);
 CREATE TABLE IF NOT EXISTS batches (
@@ -30,6 +33,7 @@ CREATE TABLE IF NOT EXISTS batches (
     input_tokens INTEGER DEFAULT 0, cached_tokens INTEGER DEFAULT 0, output_tokens INTEGER DEFAULT 0, document TEXT);
 CREATE TABLE IF NOT EXISTS results (
     batch TEXT, line INTEGER, is_ok INTEGER, answer BLOB, PRIMARY KEY (batch, line)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS ended ON batches ({_ENDED_AT});
 """
 _VERSION = 1
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
@@ -106,6 +110,7 @@ class Store:
             raise StoreError(f"another process uses the data folder {folder}") from None
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"the data folder {folder} cannot be used: {error}") from None
+        self._forget_expired()
         known = {row[0] for row in self._db.execute("SELECT id FROM files")}
         for path in self._files.iterdir():  # left by a process that was killed as it wrote them
             if path.name not in known:
@@ -136,9 +141,10 @@ class Store:
 
     @_telling_when_full()
     def add_file(
-        self, owner: str, content: BinaryIO, filename: str, purpose: Any, expiry_s: int | None = None
+        self, owner: str, content: BinaryIO, filename: str, purpose: Any, expiry_s: int = KEPT_S
     ) -> FileObject:
         """Keep what can be read from `content`. Raises DiskFull."""
+        self._forget_expired()
         with self._written(owner, filename, purpose, expiry_s) as (file, add):
             shutil.copyfileobj(content, file, 2**20)
             with self._transaction():
@@ -146,7 +152,7 @@ class Store:
 
     @contextlib.contextmanager
     def _written(
-        self, owner: str, filename: str, purpose: Any, expiry_s: int | None
+        self, owner: str, filename: str, purpose: Any, expiry_s: int
     ) -> Iterator[tuple[BinaryIO, Callable[[], FileObject]]]:
         """A file to be written, and what adds its row, to be called within a transaction. Without a row it is gone."""
         file_id, now = f"file-{secrets.token_hex(12)}", int(time.time())
@@ -158,16 +164,15 @@ class Store:
                     nonlocal added
                     file.flush()
                     os.fsync(file.fileno())
-                    expires = None if expiry_s is None else now + expiry_s
                     made = FileObject(
                         id=file_id,
                         bytes=file.tell(),
                         created_at=now,
-                        expires_at=expires,
+                        expires_at=now + expiry_s,
                         filename=filename,
                         purpose=purpose,
                     )
-                    row = (file_id, owner, purpose, expires, made.model_dump_json())
+                    row = (file_id, owner, purpose, made.expires_at, made.model_dump_json())
                     self._db.execute(
                         "INSERT INTO files (id, owner, purpose, expires_at, document) VALUES (?, ?, ?, ?, ?)", row
                     )
@@ -221,14 +226,20 @@ class Store:
         return True
 
     def _forget_expired(self) -> None:
-        """Delete files whose time is up, but inputs of batches that are not finished."""
+        """Delete files whose time is up, but no inputs of open batches, and batches that ended long ago."""
+        now = int(time.time())
         expired = self._db.execute(
             "SELECT id FROM files WHERE expires_at <= ?"
             " AND id NOT IN (SELECT input_file_id FROM batches WHERE is_open)",
-            (int(time.time()),),
+            (now,),
         ).fetchall()
-        if expired:
-            self._drop([row[0] for row in expired])
+        old = self._db.execute(f"SELECT id FROM batches WHERE {_ENDED_AT} <= ?", (now - KEPT_S,)).fetchall()
+        with contextlib.suppress(DiskFull), _telling_when_full():  # then they go later
+            if expired:
+                self._drop([row[0] for row in expired])
+            if old:
+                with self._transaction() as db:
+                    db.executemany("DELETE FROM batches WHERE id = ?", old)
 
     def _drop(self, file_ids: list[str]) -> None:
         with self._transaction() as db:
@@ -239,7 +250,7 @@ class Store:
     # --- batches ------------------------------------------------------------------------------------
 
     @_telling_when_full()
-    def add_batch(self, owner: str, batch: Batch, output_expiry_s: int | None) -> bool:
+    def add_batch(self, owner: str, batch: Batch, output_expiry_s: int) -> bool:
         """Keep a new batch. False where its input file is not there. Raises DiskFull."""
         if self.file(owner, batch.input_file_id) is None:
             return False

@@ -9,7 +9,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
-from headway.server.batches.objects import ExpiresAfter
+from headway.server.batches.objects import KEPT_S, ExpiresAfter
 from headway.server.errors import ApiError, ClientGone, bad_request
 from headway.server.request_body import check_body
 
@@ -25,7 +25,7 @@ class Upload:
 
     file: UploadFile
     filename: str
-    expiry_s: int | None
+    expiry_s: int
 
 
 async def read_upload(request: Request, most_bytes: int) -> Upload:
@@ -87,7 +87,7 @@ def _checked(form: dict[str, UploadFile | str], most_bytes: int) -> Upload:
         raise bad_request(f"the file's name has {len(filename)} characters; at most {LONGEST_NAME} may it have", "file")
     expiry = {name[14:-1]: value for name, value in form.items() if name.startswith("expires_after")}
     if not expiry:
-        return Upload(file, filename, None)
+        return Upload(file, filename, KEPT_S)
     seconds = expiry.get("seconds")
     if isinstance(seconds, str) and seconds.isascii() and seconds.isdecimal() and len(seconds) < 10:
         expiry["seconds"] = int(seconds)  # type: ignore[assignment]

@@ -18,7 +18,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from headway.server.batches import lines
 from headway.server.batches.calls import Gate, Post, Reply
 from headway.server.batches.lines import RequestLine
-from headway.server.batches.objects import Batch, BatchBody, BatchError, BatchErrors, RequestCounts
+from headway.server.batches.objects import KEPT_S, Batch, BatchBody, BatchError, BatchErrors, RequestCounts
 from headway.server.batches.store import DiskFull, Store
 
 P = ParamSpec("P")
@@ -127,7 +127,7 @@ class Batches:
             expires_at=now + body.window_s,
             metadata=body.metadata,
         )
-        expiry_s = None if body.output_expires_after is None else body.output_expires_after.seconds
+        expiry_s = KEPT_S if body.output_expires_after is None else body.output_expires_after.seconds
         if not await self.run(Store.add_batch, owner, batch, expiry_s):
             return None
         self._launch(owner, batch)

@@ -16,7 +16,8 @@ import openai
 import pytest
 
 from headway.server.batches import lines, worker
-from headway.server.batches.store import Store, StoreError
+from headway.server.batches.objects import KEPT_S, Batch
+from headway.server.batches.store import Result, Store, StoreError
 from headway.tenant_file import Access, TenantFile, key_digest
 from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
@@ -24,6 +25,7 @@ from tests.server.live_server import MODEL, LiveServer, eventually
 
 UPLOAD: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": b"x" * 100}}
 DONE = ("completed", "failed", "expired", "cancelled")
+DAY_S = 24 * 3600
 CHAT = "/v1/chat/completions"
 StartServer = Callable[..., LiveServer]
 
@@ -92,7 +94,7 @@ def test_a_file_is_kept_listed_and_deleted(user: User) -> None:
     content = jsonl(asked(1)) + "ünïcode".encode()
     file = user.upload(content)
     assert (file.object, file.purpose, file.filename, file.bytes) == ("file", "batch", "in.jsonl", len(content))
-    assert file.expires_at is None
+    assert file.expires_at == file.created_at + 30 * DAY_S, "as OpenAI keeps files of batches"
     assert user.openai.files.retrieve(file.id) == file
     assert user.openai.files.content(file.id).read() == content
     assert user.openai.files.delete(file.id).deleted
@@ -421,6 +423,39 @@ def test_a_batch_goes_on_where_it_was(
     assert len(engine.requests) - before <= 130
     assert [row["custom_id"] for row in user.rows(batch.output_file_id)] == [f"request-{n}" for n in range(150)]
     assert len(user.rows(batch.error_file_id)) == 1
+
+
+def test_a_data_folder_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch each day: those of the last thirty days are there with their files, and one that is not finished."""
+    now = 1_800_000_000
+    monkeypatch.setattr("headway.server.batches.store.time.time", lambda: now)
+    store = Store(tmp_path)
+
+    def begin(number: int) -> Batch:
+        file = store.add_file("", io.BytesIO(b"{}"), f"day {number}", "batch")
+        made = Batch(
+            id=f"batch-{number}", endpoint="/v1/completions", input_file_id=file.id, completion_window="24h",
+            created_at=now, expires_at=now + DAY_S,
+        )  # fmt: skip
+        assert store.add_batch("", made, KEPT_S)
+        return made
+
+    stays = begin(0)
+    for day in range(1, 40):
+        now += DAY_S
+        ended = begin(day)
+        outcome = ("completed", "failed", "expired", "cancelled")[day % 4]
+        store.finish(ended.id, [Result(1, True, b"{}")], {"status": outcome, f"{outcome}_at": now})
+    listed, _ = store.files("", None, None, 1000, True) or ([], False)
+    batches, _ = store.batches("", None, 1000) or ([], False)
+    assert [batch.id for batch in batches] == [f"batch-{day}" for day in range(39, 9, -1)] + [stays.id]
+    assert len(listed) == 2 * 30 + 1 == len(list((tmp_path / "files").iterdir()))
+    now += 30 * DAY_S
+    store.close()
+    store = Store(tmp_path)
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [stays.input_file_id], "also where nobody asks"
+    assert [batch.id for _, batch in store.open_batches()] == [stays.id]
+    store.close()
 
 
 def test_two_servers_cannot_have_one_folder(tmp_path: Path) -> None:
