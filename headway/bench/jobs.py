@@ -131,7 +131,7 @@ def sweep_loads(options: BenchOptions) -> list[Load]:
                 "--sweep concurrency is a closed loop at each value; leave out --max-concurrency and rates"
             )
         return [
-            Load(dataclasses.replace(spec, closed_loop=True), LoadMode.CLOSED, int(value))
+            Load(dataclasses.replace(spec, users=int(value)), LoadMode.CLOSED, int(value))
             for spec, value in zip(_with_new_prompts(options), options.sweep.values, strict=True)
         ]
     if base.arrival is not None and not isinstance(base.arrival, RATED):

@@ -107,7 +107,7 @@ class Prober:
     async def first_look(self) -> float:
         """A rate to start at: half of what a few users in a closed loop get."""
         base = self.bench.options.workload
-        spec = dataclasses.replace(base, num_prompts=FIRST_LOOK_REQUESTS, duration_s=None, closed_loop=True)
+        spec = dataclasses.replace(base, num_prompts=FIRST_LOOK_REQUESTS, duration_s=None, users=FIRST_LOOK_USERS)
         result, summaries = await self.bench.run(Load(spec, LoadMode.CLOSED, FIRST_LOOK_USERS), "a first look")
         self._made += 1
         rate = summaries[0].rates["request_throughput"] / 2

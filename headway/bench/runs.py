@@ -46,11 +46,11 @@ def load_of(spec: WorkloadSpec, most: int | None) -> Load:
         BenchError: the mix cannot be read.
     """
     if spec.mix is not None and load_mix(spec.mix).has_own_arrivals:
-        return Load(dataclasses.replace(spec, closed_loop=most is not None), LoadMode.OPEN, most)
+        return Load(dataclasses.replace(spec, users=most or 0), LoadMode.OPEN, most)
     timeless = spec.arrival is None and (spec.mix is not None or spec.dataset_name not in TRACES)
     if timeless or isinstance(spec.arrival, AllAtOnce):
         if most is not None:
-            return Load(dataclasses.replace(spec, arrival=None, closed_loop=True), LoadMode.CLOSED, most)
+            return Load(dataclasses.replace(spec, arrival=None, users=most), LoadMode.CLOSED, most)
         return Load(dataclasses.replace(spec, arrival=AllAtOnce()), LoadMode.OPEN, None)
     return Load(spec, LoadMode.OPEN, most)
 

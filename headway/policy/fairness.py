@@ -10,9 +10,9 @@ was in the prefix cache, and then each new one. What is computed again is not co
 a line begins no lower than the least of those who wait in it, or who waited last, less a credit: what it has not used
 it may catch up on, but no more than that.
 
-A request is owed to its tenant in two cases: another tenant that waits in the line would still be ahead if all that this
-one waits for had been served; or the tenant is behind by more than the credit and this is its first request. A request
-that is owed does not yield, even if it is late, and it is promised again if it has yielded before.
+A request is owed to its tenant in two cases: another tenant that waits in the line would still be ahead if all that
+this one waits for had been served; or the tenant is behind by more than the credit and this is its first request. What
+is owed does not yield, even if it is late, and it is promised again if it has yielded before.
 
 The bound: while two tenants wait in a line, the one ahead is not further ahead than the credit and what its running
 requests could still take when its last one was admitted, as it was not ahead of the other then. Where the other's could

@@ -45,7 +45,7 @@ def meters(monkeypatch: pytest.MonkeyPatch) -> list[CountingMeter]:
 
 
 def workload_of(session: Session, count: int = 4, **options: int) -> Workload:
-    spec = WorkloadSpec(random_input_len=4, random_output_len=3, num_prompts=count, closed_loop=True, **options)
+    spec = WorkloadSpec(random_input_len=4, random_output_len=3, num_prompts=count, users=1, **options)
     return build_workload(spec, session.source, chat=False)
 
 

@@ -131,7 +131,7 @@ def test_classes_come_by_body_tier_and_header() -> None:
 
 def test_prompts_share_what_the_workload_says(tmp_path: Path) -> None:
     spec = WorkloadSpec(dataset_name="prefix_repetition", num_prompts=6, prefix_repetition_num_prefixes=2)
-    workload = build_workload(replace(spec, closed_loop=True), SketchSource(), chat=False)
+    workload = build_workload(replace(spec, users=4), SketchSource(), chat=False)
     prompts = [ids_of(each.prompt) for each in workload.requests]
     assert {len(prompt) for prompt in prompts} == {512}
     assert len({tuple(prompt[:256]) for prompt in prompts}) == 2 and len(set(map(tuple, prompts))) == 6

@@ -167,7 +167,7 @@ def _check(spec: WorkloadSpec, source: TokenSource, chat: bool) -> None:
     for flag, value in (("--duration", spec.duration_s), ("--time-scale", spec.time_scale)):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise BenchError(f"{flag} is {value:g}; it must be a finite number above 0")
-    if spec.closed_loop and spec.arrival is not None:
+    if spec.users and spec.arrival is not None:
         raise BenchError(f"a closed loop has no arrival process, and one was given: {spec.arrival.describe()}")
     beside = options_beside_a_mix(spec) if spec.mix is not None else []
     if beside:
@@ -176,7 +176,7 @@ def _check(spec: WorkloadSpec, source: TokenSource, chat: bool) -> None:
 
 def _check_alone(spec: WorkloadSpec) -> None:
     """Raises BenchError where the command line says of all requests what each class of the mix says of its own."""
-    if spec.arrival is not None or spec.closed_loop:
+    if spec.arrival is not None or spec.users:
         raise BenchError(
             "the classes of the mix have arrivals of their own; leave out --request-rate and other arrivals, "
             "--max-concurrency, --sweep and --find-max-rate, or make all faster with --time-scale"

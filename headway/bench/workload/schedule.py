@@ -6,6 +6,7 @@ twice the rate the same prompts come twice as fast.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
@@ -20,6 +21,8 @@ from headway.bench.workload.mix import MixClass
 from headway.bench.workload.prompts import TokenSource
 from headway.bench.workload.spec import DEFAULT_NUM_PROMPTS, WorkloadSpec, fitted, make_dataset
 
+# Requests planned for a closed loop that ends with a duration: so many a second for each user, and at most so many.
+MOST_PER_USER_S, MOST_PLANNED = 10, 10_000
 # Purposes of random numbers.
 _LENGTHS, _TIMES, _ORDER, _CANCELLATIONS, PROBES = range(5)
 
@@ -100,7 +103,7 @@ def make_schedule(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
 
 def _schedule(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
     """Classes that share one arrival process."""
-    if spec.mix is None and parts[0].dataset.has_times and spec.arrival is None and not spec.closed_loop:
+    if spec.mix is None and parts[0].dataset.has_times and spec.arrival is None and not spec.users:
         return _recorded(spec, parts[0])
     if spec.time_scale != 1:
         raise BenchError("--time-scale was given, and no recorded times are replayed; leave it out")
@@ -135,7 +138,7 @@ def _of_one_class(spec: WorkloadSpec, part: Part) -> Schedule:
         spec,
         mix=None,
         arrival=load.arrival,
-        closed_loop=load.users is not None,
+        users=load.users or 0,
         num_prompts=load.num_prompts,
         no_oversample=spec.no_oversample and part.dataset.rows is not None,
     )
@@ -179,6 +182,11 @@ def _numbered(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
     requests, is_exact = _number_of_requests(spec, parts)
     counts = _apportioned(requests, [part.of_class.share for part in parts])
     notes: list[str] = []
+    if spec.num_prompts is None and spec.duration_s is not None:
+        notes.append(
+            f"the closed loop has {requests} requests for --duration; it ends earlier when all have been sent: "
+            "--num-prompts plans more"
+        )
     drawn = [_cut(_drawn(spec, part, count, is_exact, notes), count) for part, count in zip(parts, counts, strict=True)]
     conversations = _shuffled(spec, drawn)
     times = np.full(len(conversations), np.nan)
@@ -197,9 +205,7 @@ def _number_of_requests(spec: WorkloadSpec, parts: Sequence[Part]) -> tuple[int,
     if spec.num_prompts is not None:
         return spec.num_prompts, True
     if spec.duration_s is not None:
-        raise BenchError(
-            "a closed loop takes --num-prompts, the most requests that --duration may need: its number cannot be told"
-        )
+        return min(MOST_PLANNED, math.ceil(spec.users * max(1.0, spec.duration_s) * MOST_PER_USER_S)), True
     if isinstance(spec.arrival, Trace):
         return len(spec.arrival.timestamps), True
     only = parts[0].dataset

@@ -127,7 +127,7 @@ class WorkloadSpec(DatasetOptions):
         prompt_seed: of the prompts' words only: lengths and times stay those of `seed`. For a file of texts it decides
             which of them are taken. None is `seed`.
         arrival: None takes the times of the trace; other datasets then have no times.
-        closed_loop: no times at all; the load generator sends when others are done.
+        users: of a closed loop, which has no times at all: the load generator sends when others are done. 0 without.
         mix: it says the dataset of each class.
     """
 
@@ -148,7 +148,7 @@ class WorkloadSpec(DatasetOptions):
     seed: Annotated[int, _load("Seed of arrivals, lengths and prompts.", min=0)] = 0
     prompt_seed: int | None = None
     arrival: Arrival | None = None
-    closed_loop: bool = False
+    users: int = 0
     time_scale: Annotated[float, _load("Speed-up of a trace, or of the arrivals of a mix's classes.")] = 1.0
 
     @property

@@ -19,6 +19,7 @@ from headway.bench.workload.arrivals import AllAtOnce, Constant, Poisson, Trace
 from headway.bench.workload.build import Workload, build_workload, warm_up_requests
 from headway.bench.workload.lengths import Fixed, LogNormal, Uniform
 from headway.bench.workload.mix import bundled_mixes
+from headway.bench.workload.schedule import MOST_PER_USER_S
 from headway.bench.workload.spec import WorkloadSpec
 from headway.bench.workload.token_sources import TokenIdSource, TokenizerSource, WordSource
 from headway.text.tokenizer import Tokenizer
@@ -84,7 +85,7 @@ def test_rate_and_arrivals_do_not_change_what_is_sent(text: TokenizerSource) -> 
     assert [request.prompt for request in slow.requests] == [request.prompt for request in fast.requests]
     halved = [(request.arrival_s or 0) / 2 for request in slow.requests]
     np.testing.assert_allclose(halved, [request.arrival_s for request in fast.requests], atol=2e-9)
-    closed = build(text, closed_loop=True, **options)
+    closed = build(text, users=4, **options)
     assert [request.prompt for request in closed.requests] == [request.prompt for request in slow.requests]
     assert {request.arrival_s for request in closed.requests} == {None} and closed.arrivals == "closed loop"
 
@@ -96,9 +97,13 @@ def test_a_duration_limits_what_arrives(text: TokenizerSource) -> None:
     assert len(build(text, arrival=Constant(5), duration_s=2.0, num_prompts=40, random_input_len=8).requests) == 10
     with pytest.raises(BenchError, match=r"no request comes within --duration 0.001 s"):
         build(text, arrival=Poisson(1), duration_s=0.001)
-    with pytest.raises(BenchError, match="a closed loop takes --num-prompts"):
-        build(text, closed_loop=True, duration_s=5.0)
-    assert len(build(text, closed_loop=True, duration_s=5.0, **SMALL).requests) == 20
+
+
+def test_a_closed_loop_with_a_duration_has_more_requests_than_its_users_can_send(text: TokenizerSource) -> None:
+    made = build(text, users=3, duration_s=5.0, random_input_len=8)
+    assert len(made.requests) == 3 * 5 * MOST_PER_USER_S
+    assert any("--num-prompts plans more" in note for note in made.notes)
+    assert len(build(text, users=3, duration_s=5.0, **SMALL).requests) == 20
 
 
 def test_a_trace_is_replayed_at_its_own_times(tmp_path: Path, text: TokenizerSource) -> None:
@@ -123,7 +128,7 @@ def test_an_arrival_process_overrides_the_times_of_a_trace(tmp_path: Path, text:
     options: dict[str, Any] = {"dataset_name": "azure", "dataset_path": path}
     made = build(text, arrival=Constant(2), **options)
     assert [r.arrival_s for r in made.requests] == [0, 0.5, 1.0, 1.5, 2.0]
-    closed = build(text, closed_loop=True, **options)
+    closed = build(text, users=4, **options)
     assert [r.arrival_s for r in closed.requests] == [None] * 5
     again = build(text, arrival=Constant(2), num_prompts=7, **options)
     assert [r.prompt_tokens for r in again.requests] == [374, 396, 30, 3000, 200, 374, 396]
@@ -376,7 +381,7 @@ def test_requests_can_be_kept_as_json(text: TokenizerSource) -> None:
         ({"duration_s": math.nan}, "--duration is nan"),
         ({"time_scale": -1.0}, "--time-scale is -1"),
         ({"time_scale": 2.0}, "--time-scale was given, and no recorded times are replayed"),
-        ({"closed_loop": True, "arrival": Poisson(2)}, "a closed loop has no arrival process"),
+        ({"users": 4, "arrival": Poisson(2)}, "a closed loop has no arrival process"),
         ({"random_range_ratio": "2"}, "--random-range-ratio is 2"),
         ({"random_input_len": 0}, "--random-input-len is 0"),
         ({"random_output_len": 0}, "--random-output-len is 0"),

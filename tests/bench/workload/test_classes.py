@@ -13,6 +13,7 @@ from headway.bench.errors import BenchError
 from headway.bench.workload.arrivals import Poisson
 from headway.bench.workload.build import Workload, build_workload, probe_requests, warm_up_requests
 from headway.bench.workload.lengths import Uniform
+from headway.bench.workload.schedule import MOST_PER_USER_S
 from headway.bench.workload.spec import WorkloadSpec
 from headway.bench.workload.token_sources import TokenizerSource
 from tests.bench.workload.files import AZURE, write
@@ -99,7 +100,7 @@ def test_all_classes_may_come_faster(tmp_path: Path, text: TokenizerSource) -> N
     [
         ({}, "class 'chat' of the mix: nothing says when its requests end; give it num_prompts, or the run --duration"),
         ({"duration_s": 5.0, "arrival": Poisson(3)}, "the classes of the mix have arrivals of their own; leave out"),
-        ({"duration_s": 5.0, "closed_loop": True}, "the classes of the mix have arrivals of their own; leave out"),
+        ({"duration_s": 5.0, "users": 4}, "the classes of the mix have arrivals of their own; leave out"),
         ({"duration_s": 5.0, "num_prompts": 3}, "--num-prompts is 3, and the classes of the mix have arrivals"),
     ],
 )
@@ -110,10 +111,10 @@ def test_what_is_said_of_all_classes_beside_their_own_arrivals(
         build(text, mix=own_mix(tmp_path), **options)
 
 
-def test_a_closed_loop_of_a_mix_needs_an_end(tmp_path: Path, text: TokenizerSource) -> None:
-    endless = own_mix(tmp_path, OWN.replace("num_prompts = 6", ""))
-    with pytest.raises(BenchError, match="class 'offline' of the mix: a closed loop takes --num-prompts"):
-        build(text, mix=endless, duration_s=5.0)
+def test_a_closed_loop_of_a_mix_may_end_with_the_run(tmp_path: Path, text: TokenizerSource) -> None:
+    made = build(text, mix=own_mix(tmp_path, OWN.replace("num_prompts = 6", "")), duration_s=5.0)
+    offline = [each for each in made.requests if each.class_name == "offline"]
+    assert len(offline) == made.users["offline"] * 5 * MOST_PER_USER_S
 
 
 def lengths_and_times(workload: Workload) -> list[Any]:
