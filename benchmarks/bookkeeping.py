@@ -47,7 +47,7 @@ class InstantModel:
 
     def __init__(self, vocab_size: int, most_rows: int) -> None:
         shape = ModelShape(layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, ffn=8, vocab=vocab_size)
-        self.config = SimpleNamespace(shape=shape, caches=shape.caches)
+        self.config = SimpleNamespace(shape=shape, caches=shape.caches, routing=None)
         self._logits = torch.randn(most_rows, vocab_size).to(torch.bfloat16)
 
     def forward(self, token_ids: torch.Tensor, step: Any, caches: Any) -> torch.Tensor:

@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.gpu.part import Flaw, Machine, Row, Skipped, Tasks, said
 from headway.calibration.cases import BLOCK_SIZE, AttentionLoad, geometry
 from headway.kernels.cuda import CudaKernels
-from headway.kernels.interface import LayerCache
+from headway.kernels.interface import SILU, LayerCache
 
 # Bytes that one block may have, by compute capability (CUDA C++ Programming Guide, "Technical Specifications").
 SHARED_BYTES = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
@@ -179,7 +179,7 @@ def _rows(kernels: CudaKernels, dtype: torch.dtype, hidden: int) -> None:
     kernels.rms_norm(zeros(tokens, hidden), zeros(hidden), 1e-6)
     kernels.rms_norm(zeros(tokens, heads + 2, width)[:, :heads], zeros(width), 1e-6)
     kernels.add_rms_norm(zeros(tokens, hidden), zeros(tokens, hidden), zeros(hidden), 1e-6)
-    kernels.silu_and_mul(zeros(tokens, 8 * hidden))
+    kernels.apply_gate(zeros(tokens, 8 * hidden), SILU)
     qkv = zeros(tokens, heads + 2, width)
     tables, positions = torch.zeros(64, width // 2), torch.zeros(tokens, dtype=torch.int64)
     kernels.rotate(qkv[:, :heads], qkv[:, heads : heads + 1], tables, tables, positions)

@@ -29,7 +29,7 @@ from headway.calibration.stopwatch import measure_rate
 from headway.cost.config import read_shape
 from headway.cost.shape import ModelShape
 from headway.kernels import kernels_for
-from headway.kernels.interface import LayerCache
+from headway.kernels.interface import SILU, LayerCache
 
 DTYPE = torch.bfloat16
 _BUDGET_S = 0.15
@@ -101,7 +101,7 @@ def _single(machine: Machine, shape: ModelShape, tokens: int) -> Iterable[Row]:
         from headway.kernels.cuda import CudaKernels
 
         cuda, gate_up = CudaKernels(), random(machine, tokens, 2 * shape.ffn)
-        yield _measured(machine, "gate", lambda: cuda.silu_and_mul(gate_up), 1, 1.5 * gate_up.nbytes, 0.0)
+        yield _measured(machine, "gate", lambda: cuda.apply_gate(gate_up, SILU), 1, 1.5 * gate_up.nbytes, 0.0)
 
 
 def _measured(machine: Machine, kernel: str, call: Callable[[], object], runs: int, moved: float, flops: float) -> Row:

@@ -185,6 +185,9 @@ class EngineCore:
         stats = self._stats(elapsed, num_tokens, prompt_tokens)
         stats.generation_tokens = sum([len(new) for _, new in changed])
         stats.scheduled_sequences = len(plan.scheduled)
+        stats.moe_mixtures, stats.moe_expert_tokens, stats.moe_experts_touched, stats.moe_busiest_expert_tokens = (
+            outcome.routing
+        )
         decision = self.scheduler.decisions[-1]
         stats.predicted_ns, stats.forward_ns, stats.left_out = (
             decision.predicted_ns,

@@ -26,6 +26,8 @@ class StepOutcome(msgspec.Struct):
         drafts: proposed to follow the new tokens; the next step tries them.
         failed_since_ns: when the step began that failed and was run again in parts; 0 where it did not fail.
         faults: names of the exceptions that sequences raised when they ran alone.
+        routing: what mixtures of experts did: times that one was asked, pairs of a token and an expert, experts that
+            had any token, and tokens of those that had most.
     """
 
     times: StepTimes
@@ -35,6 +37,7 @@ class StepOutcome(msgspec.Struct):
     drafts: dict[int, list[int]] = {}
     failed_since_ns: int = 0
     faults: dict[int, str] = {}
+    routing: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     def take(self, part: StepOutcome) -> None:
         """Add the outcome of a part of the step."""
@@ -42,6 +45,7 @@ class StepOutcome(msgspec.Struct):
         self.logprobs |= part.logprobs
         self.prompt_logprobs |= part.prompt_logprobs
         self.drafts |= part.drafts
+        self.routing = tuple(map(sum, zip(self.routing, part.routing, strict=True)))  # type: ignore[assignment]
 
 
 class Executor(Protocol):

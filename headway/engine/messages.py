@@ -180,6 +180,10 @@ class EngineStats(_Message):
     allocated_runs: int = 0  # runs of consecutive blocks that the allocated ones make in block tables
     fairness_lead: float = 0.0  # most tokens that a tenant was ahead of another that waited, by weight
     fairness_bound: float = 0.0  # that it could have been
+    moe_mixtures: int = 0  # times that a layer's experts were asked
+    moe_expert_tokens: int = 0  # pairs of a token and an expert that it went to
+    moe_experts_touched: int = 0  # that had any token
+    moe_busiest_expert_tokens: int = 0  # of the one that had most
 
 
 class ExplainedStep(_Message):

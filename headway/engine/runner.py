@@ -48,6 +48,7 @@ class Runner:
         self.caches = zero_caches(config.caches, num_blocks, block_size, cache_dtype, device)
         self.sampler = Sampler(config.shape.vocab, device, kernels.most_likely if device.type == "cpu" else None)
         self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len)
+        self._has_experts = config.routing is not None
         self._known: dict[int, SequenceState] = {}
 
     @torch.inference_mode()
@@ -57,6 +58,7 @@ class Runner:
             self._copy_blocks(plan.copies)
         sequences = self._apply(plan)
         step = self.layout.lay_out(plan.scheduled, sequences)
+        routed = self.kernels.routing_counts() if self._has_experts else None
         launched = time.monotonic_ns()
         hidden = self.model.forward(step.token_ids, step.geometry, self.caches)
         outcome = StepOutcome(StepTimes(launched, launched, launched))
@@ -70,6 +72,8 @@ class Runner:
         if logits is not None:
             self._sample(logits, plan.scheduled, sequences, outcome)
         computed, sampled = timer.stop()
+        if routed is not None:
+            outcome.routing = self.kernels.routing_counts().since(routed)
         outcome.times = StepTimes(launched, max(launched, computed), max(launched, sampled))
         return outcome
 

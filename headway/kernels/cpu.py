@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import mmap
-import struct
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -15,18 +13,27 @@ from headway.kernels import cpu_attention, cpu_cache, cpu_experts, cpu_rows
 from headway.kernels.cpu_arithmetic import WIDE_INT8, arithmetic_of
 from headway.kernels.cpu_attention_plan import AttentionPlan
 from headway.kernels.cpu_cache import is_arranged
-from headway.kernels.cpu_linear import PackedLinear, gated_linear_for, linear_for
+from headway.kernels.cpu_linear import PackedLinear
 from headway.kernels.cpu_matrix import has_matrix_tiles
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.cpu_simd import KINDS
 from headway.kernels.cpu_team import Program, Team
-from headway.kernels.interface import AttentionShape, LayerCache, Linear, StepGeometry, Weight, check_heads
+from headway.kernels.interface import (
+    SILU,
+    AttentionShape,
+    Gate,
+    LayerCache,
+    Linear,
+    Mixture,
+    Product,
+    RoutingCounts,
+    StepGeometry,
+    Weight,
+    check_heads,
+)
 
-# Below so many elements, waking the team costs more than it saves.
-_ALONE = 8192
 # Steps that are kept as programs; each has a different number of tokens.
 _MOST_PROGRAMS = 128
-_Linear = TypeVar("_Linear")
 # An element of a key or value costs as much as so many of others: it goes where nothing is in a cache.
 _SCATTERED = 16
 CACHE_KINDS = {**KINDS, torch.int8: WIDE_INT8}
@@ -53,20 +60,27 @@ class CpuKernels:
         self._memory = LargePages(memory)
         self._plans: dict[int, AttentionPlan] = {}  # by query heads to each key/value head
         self._programs: dict[Hashable, Program] = {}
-        self._unrecordable = False
+        self._counts = np.zeros(4, np.int64)  # the fields of RoutingCounts
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """Pack weight [out, in]; its memory is not needed afterwards."""
-        return self._noted(linear_for(weight, bias, self._team, self._memory, self._tiles))
+        return self._packed([(weight, bias)])
 
-    def gated_linear(self, weight: Weight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def gated_linear(self, weight: Weight, bias: Tensor | None, gate: Gate = SILU) -> Callable[[Tensor], Tensor]:
         """Pack weight [2 * F, in], gate rows beside the up rows that they let through."""
-        return self._noted(gated_linear_for(weight, bias, self._team, self._memory, self._tiles))
+        return self._packed([(weight, bias)], gate)
 
-    def _noted(self, linear: _Linear) -> _Linear:
-        """Products that torch does are no jobs, so nothing that has one can be recorded."""
-        self._unrecordable |= not isinstance(linear, PackedLinear)
-        return linear
+    def mixture(self, gate_up: Iterable[Product], down: Iterable[Product], count: int, gate: Gate = SILU) -> Mixture:
+        """Pack the weights of experts one under the other."""
+        packed = self._packed(gate_up, gate, count), self._packed(down, None, count)
+        return cpu_experts.PackedExperts(*packed, count, self._team, self._counts)
+
+    def _packed(self, products: Iterable[Product], gate: Gate | None = None, count: int = 1) -> PackedLinear:
+        return PackedLinear(products, self._team, self._memory, gate, self._tiles, count)
+
+    def routing_counts(self) -> RoutingCounts:
+        """Of all mixtures of these kernels so far."""
+        return RoutingCounts(*self._counts.tolist())
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
         """Copies of rows [T] of table [N, D]; a job of the team, as torch would wake OpenMP's threads."""
@@ -74,7 +88,7 @@ class CpuKernels:
         width = table.shape[1]
         out = self._team.empty((rows.shape[0], width), table.dtype)
         arguments = (table.data_ptr(), rows.data_ptr(), out.data_ptr(), width, table.element_size())
-        self._share(cpu_rows.take_job(), cpu_rows.TAKE, rows.shape[0], _SCATTERED * out.numel(), arguments)
+        self._team.share(cpu_rows.take_job(), cpu_rows.TAKE, rows.shape[0], _SCATTERED * out.numel(), arguments)
         return out
 
     def repeat(
@@ -88,8 +102,6 @@ class CpuKernels:
         program = self._programs.get(name)
         if program is not None:
             return self._team.replay(program)
-        if self._unrecordable:
-            return run()
         program = self._team.record(run)
         if len(self._programs) >= _MOST_PROGRAMS:
             del self._programs[next(iter(self._programs))]
@@ -118,7 +130,7 @@ class CpuKernels:
         arguments = (
             x.data_ptr(), outer_stride, inner, inner_stride, width, weight.data_ptr(), out.data_ptr(), eps,
         )  # fmt: skip
-        self._share(cpu_rows.rms_norm_job(KINDS[x.dtype]), cpu_rows.RMS_NORM, rows, x.numel(), arguments)
+        self._team.share(cpu_rows.rms_norm_job(KINDS[x.dtype]), cpu_rows.RMS_NORM, rows, x.numel(), arguments)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -127,7 +139,7 @@ class CpuKernels:
         width = x.shape[-1]
         arguments = (x.data_ptr(), residual.data_ptr(), width, weight.data_ptr(), eps)
         rows = x.numel() // width
-        self._share(cpu_rows.add_rms_norm_job(KINDS[x.dtype]), cpu_rows.ADD_RMS_NORM, rows, x.numel(), arguments)
+        self._team.share(cpu_rows.add_rms_norm_job(KINDS[x.dtype]), cpu_rows.ADD_RMS_NORM, rows, x.numel(), arguments)
         return x, residual
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
@@ -141,7 +153,7 @@ class CpuKernels:
             cos.shape[1], cos.data_ptr(), sin.data_ptr(), positions.data_ptr(),
         )  # fmt: skip
         size = query.numel() + key.numel()
-        self._share(cpu_rows.rotate_both_job(KINDS[query.dtype]), cpu_rows.ROTATE, tokens, size, arguments)
+        self._team.share(cpu_rows.rotate_both_job(KINDS[query.dtype]), cpu_rows.ROTATE, tokens, size, arguments)
 
     def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Write key and value [T, G, D], strided along T or not, to their slots [T]."""
@@ -155,7 +167,7 @@ class CpuKernels:
             *_scale_addresses(cache),
         )  # fmt: skip
         code = cpu_cache.store_job(KINDS[key.dtype], CACHE_KINDS[cache.keys.dtype])
-        self._share(code, cpu_cache.STORE, tokens, _SCATTERED * key.numel(), arguments)
+        self._team.share(code, cpu_cache.STORE, tokens, _SCATTERED * key.numel(), arguments)
 
     def attention(
         self,
@@ -195,29 +207,8 @@ class CpuKernels:
             chosen.data_ptr(), weights.data_ptr(),
         )  # fmt: skip
         code = cpu_experts.route_job(KINDS[logits.dtype])
-        self._share(code, cpu_experts.ROUTE, rows, _SCATTERED * logits.numel(), arguments)
+        self._team.share(code, cpu_experts.ROUTE, rows, _SCATTERED * logits.numel(), arguments)
         return chosen, weights
-
-    def mixture(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
-    ) -> Tensor:
-        """See Kernels; in the order in which the experts of a token are given."""
-        x = x.contiguous()
-        tokens, width = x.shape
-        results = []  # which the addresses are of
-        addresses = np.empty(chosen.numel(), np.int64)
-        for number, pairs in cpu_experts.by_expert(chosen.numpy()):
-            everyone = len(pairs) == tokens  # in order, as none has an expert twice
-            part = x if everyone else self.take(x, torch.from_numpy(pairs // chosen.shape[1]))
-            results.append(experts[number](part).contiguous())
-            addresses[pairs] = results[-1].data_ptr() + np.arange(len(pairs)) * width * x.element_size()
-        sums = self._team.empty((tokens, width), torch.float32)
-        out = self._team.empty((tokens, width), x.dtype)
-        arguments = (
-            addresses.ctypes.data, weights.data_ptr(), chosen.shape[1], width, sums.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
-        self._share(cpu_experts.mix_job(KINDS[x.dtype]), cpu_experts.MIX, tokens, width * chosen.numel(), arguments)
-        return out
 
     def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
         """The token of the greatest logit of each row of [R, V], the lowest of equals, and that logit."""
@@ -226,7 +217,7 @@ class CpuKernels:
         found = np.empty((2, rows), np.int32)
         arguments = (logits.data_ptr(), size * logits.element_size(), size, found.ctypes.data)
         code = cpu_rows.most_likely_job(KINDS[logits.dtype])
-        self._share(code, cpu_rows.MOST_LIKELY, rows, logits.numel() if rows > 1 else 0, arguments)
+        self._team.share(code, cpu_rows.MOST_LIKELY, rows, logits.numel() if rows > 1 else 0, arguments)
         return found[0].tolist(), found[1].view(np.float32).tolist()
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
@@ -239,14 +230,6 @@ class CpuKernels:
                 copies = [blocks[source].clone() for source in sources]
                 for target, copy in zip(targets, copies, strict=True):
                     blocks[target].copy_(copy)
-
-    def _share(self, code: int, layout: struct.Struct, rows: int, size: int, arguments: tuple[Any, ...]) -> None:
-        """Run a row operation on this thread or, from _ALONE elements on, by the team."""
-        if size < _ALONE:
-            self._team.run_alone(code, layout, (rows, rows, *arguments))
-        else:
-            step = max(1, rows // (4 * self._team.threads))
-            self._team.run(code, layout, (step, rows, *arguments))
 
 
 def _layout(cache: LayerCache) -> tuple[int, int, int, int, int]:

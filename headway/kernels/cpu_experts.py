@@ -7,25 +7,19 @@ Each job's arguments begin with the rows that are taken at a time and the number
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from headway.kernels.cpu_compile import compiled
+from headway.kernels.cpu_compile import compiled, give_back, take_memory
+from headway.kernels.cpu_expert_plan import ExpertPlan
+from headway.kernels.cpu_linear import PackedLinear
 from headway.kernels.cpu_rows import REORDER, exp_of_negative
-from headway.kernels.cpu_simd import FLOAT32, load, read_int64, store, write_integer
-from headway.kernels.cpu_team import arg, job, once_per_kind, take_rows
+from headway.kernels.cpu_simd import FLOAT32, KINDS, load, read_int64, store, write_integer
+from headway.kernels.cpu_team import Team, arg, job, once_per_kind, take_rows
 
 _ZERO, _ONE, _NAN, _LOWEST = np.float32(0), np.float32(1), np.float32(np.nan), -np.float32(np.inf)
-
-
-def by_expert(chosen: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Each expert that is chosen at all, and the places at which it stands in chosen [T, k], laid end to end."""
-    flat = chosen.ravel()
-    order = np.argsort(flat, kind="stable")
-    numbers, starts = np.unique(flat[order], return_index=True)
-    yield from zip(numbers.tolist(), np.split(order, starts[1:]), strict=True)
 
 
 @compiled()
@@ -106,32 +100,75 @@ def route_job(kind: Any) -> int:
 
 
 @compiled(fastmath=REORDER)
-def mix_rows(kind, first, last, addresses, weights, per_token, width, sums, out):
-    """Row i of out is the sum of weights[i, k] times the row at addresses[i, k], in the order of k."""
+def _add_row(kind, sums, weight, source, width):
+    for d in range(width):
+        store(sums, d, load(sums, d, FLOAT32) + weight * load(source, d, kind), FLOAT32)
+
+
+@compiled()
+def mix_rows(kind, size, first, last, places, weights, per_token, width, results, shared, sums, out):
+    """Row i of out is the sum of weights[i, k] times row places[i, k] of results, in the order of k.
+
+    Then, unless `shared` is 0, of one weight more times row i there. Numbers have `size` bytes; sums has room for a
+    row of float32.
+    """
+    columns = per_token + (shared != 0)
     for i in range(first, last):
-        at = i * width
         for d in range(width):
-            store(sums, at + d, _ZERO, FLOAT32)
-        for k in range(i * per_token, (i + 1) * per_token):
-            source, weight = read_int64(addresses, k), load(weights, k, FLOAT32)
-            for d in range(width):
-                store(sums, at + d, load(sums, at + d, FLOAT32) + weight * load(source, d, kind), FLOAT32)
+            store(sums, d, _ZERO, FLOAT32)
+        for k in range(per_token):
+            source = results + read_int64(places, i * per_token + k) * width * size
+            _add_row(kind, sums, load(weights, i * columns + k, FLOAT32), source, width)
+        if shared != 0:
+            weight = load(weights, i * columns + per_token, FLOAT32)
+            _add_row(kind, sums, weight, shared + i * width * size, width)
         for d in range(width):
-            store(out, at + d, load(sums, at + d, FLOAT32), kind)
+            store(out, i * width + d, load(sums, d, FLOAT32), kind)
 
 
-MIX = struct.Struct("8q")
+MIX = struct.Struct("9q")
 
 
 @once_per_kind
 def mix_job(kind: Any) -> int:
+    size = 4 if kind is FLOAT32 else 2
+
     def rows(a: int) -> None:
-        step, count = arg(a, 0), arg(a, 1)
+        step, count, width = arg(a, 0), arg(a, 1), arg(a, 5)
+        sums = take_memory(width * 4)
         first = take_rows(a, step)
         while first < count:
             mix_rows(
-                kind, first, min(first + step, count), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5), arg(a, 6), arg(a, 7)
-            )
+                kind, size, first, min(first + step, count), arg(a, 2), arg(a, 3), arg(a, 4), width, arg(a, 6),
+                arg(a, 7), sums, arg(a, 8),
+            )  # fmt: skip
             first = take_rows(a, step)
+        give_back(sums)
 
     return job(rows)
+
+
+class PackedExperts:
+    """A Mixture of packed weights: in a step five jobs, whatever its tokens and their experts are.
+
+    Args:
+        gate_up, down: of `count` experts.
+        counts: see ExpertPlan.
+    """
+
+    def __init__(self, gate_up: PackedLinear, down: PackedLinear, count: int, team: Team, counts: np.ndarray) -> None:
+        self.gate_up, self.down, self._count, self._team, self._counts = gate_up, down, count, team, counts
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+        """See Mixture; in the order in which the experts of a token are given."""
+        tokens, width = x.shape
+        per_token = chosen.shape[1] - (shared is not None)
+        plan = ExpertPlan(self._team, chosen, per_token, self._count, self._counts)
+        results = self.down.of_experts(self.gate_up.of_experts(x, plan, True), plan, False)
+        out = self._team.empty((tokens, width), x.dtype)
+        arguments = (
+            plan.places.data_ptr(), weights.data_ptr(), per_token, width, results.data_ptr(),
+            0 if shared is None else shared.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        self._team.share(mix_job(KINDS[x.dtype]), MIX, tokens, width * chosen.numel(), arguments)
+        return out

@@ -17,7 +17,8 @@ beside it with the opposite sign.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -131,6 +132,16 @@ def pack_groups(kind: Any, values: Tensor, groups: Groups, rows: Tensor, out: Te
         minima = torch.zeros(PANEL)
     shift = 62 if groups.scales.shape[1] == 1 else groups.run.bit_length() - 1
     return GroupedPanels(scales, minima, of_group, size // (layout.words * layout.inputs), shift)
+
+
+def stacked_panels(parts: Sequence[GroupedPanels]) -> GroupedPanels:
+    """Those of weights whose panels follow each other."""
+    minima = [part.minima for part in parts]
+    if any(each.dim() == 3 for each in minima):
+        minima = [part.minima.expand_as(part.scales) for part in parts]
+    else:
+        minima = minima[:1]
+    return replace(parts[0], scales=torch.cat([part.scales for part in parts]), minima=torch.cat(minima))
 
 
 def _by_lanes(numbers: Tensor, lanes: Tensor) -> Tensor:

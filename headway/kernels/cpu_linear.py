@@ -7,7 +7,7 @@ come, each token and block of inputs by itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -22,18 +22,24 @@ from headway.kernels.cpu_arithmetic import (
     INT8,
     PANEL,
     WIDE_INT8,
-    Arithmetic,
     arithmetic_of,
 )
-from headway.kernels.cpu_groups import GROUPED_ROWS, GroupedPanels, group_bytes, grouped_rows_job, pack_groups
-from headway.kernels.cpu_matrix import STEP_WORDS, TILE_ROWS, configuration
+from headway.kernels.cpu_expert_plan import MOST_ROWS, ExpertPlan
+from headway.kernels.cpu_groups import (
+    GROUPED_ROWS,
+    GroupedPanels,
+    group_bytes,
+    grouped_rows_job,
+    pack_groups,
+    stacked_panels,
+)
+from headway.kernels.cpu_matrix import STEP_WORDS, configurations
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.cpu_packing import PACK, ROWS, pack_job, rows_job
 from headway.kernels.cpu_product import ON_TILES, PRODUCT, product_job, tile_product_job
 from headway.kernels.cpu_simd import BFLOAT16, FLOAT16, KINDS
 from headway.kernels.cpu_team import Team
-from headway.kernels.interface import Linear, Weight
-from headway.kernels.reference import ReferenceGatedLinear, ReferenceKernels, ReferenceLinear
+from headway.kernels.interface import Gate, Groups, Product, Weight
 
 _QUANTISED = {"int8": INT8, "int8-weight-only": WIDE_INT8, "int4": INT4}
 _GROUPED = {"int4-weight-only": GROUPS4, "int8-weight-only": GROUPS8, "float8-weight-only": FLOAT8}
@@ -44,44 +50,68 @@ _FORMATS = ("none", *_QUANTISED, *_PACKED, *(f"{scheme} packed in groups" for sc
 _BLOCK_BYTES, _BLOCK_INPUTS = 32 * 1024, 512
 # The same on matrix tiles, in steps: sums are brought into tiles and back for each.
 _BLOCK_STEPS = 32
-# Tokens whose sums a thread keeps at a time, and the least that an item of work is cut down to for many threads.
-_MOST_TOKENS, _LEAST_TOKENS = 256, 24
+# The least tokens that an item of work is cut down to for many threads.
+_LEAST_TOKENS = 24
 _ITEMS_PER_THREAD = 4
 _NO_GROUPS = (0,) * 7
 
 
 class PackedLinear:
-    """A weight in panels; see cpu_arithmetic for the kinds.
+    """A weight in panels; see cpu_arithmetic for the kinds. Or those of experts, whose panels follow each other.
 
     Args:
-        weight: float32, bfloat16 or float16; or packed in rows of int8. Its memory is not needed afterwards.
-        bias: [out] or None.
-        memory: what the packed weight is cut from.
-        gated: the first half of the rows is a gate and the second half is what it lets through: the result is
-            silu(gate) * up, half as wide.
+        products: the weight and its bias, or those of each expert: float32, bfloat16 or float16; or packed. Their
+            memory is not needed afterwards.
+        count: how many there are; they are of one shape and format.
+        memory: what the packed weights are cut from.
+        gate: with one, the first half of the rows is a gate and the second half is what it lets through, and the result
+            is half as wide.
         tiles: whether this process has matrix tiles, which then multiply what is not quantised in bfloat16.
 
     Raises:
-        ValueError: the weight has another format.
+        ValueError: a weight has another format.
     """
 
     def __init__(
         self,
-        weight: Weight,
-        bias: Tensor | None,
+        products: Iterable[Product],
         team: Team,
         memory: LargePages,
-        gated: bool = False,
+        gate: Gate | None = None,
         tiles: bool = False,
+        count: int = 1,
     ) -> None:
+        self._team, self._gate = team, None if gate is None else _numbers(gate)
+        panels: list[GroupedPanels] = []
+        orders: list[Tensor | None] = []
+        for number, (weight, bias) in enumerate(products):
+            like = weight.format, weight.rows, weight.parts[0].shape[1], weight.groups and weight.groups.layout
+            if number == 0:
+                first = like
+                self._lay_out(weight, memory, tiles, count)
+            elif like != first:
+                raise ValueError(f"an expert's weight is {like}, but that of another is {first}; they must be alike")
+            if weight.groups is None:
+                self._fill(number, weight)
+            else:
+                panels.append(self._fill_groups(number, weight, weight.groups))
+                orders.append(weight.groups.order)
+            if bias is not None:
+                self._of(self._bias, number).copy_(self._in_lanes(bias))
+            if weight.factor != 1.0:
+                self._of(self._row_scales, number).mul_(weight.factor)
+        self._groups = stacked_panels(panels) if panels else None
+        self._order = _orders(orders, self.in_features)
+
+    def _lay_out(self, weight: Weight, memory: LargePages, tiles: bool, count: int) -> None:
+        """Settle how weights like this one are kept."""
         if weight.format not in _FORMATS:
             raise ValueError(f"the cpu kernels have no weights in {weight.format}; they have {', '.join(_FORMATS)}")
         if weight.groups is not None and weight.groups.size % 8:
             raise ValueError(f"a weight has groups of {weight.groups.size} inputs; it must be a multiple of 8")
-        parts = [part.contiguous() for part in weight.parts]
-        self.in_features, self._dtype = parts[0].shape[1], weight.dtype or parts[0].dtype
-        self.out_features = sum(map(len, parts)) // (2 if gated else 1)
-        self._team, self._gated = team, gated
+        part, gated = weight.parts[0], self._gate is not None
+        self.in_features, self._dtype = part.shape[1], weight.dtype or part.dtype
+        self.out_features = weight.rows // (2 if gated else 1)
         self._x_kind = KINDS[self._dtype]
         groups = weight.groups
         self._kind = kind = (_QUANTISED if groups is None else _GROUPED).get(weight.scheme, self._x_kind)
@@ -104,91 +134,95 @@ class PackedLinear:
             self._block = max(1, _BLOCK_INPUTS // groups.size)
             self._row_bytes = self._words * self._step_bytes // PANEL
         self._panels = -(-self.out_features // (PANEL // 2 if gated else PANEL))
-        self._packed = memory.empty(self._panels * PANEL * self._row_bytes)
-        self._bias = torch.zeros(self._panels * PANEL) if bias is None else _in_lanes(bias, self._panels, gated)
-        self._row_scales = torch.ones(self._panels * PANEL)
-        self._groups: GroupedPanels | None = None
-        self._order = None if groups is None else groups.order
-        if groups is not None:
-            rows = _in_lanes(torch.arange(1.0, 1 + len(parts[0])), self._panels, gated)
-            self._groups = pack_groups(kind, parts[0], groups, rows.long() - 1, self._packed)
-        elif weight.scales is None:
-            self._fill(parts, layout, pack_job(self._x_kind, kind))
-        else:
-            self._row_scales = _in_lanes(weight.scales.view(-1), self._panels, gated)
-            self._fill(parts, layout, pack_job(WIDE_INT8, kind))
-        if weight.factor != 1.0:
-            self._row_scales *= weight.factor
-        self._prepared = (
-            layout.integer
-            or kind is FLOAT16
-            or groups is not None
-            or (self._on_tiles and self._padded != self.in_features)
-        )
+        self._packed = memory.empty(count * self._panels * PANEL * self._row_bytes)
+        self._bias = torch.zeros(count * self._panels * PANEL)
+        self._row_scales = torch.ones(count * self._panels * PANEL)
+        self._prepared = layout.integer or kind is FLOAT16 or groups is not None or self._padded != self.in_features
         self._code = tile_product_job() if self._on_tiles else product_job(self._x_kind, kind)
 
-    def _fill(self, parts: list[Tensor], layout: Arithmetic, code: int) -> None:
+    def _of(self, all_panels: Tensor, number: int) -> Tensor:
+        """The part of the weight of this number."""
+        size = len(all_panels) * self._panels * PANEL // len(self._row_scales)
+        return all_panels[number * size : (number + 1) * size]
+
+    def _in_lanes(self, rows: Tensor) -> Tensor:
+        """Numbers of rows [out] in the order of the panels' lanes, float32."""
+        parts = (rows.float(),) if self._gate is None else rows.float().chunk(2)
+        width = PANEL // len(parts)
+        lanes = [F.pad(part, (0, self._panels * width - len(part))).view(self._panels, width) for part in parts]
+        return torch.cat(lanes, dim=1).view(-1)
+
+    def _fill(self, number: int, weight: Weight) -> None:
+        """Pack a weight that has no groups."""
+        parts, layout = [part.contiguous() for part in weight.parts], arithmetic_of(self._kind)
+        scales = self._of(self._row_scales, number)
+        if weight.scales is not None:
+            scales.copy_(self._in_lanes(weight.scales.view(-1)))
+        code = pack_job(self._x_kind if weight.scales is None else WIDE_INT8, self._kind)
         starts = itertools.accumulate((len(part) for part in parts), initial=0)
         table = np.array([(start, part.data_ptr()) for start, part in zip(starts, parts, strict=False)], np.int64)
         arguments = (
-            1, self._panels, table.ctypes.data, len(table), sum(map(len, parts)), self.in_features,
-            parts[0].element_size(), self._padded, self._row_bytes, layout.lane_bytes, self._packed.data_ptr(),
-            self._row_scales.data_ptr(), int(self._gated),
+            1, self._panels, table.ctypes.data, len(table), weight.rows, self.in_features,
+            parts[0].element_size(), self._padded, self._row_bytes, layout.lane_bytes,
+            self._of(self._packed, number).data_ptr(), scales.data_ptr(), int(self._gate is not None),
         )  # fmt: skip
         self._team.run(code, PACK, arguments)
 
-    @staticmethod
-    def takes(weight: Weight) -> bool:
-        """Whether a row is whole words; integer kinds pad theirs."""
-        part = weight.parts[0]
-        return weight.format != "none" or part.shape[1] % arithmetic_of(KINDS[part.dtype]).inputs == 0
+    def _fill_groups(self, number: int, weight: Weight, groups: Groups) -> GroupedPanels:
+        rows = self._in_lanes(torch.arange(1.0, 1 + weight.rows)).long() - 1
+        return pack_groups(self._kind, weight.parts[0].contiguous(), groups, rows, self._of(self._packed, number))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
-        tokens = x.shape[0]
+        return self._product(x, x.shape[0], 0, False)
+
+    def of_experts(self, x: Tensor, plan: ExpertPlan, gathers: bool) -> Tensor:
+        """Each row of the plan times the weight of its expert -> [rows, out].
+
+        Args:
+            gathers: x is [T, in], of which the plan says what row each takes; otherwise x has a row for each.
+        """
+        return self._product(x, plan.rows, plan.address, gathers)
+
+    def _product(self, x: Tensor, rows: int, plan: int, gathers: bool) -> Tensor:
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = self._team.empty((tokens, self.out_features), x.dtype)
-        if tokens == 0:
+        out = self._team.empty((rows, self.out_features), x.dtype)
+        if rows == 0:
             return out
-        rows = self._team.empty((tokens * self._x_stride if self._prepared else 0,), torch.uint8)
+        made_ready = self._team.empty((rows * self._x_stride if self._prepared or gathers else 0,), torch.uint8)
         if self._on_tiles:
-            self._team.run(self._code, ON_TILES, self._arguments_on_tiles(x, rows, out))
+            self._team.run(self._code, ON_TILES, self._arguments_on_tiles(x, made_ready, out, plan, gathers))
         else:
-            self._team.run(self._code, PRODUCT, self._arguments(x, rows, out))
+            self._team.run(self._code, PRODUCT, self._arguments(x, made_ready, out, plan, gathers))
         return out
 
-    def _arguments(self, x: Tensor, rows: Tensor, out: Tensor) -> tuple[int, ...]:
+    def _arguments(self, x: Tensor, rows: Tensor, out: Tensor, plan: int, gathers: bool) -> tuple[int, ...]:
         """Of product_job."""
-        tokens = x.shape[0]
         return (
-            self._team.threads, self._panels, tokens, self._chunks(tokens), x.data_ptr(), x.stride(0),
-            x.element_size(), self.in_features, rows.data_ptr(), self._x_bytes, self._x_stride, self._padded,
-            self._inputs, self._packed.data_ptr(), self._words, self._block,
-            self._step_bytes, PANEL * self._row_bytes, self._row_scales.data_ptr(), self._bias.data_ptr(),
-            out.data_ptr(), self.out_features, int(self._gated),
-            0 if self._order is None else self._order.data_ptr(),
+            self._team.threads, self._panels, len(out), self._chunks(len(out)), x.data_ptr(), x.stride(0),
+            self.in_features, 0 if self._order is None else self._order.data_ptr(),
+            rows.data_ptr() if len(rows) else 0, self._x_bytes, self._x_stride, self._padded, self._inputs,
+            self._packed.data_ptr(), self._words, self._block, self._step_bytes,
+            self._row_scales.data_ptr(), self._bias.data_ptr(), out.data_ptr(), self.out_features,
+            0 if self._gate is None else self._gate.data_ptr(), plan, int(gathers),
             *(_NO_GROUPS if self._groups is None else self._groups.arguments()[1:]),
         )  # fmt: skip
 
-    def _arguments_on_tiles(self, x: Tensor, rows: Tensor, out: Tensor) -> tuple[int, ...]:
-        """Of tile_product_job. Tokens are cut evenly into as few groups as there may be, all of one size."""
-        tokens = x.shape[0]
-        chunks = self._chunks(tokens)
-        most = -(-tokens // chunks)
-        of_group = -(-most // -(-most // TILE_ROWS))
+    def _arguments_on_tiles(self, x: Tensor, rows: Tensor, out: Tensor, plan: int, gathers: bool) -> tuple[int, ...]:
+        """Of tile_product_job."""
         return (
-            self._team.threads, self._panels, tokens, chunks, x.data_ptr(), x.stride(0) * x.element_size(),
-            self.in_features, rows.data_ptr() if self._prepared else 0, self._x_stride, self._packed.data_ptr(),
-            self._words // STEP_WORDS, _BLOCK_STEPS, PANEL * self._row_bytes, self._row_scales.data_ptr(),
-            self._bias.data_ptr(), out.data_ptr(), self.out_features, int(self._gated), of_group,
-            configuration(of_group),
+            self._team.threads, self._panels, len(out), self._chunks(len(out)), x.data_ptr(),
+            x.stride(0) * x.element_size(), self.in_features, rows.data_ptr() if len(rows) else 0, self._x_stride,
+            self._packed.data_ptr(), self._words // STEP_WORDS, _BLOCK_STEPS, self._row_scales.data_ptr(),
+            self._bias.data_ptr(), out.data_ptr(), self.out_features,
+            0 if self._gate is None else self._gate.data_ptr(), configurations(), plan, int(gathers),
         )  # fmt: skip
 
     def _chunks(self, tokens: int) -> int:
         """Into how many pieces the tokens are cut, so that sums stay in cache and every thread has work."""
         wanted = -(-_ITEMS_PER_THREAD * self._team.threads // self._panels)
-        return max(-(-tokens // _MOST_TOKENS), min(wanted, tokens // _LEAST_TOKENS), 1)
+        return max(-(-tokens // MOST_ROWS), min(wanted, tokens // _LEAST_TOKENS), 1)
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows [T] int64 of the weight -> [T, in], in the model's dtype."""
@@ -211,25 +245,14 @@ class PackedLinear:
         return out
 
 
-def _in_lanes(bias: Tensor, panels: int, gated: bool) -> Tensor:
-    """bias [out] in the order of the panels' lanes, float32."""
-    parts = bias.float().chunk(2) if gated else (bias.float(),)
-    width = PANEL // len(parts)
-    lanes = [F.pad(part, (0, panels * width - len(part))).view(panels, width) for part in parts]
-    return torch.cat(lanes, dim=1).view(-1)
+def _numbers(gate: Gate) -> Tensor:
+    """As the jobs read them."""
+    return torch.tensor([gate.slope, gate.cubic, gate.limit, gate.shift])
 
 
-def linear_for(weight: Weight, bias: Tensor | None, team: Team, memory: LargePages, tiles: bool = False) -> Linear:
-    """The fastest way to multiply with weight [out, in] on this processor. Raises as PackedLinear."""
-    if not PackedLinear.takes(weight):
-        return ReferenceLinear(weight, bias)
-    return PackedLinear(weight, bias, team, memory, tiles=tiles)
-
-
-def gated_linear_for(
-    weight: Weight, bias: Tensor | None, team: Team, memory: LargePages, tiles: bool = False
-) -> Callable[[Tensor], Tensor]:
-    """The fastest way to a gated product with weight [2 * F, in] on this processor. Raises as PackedLinear."""
-    if not PackedLinear.takes(weight):
-        return ReferenceGatedLinear(ReferenceLinear(weight, bias), ReferenceKernels().silu_and_mul)
-    return PackedLinear(weight, bias, team, memory, gated=True, tiles=tiles)
+def _orders(orders: list[Tensor | None], inputs: int) -> Tensor | None:
+    """Those of all experts, one after the other; None where none has one."""
+    if all(order is None for order in orders):
+        return None
+    own = torch.arange(inputs, dtype=torch.int32)
+    return torch.cat([own if order is None else order for order in orders])

@@ -69,9 +69,9 @@ def _configurations() -> np.ndarray:
 _CONFIGURATIONS = _configurations()
 
 
-def configuration(tokens: int) -> int:
-    """The address of the configuration for tiles of so many tokens."""
-    return int(_CONFIGURATIONS[tokens].ctypes.data)
+def configurations() -> int:
+    """The address of the configurations, 64 bytes each, by the number of tokens that tiles are laid out for."""
+    return int(_CONFIGURATIONS.ctypes.data)
 
 
 def _emit(builder: Any, name: str, tiles: tuple[int, ...], *operands: Any) -> None:

@@ -166,8 +166,9 @@ def rows_job(out_kind: Any, kind: Any) -> int:
                 panel, lane = number // PANEL, number % PANEL
                 base, to = packed + panel * PANEL * row_bytes, out + index * width * size
                 if is_float:
-                    for place in range(width * size // lane_bytes):
-                        copy_element(base, place * PANEL + lane, to, place, lane_bytes)
+                    in_lane = lane_bytes // size
+                    for i in range(width):
+                        copy_element(base, (i // in_lane * PANEL + lane) * in_lane + i % in_lane, to, i, size)
                 else:
                     scale = load(row_scales, number, FLOAT32)
                     for i in range(width):

@@ -15,6 +15,7 @@ import numpy as np
 
 from headway.kernels.cpu_arithmetic import GROUPED, INT4, INT8, PANEL, TILE_TOKENS, arithmetic_of
 from headway.kernels.cpu_compile import compiled, give_back, take_memory
+from headway.kernels.cpu_expert_plan import item_of, pieces_of, row_of
 from headway.kernels.cpu_groups import PASSES_AHEAD, multiply_grouped
 from headway.kernels.cpu_ir import VECTOR_BYTES
 from headway.kernels.cpu_matrix import (
@@ -167,7 +168,7 @@ def _multiply_on_tiles(kind, tokens, rows, x, x_stride, packed, steps, block, to
 
 
 @compiled(fastmath={"contract"})
-def _finish(out_kind, tokens, count, totals, scales, bias, out, stride):
+def _finish_plain(out_kind, tokens, count, totals, scales, bias, out, stride):
     """Sums, scaled and with the bias, to `count` outputs of each token, stride elements between tokens."""
     for token in range(tokens):
         for i in range(count):
@@ -176,17 +177,36 @@ def _finish(out_kind, tokens, count, totals, scales, bias, out, stride):
 
 
 @compiled(fastmath={"contract", "arcp"})
-def _finish_gated(out_kind, tokens, count, totals, scales, bias, out, stride):
-    """silu of the first half of a panel's sums, scaled and with the bias, times the second half."""
+def _finish_gated(out_kind, tokens, count, totals, scales, bias, out, stride, gate_numbers):
+    """The first half of a panel's sums, scaled and with the bias, as the gate of the second half; see Gate."""
     half = PANEL // 2
+    slope, cubic = load(gate_numbers, 0, FLOAT32), load(gate_numbers, 1, FLOAT32)
+    limit, shift = load(gate_numbers, 2, FLOAT32), load(gate_numbers, 3, FLOAT32)
     for token in range(tokens):
         for i in range(count):
             at = token * PANEL + i
             gate = load(totals, at, FLOAT32) * load(scales, i, FLOAT32) + load(bias, i, FLOAT32)
             up = load(totals, at + half, FLOAT32) * load(scales, i + half, FLOAT32) + load(bias, i + half, FLOAT32)
-            decay = exp_of_negative(-abs(gate))
-            numerator = _ONE if gate >= _ZERO else decay
-            store(out, token * stride + i, gate * numerator / (_ONE + decay) * up, out_kind)
+            gate = limit if gate > limit else gate  # a NaN stays one
+            up = limit if up > limit else -limit if up < -limit else up
+            bent = gate * (slope + cubic * gate * gate)
+            decay = exp_of_negative(-abs(bent))
+            numerator = _ONE if bent >= _ZERO else decay
+            store(out, token * stride + i, gate * numerator / (_ONE + decay) * (up + shift), out_kind)
+
+
+@compiled()
+def _finish(out_kind, size, gate, tokens, totals, scales, bias, panel, column, features, row, out):
+    """A panel's sums of some tokens to the columns of out [rows, features] from `column` on, in the rows from `row` on.
+
+    scales and bias are those of all panels; a number of out has `size` bytes.
+    """
+    to, of_panel = out + (row * features + column) * size, panel * PANEL * 4
+    count = min(PANEL // 2 if gate != 0 else PANEL, features - column)
+    if gate != 0:
+        _finish_gated(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, features, gate)
+    else:
+        _finish_plain(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, features)
 
 
 @compiled()
@@ -202,11 +222,13 @@ PRODUCT = struct.Struct("31q")
 def product_job(x_kind: Any, kind: Any) -> int:
     """x [tokens, inputs] of x_kind times packed weights of `kind`, to the same kind as x.
 
-    Where they have groups, a word is a group of inputs, a step its bytes, and more arguments say where scales are.
+    Where they have groups, a word is a group of inputs, a step its bytes, and more arguments say where scales are. A
+    plan says which rows of x go to which expert, whose panels follow each other; with `rows` they are made ready there.
     """
     layout, is_grouped = arithmetic_of(kind), type(kind) in map(type, GROUPED)
     multiply = multiply_grouped if is_grouped else _multiply
-    prepared = layout.integer or kind is not x_kind or kind is FLOAT16
+    copied = x_kind if kind is x_kind and kind is not FLOAT16 else FLOAT32
+    x_size = 4 if x_kind is FLOAT32 else 2
     integer = np.int8(0) if layout.inputs == 4 else np.int16(0)
     largest, is_integer = np.float32(np.iinfo(integer.dtype).max), layout.integer
     offset = _GROUPED if is_grouped else layout.offset
@@ -214,28 +236,29 @@ def product_job(x_kind: Any, kind: Any) -> int:
     unpacks, unpacked_kind = kind is INT4, INT8 if kind is INT4 else kind
 
     def product(a: int) -> None:
-        threads, panels, tokens, chunks = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3)
-        x, x_stride, x_size, inputs = arg(a, 4), arg(a, 5), arg(a, 6), arg(a, 7)
+        threads, panels, tokens = arg(a, 0), arg(a, 1), arg(a, 2)
+        x, x_stride, inputs, order = arg(a, 4), arg(a, 5), arg(a, 6), arg(a, 7)
         rows, row_bytes, row_stride, width, block_inputs = arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11), arg(a, 12)
-        packed, words, block, step_bytes, panel_bytes = arg(a, 13), arg(a, 14), arg(a, 15), arg(a, 16), arg(a, 17)
-        row_scales, bias, out, features, gated = arg(a, 18), arg(a, 19), arg(a, 20), arg(a, 21), arg(a, 22)
-        order = arg(a, 23)
-        if prepared:
+        packed, words, block, step_bytes = arg(a, 13), arg(a, 14), arg(a, 15), arg(a, 16)
+        row_scales, bias, out, features, gate = arg(a, 17), arg(a, 18), arg(a, 19), arg(a, 20), arg(a, 21)
+        plan, gathers = arg(a, 22), arg(a, 23)
+        if rows != 0:
             ordered = take_memory(inputs * x_size) if order != 0 else 0
-            token = take_ticket(tickets(a, 0))
-            while token < tokens:
-                source, row = x + token * x_stride * x_size, rows + token * row_stride
+            row = take_ticket(tickets(a, 0))
+            while row < tokens:
+                number, expert = row_of(plan, gathers, row)
+                source, to = x + number * x_stride * x_size, rows + row * row_stride
                 if order != 0:
-                    _reorder(source, order, inputs, x_size, ordered)
+                    _reorder(source, order + expert * inputs * 4, inputs, x_size, ordered)
                     source = ordered
                 if is_integer:
                     _prepare_integers(
-                        x_kind, integer, largest, offset, source, inputs, width, block_inputs, row, row + row_bytes
+                        x_kind, integer, largest, offset, source, inputs, width, block_inputs, to, to + row_bytes
                     )
                 else:
-                    _copy_token(x_kind, FLOAT32, source, inputs, width, row)
+                    _copy_token(x_kind, copied, source, inputs, width, to)
                 take_ticket(tickets(a, 1))
-                token = take_ticket(tickets(a, 0))
+                row = take_ticket(tickets(a, 0))
             if order != 0:
                 give_back(ordered)
             while read_shared(tickets(a, 1)) < tokens:
@@ -243,35 +266,30 @@ def product_job(x_kind: Any, kind: Any) -> int:
             source, source_stride = rows, row_stride
         else:
             source, source_stride = x, x_stride * x_size
-        most = (tokens + chunks - 1) // chunks
+        pieces, most = pieces_of(plan, arg(a, 3), tokens)
         totals = take_memory(most * TOTALS_BYTES)
-        each = PANEL // 2 if gated else PANEL
-        unpacked = take_memory(block * PANEL * 4) if unpacks and most > _MOST_FROM_NIBBLES else 0
-        item, end = take_share(tickets(a, 2), panels * chunks, threads)
-        while item < panels * chunks:
+        each = PANEL // 2 if gate != 0 else PANEL
+        room = take_memory(block * PANEL * 4) if unpacks and most > _MOST_FROM_NIBBLES else 0
+        item, end = take_share(tickets(a, 2), panels * pieces, threads)
+        while item < panels * pieces:
             for number in range(item, end):
-                panel, chunk = number // chunks, number % chunks
-                first, last = chunk * tokens // chunks, (chunk + 1) * tokens // chunks
-                at = source + first * source_stride
+                panel, of_all, first, last = item_of(plan, number, panels, pieces, tokens)
+                at, count = source + first * source_stride, last - first
                 more = (
-                    arg(a, 24), arg(a, 25), block_inputs * word_bytes, arg(a, 26) + panel * arg(a, 27),
-                    arg(a, 28) + panel * arg(a, 29), arg(a, 30),
+                    arg(a, 24), arg(a, 25), block_inputs * word_bytes, arg(a, 26) + of_all * arg(a, 27),
+                    arg(a, 28) + of_all * arg(a, 29), arg(a, 30),
                 )  # fmt: skip
                 multiply(
-                    kind, last - first, at, source_stride, packed + panel * panel_bytes, words, block, step_bytes,
-                    totals, at + row_bytes, row_stride, unpacked_kind, unpacked, more,
+                    kind, count, at, source_stride, packed + of_all * words * step_bytes, words, block, step_bytes,
+                    totals, at + row_bytes, row_stride, unpacked_kind, room if count > _MOST_FROM_NIBBLES else 0, more,
                 )  # fmt: skip
-                to = out + (first * features + panel * each) * x_size
-                count = min(each, features - panel * each)
-                scales, addends = row_scales + panel * PANEL * 4, bias + panel * PANEL * 4
-                if gated:
-                    _finish_gated(x_kind, last - first, count, totals, scales, addends, to, features)
-                else:
-                    _finish(x_kind, last - first, count, totals, scales, addends, to, features)
-            item, end = take_share(tickets(a, 2), panels * chunks, threads)
+                _finish(
+                    x_kind, x_size, gate, count, totals, row_scales, bias, of_all, panel * each, features, first, out
+                )
+            item, end = take_share(tickets(a, 2), panels * pieces, threads)
         give_back(totals)
-        if unpacked != 0:
-            give_back(unpacked)
+        if room != 0:
+            give_back(room)
 
     return job(product)
 
@@ -281,48 +299,50 @@ ON_TILES = struct.Struct("20q")
 
 @once_per_kind
 def tile_product_job() -> int:
-    """As product_job of bfloat16, on matrix tiles, which are laid out for `rows` tokens; strides are in bytes."""
+    """As product_job of bfloat16, on matrix tiles; strides are in bytes.
+
+    The rows of a piece are cut evenly into as few groups as there may be, all of one size, for which tiles are laid
+    out; configurations are those of cpu_matrix, one after the other.
+    """
     kind = BFLOAT16
 
     def product(a: int) -> None:
-        threads, panels, tokens, chunks = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3)
-        x, x_stride, inputs, padded, row_stride = arg(a, 4), arg(a, 5), arg(a, 6), arg(a, 7), arg(a, 8)
-        packed, steps, block, panel_bytes = arg(a, 9), arg(a, 10), arg(a, 11), arg(a, 12)
-        row_scales, bias, out, features, gated = arg(a, 13), arg(a, 14), arg(a, 15), arg(a, 16), arg(a, 17)
-        rows, layout = arg(a, 18), arg(a, 19)
-        if padded != 0:
-            token = take_ticket(tickets(a, 0))
-            while token < tokens:
-                _copy_token(
-                    kind, kind, x + token * x_stride, inputs, steps * STEP_WORDS * 2, padded + token * row_stride
-                )
+        threads, panels, tokens = arg(a, 0), arg(a, 1), arg(a, 2)
+        x, x_stride, inputs, rows, row_stride = arg(a, 4), arg(a, 5), arg(a, 6), arg(a, 7), arg(a, 8)
+        packed, steps, block = arg(a, 9), arg(a, 10), arg(a, 11)
+        row_scales, bias, out, features, gate = arg(a, 12), arg(a, 13), arg(a, 14), arg(a, 15), arg(a, 16)
+        configurations, plan, gathers = arg(a, 17), arg(a, 18), arg(a, 19)
+        if rows != 0:
+            row = take_ticket(tickets(a, 0))
+            while row < tokens:
+                source = x + row_of(plan, gathers, row)[0] * x_stride
+                _copy_token(kind, kind, source, inputs, steps * STEP_WORDS * 2, rows + row * row_stride)
                 take_ticket(tickets(a, 1))
-                token = take_ticket(tickets(a, 0))
+                row = take_ticket(tickets(a, 0))
             while read_shared(tickets(a, 1)) < tokens:
                 pause()
-            x, x_stride = padded, row_stride
-        totals = take_memory(((tokens + chunks - 1) // chunks + TILE_ROWS) * TOTALS_BYTES)
-        each = PANEL // 2 if gated else PANEL
-        configure(layout)
-        item, end = take_share(tickets(a, 2), panels * chunks, threads)
-        while item < panels * chunks:
+            x, x_stride = rows, row_stride
+        pieces, most = pieces_of(plan, arg(a, 3), tokens)
+        totals = take_memory((most + TILE_ROWS) * TOTALS_BYTES)
+        each = PANEL // 2 if gate != 0 else PANEL
+        laid_out = 0
+        item, end = take_share(tickets(a, 2), panels * pieces, threads)
+        while item < panels * pieces:
             for number in range(item, end):
-                panel, chunk = number // chunks, number % chunks
-                first, last = chunk * tokens // chunks, (chunk + 1) * tokens // chunks
-                of_panel = packed + panel * panel_bytes
-                _multiply_on_tiles(
-                    kind, last - first, rows, x + first * x_stride, x_stride, of_panel, steps, block, totals
-                )
-                count, groups = min(each, features - panel * each), (last - first + rows - 1) // rows
-                scales, addends = row_scales + panel * PANEL * 4, bias + panel * PANEL * 4
+                panel, of_all, first, last = item_of(plan, number, panels, pieces, tokens)
+                count = last - first
+                groups = (count + TILE_ROWS - 1) // TILE_ROWS
+                together = (count + groups - 1) // groups
+                if together != laid_out:
+                    configure(configurations + together * VECTOR_BYTES)
+                    laid_out = together
+                at = packed + of_all * steps * STEP_BYTES
+                _multiply_on_tiles(kind, count, together, x + first * x_stride, x_stride, at, steps, block, totals)
                 for group in range(groups):
-                    token = first + _first_of(group, groups, last - first, rows)
-                    sums, to = totals + group * rows * TOTALS_BYTES, out + (token * features + panel * each) * 2
-                    if gated:
-                        _finish_gated(kind, rows, count, sums, scales, addends, to, features)
-                    else:
-                        _finish(kind, rows, count, sums, scales, addends, to, features)
-            item, end = take_share(tickets(a, 2), panels * chunks, threads)
+                    row = first + _first_of(group, groups, count, together)
+                    sums = totals + group * together * TOTALS_BYTES
+                    _finish(kind, 2, gate, together, sums, row_scales, bias, of_all, panel * each, features, row, out)
+            item, end = take_share(tickets(a, 2), panels * pieces, threads)
         release()
         give_back(totals)
 

@@ -55,6 +55,8 @@ _YIELDING_LOOKS = 6000
 # Results of so many bytes are kept mapped: malloc would map and unmap each of 32 MB and more, whose pages the system
 # clears one by one.
 _LARGE = 16 << 20
+# Below so many elements, waking the team costs more than it saves.
+_ALONE = 8192
 
 # A job's arguments, by their number.
 arg, real_arg = read_int64, read_float64
@@ -184,6 +186,16 @@ class Team:
         self._note(1, code)
         self._wake()
         _run(self._board, code)
+
+    def share(self, code: int, layout: struct.Struct, rows: int, size: int, arguments: tuple[Any, ...]) -> None:
+        """Run an operation on rows, of `size` elements together, alone or, from _ALONE elements on, by all threads.
+
+        Its arguments begin with the rows that are taken at a time and the number of rows.
+        """
+        if size < _ALONE:
+            self.run_alone(code, layout, (rows, rows, *arguments))
+        else:
+            self.run(code, layout, (max(1, rows // (4 * self.threads)), rows, *arguments))
 
     def run_alone(self, code: int, layout: struct.Struct, arguments: tuple[Any, ...]) -> None:
         """Run a job by the calling thread, where waking others costs more than it saves."""

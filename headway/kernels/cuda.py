@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from headway.kernels import cuda_attention, cuda_rows
-from headway.kernels.interface import LayerCache, StepGeometry, check_heads
+from headway.kernels.interface import Gate, LayerCache, StepGeometry, check_heads
 from headway.kernels.reference import TorchKernels, check_unscaled
 
 _GATE_BLOCK = 1024
@@ -25,6 +25,7 @@ class CudaKernels(TorchKernels):
     name = "cuda"
 
     def __init__(self) -> None:
+        super().__init__()
         self._multiprocessors = _INTERPRETED_MULTIPROCESSORS
         if torch.cuda.is_available():
             self._multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
@@ -69,14 +70,16 @@ class CudaKernels(TorchKernels):
             HEADS=heads, WIDTH=width, HALF=half, PADDED=triton.next_power_of_2(half), num_warps=1,
         )  # fmt: skip
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 * F] -> [T, F]: silu of the first half times the second."""
+    def apply_gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
+        """[T, 2 * F] -> [T, F]; see Gate."""
         gate_up = gate_up.contiguous()
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
         if tokens:
             grid = (tokens, triton.cdiv(width, _GATE_BLOCK))
-            cuda_rows.silu_and_mul_kernel[grid](gate_up, out, width, BLOCK=_GATE_BLOCK)
+            cuda_rows.gate_kernel[grid](
+                gate_up, out, width, gate.slope, gate.cubic, gate.limit, gate.shift, BLOCK=_GATE_BLOCK
+            )
         return out
 
     def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:

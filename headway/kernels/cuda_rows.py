@@ -37,14 +37,16 @@ def add_rms_norm_kernel(x, residual, weight, eps, WIDTH: tl.constexpr, PADDED: t
 
 
 @triton.jit
-def silu_and_mul_kernel(x, out, width, BLOCK: tl.constexpr):
-    """out[i, d] = silu(x[i, d]) * x[i, width + d], dense."""
+def gate_kernel(x, out, width, slope, cubic, limit, shift, BLOCK: tl.constexpr):
+    """out[i, d] = x[i, width + d] as its gate x[i, d] lets it through (see Gate), dense."""
     row = tl.program_id(0).to(tl.int64)
     dim = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = dim < width
     gate = tl.load(x + row * 2 * width + dim, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * width + width + dim, mask=mask, other=0.0).to(tl.float32)
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + shift
+    value = gate / (1.0 + tl.exp(-gate * (slope + cubic * gate * gate))) * up
     tl.store(out + row * width + dim, value.to(out.dtype.element_ty), mask=mask)
 
 

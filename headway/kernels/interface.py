@@ -6,7 +6,8 @@ heads, D head dimension, N blocks in the pool, B tokens in a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,6 +85,11 @@ class Groups:
     minima: Tensor | None = None
     order: Tensor | None = None
 
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """In what matrices must agree that are kept alike."""
+        return self.size, self.scales.shape[1], self.run
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -112,11 +118,63 @@ class Weight:
         return [self.values] if isinstance(self.values, Tensor) else self.values
 
     @property
+    def rows(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
     def format(self) -> str:
         """What kernels must have for it, for messages."""
         if self.groups is not None:
             return f"{self.scheme} packed in groups"
         return self.scheme if self.scales is None else f"{self.scheme} packed in rows"
+
+
+Product = tuple[Weight, Tensor | None]  # a matrix and its bias [out]
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What lets numbers u through: f(g) * (u + shift), f(g) = g * sigmoid(slope * g + cubic * g^3).
+
+    Before, u is brought into -limit .. limit and g to at most limit.
+    """
+
+    slope: float = 1.0
+    cubic: float = 0.0
+    limit: float = math.inf
+    shift: float = 0.0
+
+
+SILU = Gate()
+# 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))), as (1 + tanh z) / 2 is sigmoid(2 z) (Hendrycks and Gimpel, 2016).
+GELU_TANH = Gate(2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715)
+CLAMPED = Gate(slope=1.702, limit=7.0, shift=1.0)  # gpt-oss
+
+
+@dataclass(slots=True)
+class RoutingCounts:
+    """What mixtures of experts have done since the kernels were made, added up over layers and steps.
+
+    Args:
+        mixtures: times that a mixture was asked.
+        pairs: of a token and an expert that it was sent to.
+        touched: experts that had any token.
+        busiest: tokens of the expert that had most.
+    """
+
+    mixtures: int = 0
+    pairs: int = 0
+    touched: int = 0
+    busiest: int = 0
+
+    def since(self, earlier: RoutingCounts) -> tuple[int, int, int, int]:
+        """What was added to each since then."""
+        return (
+            self.mixtures - earlier.mixtures,
+            self.pairs - earlier.pairs,
+            self.touched - earlier.touched,
+            self.busiest - earlier.busiest,
+        )
 
 
 class Linear(Protocol):
@@ -130,6 +188,19 @@ class Linear(Protocol):
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows [T] int64 of the weight -> [T, in]: the embedding of tokens where it shares the head's weight."""
+        ...
+
+
+class Mixture(Protocol):
+    """Experts in the layout that the device multiplies fastest."""
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+        """x [T, N] through the experts that are chosen for each token, [T, k], none twice: their weighted sum, [T, N].
+
+        With a shared expert's result, [T, N], `chosen` and `weights` have a last column for it. An expert is given its
+        tokens alone, and sums are in float32 and in one order, so that what a token gets depends on nothing else in
+        the step. May wait for the device.
+        """
         ...
 
 
@@ -150,11 +221,15 @@ class Kernels(Protocol):
         """
         ...
 
-    def gated_linear(self, weight: Weight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """Lay out weight [2 * F, in], gate rows above up rows, as x [T, in] -> silu(gate x) * up x [T, F].
+    def gated_linear(self, weight: Weight, bias: Tensor | None, gate: Gate = SILU) -> Callable[[Tensor], Tensor]:
+        """Lay out weight [2 * F, in], gate rows above up rows, as x [T, in] -> the gate's f(gate x) * up x [T, F].
 
         Raises as `linear`.
         """
+        ...
+
+    def mixture(self, gate_up: Iterable[Product], down: Iterable[Product], count: int, gate: Gate = SILU) -> Mixture:
+        """Lay out `count` experts, each a gated linear layer and one behind it, all alike. Raises as `linear`."""
         ...
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
@@ -210,14 +285,8 @@ class Kernels(Protocol):
         """
         ...
 
-    def mixture(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
-    ) -> Tensor:
-        """x [T, N] through the experts that are chosen for each token, [T, k], none twice: their weighted sum, [T, N].
-
-        An expert is given its tokens alone, and sums are in float32 and in one order, so that what a token gets
-        depends on nothing else in the step. May wait for the device.
-        """
+    def routing_counts(self) -> RoutingCounts:
+        """Of all mixtures of these kernels so far."""
         ...
 
     def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:

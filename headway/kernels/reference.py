@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.kernels.interface import AttentionShape, LayerCache, Linear, StepGeometry, Weight
+from headway.kernels.interface import (
+    SILU,
+    AttentionShape,
+    Gate,
+    LayerCache,
+    Linear,
+    Mixture,
+    Product,
+    RoutingCounts,
+    StepGeometry,
+    Weight,
+)
 
 
 def check_unquantized(weight: Weight, kernels: str) -> None:
@@ -53,15 +65,43 @@ class ReferenceLinear:
 
 
 class ReferenceGatedLinear:
-    """silu(gate x) * up x as a product of [2 * F, in] and an operation on its result [T, 2 * F]."""
+    """A gated product of [2 * F, in]: a product, and an operation on its result [T, 2 * F]."""
 
-    def __init__(self, linear: Linear, silu_and_mul: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, linear: Linear, gate: Gate, apply_gate: Callable[[Tensor, Gate], Tensor]) -> None:
         self.linear = linear
-        self._silu_and_mul = silu_and_mul
+        self._gate, self._apply_gate = gate, apply_gate
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, F]."""
-        return self._silu_and_mul(self.linear(x))
+        return self._apply_gate(self.linear(x), self._gate)
+
+
+class ReferenceMixture:
+    """Experts one after the other, in the order of their numbers."""
+
+    def __init__(self, experts: list[tuple[Callable[[Tensor], Tensor], Linear]], counts: RoutingCounts) -> None:
+        self.experts, self._counts = experts, counts
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+        """See Mixture."""
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        routed = chosen if shared is None else chosen[:, :-1]
+        numbers, tokens_of = routed.unique(return_counts=True)
+        for number in numbers.tolist():
+            tokens, place = torch.where(routed == number)
+            gate_up, down = self.experts[number]
+            total[tokens] += weights[tokens, place, None] * down(gate_up(x[tokens])).float()
+        if shared is not None:
+            total += weights[:, -1:] * shared.float()
+        self._count(tokens_of.tolist())
+        return total.to(x.dtype)
+
+    def _count(self, tokens_of: list[int]) -> None:
+        counts = self._counts
+        counts.mixtures += 1
+        counts.pairs += sum(tokens_of)
+        counts.touched += len(tokens_of)
+        counts.busiest += max(tokens_of, default=0)
 
 
 class TorchKernels:
@@ -70,8 +110,11 @@ class TorchKernels:
     name: str
     warm_up_tokens: int | None = None
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 * F] -> [T, F]: silu of the first half times the second."""
+    def __init__(self) -> None:
+        self._counts = RoutingCounts()
+
+    def apply_gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
+        """[T, 2 * F] -> [T, F]: the first half is the gate of the second."""
         raise NotImplementedError
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
@@ -79,9 +122,18 @@ class TorchKernels:
         check_unquantized(weight, self.name)
         return ReferenceLinear(weight, bias)
 
-    def gated_linear(self, weight: Weight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def gated_linear(self, weight: Weight, bias: Tensor | None, gate: Gate = SILU) -> Callable[[Tensor], Tensor]:
         """See Kernels."""
-        return ReferenceGatedLinear(self.linear(weight, bias), self.silu_and_mul)
+        return ReferenceGatedLinear(self.linear(weight, bias), gate, self.apply_gate)
+
+    def mixture(self, gate_up: Iterable[Product], down: Iterable[Product], count: int, gate: Gate = SILU) -> Mixture:
+        """See Kernels."""
+        gated = [self.gated_linear(*each, gate) for each in gate_up]
+        return ReferenceMixture(list(zip(gated, [self.linear(*each) for each in down], strict=True)), self._counts)
+
+    def routing_counts(self) -> RoutingCounts:
+        """See Kernels."""
+        return replace(self._counts)
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
         """See Kernels."""
@@ -98,16 +150,6 @@ class TorchKernels:
             return chosen, weights
         number = torch.full_like(chosen[:, :1], routed.shape[1])
         return torch.cat([chosen, number], 1), torch.cat([weights, wide[:, -1:].sigmoid()], 1)
-
-    def mixture(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
-    ) -> Tensor:
-        """See Kernels; in the order of the experts' numbers."""
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for number in chosen.unique().tolist():
-            tokens, place = torch.where(chosen == number)
-            total[tokens] += weights[tokens, place, None] * experts[number](x[tokens]).float()
-        return total.to(x.dtype)
 
     def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
         """See Kernels; argmax does not promise the first of equals."""
@@ -149,10 +191,11 @@ class ReferenceKernels(TorchKernels):
             turned = first * cos - second * sin, second * cos + first * sin  # both before either is overwritten
             x[..., :half], x[..., half : 2 * half] = turned
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 * F] -> [T, F]: silu(gate) * up."""
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        return (F.silu(gate) * up).to(gate_up.dtype)
+    def apply_gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
+        """[T, 2 * F] -> [T, F]; see Gate."""
+        opens, up = gate_up.float().chunk(2, dim=-1)
+        opens, up = opens.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit) + gate.shift
+        return (opens * torch.sigmoid(opens * (gate.slope + gate.cubic * opens * opens)) * up).to(gate_up.dtype)
 
     def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Write key and value [T, G, D] to slots [T] of the cache."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headway.cost.shape import CacheSpec
-from headway.kernels.interface import Kernels, LayerCache, Linear, StepGeometry
+from headway.kernels.interface import Kernels, LayerCache, Linear, Mixture, StepGeometry
 from headway.models.config import ModelConfig
 from headway.models.rope import rope_tables
 
@@ -36,23 +36,23 @@ class MixtureMLP:
 
     Args:
         router: rows of the experts, then one of the shared expert.
-        experts: the shared one last.
         per_token: experts that are chosen for a token.
         normalized: their weights sum to 1.
-        shared: whether there is a shared one.
+        shared: the one that every token goes through; None where there is none.
     """
 
     kernels: Kernels
     router: Linear
-    experts: list[DenseMLP]
+    experts: Mixture
     per_token: int
     normalized: bool
-    shared: bool
+    shared: DenseMLP | None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        chosen, weights = self.kernels.route(self.router(x), self.per_token, self.normalized, self.shared)
-        return self.kernels.mixture(x, chosen, weights, self.experts)
+        has_shared = self.shared is not None
+        chosen, weights = self.kernels.route(self.router(x), self.per_token, self.normalized, has_shared)
+        return self.experts(x, chosen, weights, None if self.shared is None else self.shared(x))
 
 
 @dataclass(slots=True)
@@ -83,9 +83,9 @@ class DecoderWeights:
 class Decoder:
     """A model on a device: token ids in, hidden states out, and logits for the rows that need them.
 
-    It holds no sequence state: keys and values live in the caches that the caller passes. Without experts, shapes and
-    addresses depend only on the sizes of a step, and nothing waits for the device, so a step can be captured
-    in a graph where the kernels allow it. Call under torch.inference_mode() for the least dispatch time.
+    It holds no sequence state: keys and values live in the caches that the caller passes. Shapes and addresses depend
+    only on the sizes of a step, and nothing but a mixture of experts on a GPU waits for the device, so a step can be
+    captured in a graph where the kernels allow it. Call under torch.inference_mode() for the least dispatch time.
 
     Args:
         max_model_len: positions to prepare tables for; None takes the config's max_model_len. It also fixes the
@@ -127,7 +127,7 @@ class Decoder:
                 its address too, the caches are always the same, and the result holds until the next step.
             caches: one for each layer, of the size that ModelConfig.caches says.
         """
-        if not step.repeatable or self.config.routing is not None:  # what experts do depends on the tokens
+        if not step.repeatable:
             return self._layers_of(token_ids, step, caches)
         key = (self._identity, len(token_ids))
         return self.kernels.repeat(key, step, self._attentions, lambda: self._layers_of(token_ids, step, caches))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headway.cost.shape import CacheSpec
-from headway.kernels.interface import QUANTIZATIONS, Kernels, Linear, Weight
+from headway.kernels.interface import QUANTIZATIONS, Kernels, Linear, Product, Weight
 from headway.models.checkpoint import Checkpoint, RandomWeights, StageClock, WeightSource, has_stacked_experts
 from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import Decoder, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP
@@ -177,44 +177,46 @@ class _Assembler:
         names = mixture_names(self._config, index, stacked)
         if names is None or experts is None or routing is None:
             return self._dense(dense_names(f"{layer}.mlp", self._config.fused))
-        every = self._stacked(layer) if stacked else [self._dense(parts) for parts in names.experts]
-        if names.shared is not None:
-            every.append(self._dense(names.shared))
-        router, has_shared = self._linear(*names.router), names.shared is not None
-        return MixtureMLP(self._kernels, router, every, experts.per_token, routing.normalized, has_shared)
+        gate_up: Iterator[Product]
+        down: Iterator[Product]
+        if stacked:
+            gate_up, down = (self._matrices(f"{layer}.{each}") for each in STACKED)
+        else:
+            gate_up = (self._product(*gated) for *gated, _ in names.experts)
+            down = (self._product(last) for *_, last in names.experts)
+        with self._clock.measure("layout"):
+            mixture = self._kernels.mixture(gate_up, down, experts.count)
+        shared = self._dense(names.shared) if names.shared is not None else None
+        router = self._linear(*names.router)
+        return MixtureMLP(self._kernels, router, mixture, experts.per_token, routing.normalized, shared)
 
     def _dense(self, parts: Parts) -> DenseMLP:
         *gated, down = parts
         return DenseMLP(self._gated(*gated), self._linear(down, factor=self._config.multipliers.added))
 
-    def _stacked(self, layer: str) -> list[DenseMLP]:
-        """The experts of a layer whose tensors hold all of them, [E, out, in]."""
-        gate_ups, downs = (self._matrices(f"{layer}.{each}") for each in STACKED)
-        with self._clock.measure("layout"):
-            return [
-                DenseMLP(self._kernels.gated_linear(gate_up, None), self._kernels.linear(down, None))
-                for gate_up, down in zip(gate_ups, downs, strict=True)
-            ]
-
-    def _matrices(self, name: str) -> list[Weight]:
+    def _matrices(self, name: str) -> Iterator[Product]:
+        """Those of the experts of a layer, whose tensor holds all of them, [E, out, in]."""
         scheme = scheme_of(name, self._quantization, None)
         lent = self._lent([name], self._dtype) if self._device.type == "cpu" else None
-        if lent is not None:
-            return [Weight([matrix], scheme) for matrix in lent[0]]
-        return [Weight(matrix, scheme) for matrix in self._stack(name)]
+        for matrix in self._stack(name) if lent is None else lent[0]:
+            yield Weight(matrix if lent is None else [matrix], scheme), None
 
-    def _linear(self, *layers: str, factor: float = 1.0) -> Linear:
-        """A product of the matrices one under the other, times the factor."""
+    def _product(self, *layers: str, factor: float = 1.0) -> Product:
+        """The matrices one under the other and their biases, times the factor."""
         weight, bias = self._weight(*layers), self._bias(*layers)
         if factor != 1.0:
             weight, bias = replace(weight, factor=factor), None if bias is None else bias * factor
+        return weight, bias
+
+    def _linear(self, *layers: str, factor: float = 1.0) -> Linear:
+        product = self._product(*layers, factor=factor)
         with self._clock.measure("layout"):
-            return self._kernels.linear(weight, bias)
+            return self._kernels.linear(*product)
 
     def _gated(self, *layers: str) -> Callable[[Tensor], Tensor]:
-        weight, bias = self._weight(*layers), self._bias(*layers)
+        product = self._product(*layers)
         with self._clock.measure("layout"):
-            return self._kernels.gated_linear(weight, bias)
+            return self._kernels.gated_linear(*product)
 
     def _bias(self, *layers: str) -> Tensor | None:
         return self._stack(*(f"{layer}.bias" for layer in layers)) if f"{layers[0]}.bias" in self._shapes else None

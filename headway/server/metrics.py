@@ -139,6 +139,12 @@ class Metrics:
             "left_out": self._counter(
                 "tokens_left_out", "Tokens that decoding without a promise did not get in a step."
             ),
+            "moe_mixtures": self._counter("moe_mixtures", "Times that a layer's experts were asked, in all steps."),
+            "moe_expert_tokens": self._counter("moe_expert_tokens", "Pairs of a token and an expert that it went to."),
+            "moe_experts_touched": self._counter("moe_experts_touched", "Experts with any token, by step and layer."),
+            "moe_busiest_expert_tokens": self._counter(
+                "moe_busiest_expert_tokens", "Tokens of the expert that had most, by step and layer."
+            ),
             "windows": self._counter("batching_windows", "Times that an idle engine waited for company."),
         }
         self._iteration_tokens = self._histogram("iteration_tokens_total", "Tokens computed by a step.", TOKENS)

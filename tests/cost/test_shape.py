@@ -72,9 +72,11 @@ def parameters_of(decoder):
     } | (
         {
             "router": sum(linear(mixture.router) for mixture in mixtures),
-            "shared_experts": sum(dense(mixture.experts[-1]) for mixture in mixtures if mixture.shared),
+            "shared_experts": sum(dense(mixture.shared) for mixture in mixtures if mixture.shared),
             "experts": sum(
-                dense(expert) for mixture in mixtures for expert in mixture.experts[: -1 if mixture.shared else None]
+                linear(gate_up.linear) + linear(down)
+                for mixture in mixtures
+                for gate_up, down in mixture.experts.experts
             ),
         }
         if mixtures

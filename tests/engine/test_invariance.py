@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from headway import LLM, SamplingParams
 from headway.engine import runner
 from headway.engine.logprobs import prompt_logprobs
-from headway.engine.messages import PromptLogprobs
+from headway.engine.messages import AddRequest, PromptLogprobs
 from headway.kernels import cpu
 from tests.engine.models import TINY_MIXTURE, write_config
 
@@ -197,3 +198,16 @@ def test_prompt_logprobs_are_computed_in_their_own_request_s_time(
     assert rows == [64, 64, 21]
     assert output.timings_ns["prefill_compute"] > 60e6
     assert output.timings_ns["sampling"] < 60e6
+
+
+def test_what_experts_do_is_counted_whether_a_step_is_recorded_or_not(tmp_path: Path) -> None:
+    """Two layers, three of eight experts for a token; a decode at batch 1 reads three in each, and no others."""
+    llm = LLM(write_config(tmp_path, **TINY_MIXTURE), skip_tokenizer_init=True, load_format="dummy", device="cpu")
+    core, found = llm.engine.core, []
+    core.add(AddRequest("one", list(range(2, 12)), SamplingParams(max_tokens=6, ignore_eos=True), []))
+    while core.has_work:
+        stats = core.step().stats
+        found.append((stats.moe_mixtures, stats.moe_expert_tokens, stats.moe_experts_touched))
+        assert stats.moe_expert_tokens / 8 <= stats.moe_busiest_expert_tokens <= stats.moe_expert_tokens
+    assert found[0][:2] == (2, 60) and 6 <= found[0][2] <= 16
+    assert found[1:] == [(2, 6, 6)] * 5

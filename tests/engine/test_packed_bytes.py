@@ -15,6 +15,7 @@ from headway.cost.memory import kv_cache_bytes, weight_bytes
 from headway.cost.precision import ENGINE_QUANTIZATIONS, Precision
 from headway.engine.memory import bytes_per_block
 from headway.kernels import kernels_for
+from headway.kernels.cpu_experts import PackedExperts
 from headway.kernels.cpu_linear import PackedLinear
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder, DenseMLP, MixtureMLP
@@ -53,8 +54,9 @@ def packed(model: Decoder) -> Iterator[PackedLinear]:
     linears: list[Any] = [model.weights.lm_head]
     for layer in model.weights.layers:
         linears += [layer.qkv, layer.o]
-        for mlp in layer.mlp.experts if isinstance(layer.mlp, MixtureMLP) else [layer.mlp]:
-            assert isinstance(mlp, DenseMLP)
+        mlps = [layer.mlp.experts, layer.mlp.shared] if isinstance(layer.mlp, MixtureMLP) else [layer.mlp]
+        for mlp in mlps:
+            assert isinstance(mlp, DenseMLP | PackedExperts)
             linears += [mlp.gate_up, mlp.down]
     for linear in linears:
         assert isinstance(linear, PackedLinear)

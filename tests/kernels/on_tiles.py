@@ -67,6 +67,26 @@ def multiply_two(kind, x, other, x_stride, packed, steps, sums, others, fresh):
     _multiply(other, x_stride, packed, steps, others, fresh, 32)
 
 
+def check_experts() -> int:
+    """Rows of a plan, whose experts have different numbers of them, come out as those of each expert alone."""
+    from headway.kernels.cpu import CpuKernels
+    from tests.kernels.operations import random_experts
+    from tests.kernels.steps import random
+
+    kernels, checked = CpuKernels(tiles=True), 0
+    gate_up, down = random_experts(torch.bfloat16, 3, 40, 33)
+    mixture = kernels.mixture(gate_up, down, 3)
+    chosen = torch.tensor([0] * 19 + [2] * 34).view(-1, 1)
+    x = random(7, torch.bfloat16, len(chosen), 40)
+    got = mixture(x, chosen, torch.ones(len(chosen), 1), None)
+    for number in (0, 2):
+        first, second = kernels.gated_linear(*gate_up[number]), kernels.linear(*down[number])
+        mine = chosen[:, 0] == number
+        assert torch.equal(got[mine], second(first(x[mine]))), number
+        checked += 1
+    return checked
+
+
 def main() -> None:
     for emulation in (configure, release, multiply_one, multiply_two):
         setattr(cpu_matrix, emulation.__name__, emulation)
@@ -86,6 +106,7 @@ def main() -> None:
             assert torch.equal(linear(x[:tokens]), expected[:tokens]), (out, width, tokens)
             checked += 1
         assert torch.equal(linear.rows(torch.arange(out)), weight)
+    checked += check_experts()
     print(checked)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
-from headway.kernels.interface import Groups, Kernels, LayerCache, Weight
+from headway.kernels.interface import CLAMPED, GELU_TANH, SILU, Groups, Kernels, LayerCache, Product, Weight
 from headway.kernels.reference import ReferenceKernels
 from tests.kernels.steps import assert_close, cache_of, on, random, step_of
 
@@ -52,8 +51,9 @@ def check_gate(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, w
     """With a weight that hands its input on, so that nothing but the gate rounds."""
     gate_up = random(0, dtype, tokens, 2 * width) * 8
     gate_up[0, :4] = torch.tensor([-300.0, -88.0, 300.0, 0.0]).to(dtype)
-    gated = kernels.gated_linear(Weight(torch.eye(2 * width, dtype=dtype, device=device)), None)
-    assert_close(gated(gate_up.to(device)), REFERENCE.silu_and_mul(gate_up), dtype)
+    for gate in (SILU, GELU_TANH, CLAMPED):
+        gated = kernels.gated_linear(Weight(torch.eye(2 * width, dtype=dtype, device=device)), None, gate)
+        assert_close(gated(gate_up.to(device)), REFERENCE.apply_gate(gate_up, gate), dtype)
 
 
 def check_rotate(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, width: int, half: int) -> None:
@@ -140,34 +140,57 @@ def check_route(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
         assert chosen[7].min() >= 0 and chosen[7, :4].max() < 60
 
 
-def check_mixture(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int) -> None:
-    """Each token through its experts alone, and an expert is given nobody else's; alone a token gets the same."""
-    weights = random(0, dtype, 6, 40, 40) / 40**0.5
-    linears = [kernels.linear(Weight(weight.clone().to(device)), None) for weight in weights]
-    x, shares = random(1, dtype, tokens, 40), random(2, torch.float32, tokens, 3).softmax(1)
+def random_experts(dtype: torch.dtype, count: int, hidden: int, width: int) -> tuple[list[Product], list[Product]]:
+    """Gated layers and those behind them, with biases."""
+    gate_up, down = random(0, dtype, count, 2 * width, hidden) / hidden**0.5, random(1, dtype, count, hidden, width)
+    biases = random(2, dtype, count, 2 * width), random(3, dtype, count, hidden)
+    return tuple(  # type: ignore[return-value]
+        [(Weight(matrix), bias) for matrix, bias in zip(*each, strict=True)]
+        for each in ((gate_up, biases[0]), (down / width**0.5, biases[1]))
+    )
+
+
+def check_mixture(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, scheme: str = "none") -> None:
+    """Each token through its experts alone, and a shared one; alone a token gets the same. What is done is counted."""
+    gate_up, down = random_experts(dtype, 6, 40, 21)
+
+    def there(products: list[Product]) -> Iterator[Product]:
+        return (
+            (Weight(w.parts[0].clone().to(device), scheme), None if b is None else b.to(device)) for w, b in products
+        )
+
+    x, shared = random(4, dtype, tokens, 40), random(5, dtype, tokens, 40)
+    shares = random(6, torch.float32, tokens, 3).softmax(1)
     order = torch.rand(tokens, 5, generator=torch.Generator().manual_seed(3)).argsort(1)[:, :2]
-    chosen = torch.cat([order, torch.full((tokens, 1), 5)], 1)  # the last one by all, and one by nobody but for chance
-    given = [0] * 6
+    chosen = torch.cat([order, torch.full((tokens, 1), 6)], 1)  # the last for the shared one; nobody chooses number 5
+    before, mixture = kernels.routing_counts(), kernels.mixture(there(gate_up), there(down), 6, CLAMPED)
+    inputs = [each.to(device) for each in (x, chosen, shares, shared)]
+    got, counts = mixture(*inputs), kernels.routing_counts()
+    of_experts = order.flatten().bincount(minlength=6)
+    assert (counts.mixtures - before.mixtures, counts.pairs - before.pairs) == (1, 2 * tokens)
+    assert counts.touched - before.touched == int((of_experts > 0).sum())
+    assert counts.busiest - before.busiest == int(of_experts.max())
 
-    def counted(number: int) -> Callable[[Tensor], Tensor]:
-        def product(part: Tensor) -> Tensor:
-            given[number] += len(part)
-            return linears[number](part)
-
-        return product
-
-    experts = [counted(number) for number in range(6)]
-    inputs = x.to(device), chosen.to(device), shares.to(device)
-    got = kernels.mixture(*inputs, experts)
-    assert given == chosen.flatten().bincount(minlength=6).tolist()
-    each = torch.einsum("ti,tkoi->tko", x.double(), weights.double()[chosen])
-    assert_close(got, (shares.double().unsqueeze(2) * each).sum(1).to(dtype), dtype)
-    for row in {0, tokens // 2, tokens - 1}:
-        alone = kernels.mixture(*(each[row : row + 1] for each in inputs), experts)
-        if device == "cpu" and kernels.name == "cpu":
-            assert torch.equal(alone[0], got[row])
-        else:
-            assert_close(alone[0], got[row].cpu(), dtype)
+    one = [
+        (kernels.gated_linear(*first, CLAMPED), kernels.linear(*second))
+        for first, second in zip(there(gate_up), there(down), strict=True)
+    ]
+    for given in (None, inputs[3]):
+        columns = slice(2 if given is None else 3)
+        parts = [inputs[0], *(each[:, columns].contiguous() for each in inputs[1:3])]
+        got = mixture(*parts, given)
+        total = torch.zeros(tokens, 40, dtype=torch.float64) if given is None else shares[:, 2:] * shared.double()
+        for token, place in ((token, place) for token in range(tokens) for place in range(2)):
+            first, second = one[order[token, place]]
+            result = second(first(inputs[0][token : token + 1]))[0]
+            total[token] += shares[token, place].double() * result.double().cpu()
+        assert_close(got, total.to(dtype), dtype)
+        for row in {0, tokens // 2, tokens - 1}:
+            alone = mixture(*(each[row : row + 1] for each in parts), None if given is None else given[row : row + 1])
+            if device == "cpu" and kernels.name == "cpu":
+                assert torch.equal(alone[0], got[row])
+            else:
+                assert_close(alone[0], got[row].cpu(), dtype)
 
 
 def check_copy_blocks(kernels: Kernels, device: str) -> None:

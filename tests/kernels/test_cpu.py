@@ -89,6 +89,23 @@ def test_mixture(kernels: CpuKernels, dtype: torch.dtype, tokens: int) -> None:
     operations.check_mixture(kernels, "cpu", dtype, tokens)
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int8-weight-only", "int4"])
+def test_mixture_of_rounded_experts(kernels: CpuKernels, scheme: str) -> None:
+    operations.check_mixture(kernels, "cpu", torch.float32, 33, scheme)
+
+
+def test_an_expert_with_more_tokens_than_a_piece_has(kernels: CpuKernels) -> None:
+    """All go to one expert, in pieces, by three threads."""
+    operations.check_mixture(with_threads(3), "cpu", torch.bfloat16, 700)
+
+
+def test_experts_that_are_not_alike_are_refused(kernels: CpuKernels) -> None:
+    gate_up, down = operations.random_experts(torch.float32, 3, 16, 8)
+    gate_up[2] = (Weight(gate_up[2][0].parts[0], "int8"), None)
+    with pytest.raises(ValueError, match=r"an expert's weight is \('int8', 16, 16, None\), but that of another is"):
+        kernels.mixture(gate_up, down, 3)
+
+
 def test_copy_blocks(kernels: CpuKernels) -> None:
     operations.check_copy_blocks(kernels, "cpu")
 

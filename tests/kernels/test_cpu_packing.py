@@ -13,7 +13,7 @@ from headway.kernels.cpu_arithmetic import PANEL
 from headway.kernels.cpu_linear import PackedLinear
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.cpu_team import Team
-from headway.kernels.interface import Weight
+from headway.kernels.interface import SILU, Weight
 from tests.kernels.steps import random
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -28,7 +28,7 @@ def packed(weight: Tensor | list[Tensor], quantization: str, gated: bool = False
 
 def laid_out(weight: Weight, gated: bool) -> tuple[np.ndarray, np.ndarray]:
     """The panels' bytes, and the scales of the rows."""
-    linear = PackedLinear(weight, None, Team(), LargePages(), gated)
+    linear = PackedLinear([(weight, None)], Team(), LargePages(), SILU if gated else None)
     return linear._packed.numpy().copy(), linear._row_scales.numpy().copy()
 
 

@@ -75,7 +75,7 @@ def test_arm(tmp_path: Path) -> None:
 
 def test_matrix_tiles(tmp_path: Path) -> None:
     """Products laid out for tiles, with plain code in place of their instructions."""
-    assert run("tests.kernels.on_tiles", NUMBA_CACHE_DIR=str(tmp_path), NUMBA_OPT="1") == "21"
+    assert run("tests.kernels.on_tiles", NUMBA_CACHE_DIR=str(tmp_path), NUMBA_OPT="1") == "23"
 
 
 def test_code_for_two_processors_is_kept_apart() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from headway.kernels.cpu import CpuKernels
 from headway.kernels.cpu_arena import Arena
 from headway.kernels.interface import StepGeometry, Weight
-from tests.kernels.operations import empty_cache
+from tests.kernels.operations import empty_cache, random_experts
 from tests.kernels.steps import random, step_of
 
 pytestmark = pytest.mark.timeout(600)
@@ -137,19 +137,22 @@ def test_the_second_time_nothing_is_called() -> None:
     assert torch.equal(second, kept)
 
 
-def test_operations_that_torch_does_are_not_recorded() -> None:
-    kernels = CpuKernels()
-    odd = kernels.linear(Weight(random(0, torch.bfloat16, 8, 7)), None)
-    x = random(1, torch.bfloat16, 2, 7)
-    step, calls = step_of([1], [1], BLOCK)[0], []
+def test_a_mixture_is_repeated_for_other_tokens_and_other_experts() -> None:
+    """What was recorded reads the plan that it has just made."""
+    kernels, step, calls = CpuKernels(), step_of([1] * 5, [1] * 5, BLOCK)[0], []
+    mixture = kernels.mixture(*random_experts(torch.bfloat16, 6, 16, 8), 6)
+    x, logits = torch.zeros(5, 16, dtype=torch.bfloat16), torch.zeros(5, 6, dtype=torch.bfloat16)
 
     def run() -> Tensor:
         calls.append(1)
-        return odd(x)
+        return mixture(x, *kernels.route(logits, 2, True, False), None)
 
-    for _ in range(3):
-        kernels.repeat("odd", step, [], run)
-    assert len(calls) == 3
+    for seed in range(4):
+        x.copy_(random(seed, torch.bfloat16, 5, 16))
+        logits.copy_(random(seed + 10, torch.bfloat16, 5, 6))
+        got = kernels.repeat("mixture", step, [], run).clone()
+        assert torch.equal(got, mixture(x, *kernels.route(logits, 2, True, False), None))
+    assert len(calls) == 1
 
 
 def test_only_so_many_programs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

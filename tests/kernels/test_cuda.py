@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headway.kernels.interface import Weight
+from headway.kernels.interface import SILU, Weight
 from tests.kernels import operations
 from tests.kernels.operations import DTYPES, check_attention
 from tests.kernels.steps import random, step_of
@@ -126,4 +126,4 @@ def test_linear(kernels: CudaKernels) -> None:
 def test_no_tokens(kernels: CudaKernels) -> None:
     empty = torch.empty(0, 32, device=DEVICE)
     assert kernels.rms_norm(empty, torch.ones(32, device=DEVICE), 1e-6).shape == (0, 32)
-    assert kernels.silu_and_mul(empty).shape == (0, 16)
+    assert kernels.apply_gate(empty, SILU).shape == (0, 16)

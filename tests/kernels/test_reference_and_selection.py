@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from headway.kernels import kernels_for
-from headway.kernels.interface import LayerCache
+from headway.kernels.interface import CLAMPED, GELU_TANH, SILU, LayerCache
 from headway.kernels.reference import ReferenceKernels
 from tests.kernels import operations
 from tests.kernels.steps import cache_of, random, step_of
@@ -73,9 +73,15 @@ def test_rotation_by_a_quarter_turn_pairs_halves() -> None:
     assert query.tolist() == [[[-3.0, -4.0, 1.0, 2.0, 5.0]]]
 
 
-def test_silu_and_mul() -> None:
-    gate_up = random(0, torch.float32, 3, 10)
-    torch.testing.assert_close(REFERENCE.silu_and_mul(gate_up), F.silu(gate_up[:, :5]) * gate_up[:, 5:])
+def test_gates() -> None:
+    """torch's silu and gelu, and what gpt-oss's publishers say: (up + 1) * gate * sigmoid(1.702 * gate), cut at 7."""
+    gate_up = random(0, torch.float32, 3, 10) * 6
+    gate, up = gate_up[:, :5], gate_up[:, 5:]
+    assert gate.max() > 7 and up.abs().max() > 7
+    torch.testing.assert_close(REFERENCE.apply_gate(gate_up, SILU), F.silu(gate) * up)
+    torch.testing.assert_close(REFERENCE.apply_gate(gate_up, GELU_TANH), F.gelu(gate, approximate="tanh") * up)
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    torch.testing.assert_close(REFERENCE.apply_gate(gate_up, CLAMPED), (up + 1) * gate * torch.sigmoid(1.702 * gate))
 
 
 def test_copy_blocks_reads_before_it_writes() -> None:

@@ -124,6 +124,8 @@ def test_steps_are_resolved_to_microseconds_and_decodes_told_from_prompts(
     ]
     steps[1].predicted_ns, steps[1].forward_ns = 8e6, 10_000_000
     steps[1].slack_ns, steps[1].left_out = 5e6, 3
+    steps[0].moe_mixtures, steps[0].moe_expert_tokens, steps[0].moe_experts_touched = 2, 8, 6
+    steps[0].moe_busiest_expert_tokens = 3
     for stats in steps:
         server.service.metrics.on_step(stats)
     found = samples(server)
@@ -136,6 +138,8 @@ def test_steps_are_resolved_to_microseconds_and_decodes_told_from_prompts(
     assert found["headway:step_slack_seconds_sum"] == 0.005
     assert found["headway:step_time_measured_to_predicted_ratio_sum"] == 1.25
     assert (found["headway:tokens_left_out_total"], found["headway:batching_windows_total"]) == (3, 2)
+    assert (found["headway:moe_mixtures_total"], found["headway:moe_expert_tokens_total"]) == (2, 8)
+    assert (found["headway:moe_experts_touched_total"], found["headway:moe_busiest_expert_tokens_total"]) == (6, 3)
 
 
 @pytest.mark.parametrize("stream", [True, False])

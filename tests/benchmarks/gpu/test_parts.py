@@ -209,7 +209,7 @@ def compiling(tmp_path: Path, *arguments: str) -> str:
 def test_kernels_compile_for_hopper_without_a_gpu(tmp_path: Path) -> None:
     """Prompts take the largest tiles; a kernel that spills or takes too much shared memory raises a Flaw."""
     shown = compiling(tmp_path, "-c", COMPILE)
-    names = ("_attention_kernel", "_merge_kernel", "rms_norm_kernel", "add_rms_norm_kernel", "silu_and_mul_kernel",
+    names = ("_attention_kernel", "_merge_kernel", "rms_norm_kernel", "add_rms_norm_kernel", "gate_kernel",
              "rotate_kernel", "store_kernel")  # fmt: skip
     assert all(name in shown for name in names) and "arch=90" in shown
 
