@@ -69,8 +69,10 @@ class Service:
         self.full_collections = FullCollections()
         self.quotas: TenantQuotas | None = None
         if settings.tenants is not None:
-            journal = settings.quota_journal or f"{settings.tenants.path}.journal"
-            self.quotas = TenantQuotas(settings.tenants.table, "" if journal == "none" else journal)
+            if settings.data_dir is not None:
+                with contextlib.suppress(OSError):  # what is wrong with it the journal says
+                    settings.data_dir.mkdir(parents=True, exist_ok=True)
+            self.quotas = TenantQuotas(settings.tenants.table, settings.journal)
             self.metrics.add_tenants(self.quotas)
         self._take_files(settings.service_classes or ClassFile(), settings.tenants or TenantFile())
         self._refusal: ApiError | None = None

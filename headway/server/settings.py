@@ -25,7 +25,7 @@ class ServerSettings:
         served_model_names: answers have the first.
         service_classes: None has the built-in ones.
         tenants: None has none.
-        quota_journal: empty for one beside the file of tenants.
+        quota_journal: as it was given; `journal` says where it is.
         api_keys: a request needs one of them, or one of a tenant; without any, it needs none.
         max_num_queued_reqs, max_num_queued_tokens: infinite for no limit, None suits the engine's size.
         priority_allowed: requests may have a priority, as the engine's policy looks at it.
@@ -72,7 +72,8 @@ class ServerSettings:
     quota_journal: Annotated[
         str,
         _flag(
-            "File that keeps what tenants have used; none forgets it at a restart. Default: beside --tenants.",
+            "File that keeps what tenants have used; none forgets it at a restart. Default: in --data-dir, or beside "
+            "--tenants.",
             metavar="FILE|none",
         ),
     ] = ""
@@ -120,3 +121,12 @@ class ServerSettings:
     log_level: Annotated[
         str, _flag("Log level; info logs each request.", choices=("debug", "info", "warning", "error"))
     ] = "info"
+
+    @property
+    def journal(self) -> str:
+        """The file that keeps what tenants have used; empty where nothing does."""
+        if self.tenants is None or self.quota_journal == "none":
+            return ""
+        if self.quota_journal or self.data_dir is not None:
+            return self.quota_journal or f"{self.data_dir}/quotas.journal"
+        return f"{self.tenants.path}.journal" if self.tenants.path else ""

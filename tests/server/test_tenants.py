@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from headway.server.quotas import _duration
 from headway.tenant_file import key_digest, read_tenant_file
 from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
-from tests.server.live_server import LiveServer, eventually
+from tests.server.live_server import LiveServer, eventually, settings
 from tests.server.test_limits import parked
 
 TENANTS = ("acme", "few", "small", "free")
@@ -189,6 +190,23 @@ def test_a_restart_keeps_what_was_used(tokenizer: Tokenizer, file: Path, tmp_pat
     answer = ask(server, "few")
     server.stop()
     assert answer.status_code == 429
+
+
+def test_the_journal_has_a_home(
+    tokenizer: Tokenizer, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the data folder, or beside the file of tenants; tenants of no file leave nothing where they are."""
+    monkeypatch.chdir(tmp_path)
+    tenants, data = read_tenant_file(str(file)), tmp_path / "made" / "data"
+    assert settings(tenants=tenants).journal == f"{file}.journal"
+    assert settings(tenants=tenants, data_dir=data, quota_journal="none").journal == ""
+    assert settings(tenants=tenants, data_dir=data, quota_journal="there").journal == "there"
+    LiveServer(FakeEngine(tokenizer), tokenizer, tenants=tenants, data_dir=data).start().stop()
+    assert (data / "quotas.journal").stat().st_size > 0
+    LiveServer(FakeEngine(tokenizer), tokenizer, tenants=replace(tenants, path="")).start().stop()
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    with pytest.raises(ValueError, match=r"cannot keep quotas in .*/tenants.toml/.*; choose another place"):
+        LiveServer(FakeEngine(tokenizer), tokenizer, tenants=tenants, data_dir=file / "data")
 
 
 def test_a_reload_takes_other_limits(server: LiveServer, file: Path) -> None:
