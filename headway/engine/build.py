@@ -47,6 +47,7 @@ class LoadedEngine:
     device: str
     kv_cache_dtype: str
     startup_ns: dict[str, int] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
 
 
 def build_engine(
@@ -107,12 +108,14 @@ def build_engine(
     began = time.monotonic_ns()
     warm_up(scheduler.config, runner, config.block_size, num_blocks)
     done("warm_up", time.monotonic_ns() - began)
-    core = EngineCore(scheduler, runner)
+    core, left_out = EngineCore(scheduler, runner), []
     if config.preloaded:
         began = time.monotonic_ns()
-        core.preload(config.preloaded)
+        left_out = core.preload(config.preloaded, config.preload_what_fits)
         done("preload", time.monotonic_ns() - began)
-    return LoadedEngine(core, runner, max_model_len, num_blocks, config.block_size, str(device), shown, startup)
+    return LoadedEngine(
+        core, runner, max_model_len, num_blocks, config.block_size, str(device), shown, startup, left_out
+    )
 
 
 def warm_up(config: SchedulerConfig, runner: Runner, block_size: int, num_blocks: int) -> None:

@@ -199,7 +199,8 @@ class EngineClient:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", ENGINE_MODULE, address, env=environment
         )
-        self._send(Configure(self.config))
+        # What the first engine had room for may be too much for one that finds less memory.
+        self._send(Configure(replace(self.config, preload_what_fits=self.ready is not None)))
         receiving = asyncio.create_task(self._receive())
         ending = asyncio.create_task(self._process.wait())
         try:
@@ -227,11 +228,12 @@ class EngineClient:
                     self._tell(self._on_progress, message.stage, message.elapsed_ns)
             elif isinstance(message, Ready):
                 self.ready = message
-                if self.config.preloaded:
+                if preloaded := len(self.config.preloaded) - len(message.left_out):
                     tokens = message.pinned_blocks * message.block_size
-                    logger.info(
-                        "%d prompts are preloaded: %d tokens stay in the cache", len(self.config.preloaded), tokens
-                    )
+                    logger.info("%d prompts are preloaded: %d tokens stay in the cache", preloaded, tokens)
+                if message.left_out:
+                    why = "; ".join(message.left_out)
+                    logger.warning("%d prompts are not preloaded any more: %s", len(message.left_out), why)
                 self._enter("ready")
                 self._send_due()
             elif isinstance(message, Failed):

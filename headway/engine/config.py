@@ -143,11 +143,13 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     Args:
         model: folder of a Hugging Face checkpoint.
         preloaded: prompts that are computed at the start and stay.
+        preload_what_fits: leave out those that do not fit, instead of not starting.
         max_model_len: None takes the model's, lowered to what the KV pool holds.
     """
 
     model: str = ""
     preloaded: list[PreloadedPrompt] = field(default_factory=list)
+    preload_what_fits: bool = False
     seed: Annotated[int, _engine("Seed of dummy weights.")] = 0
     gpu_memory_utilization: Annotated[
         float,

@@ -21,7 +21,7 @@ from headway.engine.messages import (
 from headway.engine.quarantine import Quarantine
 from headway.policy.intake import check, sequences_of
 from headway.policy.plan import StepPlan
-from headway.policy.preload import PreloadedPrompt, check_room
+from headway.policy.preload import PreloadedPrompt, room_for
 from headway.policy.request import Sequence
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
@@ -91,14 +91,22 @@ class EngineCore:
         self._live[request.request_id] = {s.index: s for s in sequences}
         self._sequences.update((s.seq_id, s) for s in sequences)
 
-    def preload(self, prompts: list[PreloadedPrompt]) -> None:
+    def preload(self, prompts: list[PreloadedPrompt], what_fits: bool = False) -> list[str]:
         """Compute prompts one after the other, and keep their blocks for good.
 
+        Args:
+            what_fits: leave out prompts that do not fit, or that cannot be computed.
+
+        Returns:
+            Of each that was left out, why; one line that names it.
+
         Raises:
-            ValueError: naming the prompt that does not fit, or that could not be computed.
+            ValueError: as this line, where none may be left out.
         """
-        check_room(prompts, self.scheduler.blocks, self.scheduler.config.max_model_len)
-        for number, prompt in enumerate(prompts):
+        fitting, left_out = room_for(prompts, self.scheduler.blocks, self.scheduler.config.max_model_len)
+        for number, prompt in enumerate(fitting):
+            if left_out and not what_fits:
+                break
             params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
             now = self._clock()
             self.add(
@@ -115,8 +123,10 @@ class EngineCore:
             )
             while self.has_work:
                 failed = [output.error for output in self.step().outputs if output.error]
-                if failed:
-                    raise ValueError(f"{prompt.where}: the prompt cannot be computed: {failed[0]}")
+                left_out += [f"{prompt.where}: the prompt cannot be computed: {why}" for why in failed]
+        if left_out and not what_fits:
+            raise ValueError(left_out[0])
+        return left_out
 
     def explain(self, most: int) -> Explanation:
         """The last steps in words."""

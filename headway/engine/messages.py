@@ -74,6 +74,7 @@ class Ready(_Message):
     kv_cache_dtype: str  # what auto came to
     max_num_seqs: int  # that run at once
     pinned_blocks: int = 0  # of preloaded prompts
+    left_out: list[str] = []  # of prompts that were not preloaded, why
 
 
 class Failed(_Message):

@@ -111,7 +111,16 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
     seats = engine.core.scheduler.config.max_num_seqs
     pinned = len(engine.core.scheduler.blocks.pinned)
     channel.send(
-        Ready(PROTOCOL_VERSION, engine.startup_ns, *shape, engine.device, engine.kv_cache_dtype, seats, pinned)
+        Ready(
+            PROTOCOL_VERSION,
+            engine.startup_ns,
+            *shape,
+            engine.device,
+            engine.kv_cache_dtype,
+            seats,
+            pinned,
+            engine.left_out,
+        )
     )
     return _step_loop(channel, engine.core, parent)
 

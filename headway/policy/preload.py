@@ -21,20 +21,25 @@ class PreloadedPrompt:
     cache_salt: str = ""
 
 
-def check_room(prompts: list[PreloadedPrompt], pool: KVBlocks, max_model_len: int) -> None:
-    """Refuse prompts that do not fit in the protected part of a pool, or leave no room for the longest sequence.
+def room_for(
+    prompts: list[PreloadedPrompt], pool: KVBlocks, max_model_len: int
+) -> tuple[list[PreloadedPrompt], list[str]]:
+    """The prompts that fit in the protected part of a pool, in order, and beside the longest sequence.
 
-    Raises:
-        ValueError: naming the first prompt that does not fit.
+    Returns:
+        They, and of each other one why it does not fit.
     """
-    if prompts and not pool.enable_prefix_caching:
-        raise ValueError(
-            f"{prompts[0].where}: without the prefix cache nothing is kept; leave out the prompts, or have it"
-        )
+    if not pool.enable_prefix_caching:
+        return [], [
+            f"{each.where}: without the prefix cache nothing is kept; leave out the prompts, or have it"
+            for each in prompts
+        ]
     size, room = pool.block_size, pool.most_protected
     left = pool.num_blocks - pool.blocks_for(max_model_len)
     nodes: dict[tuple[int | str, tuple[int, ...]], int] = {}
+    fitting, refused = list[PreloadedPrompt](), list[str]()
     for prompt in prompts:
+        before = len(nodes)
         parent: int | str = prompt.cache_salt
         for at in range(0, len(prompt.token_ids) // size * size, size):
             parent = nodes.setdefault((parent, tuple(prompt.token_ids[at : at + size])), len(nodes) + 1)
@@ -42,12 +47,18 @@ def check_room(prompts: list[PreloadedPrompt], pool: KVBlocks, max_model_len: in
             f"{prompt.where}: with this prompt of {len(prompt.token_ids)} tokens {len(nodes)} blocks are to be kept"
         )
         if len(nodes) > room:
-            raise ValueError(
+            refused.append(
                 f"{needed}, and {room} of {pool.num_blocks} may be (--protected-kv {pool.protected_share:g}); "
                 "raise that or --kv-cache-memory, or shorten the prompts"
             )
-        if len(nodes) > left:
-            raise ValueError(
+        elif len(nodes) > left:
+            refused.append(
                 f"{needed}, and beside a sequence of {max_model_len} tokens there are {left} of {pool.num_blocks}; "
                 "lower --max-model-len or raise --kv-cache-memory"
             )
+        else:
+            fitting.append(prompt)
+            continue
+        while len(nodes) > before:
+            nodes.popitem()
+    return fitting, refused

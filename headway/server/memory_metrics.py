@@ -66,6 +66,9 @@ class MemoryMetrics:
         stats = self._engine.stats
         protected, watermark = (0, 0) if stats is None else (stats.protected_blocks, stats.watermark_blocks)
         yield self._gauge("kv_blocks_protected", "Blocks whose contents are given up last, or never.", protected)
+        ready = self._engine.ready
+        left_out = 0 if ready is None else len(ready.left_out)
+        yield self._gauge("preloaded_prompts_left_out", "Prompts that the engine had no room to preload.", left_out)
         yield self._gauge("kv_watermark_blocks", "Blocks that admission leaves free.", watermark)
         used = GaugeMetricFamily(
             f"{self._prefix}class_kv_blocks_used", "Blocks in use, by class.", labels=[*self.labels_of("")]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,26 @@ async def test_preloaded_prompts_are_computed_again_by_the_next_engine(
             stats = await until_idle(client)
             assert stats.kv_cache_usage == 0.0
     assert caplog.text.count("1 prompts are preloaded: 48 tokens stay in the cache") == 2
+
+
+async def test_an_engine_that_finds_less_memory_preloads_what_fits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = [PreloadedPrompt("p.toml, line 1", list(range(3, 35))), PreloadedPrompt("p.toml, line 5", [7] * 400)]
+    async with running(tmp_path, preloaded=prompts, max_model_len=512, protected_kv=0.5) as client:
+        assert client.ready is not None and not client.ready.left_out and client.pid is not None
+        for_40_blocks = -(-40 * (8 << 20) // client.ready.num_blocks)
+        client.config = replace(client.config, kv_cache_memory=for_40_blocks)
+        os.kill(client.pid, signal.SIGKILL)
+        while client.restarts == 0 or client.state != "ready":
+            await asyncio.sleep(0.01)
+        (why,) = client.ready.left_out
+        assert why.startswith(
+            "p.toml, line 5: with this prompt of 400 tokens 27 blocks are to be kept, and 20 of 40 may be"
+        )
+        again = await collect(client.generate(request("again", prompt=[*prompts[0].token_ids, 60])))
+        assert again[0].cached_tokens == 32
+    assert f"1 prompts are not preloaded any more: {why}" in caplog.text
 
 
 async def test_without_replay_a_killed_engine_ends_its_requests(tmp_path: Path) -> None:

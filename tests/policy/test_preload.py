@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.policy.intake import sequences_of
 from headway.policy.kv_blocks import KVBlocks
-from headway.policy.preload import PreloadedPrompt, check_room
+from headway.policy.preload import PreloadedPrompt, room_for
 from tests.policy.simulation import Simulation, make_request
 from tests.policy.test_shares import classes
 
@@ -21,17 +20,17 @@ def prompt(first: int, tokens: int, salt: str = "") -> PreloadedPrompt:
 
 def test_prompts_that_leave_too_little_room_are_named() -> None:
     pool = KVBlocks(40, 4, protected_share=0.5)
-    check_room([prompt(1, 40), prompt(1, 43), prompt(100, 40)], pool, 40)
-    with pytest.raises(
-        ValueError, match="line 100: with this prompt of 44 tokens 21 blocks are to be kept, and 20 of 40"
-    ):
-        check_room([prompt(1, 40), prompt(100, 44)], pool, 40)
-    with pytest.raises(
-        ValueError, match="20 blocks are to be kept, and beside a sequence of 84 tokens there are 19 of 40"
-    ):
-        check_room([prompt(1, 40, "a"), prompt(1, 40, "b")], pool, 84)
-    with pytest.raises(ValueError, match="without the prefix cache"):
-        check_room([prompt(1, 4)], KVBlocks(40, 4, enable_prefix_caching=False), 40)
+    all_fit = [prompt(1, 40), prompt(1, 43), prompt(100, 40)]
+    assert room_for(all_fit, pool, 40) == (all_fit, [])
+    fitting, (why,) = room_for([prompt(1, 40), prompt(100, 44), prompt(200, 40)], pool, 40)
+    assert "line 100: with this prompt of 44 tokens 21 blocks are to be kept, and 20 of 40" in why
+    assert [each.where for each in fitting] == ["line 1", "line 200"], "what was refused takes no room from the next"
+    fitting, (why,) = room_for([prompt(1, 40, "a"), prompt(1, 40, "b")], pool, 84)
+    assert "20 blocks are to be kept, and beside a sequence of 84 tokens there are 19 of 40" in why
+    assert [each.cache_salt for each in fitting] == ["a"]
+    uncached = KVBlocks(40, 4, enable_prefix_caching=False)
+    fitting, (why,) = room_for([prompt(1, 4)], uncached, 40)
+    assert not fitting and "without the prefix cache" in why
 
 
 @settings(max_examples=40, deadline=None)

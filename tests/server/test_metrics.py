@@ -222,6 +222,7 @@ def test_the_pool_is_told_by_class(start_server: StartServer, engine: FakeEngine
     assert found["headway:class_prefix_cache_queries_total interactive"] == 100
     assert found["headway:class_prefix_cache_hits_total interactive"] == 64
     assert (found["headway:kv_blocks_protected"], found["headway:kv_watermark_blocks"]) == (7, 2)
+    assert found["headway:preloaded_prompts_left_out"] == 0
     assert (found["headway:kv_blocks_allocated_total"], found["headway:kv_block_runs_allocated_total"]) == (10, 3)
     used = {
         name: found[f"headway:class_kv_blocks_used {name}"] for name in ("interactive", "batch", "other", "several")
