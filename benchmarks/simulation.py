@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import os
 import resource
+import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
+from benchmarks.machine import about, save
 from headway.bench.client.load import collector_off
 from headway.engine.config import SchedulingOptions
 from headway.policy.routing import ROUTERS
@@ -28,6 +34,7 @@ from headway.simulator.traffic import Arrival, arrival
 # Mean and coefficient of variation of tokens (AzureLLMInferenceTrace_conv, 2023), as lognormal lengths.
 PROMPT, ANSWER = (1155, 1.0), (211, 0.8)
 MOST_TOKENS = 8000
+OUTPUT = Path(__file__).parent / "results" / "simulation.json"
 
 
 def lengths(mean: float, cv: float, count: int, rng: np.random.Generator) -> list[int]:
@@ -62,7 +69,11 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--rate", type=float, default=12.0, help="requests a second, of each replica")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
+    parser.add_argument("--beside", type=Path, help="another checkout, which takes turns with this one")
+    parser.add_argument("--rounds", type=int, default=5, help="with --beside")
     args = parser.parse_args()
+    if args.beside is not None:
+        return compare(args.beside, args.rounds, args.requests, args.rate)
     if args.profile:
         cProfile.runctx("run(args.requests, args.rate, args.replicas)", globals(), locals(), sort="tottime")
         return
@@ -76,6 +87,29 @@ def main() -> None:
     )
     print(f"{1e6 * seconds / tokens:.2f} µs a token, {1e6 * seconds / steps:.0f} µs a step")
     print(f"{seconds * 100_000 / args.requests:.0f} s for 100,000 requests; memory {_megabytes():.0f} MB at most")
+
+
+def compare(before: Path, rounds: int, requests: int, rate: float) -> None:
+    """Processor seconds of both checkouts, in turns, as other work on the machine slows both down."""
+    here = Path(__file__).parents[1]
+    seconds: dict[Path, list[float]] = {before: [], here: []}
+    for _ in range(rounds):
+        for folder, taken in seconds.items():
+            command = [sys.executable, "benchmarks/simulation.py", f"--requests={requests}", f"--rate={rate}"]
+            environment = os.environ | {"PYTHONPATH": str(folder.resolve())}
+            out = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True)
+            print(f"{folder.name}: {out.stdout}", end="")
+            taken.append(float(out.stdout.split(" requests in ")[1].split()[0]))
+    medians = {folder: statistics.median(taken) for folder, taken in seconds.items()}
+    report = {
+        "machine": about(),
+        "requests": requests,
+        "seconds": seconds[here],
+        "seconds_before": seconds[before],
+        "ratio": medians[here] / medians[before],
+    }
+    save(report, OUTPUT)
+    print(f"{report['ratio']:.2f} times as long as before")
 
 
 def _megabytes() -> float:

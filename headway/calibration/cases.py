@@ -17,7 +17,7 @@ from headway.calibration.samples import Kind, Piece
 from headway.cost.attention import Chunk
 from headway.cost.precision import Precision
 from headway.cost.shape import ModelShape
-from headway.cost.work import Operation, Work, attention_work, token_work, total
+from headway.cost.work import Operation, Work, attention_work, row_work, token_work, total
 from headway.kernels import kernels_for
 from headway.kernels.interface import Kernels, LayerCache, StepGeometry, Weight
 
@@ -92,7 +92,7 @@ def stream_case(pool: Pool, dtype: torch.dtype) -> Case:
     linear = pool.kernels(dtype).linear(Weight(weight), None)
     token = filled((1, STREAM_ROW), dtype, pool.device)
     shape = ModelShape(1, STREAM_ROW, 1, 1, 1, 1, rows)
-    work = token_work(shape, 1, 1, Precision.of(_name(dtype)))[Operation.HEAD]
+    work = row_work(shape, 1, Precision.of(_name(dtype)))[Operation.HEAD]
     return Case(Piece(Kind.STREAM, FORMATS[dtype], "stream", 1, work), lambda: linear(token), 1)
 
 
@@ -122,7 +122,7 @@ def linear_cases(
     precision = Precision.of_engine(_name(dtype), quantization, "auto", shape.head_dim)
     format_ = FORMATS[dtype] if quantization == "none" else quantization
     for count in tokens:
-        parts = token_work(shape, count, 0, precision)
+        parts = token_work(shape, count, precision)
         work = total(parts[op] for op in LINEAR)
         piece = Piece(Kind.LINEAR, format_, f"width {shape.hidden}", count, work, kernels=len(LINEAR))
         fitting = min(len(layers), int(most_flops / piece.work.flops))
@@ -208,7 +208,7 @@ def element_case(pool: Pool, shape: ModelShape, dtype: torch.dtype, tokens: int)
     cos, sin = (torch.full((tokens, shape.head_dim // 2), each, device=device) for each in (0.8, 0.6))
     positions = torch.arange(tokens, device=device)
     precision, deeper = Precision.of(_name(dtype)), replace(shape, layers=2, sliding_windows=())
-    one, two = (token_work(each, tokens, 0, precision) for each in (shape, deeper))
+    one, two = (token_work(each, tokens, precision) for each in (shape, deeper))
     # The first norm of all has nothing to add; those of the second layer are like all others.
     norms = Work(activation_bytes=two[Operation.NORMS].activation_bytes - one[Operation.NORMS].activation_bytes)
     work = total([norms, one[Operation.ROTARY]])

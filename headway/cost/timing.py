@@ -30,6 +30,7 @@ from headway.cost.work import (
     Work,
     attention_work,
     compute_format,
+    row_work,
     step_work,
     token_work,
     tokens_and_rows,
@@ -186,19 +187,27 @@ class Deployment:
         return TimeBreakdown(self._by_token(tokens, rows) + parts, host_s)
 
     def _by_token(self, tokens: int, rows: int) -> tuple[PartTime, ...]:
-        """All but attention, which most steps of a run have in common."""
-        if (tokens, rows) not in self._known:
-            if len(self._known) > MOST_KNOWN:
-                self._known.clear()
-            work = token_work(self.device, tokens, rows, self.precision)
-            parts = [self._part(op, each, rows if op is Operation.HEAD else tokens) for op, each in work.items()]
-            if self.parallelism.devices > 1:
-                parts += self._network(traffic(self.shape, self.parallelism, self.precision, tokens, rows))
-            self._known[tokens, rows] = tuple(parts)
-        return self._known[tokens, rows]
+        """All but attention. So many tokens, and so many rows of logits, are in many steps of a run."""
+        known = self._known
+        if len(known) > MOST_KNOWN:
+            known.clear()
+        if (tokens, None) not in known:
+            work = token_work(self.device, tokens, self.precision)
+            known[tokens, None] = tuple([self._part(op, each, tokens) for op, each in work.items()])
+        if (None, rows) not in known:
+            work = row_work(self.device, rows, self.precision)
+            known[None, rows] = tuple([self._part(op, each, rows) for op, each in work.items()])
+        parts = known[tokens, None] + known[None, rows]
+        if self.parallelism.devices == 1:
+            return parts
+        if (tokens, rows) not in known:
+            known[tokens, rows] = tuple(
+                self._network(traffic(self.shape, self.parallelism, self.precision, tokens, rows))
+            )
+        return parts + known[tokens, rows]
 
     @cached_property
-    def _known(self) -> dict[tuple[int, int], tuple[PartTime, ...]]:
+    def _known(self) -> dict[tuple[int | None, int | None], tuple[PartTime, ...]]:
         return {}
 
     def _part(self, operation: Operation, work: Work, tokens: int) -> PartTime:

@@ -133,7 +133,7 @@ def step_work(
         return {}
     tokens, rows = tokens_and_rows(chunks)
     counter = _Counter(shape, precision or Precision(), tokens, rows)
-    work = counter.by_token() | counter.attention(chunks, flash)
+    work = counter.by_token() | counter.by_row() | counter.attention(chunks, flash)
     return {op: work[op] for op in Operation if op in work}
 
 
@@ -143,9 +143,14 @@ def tokens_and_rows(chunks: Sequence[Chunk]) -> tuple[int, int]:
     return tokens, sum(chunk.logit_rows * chunk.sequences for chunk in chunks)
 
 
-def token_work(shape: ModelShape, tokens: int, rows: int, precision: Precision) -> dict[Operation, Work]:
-    """What of a step does not depend on contexts: all but attention."""
-    return _Counter(shape, precision, tokens, rows).by_token()
+def token_work(shape: ModelShape, tokens: int, precision: Precision) -> dict[Operation, Work]:
+    """What of a step depends on its number of tokens alone."""
+    return _Counter(shape, precision, tokens, 0).by_token()
+
+
+def row_work(shape: ModelShape, rows: int, precision: Precision) -> dict[Operation, Work]:
+    """What of a step depends on how many of its tokens have their logits wanted: head and sampling."""
+    return _Counter(shape, precision, 0, rows).by_row()
 
 
 def attention_work(
@@ -181,10 +186,11 @@ class _Counter:
             **self._feed_forward(s.dense_layers, s.ffn, s.mlp_bias),
             **self._experts(),
             Operation.FINAL_NORM: self._norm(s.hidden * (1 + s.norm_bias), 4 * tokens * s.hidden, tokens * s.hidden),
-            Operation.HEAD: self._head(),
-            Operation.SAMPLING: self._sampling(),
         }
         return {op: part for op, part in work.items() if op not in _OF_SOME_KINDS or part.bytes}
+
+    def by_row(self) -> dict[Operation, Work]:
+        return {Operation.HEAD: self._head(), Operation.SAMPLING: self._sampling()}
 
     def _norms(self) -> Work:
         """The first norm reads one tensor and writes one; each later one reads and writes the residual as well."""

@@ -137,6 +137,19 @@ class Accounting:
         for sequence in idle:
             left_out = sequence.is_decoding
             self._stall(sequence, Phase.DECODE_STALL_POLICY if left_out else _stall_of(sequence), times.sampled_ns)
+        self._learn(work, forward)
+
+    def record_decodes(self, work: StepWork, times: StepTimes) -> None:
+        """As record_step(), where everybody who runs decodes and was in the step before."""
+        forward = times.computed_ns - times.launched_ns
+        self._advance_decode_clock(work, forward, times)
+        self._learn(work, forward)
+
+    def all_decode(self, running: int) -> bool:
+        """Whether so many running sequences have all been decoding since a step before."""
+        return self._on_decode_clock == running
+
+    def _learn(self, work: StepWork, forward: int) -> None:
         if forward > 0 and self._is_worth_learning(work):
             self.step_time.observe(work, forward)
 

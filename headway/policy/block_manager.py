@@ -114,13 +114,12 @@ class BlockManager:
 
     def register_full(self, sequence: Sequence) -> None:
         """Enter the blocks that have become full in the prefix index."""
-        size, register = self._blocks.block_size, self._blocks.register
-        tokens, table = sequence.tokens, sequence.block_table
-        known, full = sequence.num_registered, sequence.num_computed // size
-        parent: int | str = sequence.cache_node if known else sequence.cache_salt
-        for at in range(known, full):
-            parent = sequence.cache_node = register(table[at], parent, tuple(tokens[at * size : (at + 1) * size]))
-        sequence.num_registered = max(known, full)
+        known, full = sequence.num_registered, sequence.num_computed // self._blocks.block_size
+        if full > known:
+            parent: int | str = sequence.cache_node if known else sequence.cache_salt
+            table, tokens = sequence.block_table, sequence.tokens
+            sequence.cache_node = self._blocks.register_all(table, known, full, parent, tokens)
+            sequence.num_registered = full
 
     # --- the end ------------------------------------------------------------------------------------
 

@@ -78,25 +78,23 @@ class CachedBlocks:
         self._shares = shares
         self._haste = {each.name: HASTE for each in classes if math.isinf(each.ttft_ms)}
 
-    def add(self, block: int) -> None:
-        """The last sequence has released the block."""
-        self._time += 1
-        self.num_cached += 1
-        if self._is_protected[block]:
-            self._protected[block] = self._time
-            if len(self._protected) > self._most_protected:
-                oldest, _ = self._protected.popitem(last=False)
-                self.forget(oldest)
-                self._add_ordinary(oldest)
-        else:
-            self._add_ordinary(block)
-
-    def _add_ordinary(self, block: int) -> None:
-        owner = self.owners[block]
-        queue = self._queues.get(owner)
-        if queue is None:
-            queue = self._queues[owner] = OrderedDict()
-        queue[block] = self._time
+    def add(self, blocks: list[int]) -> None:
+        """The last sequence has released these blocks, in this order."""
+        self.num_cached += len(blocks)
+        owners, queues, is_protected, time = self.owners, self._queues, self._is_protected, self._time
+        for block in blocks:
+            time += 1
+            if is_protected[block]:
+                self._protected[block] = time
+                if len(self._protected) <= self._most_protected:
+                    continue
+                block, _ = self._protected.popitem(last=False)
+                self.forget(block)
+            queue = queues.get(owners[block])
+            if queue is None:
+                queue = queues[owners[block]] = OrderedDict()
+            queue[block] = time
+        self._time = time
 
     def remove(self, block: int) -> None:
         """A sequence has found the block."""
@@ -136,29 +134,38 @@ class CachedBlocks:
         self.num_protected -= self._is_protected[block]
         self._is_protected[block] = self._branches[block] = 0
 
-    def evict(self) -> int:
-        """Take out the block that is given up next. There must be one."""
-        queue, reason = self._next()
-        block, _ = queue.popitem(last=False)
-        owner = self.owners[block]
-        if not queue and queue is not self._protected:
-            del self._queues[owner]
-        self.evictions[owner, reason] += 1
-        self.num_evicted += 1
-        self.num_cached -= 1
-        self.forget(block)
-        return block
+    def evict(self, count: int) -> list[int]:
+        """Take out the blocks that are given up next. There must be so many."""
+        given_up, branches = list[int](), self._branches
+        while (left := count - len(given_up)) > 0:
+            queue, reason, alike = self._next()
+            taken = [queue.popitem(last=False)[0] for _ in range(min(left, alike))]
+            owner = self.owners[taken[0]]
+            if queue is self._protected:
+                self.forget(taken[0])
+            else:
+                for block in taken:
+                    branches[block] = 0
+                if not queue:
+                    del self._queues[owner]
+            self.evictions[owner, reason] += len(taken)
+            given_up += taken
+        self.num_evicted += count
+        self.num_cached -= count
+        return given_up
 
-    def _next(self) -> tuple[_Queue, str]:
+    def _next(self) -> tuple[_Queue, str, int]:
+        """The queue whose head is given up next, why, and how many go after each other for that reason, at least."""
         if self._protected and self._time - next(iter(self._protected.values())) > self._lifetime:
-            return self._protected, "expired"
-        found, best = self._protected, (False, -1)
+            return self._protected, "expired", 1
+        found, best, excess = self._protected, (False, -1), 0
         for owner, queue in self._queues.items():
             if queue:
-                is_over = self._used[owner] + len(queue) > self._shares.get(owner, 0)
-                key = is_over, (self._time - next(iter(queue.values()))) * self._haste.get(owner, 1)
+                over = self._used[owner] + len(queue) - self._shares.get(owner, 0)
+                key = over > 0, (self._time - next(iter(queue.values()))) * self._haste.get(owner, 1)
                 if key > best:
-                    found, best = queue, key
+                    found, best, excess = queue, key, over
         if found is self._protected:
-            return found, "protected"
-        return found, "age" if best[0] else "lent"
+            return found, "protected", 1
+        alike = 1 if len(self._queues) > 1 else len(found)
+        return (found, "age", min(alike, excess)) if best[0] else (found, "lent", alike)

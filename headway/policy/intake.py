@@ -92,8 +92,11 @@ def fit_to_class(
     return params if params.max_tokens is None or params.max_tokens <= most else replace(params, max_tokens=int(most))
 
 
-def check(request: Request, max_model_len: int, vocab_size: int) -> None:
+def check(request: Request, max_model_len: int, vocab_size: int | None) -> None:
     """Refuse a request that would break a step that others share.
+
+    Args:
+        vocab_size: None where token ids are made up.
 
     Raises:
         ValueError: one line for the user.
@@ -104,6 +107,8 @@ def check(request: Request, max_model_len: int, vocab_size: int) -> None:
     known = len(request.prompt_token_ids) + max(len(choice.token_ids) for choice in request.choices)
     if known >= max_model_len:  # the engine that began the request had memory for more
         raise ValueError(f"{known} tokens are known, and the context is now {max_model_len}: there is no room to go on")
+    if vocab_size is None:
+        return
     for name, ids in (
         ("prompt", request.prompt_token_ids),
         ("logit_bias", request.params.logit_bias),

@@ -135,7 +135,8 @@ class KVBlocks:
         blocks = self._free[kept:]
         blocks.reverse()
         del self._free[kept:]
-        blocks += [self._evict() for _ in range(count - len(blocks))]
+        if count > len(blocks):
+            blocks += self._evict(count - len(blocks))
         owners, references = self.cached.owners, self.references
         for block in blocks:
             references[block] = 1
@@ -167,17 +168,19 @@ class KVBlocks:
 
         The last blocks are cached first: a prefix is worth more than what followed it.
         """
-        owners, references = self.cached.owners, self.references
+        owners, references, registered, used = self.cached.owners, self.references, self._key_of, self.used
+        cached = list[int]()
         for block in reversed(blocks):
-            references[block] -= 1
-            if references[block] < 0:
+            left = references[block] = references[block] - 1
+            if left < 0:
                 raise RuntimeError(f"block {block} was released more often than it was taken")
-            if references[block] == 0:
-                self.used[owners[block]] -= 1
-                if block in self._key_of:
-                    self.cached.add(block)
+            if left == 0:
+                used[owners[block]] -= 1
+                if block in registered:
+                    cached.append(block)
                 else:
                     self._free.append(block)
+        self.cached.add(cached)
 
     def pin(self, blocks: list[int]) -> None:
         """Keep registered blocks in use for good, as what requests to come begin with."""
@@ -186,12 +189,13 @@ class KVBlocks:
         self.cached.pin(new)
         self.pinned += new
 
-    def _evict(self) -> int:
-        block = self.cached.evict()
-        del self._index[self._key_of.pop(block)]
-        self._nodes[block] = 0
-        self._version += 1
-        return block
+    def _evict(self, count: int) -> list[int]:
+        blocks, index, key_of, nodes = self.cached.evict(count), self._index, self._key_of, self._nodes
+        for block in blocks:
+            del index[key_of.pop(block)]
+            nodes[block] = 0
+        self._version += count
+        return blocks
 
     # --- prefixes -----------------------------------------------------------------------------------
 
@@ -248,6 +252,26 @@ class KVBlocks:
         self._key_of[block] = key
         self._version += 1
         return self._nodes[block]
+
+    def register_all(self, blocks: list[int], first: int, last: int, parent: int | str, tokens: Sequence[int]) -> int:
+        """register() the blocks `first` to `last`, the latter excluded, of a block table, with the tokens of all of it.
+
+        Returns:
+            The node that later blocks hang from.
+        """
+        size, index, key_of, nodes = self.block_size, self._index, self._key_of, self._nodes
+        node = 0
+        for at in range(first, last):
+            block, key = blocks[at], (parent, tuple(tokens[at * size : (at + 1) * size]))
+            if block in key_of or index.setdefault(key, block) != block:
+                node = self.register(block, *key)
+            else:
+                key_of[block] = key
+                node = nodes[block] = self._next_node
+                self._next_node += 1
+                self._version += 1
+            parent = node
+        return node
 
     def withdraw(self, blocks: Iterable[int]) -> None:
         """Take blocks that sequences hold out of the index, as their contents can't be trusted."""

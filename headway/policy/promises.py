@@ -167,14 +167,19 @@ class Promises:
             prompts: promised ones in order of their deadlines, and what else is computed before them.
         """
         self._decoding = _Decoding.of(decoding)
-        if not self._step_time.is_trained:
+        if not prompts:
+            self.has_no_prompts()
+        if not prompts or not self._step_time.is_trained:
             return [], None
         self._passes += 1
-        if not prompts:
-            self.are_prompts_promised = False
-            return [], None
         yields, urgent = self._pass(prompts, now, refresh=False)
         return self._pass(prompts, now, refresh=True) if yields else (yields, urgent)
+
+    def has_no_prompts(self) -> None:
+        """Nobody waits for a first token in the step that begins."""
+        if self._step_time.is_trained:
+            self._passes += 1
+            self.are_prompts_promised = False
 
     def _pass(self, prompts: list[Sequence], now: int, refresh: bool) -> tuple[list[Yield], Sequence | None]:
         """yielding(), with the work of all prompts predicted anew, or of some that wait as it was some steps ago."""

@@ -76,7 +76,7 @@ class Scheduler(Sequences):
                 return plan
         if self.orders.displaces and len(self.waiting) and len(self.running):
             self._displace(plan, now, outlook)
-        if self._lends_blocks:
+        if self.lends_blocks:
             self._give_back(plan, decision, now, outlook)
         displaced = len(plan.preempted)
         if displaced:
@@ -161,7 +161,7 @@ class Scheduler(Sequences):
 
     def _schedule_decodes(self, decoding: list[Sequence], plan: StepPlan, now: int) -> None:
         """Give every decoding sequence its token, in order, preempting others where blocks run out."""
-        if self._lends_blocks:
+        if self.lends_blocks:
             decoding = self._make_room(decoding, plan, now)
         scheduled = plan.scheduled
         for sequence in decoding:
@@ -246,7 +246,7 @@ class Scheduler(Sequences):
 
         With objectives this is done only when a prompt is urgent.
         """
-        if self.waiting.first_key() > self._running_ranks().last or (self.slo is not None and not outlook.urgent):
+        if (self.slo is not None and not outlook.urgent) or self.waiting.first_key() > self._running_ranks().last:
             return
         order, last = self.orders.admission, self._running_ranks().last
         seats, promised = self.config.max_num_seqs - len(self.running), 0
@@ -271,7 +271,7 @@ class Scheduler(Sequences):
             promised += self.block_manager.wanted(candidate)
 
     @property
-    def _lends_blocks(self) -> bool:
+    def lends_blocks(self) -> bool:
         """Classes have shares of blocks, or bounds."""
         return self.slo is not None and bool(self.slo.shares.blocks or self.slo.shares.most)
 
@@ -353,7 +353,7 @@ class Scheduler(Sequences):
                 passed.append(sequence)
                 is_closed = is_closed or len(passed) > self.config.lookahead
             is_closed = is_closed or any(s.times_bypassed >= self.config.max_bypasses for s in passed)
-            if is_closed and (not self._lends_blocks or passed[0].has_starved):
+            if is_closed and (not self.lends_blocks or passed[0].has_starved):
                 return Phase.QUEUE_BLOCKS
         return Phase.QUEUE_BLOCKS if passed else Phase.QUEUE_POLICY
 

@@ -74,6 +74,11 @@ class Sequences:
     def has_work(self) -> bool:
         return bool(len(self.waiting) or len(self.running))
 
+    @property
+    def has_drafts(self) -> bool:
+        """The next step is to try some."""
+        return bool(self._drafts)
+
     def set_classes(self, classes: ClassTable, weights: Mapping[str, float]) -> None:
         """New requests are of these classes, and sequences that are there keep theirs; tenants have these weights."""
         self.config = replace(self.config, classes=classes, weights=weights)

@@ -18,7 +18,7 @@ from headway.policy.quota import Quotas
 from headway.policy.scheduler import Scheduler
 from headway.policy.sizing import PoolSize, pool_size
 from headway.simulator.server import Host
-from headway.simulator.timing import Predicted, Timing
+from headway.simulator.timing import DecodeTiming, Predicted
 from headway.tenant_file import TenantFile, read_tenant_file
 
 _deployment, _engine = functools.partial(Flag, panel="Deployment"), functools.partial(Flag, panel="Engine")
@@ -72,7 +72,7 @@ class Deployed:
     """
 
     scheduler: Scheduler
-    timing: Timing
+    timing: DecodeTiming
     limits: QueueLimits
     host: Host
     about: dict[str, Any]

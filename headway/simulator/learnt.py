@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,7 +73,14 @@ class Learnt:
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         """As Timing.times()."""
-        work, sequences = plan.work, (1.0, len(plan.scheduled))
+        return self._times(plan.work, len(plan.scheduled), now)
+
+    def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
+        """As DecodeTiming.decode_times()."""
+        return self._times(work, work.decode_tokens, now)
+
+    def _times(self, work: StepWork, count: int, now: int) -> StepTimes:
+        sequences = (1.0, count)
         kind = self.ratios[work.prefill_tokens > 0]
         ratios = kind[self.rng.integers(len(kind))]
         said = self.between @ sequences, self.forward @ work.features(), self.sampling @ sequences

@@ -6,8 +6,8 @@ from array import array
 from dataclasses import dataclass, field
 
 from headway.policy.accounting import StepTimes
-from headway.policy.plan import StepPlan
 from headway.policy.scheduler import Scheduler
+from headway.policy.step_time import StepWork
 
 
 def _column() -> array[int]:
@@ -43,15 +43,17 @@ class StepLog:
     def __len__(self) -> int:
         return len(self.sampled_ns)
 
-    def add(self, planned_ns: int, plan: StepPlan, times: StepTimes, scheduler: Scheduler) -> None:
+    def add(
+        self, planned_ns: int, work: StepWork, sequences: int, preempted: int, times: StepTimes, scheduler: Scheduler
+    ) -> None:
         """A step has run, and its results were applied."""
         self.planned_ns.append(planned_ns)
         self.launched_ns.append(times.launched_ns)
         self.computed_ns.append(times.computed_ns)
         self.sampled_ns.append(times.sampled_ns)
-        self.tokens.append(plan.num_tokens)
-        self.sequences.append(len(plan.scheduled))
+        self.tokens.append(work.tokens)
+        self.sequences.append(sequences)
         self.running.append(len(scheduler.running))
         self.waiting.append(len(scheduler.waiting))
         self.blocks.append(scheduler.blocks.num_blocks - scheduler.blocks.num_free)
-        self.preempted.append(len(plan.preempted))
+        self.preempted.append(preempted)

@@ -17,12 +17,14 @@ from headway.policy.intake import check, fit_to_class, fit_to_context, sequences
 from headway.policy.ledger import Ledger, Phase
 from headway.policy.queue_bound import QueueLimits, Queues
 from headway.policy.quota import OverLimit, Quotas
-from headway.policy.request import NEVER, FinishReason
+from headway.policy.request import NEVER, FinishReason, Sequence, Status
 from headway.policy.scheduler import Scheduler
+from headway.policy.steady import Draws, SteadyDecodes
+from headway.policy.step_time import StepWork
 from headway.simulator.answers import Answer, Choice, EngineDied, Present, Stuck, in_words, over_in_words
 from headway.simulator.log import StepLog
-from headway.simulator.timing import Timing
-from headway.simulator.traffic import EOS, VOCAB_SIZE, Arrival
+from headway.simulator.timing import DecodeTiming, Timing
+from headway.simulator.traffic import EOS, Arrival
 
 # While sequences wait and nothing can run, the scheduler is asked so often; and in the end for so long.
 IDLE_NS, STUCK_NS = 1_000_000, 600_000_000_000
@@ -127,6 +129,9 @@ class Server:
         self.now = 0
         self._ran_ns = 0  # when a step was last run
         self._timing = timing
+        self._decode_timing = timing if isinstance(timing, DecodeTiming) else None
+        self._steady: SteadyDecodes | None = None  # a run of steps that is under way
+        self._first_steady = 0  # its first step in the log
         self._host = host
         self.after = after
         self.is_idle = False  # it goes on as soon as something comes
@@ -161,6 +166,7 @@ class Server:
         while True:
             yield self.now
             if self._inbox:
+                self._catch_up()
                 for do, present in taken_up(self._messages(), lambda: self.now):
                     do(present)
             if self.scheduler.has_work:
@@ -214,7 +220,7 @@ class Server:
         try:
             fitted = fit_to_context(request.params, prompt_len, config.max_model_len, "max_tokens")
             request.params = fit_to_class(fitted, prompt_len, service, "max_tokens")
-            check(request, config.max_model_len, VOCAB_SIZE)
+            check(request, config.max_model_len, None)
         except ValueError as error:
             self._refuse(present, str(error), True, now)
             return answers
@@ -319,6 +325,8 @@ class Server:
 
     def _step(self) -> Generator[int, int, None]:
         planned = self.now
+        if self._decode_timing is not None and (work := self._steady_work(planned)) is not None:
+            return (yield from self._decode(self._decode_timing, work))
         plan = self.scheduler.schedule(planned)
         for seq_id in plan.expired:
             self._end(self._choices[seq_id])
@@ -334,7 +342,7 @@ class Server:
         yield times.sampled_ns - 1  # what comes during a step finds the queue as it was before its end
         changed = self.scheduler.complete(plan, self._drawn, times)
         self.now = self._ran_ns = now = times.sampled_ns
-        self.steps.add(planned, plan, times, self.scheduler)
+        self.steps.add(planned, plan.work, len(plan.scheduled), len(plan.preempted), times, self.scheduler)
         choices = self._choices
         for sequence, _ in changed:
             choice = choices[sequence.seq_id]
@@ -352,6 +360,47 @@ class Server:
         if len(choice.answer.token_ns) == choice.until_last:
             self._drawn[choice.sequence.seq_id] = [EOS]
         choice.until_next = choice.until_last
+
+    def _steady_work(self, now: int) -> StepWork | None:
+        """Of the next step, where the same choices decode in it as before and nothing is to be decided."""
+        if self._steady is None:
+            self._steady, self._first_steady = SteadyDecodes.of(self.scheduler, self._draws), len(self.steps)
+        work = None if self._steady is None else self._steady.work_of_step(now)
+        if work is None:
+            self._catch_up()
+        return work
+
+    def _draws(self, sequence: Sequence) -> Draws:
+        choice = self._choices[sequence.seq_id]
+        left = choice.until_last - len(choice.answer.token_ns)
+        return Draws(choice.of.arrival.answer, max(0, left), EOS)
+
+    def _decode(self, timing: DecodeTiming, work: StepWork) -> Generator[int, int, None]:
+        """A step with this work of the choices that decode."""
+        planned, steady = self.now, self._steady
+        assert steady is not None
+        times = timing.decode_times(work, steady.contexts, planned)
+        yield times.sampled_ns - 1
+        ended = steady.complete(times)
+        self.now = self._ran_ns = times.sampled_ns
+        self.steps.add(planned, work, work.decode_tokens, 0, times, self.scheduler)
+        for sequence in ended:
+            choice = self._choices[sequence.seq_id]
+            choice.answer.token_ns += self.steps.sampled_ns[self._first_steady :]
+            self._end(choice)
+
+    def _catch_up(self) -> None:
+        """A run of steady steps is over, if one was under way."""
+        if self._steady is None:
+            return
+        self._steady.catch_up()
+        self._steady = None
+        tokens_ns = self.steps.sampled_ns[self._first_steady :]
+        for choice in self._choices.values() if tokens_ns else ():
+            if choice.sequence.status is Status.RUNNING:
+                choice.answer.token_ns += tokens_ns
+                if len(choice.answer.token_ns) == choice.until_last:
+                    self._drawn[choice.sequence.seq_id] = [EOS]
 
     def _go_on(self, died: EngineDied, scheduler: Scheduler) -> None:
         """Requests of an engine that has died go on in the next one after their tokens, as `engine.requests` has it.

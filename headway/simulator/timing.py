@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from msgspec.structs import replace
 
@@ -13,6 +14,7 @@ from headway.cost.timing import Deployment
 from headway.cost.work import Operation
 from headway.policy.accounting import StepTimes
 from headway.policy.plan import ScheduledSequence, StepPlan, work_of
+from headway.policy.step_time import StepWork
 
 CONTEXT = 16
 MOST_KNOWN = 10_000
@@ -25,6 +27,18 @@ class Timing(Protocol):
         """Of a step that was planned at `now`."""
 
 
+@runtime_checkable
+class DecodeTiming(Timing, Protocol):
+    """One that needs no plan of a step in which everybody decodes."""
+
+    def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
+        """Of a step of decodes alone, as times() has them.
+
+        Args:
+            contexts: the tokens that each sequence has computed; a call costs time for each.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Fixed:
     """Every step takes the same time. Nanoseconds."""
@@ -33,6 +47,10 @@ class Fixed:
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         """As Timing.times()."""
+        return StepTimes(now, now + self.step_ns, now + self.step_ns)
+
+    def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
+        """As DecodeTiming.decode_times()."""
         return StepTimes(now, now + self.step_ns, now + self.step_ns)
 
 
@@ -55,7 +73,16 @@ class Predicted:
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         """As Timing.times(). The host's time comes before the step is launched."""
-        chunks = tuple(self.chunks(plan.scheduled))
+        return self._times(tuple(self.chunks(plan.scheduled)), now)
+
+    def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
+        """As DecodeTiming.decode_times()."""
+        if self._windows:
+            return self._times(tuple(self._decodes(contexts())), now)
+        count = work.decode_tokens
+        return self._times((_decodes_of(count, work.decode_context - count),), now)
+
+    def _times(self, chunks: tuple[Chunk, ...], now: int) -> StepTimes:
         parts = self._known.get(chunks)
         if parts is None:
             if len(self._known) >= MOST_KNOWN:
@@ -86,16 +113,19 @@ class Predicted:
             alike = {}
             for context in contexts:
                 alike.setdefault(bisect_right(self._windows, context), []).append(context)
-        return [
-            Chunk(1, round(sum(each) / len(each) / CONTEXT) * CONTEXT, 1, len(each)) for each in alike.values() if each
-        ]
+        return [_decodes_of(len(each), sum(each)) for each in alike.values() if each]
+
+
+def _decodes_of(count: int, context: int) -> Chunk:
+    """So many sequences with so many tokens in all."""
+    return Chunk(1, round(context / count / CONTEXT) * CONTEXT, 1, count)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodesFirst:
     """Nobody waits for another's prompt: a step takes as long as its decodes alone, or as its longest prompt chunk."""
 
-    timing: Timing
+    timing: DecodeTiming
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         """As Timing.times()."""
@@ -103,17 +133,25 @@ class DecodesFirst:
         alone = decodes or [max(plan.scheduled, key=lambda item: item.num_tokens)]
         return self.timing.times(replace(plan, scheduled=alone, work=work_of(alone)), now)
 
+    def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
+        """As DecodeTiming.decode_times()."""
+        return self.timing.decode_times(work, contexts, now)
+
 
 @dataclass(frozen=True, slots=True)
 class OfCachedPrompts:
     """Of each chunk of a prompt only the last token takes time, as if the others were in the prefix cache."""
 
-    timing: Timing
+    timing: DecodeTiming
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         """As Timing.times()."""
         items = [item if item.decoding else _last_token(item) for item in plan.scheduled]
         return self.timing.times(replace(plan, scheduled=items, work=work_of(items)), now)
+
+    def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
+        """As DecodeTiming.decode_times()."""
+        return self.timing.decode_times(work, contexts, now)
 
 
 def _last_token(chunk: ScheduledSequence) -> ScheduledSequence:

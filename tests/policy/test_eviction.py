@@ -182,28 +182,35 @@ class EvictionMachine(RuleBasedStateMachine):
         self.live: list[list[int]] = []
         cached, choose = self.pool.cached, self.pool.cached.evict
 
-        def evict() -> int:
-            before = dict.fromkeys(cached)
-            protected = {block for block in before if cached._is_protected[block]}
-            held = {name: self.pool.used[name] for name in OWNERS}
-            for block in before.keys() - protected:
-                held[cached.owners[block]] = held.get(cached.owners[block], 0) + 1
-            expired = {block for block in protected if cached._time - cached._protected[block] > LIFETIME * 16}
-            since = {block: at for queue in cached._queues.values() for block, at in queue.items()}
-            chosen = choose()
-            owner = cached.owners[chosen]
-            if chosen in protected:
-                assert chosen in expired or before.keys() == protected, "a protected block went before another"
-                return chosen
-            assert not expired
-            over = {name for name, count in held.items() if count > SHARES.get(name, 0)}
-            rivals = [block for block in since if (cached.owners[block] in over) == (owner in over)]
-            assert owner in over or not over & {cached.owners[block] for block in since}, "a share was not left alone"
-            ages = {
-                block: (cached._time - since[block]) * (HASTE if cached.owners[block] == "offline" else 1)
-                for block in rivals
+        def evict(count: int) -> list[int]:
+            since = {
+                block: at for queue in (cached._protected, *cached._queues.values()) for block, at in queue.items()
             }
-            assert ages[chosen] == max(ages.values())
+            before, protected = list(since), {block for block in since if cached._is_protected[block]}
+            held = {name: self.pool.used[name] for name in OWNERS}
+            for block in since.keys() - protected:
+                held[cached.owners[block]] = held.get(cached.owners[block], 0) + 1
+            chosen = choose(count)
+            assert len(set(chosen)) == count and set(chosen) <= set(before)
+            for block in chosen:
+                expired = {each for each in protected if cached._time - since[each] > LIFETIME * 16}
+                owner = cached.owners[block]
+                if block in protected:
+                    assert block in expired or since.keys() == protected, "a protected block went before another"
+                else:
+                    assert not expired
+                    over = {name for name, count in held.items() if count > SHARES.get(name, 0)}
+                    there = since.keys() - protected
+                    rivals = [each for each in there if (cached.owners[each] in over) == (owner in over)]
+                    assert owner in over or not over & {cached.owners[each] for each in there}, "a share was taken"
+                    ages = {
+                        each: (cached._time - since[each]) * (HASTE if cached.owners[each] == "offline" else 1)
+                        for each in rivals
+                    }
+                    assert ages[block] == max(ages.values())
+                    held[owner] -= 1
+                protected.discard(block)
+                del since[block]
             return chosen
 
         cached.evict = evict  # type: ignore[method-assign]

@@ -1,0 +1,177 @@
+"""Steps in which the same sequences decode and nothing is to be decided, taken without a look at each of them.
+
+While nobody waits, has a prompt under way or could be left out, a step gives everybody a token. What `schedule` and
+`complete` do then for each sequence is the same in every step, but where one needs a block, fills one, or ends. So only
+those are looked at; the others are brought up to date when the run of such steps is over. What is learnt of steps and
+noted on clocks is so in each of them. Afterwards everything is as after as many calls of `schedule` and `complete`.
+
+An executor needs plans, and there are none. This is for simulations, which know what will be drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from headway.policy.accounting import StepTimes
+from headway.policy.ledger import Phase
+from headway.policy.plan import StepPlan
+from headway.policy.promises import is_promised
+from headway.policy.request import Sequence
+from headway.policy.scheduler import Scheduler
+from headway.policy.step_time import StepWork
+from headway.policy.stopping import finish_reason
+
+_NEVER = 2**40  # tokens that are in no block
+
+
+class Draws(NamedTuple):
+    """What is drawn of a sequence: `times` times `token`, which does not end it, and then `last`."""
+
+    token: int
+    times: int
+    last: int
+
+
+class SteadyDecodes:
+    """A run of such steps: for each `work_of_step`, then `complete`; and at the end `catch_up`.
+
+    Attributes:
+        num_steps: that were taken.
+    """
+
+    def __init__(self, scheduler: Scheduler, draws: Callable[[Sequence], Draws]) -> None:
+        self.num_steps = 0
+        self._scheduler = scheduler
+        self._block_size = scheduler.blocks.block_size if scheduler.blocks.enable_prefix_caching else _NEVER
+        self._sequences: list[Sequence | None] = list(scheduler.running)  # None has ended
+        self._draws = list(map(draws, scheduler.running))
+        self._known = [0] * len(self._draws)  # steps that each has been brought up to date with
+        self._count, self._context = len(self._draws), len(self._draws)
+        # Before which step sequences need blocks, and after which something is to be done with their tokens.
+        self._growing: dict[int, list[int]] = {}
+        self._due: dict[int, list[int]] = {}
+        for at, sequence in enumerate(scheduler.running):
+            self._context += sequence.num_computed
+            self._growing.setdefault(max(0, sequence.room - sequence.num_computed), []).append(at)
+            self._expect(at, sequence)
+        self._work, self._planned_ns, self._sampled_ns = StepWork(), 0, 0
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, draws: Callable[[Sequence], Draws]) -> SteadyDecodes | None:
+        """None where the next step may be of another kind. A scheduler that adds to what its steps do has none."""
+        running = scheduler.running
+        if (
+            len(scheduler.waiting)
+            or not scheduler.accounting.all_decode(len(running))
+            or type(scheduler) is not Scheduler
+        ):
+            return None
+        if scheduler.has_drafts or scheduler.fair is not None:
+            return None
+        if (slo := scheduler.slo) is not None and (
+            slo.shares.most or len({is_promised(sequence) for sequence in running}) > 1
+        ):
+            return None
+        if not all(sequence.is_decoding for sequence in running):
+            return None
+        return cls(scheduler, draws)
+
+    def _expect(self, at: int, sequence: Sequence) -> None:
+        """Note the next step after which a block is full, or the sequence may end."""
+        steps = self._draws[at][1] + 1
+        if (until_longest := sequence.max_len - len(sequence.tokens)) < steps:
+            steps = until_longest
+        if (until_full := (sequence.num_registered + 1) * self._block_size - sequence.num_computed) < steps:
+            steps = until_full
+        due = self._due.setdefault(self.num_steps + (steps if steps > 0 else 1), [])
+        due.append(at)
+
+    def work_of_step(self, now: int) -> StepWork | None:
+        """The work of the next step, whose sequences have blocks then; None where it must be scheduled."""
+        scheduler = self._scheduler
+        growing = self._growing.get(self.num_steps)
+        if (
+            not self._count
+            or (growing is not None and len(growing) > scheduler.blocks.num_free)
+            or (scheduler.lends_blocks and self._count > scheduler.blocks.num_free)
+        ):
+            return None
+        if growing is not None:
+            self._grow(sorted(growing))
+        if scheduler.slo is not None:
+            scheduler.slo.promises.has_no_prompts()
+        scheduler.accounting.queue_stands_at(Phase.QUEUE_CAPACITY, now)
+        self._planned_ns = now
+        self._work = StepWork(decode_tokens=self._count, decode_context=self._context)
+        return self._work
+
+    def contexts(self) -> list[int]:
+        """The tokens that each sequence of the next step has computed."""
+        done = self.num_steps
+        pairs = zip(self._sequences, self._known, strict=True)
+        return [sequence.num_computed + done - known for sequence, known in pairs if sequence is not None]
+
+    def _grow(self, growing: list[int]) -> None:
+        plan, manager = StepPlan(), self._scheduler.block_manager
+        for at in growing:
+            if (sequence := self._sequences[at]) is not None:
+                self._catch_up(at, sequence)
+                manager.extend(sequence, 1, plan)
+                self._growing.setdefault(self.num_steps + sequence.room - sequence.num_computed, []).append(at)
+        del self._growing[self.num_steps]
+
+    def complete(self, times: StepTimes) -> list[Sequence]:
+        """Apply the step's results, as Scheduler.complete(). Returns the sequences that have ended."""
+        scheduler = self._scheduler
+        scheduler.accounting.record_decodes(self._work, times)
+        if scheduler.slo is not None:
+            promises = scheduler.slo.promises
+            promises.heed(self._planned_ns, times.launched_ns, times.computed_ns, times.sampled_ns)
+        self.num_steps += 1
+        self._context += self._count
+        self._sampled_ns = times.sampled_ns
+        due = self._due.pop(self.num_steps, None)
+        return [] if due is None else self._heed(sorted(due))
+
+    def _heed(self, due: list[int]) -> list[Sequence]:
+        """In these blocks are full, or their ends have come."""
+        scheduler, ended = self._scheduler, []
+        for at in due:
+            sequence = self._sequences[at]
+            assert sequence is not None
+            self._catch_up(at, sequence)
+            if (sequence.num_registered + 1) * self._block_size <= sequence.num_computed:
+                scheduler.block_manager.register_full(sequence)
+            reason = finish_reason(sequence, sequence.tokens[-1])
+            if reason is None:
+                self._expect(at, sequence)
+                continue
+            scheduler.finish(sequence, reason, self._sampled_ns)
+            self._sequences[at] = None
+            self._count -= 1
+            self._context -= len(sequence.tokens)
+            ended.append(sequence)
+        return ended
+
+    def _catch_up(self, at: int, sequence: Sequence) -> None:
+        count = self.num_steps - self._known[at]
+        if not count:
+            return
+        token, left, last = self._draws[at]
+        if count <= left:
+            sequence.tokens += [token] * count
+            self._draws[at] = Draws(token, left - count, last)
+        else:
+            sequence.tokens += [token] * left + [last] * (count - left)
+            self._draws[at] = Draws(token, 0, last)
+        self._known[at] = self.num_steps
+        sequence.num_computed += count
+        sequence.steps += count
+        sequence.last_token_ns = self._sampled_ns
+
+    def catch_up(self) -> None:
+        """Bring all sequences up to date: the next step is scheduled."""
+        for at, sequence in enumerate(self._sequences):
+            if sequence is not None:
+                self._catch_up(at, sequence)

@@ -1,0 +1,147 @@
+"""Steps that are taken without a look at each sequence: everything comes out as if all had been scheduled."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from copy import copy
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from benchmarks.fault_worlds import World
+from headway.engine.config import SchedulingOptions
+from headway.policy.accounting import StepTimes
+from headway.policy.kv_blocks import KVBlocks
+from headway.policy.plan import StepPlan
+from headway.policy.queue_bound import QueueLimits
+from headway.policy.recording import Record, RecordedScheduler, Step
+from headway.policy.scheduler import Scheduler
+from headway.policy.sizing import PoolSize
+from headway.policy.step_time import StepWork
+from headway.simulator.deployed import ServerOptions, deploy
+from headway.simulator.server import Host, Server, simulate
+from headway.simulator.timing import Timing
+from headway.simulator.traffic import arrival
+
+US = 1000
+Plans = dict[int, bytes]
+
+
+@dataclass
+class Linear:
+    """Steps that differ by their work, and by chance of their time."""
+
+    def times(self, plan: StepPlan, now: int) -> StepTimes:
+        return self.decode_times(plan.work, list, now)
+
+    def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
+        spread = random.Random(now).uniform(1, 1.5)
+        forward = round(spread * US * (400 + 20 * work.tokens + work.decode_context + work.logit_rows))
+        return StepTimes(now + 7, now + 7 + forward, now + 12 + forward)
+
+
+@dataclass
+class OfPlans:
+    """The same, of plans alone."""
+
+    timing: Timing
+
+    def times(self, plan: StepPlan, now: int) -> StepTimes:
+        return self.timing.times(plan, now)
+
+
+class Decided(Server):
+    """Keeps each plan by its time."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.plans: Plans = {}
+        schedule = self.scheduler.schedule
+
+        def kept(now: int) -> StepPlan:
+            plan = schedule(now)
+            self.plans[now] = msgspec.msgpack.encode(plan)
+            return plan
+
+        self.scheduler.schedule = kept  # type: ignore[method-assign]
+
+
+def world(seed: int, timing: Timing) -> Decided:
+    """A server like those of the campaign of faults, without faults."""
+    made, rng = World(seed, 80), random.Random(seed)
+    scheduler = made.fleet.servers[0].scheduler
+    config = replace(scheduler.config, max_num_seqs=4 * scheduler.config.max_num_seqs, max_num_batched_tokens=256)
+    if rng.random() < 0.9:
+        config = replace(config, weights={})
+    pool = KVBlocks(scheduler.blocks.num_blocks, scheduler.blocks.block_size, rng.random() < 0.8)
+    limits = QueueLimits(rng.choice([8, 100, math.inf]))
+    host = Host(rng.choice([0, 10**6]), rng.choice([0.0, 1e4]), rng.choice([0, 1000]))
+    server = Decided(Scheduler(config, pool), timing, limits, host, None, None)
+    server.expect(made.arrivals())
+    return server
+
+
+def state(server: Server) -> dict[str, Any]:
+    """All that later decisions depend on, and all that is reported."""
+    scheduler = server.scheduler
+    pool, accounting = scheduler.blocks, scheduler.accounting
+    promises = None if scheduler.slo is None else scheduler.slo.promises
+    return {
+        "now": server.now,
+        "answers": [asdict(replace(each, ledger=None)) for each in server.answers],  # type: ignore[arg-type]
+        "ledgers": [(each.ledger.began_ns, each.ledger.last_ns, each.ledger.phases_ns) for each in server.answers],
+        "steps": asdict(server.steps),
+        "stalls": accounting.take_stalls(),
+        "clocks": (accounting._decode.phases_ns, accounting._queue.phases_ns, accounting._steps),
+        "learnt": vars(accounting.step_time),
+        "pool": (pool._free, pool._index, pool.references, pool._nodes, list(pool.cached), pool.cached.evictions),
+        "preemptions": scheduler.num_preemptions,
+        "promises": promises and (promises.between_steps_ns, promises._passes, promises.are_prompts_promised),
+    }
+
+
+def assert_same(steady: Decided, each: Decided) -> int:
+    """Returns how many steps were not scheduled one by one."""
+    steady.run()
+    each.run()
+    one, other = state(steady), state(each)
+    for name, value in one.items():
+        assert value == other[name], name
+    assert steady.plans == {now: plan for now, plan in each.plans.items() if now in steady.plans}
+    return len(each.plans) - len(steady.plans)
+
+
+@pytest.mark.parametrize("first", [0, 20, 40, *(pytest.param(each, marks=pytest.mark.slow) for each in (60, 80, 100))])
+def test_in_any_world_nothing_comes_out_otherwise(first):
+    """Policies, classes with shares, pools that run out, choices, clients that go away: as in the fault campaign."""
+    saved = [assert_same(world(seed, Linear()), world(seed, OfPlans(Linear()))) for seed in range(first, first + 20)]
+    assert sum(count > 0 for count in saved) >= 10 and sum(saved) > 400, saved
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "gpt-oss-20b"])  # the latter's windows need each context
+def test_steps_are_as_long_as_the_cost_model_says(model):
+    coming = [arrival(number, number * 40_000_000, 90 + 7 * number, 60 + number) for number in range(60)]
+
+    def served(wrap: Callable[[Timing], Timing]) -> Decided:
+        made = deploy(ServerOptions(model=model, hardware="H100-SXM"), SchedulingOptions())
+        server = Decided(made.scheduler, wrap(made.timing), made.limits, made.host, None, None)
+        server.expect(iter([replace(each, request=copy(each.request)) for each in coming]))
+        return server
+
+    assert assert_same(served(lambda timing: timing), served(OfPlans)) > 100
+
+
+def test_a_scheduler_that_records_its_steps_plans_each():
+    written = list[Record]()
+    options = SchedulingOptions()
+    recorded = options.scheduler(
+        "cpu",
+        PoolSize(50, 100),
+        lambda config, blocks: RecordedScheduler(config, blocks, lambda record, _: written.append(record)),
+    )
+    ran = simulate(recorded, [arrival(0, 0, 10, 30)], Linear())
+    assert sum(isinstance(record, Step) for record in written) == len(ran.steps) == 30
