@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -18,11 +19,26 @@ from headway.text.tokenizer import Tokenizer
 TOGETHER_CHARS = 2**18
 # Ids become Python's with the interpreter's lock held; the event loop gets it between two texts.
 PAUSE_S = 2e-5
+# Of the tokenizer's threads, where others have 0: on a processor where both are busy they get a tenth of it.
+NICENESS = 10
 
 
-def share_cores() -> None:
-    """Leave half of the processor to others: the tokenizer's threads take all of it unless they are told otherwise."""
+def share_cores(tokenizer: Tokenizer) -> None:
+    """Start the tokenizer's threads, for half of the processor, as ones that give way to the engine's.
+
+    A step waits for the slowest of the engine's threads. The tokenizer's hold no lock, so that only texts wait for
+    them. There are as many as processors unless it is told otherwise; they inherit the niceness of the thread that
+    first has texts encoded together.
+    """
     os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
+
+    def start() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        list(tokenizer.encode_all(["", ""]))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
 
 
 @dataclass(eq=False, slots=True)
@@ -81,7 +97,7 @@ class Encoder:
     async def _encoded(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         size = sum(map(len, texts))
         if size <= INLINE_CHARS:
-            return list(self._tokenizer.encode_all(texts, add_special_tokens)) if texts else []
+            return [self._tokenizer.encode_here(text, add_special_tokens) for text in texts]
         self.work.check(size)
         job = _Job(texts, add_special_tokens, size, asyncio.get_running_loop().create_future())
         self._jobs.append(job)

@@ -205,7 +205,7 @@ def run_server(
         TextError: as create_app().
     """
     listener = bind(settings.host, settings.port)
-    share_cores()
+    share_cores(tokenizer)
     try:
         app = create_app(engine, tokenizer, settings, template)
     except ValueError as error:

@@ -100,14 +100,14 @@ def preloaded(prompts: list[NamedPrompt], tokenizer: Tokenizer, template: ChatTe
 
 def _encoded(prompt: NamedPrompt, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
     if prompt.text:
-        return tokenizer.encode(prompt.text)
+        return tokenizer.encode_here(prompt.text)
     if template is None:
         raise TextError(f"{prompt.where}: the model has no chat template; give text in place of system")
     chats: list[list[int]] = []
     for words in ("a", "1"):
         messages = [{"role": "system", "content": prompt.system}, {"role": "user", "content": words}]
         try:
-            chats.append(tokenizer.encode(template.render(messages), add_special_tokens=False))
+            chats.append(tokenizer.encode_here(template.render(messages), add_special_tokens=False))
         except TextError as error:
             raise TextError(f"{prompt.where}: {error}") from None
     first, second = chats

@@ -118,6 +118,11 @@ class Tokenizer:
         """Token ids of `text`. The interpreter lock is free while a long text is encoded."""
         return next(self.encode_all([text], add_special_tokens))
 
+    def encode_here(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """As encode(), in the calling thread: not behind what the library's threads have to do."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._with_stated_bos(text, ids) if add_special_tokens else ids
+
     def encode_all(self, texts: list[str], add_special_tokens: bool = True) -> Iterator[list[int]]:
         """Token ids of each of the texts, which are encoded together at the first step, by the library's threads."""
         encoded = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)

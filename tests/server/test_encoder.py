@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -128,3 +130,30 @@ def test_a_conversation_goes_on(start_server: StartServer, engine: FakeEngine, t
     metrics = server.client.get("/metrics").text
     assert f'headway:tokenizer_hits_total{{engine="0",model_name="tiny"}} {float(known.hits)}' in metrics
     eventually(lambda: server.service.text_work.waiting == 0)
+
+
+def test_the_tokenizers_threads_give_way_and_a_short_text_does_not_wait_for_them(tokenizer: Tokenizer) -> None:
+    """In a process of its own: these threads begin once."""
+    program = f"""
+import os, threading, time
+from headway.server.encoder import NICENESS, share_cores
+from headway.text.tokenizer import Tokenizer
+tokenizer = Tokenizer.load({str(tokenizer.folder)!r})
+os.environ["RAYON_NUM_THREADS"] = "1"
+share_cores(tokenizer)
+niceness = sorted(os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task"))
+assert niceness[-1] == niceness[0] + NICENESS and niceness.count(niceness[-1]) == 1, niceness
+texts = ["Once upon a time. " * 20_000] * 4
+busy = threading.Thread(target=lambda: list(tokenizer.encode_all(texts)))
+busy.start()
+time.sleep(0.05)
+waited = []
+while busy.is_alive():
+    began = time.monotonic()
+    tokenizer.encode_here("Once upon a time.")
+    waited.append(time.monotonic() - began)
+    time.sleep(0.01)
+assert len(waited) > 3, "the texts were encoded before a short one came"
+assert min(waited) < 0.01, waited
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
