@@ -34,7 +34,6 @@ OPTIONS = {
     "--max-total-tokens": ("--max-model-len",),
     "--max-seq-len": ("--max-model-len",),
     "--kv-cache-memory-bytes": ("--kv-cache-memory",),
-    "--swap-space": ("--kv-cache-memory",),
     "--mem-fraction-static": ("--gpu-memory-utilization",),
     "--cache-type-k": ("--kv-cache-dtype",),
     "--cache-type-v": ("--kv-cache-dtype",),

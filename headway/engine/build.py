@@ -12,7 +12,7 @@ import torch
 
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
-from headway.engine.host import usable_threads
+from headway.engine.host import available_memory, usable_threads
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
 from headway.engine.record_file import RecordFile
 from headway.engine.runner import Runner
@@ -27,6 +27,7 @@ from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.sizing import BATCHED_TOKENS, pool_size
+from headway.policy.swap import NO_SWAP
 
 StageListener = Callable[[str, int], None]
 
@@ -97,12 +98,22 @@ def build_engine(
     shrinks = config.max_model_len is None
     pool = pool_size(pool_bytes, block_bytes, config.block_size, config.max_num_seqs, asked_len, shrinks)
     num_blocks, max_model_len = pool.num_blocks, pool.max_model_len
+    host_blocks = _host_blocks(config, device, block_bytes)
+    runner = Runner(
+        model,
+        kernels,
+        device,
+        cache_dtype,
+        num_blocks,
+        config.block_size,
+        config.max_num_seqs,
+        max_model_len,
+        host_blocks,
+    )
     shown = str(cache_dtype).removeprefix("torch.")
     make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
-    scheduler = config.scheduler(device.type, pool, make)
-    runner = Runner(
-        model, kernels, device, cache_dtype, num_blocks, config.block_size, config.max_num_seqs, max_model_len
-    )
+    swap = NO_SWAP if runner.host is None else runner.host.measured()
+    scheduler = config.scheduler(device.type, pool, make, swap)
     done("kv_allocation", time.monotonic_ns() - began)
 
     began = time.monotonic_ns()
@@ -160,6 +171,22 @@ def _cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.d
     if device.type != "cpu":
         raise EngineError(f"kv_cache_dtype is {name}; on {device.type} there is none yet, leave it out")
     return torch.int8
+
+
+def _host_blocks(config: EngineConfig, device: torch.device, block_bytes: int) -> int:
+    """Blocks that can be swapped out; by default they take no more than a quarter of the memory that is free."""
+    wanted = config.swap_bytes(device.type)
+    if not wanted:
+        return 0
+    available = available_memory()
+    if config.swap_space is None:
+        wanted = min(wanted, available // 4)
+    elif not block_bytes <= wanted <= available:
+        raise EngineError(
+            f"swap_space is {config.swap_space:g} GiB; one block takes {block_bytes / 2**30:.2g} GiB, and "
+            f"{available / 2**30:.1f} GiB of memory are free; choose something between, or 0 to swap nothing"
+        )
+    return wanted // block_bytes
 
 
 def _asked_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -14,7 +14,8 @@ from headway.policy.preload import PreloadedPrompt
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.service_class import BUILT_IN, ClassTable
-from headway.policy.sizing import PoolSize, default_batched_tokens
+from headway.policy.sizing import SWAP_SPACE, PoolSize, default_batched_tokens
+from headway.policy.swap import NO_SWAP, SwapSpace
 
 _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
 
@@ -105,12 +106,24 @@ class SchedulingOptions:
         float,
         _engine("Most of the KV cache, as a share, that keeps what many prompts begin with.", min=0.0, max=0.9),
     ] = PROTECTED_SHARE
+    swap_space: Annotated[
+        float | None,
+        _engine(
+            "GiB of host memory for the KV cache of preempted requests. Default: 4 on a GPU, 0 on a CPU.",
+            min=0.0,
+            metavar="GIB",
+        ),
+    ] = None
     max_queue_time: Annotated[
         float | None, _engine("Seconds that a request may wait in the queue; then 503. Default: no limit.")
     ] = None
 
     def scheduler(
-        self, device: str, pool: PoolSize, make: Callable[[SchedulerConfig, KVBlocks], Scheduler] = Scheduler
+        self,
+        device: str,
+        pool: PoolSize,
+        make: Callable[[SchedulerConfig, KVBlocks], Scheduler] = Scheduler,
+        swap: SwapSpace = NO_SWAP,
     ) -> Scheduler:
         """A scheduler with an empty pool, for a device that is cpu or cuda.
 
@@ -128,12 +141,17 @@ class SchedulingOptions:
             classes=self.classes,
             watermark=self.watermark,
             weights=self.weights,
+            swap=swap,
         )
         return make(config, KVBlocks(pool.num_blocks, self.block_size, self.enable_prefix_caching, self.protected_kv))
 
     def batched_tokens(self, device: str) -> int:
         """Tokens of a step on cpu or cuda."""
         return self.max_num_batched_tokens or default_batched_tokens(device, self.max_num_seqs)
+
+    def swap_bytes(self, device: str) -> int:
+        """Bytes of host memory for swapped blocks, on cpu or cuda."""
+        return int((SWAP_SPACE[device] if self.swap_space is None else self.swap_space) * 2**30)
 
 
 @dataclass

@@ -58,7 +58,7 @@ class Executor(Protocol):
     def run(self, plan: StepPlan) -> StepOutcome:
         """Run a step.
 
-        When it has raised, the plan can be run again after recover(), whole or in parts without the copies.
+        When it has raised, the plan can be run again after recover(), whole or in parts without the swaps and copies.
 
         Raises:
             EngineFault: nothing can be run any more.

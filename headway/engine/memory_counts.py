@@ -13,9 +13,11 @@ class MemoryCounts:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._pool = scheduler.blocks
+        self._host = scheduler.host
         self._watermark = scheduler.config.kept_free(scheduler.blocks.num_blocks)
         self._allocated = self._runs = self._looked_up = self._evicted = 0
         self._evictions: Counter[tuple[str, str]] = Counter()
+        self._swaps: Counter[str] = Counter()
         self._queries: Counter[str] = Counter()
         self._hits: Counter[str] = Counter()
 
@@ -35,3 +37,7 @@ class MemoryCounts:
             for (name, reason), count in (pool.cached.evictions - self._evictions).items():
                 stats.evictions.setdefault(name, {})[reason] = count
             self._evicted, self._evictions = pool.cached.num_evicted, pool.cached.evictions.copy()
+        if self._host is not None:
+            stats.swap_usage = self._host.num_used / self._host.space.num_blocks
+            stats.swaps = dict(self._host.counts - self._swaps)
+            self._swaps = self._host.counts.copy()

@@ -179,6 +179,8 @@ class EngineStats(_Message):
     hits_of_class: dict[str, int] = {}  # and found
     allocated_blocks: int = 0
     allocated_runs: int = 0  # runs of consecutive blocks that the allocated ones make in block tables
+    swaps: dict[str, int] = {}  # what HostPool counts: tokens, decisions and predicted nanoseconds
+    swap_usage: float = 0.0  # share of the host's blocks in use, 0..1
     fairness_lead: float = 0.0  # most tokens that a tenant was ahead of another that waited, by weight
     fairness_bound: float = 0.0  # that it could have been
     moe_mixtures: int = 0  # times that a layer's experts were asked

@@ -74,7 +74,7 @@ class Quarantine:
             failed: list[list[ScheduledSequence]] = []
             for part in parts:
                 try:
-                    outcome.take(self._executor.run(msgspec.structs.replace(plan, scheduled=part, copies=[])))
+                    outcome.take(self._executor.run(msgspec.structs.replace(plan, scheduled=part, swaps=[], copies=[])))
                     succeeded = True
                 except Exception as error:
                     self._recover_from(error)

@@ -13,6 +13,7 @@ from headway.engine.layout import StepLayout
 from headway.engine.logprobs import prompt_logprobs
 from headway.engine.memory import zero_caches
 from headway.engine.sampler import BAD_TOKEN, Sampler
+from headway.engine.swap import HostBlocks
 from headway.kernels.interface import Kernels
 from headway.models.decoder import Decoder
 from headway.policy.accounting import StepTimes
@@ -27,6 +28,10 @@ class Runner:
         cache_dtype: of keys and values in the KV pool; the model's, or int8.
         num_blocks, block_size: shape of the KV pool.
         max_num_seqs, max_model_len: bounds of the block table array.
+        host_blocks: that preempted sequences may be swapped out to.
+
+    Attributes:
+        host: these blocks; None without any.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class Runner:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
+        host_blocks: int = 0,
     ) -> None:
         config = model.config
         self.model = model
@@ -46,6 +52,7 @@ class Runner:
         self.kernels = kernels
         self.device = device
         self.caches = zero_caches(config.caches, num_blocks, block_size, cache_dtype, device)
+        self.host = HostBlocks(self.caches, host_blocks) if host_blocks else None
         self.sampler = Sampler(config.shape.vocab, device, kernels.most_likely if device.type == "cpu" else None)
         self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len)
         self._has_experts = config.routing is not None
@@ -54,8 +61,8 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutcome:
         """Run a step and read its tokens back: here the host waits for the device, and again for prompt_logprobs."""
-        if plan.copies:
-            self._copy_blocks(plan.copies)
+        if plan.swaps or plan.copies:
+            self._copy_blocks(plan)
         sequences = self._apply(plan)
         step = self.layout.lay_out(plan.scheduled, sequences)
         routed = self.kernels.routing_counts() if self._has_experts else None
@@ -89,10 +96,13 @@ class Runner:
         self.layout.reset()
         self.sampler.reset()
 
-    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        sources, targets = zip(*copies, strict=True)
+    def _copy_blocks(self, plan: StepPlan) -> None:
         try:
-            self.kernels.copy_blocks(self.caches, list(sources), list(targets))
+            if self.host is not None:
+                self.host.run(plan.swaps)
+            if plan.copies:
+                sources, targets = zip(*plan.copies, strict=True)
+                self.kernels.copy_blocks(self.caches, list(sources), list(targets))
         except Exception as error:
             raise EngineFault(f"the KV blocks of a step could not be copied: {error!r}") from error
 

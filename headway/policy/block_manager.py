@@ -9,13 +9,19 @@ from __future__ import annotations
 from headway.policy.kv_blocks import KVBlocks, PrefixMatch
 from headway.policy.plan import StepPlan, TableChange
 from headway.policy.request import Sequence, Status
+from headway.policy.swap import HostPool, Swapped
 
 
 class BlockManager:
-    """Takes blocks of a pool for sequences and gives them back; keeps their `block_table`s."""
+    """Takes blocks of a pool for sequences and gives them back; keeps their `block_table`s.
 
-    def __init__(self, blocks: KVBlocks) -> None:
+    Args:
+        host: where blocks of preempted sequences may be swapped out to.
+    """
+
+    def __init__(self, blocks: KVBlocks, host: HostPool | None = None) -> None:
         self._blocks = blocks
+        self._host = host
 
     # --- admission ----------------------------------------------------------------------------------
 
@@ -27,7 +33,10 @@ class BlockManager:
 
     def known_tokens(self, sequence: Sequence) -> int:
         """Of a waiting sequence: those that need not be computed."""
-        return min(len(self._known_prefix(sequence)) * self._blocks.block_size, len(sequence.tokens) - 1)
+        found = len(self._known_prefix(sequence))
+        if sequence.swapped is not None and sequence.swapped.first <= found:
+            return max(found * self._blocks.block_size, sequence.swapped.computed)
+        return min(found * self._blocks.block_size, len(sequence.tokens) - 1)
 
     def admit(self, sequence: Sequence, spare: int) -> bool:
         """Give a waiting sequence blocks for all known tokens, shared with its parent or a cached prefix where it can.
@@ -58,6 +67,7 @@ class BlockManager:
         table.extend(blocks.allocate(blocks.blocks_for(len(sequence.tokens)) - len(table), owner))
         sequence.block_table = table
         sequence.parent = sequence.prefix_match = None
+        self._swap_in(sequence)
         return True
 
     def _known_prefix(self, sequence: Sequence) -> list[int]:
@@ -128,8 +138,41 @@ class BlockManager:
         found = sequence.cached_tokens // self._blocks.block_size
         self._blocks.withdraw(sequence.block_table[found : sequence.num_registered])
 
+    def preempt(self, sequence: Sequence) -> None:
+        """As release(), but the host may keep what the blocks hold until the sequence returns."""
+        swapped = self._swap_out(sequence)
+        self.release(sequence)
+        sequence.swapped = swapped
+
+    def _swap_out(self, sequence: Sequence) -> Swapped | None:
+        """What others share with a sequence and the prefix index knows is not swapped out."""
+        blocks, table, computed = self._blocks, sequence.block_table, sequence.num_computed
+        if self._host is None or not computed or sequence.logit_rows(0, sequence.prompt_len):
+            return None
+        first = 0
+        while first < sequence.num_registered and blocks.references[table[first]] > 1:
+            first += 1
+        held = table[first : blocks.blocks_for(computed)]
+        return self._host.swap_out(held, first, first * blocks.block_size, computed) if held else None
+
+    def _swap_in(self, sequence: Sequence) -> None:
+        """Have what the prefix index does not know of a sequence copied back, if the host has all of it."""
+        swapped, sequence.swapped = sequence.swapped, None
+        if self._host is None or swapped is None:
+            return
+        blocks, found = self._blocks, sequence.num_computed
+        at = found // blocks.block_size
+        if swapped.first <= at and found < swapped.computed:
+            table = sequence.block_table[at : blocks.blocks_for(swapped.computed)]
+            self._host.swap_in(swapped, at, table, swapped.computed - found)
+            sequence.num_computed = swapped.computed
+        self._host.free(swapped)
+
     def release(self, sequence: Sequence) -> None:
-        """Give back all blocks; the sequence has nothing computed any more."""
+        """Give back all blocks, those on the host too; the sequence has nothing computed any more."""
+        if self._host is not None and sequence.swapped is not None:
+            self._host.free(sequence.swapped)
+            sequence.swapped = None
         self._blocks.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = sequence.num_registered = sequence.cache_node = sequence.room = 0

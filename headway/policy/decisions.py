@@ -27,6 +27,8 @@ class Decision:
         yielded: who was put behind the others or refused, and why.
         gave_back: who was preempted, and the class that the blocks are kept for.
         evicted: cached blocks that were given up, by class and reason.
+        swapped_out: who was preempted and goes to host memory, with how many blocks.
+        swapped_in: blocks that are copied back.
         predicted_ns, took_ns: of the forward pass; 0 is not known.
     """
 
@@ -46,6 +48,8 @@ class Decision:
     yielded: list[tuple[str, str]] = field(default_factory=list)
     gave_back: list[tuple[str, str]] = field(default_factory=list)
     evicted: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    swapped_out: list[tuple[str, int]] = field(default_factory=list)
+    swapped_in: int = 0
     predicted_ns: float = 0.0
     took_ns: int = 0
 
@@ -58,7 +62,10 @@ class Decision:
         if outlook.urgent is not None:
             self.urgent = outlook.urgent.request_id
         self.admitted = [sequences[new.seq_id].request_id for new in plan.new]
-        self.preempted = [sequences[seq_id].request_id for seq_id in plan.preempted]
+        preempted = [sequences[seq_id] for seq_id in plan.preempted]
+        self.preempted = [sequence.request_id for sequence in preempted]
+        self.swapped_out = [(s.request_id, len(s.swapped.host_blocks)) for s in preempted if s.swapped is not None]
+        self.swapped_in = sum([len(swap.blocks) for swap in plan.swaps if not swap.is_out])
         if step_time.is_trained:
             self.predicted_ns = step_time.predict_ns(plan.work)
 
@@ -85,6 +92,9 @@ class Decision:
             parts.append("preempted: " + ", ".join(self.preempted))
         parts += [f"{name} yields ({reason})" for name, reason in self.yielded]
         parts += [f"{name} gives blocks back to {service_class}" for name, service_class in self.gave_back]
+        parts += [f"{_blocks(count)} of {name} swapped out" for name, count in self.swapped_out]
+        if self.swapped_in:
+            parts.append(f"{_blocks(self.swapped_in)} swapped in")
         if self.evicted:
             blocks = (f"{count} of {name or 'several classes'} ({why})" for (name, why), count in self.evicted.items())
             parts.append("cached blocks evicted: " + ", ".join(blocks))
@@ -95,6 +105,10 @@ class Decision:
         if self.took_ns:
             parts.append(f"took {self.took_ns / 1e6:.1f} ms")
         return "; ".join(parts) + "."
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block{'s' * (count != 1)}"
 
 
 def _sequences(count: int) -> str:

@@ -12,6 +12,7 @@ import msgspec
 from headway.policy.request import Sequence
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.step_time import StepWork, pairs
+from headway.policy.swap import BlockSwap
 
 
 class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
@@ -86,7 +87,8 @@ class StepPlan(msgspec.Struct, array_like=True):
         scheduled: which sequences compute which tokens.
         new: sequences that the executor does not know.
         tables: changes of the block tables of others.
-        copies: blocks to copy before anything else, from source to target.
+        swaps: blocks to copy to and from the host before anything else, one after the other.
+        copies: blocks to copy then, from source to target.
         preempted: sequences that have lost their blocks; the executor forgets them before the step.
         expired: sequences that waited too long or can't be in time, and are finished.
         work: what the scheduled parts come to, as `work_of` says.
@@ -96,6 +98,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     scheduled: list[ScheduledSequence] = []
     new: list[SequenceState] = []
     tables: list[TableChange] = []
+    swaps: list[BlockSwap] = []
     copies: list[tuple[int, int]] = []
     preempted: list[int] = []
     expired: list[int] = []

@@ -12,6 +12,7 @@ from headway.policy.kv_blocks import PrefixMatch
 from headway.policy.ledger import Ledger, Phase
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.service_class import BUILT_IN, ServiceClass
+from headway.policy.swap import Swapped
 from headway.policy.tenants import DEFAULT_TENANT
 
 NEVER = 2**62  # in nanoseconds: later than anything
@@ -113,6 +114,7 @@ class Sequence:
     displacements: int = 0  # of its preemptions, those that gave its place to a better priority
     times_bypassed: int = 0
     prefix_match: PrefixMatch | None = None  # while it waits: what was found of its tokens in the prefix index
+    swapped: Swapped | None = None  # while it waits: what the host holds of it
     seq_id: int = 0  # its number at the scheduler, in order of arrival
     in_executor: bool = False  # a plan has told of it since it was last admitted
     clock_marks: dict[Phase, int] | None = None  # reading of the shared clock that this sequence lives on

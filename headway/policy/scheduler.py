@@ -6,11 +6,11 @@ so a prompt under way is never out of memory. One that does not fit lets up to `
 `max_bypasses` times: after that nothing behind it is admitted until it fits.
 
 When a decoding sequence finds no block, another is preempted: its blocks are freed, and it computes its tokens again
-when it returns. The first in order is never a victim, and any sequence alone fits in the pool, so every preempted
-sequence comes back. Where classes have shares of the pool (`shares`), only those go whose class has more than its own.
-A sequence of a better priority takes the place of a running one (`victims`), and one that was not served in time is
-ended (`waiting`). Three functions say who comes first and who must go (`order`). The `block_manager` takes blocks for
-sequences and gives them back.
+when it returns, unless `swap` keeps them. The first in order is never a victim, and any sequence alone fits in the
+pool, so every preempted sequence comes back. Where classes have shares of the pool (`shares`), only those go whose
+class has more than its own. A sequence of a better priority takes the place of a running one (`victims`), and one that
+was not served in time is ended (`waiting`). Three functions say who comes first and who must go (`order`). The
+`block_manager` takes blocks for sequences and gives them back.
 """
 
 from __future__ import annotations
@@ -107,6 +107,8 @@ class Scheduler(Sequences):
         self.accounting.queue_stands_at(reason, now)
         if self.fair is not None:
             self.fair.measure()
+        if self.host is not None and plan.scheduled:
+            plan.swaps = self.host.take_swaps()
         decision.note(plan, outlook, self.sequences, self.accounting.step_time)
         if self.blocks.cached.num_evicted != self._evictions.total():
             decision.evicted = self.blocks.cached.evictions - self._evictions

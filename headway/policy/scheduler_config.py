@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from headway.policy.order import ORDERS
 from headway.policy.service_class import BUILT_IN, ClassTable
+from headway.policy.swap import NO_SWAP, SwapSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class SchedulerConfig:
         watermark: share of the pool that admission leaves free for those who run, and most of it that is kept free of
             each class's share for those to come.
         weights: of tenants, who take turns by them; where there are none, tenants make no difference.
+        swap: host memory for the KV of preempted sequences.
 
     Raises:
         ValueError: when the limits contradict each other; the message names both.
@@ -44,6 +46,7 @@ class SchedulerConfig:
     classes: ClassTable = BUILT_IN
     watermark: float = 0.01
     weights: Mapping[str, float] = field(default_factory=dict)
+    swap: SwapSpace = NO_SWAP
 
     def __post_init__(self) -> None:
         if not 0 <= self.watermark < 1:

@@ -23,6 +23,7 @@ from headway.policy.service_class import ClassTable
 from headway.policy.slo import SloPolicy
 from headway.policy.step_time import StepTime, StepTimeModel
 from headway.policy.stopping import finish_reason
+from headway.policy.swap import HostPool
 from headway.policy.waiting import Unserved
 
 DECISIONS_KEPT = 256
@@ -38,6 +39,7 @@ class Sequences:
         sequences: all of them, by the number that each gets here and that plans name it by.
         slo: the state of the policy `slo`; None with another policy.
         fair: `waiting`, where tenants take turns; else None.
+        host: the blocks of host memory; None without any.
         decisions: the latest ones.
 
     Raises:
@@ -54,7 +56,8 @@ class Sequences:
         step_time = step_time or StepTimeModel()
         self.config = config
         self.blocks = blocks
-        self.block_manager = BlockManager(blocks)
+        self.host = HostPool(config.swap, step_time) if config.swap.num_blocks else None
+        self.block_manager = BlockManager(blocks, self.host)
         self.orders = ORDERS[config.policy]
         self.accounting = Accounting(step_time)
         self.running = OrderedSequences(self.orders.running)
@@ -156,7 +159,7 @@ class Sequences:
         if self.slo is not None:
             self.slo.leaves(victim)
         self.running.remove(victim)
-        self.block_manager.release(victim)
+        self.block_manager.preempt(victim)
         victim.status = Status.WAITING
         victim.preemptions += 1
         victim.times_bypassed = self.config.max_bypasses  # it has been served already: nobody overtakes it
@@ -282,3 +285,5 @@ class Sequences:
         yield from self.blocks.check_by_parts(sequence.block_table for sequence in self.running)
         if any(sequence.block_table for sequence in self.waiting):
             raise RuntimeError("a waiting sequence holds blocks")
+        if self.host is not None:
+            self.host.check(sequence.swapped for sequence in self.waiting)

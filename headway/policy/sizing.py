@@ -8,6 +8,9 @@ from headway.policy.sampling_params import MAX_LOGIT_BIAS_TOKENS, MAX_STOP_TOKEN
 
 # Default token budget of a step, by device.
 BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+# Default GiB of host memory for the KV of preempted sequences, by device: as vLLM had it, and as little as any server
+# can spare. A CPU's pool is in the same memory, so that it had better be larger instead.
+SWAP_SPACE = {"cpu": 0.0, "cuda": 4.0}
 # The pool's share of the memory of a CPU that is free once the weights are loaded. The rest is for the page cache, the
 # API process and other programs.
 CPU_SHARE = 0.5

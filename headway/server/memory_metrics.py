@@ -43,6 +43,14 @@ class MemoryMetrics:
         )
         self._allocated = counter("kv_blocks_allocated", "Blocks given out.").labels(**labels)
         self._runs = counter("kv_block_runs_allocated", "Runs of consecutive blocks given out.").labels(**labels)
+        swapped = counter("kv_swapped_tokens", "Tokens copied out to host memory, and back in.", "direction")
+        decided = counter("kv_swap_decisions", "What became of the KV of preempted requests.", "choice")
+        predicted = counter("kv_swap_predicted_seconds", "Predicted for these decisions.", "of")
+        self._swaps = {
+            **{each: (swapped.labels(**labels, direction=each), 1) for each in ("out", "in")},
+            **{each: (decided.labels(**labels, choice=each), 1) for each in ("swap", "recompute", "full")},
+            **{f"{each}_ns": (predicted.labels(**labels, of=each), 1e-9) for each in ("copy", "recompute")},
+        }
         registry.register(self)
 
     def labels_of(self, service_class: str) -> dict[str, str]:
@@ -57,6 +65,9 @@ class MemoryMetrics:
         for name, reasons in stats.evictions.items():
             for reason, count in reasons.items():
                 self._evictions.labels(**self.labels_of(name), reason=reason).inc(count)
+        for name, count in stats.swaps.items():
+            metric, unit = self._swaps[name]
+            metric.inc(count * unit)
         if stats.allocated_blocks:
             self._allocated.inc(stats.allocated_blocks)
             self._runs.inc(stats.allocated_runs)

@@ -94,6 +94,7 @@ class Metrics:
         self._gauge("num_requests_running", "Choices in the batch.", of_stats("num_running"))
         self._gauge("num_requests_waiting", "Choices waiting for the batch.", lambda: float(engine.num_waiting))
         self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", of_stats("kv_cache_usage"))
+        self._gauge("cpu_cache_usage_perc", "Share of the swap space in use, 0 to 1.", of_stats("swap_usage"))
         self._gauge(
             "fairness_lead_tokens",
             "Most tokens that a tenant was ahead of another that waited, by weight.",

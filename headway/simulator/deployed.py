@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from headway.class_file import ClassFile, read_class_file
 from headway.cost.capacity import Capacity, capacity, remedies, sequence_bytes
+from headway.cost.loading import HOST_LINK_SHARE
 from headway.engine.config import SchedulingOptions
 from headway.flags import Flag, limit, size
 from headway.planner.request import DeploymentOptions, HardwareName, ModelName, PlanError, PlanRequest
@@ -17,6 +18,7 @@ from headway.policy.queue_bound import QueueLimits
 from headway.policy.quota import Quotas
 from headway.policy.scheduler import Scheduler
 from headway.policy.sizing import PoolSize, pool_size
+from headway.policy.swap import NO_SWAP, SwapSpace
 from headway.simulator.server import Host
 from headway.simulator.timing import DecodeTiming, Predicted
 from headway.tenant_file import TenantFile, read_tenant_file
@@ -96,7 +98,8 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
     if options.tenants is not None:
         scheduling = replace(scheduling, weights=options.tenants.table.weights)
         quotas = Quotas(options.tenants.table, 0)
-    scheduler, efficiency = scheduling.scheduler(device, pool), found.deployment.efficiency
+    swap = _swap(scheduling, device, found)
+    scheduler, efficiency = scheduling.scheduler(device, pool, swap=swap), found.deployment.efficiency
     limits = QueueLimits.for_engine(
         scheduling.max_num_seqs,
         pool.num_blocks * scheduling.block_size,
@@ -137,6 +140,20 @@ def _request(options: ServerOptions, scheduling: SchedulingOptions, device: str)
     )
 
 
+def _block_bytes(found: Resolved, block_size: int) -> int:
+    """Of a device's part of a block."""
+    return sequence_bytes(found.deployment, block_size, block_size, rolling=False)
+
+
+def _swap(scheduling: SchedulingOptions, device: str, found: Resolved) -> SwapSpace:
+    """Host memory for each device, behind its link; a CPU copies within its memory, which it reads and writes."""
+    hardware, block_bytes = found.deployment.hardware, _block_bytes(found, scheduling.block_size)
+    rate = hardware.bytes_per_s / 2 if device == "cpu" else (hardware.host_bytes_per_s or 0.0) * HOST_LINK_SHARE
+    if not rate:
+        return NO_SWAP
+    return SwapSpace(scheduling.swap_bytes(device) // block_bytes, block_ns=2e9 * block_bytes / rate)
+
+
 def _pool(options: ServerOptions, scheduling: SchedulingOptions, found: Resolved, held: Capacity) -> PoolSize:
     """Blocks for keys and values, as many as a live engine would have."""
     shape, block_size = found.model.shape, scheduling.block_size
@@ -149,7 +166,7 @@ def _pool(options: ServerOptions, scheduling: SchedulingOptions, found: Resolved
         )
     return pool_size(
         held.kv_pool if options.kv_cache_memory is None else options.kv_cache_memory,
-        sequence_bytes(found.deployment, block_size, block_size, rolling=False),
+        _block_bytes(found, block_size),
         block_size,
         scheduling.max_num_seqs,
         options.max_model_len or shape.max_positions or shape.vocab,

@@ -333,7 +333,7 @@ class Server:
         if not plan.scheduled:
             return (yield from self._wait(plan.wait_until_ns))
         try:
-            times = self._timing.times(plan, planned)
+            times = self._timing.times(plan, planned + self.scheduler.config.swap.one_way_ns(plan.swaps))
         except EngineDied as died:
             if self._next_engine is None:
                 raise

@@ -16,6 +16,7 @@ from headway.engine import runner
 from headway.engine.logprobs import prompt_logprobs
 from headway.engine.messages import AddRequest, PromptLogprobs
 from headway.kernels import cpu
+from headway.policy.swap import SwapSpace
 from tests.engine.models import TINY_MIXTURE, write_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -123,6 +124,19 @@ def test_preempted_and_recomputed(model: Model, alone: list[list[int]], caching:
     llm = build(model, kv_cache_memory=480 * model.token_bytes, max_num_seqs=32, enable_prefix_caching=caching)
     assert tokens_of(llm, PROMPTS) == alone
     assert llm.engine.core.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preempted_and_swapped(model: Model, alone: list[list[int]], caching: bool) -> None:
+    memory = 480 * model.token_bytes
+    llm = build(
+        model, kv_cache_memory=memory, max_num_seqs=32, enable_prefix_caching=caching, swap_space=memory / 2**30
+    )
+    host = llm.engine.core.scheduler.host
+    assert host is not None and host.space.block_ns > 0
+    host.space = SwapSpace(host.space.num_blocks)  # as if copies took no time
+    assert tokens_of(llm, PROMPTS) == alone
+    assert 0 < host.counts["in"] <= host.counts["out"] and host.counts["recompute"] == 0
 
 
 def test_prefix_cached(model: Model, alone: list[list[int]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,12 +258,17 @@ def test_a_device_that_fails_is_nobody_s_fault(core: EngineCore, monkeypatch: py
     abort_all(core)
 
 
-def test_blocks_that_cannot_be_copied_are_nobody_s_fault(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("to", ["pool", "host"])
+def test_blocks_that_cannot_be_copied_are_nobody_s_fault(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
     def broken(*_: Any) -> Any:
         raise MemoryError
 
     with monkeypatch.context() as patches:
         patches.setattr(core.executor.kernels, "copy_blocks", broken)
+        if to == "host":
+            patches.setattr(core.executor, "host", SimpleNamespace(run=broken))
         core.add(request("two", 3, n=2, temperature=0.0))
         with pytest.raises(EngineFault, match="could not be copied"):
             run(core)

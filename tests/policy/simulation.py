@@ -26,6 +26,7 @@ from headway.policy.service_class import BUILT_IN, ClassTable, ServiceClass
 from headway.policy.sizing import pool_size
 from headway.policy.step_budget import BudgetRule
 from headway.policy.step_time import StepTime, StepWork
+from headway.policy.swap import NO_SWAP, SwapSpace
 
 VOCAB_SIZE = 1000
 
@@ -97,6 +98,7 @@ class FakeExecutor:
         self.block_size = block_size
         self.known: dict[int, SequenceState] = {}
         self.written: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> tokens up to there
+        self.host: dict[tuple[int, int], tuple[int, ...]] = {}  # the same of host blocks
 
     def run(self, plan: StepPlan) -> None:
         plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
@@ -107,14 +109,25 @@ class FakeExecutor:
             self.known[new.seq_id] = new
         for change in plan.tables:
             self.known[change.seq_id].block_table[change.start :] = change.blocks
+        for swap in plan.swaps:
+            pairs = zip(swap.blocks, swap.host_blocks, strict=True)
+            for block, host_block in pairs:
+                if swap.is_out:
+                    self.copy(self.written, block, self.host, host_block)
+                else:
+                    self.copy(self.host, host_block, self.written, block)
         for source, target in plan.copies:
-            for offset in range(self.block_size):
-                if (source, offset) in self.written:
-                    self.written[target, offset] = self.written[source, offset]
+            self.copy(self.written, source, self.written, target)
         for item in plan.scheduled:
             self.write(item, self.known[item.seq_id])
         for item in plan.scheduled:
             self.read(item, self.known[item.seq_id])
+
+    def copy(self, of: dict[tuple[int, int], Any], source: int, to: dict[tuple[int, int], Any], target: int) -> None:
+        for offset in range(self.block_size):
+            to.pop((target, offset), None)
+            if (source, offset) in of:
+                to[target, offset] = of[source, offset]
 
     def write(self, item: ScheduledSequence, state: SequenceState) -> None:
         if item.decoding:
@@ -154,6 +167,7 @@ class Simulation:
     max_prefill_stall_ms: float = math.inf
     max_queue_time: float = math.inf
     classes: ClassTable = BUILT_IN
+    swap: SwapSpace = NO_SWAP
     longest_step_ns: int = 10_000
     step_time: StepTime | None = None
     budget_rule: BudgetRule | None = None
@@ -174,6 +188,7 @@ class Simulation:
             self.max_prefill_stall_ms,
             self.max_queue_time,
             self.classes,
+            swap=self.swap,
         )
         memory = self.num_blocks, 1, self.block_size
         pool = pool_size(*memory, self.max_num_seqs, self.max_model_len, may_shrink=False)
@@ -387,6 +402,7 @@ class Simulation:
         assert (self.queue.choices, self.queue.tokens) == (0, 0)
         blocks = self.scheduler.blocks
         assert blocks.num_free == blocks.num_blocks
+        assert self.scheduler.host is None or self.scheduler.host.num_used == 0
         for sequence in self.sequences:
             assert sequence.status is Status.FINISHED
             assert sequence.block_table == []

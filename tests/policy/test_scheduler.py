@@ -20,6 +20,7 @@ from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.step_budget import StepBudget
 from headway.policy.step_time import StepTimeModel, StepWork
+from headway.policy.swap import SwapSpace
 from tests.policy.simulation import Simulation, check_ledger, random_classes
 
 
@@ -310,6 +311,7 @@ def test_a_pool_must_hold_the_longest_sequence() -> None:
     max_bypasses=st.integers(0, 4),
     max_prefill_stall_ms=st.sampled_from([0.0, 0.001, 0.01, math.inf]),
     longest_step_ns=st.sampled_from([10_000, AGEING_NS // 4]),
+    swap=st.builds(SwapSpace, st.sampled_from([0, 0, 3, 12, 60]), st.just(0.0), st.sampled_from([0.0, 300.0])),
 )
 def test_random_traffic_leaks_nothing_starves_nobody_and_every_ledger_closes(
     seed: int,
@@ -321,6 +323,7 @@ def test_random_traffic_leaks_nothing_starves_nobody_and_every_ledger_closes(
     max_bypasses: int,
     max_prefill_stall_ms: float,
     longest_step_ns: int,
+    swap: SwapSpace,
 ) -> None:
     rng = random.Random(seed)
     sim = Simulation(
@@ -333,6 +336,7 @@ def test_random_traffic_leaks_nothing_starves_nobody_and_every_ledger_closes(
         max_prefill_stall_ms=max_prefill_stall_ms,
         longest_step_ns=longest_step_ns,
         classes=random_classes(rng, longest_step_ns),
+        swap=swap,
         rng=rng,
     )
     shared_prefix = [rng.randrange(4) for _ in range(20)]

@@ -211,6 +211,8 @@ def test_the_pool_is_told_by_class(start_server: StartServer, engine: FakeEngine
         hits_of_class={"interactive": 64},
         allocated_blocks=10,
         allocated_runs=3,
+        swaps={"out": 48, "swap": 1, "full": 2, "copy_ns": 3_000_000},
+        swap_usage=0.5,
     )
     server.service.metrics.on_step(stats)
     engine.stats = stats
@@ -224,6 +226,10 @@ def test_the_pool_is_told_by_class(start_server: StartServer, engine: FakeEngine
     assert (found["headway:kv_blocks_protected"], found["headway:kv_watermark_blocks"]) == (7, 2)
     assert found["headway:preloaded_prompts_left_out"] == 0
     assert (found["headway:kv_blocks_allocated_total"], found["headway:kv_block_runs_allocated_total"]) == (10, 3)
+    assert found["headway:kv_swapped_tokens_total out"] == 48 and found["headway:kv_swapped_tokens_total in"] == 0
+    assert found["headway:kv_swap_decisions_total swap"] == 1 and found["headway:kv_swap_decisions_total full"] == 2
+    assert found["headway:kv_swap_predicted_seconds_total copy"] == pytest.approx(0.003)
+    assert found["headway:cpu_cache_usage_perc"] == 0.5
     used = {
         name: found[f"headway:class_kv_blocks_used {name}"] for name in ("interactive", "batch", "other", "several")
     }

@@ -20,6 +20,7 @@ from headway.policy.request import FinishReason
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.sizing import PoolSize
+from headway.policy.swap import NO_SWAP, SwapSpace
 from headway.simulator import server
 from headway.simulator.answers import Answer, Stuck
 from headway.simulator.recording import Recording
@@ -41,6 +42,18 @@ def poisson(rng: random.Random, count: int, mean_ns: float) -> Iterator[Arrival]
     for number in range(count):
         now += rng.expovariate(1 / mean_ns)
         yield arrival(number, round(now), 1, 1)
+
+
+@dataclass
+class Noted:
+    """Keeps the plans."""
+
+    timing: Fixed
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def times(self, plan: StepPlan, now: int) -> StepTimes:
+        self.plans.append(plan)
+        return self.timing.times(plan, now)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -186,7 +199,10 @@ def test_tokens_and_time_are_conserved() -> None:
     assert in_batch == sum((end - begin) * sequences for begin, end, sequences in steps)
 
 
-def test_a_simulation_decides_as_its_recording_does() -> None:
+@pytest.mark.parametrize(
+    "swap", [NO_SWAP, SwapSpace(40, fixed_ns=1000.0, block_ns=20_000.0)], ids=["recompute", "swap"]
+)
+def test_a_simulation_decides_as_its_recording_does(swap: SwapSpace) -> None:
     """What is told of a simulation is what a live engine would record, and leads the scheduler to the same steps."""
     records: list[Record] = []
 
@@ -194,7 +210,7 @@ def test_a_simulation_decides_as_its_recording_does() -> None:
         return RecordedScheduler(config, blocks, lambda record, idle: records.append(record))
 
     options = SchedulingOptions(max_num_seqs=8, max_num_batched_tokens=64, max_prefill_stall_ms=1.0)
-    made = options.scheduler("cpu", PoolSize(60, 512), recorded)
+    made = options.scheduler("cpu", PoolSize(60, 512), recorded, swap)
     timing = Checked(made)
     ran = simulate(made, mixed(7), timing)
     engine = RecordedEngine(1, "0", "model", "cpu", "int8", {}, msgspec.to_builtins(made.config), 60, 16, True, 0, 0.0)
@@ -202,6 +218,21 @@ def test_a_simulation_decides_as_its_recording_does() -> None:
     told = [record for record in records if not isinstance(record, RecordedEngine)]
     assert replay(Recording(engine, told)) >= len(steps) == len(ran.steps)
     assert sum(ran.steps.preempted) and any(answer.cached_tokens for answer in ran.answers)
+    assert made.host is None or made.host.counts["swap"]
+
+
+def test_copies_to_the_host_and_back_take_time() -> None:
+    made = SchedulingOptions(max_num_seqs=4, enable_prefix_caching=False).scheduler(
+        "cpu", PoolSize(10, 160), swap=SwapSpace(20, block_ns=2.0 * MS)
+    )
+    assert made.host is not None
+    made.host.space = SwapSpace(20)  # for its decisions, as if they took none
+    plans = Noted(Fixed(MS))
+    ran = simulate(made, [arrival(number, 0, 40, 60) for number in range(2)], plans)
+    copied = sum(len(swap.blocks) for plan in plans.plans for swap in plan.swaps)
+    took = [sampled - planned for planned, sampled in zip(ran.steps.planned_ns, ran.steps.sampled_ns, strict=True)]
+    assert copied and all(len(answer.token_ns) == 60 for answer in ran.answers)
+    assert sum(took) == MS * (len(took) + copied)
 
 
 # --- what comes and goes --------------------------------------------------------------------------------

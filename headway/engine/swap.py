@@ -1,0 +1,83 @@
+"""Host memory for KV blocks that are swapped out, and the copies there and back."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from headway.kernels.interface import LayerCache
+from headway.policy.swap import BlockSwap, SwapSpace
+
+STAGED_BYTES = 32 << 20  # device memory that copies go through
+MEASURED_BLOCKS = 64
+_ROUNDS = 3
+
+
+class HostBlocks:
+    """Blocks in host memory. Each is a row of bytes: its part of all tensors of all layers, one after the other.
+
+    Blocks go through a staging tensor on the device, so that what crosses the bus are whole rows. All copies are
+    ordered among each other, and the device has done them when a call returns.
+
+    Args:
+        caches: of the KV pool.
+        num_blocks: on the host; its memory is page-locked where the pool is on a GPU.
+    """
+
+    def __init__(self, caches: list[LayerCache], num_blocks: int) -> None:
+        self._parts = [tensor for cache in caches for tensor in cache.tensors]
+        self._sizes = [part[0].nbytes for part in self._parts]
+        self._device = self._parts[0].device
+        size = sum(self._sizes)
+        self._at_once = max(1, STAGED_BYTES // size)
+        self._rows = torch.empty((num_blocks, size), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+    def run(self, swaps: list[BlockSwap]) -> None:
+        """Copy what a plan says, in its order."""
+        for swap in swaps:
+            copy = self._out if swap.is_out else self._in
+            for at in range(0, len(swap.blocks), self._at_once):
+                copy(swap.blocks[at : at + self._at_once], swap.host_blocks[at : at + self._at_once])
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _out(self, blocks: list[int], host_blocks: list[int]) -> None:
+        numbers = torch.tensor(blocks, device=self._device)
+        parts = [part.index_select(0, numbers).flatten(1).view(torch.uint8) for part in self._parts]
+        for row, host_block in zip(torch.cat(parts, 1), host_blocks, strict=True):
+            self._rows[host_block].copy_(row, non_blocking=True)
+
+    def _in(self, blocks: list[int], host_blocks: list[int]) -> None:
+        numbers = torch.tensor(blocks, device=self._device)
+        staged = torch.empty((len(blocks), self._rows.shape[1]), dtype=torch.uint8, device=self._device)
+        for row, host_block in zip(staged, host_blocks, strict=True):
+            row.copy_(self._rows[host_block], non_blocking=True)
+        for part, columns in zip(self._parts, staged.split(self._sizes, 1), strict=True):
+            part.index_copy_(0, numbers, _as(part, columns))
+
+    @torch.inference_mode()
+    def measured(self) -> SwapSpace:
+        """How much there is, and how long copies take: the shortest of some of one block and of many.
+
+        What is copied is what the pool's first blocks have, so that they are left as they were.
+        """
+        count = min(MEASURED_BLOCKS, len(self._rows), len(self._parts[0]))
+        one, many = self._round_trip_ns(1), self._round_trip_ns(count)
+        block_ns = max(0.0, (many - one) / (count - 1)) if count > 1 else one
+        return SwapSpace(len(self._rows), max(0.0, one - block_ns), block_ns)
+
+    def _round_trip_ns(self, count: int) -> float:
+        blocks, times = list(range(count)), []
+        for _ in range(_ROUNDS):
+            began = time.monotonic_ns()
+            self.run([BlockSwap(True, blocks, blocks)])
+            self.run([BlockSwap(False, blocks, blocks)])
+            times.append(time.monotonic_ns() - began)
+        return float(min(times))
+
+
+def _as(part: Tensor, columns: Tensor) -> Tensor:
+    """Bytes of some blocks [n, bytes] as a part of the cache has them."""
+    return columns.contiguous().view(part.dtype).view(-1, *part.shape[1:])
