@@ -261,6 +261,7 @@ class EngineCore:
             sequence.steps,
             sequence.preemptions,
             sequence.yielded,
+            sequence.passed_over,
         )
         self._forget(sequence)
 

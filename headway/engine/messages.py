@@ -132,6 +132,7 @@ class SequenceTimings(_Message):
     steps: int
     preemptions: int
     yielded: str = ""  # why others were put before it: late, oversized or overload
+    passed_over: int = 0  # times that it was another tenant's turn
 
 
 class SequenceOutput(_Message):

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -47,6 +48,7 @@ class Line:
         asked: tokens of theirs that are still to be charged.
         joined: a number of each tenant that waits, the later the larger. Of equals the last to come goes first.
         last: the tenant that was the last to have none left.
+        passes: how often the first of each tenant at each level has been passed over.
     """
 
     served: dict[str, float] = field(default_factory=dict)
@@ -55,6 +57,7 @@ class Line:
     asked: dict[str, int] = field(default_factory=dict)
     joined: dict[str, int] = field(default_factory=dict)
     last: str = ""
+    passes: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def join(self, tenant: str, number: int, credit: float) -> None:
         """A tenant has something waiting again."""
@@ -66,6 +69,11 @@ class Line:
         """A tenant has nothing waiting any more."""
         del self.count[tenant], self.asked[tenant], self.joined[tenant]
         self.last = tenant
+
+    def passes_from(self, level: int, tenant: str, at: int) -> int:
+        """How often the one at this place has been passed over, as its tenant's requests from there on say."""
+        total = self.passes[level, tenant]
+        return sum(each.passes for _, each in self.waiting[level][tenant][at:]) if at and total else total
 
     def lead(self) -> float:
         """By how much the tenant served most is ahead of the one served least, of those who wait."""
@@ -101,14 +109,25 @@ class FairSequences(OrderedSequences):
             line.join(tenant, self._joined, self._credit)
         line.count[tenant] += 1
         line.asked[tenant] += _uncharged(sequence)
-        entries = line.waiting.setdefault(self._level(sequence), {}).setdefault(tenant, [])
-        insort(entries, (self._order(sequence), sequence))
+        level = self._level(sequence)
+        entries = line.waiting.setdefault(level, {}).setdefault(tenant, [])
+        at = bisect_left(entries, (self._order(sequence),))
+        sequence.passed_over -= line.passes_from(level, tenant, at)  # those before it came
+        entries.insert(at, (self._order(sequence), sequence))
 
     def remove(self, sequence: Sequence) -> None:
         super().remove(sequence)
         line, tenant = self._lines[self._line_of(sequence)], sequence.tenant
-        alike = line.waiting[self._level(sequence)]
-        del alike[tenant][bisect_left(alike[tenant], (self._order(sequence),))]
+        level = self._level(sequence)
+        alike = line.waiting[level]
+        at = bisect_left(alike[tenant], (self._order(sequence),))
+        sequence.passed_over += line.passes_from(level, tenant, at)
+        if at:
+            alike[tenant][at - 1][1].passes += sequence.passes
+        else:
+            line.passes[level, tenant] -= sequence.passes
+        sequence.passes = 0
+        del alike[tenant][at]
         if not alike[tenant]:
             del alike[tenant]
         line.count[tenant] -= 1
@@ -229,8 +248,21 @@ class FairSequences(OrderedSequences):
         others = [line.served[each] for each in line.joined if each != tenant]
         ahead = max(0.0, served - min(others)) if others else 0.0
         left = sum(each.max_len - each.charged for each in mine) / weight
+        self._pass_over(line, sequence)
         self.bound = max(self.bound, self._credit + ahead + left)
         self.charge(sequence)
+
+    def _pass_over(self, line: Line, sequence: Sequence) -> None:
+        """Count for those whom the policy puts before a sequence that their turn has put them behind it.
+
+        They are the first of each other tenant. It is noted at the last of them only, for all that are before it.
+        """
+        level, key = self._level(sequence), self._order(sequence)
+        for tenant, entries in line.waiting.get(level, {}).items():
+            passed = bisect_left(entries, (key,))
+            if passed and tenant != sequence.tenant and line.served[sequence.tenant] <= line.served[tenant]:
+                entries[passed - 1][1].passes += 1
+                line.passes[level, tenant] += 1
 
     def charge(self, sequence: Sequence) -> None:
         """Charge the tokens of a running sequence that have come since it was charged last."""

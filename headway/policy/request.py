@@ -111,6 +111,8 @@ class Sequence:
     steps: int = 0
     line: int = 0  # level at which it was admitted last, where tenants take turns
     charged: int = 0  # of its tokens, those that its tenant was charged
+    passed_over: int = 0  # times that another tenant's came before it by turn, and after it by the policy
+    passes: int = 0  # of these, while it waits: those that it is the last of its tenant to have had
     displacements: int = 0  # of its preemptions, those that gave its place to a better priority
     times_bypassed: int = 0
     prefix_match: PrefixMatch | None = None  # while it waits: what was found of its tokens in the prefix index

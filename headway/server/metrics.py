@@ -272,6 +272,8 @@ class Metrics:
         name, tpot_ns = terms.service.name, stamps.tpot_ns(num_tokens)
         if timings is not None and timings.yielded:
             self.by_class.yielded(name, timings.yielded)
+        if timings is not None and timings.passed_over and self.by_tenant is not None:
+            self.by_tenant.passed_over[terms.tenant] += timings.passed_over
         if reason in _BROKEN:
             self.by_class.judged(name, terms.verdicts(NEVER, None))
         if reason not in ("stop", "length"):

@@ -38,6 +38,7 @@ class Timings(BaseModel):
     tpot_objective_ns: int | None
     tpot_met: bool | None
     yielded: Literal["", "late", "oversized", "overload"]
+    passed_over: int
 
 
 class CompletionChoice(BaseModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -26,6 +27,9 @@ class TenantMetrics:
 
     Args:
         labels: names and values of the labels that all metrics have.
+
+    Attributes:
+        passed_over: how often choices of each tenant were.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class TenantMetrics:
         self._prefix = prefix
         self._labels = labels
         self._quotas = quotas
+        self.passed_over: Counter[str] = Counter()
         self.set_tenants(NO_TENANTS)
         registry.register(self)
 
@@ -68,11 +73,17 @@ class TenantMetrics:
         ):
             family = CounterMetricFamily(f"{self._prefix}tenant_{name}", text, labels=[*self._labels, "tenant", "unit"])
             yield self._filled(family, counts)
+        passed: Counter[tuple[str, ...]] = Counter()
+        for tenant, count in self.passed_over.items():
+            passed[(self._label(tenant),)] += count
+        text = "Times that a choice waited while another tenant's that came later was admitted, whose turn it was."
+        family = CounterMetricFamily(f"{self._prefix}tenant_passed_over", text, labels=[*self._labels, "tenant"])
+        yield self._filled(family, passed)
 
     def _label(self, tenant: str) -> str:
         return ALL if tenant == TOTAL else tenant if tenant in self.names else OTHER
 
-    def _filled(self, family: Family, values: Mapping[tuple[str, str], int]) -> Family:
+    def _filled(self, family: Family, values: Mapping[Any, int]) -> Family:
         for key, value in values.items():
             family.add_metric([*self._labels.values(), *key], value)
         return family

@@ -77,6 +77,7 @@ class ChoiceTimings:
             "tpot_objective_ns": _objective_ns(terms.tpot_ms),
             "tpot_met": verdicts.get("tpot"),
             "yielded": self.engine.yielded,
+            "passed_over": self.engine.passed_over,
         }
 
     def as_header(self) -> str:

@@ -54,6 +54,7 @@ class Answer:
     cached_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    passed_over: int = 0
 
     @property
     def ended_ns(self) -> int:

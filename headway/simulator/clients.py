@@ -241,6 +241,7 @@ def _fill(record: RequestRecord, answers: list[Answer], cancel_ns: int | None) -
         "tokens": len(last.token_ns),
         "steps": last.steps,
         "preemptions": last.preemptions,
+        "passed_over": last.passed_over,
     }
 
 

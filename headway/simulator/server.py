@@ -452,4 +452,5 @@ class Server:
         answer.ledger.mark_parts(sequence.ledger.phases_ns)
         answer.cached_tokens = sequence.cached_tokens
         answer.preemptions, answer.steps = answer.preemptions + sequence.preemptions, answer.steps + sequence.steps
+        answer.passed_over += sequence.passed_over
         self._ended(choice.of, 1, answer.ledger.last_ns)

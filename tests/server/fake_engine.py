@@ -34,6 +34,7 @@ class FakeEngine:
         open: while False, steps stand still: requests are parked.
         drops: how requests end at their first step, where they are not served: timeout or late.
         yielded: why requests were put behind others.
+        passed_over: how often they were, as it was not their tenant's turn.
         tokens_per_step: tokens in each output.
         requests, aborted: what was asked, and the ids of what was closed before its end.
     """
@@ -45,6 +46,7 @@ class FakeEngine:
         self.open = True
         self.drops = ""
         self.yielded = ""
+        self.passed_over = 0
         self.tokens_per_step = 1
         self.loads = True
         self.fails_with: str | None = None
@@ -221,4 +223,4 @@ class _Saying:
         self.engine.phases_total_ns[self.request.request_id, self.index] = total
         parts = {"queue_capacity": total // 5, "prefill_compute": total // 3}
         parts["decode_compute"] = total - sum(parts.values())
-        return SequenceTimings(parts, ended, self.said, 0, self.engine.yielded)
+        return SequenceTimings(parts, ended, self.said, 0, self.engine.yielded, self.engine.passed_over)

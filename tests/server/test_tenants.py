@@ -228,24 +228,30 @@ def test_each_tenant_has_metrics_and_those_beyond_some_are_other(
 ) -> None:
     monkeypatch.setattr("headway.server.tenant_metrics.MOST_LABELS", 2)
     server.service.metrics.by_tenant.set_tenants(server.service.tenants.table)
+    server.engine.passed_over = 3
     for tenant in ("few", "few", "few", "free", "small"):
         ask(server, tenant, [1, 2], max_tokens=2, ignore_eos=True)
 
-    def value(name: str, tenant: str, unit: str) -> float | None:
+    def value(name: str, tenant: str, **unit: str) -> float | None:
         families = text_string_to_metric_families(server.client.get("/metrics").text)
         samples = (each for family in families for each in family.samples)
-        labels = {"model_name": "tiny", "engine": "0", "tenant": tenant, "unit": unit}
+        labels = {"model_name": "tiny", "engine": "0", "tenant": tenant, **unit}
         found = [each.value for each in samples if (each.name, each.labels) == (f"headway:tenant_{name}", labels)]
         return found[0] if found else None
 
-    assert value("settled_total", "few", "tokens") == 8
-    assert value("settled_total", "other", "tokens") == 8, "of two tenants"
-    assert value("budget_left", "few", "requests") == 0
-    assert value("budget_left", "all", "requests") is None, "it has no limit"
-    assert value("refused_total", "few", "requests") == 1
-    reserved, refunded = value("reserved_total", "other", "tokens"), value("refunded_total", "other", "tokens")
+    assert value("settled_total", "few", unit="tokens") == 8
+    assert value("settled_total", "other", unit="tokens") == 8, "of two tenants"
+    assert value("budget_left", "few", unit="requests") == 0
+    assert value("budget_left", "all", unit="requests") is None, "it has no limit"
+    assert value("refused_total", "few", unit="requests") == 1
+    reserved, refunded = (
+        value("reserved_total", "other", unit="tokens"),
+        value("refunded_total", "other", unit="tokens"),
+    )
     assert reserved == 8 + (refunded or 0)
-    assert value("settled_total", "free", "tokens") is None
+    assert value("settled_total", "free", unit="tokens") is None
+    assert (value("passed_over_total", "few"), value("passed_over_total", "other")) == (6, 6)
+    assert ask(server, "free", include_timings=True).json()["timings"]["passed_over"] == 3
 
 
 @pytest.mark.parametrize(
