@@ -1,6 +1,7 @@
 """The model's files as each engine reads them, made once of the one checkpoint: OpenVINO's IR and llama.cpp's GGUF.
 
-Precisions are bf16, int8 and int4. What was chosen where an engine leaves a choice is in benchmarks/README.md.
+Precisions are bf16, int8 and int4, each as the engine rounds weights itself, and kinds of GGUF, of which Headway and
+llama.cpp read the same file. What was chosen where an engine leaves a choice is in benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from benchmarks.processes import finish
 from benchmarks.weights import write_weights
 
 PRECISIONS = ("bf16", "int8", "int4")
+GGUF_KINDS = ("q8_0", "q4_0", "q4_k_m", "q6_k")
 _OPENVINO_FLAGS = {
     "bf16": ["--weight-format", "fp16"],
     "int8": ["--weight-format", "int8", "--sym"],
     "int4": ["--weight-format", "int4", "--sym", "--group-size", "128", "--ratio", "1.0"],
 }
-_GGUF_KINDS = {"int8": "q8_0", "int4": "q4_0"}
+_LLAMA_CPP_KINDS = {"int8": "q8_0", "int4": "q4_0"}
 
 
 def model_for(engine: str, precision: str, shape: str, python: str, folder: Path) -> Path:
@@ -27,7 +29,7 @@ def model_for(engine: str, precision: str, shape: str, python: str, folder: Path
 
     Args:
         engine: headway, vllm, openvino or llama.cpp.
-        python: that the engine is installed in; it does the conversion.
+        python: that does the conversion: the one that the engine is installed in, or llama.cpp's for kinds of GGUF.
 
     Raises:
         SystemExit: the conversion failed; with the tail of its log.
@@ -36,7 +38,7 @@ def model_for(engine: str, precision: str, shape: str, python: str, folder: Path
     checkpoint = write_weights(shape, folder)
     if engine == "openvino":
         return _openvino(checkpoint, precision, python)
-    if engine == "llama.cpp":
+    if engine == "llama.cpp" or precision in GGUF_KINDS:
         return _gguf(write_gguf(shape, folder), precision, python)
     return checkpoint
 
@@ -57,7 +59,7 @@ def _openvino(checkpoint: Path, precision: str, python: str) -> Path:
 def _gguf(source: Path, precision: str, python: str) -> Path:
     if precision == "bf16":
         return source
-    kind = _GGUF_KINDS[precision]
+    kind = _LLAMA_CPP_KINDS.get(precision, precision)
     target = source.with_name(f"{kind}.gguf")
     if target.exists():
         return target

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from benchmarks.checkpoint import SHAPES
 from benchmarks.engines.worker import ENGINES
-from benchmarks.exports import PRECISIONS
+from benchmarks.exports import GGUF_KINDS, PRECISIONS
 from benchmarks.machine import RESULTS, about, own_file, save
 from benchmarks.points import Point, decode, held, named, prefill, product
 from benchmarks.sitting import Sitting, entries, sit, sit_held
@@ -61,7 +61,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--kv-cache-dtype", choices=_KV_BITS, default="auto", help="int8: of every engine; auto: 16 bits (default)"
     )
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["qwen2.5-0.5b"])
-    parser.add_argument("--precisions", choices=PRECISIONS, nargs="+", default=list(PRECISIONS))
+    parser.add_argument(
+        "--precisions", choices=PRECISIONS + GGUF_KINDS, nargs="+", default=list(PRECISIONS),
+        help="of the weights as each engine rounds them, or a GGUF file that Headway and llama.cpp both read; "
+        "default: " + " ".join(PRECISIONS),
+    )  # fmt: skip
     parser.add_argument(
         "--points", type=named, nargs="*", default=[named(each) for each in _POINTS], metavar="POINT",
         help="decode:BATCH or prefill:BATCHxTOKENS; default: " + " ".join(_POINTS),
@@ -91,6 +95,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
     for name in ("new_tokens", "context_tokens"):
         if getattr(arguments, name) < 2:
             parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; a decode rate needs at least 2")
+    if "llama.cpp" not in dict(arguments.peers) and (kinds := [p for p in arguments.precisions if p in GGUF_KINDS]):
+        parser.error(f"--precisions {kinds[0]} is a GGUF file, which llama.cpp makes; give --peer llama.cpp=PYTHON")
     if arguments.no_headway and not arguments.peers:
         parser.error("--no-headway leaves nothing to measure; name a --peer")
     if not (arguments.points or arguments.contexts or arguments.start):

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.checkpoint import SHAPES
 from benchmarks.engines.interface import Settings
-from benchmarks.exports import model_for
+from benchmarks.exports import GGUF_KINDS, model_for
 from benchmarks.points import Point
 from benchmarks.processes import Child, Died, running
 from benchmarks.steal import MOST, undisturbed
@@ -34,6 +34,7 @@ class Entry:
         quantization: of Headway, as it reads the weights.
         kv_bits: of a number in the KV cache.
         variant: shown beside the others, but never the best peer.
+        exporter: the Python that makes its files; "" where that is `python`.
     """
 
     label: str
@@ -42,6 +43,7 @@ class Entry:
     quantization: str = "none"
     kv_bits: int = 16
     variant: bool = False
+    exporter: str = ""
 
 
 def entries(
@@ -49,9 +51,16 @@ def entries(
 ) -> list[Entry]:
     """Headway first, then the peers (name, python) that have this precision and a KV cache of so many bits.
 
-    vLLM's CPU build has bf16 alone.
+    vLLM's CPU build has bf16 alone; a GGUF file is for Headway and llama.cpp, which makes it.
     """
     listed = [("headway", sys.executable)] * headway + peers
+    if precision in GGUF_KINDS:
+        exporter = dict(peers)["llama.cpp"]
+        return [
+            Entry(name, name, python, kv_bits=kv_bits, exporter=exporter)
+            for name, python in listed
+            if name in ("headway", "llama.cpp")
+        ]
     found = []
     for name, python in listed:
         quantization = _HEADWAY[precision] if name == "headway" else "none"
@@ -110,7 +119,7 @@ def worker_command(
 ) -> list[str]:
     """The entry's process, with room for all the points. Makes the entry's model files, which may take minutes."""
     settings = Settings(
-        model=str(model_for(entry.engine, precision, shape, entry.python, folder)),
+        model=str(model_for(entry.engine, precision, shape, entry.exporter or entry.python, folder)),
         precision=precision,
         threads=threads,
         longest=max(point.longest(rounds) for point in points),

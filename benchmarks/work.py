@@ -4,9 +4,10 @@ Of a decode at batch 1, the bytes of a step are
 
     layers' matrices x bytes of a weight + head x bytes of its weight + 2 x KV of a token x mean context
 
-where a weight has 2 bytes in bf16, 1 in int8 and 0.5 in int4, and the head 2, 1 and 1. All engines count alike whatever
-they keep: scales, norms and biases are left out (12 % of the layers' bytes with groups of 32 at 4 bits), and so are
-activations. The KV cache has 16 bits a number. Then
+where a weight has 2 bytes in bf16, 1 in int8 and 0.5 in int4, and the head 2, 1 and 1. In a GGUF file a weight has the
+bits of the file's kind, and the head 6 bits at least. All engines count alike whatever they keep: scales, norms and
+biases are left out (12 % of the layers' bytes with groups of 32 at 4 bits), and so are activations. The KV cache has 16
+bits a number. Then
 
     share of the streaming read = rate x bytes of a step / bytes a second of the read
 
@@ -22,15 +23,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.exports import GGUF_KINDS
 from benchmarks.points import Point
 from headway.cost.attention import Chunk
 from headway.cost.config import read_shape
 from headway.cost.shape import ModelShape
 from headway.cost.work import step_work, total
 
-_WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}
-_HEAD_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 1.0}
-_GEMM = {"bf16": "bf16", "int8": "int8", "int4": "int8"}
+_GGUF_BYTES = {kind: int(kind[1]) / 8 for kind in GGUF_KINDS}
+_WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5, **_GGUF_BYTES}
+_HEAD_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 1.0, **{kind: max(0.75, size) for kind, size in _GGUF_BYTES.items()}}
+_GEMM = {precision: "bf16" if precision == "bf16" else "int8" for precision in _WEIGHT_BYTES}
 _KV_BYTES = 2
 
 

@@ -82,6 +82,7 @@ def test_prompts_differ_within_a_batch_and_between_rounds_but_not_between_engine
     ("arguments", "message"),
     [
         (["--peer", "vllm"], "'vllm' is not NAME=PYTHON"),
+        (["--precisions", "q6_k"], "--precisions q6_k is a GGUF file, which llama.cpp makes; give --peer llama.cpp"),
         (["--peer", "vllm=/no/such/python"], "is not NAME=PYTHON"),
         (["--peer", f"unheard-of={sys.executable}"], "'unheard-of' is not a peer"),
         (["--peer", f"headway={sys.executable}"], "'headway' is not a peer"),
@@ -131,6 +132,8 @@ def test_each_precision_has_its_engines() -> None:
         "int8": ["headway", "openvino", "llama.cpp"],
         "int4": ["headway", "openvino", "llama.cpp"],
     }
+    same_file = sitting.entries("q4_k_m", peers, headway=True, variants=False)
+    assert [(each.label, each.exporter) for each in same_file] == [("headway", "b"), ("llama.cpp", "b")]
     more = sitting.entries("int8", peers, headway=True, variants=True)
     assert [entry.label for entry in more if entry.variant] == [
         "headway, weights only",
