@@ -1,0 +1,103 @@
+"""How near `headway simulate` comes to a live server of this machine, on several workloads.
+
+    python -m benchmarks.verify --traces DIR
+
+Each workload is one `headway simulate verify`: a server gets it twice with different seeds, the simulator learns from
+the first run and predicts the second. The table has predicted over measured, for latencies and throughput. See
+benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import RESULTS, about, own_file, save
+from benchmarks.processes import Died
+from benchmarks.servers import CHECKPOINTS
+from benchmarks.weights import write_weights
+
+RANDOM = ["--input-len", "lognormal:mean=500,cv=0.8,min=16,max=3000", "--output-len", "lognormal:mean=60,cv=0.7,min=4"]
+WORKLOADS = {
+    "bursts": [*RANDOM, "--request-rate", "6", "--burstiness", "0.25"],
+    "overload": [*RANDOM, "--request-rate", "40"],
+}
+# Of traces, by the name of the file in --traces. Lengths are clipped to the context.
+TRACES = {
+    "azure_conv_2023.csv": ("azure conversations", ["--dataset-name", "azure", "--request-rate", "3"]),
+    "mooncake_synthetic.jsonl": ("mooncake, shortened", ["--dataset-name", "mooncake", "--request-rate", "2"]),
+}
+CLIPPED = ["--max-input-len", "3000", "--max-output-len", "300"]
+ROWS = [(metric, which) for metric in ("ttft_ms", "tpot_ms", "e2el_ms") for which in ("median", "p90", "p99")]
+
+
+def workloads(traces: Path | None) -> dict[str, list[str]]:
+    """By name, the flags that say what is sent."""
+    if traces is None:
+        return WORKLOADS
+    found = {name: [*flags, "--dataset-path", str(traces / file), *CLIPPED] for file, (name, flags) in TRACES.items()}
+    return found | WORKLOADS
+
+
+def verify(flags: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """What one `headway simulate verify` found. Raises Died where it found nothing."""
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        output = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "headway", "simulate", "verify", str(CHECKPOINTS / arguments.shape)]
+        command += ["--max-model-len", str(arguments.context), "--num-prompts", str(arguments.requests)]
+        command += ["--scheduling-policy", arguments.policy, *flags, "--output", str(output)]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        print(done.stdout, file=sys.stderr)
+        if not output.exists():
+            raise Died(f"nothing was compared (exit code {done.returncode}):\n{done.stdout}\n{done.stderr}")
+        found: dict[str, Any] = json.loads(output.read_text())
+        return found
+
+
+def table(content: dict[str, Any]) -> str:
+    """Markdown: a row for each workload, ratios of predicted to measured; a dash where the sample is too small."""
+    heads = [f"{metric.removesuffix('_ms').upper().replace('E2EL', 'E2E')} {which}" for metric, which in ROWS]
+    lines = ["| | " + " | ".join([*heads, "tokens/s"]) + " |", "|---|" + "---:|" * (len(heads) + 1)]
+    for name, found in content["workloads"].items():
+        ratios = {(each["metric"], each["statistic"]): each["ratio"] for each in found["differences"]}
+        shown = ["-" if (ratio := ratios.get(row)) is None else f"{ratio:.2f}" for row in ROWS]
+        measured, predicted = found["throughput"]
+        lines.append(f"| {name} | " + " | ".join([*shown, f"{predicted / measured:.2f}"]) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.verify", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--traces", type=Path, help=f"folder of {' and '.join(TRACES)}")
+    parser.add_argument("--requests", type=int, default=300, help="of each run")
+    parser.add_argument("--policy", default="slo")
+    parser.add_argument("--shape", default="qwen2-30m")
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--output", type=Path, default=RESULTS / "verify.json")
+    arguments = parser.parse_args(argv)
+    for file in TRACES if arguments.traces else ():
+        if not (arguments.traces / file).is_file():
+            parser.error(f"--traces {arguments.traces} has no {file}")
+    arguments.output = own_file(arguments.output)
+    write_weights(arguments.shape, CHECKPOINTS)
+    settings = {key: str(value) for key, value in vars(arguments).items() if key not in ("output", "traces")}
+    content: dict[str, Any] = {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": about(),
+        "settings": settings,
+        "workloads": {},
+    }
+    for name, flags in workloads(arguments.traces).items():
+        content["workloads"][name] = verify(flags, arguments)
+        save(content, arguments.output)
+    print(table(content))
+
+
+if __name__ == "__main__":
+    main()
