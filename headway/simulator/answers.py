@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from headway.policy.ledger import Ledger, Phase
-from headway.policy.queue_bound import Place, Refusal
+from headway.policy.queue_bound import Place, Refusal, TenantBound
 from headway.policy.quota import TOTAL, OverLimit
 from headway.policy.request import FinishReason, Resumed, Sequence
 from headway.simulator.traffic import Arrival
@@ -121,8 +121,11 @@ class Choice:
 
 def in_words(refusal: Refusal) -> str:
     """Why a queue has no place for a request."""
-    of_class = f" of class {refusal.bound.service_class}" if refusal.bound.service_class else ""
-    here = f"{refusal.present}{of_class} are here"
+    bound = refusal.bound
+    whose = f" of class {bound.service_class}" if bound.service_class else ""
+    if isinstance(bound, TenantBound):
+        whose = f" of tenant {bound.tenant}"
+    here = f"{refusal.present}{whose} are here"
     return f"it has {refusal.asked} {refusal.unit}, {here}, and at most {refusal.limit} may be"
 
 

@@ -215,6 +215,8 @@ def test_a_file_of_tenants_is_tried_on_traffic_of_several(tmp_path: Path) -> Non
     assert ",quiet," in (tmp_path / "limited.csv").read_text()
 
     tenants.write_text(TENANTS.replace("requests_per_minute = 60", ""))
+    said = run("short-queue", "--tenants", tenants, "--max-num-queued-reqs", "30")[0]
+    assert "of tenant loud are here, and at most" in " ".join(said.split()), "it may not fill the queue"
     waits = [run(name, *more)[1]["tenant quiet"]["from_schedule"]["ttft_ms"]["maximum"]
              for name, more in (("turns", ("--tenants", tenants)), ("none", ()))]  # fmt: skip
     assert waits[0] < waits[1] / 4, "without turns it waits behind the flood"
