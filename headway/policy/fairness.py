@@ -49,6 +49,7 @@ class Line:
         joined: a number of each tenant that waits, the later the larger. Of equals the last to come goes first.
         last: the tenant that was the last to have none left.
         passes: how often the first of each tenant at each level has been passed over.
+        most: that any of those who wait has been served; None is to be found.
     """
 
     served: dict[str, float] = field(default_factory=dict)
@@ -58,17 +59,30 @@ class Line:
     joined: dict[str, int] = field(default_factory=dict)
     last: str = ""
     passes: Counter[tuple[int, str]] = field(default_factory=Counter)
+    most: float | None = -math.inf
 
     def join(self, tenant: str, number: int, credit: float) -> None:
         """A tenant has something waiting again."""
         there = [self.served[each] for each in self.joined] or [self.served.get(self.last, 0.0)]
         self.served[tenant] = max(self.served.get(tenant, 0.0), min(there) - credit)
         self.count[tenant], self.asked[tenant], self.joined[tenant] = 0, 0, number
+        self.most = None
 
     def leave(self, tenant: str) -> None:
         """A tenant has nothing waiting any more."""
         del self.count[tenant], self.asked[tenant], self.joined[tenant]
-        self.last = tenant
+        self.last, self.most = tenant, None
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        """A tenant is served so many tokens by its weight."""
+        self.served[tenant] = self.served.get(tenant, 0.0) + tokens
+        self.most = None
+
+    def most_served(self) -> float:
+        """Of those who wait."""
+        if self.most is None:
+            self.most = max(map(self.served.__getitem__, self.joined), default=-math.inf)
+        return self.most
 
     def passes_from(self, level: int, tenant: str, at: int) -> int:
         """How often the one at this place has been passed over, as its tenant's requests from there on say."""
@@ -208,8 +222,7 @@ class FairSequences(OrderedSequences):
     def is_owed(self, sequence: Sequence) -> bool:
         """Whether its tenant is owed a sequence of its own, which waits or runs."""
         line, tenant = self._line(self._line_of(sequence)), sequence.tenant
-        most = max((line.served[each] for each in line.joined if each != tenant), default=-math.inf)
-        served = line.served.get(tenant, 0.0)
+        served, most = line.served.get(tenant, 0.0), line.most_served()
         if served + line.asked.get(tenant, 0) / self._weight(tenant) < most:
             return True
         if served + self.cost(sequence) + self._credit >= most:
@@ -218,13 +231,13 @@ class FairSequences(OrderedSequences):
         return all(alike[tenant][0][0] >= key for alike in line.waiting.values() if tenant in alike)
 
     def owed(self, behind: Iterable[Sequence]) -> list[Sequence]:
-        """Those who are owed: of the levels of these sequences that wait, of each tenant the first."""
-        firsts = [
-            entries[0][1]
-            for each in behind
-            if len((line := self._lines[self._line_of(each)]).joined) > 1
-            for entries in line.waiting[self._level(each)].values()
-        ]
+        """Those who are owed: of the levels of these sequences that wait, the first of the tenant served least."""
+        firsts = []
+        for each in behind:
+            line = self._lines[self._line_of(each)]
+            if len(line.joined) > 1:
+                waiting = line.waiting[self._level(each)]
+                firsts.append(waiting[min(waiting, key=line.served.__getitem__)][0][1])
         return [sequence for sequence in firsts if self.is_owed(sequence)]
 
     def cost(self, sequence: Sequence) -> float:
@@ -268,8 +281,7 @@ class FairSequences(OrderedSequences):
         """Charge the tokens of a running sequence that have come since it was charged last."""
         count = _uncharged(sequence)
         if count > 0:
-            served = self._line(sequence.line).served
-            served[sequence.tenant] = served.get(sequence.tenant, 0.0) + self.cost(sequence)
+            self._line(sequence.line).charge(sequence.tenant, self.cost(sequence))
             sequence.charged += count
 
     def measure(self) -> None:
