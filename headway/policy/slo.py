@@ -125,7 +125,7 @@ class SloPolicy:
         if num_running + self.shares.seats_kept_from(sequence.service.name) >= self._config.max_num_seqs:
             return False
         name = sequence.service.name
-        if name in self.shares.most and not self.shares.may_use(name, self._wanted(sequence)):
+        if name in self.shares.most and not self._fits_in_bound(sequence):
             return False
         if sequence.has_starved:
             return True
@@ -134,6 +134,13 @@ class SloPolicy:
         if sequence.output_len:
             return True
         return self.promises.has_room_for(sequence) and not self._follows(sequence)
+
+    def _fits_in_bound(self, sequence: Sequence) -> bool:
+        """Whether its class may use the blocks, which it leaves to the one that has starved if that is of the class."""
+        name, first = sequence.service.name, self._starved
+        if first is not None and first.status is Status.WAITING and first.service.name == name:
+            return self.shares.may_use(name, self._wanted(first)) and self.shares.may_use(name, self._wanted(sequence))
+        return self.shares.may_use(name, self._wanted(sequence))
 
     def _follows(self, sequence: Sequence) -> bool:
         """Whether a sequence waits for another prompt that begins alike."""

@@ -157,6 +157,25 @@ def test_a_class_uses_no_more_than_its_bound_though_the_rest_is_idle() -> None:
     assert long.output_len == 4
 
 
+def test_one_that_has_starved_is_not_overtaken_within_the_bound_of_its_class() -> None:
+    """Below the bound there is always room for short requests, and never for the long one."""
+    sim = shared(classes(most=0.5, starvation_s=1e-6), max_model_len=40)
+
+    def two_short_ones(number: int) -> None:
+        for each in (2 * number, 2 * number + 1):
+            sim.submit([each % 60 + 2, each] * 3, 5 + each % 4, service_class="offline")
+
+    for number in range(4):
+        two_short_ones(number)
+    sim.step()
+    long = sim.submit([90] * 36, 4, service_class="offline")
+    for number in range(4, 20):
+        two_short_ones(number)
+        sim.step()
+    assert long.status is Status.FINISHED
+    sim.run_until_done()
+
+
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(16, 48), max_num_seqs=st.integers(1, 8), mixed=st.booleans())
 def test_shares_hold_at_every_step_and_nobody_starves(
