@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,12 @@ from headway.policy.scaling import Scaler, ScalingRule
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.service_class import BUILT_IN, ClassTable
+from headway.policy.slo import first_of_ranks
+from headway.policy.step_time import StepWork
+from headway.policy.swap import SwapSpace
 from headway.policy.tenants import NO_TENANTS, TenantTable
 from headway.simulator.answers import EngineDied
-from headway.simulator.fleet import Fleet, Scaling
+from headway.simulator.fleet import ROLES, Failure, Fleet, Handover, Replica, Scaling
 from headway.simulator.server import Host, Server
 from headway.simulator.traffic import Arrival, arrival, made_prompt
 from headway.tenant_file import parse_tenant_file
@@ -58,40 +61,44 @@ class SteppingQuotas(Quotas):
         super().settle(number, tokens, self.world.clock(now), outputs)
 
 
-class WatchedScheduler(Scheduler):
-    """Has its pool looked at now and then, and what it is told of classes and tenants changed between two steps."""
+class Watch:
+    """Stands before a scheduler: has its pool looked at now and then, and changes its files between two steps."""
 
-    world: World
-    passed: Counter[int]  # sequences that were begun while this one had starved and waited
-    starving: set[int]  # when it was last looked
+    def __init__(self, world: World, scheduler: Scheduler) -> None:
+        self.world, self.scheduler = world, scheduler
+        self.passed = Counter[int]()  # sequences that were begun while this one had starved and waited
+        self.starving = set[int]()  # when it was last looked
+        self._schedule, scheduler.schedule = scheduler.schedule, self.schedule  # type: ignore[method-assign]
 
     def schedule(self, now: int) -> StepPlan:
         """As Scheduler.schedule(). Raises Violation."""
-        world = self.world
+        world, scheduler = self.world, self.scheduler
         if world.rng.random() < 0.0005:
             world.reload()
-        if self.config.classes is not world.classes:
-            self.set_classes(world.classes, world.tenants.weights)
+        if scheduler.config.classes is not world.classes:
+            scheduler.set_classes(world.classes, world.tenants.weights)
         world.steps += 1
         if world.steps % CHECKED_EVERY == 0:
-            self.check()
+            scheduler.check()
         if world.steps > MOST_STEPS * world.requests:
             raise Violation(f"seed {world.seed}: {world.steps} steps, and there is no end of it")
-        plan = super().schedule(now)
+        plan = self._schedule(now)
         if not plan.wait_until_ns:
             self._look_for_starving(plan, now)
         return plan
 
     def _look_for_starving(self, plan: StepPlan, now: int) -> None:
         """Who has waited too long goes first: one at a time with objectives, else whoever was overtaken too often."""
-        waiting = list(self.waiting)
-        if self.slo is None:
-            most = max((sequence.times_bypassed for sequence in waiting), default=0)
-            assert most <= self.config.max_bypasses, f"{most} have gone past one, {self.config.max_bypasses} may"
+        scheduler = self.scheduler
+        if scheduler.slo is None:
+            most = max((sequence.times_bypassed for sequence in scheduler.waiting), default=0)
+            may = scheduler.config.max_bypasses
+            assert most <= may, f"{most} have gone past one, {may} may"
             return
-        first = next((each for each in self.sequences.values() if each.has_starved), None)
+        first = next((each for each in scheduler.sequences.values() if each.has_starved), None)
         if first is None:
-            starving = {s.seq_id for s in waiting if s.is_behind and now - s.arrival_ns > s.service.starvation_s * 1e9}
+            behind = first_of_ranks(scheduler.waiting)
+            starving = {s.seq_id for s in behind if now - s.arrival_ns > s.service.starvation_s * 1e9}
             assert not starving & self.starving, "one starves, and nobody goes first"
             self.starving = starving  # those who have yielded in this step are looked at in the next
         elif first.status is Status.WAITING:
@@ -108,33 +115,48 @@ class Faulty:
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         """As Timing.times(). Raises EngineDied."""
+        rng, took = self.world.rng, _usual_ns(plan.work)
+        if rng.random() < 0.001:
+            self.world.faults["crash"] += 1
+            raise EngineDied(now + rng.randrange(took), now + took + rng.randrange(5 * SECOND))
+        return self._of_step(took, now)
+
+    def _of_step(self, took: int, now: int) -> StepTimes:
         rng, faults = self.world.rng, self.world.faults
         draw = rng.random()
-        took = 2 * MS + 20_000 * plan.work.tokens
         if draw < 0.001:
-            faults["crash"] += 1
-            raise EngineDied(now + rng.randrange(took), now + took + rng.randrange(5 * SECOND))
-        if draw < 0.002:
             faults["freeze"] += 1
             took += rng.randrange(10 * SECOND)
-        elif draw < 0.004:
+        elif draw < 0.003:
             faults["slow"] += 1
             self._slow_until = now + rng.randrange(3 * SECOND)
-        elif draw < 0.01:
+        elif draw < 0.009:
             faults["clock stands still"] += 1
             took = 0
-        elif draw < 0.0105:
+        elif draw < 0.0095:
             faults["clock steps back"] += 1
             took = -rng.choice([1, MS, rng.randrange(10 * SECOND)])
-        elif draw < 0.0106:
+        elif draw < 0.0096:
             faults["clock steps forward"] += 1
             took += rng.randrange(HOUR)
-        elif draw < 0.0116:
+        elif draw < 0.0106:
             faults["quota clock steps"] += 1
             self.world.ahead_ns += rng.choice([-1, 1]) * rng.randrange(rng.choice([SECOND, HOUR]))
         if now < self._slow_until:
             took *= 25
         return StepTimes(now, now + took * 9 // 10, now + took)
+
+
+class FaultyDecodes(Faulty):
+    """As Faulty, with times of steps that nobody plans. No engine dies in one."""
+
+    def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
+        """As DecodeTiming.decode_times()."""
+        return self._of_step(_usual_ns(work), now)
+
+
+def _usual_ns(work: StepWork) -> int:
+    return 2 * MS + 20_000 * work.tokens
 
 
 @dataclass(slots=True)
@@ -166,13 +188,17 @@ class World:
         self.tenants = self._tenants() if rng.random() < 0.5 else NO_TENANTS
         self.classes = BUILT_IN if rng.random() < 0.3 else self._classes(CLASSES)
         self._has_quotas = bool(self.tenants.tenants) and rng.random() < 0.7
-        servers = [self._server() for _ in range(rng.choice([1, 1, 1, 2, 3, 5]))]
+        count = rng.choice([1, 1, 1, 2, 3, 5])
+        servers = [Replica(self._server(), weight=rng.choice([1.0, 1.0, 3.0])) for _ in range(count)]
+        has_roles = count > 1 and rng.random() < 0.3
+        for at, each in enumerate(servers if has_roles else ()):
+            each.role, each.handover = ROLES[at % 2], Handover(1.0, rng.choice([1e3, 1e6]), 1e-4)
         scaling = None
-        if rng.random() < 0.2:
+        if not has_roles and rng.random() < 0.2:
             rule = ScalingRule(len(servers), len(servers) + 3, rng.randrange(1, 10), rng.choice([0.0, 2.0]))
             scaling = Scaling(Scaler(rule), self._server, rng.choice([0, SECOND]))
         router = ROUTERS[rng.choice(list(ROUTERS))](self.classes)
-        self.fleet = Fleet(servers, router, None, self._sends, scaling)
+        self.fleet = Fleet(servers, router, None, self._sends, scaling, self._failures(count) if count > 1 else ())
 
     def clock(self, now: int) -> int:
         """Of quotas."""
@@ -200,6 +226,7 @@ class World:
         least = -(-longest // size)
         blocks, caches = rng.randrange(least, least * (seats + 1) + 1), rng.random() < 0.8
         policy, lookahead, bypasses = rng.choice(list(ORDERS)), rng.randrange(0, 6), rng.randrange(0, 8)
+        swap = SwapSpace(rng.choice([0, 0, 3, 200]), fixed_ns=1e4, block_ns=rng.choice([1e3, 1e5]))
         stall, patience = rng.choice([0.5, 5.0, math.inf]), rng.choice([0.5, 20.0, math.inf, math.inf])
 
         def engine() -> Scheduler:
@@ -215,9 +242,10 @@ class World:
                 patience,
                 self.classes,
                 weights=self.tenants.weights,
+                swap=swap,
             )
-            made = WatchedScheduler(config, KVBlocks(blocks, size, caches))
-            made.world, made.passed, made.starving = self, Counter(), set()
+            made = Scheduler(config, KVBlocks(blocks, size, caches))
+            Watch(self, made)
             return made
 
         quotas = None
@@ -225,7 +253,8 @@ class World:
             self.quotas.append(quotas := SteppingQuotas(self))
         limits = QueueLimits(rng.choice([8, 100, math.inf, math.inf]), rng.choice([200, math.inf, math.inf]))
         host = Host(rng.choice([0, MS]), rng.choice([0.0, 1e4]), rng.choice([0, 1000]))
-        return Server(engine(), Faulty(self), limits, host, None, None, engine, quotas)
+        timing = rng.choice([Faulty, FaultyDecodes])(self)
+        return Server(engine(), timing, limits, host, None, None, engine, quotas)
 
     def _classes(self, names: tuple[str, ...] | list[str]) -> ClassTable:
         """As a file of classes says; most keys are left out in some."""
@@ -262,6 +291,14 @@ class World:
             if rng.random() < 0.5:
                 lines.append(f"tokens_per_minute = {rng.choice([100, 10_000, 100_000])}")
         return parse_tenant_file("tenants.toml", "\n".join(lines)).table
+
+    def _failures(self, replicas: int) -> Iterator[Failure]:
+        """Servers that are gone with all that they have, for ever."""
+        rng, now = self.rng, 0
+        while True:
+            now += int(rng.expovariate(1 / (20 * SECOND)))
+            yield Failure(now, rng.randrange(replicas), now + rng.choice([0, rng.randrange(20 * SECOND)]))
+            self.faults["a server is gone"] += 1
 
     # --- what comes ---------------------------------------------------------------------------------
 

@@ -83,10 +83,12 @@ def _check_server(server: Server) -> None:
 def _check_quotas(quotas: SteppingQuotas, answers: list[Answer], world: World) -> None:
     """Each answer was charged once, and the records make the same again, as far as they go and wherever they end."""
     used: dict[str, Counter[str]] = defaultdict(Counter)
-    by_request: dict[str, list[Answer]] = {}
+    seen = Counter[tuple[str, int]]()
+    visits: dict[tuple[str, int], list[Answer]] = {}  # a prompt may be computed again for another server
     for answer in answers:
-        by_request.setdefault(answer.request_id, []).append(answer)
-    for name, choices in by_request.items():
+        seen[answer.request_id, answer.index] += 1
+        visits.setdefault((answer.request_id, seen[answer.request_id, answer.index]), []).append(answer)
+    for (name, _), choices in visits.items():
         tokens = sum(len(each.token_ns) for each in choices)
         for scope in (world.sent[name].request.tenant, TOTAL):
             used[scope].update({"requests": int(tokens > 0), "tokens": tokens + choices[0].prompt_len if tokens else 0})

@@ -1,16 +1,18 @@
 """How fast servers are simulated: requests of the lengths of Azure's conversation trace on H100s.
 
-    python benchmarks/simulation.py --requests 100000
-    python benchmarks/simulation.py --requests 1000000 --replicas 100
+    python -m benchmarks.simulation --requests 100000
+    python -m benchmarks.simulation --requests 1000000 --replicas 100
 
-Prints seconds of processor time, what that is for a token and a step, and the most memory; or with --profile where the
-time goes.
+Prints seconds of processor time, what that is for a token and a step, and for each tenth of the requests what one took
+and the most memory until then: a longer trace costs no more for each request. With --profile it prints where the time
+goes.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import json
 import os
 import resource
 import statistics
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +29,15 @@ from benchmarks.machine import about, save
 from headway.bench.client.load import collector_off
 from headway.engine.config import SchedulingOptions
 from headway.policy.routing import ROUTERS
+from headway.simulator.answers import Answer
 from headway.simulator.deployed import ServerOptions, deploy
 from headway.simulator.fleet import Fleet
-from headway.simulator.server import Server
 from headway.simulator.traffic import Arrival, arrival
 
 # Mean and coefficient of variation of tokens (AzureLLMInferenceTrace_conv, 2023), as lognormal lengths.
 PROMPT, ANSWER = (1155, 1.0), (211, 0.8)
 MOST_TOKENS = 8000
+PARTS = 10
 OUTPUT = Path(__file__).parent / "results" / "simulation.json"
 
 
@@ -52,15 +56,38 @@ def arrivals(requests: int, rate: float) -> Iterator[Arrival]:
     return (arrival(number, *each) for number, each in enumerate(drawn))
 
 
-def run(requests: int, rate: float, replicas: int) -> Fleet:
+@dataclass(slots=True)
+class Seen:
+    """What came of the requests, and what it took up to each tenth of them.
+
+    Args:
+        marks: processor seconds and megabytes.
+    """
+
+    requests: int
+    ended: int = 0
+    tokens: int = 0
+    marks: list[tuple[float, float]] = field(default_factory=list)
+
+    def after(self, answers: list[Answer]) -> list[Arrival]:
+        """As `After`: nobody sends anything because of an answer."""
+        self.ended += 1
+        self.tokens += sum([len(answer.token_ns) for answer in answers])
+        if self.ended * PARTS % self.requests < PARTS:
+            self.marks.append((time.process_time(), _megabytes()))
+        return []
+
+
+def run(requests: int, rate: float, replicas: int) -> tuple[Fleet, Seen]:
     """So many requests a second for each replica."""
     options, scheduling = ServerOptions(model="llama-3.1-8b", hardware="H100-SXM"), SchedulingOptions()
     made = [deploy(options, scheduling) for _ in range(replicas)]
-    servers = [Server(each.scheduler, made[0].timing, each.limits, each.host, None, None) for each in made]
-    fleet = Fleet(servers, ROUTERS["least-loaded"](scheduling.classes))
+    servers = [replace(each, timing=made[0].timing).server() for each in made]
+    seen = Seen(requests)
+    fleet = Fleet(servers, ROUTERS["least-loaded"](scheduling.classes), seen.after, keeps_answers=False)
     with collector_off():
         fleet.run(arrivals(requests, rate * replicas))
-    return fleet
+    return fleet, seen
 
 
 def main() -> None:
@@ -71,6 +98,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     parser.add_argument("--beside", type=Path, help="another checkout, which takes turns with this one")
     parser.add_argument("--rounds", type=int, default=5, help="with --beside")
+    parser.add_argument("--output", type=Path, help="file for the result")
     args = parser.parse_args()
     if args.beside is not None:
         return compare(args.beside, args.rounds, args.requests, args.rate)
@@ -78,15 +106,29 @@ def main() -> None:
         cProfile.runctx("run(args.requests, args.rate, args.replicas)", globals(), locals(), sort="tottime")
         return
     began = time.process_time()
-    ran = run(args.requests, args.rate, args.replicas)
+    fleet, seen = run(args.requests, args.rate, args.replicas)
     seconds = time.process_time() - began
-    tokens = sum(len(answer.token_ns) for answer in ran.answers)
-    steps = sum(len(server.steps) for server in ran.servers)
-    print(
-        f"{args.requests} requests in {seconds:.1f} s: {steps} steps of {tokens / steps:.1f} sequences, {tokens} tokens"
-    )
-    print(f"{1e6 * seconds / tokens:.2f} µs a token, {1e6 * seconds / steps:.0f} µs a step")
-    print(f"{seconds * 100_000 / args.requests:.0f} s for 100,000 requests; memory {_megabytes():.0f} MB at most")
+    steps = sum(len(server.steps) for server in fleet.servers)
+    times = [at for at, _ in seen.marks]
+    found = {
+        "requests": args.requests,
+        "replicas": args.replicas,
+        "steps": steps,
+        "tokens": seen.tokens,
+        "processor_s": round(seconds, 1),
+        "us_a_token": round(1e6 * seconds / seen.tokens, 2),
+        "us_a_step": round(1e6 * seconds / steps),
+        "ms_a_request_by_part": [
+            round(1e3 * PARTS * (then - before) / args.requests, 3)
+            for before, then in zip([began, *times], times, strict=False)
+        ],
+        "megabytes_by_part": [round(memory) for _, memory in seen.marks],
+        "seconds_for_100000": round(seconds * 100_000 / args.requests),
+    }
+    print(f"{args.requests} requests in {seconds:.1f} s: {steps} steps of {seen.tokens / steps:.1f} sequences")
+    print(json.dumps(found, indent=1))
+    if args.output is not None:
+        save(found | {"machine": about()}, args.output)
 
 
 def compare(before: Path, rounds: int, requests: int, rate: float) -> None:
@@ -113,6 +155,7 @@ def compare(before: Path, rounds: int, requests: int, rate: float) -> None:
 
 
 def _megabytes() -> float:
+    """The most until now."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

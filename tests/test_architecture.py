@@ -120,6 +120,7 @@ ROOMS = {
             "bench",
             "class_file",
             "tenant_file",
+            "toml_file",
             "engine.config",
             "files",
             "flags",

@@ -80,19 +80,19 @@ class Reporting:
             self.stop.set()
             raise
 
-    def summarise(self, result: RunResult, workload: Workload, servers: float = 1.0) -> list[Summary]:
+    def summarise(self, result: RunResult, workload: Workload, price_per_hour: float | None = None) -> list[Summary]:
         """The numbers of a run.
 
         Args:
-            servers: how many there were on average; the price is of one.
+            price_per_hour: of all servers; None is that of the claims.
         """
-        claims, price = self.claims, self.claims.price_per_hour
+        claims = self.claims
         summaries = summarise_all(
             result,
             percentiles=claims.percentiles,
             objectives=claims.objectives or None,
             objectives_by_class=workload.classes or None,
-            price_per_hour=None if price is None else price * servers,
+            price_per_hour=claims.price_per_hour if price_per_hour is None else price_per_hour,
         )
         summaries[0].notes.extend(workload.notes)
         return summaries

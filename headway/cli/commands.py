@@ -37,15 +37,20 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         own = [parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)]
         for each in _parameters(hints[name]) if dataclasses.is_dataclass(hints[name]) else own:
             parameters[each.name] = each
-    for name, default, hint in (("config", None, _Config), ("help_all", False, _HelpAll)):
+    more: list[tuple[str, Any, Any]] = [("config", None, _Config), ("help_all", False, _HelpAll)]
+    asked_for = next((name for name, hint in hints.items() if hint is typer.Context), None)  # one parameter has it
+    if asked_for is None:
+        more.append(("context", inspect.Parameter.empty, typer.Context))
+    for name, default, hint in more:
         parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
+        said = _said(values[asked_for or "context"])
         try:
             for name, hint in hints.items():
                 if dataclasses.is_dataclass(hint):
-                    values[name] = _made(hint, values)
+                    values[name] = _made(hint, values, said)
         except ValueError as error:
             fail(str(error))
         command(**{name: value for name, value in values.items() if name in hints})
@@ -55,6 +60,12 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     optional_last = sorted(parameters.values(), key=lambda each: each.default is not inspect.Parameter.empty)
     run.__signature__ = inspect.Signature(optional_last)  # type: ignore[attr-defined]
     return run
+
+
+def _said(context: typer.Context) -> frozenset[str]:
+    """Keys of the flags that were given, in whatever way."""
+    sources = {key: context.get_parameter_source(key) for key in context.params}
+    return frozenset(key for key, source in sources.items() if source is not None and source.name != "DEFAULT")
 
 
 def _common(hints: dict[str, Any]) -> Iterator[str]:
@@ -109,12 +120,16 @@ def _described(field: dataclasses.Field[Any], flag: Flag) -> Any:
     return typer.Option(*filter(None, (name, flag.short)), **told)
 
 
-def _made(kind: Any, values: dict[str, Any]) -> Any:
-    """A dataclass of the values of its flags. What was not given is left to its default."""
-    given = {}
+def _made(kind: Any, values: dict[str, Any], said: frozenset[str]) -> Any:
+    """A dataclass of the values of its flags. What was not given is left to its default.
+
+    Args:
+        said: keys of the flags that were given, for dataclasses that have them as a field `given`.
+    """
+    given: dict[str, Any] = {"given": said} if "given" in (each.name for each in dataclasses.fields(kind)) else {}
     for field, hint, flag in flags_of(kind):
         if flag is None:
-            given[field.name] = _made(hint, values)
+            given[field.name] = _made(hint, values, said)
             continue
         name = option(field, flag)
         value = values[_key(name)]

@@ -35,6 +35,8 @@ class Phase(StrEnum):
     # API process, when the engine process died and the next one went on with the request
     ENGINE_LOST = "engine_lost"  # spent in the engine that died, with its account
     ENGINE_RESTART = "engine_restart"  # from there until the request was handed to the next one
+    # a simulated fleet, in which prompts are computed on servers of their own
+    KV_TRANSFER = "kv_transfer"  # keys and values on their way to the server that decodes
     # API process, after the engine
     DETOKENIZE = "detokenize"
     SEND = "send"

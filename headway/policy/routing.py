@@ -1,7 +1,7 @@
-"""Which of several servers, all alike, gets a request.
+"""Which of several servers gets a request.
 
 A router is asked once for each request. It sees what each server's queue counts (`queue_bound`) and keeps what it needs
-of its own past; it reads no clock.
+of its own past; it reads no clock. Of two servers the one of twice the weight is to have twice as much to do.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from headway.policy.service_class import ClassTable
 PREFIX_TOKENS = 128
 # A server has at most so many times the mean of all, before what belongs to it goes to another.
 MOST_OF_MEAN = 1.25
+ALIKE: tuple[float, ...] = ()  # the weights of servers that are alike
 
 
 class Router(Protocol):
     """Chooses a server."""
 
-    def choose(self, request: Request, queues: Sequence[Queues]) -> int:
-        """The number of the server that gets the request, of those whose queues these are."""
+    def choose(self, request: Request, queues: Sequence[Queues], weights: Sequence[float] = ALIKE) -> int:
+        """The number of the server that gets the request, of those whose queues and weights these are."""
 
 
 class RoundRobin:
-    """One after the other."""
+    """One after the other, whatever their weights."""
 
     def __init__(self, classes: ClassTable) -> None:
         self._next = 0
 
-    def choose(self, request: Request, queues: Sequence[Queues]) -> int:
+    def choose(self, request: Request, queues: Sequence[Queues], weights: Sequence[float] = ALIKE) -> int:
         """As Router.choose()."""
         chosen = self._next % len(queues)
         self._next = chosen + 1
@@ -41,14 +42,19 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Where the fewest choices are, and of these where the fewest prompt tokens wait."""
+    """Where the fewest choices would be, by weight, and of these where the fewest prompt tokens wait."""
 
     def __init__(self, classes: ClassTable) -> None:
         pass
 
-    def choose(self, request: Request, queues: Sequence[Queues]) -> int:
+    def choose(self, request: Request, queues: Sequence[Queues], weights: Sequence[float] = ALIKE) -> int:
         """As Router.choose()."""
-        return min(range(len(queues)), key=lambda at: (queues[at].of_all.choices, queues[at].of_all.tokens))
+        weights = weights or [1.0] * len(queues)
+        loads = [
+            ((each.of_all.choices + 1) / weight, each.of_all.tokens / weight)
+            for each, weight in zip(queues, weights, strict=True)
+        ]
+        return loads.index(min(loads))
 
 
 class PrefixAffinity:
@@ -61,13 +67,14 @@ class PrefixAffinity:
     def __init__(self, classes: ClassTable) -> None:
         pass
 
-    def choose(self, request: Request, queues: Sequence[Queues]) -> int:
+    def choose(self, request: Request, queues: Sequence[Queues], weights: Sequence[float] = ALIKE) -> int:
         """As Router.choose()."""
         salt = zlib.crc32(request.cache_salt.encode())
         beginning = hash((salt, *request.prompt_token_ids[:PREFIX_TOKENS]))
-        most = MOST_OF_MEAN * (1 + sum([each.of_all.choices for each in queues])) / len(queues)
+        weights = weights or [1.0] * len(queues)
+        most = MOST_OF_MEAN * (1 + sum([each.of_all.choices for each in queues])) / sum(weights)
         ranked = sorted(range(len(queues)), key=lambda at: hash((beginning, at)))
-        return next((at for at in ranked if queues[at].of_all.choices < most), ranked[0])
+        return next((at for at in ranked if queues[at].of_all.choices < most * weights[at]), ranked[0])
 
 
 class ClassAware:
@@ -78,14 +85,14 @@ class ClassAware:
         self._before = {name: names[: rank + 1] for rank, name in enumerate(names)}
         self._default = classes.default_class.name
 
-    def choose(self, request: Request, queues: Sequence[Queues]) -> int:
+    def choose(self, request: Request, queues: Sequence[Queues], weights: Sequence[float] = ALIKE) -> int:
         """As Router.choose()."""
         before = self._before.get(request.service_class or self._default, list(self._before))
 
-        def load(at: int) -> tuple[int, int]:
-            of_class = queues[at].of_class
+        def load(at: int) -> tuple[float, float]:
+            of_class, weight = queues[at].of_class, weights[at] if weights else 1.0
             there = [of_class[name].tokens for name in before if name in of_class]  # its file may say other classes
-            return sum(there), queues[at].of_all.choices
+            return sum(there) / weight, (queues[at].of_all.choices + 1) / weight
 
         return min(range(len(queues)), key=load)
 

@@ -88,7 +88,6 @@ class Present:
         request = self.arrival.request
         for choice in lost:
             sequence, answer = choice.sequence, choice.answer
-            request.prompt_token_ids = sequence.tokens[: sequence.prompt_len]
             answer.preemptions, answer.steps = answer.preemptions + sequence.preemptions, answer.steps + sequence.steps
             answer.cached_tokens = sequence.cached_tokens
         if lost:
@@ -96,11 +95,17 @@ class Present:
                 Resumed(each.answer.index, each.sequence.tokens[each.sequence.prompt_len :], each.answer.cached_tokens)
                 for each in lost
             ]
-        self.choices.clear()
         request.sent_ns = died.back_ns
+        self.forget(died.at_ns)
+
+    def forget(self, now: int) -> None:
+        """What had its choices is gone."""
+        for choice in self.choices:  # the request itself has no prompt any more
+            self.arrival.request.prompt_token_ids = choice.sequence.tokens[: choice.sequence.prompt_len]
+        self.choices.clear()
         for answer in self.answers:
             if answer.finish_reason is None:
-                answer.ledger.mark(Phase.ENGINE_LOST, died.at_ns)
+                answer.ledger.mark(Phase.ENGINE_LOST, now)
 
 
 @dataclass(slots=True)

@@ -246,6 +246,10 @@ def _fill(record: RequestRecord, answers: list[Answer], cancel_ns: int | None) -
 
 
 def _failure(answer: Answer) -> Failure | None:
+    if answer.finish_reason is FinishReason.ERROR and answer.token_ns:
+        return Failure(FailureKind.CUT, "the server that had it failed")
+    if answer.finish_reason is FinishReason.ERROR:
+        return Failure(FailureKind.SERVER_ERROR, answer.refused or "the server that had it failed", 503)
     if answer.refused and answer.is_final:
         return Failure(FailureKind.CLIENT_ERROR, answer.refused, 400)
     if answer.refused:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 from headway.class_file import ClassFile, read_class_file
 from headway.cost.capacity import Capacity, capacity, remedies, sequence_bytes
 from headway.cost.loading import HOST_LINK_SHARE
+from headway.cost.timing import Deployment
 from headway.engine.config import SchedulingOptions
 from headway.flags import Flag, limit, size
 from headway.planner.request import DeploymentOptions, HardwareName, ModelName, PlanError, PlanRequest
@@ -19,7 +21,8 @@ from headway.policy.quota import Quotas
 from headway.policy.scheduler import Scheduler
 from headway.policy.sizing import PoolSize, pool_size
 from headway.policy.swap import NO_SWAP, SwapSpace
-from headway.simulator.server import Host
+from headway.simulator.profiles import HEADWAY, PROFILES, VLLM, scheduler_of, with_defaults
+from headway.simulator.server import Host, NextEngine, Server
 from headway.simulator.timing import DecodeTiming, Predicted
 from headway.tenant_file import TenantFile, read_tenant_file
 
@@ -35,11 +38,17 @@ class ServerOptions(DeploymentOptions):
     Args:
         kv_cache_memory: bytes of the KV pool of a device; None is what the device has left.
         max_num_queued_reqs, max_num_queued_tokens: infinite for no limit, None suits the engine's size.
+        given: names of fields, here and in SchedulingOptions, that the user has given; the others have the defaults of
+            the profile.
     """
 
     model: ModelName
     hardware: HardwareName
     tensor_parallel_size: Annotated[int, _deployment("Devices that share each layer.", min=1, common=True)] = 1
+    given: frozenset[str] = frozenset()
+    scheduler_profile: Annotated[
+        str, _engine("Whose scheduling rules and defaults: Headway's, or vLLM's (V1).", choices=PROFILES)
+    ] = HEADWAY
     kv_cache_memory: Annotated[
         int | None, _engine("Memory of the KV cache, as 4G. Default: what is left.", parse=size, metavar="SIZE")
     ] = None
@@ -71,6 +80,7 @@ class Deployed:
     Args:
         about: JSON-able, what it is.
         quotas: what its tenants may use; None without a file of tenants.
+        deployment: None where its times do not come from the cost model.
     """
 
     scheduler: Scheduler
@@ -79,6 +89,11 @@ class Deployed:
     host: Host
     about: dict[str, Any]
     quotas: Quotas | None = None
+    deployment: Deployment | None = None
+
+    def server(self, next_engine: NextEngine | None = None) -> Server:
+        """It, without clients; arguments as of `simulate`."""
+        return Server(self.scheduler, self.timing, self.limits, self.host, None, None, next_engine, quotas=self.quotas)
 
 
 def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float = 1.0) -> Deployed:
@@ -87,7 +102,9 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
     Raises:
         PlanError, or another ValueError: there is no such thing, or it does not fit; one line.
     """
-    device = "cpu" if find_hardware(options.hardware)[0].kind == "cpu" else "cuda"
+    hardware, profile = find_hardware(options.hardware)[0], options.scheduler_profile
+    device = "cpu" if hardware.kind == "cpu" else "cuda"
+    scheduling = with_defaults(scheduling, profile, hardware, options.given)
     found = resolve(_request(options, scheduling, device))
     held = capacity(found.deployment, 1, 1, found.settings)
     pool = _pool(options, scheduling, found, held)
@@ -99,12 +116,13 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
         scheduling = replace(scheduling, weights=options.tenants.table.weights)
         quotas = Quotas(options.tenants.table, 0)
     swap = _swap(scheduling, device, found)
-    scheduler, efficiency = scheduling.scheduler(device, pool, swap=swap), found.deployment.efficiency
+    scheduler = scheduling.scheduler(device, pool, functools.partial(scheduler_of, profile), swap)
+    efficiency, usual = found.deployment.efficiency, math.inf if profile == VLLM else None
     limits = QueueLimits.for_engine(
         scheduling.max_num_seqs,
         pool.num_blocks * scheduling.block_size,
-        options.max_num_queued_reqs,
-        options.max_num_queued_tokens,
+        options.max_num_queued_reqs or usual,
+        options.max_num_queued_tokens or usual,
     )
     about = {
         "name": "headway simulate",
@@ -115,6 +133,7 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
         "quantization": found.quantization,
         "kv_cache_dtype": found.kv_cache_dtype,
         "efficiency": "as calibrated" if found.machine is not None else options.engine,
+        "scheduler_profile": profile,
         "max_model_len": pool.max_model_len,
         "max_num_seqs": scheduling.max_num_seqs,
         "max_num_batched_tokens": scheduler.config.max_num_batched_tokens,
@@ -122,7 +141,7 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
         "block_size": scheduling.block_size,
     }
     host = Host(round(efficiency.request_s * 1e9), efficiency.token_s * 1e9)
-    return Deployed(scheduler, Predicted(found.deployment), limits, host, about, quotas)
+    return Deployed(scheduler, Predicted(found.deployment), limits, host, about, quotas, found.deployment)
 
 
 def _request(options: ServerOptions, scheduling: SchedulingOptions, device: str) -> PlanRequest:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
 
-from headway.policy.request import NEVER
-from headway.policy.routing import Router
+from msgspec.structs import replace as with_fields
+
+from headway.policy.ledger import Ledger, Phase
+from headway.policy.request import NEVER, FinishReason
+from headway.policy.routing import ALIKE, Router
 from headway.policy.scaling import Scaler
 from headway.simulator.answers import Answer
 from headway.simulator.server import After, Sends, Server
 from headway.simulator.traffic import Arrival
+
+PREFILL, DECODE = ROLES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +36,66 @@ class Scaling:
     startup_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A server is gone with all that it had, and takes requests again at `back_ns`.
+
+    Args:
+        replica: its number, from 0.
+    """
+
+    at_ns: int
+    replica: int
+    back_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """What it takes to send keys and values from a server to another, one request after the other.
+
+    Args:
+        token_bytes: of a token's, by each device; devices send beside each other.
+        bytes_per_s: of a device.
+    """
+
+    token_bytes: float = 0.0
+    bytes_per_s: float = 1.0
+    latency_s: float = 0.0
+
+    def ns(self, tokens: int) -> int:
+        """Of so many tokens."""
+        return round(1e9 * (self.latency_s + tokens * self.token_bytes / self.bytes_per_s))
+
+
+NO_HANDOVER = Handover()
+
+
 @dataclass(slots=True)
 class Replica:
     """A server of a fleet, and when it is there.
 
     Args:
+        role: prefill computes prompts, and decode the rest, of the same requests; empty does both.
+        weight: by which routers divide its load.
+        handover: of what it has computed of prompts.
         started_ns: it costs from then on.
         ready_ns: it takes requests from then on.
         left_ns: it takes no more requests, but ends those that it has; NEVER while it stays.
         routed: requests that it got.
+        failures: how often it was gone.
+        sends_until_ns: what it has computed of prompts.
     """
 
     server: Server
+    role: str = ""
+    weight: float = 1.0
+    handover: Handover = NO_HANDOVER
     started_ns: int = 0
     ready_ns: int = 0
     left_ns: int = NEVER
     routed: int = 0
+    failures: int = 0
+    sends_until_ns: int = 0
 
     def lasted_ns(self, began_ns: int, ended_ns: int) -> int:
         """Of a run, how long it was there: a server that has left until its last request had ended."""
@@ -57,10 +108,18 @@ class Replica:
 class Fleet:
     """Servers that go on beside each other. A request is routed by what their queues count when it comes.
 
+    Where servers have roles, it is sent to one of `prefill` for a single token, which nobody sees, and when its keys
+    and values have been sent to one of `decode` for all of its tokens. A request on a server that fails goes to another
+    if nothing of its answer was sent.
+
     Args:
         servers: that nothing has come to, without clients of their own.
+        router: that has chosen nobody yet; each role has one like it.
         after, sends: clients that wait for answers, as of `simulate`.
         scaling: None leaves the servers as they are.
+        keeps_answers: False where `after` alone is told of them, as those of very many requests fill the memory.
+        failures: in order of time; each is asked for when the one before has come. Those after the last request has
+            ended do not come.
 
     Attributes:
         answers: in order of arrival.
@@ -69,33 +128,46 @@ class Fleet:
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        servers: Sequence[Server | Replica],
         router: Router,
         after: After | None = None,
         sends: Sends | None = None,
         scaling: Scaling | None = None,
+        failures: Iterable[Failure] = (),
+        keeps_answers: bool = True,
     ) -> None:
         self.answers: list[Answer] = []
+        self._keeps_answers = keeps_answers
         self.replicas: list[Replica] = []
         self._scaling = scaling
-        self._router = router
+        self._routers = {role: copy(router) for role in ("", *ROLES)}
         self._after = after
         self._sends = sends
         self._numbers = itertools.count()
-        self._coming: list[tuple[int, int, Arrival]] = []  # when, and what
+        self._coming: list[tuple[int, int, Callable[[int], None]]] = []  # when, and what
+        self._failures = iter(failures)
         self._lives: list[Generator[int, int, None]] = []
         self._until: list[int] = []  # up to which each must hear of all that comes
         self._waits: list[tuple[int, int]] = []
-        for server in servers:
-            self._start(Replica(server))
+        self._halfway: dict[str, tuple[Arrival, list[Answer]]] = {}  # requests of which the prompt is being computed
+        for each in servers:
+            self._start(each if isinstance(each, Replica) else Replica(each))
+        self._first_role = PREFILL if any(replica.role for replica in self.replicas) else ""
+        self._are_alike = len({replica.weight for replica in self.replicas}) == 1
 
     def _start(self, replica: Replica) -> None:
-        replica.server.after = self._ended
+        replica.server.after = partial(self._ended, replica)
+        replica.server.keeps_answers = self._keeps_answers
         replica.server.now = replica.ready_ns
         self.replicas.append(replica)
         self._lives.append(replica.server.life())
-        self._until.append(next(self._lives[-1]))
-        heapq.heappush(self._waits, (self._until[-1], len(self.replicas) - 1))
+        self._until.append(NEVER)
+        self._live(len(self.replicas) - 1)
+
+    def _live(self, at: int) -> None:
+        """A server begins its life."""
+        self._until[at] = next(self._lives[at])
+        heapq.heappush(self._waits, (self._until[at], at))
 
     @property
     def servers(self) -> list[Server]:
@@ -116,64 +188,179 @@ class Fleet:
             Stuck: a sequence can never run.
             ValueError: a request names a class that there is not.
         """
-        later = iter(arrivals)
-        self._expect(later)
+        self._expect(iter(arrivals))
+        failure = next(self._failures, None)
         while True:
             until, at = self._waits[0]
             if until != self._until[at]:
                 heapq.heappop(self._waits)  # it was woken earlier
-            elif self._coming and self._coming[0][0] <= until:
-                when, number, arrival = heapq.heappop(self._coming)
-                if number % 2:
-                    self._expect(later)
-                self._arrive(arrival, when)
-            elif until >= NEVER:
+                continue
+            upcoming = self._coming[0][0] if self._coming else NEVER
+            if min(until, upcoming) >= NEVER:
                 return
+            if failure is not None and failure.at_ns <= min(until, upcoming):
+                self._fail(failure)
+                failure = next(self._failures, None)
+            elif upcoming <= until:
+                when, _, event = heapq.heappop(self._coming)
+                event(when)
             else:
                 heapq.heappop(self._waits)
                 self.replicas[at].server.receive(until)
                 self._go_on(at, until)
 
-    def _expect(self, later: Iterator[Arrival]) -> None:
-        """Have the next of those that come whatever the servers do; their numbers are odd."""
-        arrival = next(later, None)
-        if arrival is not None:
-            heapq.heappush(self._coming, (arrival.at_ns, 2 * next(self._numbers) + 1, arrival))
+    def _at(self, when: int, event: Callable[[int], None]) -> None:
+        heapq.heappush(self._coming, (when, next(self._numbers), event))
 
-    def _arrive(self, arrival: Arrival, now: int) -> None:
+    def _expect(self, arrivals: Iterator[Arrival]) -> None:
+        """The next of those that come whatever the servers do."""
+        arrival = next(arrivals, None)
+        if arrival is not None:
+            self._at(arrival.at_ns, partial(self._arrive, arrival, arrivals))
+
+    def _arrive(self, arrival: Arrival, later: Iterator[Arrival], now: int) -> None:
+        self._expect(later)
         if self._sends is not None and not self._sends(arrival, now):
             return
         for replica in self.replicas:
             replica.server.receive(now)
         if self._scaling is not None:
             self._scale(self._scaling, now)
-        ready = [at for at, each in enumerate(self.replicas) if each.ready_ns <= now < each.left_ns]
+        self._begin(arrival, [], now)
+
+    # --- where a request goes -----------------------------------------------------------------------
+
+    def _begin(self, arrival: Arrival, answers: list[Answer], now: int) -> None:
+        """Send a request to its first server.
+
+        Args:
+            answers: where it was on one before, that failed.
+        """
+        if not self._first_role:
+            self._route(arrival, answers, "", now)
+            return
+        request = arrival.request
+        self._halfway[request.request_id] = arrival, answers
+        params = replace(request.params, n=1, max_tokens=1, min_tokens=0)
+        first = replace(arrival, request=with_fields(request, params=params, resumed=None), output_len=1)
+        prompt_len = len(request.prompt_token_ids)
+        since = answers[0].ledger if answers else Ledger(now)
+        seen = Answer(request.request_id, 0, prompt_len, since.began_ns, ledger=_same(since))
+        self._route(first, [seen], PREFILL, now)
+
+    def _route(self, arrival: Arrival, answers: list[Answer], role: str, now: int) -> None:
+        """Send a request to a server of a role."""
+        ready = [
+            at for at, each in enumerate(self.replicas) if each.ready_ns <= now < each.left_ns and each.role == role
+        ]
+        if not ready:
+            self._refuse(arrival, answers, role, now)
+            return
         queues = [self.replicas[at].server.queues for at in ready]
-        chosen = ready[self._router.choose(arrival.request, queues)]
+        weights = ALIKE if self._are_alike else [self.replicas[at].weight for at in ready]
+        chosen = ready[self._routers[role].choose(arrival.request, queues, weights)]
         replica = self.replicas[chosen]
         replica.routed += 1
-        self.answers += replica.server.accept(arrival, now)
+        is_known = bool(answers)
+        found = replica.server.accept(arrival, now, answers)
+        if not is_known:
+            self._keep(found)
         if replica.server.is_idle and now < self._until[chosen]:
             self._go_on(chosen, now)
+
+    def _refuse(self, arrival: Arrival, answers: list[Answer], role: str, now: int) -> None:
+        """There is no server that could take it."""
+        request = arrival.request
+        if not answers:
+            prompt_len = len(request.prompt_token_ids)
+            answers = [
+                Answer(request.request_id, each.index, prompt_len, now, ledger=Ledger(now)) for each in request.choices
+            ]
+            self._keep(answers)
+        for answer in answers:
+            answer.ledger.mark(Phase.ENGINE_RESTART, now)
+            answer.refused, answer.finish_reason = "no server is there", FinishReason.ERROR
+        self._tell(answers, role)
+
+    def _ended(self, replica: Replica, answers: list[Answer]) -> Iterable[Arrival]:
+        """A request has ended on a server; what its client sends next is routed anew."""
+        first = answers[0]
+        if replica.role == PREFILL and first.finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
+            sent_ns = max(first.ended_ns, replica.sends_until_ns) + replica.handover.ns(first.prompt_len)
+            replica.sends_until_ns = sent_ns
+            self._at(sent_ns, partial(self._hand_over, first))
+        else:
+            self._tell(answers, replica.role)
+        return ()
+
+    def _hand_over(self, first: Answer, now: int) -> None:
+        """The keys and values of a prompt have come to where it is to be decoded."""
+        arrival, answers = self._halfway.pop(first.request_id)
+        request = arrival.request
+        if not answers:
+            answers = [
+                Answer(first.request_id, choice.index, first.prompt_len, first.arrived_ns) for choice in request.choices
+            ]
+            self._keep(answers)
+        first.ledger.mark(Phase.KV_TRANSFER, now)
+        for answer in answers:
+            answer.ledger = _same(first.ledger)
+        self._route(arrival, answers, DECODE, now)
+
+    def _keep(self, answers: list[Answer]) -> None:
+        if self._keeps_answers:
+            self.answers += answers
+
+    def _tell(self, answers: list[Answer], role: str) -> None:
+        """Have a client know of the answers to its request."""
+        if role == PREFILL:  # it has ended before its answers were begun
+            first = answers[0]
+            _, known = self._halfway.pop(first.request_id)
+            for answer in known:
+                answer.refused, answer.is_final = first.refused, first.is_final
+                answer.finish_reason, answer.ledger = first.finish_reason, _same(first.ledger)
+            answers = known or answers
+            if not known:
+                self._keep(answers)
+        for arrival in self._after(answers) if self._after is not None else ():
+            self._at(arrival.at_ns, partial(self._arrive, arrival, iter(())))
+
+    # --- servers that come and go -------------------------------------------------------------------
 
     def _scale(self, scaling: Scaling, now: int) -> None:
         """Start replicas, or let those that were started last leave; at least one that is ready stays."""
         staying = [replica for replica in self.replicas if replica.left_ns >= NEVER]
         wanted = scaling.scaler.wanted(sum([each.server.queues.of_all.choices for each in staying]) + 1, now)
         for _ in range(wanted - len(staying)):
-            self._start(Replica(scaling.make(), now, now + scaling.startup_ns))
+            self._start(Replica(scaling.make(), started_ns=now, ready_ns=now + scaling.startup_ns))
         ready = sum([replica.ready_ns <= now for replica in staying])
         for replica in reversed(staying[wanted:]):
             if replica.ready_ns > now or ready > 1:
                 ready -= replica.ready_ns <= now
                 replica.left_ns = now
 
+    def _fail(self, failure: Failure) -> None:
+        """A server is gone; what it has not begun to answer goes to others."""
+        now, at = failure.at_ns, failure.replica
+        replica = self.replicas[at]
+        replica.server.receive(now)
+        replica.failures += 1
+        replica.ready_ns = max(replica.ready_ns, failure.back_ns)
+        unbegun = replica.server.fail(now)
+        self._lives[at] = replica.server.life()
+        self._live(at)
+        for present in unbegun:
+            if replica.role == PREFILL:
+                self._route(present.arrival, present.answers, PREFILL, now)
+            else:
+                self._begin(present.arrival, present.answers, now)
+
     def _go_on(self, at: int, now: int) -> None:
         until = self._until[at] = self._lives[at].send(now)
         heapq.heappush(self._waits, (until, at))
 
-    def _ended(self, answers: list[Answer]) -> Iterable[Arrival]:
-        """A request has ended on a server; what follows is routed anew."""
-        for arrival in self._after(answers) if self._after is not None else ():
-            heapq.heappush(self._coming, (arrival.at_ns, 2 * next(self._numbers), arrival))
-        return ()
+
+def _same(ledger: Ledger) -> Ledger:
+    same = Ledger(ledger.began_ns)
+    same.mark_parts(ledger.phases_ns)
+    return same

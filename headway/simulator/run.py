@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -37,7 +37,9 @@ from headway.report.parts import Section
 from headway.simulator.answers import Answer
 from headway.simulator.clients import BEGAN_NS, Clients
 from headway.simulator.deployed import Deployed, ServerOptions, deploy
-from headway.simulator.fleet import Fleet, Scaling
+from headway.simulator.fleet import Failure, Fleet, Replica, Scaling
+from headway.simulator.fleet_file import FleetFile, read_fleet_file
+from headway.simulator.members import Deploy, Kind, Member, about_kinds, members, named, price_of_all
 from headway.simulator.metrics import metrics_of
 from headway.simulator.prompts import CHARACTERS, SketchSource
 from headway.simulator.replicas import fewest_replicas, replicas_table
@@ -88,12 +90,22 @@ class SimulateOptions:
     ] = None
     startup_s: Annotated[
         float,
-        _fleet("With --max-replicas: until one that is started takes requests.", "--startup-seconds", min=0),
+        _fleet(
+            "Until a replica that is started, for the first time or again, takes requests.", "--startup-seconds", min=0
+        ),
     ] = 60.0
     scale_down_s: Annotated[
         float,
         _fleet("With --max-replicas: one goes when not needed for so long.", "--scale-down-seconds", min=0),
     ] = 300.0
+    fleet: Annotated[
+        FleetFile | None,
+        _fleet(
+            "TOML file with replicas of several kinds, of which some may fail, or compute prompts for others.",
+            parse=read_fleet_file,
+            metavar="FILE",
+        ),
+    ] = None
     find_replicas: Annotated[
         bool, _fleet("Look for the fewest replicas with which --goodput holds.", "--find-replicas")
     ] = False
@@ -131,6 +143,8 @@ class SimulateOptions:
             )
         if self.find_replicas and (self.replicas > 1 or self.max_replicas is not None):
             raise ValueError("--find-replicas looks for what --replicas says; leave --replicas and --max-replicas out")
+        if self.fleet is not None and (self.replicas > 1 or self.max_replicas is not None or self.find_replicas):
+            raise ValueError("--fleet says which replicas there are; leave out --replicas and the like")
         if self.scale_at is not None and self.max_replicas is None:
             raise ValueError("--scale-at is of a fleet that grows; give --max-replicas, too")
         self.scaling_rule()
@@ -197,52 +211,51 @@ class Simulation(Runner):
         super().__init__(options.asked, asyncio.Event(), out, progress)
         self.simulated = options
         self._tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
-        about = self._deploy().about
-        self.title = f"headway simulate: {about['model']} on {about['hardware']}"
+        self.title = f"headway simulate: {named(self._members(deploy, one_of_each=True))}"
 
-    def _deploy(self) -> Deployed:
-        return deploy(self.simulated.server, self.simulated.scheduling)
+    def _members(self, how: Deploy, replicas: int | None = None, one_of_each: bool = False) -> list[Member]:
+        """The servers that were asked for, or so many, each deployed like this; or one of each kind."""
+        asked = self.simulated
+        kinds = asked.fleet.kinds if asked.fleet is not None else (Kind(replicas or asked.replicas),)
+        return members(kinds, how, asked.server, asked.scheduling, one_of_each)
 
     async def run(self, load: Load, label: str = "") -> Run:
         """As Runner.run(). Nothing in it waits."""
-        return self.run_on(self._deploy, load, label)
+        return self.run_on(deploy, load, label)
 
-    def run_on(self, make: Callable[[], Deployed], load: Load, label: str = "", replicas: int | None = None) -> Run:
-        """One run on servers like this; None is as many as were asked for."""
-        servers = [make() for _ in range(replicas or self.simulated.replicas)]
-        servers = [replace(each, timing=servers[0].timing) for each in servers]
+    def run_on(self, how: Deploy, load: Load, label: str = "", replicas: int | None = None) -> Run:
+        """One run on servers that are deployed like this; None is as many as were asked for."""
+        servers, asked = self._members(how, replicas), self.simulated
         with self.progress.status("Making prompts ...") as status, self.stoppable():
-            context = servers[0].scheduler.config.max_model_len
+            context = min(each.deployed.scheduler.config.max_model_len for each in servers)
             workload = build_workload(load.spec, SketchSource(self._tokenizer), chat=False, context=context)
-            _check_tenants(workload, servers[0])
+            _check_tenants(workload, servers[0].deployed)
             total, named = len(workload.requests), f" {label}" if label else ""
 
             def show(ended: int) -> None:
                 status.update(f"Simulating{named} ... {ended:,} of {total:,}")
 
             show(0)
-            rule, scaling = self.simulated.scaling_rule(), None
+            rule, scaling = asked.scaling_rule(), None
             if rule is not None:
-                startup_ns = round(self.simulated.startup_s * 1e9)
-                timing = servers[0].timing
-                scaling = Scaling(Scaler(rule), lambda: _server(replace(make(), timing=timing)), startup_ns)
-            result, fleet = simulated_run(self.simulated, servers, load, workload, show, scaling)
-            if self.simulated.trace_output is not None:
-                write_trace(self.simulated.trace_output, fleet)
-                self.out.print(Text(f"Trace: {self.simulated.trace_output}", style="dim"), soft_wrap=True)
-        hours = result.server["replica_hours"]
-        return result, self.summarise(result, workload, hours / (result.duration_s / 3600) if hours else 1.0)
+                startup_ns, timing = round(asked.startup_s * 1e9), servers[0].deployed.timing
+                make = servers[0].make
+                scaling = Scaling(Scaler(rule), lambda: replace(make(), timing=timing).server(), startup_ns)
+            result, fleet = simulated_run(asked, servers, load, workload, show, scaling)
+            if asked.trace_output is not None:
+                write_trace(asked.trace_output, fleet)
+                self.out.print(Text(f"Trace: {asked.trace_output}", style="dim"), soft_wrap=True)
+        return result, self.summarise(result, workload, result.server["price_per_hour"])
 
     def compare(self, what_ifs: list[WhatIf]) -> int:
         """The workload as asked, and with each change, in one table."""
-        load, options = load_of(self.options.workload, self.options.max_concurrency), self.simulated
-        servers: dict[str, Callable[[], Deployed]] = {"as asked": self._deploy}
-        for each in what_ifs:
-            servers[each.text] = functools.partial(each.deploy, options.server, options.scheduling)
-            servers[each.text]()  # what cannot be is said before the first run
+        load = load_of(self.options.workload, self.options.max_concurrency)
+        servers: dict[str, Deploy] = {"as asked": deploy} | {each.text: each.deploy for each in what_ifs}
+        for how in servers.values():
+            self._members(how, one_of_each=True)  # what cannot be is said before the first run
         runs = []
-        for number, (name, make) in enumerate(servers.items(), start=1):
-            runs.append(self.run_on(make, load, name))
+        for number, (name, how) in enumerate(servers.items(), start=1):
+            runs.append(self.run_on(how, load, name))
             self.save(*runs[-1], number=number)
         claims = self.claims
         table = sweep_table(
@@ -254,12 +267,9 @@ class Simulation(Runner):
 
     def explain_tail(self) -> int:
         """The workload as asked, and what its slowest requests would have been without each cause."""
-        load, options = load_of(self.options.workload, self.options.max_concurrency), self.simulated
-        run = self.run_on(self._deploy, load)
-        others = {}
-        for each in COUNTERFACTUALS:
-            make = functools.partial(each.deploy, options.server, options.scheduling)
-            others[each.title] = self.run_on(make, load, each.title)[0].records
+        load = load_of(self.options.workload, self.options.max_concurrency)
+        run = self.run_on(deploy, load)
+        others = {each.title: self.run_on(each.deploy, load, each.title)[0].records for each in COUNTERFACTUALS}
         table = tail_table(run[0].records, others)
         self.print(*run)
         print_table(self.out, table)
@@ -274,7 +284,7 @@ class Simulation(Runner):
         def probe(replicas: int, seed: int) -> ProbeOutcome:
             spec = replace(self.options.workload, seed=self.options.workload.seed + seed)
             load = load_of(spec, self.options.max_concurrency)
-            runs.append(self.run_on(self._deploy, load, f"{replicas} replicas", replicas))
+            runs.append(self.run_on(deploy, load, f"{replicas} replicas", replicas))
             self.save(*runs[-1], number=len(runs))
             return outcome_of(runs[-1][0], 0.0, self.claims.objectives)
 
@@ -287,7 +297,7 @@ class Simulation(Runner):
 
 def simulated_run(
     options: SimulateOptions,
-    servers: Sequence[Deployed],
+    servers: Sequence[Member],
     load: Load,
     workload: Workload,
     show: Show | None = None,
@@ -298,7 +308,10 @@ def simulated_run(
     Args:
         show: is told now and then how many requests have ended.
     """
-    result, fleet, clients = answer(servers, load, workload, show, options.routing, scaling)
+    about, file = servers[0].deployed.about, options.fleet
+    failures = file.failures_of(BEGAN_NS, options.startup_s, load.spec.seed) if file is not None else ()
+    replicas = [each.replica() for each in servers]
+    result, fleet, clients = answer(replicas, load, workload, show, options.routing, scaling, failures)
     happened = {
         "never_due": len(workload.requests) - len(result.records),
         "waited_for_place": clients.waited_for_place,
@@ -306,31 +319,37 @@ def simulated_run(
     }
     result.settings = {
         "backend": "simulate",
-        "model": servers[0].about["model"],
+        "model": about["model"],
         **settings_of_load(load.spec, workload, load.max_concurrency, options.claims, options.output),
         **{name: value for name, value in happened.items() if value},
     }
-    lasted_ns = [each.lasted_ns(result.began_ns, result.ended_ns) for each in fleet.replicas]
+    hours = [each.lasted_ns(result.began_ns, result.ended_ns) / 3600e9 for each in fleet.replicas]
     of_fleet = {
         "replicas": len(fleet.replicas),
-        "replica_hours": sum(lasted_ns) / 3600e9,
+        "replica_hours": sum(hours),
         "routing": options.routing,
         "routed": [replica.routed for replica in fleet.replicas],
+        "failures": [replica.failures for replica in fleet.replicas],
+        "price_per_hour": price_of_all(servers, hours, result.duration_s, options.claims.price_per_hour),
+        "kinds": about_kinds(servers),
     }
-    result.server = servers[0].about | of_fleet | {"metrics": metrics_of(fleet)}
+    result.server = about | of_fleet | {"metrics": metrics_of(fleet)}
     return result, fleet
 
 
 def answer(
-    servers: Sequence[Deployed],
+    servers: Sequence[Server | Replica],
     load: Load,
     workload: Workload,
     show: Show | None = None,
     routing: str = "round-robin",
     scaling: Scaling | None = None,
+    failures: Iterable[Failure] = (),
 ) -> tuple[RunResult, Fleet, Clients]:
     """Let servers answer a workload: what the load generator would have seen, what they did, and who asked."""
-    classes, seconds = servers[0].scheduler.config.classes, load.spec.duration_s
+    first = servers[0]
+    classes = (first.server if isinstance(first, Replica) else first).scheduler.config.classes
+    seconds = load.spec.duration_s
     clients = Clients(workload, classes, load.mode, load.max_concurrency, seconds)
     ended = 0
 
@@ -341,8 +360,7 @@ def answer(
             show(ended)
         return clients.after(answers)
 
-    made = [_server(each) for each in servers]
-    fleet = Fleet(made, ROUTERS[routing](classes), after, clients.sends, scaling)
+    fleet = Fleet(servers, ROUTERS[routing](classes), after, clients.sends, scaling, failures)
     with collector_off():
         fleet.run(clients.arrivals())
     clients.give_up_waiting()
@@ -358,9 +376,3 @@ def _check_tenants(workload: Workload, server: Deployed) -> None:
         raise ValueError(
             f"the workload has requests of tenant {name!r}, which --tenants has not; it has {', '.join(sorted(known))}"
         )
-
-
-def _server(deployed: Deployed) -> Server:
-    return Server(
-        deployed.scheduler, deployed.timing, deployed.limits, deployed.host, None, None, quotas=deployed.quotas
-    )

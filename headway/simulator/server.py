@@ -108,6 +108,7 @@ class Server:
 
     Attributes:
         now: of the engine.
+        answers: to all that came, in order of arrival; none where it `keeps_answers` not.
         queues: what counts requests, and refuses those that are too many.
         quotas: what tenants may use; None where there are none.
     """
@@ -125,6 +126,7 @@ class Server:
     ) -> None:
         self.scheduler = scheduler
         self.answers: list[Answer] = []
+        self.keeps_answers = True
         self.steps = StepLog()
         self.now = 0
         self._ran_ns = 0  # when a step was last run
@@ -145,6 +147,7 @@ class Server:
         self._numbers = itertools.count()
         self._tokenizer_free_ns = 0
         self._inbox: deque[tuple[Callable[[Present], None], Present]] = deque()  # of the engine
+        self._present: dict[int, Present] = {}  # that have not ended
         self._choices: dict[int, Choice] = {}  # that have not ended, by seq_id
         self._drawn: dict[int, list[int]] = {}  # what is drawn of each next
 
@@ -203,18 +206,25 @@ class Server:
         if self._sends is None or self._sends(arrival, now):
             self.accept(arrival, now)
 
-    def accept(self, arrival: Arrival, now: int) -> list[Answer]:
+    def accept(self, arrival: Arrival, now: int, answers: list[Answer] | None = None) -> list[Answer]:
         """A request has come. Returns the answers to it as they will be.
+
+        Args:
+            answers: of a request that has been on another server before, with what is known of it.
 
         Raises:
             ValueError: it names a class that there is not.
         """
         request, config = arrival.request, self.scheduler.config
         classes, prompt_len = config.classes, len(request.prompt_token_ids)
-        answers = [
+        if answers and request.service_class not in [each.name for each in classes]:
+            request.service_class = ""  # the server before had another file of classes
+        answers = answers or [
             Answer(request.request_id, choice.index, prompt_len, now, ledger=Ledger(now)) for choice in request.choices
         ]
-        self.answers += answers
+        if self.keeps_answers:
+            self.answers += answers
+        request.arrival_ns = now
         service = classes.named(request.service_class) if request.service_class else classes.default_class
         present = Present(arrival, answers, self.queues.place(service.name, request.tenant), len(answers))
         try:
@@ -236,7 +246,8 @@ class Server:
             return answers
         begun_ns = max(now + self._host.request_ns, self._tokenizer_free_ns)
         self._tokenizer_free_ns = begun_ns + round(prompt_len * self._host.token_ns)
-        request.arrival_ns, request.sent_ns = now, self._tokenizer_free_ns
+        request.sent_ns = self._tokenizer_free_ns
+        self._present[id(present)] = present
         self._at(request.sent_ns, partial(self._hand_over, present))
         if arrival.cancel_ns is not None:
             self._at(max(now, arrival.cancel_ns), partial(self._cancel, present))
@@ -261,7 +272,8 @@ class Server:
 
     def _mark_intake(self, present: Present, now: int) -> None:
         for answer in present.answers:
-            answer.ledger.mark(Phase.RECEIVE, min(now, answer.arrived_ns + self._host.request_ns))
+            received_ns = present.arrival.request.arrival_ns + self._host.request_ns
+            answer.ledger.mark(Phase.RECEIVE, min(now, received_ns))
             restarts = Phase.ENGINE_LOST in answer.ledger.phases_ns
             answer.ledger.mark(Phase.ENGINE_RESTART if restarts else Phase.TOKENIZE, now)
 
@@ -285,6 +297,7 @@ class Server:
             return
         present.place.close(now)
         present.choices.clear()
+        self._present.pop(id(present), None)
         if self.quotas is not None and present.reservation is not None:
             had = sum(len(answer.token_ns) for answer in present.answers)
             ends = [len(each.token_ns) for each in present.answers if each.finish_reason in _OWN_ENDS]
@@ -423,11 +436,38 @@ class Server:
                 self._inbox.append((self._add, present))
         self.now = self._ran_ns = died.back_ns
 
-    def _give_up(self, present: Present, now: int) -> None:
+    def fail(self, now: int) -> list[Present]:
+        """The server is gone with all that it had, and begins anew with nothing, whenever something comes to it.
+
+        Requests that had a token end with an error. Returns the others, which another server may begin.
+        """
+        assert self._next_engine is not None
+        self._catch_up()
+        self.steps.engines_lost += 1
+        lost, self._present = list(self._present.values()), {}
+        self.scheduler, self.now = self._next_engine(), now
+        self.is_idle, self._tokenizer_free_ns, self._engine_back_ns = False, 0, 0
+        for kept in (self._choices, self._drawn, self._inbox, self._coming):
+            kept.clear()
+        unbegun = []
+        for present in lost:
+            present.forget(now)
+            if present.left == len(present.answers) and not any(answer.token_ns for answer in present.answers):
+                present.place.close(now)
+                if self.quotas is not None and present.reservation is not None:
+                    self.quotas.settle(present.reservation, None, now)
+                unbegun.append(present)
+            else:
+                self._give_up(present, now, FinishReason.ERROR)
+        gone = {id(answer) for present in unbegun for answer in present.answers}
+        self.answers = [answer for answer in self.answers if id(answer) not in gone]
+        return unbegun
+
+    def _give_up(self, present: Present, now: int, reason: FinishReason = FinishReason.ABORT) -> None:
         """No engine has it any more."""
         open_ = [answer for answer in present.answers if answer.finish_reason is None]
         for answer in open_:
-            answer.finish_reason = FinishReason.ABORT
+            answer.finish_reason = reason
         self._ended(present, len(open_), now)
 
     def _wait(self, until: int) -> Generator[int, int, None]:

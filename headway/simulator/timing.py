@@ -154,6 +154,25 @@ class OfCachedPrompts:
         return self.timing.decode_times(work, contexts, now)
 
 
+@dataclass(slots=True)
+class OfReceivedPrompts:
+    """As OfCachedPrompts, of prompts that another server has computed. Those that were preempted are computed here."""
+
+    timing: DecodeTiming
+    preempted: set[int] = field(default_factory=set)  # by seq_id
+
+    def times(self, plan: StepPlan, now: int) -> StepTimes:
+        """As Timing.times()."""
+        lost = self.preempted
+        lost.update(plan.preempted)
+        items = [item if item.decoding or item.seq_id in lost else _last_token(item) for item in plan.scheduled]
+        return self.timing.times(replace(plan, scheduled=items, work=work_of(items)), now)
+
+    def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
+        """As DecodeTiming.decode_times()."""
+        return self.timing.decode_times(work, contexts, now)
+
+
 def _last_token(chunk: ScheduledSequence) -> ScheduledSequence:
     start = chunk.start + chunk.num_tokens - 1
     return ScheduledSequence(

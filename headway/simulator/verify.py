@@ -227,7 +227,7 @@ def _simulated(recording: Recording, steps: list[RecordedStep], load: Load, host
     source, context = SketchSource(load_tokenizer(engine.model)), scheduler.config.max_model_len
     workload = build_workload(load.spec, source, chat=False, context=context)
     deployed = Deployed(scheduler, Learnt.of(steps, load.spec.seed), limits, host, {})
-    return answer([deployed], load, workload)[0]
+    return answer([deployed.server()], load, workload)[0]
 
 
 def verify(measured: RunResult, predicted: RunResult) -> Verification:

@@ -27,6 +27,10 @@ SLOWEST = 0.01  # of the requests are explained, by each metric its own
 METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2E"}
 
 
+# Fields of ServerOptions and of SchedulingOptions with other values.
+Changes = tuple[dict[str, Any], dict[str, Any]]
+
+
 @dataclass(frozen=True, slots=True)
 class WhatIf:
     """Flags of the server that are otherwise.
@@ -42,9 +46,18 @@ class WhatIf:
     def deploy(self, server: ServerOptions, scheduling: SchedulingOptions) -> Deployed:
         """Raises PlanError or another ValueError, one line that says of which change."""
         try:
-            return deploy(replace(server, **self.server), replace(scheduling, **self.scheduling))
+            return deploy(*changed(server, scheduling, (self.server, self.scheduling)))
         except ValueError as error:
             raise ValueError(f"--what-if {self.text}: {error}") from None
+
+
+def changed(
+    server: ServerOptions, scheduling: SchedulingOptions, changes: Changes
+) -> tuple[ServerOptions, SchedulingOptions]:
+    """The options with other values, which count as given."""
+    of_server, of_scheduling = changes
+    given = server.given | of_server.keys() | of_scheduling.keys()
+    return replace(server, **of_server, given=given), replace(scheduling, **of_scheduling)
 
 
 def parse_what_ifs(texts: list[str]) -> list[WhatIf]:
@@ -52,19 +65,33 @@ def parse_what_ifs(texts: list[str]) -> list[WhatIf]:
     return [WhatIf(text, *_changes(text)) for text in texts]
 
 
-def _changes(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-    known = {name: (of, field, hint, flag) for of, name, field, hint, flag in _flags()}
+def _changes(text: str) -> Changes:
+    found: Changes = {}, {}
     for part in text.split(","):
         name, equals, value = part.partition("=")
         name = name.strip().removeprefix("--").replace("_", "-")
-        if not equals or name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near and near[0] != name else "write FLAG=VALUE, as max-num-seqs=64"
-            raise ValueError(f"{part.strip()!r} is no change of a flag of the server; {hint}")
-        of, field, kind, flag = known[name]
-        found[of][field] = value_of(f"--{name}", kind, flag, value.strip())
+        of, field, changed = change(name, value.strip() if equals else None)
+        found[of][field] = changed
     return found
+
+
+def change(name: str, text: str | None) -> tuple[int, str, Any]:
+    """What a flag of the server (0) or of its scheduler (1) is to be: which of them, the field, and its value.
+
+    Args:
+        name: as max-num-seqs.
+        text: None where none was given.
+
+    Raises:
+        ValueError: there is no such flag, or this is no value of it.
+    """
+    known = {flag: (of, field, hint, options) for of, flag, field, hint, options in _flags()}
+    if text is None or name not in known:
+        near = get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near and near[0] != name else "write FLAG=VALUE, as max-num-seqs=64"
+        raise ValueError(f"{name!r} is no change of a flag of the server; {hint}")
+    of, field, kind, options = known[name]
+    return of, field, value_of(f"--{name}", kind, options, text)
 
 
 def _flags() -> Iterator[tuple[int, str, str, Any, Flag]]:

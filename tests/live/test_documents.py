@@ -91,6 +91,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "classes.toml").write_text(tomls["classes.md"])
     for name in ("tenants.toml", "other.toml"):
         (tmp_path / name).write_text(tomls["tenants.md"])
+    fleets = [b.text for b in ALL if b.language == "toml" and b.document.name == "simulate.md"]
+    for name, text in zip(("fleet.toml", "pools.toml"), fleets, strict=True):
+        (tmp_path / name).write_text(text)
     (tmp_path / "tenants.jsonl").write_text(MOONCAKE.replace("{", '{"tenant": "acme", '))
     return tmp_path
 

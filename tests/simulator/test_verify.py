@@ -71,7 +71,9 @@ def run_recorded(seeds: list[int], request_ms: int) -> tuple[Recording, list[Mea
         load = Load(replace(spec, seed=seed), LoadMode.OPEN, None)
         scheduler = options.scheduler("cpu", pool, recorded)
         deployed = Deployed(scheduler, Machine(random.Random(seed)), QueueLimits(), Host(request_ms * MS), {})
-        runs.append(Measured(load, answer([deployed], load, build_workload(load.spec, SketchSource(), chat=False))[0]))
+        runs.append(
+            Measured(load, answer([deployed.server()], load, build_workload(load.spec, SketchSource(), chat=False))[0])
+        )
         if seed == seeds[0]:
             kept = list(records)
     return Recording(engine[0], kept), runs  # type: ignore[arg-type]

@@ -26,7 +26,14 @@ STALL = (
 )
 FAULTS = (Phase.STEP_RETRY, Phase.ENGINE_LOST, Phase.ENGINE_RESTART)
 # Phases that lie wholly before the first token. The others (transport, schedule, sampling, faults) may be on both.
-BEFORE_FIRST_TOKEN = (Phase.RECEIVE, Phase.TOKENIZE, *QUEUE, Phase.PREFILL_COMPUTE, Phase.PREFILL_STALL)
+BEFORE_FIRST_TOKEN = (
+    Phase.RECEIVE,
+    Phase.TOKENIZE,
+    *QUEUE,
+    Phase.PREFILL_COMPUTE,
+    Phase.PREFILL_STALL,
+    Phase.KV_TRANSFER,
+)
 
 START_LAG = "start_lag"
 NETWORK_AND_CLIENT = "network_and_client"

@@ -1,0 +1,155 @@
+"""The file that says which servers a simulated fleet has, and which of them fail."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Any
+
+from headway.policy.service_class import InvalidEntry
+from headway.simulator.fleet import ROLES, Failure
+from headway.simulator.members import Kind
+from headway.simulator.what_if import Changes, change
+from headway.toml_file import parse, read_text
+
+_FILE_KEYS = ("replicas", "failure", "random_failures")
+_KIND_KEYS = ("count", "role", "weight", "price_per_hour")
+_SHARED = ("model", "service-classes", "tenants")  # by all servers of a fleet
+MOST_REPLICAS, MOST_SECONDS = 10_000, 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFile:
+    """What the file says.
+
+    Args:
+        failures: in order of time: replica, when, and for how long it is down, in seconds.
+        every_s, down_s: mean time between failures of a replica, and until it is started again; both exponential.
+            None for no random failures.
+    """
+
+    kinds: tuple[Kind, ...]
+    failures: tuple[tuple[int, float, float], ...] = ()
+    every_s: float | None = None
+    down_s: float = 0.0
+    path: str = field(default="", compare=False)
+
+    @property
+    def count(self) -> int:
+        return sum(kind.count for kind in self.kinds)
+
+    def failures_of(self, began_ns: int, startup_s: float, seed: int) -> Iterator[Failure]:
+        """Of a run, in order of time; without end where there are random ones."""
+        said = iter(self.failures)
+        drawn = [self._random(replica, seed) for replica in range(self.count)] if self.every_s is not None else []
+        for at_s, replica, down_s in heapq.merge(((at, number, down) for number, at, down in said), *drawn):
+            at_ns = began_ns + round(at_s * 1e9)
+            yield Failure(at_ns, replica, at_ns + round((down_s + startup_s) * 1e9))
+
+    def _random(self, replica: int, seed: int) -> Iterator[tuple[float, int, float]]:
+        rng, at_s = Random(f"{seed} {replica}"), 0.0
+        assert self.every_s is not None
+        while True:
+            at_s += rng.expovariate(1 / self.every_s)
+            down_s = rng.expovariate(1 / self.down_s) if self.down_s else 0.0
+            yield at_s, replica, down_s
+            at_s += down_s
+
+
+def read_fleet_file(path: str) -> FleetFile:
+    """Read and check the file.
+
+    Raises:
+        ValueError: naming the file, the line, and what is wrong there.
+    """
+    return parse(path, read_text(path), _FILE_KEYS, partial(_file_of, path))
+
+
+def _file_of(path: str, content: Mapping[str, Any]) -> FleetFile:
+    kinds = tuple(_entries(content, "replicas", _kind))
+    if not kinds:
+        raise InvalidEntry("there are no replicas; write [[replicas]] once for each kind", "replicas")
+    roles = {kind.role for kind in kinds}
+    if roles != {""} and roles != set(ROLES):
+        raise InvalidEntry("some replicas have a role; give all of them one, and each role to some", "replicas", 0)
+    count = sum(kind.count for kind in kinds)
+    failures = _entries(content, "failure", partial(_failure, count))
+    random = content.get("random_failures", {})
+    if not isinstance(random, dict):
+        raise InvalidEntry("random_failures must be a table; write [random_failures]", "random_failures")
+    try:
+        _check_keys(random, ("every_s", "down_s"), "random_failures")
+        every_s = _number(random, "every_s", 1e-3) if random else None
+        down_s = _number(random, "down_s", 0.0) if random else 0.0
+    except InvalidEntry as error:
+        raise InvalidEntry(str(error), "random_failures", *error.path) from None
+    return FleetFile(kinds, tuple(sorted(failures, key=lambda each: each[1])), every_s, down_s, path)
+
+
+def _entries(content: Mapping[str, Any], key: str, make: Callable[[dict[str, Any]], Any]) -> list[Any]:
+    listed, found = content.get(key, []), []
+    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+        raise InvalidEntry(f"{key} must be a list; write [[{key}]] once for each", key)
+    for number, entry in enumerate(listed):
+        try:
+            found.append(make(entry))
+        except InvalidEntry as error:
+            raise InvalidEntry(str(error), key, number, *error.path) from None
+    return found
+
+
+def _kind(entry: dict[str, Any]) -> Kind:
+    changes: Changes = {}, {}
+    for key, value in entry.items():
+        if key in _KIND_KEYS:
+            continue
+        name = key.replace("_", "-")
+        if name in _SHARED:
+            raise InvalidEntry(f"{key} is the same for all servers of a fleet; give --{name}", key)
+        if not isinstance(value, str | int | float):
+            raise InvalidEntry(f"{key} is {value!r}; write a number, true, false or a string", key)
+        try:
+            of, field_, value = change(name, str(value).lower() if isinstance(value, bool) else str(value))
+        except ValueError as error:
+            raise InvalidEntry(str(error), key) from None
+        changes[of][field_] = value
+    role = entry.get("role", "")
+    if role not in ("", *ROLES):
+        raise InvalidEntry(f"role is {role!r}; choose one of {', '.join(ROLES)}, or leave it out", "role")
+    return Kind(
+        _whole(entry, "count", 1, MOST_REPLICAS) if "count" in entry else 1,
+        changes,
+        role,
+        _number(entry, "weight", 1e-6) if "weight" in entry else None,
+        _number(entry, "price_per_hour", 0.0) if "price_per_hour" in entry else None,
+    )
+
+
+def _failure(count: int, entry: dict[str, Any]) -> tuple[int, float, float]:
+    _check_keys(entry, ("replica", "at_s", "down_s"), "a failure")
+    return _whole(entry, "replica", 0, count - 1), _number(entry, "at_s", 0.0), _number(entry, "down_s", 0.0)
+
+
+def _check_keys(entry: Mapping[str, Any], keys: tuple[str, ...], what: str) -> None:
+    for key in entry:
+        if key not in keys:
+            raise InvalidEntry(f"{key!r} is unknown; {what} has {', '.join(keys)}", key)
+
+
+def _number(entry: Mapping[str, Any], key: str, least: float) -> float:
+    value = entry.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST_SECONDS:
+        said = f"{key} is {value!r}" if key in entry else f"{key} is missing"
+        raise InvalidEntry(f"{said}; give a number from {least:g} to {MOST_SECONDS:g}", key)
+    return value
+
+
+def _whole(entry: Mapping[str, Any], key: str, least: int, most: int) -> int:
+    value = entry.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        said = f"{key} is {value!r}" if key in entry else f"{key} is missing"
+        raise InvalidEntry(f"{said}; give a whole number from {least} to {most}", key)
+    return value
