@@ -32,9 +32,10 @@ from headway.policy.request import Sequence
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.swap import SwapSpace
 
-LONGEST = {"story": 900}
+LONGEST = {"story": 896}
 OUTPUT = 64
-_FORCED = {"swap": SwapSpace, "recompute": lambda blocks: SwapSpace(blocks, fixed_ns=math.inf)}
+_NEVER_NS = 1e15
+_FORCED = {"swap": SwapSpace, "recompute": lambda blocks: SwapSpace(blocks, fixed_ns=_NEVER_NS)}
 
 
 @dataclass(frozen=True, slots=True)

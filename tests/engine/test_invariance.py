@@ -133,7 +133,7 @@ def test_preempted_and_swapped(model: Model, alone: list[list[int]], caching: bo
         model, kv_cache_memory=memory, max_num_seqs=32, enable_prefix_caching=caching, swap_space=memory / 2**30
     )
     host = llm.engine.core.scheduler.host
-    assert host is not None and host.space.block_ns > 0
+    assert host is not None and host.space.copy_ns(1) > 0
     host.space = SwapSpace(host.space.num_blocks)  # as if copies took no time
     assert tokens_of(llm, PROMPTS) == alone
     assert 0 < host.counts["in"] <= host.counts["out"] and host.counts["recompute"] == 0
