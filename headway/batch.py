@@ -215,7 +215,7 @@ async def run_batch(source: Path, output: Path, by: Answerer, console: Console) 
                 done = counts.completed + counts.failed
                 progress.update(task, total=counts.total or None, completed=done, tokens=batch.usage.output_tokens)
         if batch.status != "completed" or batch.output_file_id is None:
-            raise BatchFailed(f"the batch {batch.status}, and the log says how; delete {folder} to begin anew")
+            raise BatchFailed(f"the batch {batch.status}; see the log, and delete {folder} to start again")
         os.replace(batches.path(batch.output_file_id), output)
     finally:
         await batches.stop()
@@ -229,7 +229,9 @@ async def _begun(batches: Batches, source: Path, folder: Path) -> Batch:
         found = await batches.run(Store.batches, OWNER, None, 1)
         for batch in found[0] if found is not None else []:
             if not filecmp.cmp(batches.path(batch.input_file_id), source, shallow=False):
-                raise BatchFailed(f"{folder} has answers to another input than {source}: go on with that, or delete it")
+                raise BatchFailed(
+                    f"{folder} has answers to another input than {source}; continue with that one, or delete the folder"
+                )
             await batches.start()
             return batch
         with open(source, "rb") as content:

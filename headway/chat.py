@@ -120,7 +120,8 @@ class Conversation:
             raise ChatError(_refusal(error)) from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise ChatError(f"no server answers at {self._base} ({reason})") from None
+            said = str(getattr(reason, "strerror", None) or reason).lower()
+            raise ChatError(f"no server answers at {self._base} ({said})") from None
 
 
 def _events(stream: Any) -> Iterator[dict[str, Any]]:

@@ -318,8 +318,8 @@ def _check_process() -> None:
     """Refuse to run in a fork of the process that made an LLM: it has neither the engine's threads nor torch's."""
     if _process not in (None, os.getpid()):
         raise RuntimeError(
-            f"process {os.getpid()} is a fork of {_process}, which made an LLM, but not its threads; create the LLM in "
-            "the child, and start that with multiprocessing's 'spawn' method or before the first LLM is made"
+            f"process {os.getpid()} is a fork of {_process}, and an LLM cannot be used after a fork; create the LLM "
+            "in the child, and start the child with multiprocessing's 'spawn' method or before the first LLM is created"
         )
 
 

@@ -83,7 +83,7 @@ class TenantFile:
             end -= 1
         found = parse_tenant_file(self.path, "".join(lines[:first] + lines[end:]))
         if found.keys != {each: access for each, access in self.keys.items() if each != digest}:
-            raise ValueError(f"{self.path}, line {first + 1}: cannot cut this key out of the file; remove it by hand")
+            raise ValueError(f"{self.path}, line {first + 1}: cannot remove this key automatically; remove it by hand")
         return found
 
     def check_classes(self, classes: ClassTable) -> None:
@@ -147,7 +147,7 @@ def _key_of(given: Mapping[str, Any], table: TenantTable) -> tuple[bytes, Access
     tenant, names = given.get("tenant", DEFAULT_TENANT), [each.name for each in table]
     if tenant not in (*names, DEFAULT_TENANT):
         raise InvalidEntry(
-            f"tenant is {tenant!r}, which is no tenant; there are {', '.join(names) or 'none'}", "tenant"
+            f"tenant is {tenant!r}, which is not a tenant; there are {', '.join(names) or 'none'}", "tenant"
         )
     return bytes.fromhex(digest), Access(**{name: value for name, value in given.items() if name != "sha256"})
 
@@ -156,6 +156,6 @@ def _check_classes(access: Access, classes: ClassTable) -> None:
     known = [each.name for each in classes]
     for name, value in (("default", access.default), ("best", access.best)):
         if value and value not in known:
-            raise InvalidEntry(f"{name} is {value!r}, which is no class; there are {', '.join(known)}", name)
+            raise InvalidEntry(f"{name} is {value!r}, which is not a class; there are {', '.join(known)}", name)
     if access.default and access.best and classes.rank(access.default) < classes.rank(access.best):
         raise InvalidEntry(f"default is {access.default!r}, more urgent than best, {access.best!r}", "default")

@@ -96,13 +96,13 @@ def test_the_example_of_the_docs(file: Path) -> None:
         ("weight = 2.5", 'weight = "much"', 7, "weight is 'much'; it must be a number"),
         ('name = "lab"', 'name = "acme"', 12, "two tenants are named 'acme'"),
         ('name = "lab"', 'name = ""', 12, "a tenant's name is ''"),
-        ('name = "lab"', 'name = "other"', 12, "name is 'other', which metrics use for another thing"),
+        ('name = "lab"', 'name = "other"', 12, "name is 'other', which metrics already use"),
         ('name = "lab"', "name = 3", 12, "name is 3; it must be a string"),
-        ('tenant = "lab"', 'tenant = "bal"', 15, "tenant is 'bal', which is no tenant; there are acme, lab"),
+        ('tenant = "lab"', 'tenant = "bal"', 15, "tenant is 'bal', which is not a tenant; there are acme, lab"),
         (DIGEST, "sk-night", 16, "a key has no sha256 of 64 hexadecimal digits; never write the key itself"),
         ('best = "batch"', "worst = 1", 18, "'worst' is unknown; a key has tenant, sha256, default, best"),
         ('best = "batch"', "best = 1", 18, "best is 1; it must be a string"),
-        ('best = "batch"', 'best = "night"', 18, "best is 'night', which is no class; there are interactive, batch"),
+        ('best = "batch"', 'best = "night"', 18, "best is 'night', which is not a class; there are interactive, batch"),
         ('default = "offline"', 'default = "interactive"', 17, "default is 'interactive', more urgent than best"),
         ("# the end", f'[[key]]\nsha256 = "{DIGEST}"', 20, "two keys have this sha256; name each once"),
         ("[total]", "[sum]", 2, "'sum' is unknown; the file has total, tenant, key"),
@@ -168,7 +168,7 @@ def test_a_new_tenant_makes_the_file(headway: CommandLine, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("add", "FILE", "nobody"), "tenant is 'nobody', which is no tenant; there are acme, lab"),
+        (("add", "FILE", "nobody"), "tenant is 'nobody', which is not a tenant; there are acme, lab"),
         (("revoke", "FILE", "ffffffff"), "0 keys of"),
         (("revoke", "FILE", DIGEST[:4]), "at least 6 digits"),
         (("list", "/no/such/file"), "cannot read /no/such/file"),
@@ -183,7 +183,7 @@ def test_edits_that_cannot_be_made(headway: CommandLine, file: Path, arguments: 
 def test_a_key_that_cannot_be_cut_out_is_left_to_a_hand(headway: CommandLine, file: Path) -> None:
     text = f'key = [{{sha256 = "{DIGEST}"}}, {{sha256 = "{"a" * 64}"}}]\n'
     file.write_text(text)
-    assert "line 1: cannot cut this key out" in headway("keys", "revoke", file, DIGEST).error()
+    assert "line 1: cannot remove this key" in headway("keys", "revoke", file, DIGEST).error()
     assert file.read_text() == text
 
 

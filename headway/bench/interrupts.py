@@ -28,7 +28,7 @@ def interrupts(stop: asyncio.Event, progress: Console) -> Iterator[None]:
         if stop.is_set() and task is not None:
             task.cancel()
         elif not stop.is_set():
-            progress.print("Stopping: requests under way have two seconds; once more to stop at once.")
+            progress.print("Stopping: running requests have two seconds; press Ctrl-C again to stop at once.")
             stop.set()
 
     # Not the loop's own handlers: it would come to call them after those of `interruptible`, too.

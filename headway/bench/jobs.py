@@ -18,7 +18,7 @@ from headway.bench.report.console import print_runs
 from headway.bench.reporting import INTERRUPTED, NOT_VALID, Run, check_places
 from headway.bench.runs import RATED, Bench, Load, Runner, at_rate, is_made_up, load_name, load_of
 from headway.bench.session import Session
-from headway.bench.workload.arrival_flags import make_arrival
+from headway.bench.workload.arrivals import make_arrival
 from headway.bench.workload.spec import WorkloadSpec
 
 
@@ -42,7 +42,7 @@ def run_job(options: BenchOptions) -> int:
     except Interrupted:
         progress.print("Stopped: nothing was measured.")
     except asyncio.CancelledError:
-        progress.print("Stopped at once: what was measured last is lost.")
+        progress.print("Stopped at once: the last measurement is lost.")
     return INTERRUPTED
 
 
@@ -128,14 +128,14 @@ def sweep_loads(options: BenchOptions) -> list[Load]:
     if options.sweep.over == "concurrency":
         if base.arrival is not None or options.max_concurrency is not None:
             raise BenchError(
-                "--sweep concurrency is a closed loop at each value; leave out --max-concurrency and rates"
+                "--sweep concurrency sets the clients of a closed loop; leave out --max-concurrency and rates"
             )
         return [
             Load(dataclasses.replace(spec, users=int(value)), LoadMode.CLOSED, int(value))
             for spec, value in zip(_with_new_prompts(options), options.sweep.values, strict=True)
         ]
     if base.arrival is not None and not isinstance(base.arrival, RATED):
-        raise BenchError("--sweep rate needs arrivals that have one rate: poisson, gamma or constant")
+        raise BenchError("--sweep rate needs arrivals with a constant rate: poisson, gamma or constant")
     specs = _with_new_prompts(options)
     return [at_rate(options, spec, value) for spec, value in zip(specs, options.sweep.values, strict=True)]
 

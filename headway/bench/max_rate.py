@@ -66,12 +66,12 @@ async def search(bench: Runner) -> int:
 def _check(bench: Runner) -> None:
     options = bench.options
     if not has_objectives(options.claims, options.workload):
-        raise BenchError("--find-max-rate needs objectives: give --goodput, as --goodput ttft:200 tpot:50")
+        raise BenchError("--find-max-rate needs objectives; give --goodput, such as --goodput ttft:200 tpot:50")
     if options.sweep is not None:
         raise BenchError("--find-max-rate and --sweep contradict each other; give one")
     arrival = options.workload.arrival
     if arrival is not None and (not isinstance(arrival, RATED) or math.isinf(arrival.rate)):
-        raise BenchError("--find-max-rate needs arrivals that have one rate: poisson, gamma or constant")
+        raise BenchError("--find-max-rate needs arrivals with a constant rate: poisson, gamma or constant")
 
 
 def has_objectives(claims: Claims, workload: WorkloadSpec) -> bool:
@@ -115,7 +115,9 @@ class Prober:
             raise Interrupted
         if not rate > 0:
             kinds = ", ".join(f"{kind}: {message}" for kind, _, message in verdict.failures_by_kind(result))
-            raise BenchError(f"no request of a first look was answered ({kinds}); the search has nowhere to start")
+            raise BenchError(
+                f"the first requests were not answered ({kinds}); check the server, or give a start with --request-rate"
+            )
         return float(f"{rate:.2g}")
 
     async def probe(self, rate: float, wanted: int) -> ProbeOutcome:

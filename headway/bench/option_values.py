@@ -23,7 +23,7 @@ def percentiles(text: str) -> tuple[float, ...]:
         except ValueError:
             p = math.nan
         if not 0 < p < 100:
-            raise BenchError(f"{part!r} is no percentile; give numbers above 0 and below 100, as 50,90,99.9")
+            raise BenchError(f"{part!r} is not a percentile; give numbers above 0 and below 100, such as 50,90,99.9")
         found.append(p)
     return tuple(sorted(set(found)))
 
@@ -33,7 +33,7 @@ def token_counts(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise BenchError(f"{text!r} is no list of lengths; give token counts, as 16,256,1024") from None
+        raise BenchError(f"{text!r} is not a list of lengths; give token counts, such as 16,256,1024") from None
 
 
 def key_values(values: Sequence[str]) -> dict[str, str]:
@@ -54,7 +54,7 @@ def json_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BenchError(f"it is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise BenchError(f'it is a JSON {type(found).__name__}; it must be an object, as {{"top_k": 20}}')
+        raise BenchError(f'it is a JSON {type(found).__name__}; it must be an object, such as {{"top_k": 20}}')
     return found
 
 

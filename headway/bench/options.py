@@ -25,7 +25,7 @@ _numbers, _results = functools.partial(Flag, panel="Numbers"), functools.partial
 class Target:
     """The server, and what every request to it says."""
 
-    base_url: Annotated[str | None, _endpoint("Address of the server, as http://localhost:8000.", common=True)] = None
+    base_url: Annotated[str | None, _endpoint("Address of the server: http://localhost:8000.", common=True)] = None
     host: Annotated[str, _endpoint("Host of the server, instead of --base-url.")] = "127.0.0.1"
     port: Annotated[int, _endpoint("Port of the server, instead of --base-url.", min=1, max=65535)] = 8000
     backend: Annotated[
@@ -85,9 +85,9 @@ class Target:
         bool | None,
         _endpoint("Generate max_tokens even past the end token. Default: yes for random prompts, if supported."),
     ] = None
-    temperature: Annotated[float | None, _endpoint("Default: the server's.", min=0)] = None
-    top_p: Annotated[float | None, _endpoint("Default: the server's.")] = None
-    top_k: Annotated[int | None, _endpoint("Default: the server's.")] = None
+    temperature: Annotated[float | None, _endpoint("Sampling temperature. Default: the server's.", min=0)] = None
+    top_p: Annotated[float | None, _endpoint("Nucleus sampling. Default: the server's.")] = None
+    top_k: Annotated[int | None, _endpoint("Sample from the k most likely tokens. Default: the server's.")] = None
     extra_body: Annotated[
         dict[str, Any], _endpoint("JSON object with further fields of every request.", parse=json_object)
     ] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Target:
         for each in requests:
             if each.tenant and each.tenant not in self.tenant_keys and "authorization" not in lower_names(each.headers):
                 raise BenchError(
-                    f"requests are of tenant {each.tenant!r}, and its API key is not known; give --tenant-key "
+                    f"requests belong to tenant {each.tenant!r}, whose API key is unknown; give --tenant-key "
                     f"{each.tenant}=KEY"
                 )
 
@@ -243,7 +243,7 @@ class BenchOptions:
     ] = None
     probe_rate: Annotated[
         float | None,
-        _load("Short probe requests per second beside the load, reported separately.", min=0.001),
+        _load("Short probe requests per second in addition to the load, reported separately.", min=0.001),
     ] = None
     reuse_prefix_cache: Annotated[
         bool,
@@ -269,12 +269,12 @@ class BenchOptions:
         _load("Measure several loads: rate:1,2,4 (requests/s) or concurrency:1,8,64.", parse=Sweep.parse, common=True),
     ] = None
     max_search_seconds: Annotated[
-        float, _load("Time limit of --find-max-rate, in seconds: no run begins later.", min=1)
+        float, _load("Time limit of --find-max-rate in seconds; no run starts after it.", min=1)
     ] = 3600.0
     stall_s: Annotated[
         float,
         _load(
-            "Seconds of a server stall that --find-max-rate must survive; longer means a longer search.",
+            "Longest stall in seconds that the result of --find-max-rate covers; longer stalls need a longer search.",
             "--stall-seconds",
             min=0,
         ),

@@ -17,11 +17,11 @@ from headway.bench.report.live import LiveView
 from headway.bench.reporting import Reporting, Run
 from headway.bench.session import Session
 from headway.bench.settings import settings_of
+from headway.bench.workload.arrival_flags import TRACES
 from headway.bench.workload.arrivals import AllAtOnce, Constant, Gamma, Poisson
 from headway.bench.workload.build import Workload, build_workload, probe_requests, warm_up_requests
 from headway.bench.workload.mix import load_mix
 from headway.bench.workload.spec import WorkloadSpec
-from headway.bench.workload.traces import TRACES
 
 TEXTS = ("sharegpt", "custom")  # datasets with prompts of their own
 RATED = (Poisson, Gamma, Constant)  # arrival processes with one rate

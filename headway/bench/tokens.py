@@ -46,7 +46,7 @@ async def token_source(target: Target, server: Server) -> tuple[TokenSource, str
         if name is not None:
             raise BenchError(f"--tokenizer {name} is not the server's: {off}")
     if counts is None:
-        raise BenchError("the server tells no token counts, so prompts cannot be measured; give its --tokenizer")
+        raise BenchError("the server reports no token counts, so prompts cannot be measured; give --tokenizer")
     source = WordSource.calibrated((SHORT_WORDS, counts[0]), (LONG_WORDS, counts[1]))
     return source, f"everyday words, {source.tokens_per_word:.3g} tokens each by the server's count"
 
@@ -80,7 +80,7 @@ def _check_token_ids(target: Target, server: Server) -> None:
     if target.chat:
         raise BenchError("--prompts token-ids needs /v1/completions; a chat takes text only")
     if not server.token_id_prompts:
-        raise BenchError(f"this server ({server.name}) takes no token ids as a prompt; use --prompts text")
+        raise BenchError(f"this server ({server.name}) does not accept token ids; use --prompts text")
 
 
 def _download(name: str) -> Path:
@@ -90,7 +90,9 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=TOKENIZER_FILES))
     except Exception as error:  # the hub client raises whatever its HTTP library does
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BenchError(f"--tokenizer {name} is no folder, and the Hugging Face hub gives none: {said}") from None
+        raise BenchError(
+            f"--tokenizer {name} is not a folder, and it cannot be loaded from the Hugging Face hub: {said}"
+        ) from None
 
 
 def _find_tokenizer(model: str) -> Tokenizer | None:

@@ -51,7 +51,7 @@ def _machine(arguments: argparse.Namespace) -> bytes:
     from headway.calibration.measure import device_kind
 
     if arguments.threads is not None and device_kind(arguments.device) == "cuda":
-        raise ValueError("threads are of a CPU, and the device is cuda; leave --threads out, or give --device cpu")
+        raise ValueError("--threads is for CPUs, but the device is cuda; leave it out, or give --device cpu")
     if arguments.threads is not None and arguments.threads > usable_cores():
         raise ValueError(f"threads is {arguments.threads}; this process may use {usable_cores()} cores: give no more")
     effort = "full" if arguments.full else "quick" if arguments.quick else "default"

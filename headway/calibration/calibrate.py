@@ -199,5 +199,5 @@ def _busy(peaks: MachinePeaks, samples: Sequence[Sample]) -> str | None:
         return peaks.busy
     return (
         f"half of the pieces took {1 / (1 - scatter) - 1:.0%} or more longer in half of the rounds than in the best: "
-        "something else uses this machine, and it may be faster than measured"
+        "other processes use this machine, so it may be faster than measured"
     )

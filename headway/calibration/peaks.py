@@ -75,7 +75,7 @@ class MachinePeaks:
         return self.read_bytes_per_s[-1]
 
     def bandwidth(self, working_set: int) -> float:
-        """Bytes a second at which `working_set` bytes are read over and over, caches included.
+        """Bytes a second at which `working_set` bytes are read repeated, so caches count.
 
         Between the measured sizes it is interpolated over the logarithm of the size.
         """
@@ -123,8 +123,8 @@ class MachinePeaks:
         if worst.scatter <= BUSY_SCATTER:
             return None
         return (
-            f"half of the repeats of {name} were {worst.scatter:.0%} or more below the best: something else uses this "
-            "machine, and its peaks may be higher than measured"
+            f"half of the repeats of {name} were {worst.scatter:.0%} or more below the best: other processes use this "
+            f"machine, so its peaks may be higher than measured"
         )
 
     def to_json(self) -> bytes:

@@ -120,7 +120,7 @@ def check_place(path: Path | None = None) -> None:
         # It is made with the first entry: until then the nearest folder above it counts.
         parent = next(each for each in (folder(), *folder().parents) if os.path.exists(each))
     elif os.path.exists(path) and not os.path.isfile(path):
-        raise StoreError(f"output is {path}, which is there and no file; give the name of a file")
+        raise StoreError(f"output is {path}, which is not a file; give the name of a file")
     else:
         parent = path.parent
     if not os.path.isdir(parent):
@@ -157,6 +157,6 @@ def load(path: Path) -> CalibratedMachine:
         raise StoreError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise StoreError(
-            f"{path} is no calibrated machine of this version ({' '.join(str(error).split())}); delete it, or measure "
-            f"again with `headway calibrate --name {path.stem}`"
+            f"{path} is not a calibrated machine of this version ({' '.join(str(error).split())}); delete it, or "
+            f"measure again with `headway calibrate --name {path.stem}`"
         ) from None

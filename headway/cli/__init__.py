@@ -18,14 +18,14 @@ from headway.installation import EngineNotInstalled
 
 COMMANDS = {
     "serve": "Serve a model over the OpenAI API.",
-    "batch": "Answer a file of requests, with an engine of its own or by a server.",
+    "batch": "Answer a file of requests, with its own engine or a running server.",
     "chat": "Talk to a model in the terminal, and see the timings of each answer.",
     "models": "List the models that can be served here, or that a server serves.",
-    "calibrate": "Measure this machine for one to three minutes, so that `headway plan` can plan for it.",
-    "keys": "API keys of tenants: add, list, revoke.",
+    "calibrate": "Measure this machine (one to three minutes), so that `headway plan` can plan for it.",
+    "keys": "Manage the API keys of tenants: add, list, revoke.",
     "bench": "Measure any OpenAI-compatible server, and show where the time goes.",
     "plan": "Predict memory, TTFT, TPOT, throughput and cost of a model on given hardware, and what limits them.",
-    "simulate": "Simulate a workload on a model and hardware that you need not have.",
+    "simulate": "Predict what clients would see: run a workload through the real scheduler on a virtual clock.",
 }
 
 
@@ -68,8 +68,34 @@ def _root(
     pass
 
 
+# What a value must be, by the type of pydantic's error.
+_MUST_BE = {
+    "int_parsing": "it must be a whole number",
+    "float_parsing": "it must be a number",
+    "less_than_equal": "it must be at most {le:g}",
+    "greater_than_equal": "it must be at least {ge:g}",
+}
+
+
+def _of_value(error: Any) -> str | None:
+    """Names the option, its value and the limit, where pydantic refused the value."""
+    errors, parameter = getattr(error.__cause__, "errors", None), getattr(error, "param", None)
+    if errors is None or parameter is None:
+        return None
+    found = errors()[0]
+    said = _MUST_BE.get(found["type"], "")
+    if found["type"] == "value_error":
+        said = "choose one of " + found["msg"].partition("is not one of ")[2].rstrip(".").replace("'", "")
+    name = parameter.opts[0] if parameter.param_type_name == "option" else parameter.human_readable_name
+    return f"{name} is {found['input']!r}; {said.format(**found.get('ctx', {}))}" if said else None
+
+
 def _in_our_words(error: Any, message: str) -> str:
     """What a usage error says; of an unknown option, what it is called here."""
+    if said := _of_value(error):
+        return said
+    if message == "Missing option '--hardware'.":
+        return "give --hardware, such as H100-SXM; `headway plan --list` lists all"
     option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if option is None or context is None or not hasattr(error, "possibilities"):
         return message
@@ -78,7 +104,8 @@ def _in_our_words(error: Any, message: str) -> str:
     takes_model = any(each.name == "model" and each.param_type_name == "argument" for each in parameters)
     near = spellings.hint(option, known, takes_model)
     where = " ".join(context.command_path.removesuffix("model").split())
-    return f"{where} has no option {option}; {near or f'{where} --help-all lists its options'}"
+    listing = f"{where} {'--help-all' if '--help-all' in known else '--help'} lists its options"
+    return f"{where} has no option {option}; {near or listing}"
 
 
 def main() -> NoReturn:
@@ -98,7 +125,9 @@ def main() -> NoReturn:
         say = getattr(error, "format_message", None)
         if say is None:
             raise
-        if message := " ".join(_in_our_words(error, say()).split()):
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(say())
+        elif message := " ".join(_in_our_words(error, say()).split()):
             print(f"headway: {message}", file=sys.stderr)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)

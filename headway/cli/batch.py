@@ -31,32 +31,30 @@ class BatchOptions:
 
     source: Annotated[
         Path,
-        _flag("File with a request to each line, as OpenAI's batches have it.", positional=True, metavar="INPUT"),
+        _flag("File with one request per line, as for OpenAI's batches.", positional=True, metavar="INPUT"),
     ]
     output: Annotated[Path, _flag("File for the answers, in the order of the requests.", short="-o", common=True)]
     model: Annotated[
         str | None,
         _flag("Folder of a checkpoint, or a Hugging Face id; default: the bundled model.", short="-m", common=True),
     ] = None
-    served_model_name: Annotated[str | None, _flag("Name that requests give. Default: MODEL.", common=True)] = None
-    url: Annotated[
-        str | None, _flag("Ask the server at this address, instead of an engine of its own.", common=True)
-    ] = None
+    served_model_name: Annotated[str | None, _flag("Model name in the requests. Default: MODEL.", common=True)] = None
+    url: Annotated[str | None, _flag("Send the requests to the server at this address.", common=True)] = None
     api_key: Annotated[
         str | None, _flag("API key of that server.", envvar=("HEADWAY_API_KEY", "OPENAI_API_KEY"), common=True)
     ] = None
     service_class: Annotated[
-        str | None, _flag("Class of the requests at that server, as offline, where it is Headway.", common=True)
+        str | None, _flag("Service class of the requests, such as offline, if the server is Headway.", common=True)
     ] = None
-    max_concurrency: Annotated[int, _flag("Most requests at that server at once.", min=1, common=True)] = 64
+    max_concurrency: Annotated[int, _flag("Maximum requests at that server at once.", min=1, common=True)] = 64
 
 
 @app.command(cls=Command)
 @with_flags
 def batch(options: BatchOptions, engine: EngineConfig) -> None:
-    """Answer a file of requests, with an engine of its own or by a server.
+    """Answer a file of requests, with its own engine or a running server.
 
-    Where it is interrupted, the same command goes on.
+    After an interruption, the same command continues.
     """
     require_engine()
 
@@ -65,13 +63,13 @@ def batch(options: BatchOptions, engine: EngineConfig) -> None:
     from headway.text.tokenizer import TextError
 
     if options.url is not None and (options.model or options.served_model_name):
-        fail("--url asks a server, which has its model; leave out --model and --served-model-name")
+        fail("--url uses the model of the server; leave out --model and --served-model-name")
     try:
         asyncio.run(_run(options, engine))
     except (BatchFailed, StoreError, TextError) as error:
         fail(str(error))
     except KeyboardInterrupt:
-        print("headway: interrupted; the same command goes on from here", file=sys.stderr)
+        print("headway: interrupted; give the same command again to continue", file=sys.stderr)
         raise typer.Exit(130) from None
 
 

@@ -20,7 +20,7 @@ class BenchGroup(Group):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0].startswith(("http://", "https://")):
-            fail(f"the address goes behind an option: headway bench --base-url {args[0]}")
+            fail(f"give the address with an option: headway bench --base-url {args[0]}")
         folded: list[str] = super().parse_args(ctx, fold_lists(args, {"--goodput"}))
         return folded
 

@@ -41,9 +41,9 @@ def calibrate(
     output: Annotated[Path | None, typer.Option(help="Write the entry here, and store nothing.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the entry as JSON and nothing else.")] = False,
 ) -> None:
-    """Measure this machine for one to three minutes, so that `headway plan` can plan for it.
+    """Measure this machine (one to three minutes), so that `headway plan` can plan for it.
 
-    It wants the machine to itself. Ctrl-C ends it with nothing written.
+    Use an idle machine. Ctrl-C ends the measurement and writes nothing.
     """
     require_engine()
 

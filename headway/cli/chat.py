@@ -25,14 +25,14 @@ def chat(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="[URL|MODEL]",
+            metavar="URL|MODEL",
             help="Address of a server, or a model to serve for this conversation. Default: http://localhost:8000.",
         ),
     ] = None,
-    message: Annotated[str | None, typer.Option(help="Ask this, print the answer and end.")] = None,
+    message: Annotated[str | None, typer.Option(help="Send this message, print the answer and exit.")] = None,
     model: Annotated[str | None, typer.Option(help="Model of the server. Default: the first one.")] = None,
     system: Annotated[str | None, typer.Option(help="System message before the conversation.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens of an answer.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Default: the server's.")] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar=["HEADWAY_API_KEY", "OPENAI_API_KEY"], help="API key of the server.")
@@ -40,8 +40,8 @@ def chat(
 ) -> None:
     """Talk to a model in the terminal, and see the timings of each answer.
 
-    Ctrl-C ends an answer, and at the prompt the conversation. Text that is piped in is one message; timings go to
-    standard error.
+    Ctrl-C stops an answer; at the prompt, it ends the conversation. Text from a pipe is sent as one message. Timings
+    go to standard error.
     """
     try:
         with _address(target) as url:
@@ -81,7 +81,7 @@ def _talk(conversation: Conversation, message: str | None) -> int:
     if message is None and not sys.stdin.isatty():
         message = sys.stdin.read().strip()
         if not message:
-            fail("nothing was piped in; pipe a message, or give one with --message")
+            fail("the input is empty; pipe a message, or give one with --message")
     if message is not None:
         return 0 if _answer(conversation, message) else 130
     print(f"{conversation.model}. Ctrl-C ends an answer; Ctrl-D ends the conversation.", file=sys.stderr)

@@ -22,7 +22,9 @@ PREFIX = "sk-hw-"
 SHOWN_DIGITS = 12  # of a key's SHA-256, by which it is listed
 _LEAST_DIGITS = 6
 
-app = typer.Typer(cls=Group, add_completion=False, no_args_is_help=True, help="API keys of tenants: add, list, revoke.")
+app = typer.Typer(
+    cls=Group, add_completion=False, no_args_is_help=True, help="Manage the API keys of tenants: add, list, revoke."
+)
 
 _File = Annotated[Path, typer.Argument(help="The TOML file of headway serve --tenants.", metavar="FILE")]
 
@@ -30,22 +32,22 @@ _File = Annotated[Path, typer.Argument(help="The TOML file of headway serve --te
 @app.command(cls=Command)
 def add(
     path: _File,
-    tenant: Annotated[str, typer.Argument(help="Whose key it is.", metavar="TENANT")],
+    tenant: Annotated[str, typer.Argument(help="Tenant of the key.", metavar="TENANT")],
     new_tenant: Annotated[
-        bool, typer.Option("--new-tenant", help="Add the tenant, too, without limits; and the file.")
+        bool, typer.Option("--new-tenant", help="Also add the tenant, without limits; create the file if needed.")
     ] = False,
     default: Annotated[str, typer.Option(help="Class of requests that name none.")] = "",
     best: Annotated[str, typer.Option(help="Most urgent class that requests may name.")] = "",
-    note: Annotated[str, typer.Option(help="Anything that says later which key this is.")] = "",
+    note: Annotated[str, typer.Option(help="A note that identifies the key later.")] = "",
 ) -> None:
-    """Make a key, print it, and write its SHA-256 to the file. The key itself is kept nowhere."""
+    """Create a key, print it, and write its SHA-256 to the file. The key itself is stored nowhere."""
     key = PREFIX + secrets.token_urlsafe(32)
     created = datetime.datetime.now(datetime.UTC).date().isoformat()
     with _editing(path, may_be_new=new_tenant) as file:
         changed = file.with_key(key, Access(tenant, default, best, created, note), new_tenant)
         write_files({path.resolve(): changed.text.encode()})
     print(key)
-    _tell("a running server takes the key after SIGHUP; it is not shown again")
+    _tell("a running server accepts the key after SIGHUP; the key is not shown again")
 
 
 @app.command("list", cls=Command)
@@ -72,7 +74,7 @@ def revoke(
     with _editing(path) as file:
         digest = _find(file, key)
         write_files({path.resolve(): file.without_key(digest).text.encode()})
-    _tell(f"revoked {digest.hex()[:SHOWN_DIGITS]}; a running server forgets it after SIGHUP")
+    _tell(f"revoked {digest.hex()[:SHOWN_DIGITS]}; a running server refuses it after SIGHUP")
 
 
 def _find(file: TenantFile, key: str) -> bytes:
@@ -82,8 +84,8 @@ def _find(file: TenantFile, key: str) -> bytes:
     found = [digest for digest in file.keys if digest.hex().startswith(key.lower())]
     if len(key) < _LEAST_DIGITS or len(found) != 1:  # it may be a whole key, which no terminal should show again
         raise ValueError(
-            f"{len(found)} keys of {file.path} begin like this; give the key, or at least {_LEAST_DIGITS} digits of "
-            "one as headway keys list shows them"
+            f"{len(found)} keys of {file.path} begin with this; give the key, or at least {_LEAST_DIGITS} digits of "
+            "one as shown by headway keys list"
         )
     return found[0]
 

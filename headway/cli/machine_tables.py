@@ -14,17 +14,17 @@ def machine_table(machine: CalibratedMachine) -> Table:
     """What the device can do at most."""
     hardware, peaks = machine.hardware, machine.peaks
     rows = [
-        cells("memory", f"{number(hardware.memory_bytes / 2**30)} GiB", "that programs can have"),
+        cells("memory", f"{number(hardware.memory_bytes / 2**30)} GiB", "available to programs"),
         *(
             cells(
                 f"reads of {rate.size / 2**20:,.0f} MiB",
                 f"{number(rate.best / 1e9)} GB/s",
-                "more than any cache holds" if rate is peaks.memory_read else "over and over, caches included",
+                "more than any cache holds" if rate is peaks.memory_read else "repeated, so caches count",
             )
             for rate in peaks.read_bytes_per_s
         ),
         *(_products(name, rate, peaks.gemm_flops_per_s) for name, rate in hardware.flops_per_s.items()),
-        cells("a call", f"{number(peaks.kernel_call_s * 1e6)} µs", "of an engine kernel with nothing to do"),
+        cells("a call", f"{number(peaks.kernel_call_s * 1e6)} µs", "of an engine kernel without work"),
     ]
     threads = "" if hardware.kind == "gpu" else f", {machine.threads} thread{'s' * (machine.threads > 1)}"
     return Table(f"{hardware.name}{threads}", ("", "best", "what it is"), tuple(rows), left=frozenset({0, 2}))
@@ -32,7 +32,7 @@ def machine_table(machine: CalibratedMachine) -> Table:
 
 def _products(name: str, rate: float, measured: dict[str, Rate]) -> tuple[Cell, ...]:
     ours = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(name) in measured
-    what = "large matrices, by torch or the engine" if ours else "by torch; the engine is not measured in it"
+    what = "large matrices, by torch or the engine" if ours else "by torch; not measured with the engine"
     return cells(f"products in {name}", f"{number(rate / 1e9)} GFLOP/s", what)
 
 
@@ -58,5 +58,5 @@ def engine_table(machine: CalibratedMachine) -> Table:
         cells("a sequence", f"{number(reached.sequence_s * 1e6)} µs", "of the host, for each in a step"),
     ]
     off = ", ".join(f"{kind} {error:.0%}" for kind, error in machine.fit_error.items())
-    note = f"Median error of these figures on what they were made from: {off}."
+    note = f"Median error of these figures on their own measurements: {off}."
     return Table("This engine on it", ("", "", "what it is"), tuple(rows), left=frozenset({0, 2}), note=note)

@@ -54,7 +54,7 @@ def _list_all(wanted: bool) -> None:
         memory, rate = device.memory_bytes / 2**30, device.bytes_per_s / 1e9
         print(f"  {device.key.ljust(24)}  {memory:,.0f} GiB, {rate:,.0f} GB/s{', calibrated here' * device.measured}")
     if not machines:
-        print("\nThis machine is not among them; `headway calibrate` measures it.")
+        print("\nTo add this machine, run `headway calibrate`.")
     raise typer.Exit
 
 
@@ -135,8 +135,8 @@ def compare(
         list[str],
         typer.Argument(
             metavar="MODEL@HARDWARE...",
-            help="Such as llama-3.1-8b@H100-SXM @2xL40S:quantization=fp8,tp=2: what is left out is that of the first; "
-            "a count goes before the hardware; flags of one plan go behind a colon.",
+            help="Such as llama-3.1-8b@H100-SXM @2xL40S:quantization=fp8,tp=2: a missing model or "
+            "hardware is that of the first plan; a count goes before the hardware, flags of one plan after a colon.",
         ),
     ],
     shared: PlanOptions,
@@ -145,9 +145,9 @@ def compare(
 ) -> None:
     """Compare plans side by side. Flags apply to all of them; a plan's own flags override them.
 
-    The best value of each row is marked, and so are values too close to it to tell apart.
+    The best value of each row is marked *, and values that cannot be distinguished from it ~.
 
-    Ends with exit code 1 when none of the plans works.
+    The exit code is 1 if none of the plans works.
     """
     from headway.planner.compare import comparison_json, count_hint, merged, parse_plans, print_comparison
     from headway.planner.make import make_plan
@@ -186,11 +186,11 @@ def levers(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What to change next, ranked by what it gains: precision, batch, speculation, prefixes, parallelism, hardware.
+    """Rank changes to a plan by their gain: precision, batch, speculation, prefixes, parallelism, hardware.
 
-    Each is one change of the plan that the flags describe; then the best of them are put together.
+    Each row changes one thing of the plan that the flags describe; then the best changes are combined.
 
-    Ends with exit code 1 when the plan does not fit and no change makes it fit.
+    The exit code is 1 if the plan does not fit and no change makes it fit.
     """
     from rich.console import Console
 

@@ -38,7 +38,7 @@ def serve(
     ] = None,
     replay: Annotated[
         bool,
-        _of_server(help="When the engine process dies, continue its requests on the next one."),
+        _of_server(help="Continue requests on the next engine process if one dies."),
     ] = True,
 ) -> None:
     """Serve a model over the OpenAI API."""

@@ -27,16 +27,16 @@ app = typer.Typer(
     name="simulate",
     cls=SimulateGroup,
     add_completion=False,
-    help="Simulate a workload on a model and hardware that you need not have.",
+    help="Predict what clients would see: run a workload through the real scheduler on a virtual clock.",
 )
 
 
 @app.command("model", cls=Command, hidden=True)
 @with_flags
 def simulate(options: SimulateOptions) -> None:
-    """Simulate a workload on a model and hardware that you need not have.
+    """Predict what clients would see: run a workload through the real scheduler on a virtual clock.
 
-    Workloads are those of `headway bench`, and so is what is printed and written. See also: simulate verify.
+    Workloads and results are those of `headway bench`. See also: simulate verify.
     """
     from headway.simulator.run import run_simulation
 
@@ -46,11 +46,11 @@ def simulate(options: SimulateOptions) -> None:
 @app.command("verify", cls=Command)
 @with_flags
 def verify(options: VerifyOptions) -> None:
-    """A workload on a live server of this machine beside the same on a simulated one: do they agree?
+    """Check the simulator: compare a simulated server with a live one on this machine.
 
-    The server is started for it. It gets the workload twice: once to learn how long its steps take, once to compare.
+    The command starts the server and sends the workload twice: first to learn how long steps take, then to compare.
 
-    Ends with exit code 1 where a median is not within 10 %, or too little was measured to tell.
+    The exit code is 1 if a median is not within 10 %, or if there were too few requests to tell.
     """
     require_engine()
 

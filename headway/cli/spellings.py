@@ -86,7 +86,7 @@ def hint(given: str, known: Iterable[str], takes_model: bool = False) -> str:
     name = given if given.startswith("-") else f"--{given}"
     spelled = name.replace("_", "-").lower()
     if takes_model and spelled in POSITIONAL:
-        return "the model is an argument here: write it without an option"
+        return "give the model as an argument, without an option"
     if spelled in options:
         return f"did you mean {spelled}?"
     ours = next((each for each in OPTIONS.get(spelled, ()) if each in options), None)

@@ -348,11 +348,11 @@ def _layer_types(values: ConfigValues, layers: int, window: int | None) -> list[
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise ModelError(
-                f"{values.source}: layer_types holds {kind!r}; only full_attention and sliding_attention are supported"
+                f"{values.source}: layer_types has {kind!r}; only full_attention and sliding_attention are supported"
             )
     if window is None and "sliding_attention" in kinds:
         raise ModelError(
-            f"{values.source}: layer_types holds sliding_attention but use_sliding_window is false or "
+            f"{values.source}: layer_types has sliding_attention but use_sliding_window is false or "
             "sliding_window is missing; correct either"
         )
     return kinds

@@ -67,7 +67,7 @@ class Hardware:
     Args:
         key: its short name.
         kind: gpu or cpu.
-        memory_bytes: that programs can have.
+        memory_bytes: available to programs.
         bytes_per_s: of its memory, by the data sheet, or streaming reads as measured.
         flops_per_s: dense matrix products by format: fp32, bf16, fp16, fp8, int8, fp4, int4, as far as it has them; and
             mxfp4, of such weights with 8-bit activations.

@@ -82,7 +82,9 @@ def build_engine(
     model_config = ModelConfig.from_folder(folder)
     dtype = resolve_dtype(config.dtype, model_config)
     if config.quantization != "none" and device.type != "cpu":
-        raise EngineError(f"quantization is {config.quantization}; on {device.type} there is none yet, leave it out")
+        raise EngineError(
+            f"quantization is {config.quantization}, which {device.type} does not support yet; leave it out"
+        )
     cache_dtype = _cache_dtype(config.kv_cache_dtype, dtype, device)
     kernels = kernels_for(str(device), dtype, memory)
     done("prepare", time.monotonic_ns() - began)
@@ -169,7 +171,7 @@ def _cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.d
     if name == "auto":
         return dtype
     if device.type != "cpu":
-        raise EngineError(f"kv_cache_dtype is {name}; on {device.type} there is none yet, leave it out")
+        raise EngineError(f"kv_cache_dtype is {name}, which {device.type} does not support yet; leave it out")
     return torch.int8
 
 

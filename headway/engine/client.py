@@ -164,11 +164,9 @@ class EngineClient:
             failed = 0 if self.state == "ready" else failed + 1
             unstable = 0 if time.monotonic() - began > STABLE_S else unstable + 1
             code = self._process.returncode if self._process is not None else None
-            logger.error(
-                "%s (code %s); %d requests are in flight; it is started again", reason, code, len(self._requests)
-            )
+            logger.error("%s (code %s); %d requests are in flight; restarting it", reason, code, len(self._requests))
             self.restarts += 1
-            self._enter("loading", f"{reason}; the server is starting it again")
+            self._enter("loading", f"{reason}; it is restarting")
             self._requests.engine_died(time.monotonic_ns(), EngineDead(self.last_error))
             if failed >= MOST_FAILED_STARTS:
                 self._requests.end_all(EngineDead(self.last_error))
@@ -350,4 +348,4 @@ class EngineClient:
         except Exception:
             if callback not in self._complained:
                 self._complained.add(callback)
-                logger.exception("a listener to the engine failed; it is called again, but no more is said of it")
+                logger.exception("a listener to the engine failed; further failures of it are not logged")

@@ -100,11 +100,11 @@ class SchedulingOptions:
     ] = "slo"
     watermark: Annotated[
         float,
-        _engine("Share of the KV cache that admission leaves free, also of each class's share.", min=0.0, max=0.5),
+        _engine("Share of the KV cache that admission keeps free; also of each class's idle share.", min=0.0, max=0.5),
     ] = 0.01
     protected_kv: Annotated[
         float,
-        _engine("Most of the KV cache, as a share, that keeps what many prompts begin with.", min=0.0, max=0.9),
+        _engine("Largest share of the KV cache for protected prefixes, which many prompts share.", min=0.0, max=0.9),
     ] = PROTECTED_SHARE
     swap_space: Annotated[
         float | None,

@@ -27,12 +27,12 @@ from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
 from headway.policy.service_class import ClassTable
 
-NOT_NUMBERS = "the model's logits were not numbers (NaN) for this sequence; its weights or its dtype are at fault"
-FAILED = "the engine failed on this request ({}); the server's log says more"
+NOT_NUMBERS = "the model's logits were not numbers (NaN) for this sequence; check the weights and the dtype"
+FAILED = "the engine failed on this request ({}); see the server's log"
 _YIELDED = {
-    "oversized": "its prompt alone takes longer than that",
-    "late": "it has waited too long for that",
-    "overload": "others would not be in time because of it",
+    "oversized": "its prompt alone takes longer",
+    "late": "it has waited too long",
+    "overload": "it would make others late",
 }
 
 
@@ -268,11 +268,8 @@ class EngineCore:
     def _expired(self, sequence: Sequence) -> str:
         limit, service = self.scheduler.config.max_queue_time, sequence.service
         if limit <= service.queue_timeout_s:
-            return f"it waited longer than {limit:g} s and was not begun (--max-queue-time)"
-        return (
-            f"it waited longer than {service.queue_timeout_s:g} s and was not begun (queue_timeout_s of class "
-            f"{service.name!r})"
-        )
+            return f"it waited longer than {limit:g} s (--max-queue-time)"
+        return f"it waited longer than {service.queue_timeout_s:g} s (queue_timeout_s of class {service.name!r})"
 
     def _stats(self, step_ns: int, scheduled_tokens: int, prompt_tokens: int) -> EngineStats:
         """Gauges now, and counters since the last call."""
@@ -319,7 +316,6 @@ class EngineCore:
 def _late(sequence: Sequence) -> str:
     due_ms = (sequence.due_ns - sequence.arrival_ns) / 1e6
     return (
-        f"the first token can't leave the engine by {due_ms:g} ms after the request came, as its objective asks: "
-        f"{_YIELDED[sequence.yielded]}; "
-        f"the class {sequence.service.name!r} refuses such requests"
+        f"the first token would be later than the objective of {due_ms:g} ms, because {_YIELDED[sequence.yielded]}; "
+        f"class {sequence.service.name!r} refuses late requests"
     )

@@ -100,7 +100,7 @@ class Quarantine:
         else:
             self._at_fault.update(requests)
         if len(self._at_fault) >= MOST_FAULTS:
-            raise EngineFault(f"{len(self._at_fault)} requests failed one after the other, and none succeeded")
+            raise EngineFault(f"{len(self._at_fault)} requests failed in a row")
         for request_id, name in requests.items():
             logger.error("request %s makes its steps fail (%s) and is ended", request_id, name)
 

@@ -43,17 +43,17 @@ class RecordFile:
         try:
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
         except OSError as error:
-            raise ValueError(f"the steps can't be recorded in {path}: {error.strerror}") from error
+            raise ValueError(f"cannot record steps in {path}: {error.strerror}") from error
         problem = self._problem()
         if problem:
             os.close(self._file)
-            raise ValueError(f"the steps can't be recorded in {path}: {problem}; name another file")
+            raise ValueError(f"cannot record steps in {path}: {problem}; name another file")
         atexit.register(self.close)
 
     def _problem(self) -> str:
         """Why nothing may be appended, or an empty string. An incomplete last line is ended."""
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
-            return "it is no file"
+            return "it is not a file"
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -66,7 +66,7 @@ class RecordFile:
                 if msgspec.json.decode(first, type=RecordedEngine).format != FORMAT:
                     return "it is a recording in another format"
             except msgspec.DecodeError:
-                return "it is there and is no recording"
+                return "it exists and is not a recording"
             file.seek(-1, os.SEEK_END)
             if file.read() != b"\n":
                 self._buffer += b"\n"
@@ -110,7 +110,7 @@ class RecordFile:
             while self._buffer and self._file >= 0:
                 del self._buffer[: os.write(self._file, self._buffer)]
         except OSError as error:
-            logger.warning("steps are recorded no more, as %s can't be written: %s", self._path, error.strerror)
+            logger.warning("recording of steps has stopped; cannot write %s: %s", self._path, error.strerror)
             self._buffer.clear()
             self.close()
 

@@ -84,7 +84,7 @@ class InFlight:
             self.end(index, now, "abort")
         if alone and self.deaths >= MOST_DEATHS:
             for index in list(self.choices):
-                self.end(index, now, "error", f"the engine died {self.deaths} times with this request in it")
+                self.end(index, now, "error", f"the engine died {self.deaths} times with this request running")
 
     def end(self, index: int, now: int, reason: str, error: str | None = None) -> None:
         """Finish a choice that no engine has. Does nothing for one that is finished."""

@@ -30,7 +30,7 @@ def check_unquantized(weight: Weight, kernels: str) -> None:
         ValueError: the weight is packed or to be rounded.
     """
     if weight.format != "none":
-        raise ValueError(f"the {kernels} kernels have no weights in {weight.format}; only those of the CPU have some")
+        raise ValueError(f"the {kernels} kernels do not support weights in {weight.format}; use --device cpu")
 
 
 def check_unscaled(cache: LayerCache, kernels: str) -> None:
@@ -40,7 +40,7 @@ def check_unscaled(cache: LayerCache, kernels: str) -> None:
         ValueError: it has scales.
     """
     if cache.key_scales is not None:
-        raise ValueError(f"the KV cache is int8; the {kernels} kernels have none, only those of the CPU do")
+        raise ValueError(f"the KV cache is int8, which the {kernels} kernels do not support; use --device cpu")
 
 
 class ReferenceLinear:

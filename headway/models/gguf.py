@@ -82,7 +82,7 @@ def read_gguf(path: Path) -> GGUFModel:
     values, tensors = _read_file(paths[0])
     stated = values.get("split.count", 1) or 1
     if stated != len(paths):
-        raise ModelError(f"{paths[0]}: is one of {stated} parts by what it says, but of {len(paths)} by its name")
+        raise ModelError(f"{paths[0]}: says that it is one of {stated} parts, but its name says {len(paths)}")
     for other in paths[1:]:
         more = _read_file(other)[1]
         if twice := tensors.keys() & more.keys():
@@ -98,7 +98,7 @@ def parts_of(path: Path) -> list[Path]:
         return [path]
     count = int(split[3])
     if not 1 <= int(split[2]) <= count:
-        raise ModelError(f"{path}: no part {int(split[2])} of {count} can be; give the first part")
+        raise ModelError(f"{path}: part {int(split[2])} of {count} cannot exist; give the first part")
     paths = []
     for number in range(1, count + 1):
         paths.append(path.with_name(f"{split[1]}-{number:05}-of-{split[3]}.gguf"))
@@ -131,7 +131,7 @@ class _Reader:
 
     def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         if self._take(4) != b"GGUF":
-            raise ModelError(f"{self._path}: does not begin as a GGUF file does; it is another kind of file")
+            raise ModelError(f"{self._path}: is not a GGUF file")
         version = self._number("I")
         if version not in (2, 3):
             known = "is big-endian" if version in (2 << 24, 3 << 24) else f"is of version {version}"
@@ -149,7 +149,7 @@ class _Reader:
         tensors: dict[str, GGUFTensor] = {}
         for name, kind, shape, offset in entries:
             if name in tensors:
-                raise self._damaged(f"tensor {_shown(name)} is there twice")
+                raise self._damaged(f"tensor {_shown(name)} occurs twice")
             tensors[name] = self._tensor(name, kind, shape, start + offset)
         return values, tensors
 
@@ -167,7 +167,9 @@ class _Reader:
             raise ModelError(f"{self._path}: {stated}, which is not supported; use a file in {known}")
         type_name, inputs, block = TENSOR_TYPES[kind]
         if shape[-1] % inputs:
-            raise self._damaged(f"tensor {_shown(name)} has rows of {shape[-1]} in {type_name}, which come by {inputs}")
+            raise self._damaged(
+                f"tensor {_shown(name)} has rows of {shape[-1]} in {type_name}, which must be a multiple of {inputs}"
+            )
         size = math.prod(shape) // inputs * block
         if size < 1 or first + size > len(self._content):
             raise ModelError(

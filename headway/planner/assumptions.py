@@ -41,8 +41,8 @@ def _of_model(plan: Plan) -> Iterator[str]:
     yield from _other_arithmetic(plan)
     if shape.experts is not None:
         yield (
-            f"The router spreads tokens evenly over {shape.experts.count} experts; real ones are less even, and a "
-            "batch touches fewer."
+            f"The router spreads tokens evenly over {shape.experts.count} experts; real routers are less even, and a "
+            f"batch uses fewer experts."
         )
     if plan.workload.cached:
         yield (
@@ -68,7 +68,7 @@ def _of_engine(plan: Plan) -> Iterator[str]:
     yield (
         f"The engine uses {share_of_memory(plan.settings)}, at most {limits.sequences:,} sequences and "
         f"{limits.batched_tokens:,} tokens in a step, and KV blocks of {request.block_size} tokens: the defaults of "
-        f"{whose} where no option says otherwise."
+        f"{whose} unless an option changes them."
     )
     if plan.load != "batch" and math.isfinite(limits.prefill_stall_s):
         yield (
@@ -79,7 +79,7 @@ def _of_engine(plan: Plan) -> Iterator[str]:
         yield (
             "The efficiency and overhead of steps were measured on this machine. The host's work before the first step "
             f"was not: {seconds(plan.deployment.efficiency.request_s)} per request and "
-            f"{seconds(plan.deployment.efficiency.token_s)} per token are usual values of servers."
+            f"{seconds(plan.deployment.efficiency.token_s)} per token are typical values of servers."
         )
     else:
         yield (f"Efficiency and overheads are those of {request.engine}, fitted to published measurements.")
@@ -106,13 +106,13 @@ def _of_load(plan: Plan) -> Iterator[str]:
     room = _room(plan)
     if plan.load == "concurrency" and plan.fits and plan.load_value > room:
         yield (
-            f"Memory and the engine's limits allow {many(room, 'sequence')} at once; the others wait, which is part of "
-            "TTFT."
+            f"Memory and the engine's limits allow {many(room, 'sequence')} at once; the others wait, which counts as "
+            f"TTFT."
         )
     if plan.replicas > 1:
         yield f"{plan.replicas} replicas share the load evenly; a batch is that of each replica."
     if plan.lanes > plan.replicas:
-        yield "Each data-parallel group works on a batch of its own; they are alike, and do not wait for each other."
+        yield "Each data-parallel group has its own batch. Groups have equal loads and do not wait for each other."
     if (stages := plan.deployment.parallelism.pipeline) > 1:
         yield (
             f"Each of the {stages} pipeline stages works on another batch, and all wait for the longest step: stages "
@@ -125,7 +125,7 @@ def _lengths(plan: Plan) -> str:
     short, long = max(1, round(mean * (1 - spread))), round(mean * (1 + spread))
     if short == long:
         return f"All answers have {mean:,} tokens, so requests that start together end together."
-    return f"Answers are evenly spread between {short:,} and {long:,} tokens (--output-spread {spread:g})."
+    return f"Answer lengths are uniform between {short:,} and {long:,} tokens (--output-spread {spread:g})."
 
 
 def _room(plan: Plan) -> int:
@@ -144,19 +144,22 @@ def _of_hardware(plan: Plan) -> Iterator[str]:
     )
     if plan.load != "batch" and (plan.first_wave is not None or plan.load == "rate"):
         yield (
-            "TTFT under load is this model's weak point: against 215 published serving points, the median error of "
-            "TPOT was 11 % (dense) and 15 % (mixtures), that of TTFT 56 % and 71 %, and up to 25 times too low with "
-            "many clients, who start in a burst. Its error bar"
+            "TTFT under load is the least accurate prediction: on 215 published serving measurements, the median error "
+            "of TPOT was 11 % (dense) and 15 % (mixtures), that of TTFT 56 % and 71 %, and with many clients that "
+            "start in a burst it was up to 25 times too low. Its error bar"
             + (
-                " reaches up to the mean TTFT if all clients start at once."
+                " extends to the mean TTFT if all clients start at once."
                 if plan.load == "concurrency"
-                else " comes from published figures under such arrivals."
+                else " comes from published figures for such arrivals."
             )
         )
     if hardware.arithmetic(plan.deployment.precision.of_experts.compute) == "nvfp4":
-        yield "No published figure in nvfp4 was at hand: its products are taken to reach the share of fp8's."
+        yield (
+            "No published figure for nvfp4 was available, so its products are assumed to reach the same share of the "
+            "peak as fp8's."
+        )
     if hardware.note:
         yield hardware.note if hardware.note.endswith(".") else f"{hardware.note}."
     if plan.price_per_hour is not None:
         each = plan.price_per_hour / plan.devices
-        yield f"A device costs {dollars(each)} an hour ({plan.price_source}) and is never idle."
+        yield f"A device costs {dollars(each)} per hour ({plan.price_source}) and is never idle."

@@ -25,7 +25,7 @@ _LOADS = {"batch": ("batch_size", "batch"), "concurrency": ("concurrency", "clie
 _QUALITY = {
     "fp8": "quality: usually within the noise of evaluations",
     "int8": "quality: small loss, activations need calibration",
-    "int4": "quality: a loss that evaluations show, most in small models",
+    "int4": "quality: a visible loss in evaluations, largest in small models",
 }
 
 
@@ -85,7 +85,7 @@ def _weights(base: Plan) -> Iterator[Change | tuple[str, str]]:
         if Precision.named(quantization=scheme).linear.bits >= now.bits:
             yield f"{name} weights", f"weights have {now.bits} bits already"
             continue
-        how = "" if native else f"; {hardware.key} does not multiply in {name}, so they are widened on the way"
+        how = "" if native else f"; {hardware.key} does not multiply in {name}, so they are widened"
         yield Change(f"{name} weights", "weights", {"quantization": scheme}, _QUALITY[name] + how)
 
 
@@ -143,7 +143,7 @@ def _prefix(base: Plan) -> Iterator[Change | tuple[str, str]]:
     if not found:
         yield name, f"half of the prompt is less than a block of {block}"
         return
-    assumes = f"{found:,} of the prompt's tokens more are found, the same for all requests; memory holds them once"
+    assumes = f"{found:,} more of the prompt's tokens are cached, the same for all requests; memory holds them once"
     yield Change(name, "prefix", {"cached_tokens": request.cached_tokens + found}, assumes)
 
 
@@ -177,7 +177,7 @@ def largest_load(base: Plan, meets: Callable[[PlanRequest], bool]) -> Iterator[C
         meets: whether the plan of a request fits and meets its objectives.
     """
     if base.load not in _LOADS:
-        yield "more or fewer at once", "the load is a rate of arrivals, which nobody chooses"
+        yield "more or fewer at once", "the load is a rate of arrivals, which is given"
         return
     name, what = _LOADS[base.load]
     now = int(base.load_value)

@@ -264,11 +264,11 @@ def comparison_table(plans: Sequence[Plan]) -> Table:
     if plans[0].request.slo:
         rows.append(cells("SLO", *(_slo(plan) for plan in plans)))
     note = (
-        "* best of its row; ~ too close to the best to tell apart by the 80 % bars below the figures. Plans of the "
-        f"same engine and architecture err alike, so {SHARED:.0%} of their squared error is taken as common."
+        "* best of its row; ~ too close to the best to tell apart by the 80 % bars below the figures. Plans with "
+        f"the same engine and architecture share {SHARED:.0%} of their squared error."
     )
     if any(plan.speculated for plan in plans):
-        note += " Speculative decoding counts, where a plan has it."
+        note += " Figures include speculative decoding if a plan uses it."
     return Table("Side by side", ("", *(letter(place) for place in range(len(plans)))), tuple(rows), note=note)
 
 

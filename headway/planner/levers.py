@@ -104,10 +104,10 @@ def choose_objective(base: Plan, wanted: str | None) -> tuple[str, str]:
         if wanted not in RANKED_BY:
             raise PlanError(f"objective is {wanted!r}; it must be one of {', '.join(RANKED_BY)}")
         if wanted == "cost" and base.price_per_hour is None:
-            raise PlanError(f"no price of {base.hardware_key} is known to rank by; give --price-per-hour")
+            raise PlanError(f"no price of {base.hardware_key} is known; give --price-per-hour")
         return wanted, "as asked for"
     if base.problem:
-        return "throughput", "the load is more than can be served" if base.fits else "nothing else counts until it fits"
+        return "throughput", "the load is more than can be served" if base.fits else "it must fit first"
     if missed := missed_by(base):
         return missed[0], f"the first of --slo that is missed, {missed[0]}:{base.request.slo[missed[0]]:g}"
     return "throughput", "no --slo is missed" if base.slo_met else "there is no --slo"

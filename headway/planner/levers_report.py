@@ -72,8 +72,7 @@ def lever_table(found: Levers) -> Table:
         COLUMNS,
         (_as_it_is(found), *rows),
         left=frozenset({1}),
-        note=f"Gain: of {MEANS[found.objective]}; above 1 is better.{served} Below: the flags of each, and what it "
-        "assumes.",
+        note=f"Gain: of {MEANS[found.objective]}; above 1 is better.{served} Below: the flags and assumptions of each.",
     )
 
 
@@ -81,11 +80,11 @@ def chain_table(found: Levers) -> Table:
     """Levers on top of each other."""
     rows = [_lever_row(found, "", f"+ {lever.change.name}", lever) for lever in found.chain]
     return Table(
-        "The best of them together",
+        "The best combination",
         COLUMNS,
         (_as_it_is(found), *rows),
         left=frozenset({1}),
-        note="Each on top of those before it, as long as the next one gains 3 % or more.",
+        note="Each is added to those before it, as long as the next one gains 3 % or more.",
     )
 
 

@@ -54,7 +54,7 @@ def page_of(plan: Plan) -> Page:
             )
             if section is not None
         ),
-        footer="Made by headway plan. Estimates before anything was run; bars hold four in five measurements.",
+        footer="Made by headway plan. All figures are predictions; the bars contain four in five measurements.",
     )
 
 
@@ -81,7 +81,7 @@ def _banners(plan: Plan) -> tuple[Banner, ...]:
     lines = {line.label: line for line in answer(plan)}
     found = []
     if "Problem" in lines:
-        found.append(Banner("It cannot work like this", (lines["Problem"].text,)))
+        found.append(Banner("This plan does not work", (lines["Problem"].text,)))
     if "SLO" in lines:
         found.append(Banner("Objectives", (lines["SLO"].text,), "good" if lines["SLO"].tone == "good" else "warn"))
     return tuple(found)
@@ -103,7 +103,7 @@ def _serving(plan: Plan) -> Section | None:
             Picture(
                 "throughput-latency",
                 "Throughput against latency",
-                f"Each point is this plan with another value of {what}, which is written beside it.",
+                f"Each point is this plan with another value of {what}, shown beside it.",
                 pictures.latency(plan, pictures.sweep(plan)),
             ),
         ),
@@ -118,16 +118,15 @@ def _times(plan: Plan) -> Section:
         pictures=(
             Picture(
                 "time-by-operation",
-                "Predicted, and what physics allows",
-                "Of a device. Physics: each operation at the data sheet's rates, without any loss. Shares are of "
-                "the bar.",
+                "Prediction and physical limit",
+                "Of one device. Physics: each operation at the data sheet's full rates. Shares are of the bar.",
                 pictures.times(plan),
             ),
             Picture(
                 "roofline",
                 "Roofline of a device",
-                "Operations that multiply; the larger a point, the more of its step's time it takes. The others move "
-                "bytes only and would lie at the left end. Below the line: what programs do not reach.",
+                "Operations that multiply; the larger a point, the more of its step's time it takes. The others only "
+                "move bytes and would be at the left end. The distance to the line is what programs do not reach.",
                 pictures.roofline(plan),
             ),
         ),
@@ -143,8 +142,8 @@ def _memory(plan: Plan) -> Section:
             Picture(
                 "memory-by-context",
                 "Memory of a device by context",
-                "Weights, activations and workspace at the bottom, and above them the cache of so many sequences of a "
-                "replica. Dots: where the memory that the engine takes is full.",
+                "Weights, activations and workspace at the bottom, above them the cache of this number of sequences. "
+                "Dots: the usable memory is full.",
                 pictures.memory(plan),
             ),
         ),

@@ -105,10 +105,10 @@ def _warnings(plan: Plan) -> Iterator[str]:
     if d.hardware.measured:
         name, known = plan.quantization, ENGINE_QUANTIZATIONS if d.hardware.kind == "cpu" else ("none",)
         if name not in known:
-            yield f"This engine has no {name} weights here, only {', '.join(known)}: the plan is for another engine."
+            yield f"This engine has no {name} weights here, only {', '.join(known)}; the plan assumes another engine."
         if plan.settings.free_share is not None and plan.request.gpu_memory_utilization is not None:
             yield (
-                "On a CPU `headway serve` takes no notice of --gpu-memory-utilization, and neither does this plan: the "
+                "On a CPU, `headway serve` and this plan ignore --gpu-memory-utilization: the "
                 f"cache takes {plan.settings.free_share:.0%} of what is free."
             )
         if plan.request.kv_cache_dtype not in ENGINE_KV_DTYPES:

@@ -200,7 +200,7 @@ class PlanOptions(DeploymentOptions):
     max_num_batched_tokens: Annotated[
         int | None,
         _engine(
-            "Token budget of a step. Default: 8192 on GPUs of 70 GiB and more (A100s apart), else 2048; on a "
+            "Token budget of a step. Default: 8192 on GPUs with at least 70 GiB (except A100), else 2048; on a "
             "calibrated machine that of headway serve."
         ),
     ] = None
@@ -211,7 +211,7 @@ class PlanOptions(DeploymentOptions):
         float | None,
         _engine(
             "Milliseconds by which prefill may delay decodes in a step. Default: headway serve's on a calibrated "
-            "machine, else no bound."
+            "machine, else no limit."
         ),
     ] = None
     block_size: Annotated[int, _engine("Tokens in a KV block.")] = 16
@@ -291,7 +291,7 @@ class PlanRequest(PlanOptions):
             _check_range("request_rate", self.request_rate, RATES, "requests a second")
         loads = [n for n in ("batch_size", "concurrency", "request_rate") if getattr(self, n) is not None]
         if len(loads) > 1:
-            raise PlanError(f"{' and '.join(loads)} are given; they are different loads, so leave all but one out")
+            raise PlanError(f"{' and '.join(loads)} are different loads; give only one")
         if (stall := self.max_prefill_stall_ms) is not None:
             if not stall >= 0:
                 raise PlanError(f"max_prefill_stall_ms is {stall}; it must be 0 or more")

@@ -224,7 +224,8 @@ def find_hardware(name: str, engine: str = "vllm") -> tuple[Hardware, Efficiency
     try:
         hardware = catalogue.find_hardware(name, [each.hardware for each in machines])
     except catalogue.UnknownName as error:
-        raise PlanError(f"{error}; for this machine, run `headway calibrate` first, which prints its name") from None
+        said = str(error) if str(error).endswith("?") else f"{error};"
+        raise PlanError(f"{said} `headway plan --list` lists all; for this machine, run `headway calibrate`") from None
     for machine in machines:
         if machine.hardware is hardware:
             return hardware, machine.efficiency, machine

@@ -133,7 +133,7 @@ def serving_table(plan: Plan) -> Table:
         ("", "estimate", "80 % bar", ""),
         tuple(cells(*row) for row in rows),
         left=frozenset({3}),
-        note="Means over requests. Four in five measurements of such deployments lie within the bar.",
+        note="Means over requests. The bars contain four in five measurements of similar deployments.",
     )
 
 
@@ -160,8 +160,8 @@ def loading_table(plan: Plan) -> Table:
         "Loading the model",
         ("", "time"),
         tuple(cells(*row) for row in rows),
-        note="Engines overlap some stages, so the time is between the last two. Processes, compilation and graph "
-        "capture come on top.",
+        note="Engines overlap some stages, so the real time is between the last two. Process start, compilation and "
+        "graph capture are not included.",
     )
 
 

@@ -72,7 +72,7 @@ class Decision:
     def in_words(self) -> str:
         """One line."""
         if self.window_ns:
-            return f"Nothing runs: waits {self.window_ns / 1e6:.1f} ms for others to join the first request."
+            return f"Nothing runs: waits {self.window_ns / 1e6:.1f} ms for more requests."
         work = []
         if self.decoding:
             work.append(f"{_sequences(self.decoding)} {'decodes' if self.decoding == 1 else 'decode'}")

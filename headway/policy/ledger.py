@@ -20,7 +20,7 @@ class Phase(StrEnum):
     QUEUE_POLICY = "queue_policy"  # waiting: others go first by priority or objective, or the first choice
     QUEUE_CAPACITY = "queue_capacity"  # waiting: max_num_seqs or the step's token budget is used up
     QUEUE_BLOCKS = "queue_blocks"  # waiting: not enough free KV blocks
-    QUEUE_WINDOW = "queue_window"  # waiting: an idle engine waits for others to join the first request
+    QUEUE_WINDOW = "queue_window"  # waiting: an idle engine waits for more requests
     SCHEDULE = "schedule"  # bookkeeping between steps
     PREFILL_COMPUTE = "prefill_compute"
     PREFILL_STALL = "prefill_stall"  # in the batch, waiting on others' work or for its next chunk

@@ -27,11 +27,11 @@ def room_for(
     """The prompts that fit in the protected part of a pool, in order, and beside the longest sequence.
 
     Returns:
-        They, and of each other one why it does not fit.
+        The prompts that fit; for each of the others, the reason why it does not.
     """
     if not pool.enable_prefix_caching:
         return [], [
-            f"{each.where}: without the prefix cache nothing is kept; leave out the prompts, or have it"
+            f"{each.where}: preloaded prompts need the prefix cache; leave them out, or --no-enable-prefix-caching"
             for each in prompts
         ]
     size, room = pool.block_size, pool.most_protected
@@ -43,17 +43,15 @@ def room_for(
         parent: int | str = prompt.cache_salt
         for at in range(0, len(prompt.token_ids) // size * size, size):
             parent = nodes.setdefault((parent, tuple(prompt.token_ids[at : at + size])), len(nodes) + 1)
-        needed = (
-            f"{prompt.where}: with this prompt of {len(prompt.token_ids)} tokens {len(nodes)} blocks are to be kept"
-        )
+        needed = f"{prompt.where}: with this prompt of {len(prompt.token_ids)} tokens, {len(nodes)} blocks must stay"
         if len(nodes) > room:
             refused.append(
-                f"{needed}, and {room} of {pool.num_blocks} may be (--protected-kv {pool.protected_share:g}); "
+                f"{needed}, but only {room} of {pool.num_blocks} may (--protected-kv {pool.protected_share:g}); "
                 "raise that or --kv-cache-memory, or shorten the prompts"
             )
         elif len(nodes) > left:
             refused.append(
-                f"{needed}, and beside a sequence of {max_model_len} tokens there are {left} of {pool.num_blocks}; "
+                f"{needed}, but beside a sequence of {max_model_len} tokens only {left} of {pool.num_blocks} are left; "
                 "lower --max-model-len or raise --kv-cache-memory"
             )
         else:

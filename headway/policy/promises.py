@@ -48,7 +48,7 @@ class Yield:
     """A promised prompt is put behind those that can still be in time.
 
     Args:
-        reason: `oversized`: it could not be in time even alone; `late`: it can't be in time any more; `overload`:
+        reason: `oversized`: it could not be in time even alone; `late`: it has waited too long; `overload`:
             because of it others would not be in time.
         backlog_ns: the time that prompts before it take.
     """

@@ -24,7 +24,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     ERROR = "error"
     TIMEOUT = "timeout"  # it waited longer than max_queue_time
-    LATE = "late"  # its first token could not be there in time, and its class refuses such requests
+    LATE = "late"  # its first token would have been late, and its class refuses such requests
 
 
 class Status(StrEnum):

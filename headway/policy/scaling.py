@@ -27,11 +27,13 @@ class ScalingRule:
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
-            raise ValueError(f"replicas are to be {self.least} to {self.most}; give 1 at least, and no fewer at most")
+            raise ValueError(
+                f"--replicas is {self.least} and --max-replicas {self.most}; give 1 or more, and the second no lower"
+            )
         if self.choices < 1:
-            raise ValueError(f"a replica is to have {self.choices} choices; give at least 1")
+            raise ValueError(f"--scale-at is {self.choices}; it must be at least 1")
         if not self.down_after_s >= 0:
-            raise ValueError(f"a replica is to go after {self.down_after_s:g} s; give 0 or more")
+            raise ValueError(f"--scale-down-seconds is {self.down_after_s:g}; it must be 0 or more")
 
 
 class Scaler:

@@ -79,7 +79,7 @@ class ServiceClass:
         least, most = self.window_ms
         if not 0 <= least <= most <= 1000:
             raise InvalidEntry(
-                f"window_ms is [{least:g}, {most:g}]; give its least and its most, from 0 to 1000 ms", "window_ms"
+                f"window_ms is [{least:g}, {most:g}]; give a minimum and a maximum, from 0 to 1000 ms", "window_ms"
             )
         for key in SHARES:
             self._check(key, "a share is from 0 to below 1", lambda share: 0 <= share < 1)
@@ -142,7 +142,7 @@ class ClassTable:
     def _check_name(self, name: str, *path: str | int) -> None:
         if name not in (each.name for each in self.classes):
             known = ", ".join(each.name for each in self.classes)
-            raise InvalidEntry(f"{path[-1]} is {name!r}, which is no class; there are {known}", *path)
+            raise InvalidEntry(f"{path[-1]} is {name!r}, which is not a class; there are {known}", *path)
 
     def __iter__(self) -> Iterator[ServiceClass]:
         return iter(self.classes)

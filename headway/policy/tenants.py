@@ -54,7 +54,7 @@ class Tenant(Limits):
                 f"a tenant's name is {self.name!r:.80}; give 1 to {LONGEST_NAME} printable characters", "name"
             )
         if self.name in LABELS:
-            raise InvalidEntry(f"name is {self.name!r}, which metrics use for another thing; choose another", "name")
+            raise InvalidEntry(f"name is {self.name!r}, which metrics already use; choose another", "name")
         if not 0.001 <= self.weight <= 1000:
             raise InvalidEntry(f"weight is {self.weight:g}; it must be from 0.001 to 1000", "weight")
 

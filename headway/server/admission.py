@@ -68,14 +68,13 @@ class Admission:
         unit = "choices" if refusal.unit == "choices" else "prompt tokens"
         if refusal.is_final:
             return bad_request(
-                f"the request has {refusal.asked} {unit}; at most {refusal.limit}{of_class} may be here at once "
-                f"({flag}), "
-                "so it could never be served: send less at a time",
+                f"the request has {refusal.asked} {unit}, more than the limit of {refusal.limit}{of_class} ({flag}), "
+                "so it could never be served; split it",
                 "n" if refusal.unit == "choices" else None,
             )
         return too_many(
             f"{refusal.present} {_WHAT[refusal.unit].format(of_class)}, and this request has {refusal.asked}; "
-            f"at most {refusal.limit} may ({flag})",
+            f"the limit is {refusal.limit} ({flag})",
             "queue_full",
             bound.retry_after_s(refusal, clock()),
         )

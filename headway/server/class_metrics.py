@@ -50,10 +50,12 @@ class ClassMetrics:
             for key, (name, text) in _HISTOGRAMS.items()
         }
         self._children: dict[tuple[str, str], Histogram] = {}
-        met_or_missed = "Choices whose objective was met or missed; `all` is every objective of a choice."
+        met_or_missed = "Choices by whether they met their objective; `all` means every objective of a choice."
         self._objectives = counter("objectives", met_or_missed, "objective", "result")
-        self._refused = counter("requests_refused", "Requests that were not served, by reason.", "reason")
-        self._yielded = counter("yielded", "Choices put behind those that could still be in time, by reason.", "reason")
+        self._refused = counter("requests_refused", "Refused requests, by reason.", "reason")
+        self._yielded = counter(
+            "yielded", "Choices that yielded to those that could still be in time, by reason.", "reason"
+        )
         registry.register(_ClassGauges(prefix, self, engine))
 
     def set_classes(self, table: ClassTable) -> None:

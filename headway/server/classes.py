@@ -61,7 +61,7 @@ def terms_of(
     if access.best and table.rank(service.name) < table.rank(access.best):
         raise ApiError(
             403,
-            f"this API key may use service class {access.best!r} and those below it, and the request is of "
+            f"this API key may use service class {access.best!r} and less urgent ones; the request names "
             f"{service.name!r}",
             param="service_class",
             code="service_class_not_allowed",
@@ -89,12 +89,12 @@ def _class_of(
         service = next((each for each in table if each.name == name), None)
         if service is None:
             known = ", ".join(each.name for each in table)
-            raise bad_request(f"{where} is {name[:60]!r}, which is no class here; there are {known}", where)
+            raise bad_request(f"{where} is {name[:60]!r}, which is not a class here; there are {known}", where)
     if tier is not None and tier != "auto":
         of_tier = table.of_tier(tier)
         if service is not None and service != of_tier:
             raise bad_request(
-                f"service_tier is {tier!r}, which is class {of_tier.name!r}, and service_class is {name!r}; give one",
+                f"service_tier {tier!r} means class {of_tier.name!r}, but service_class is {name!r}; give one of both",
                 "service_tier",
             )
         return of_tier

@@ -192,9 +192,7 @@ class Edge:
             if started:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            await internal("the server failed on this request; its log says how").response()(
-                scope, receive, send_with_id
-            )
+            await internal("the server failed on this request; see its log").response()(scope, receive, send_with_id)
 
     def _access_of(self, authorization: bytes) -> Access | None:
         """What comes with the key; None when a key is needed and this is not one."""

@@ -227,7 +227,9 @@ class Generation:
                 return unavailable(said or "it waited too long", "queue_timeout", 1, "rejected-ttl-expired")
             case "late":
                 after_s = max(1, output.retry_after_s)
-                return unavailable(said or "it can't be in time", "deadline_unreachable", after_s, "rejected-saturated")
+                return unavailable(
+                    said or "its first token would be late", "deadline_unreachable", after_s, "rejected-saturated"
+                )
             case "abort":
                 return self._aborted or unavailable("the engine dropped this request", "aborted", 1)
         return None

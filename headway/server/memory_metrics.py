@@ -38,14 +38,12 @@ class MemoryMetrics:
         by = "service_class"
         self._queries = counter("class_prefix_cache_queries", "Prompt tokens looked up in the cache, by class.", by)
         self._hits = counter("class_prefix_cache_hits", "Prompt tokens found in the cache, by class.", by)
-        self._evictions = counter(
-            "kv_evictions", "Cached blocks that were given up, by class and reason.", by, "reason"
-        )
-        self._allocated = counter("kv_blocks_allocated", "Blocks given out.").labels(**labels)
-        self._runs = counter("kv_block_runs_allocated", "Runs of consecutive blocks given out.").labels(**labels)
+        self._evictions = counter("kv_evictions", "Evicted blocks, by class and reason.", by, "reason")
+        self._allocated = counter("kv_blocks_allocated", "Allocated blocks.").labels(**labels)
+        self._runs = counter("kv_block_runs_allocated", "Runs of consecutive blocks, allocated.").labels(**labels)
         swapped = counter("kv_swapped_tokens", "Tokens copied out to host memory, and back in.", "direction")
-        decided = counter("kv_swap_decisions", "What became of the KV of preempted requests.", "choice")
-        predicted = counter("kv_swap_predicted_seconds", "Predicted for these decisions.", "of")
+        decided = counter("kv_swap_decisions", "Decisions about the KV of preempted requests.", "choice")
+        predicted = counter("kv_swap_predicted_seconds", "Predicted seconds of these decisions.", "of")
         self._swaps = {
             **{each: (swapped.labels(**labels, direction=each), 1) for each in ("out", "in")},
             **{each: (decided.labels(**labels, choice=each), 1) for each in ("swap", "recompute", "full")},
@@ -76,11 +74,11 @@ class MemoryMetrics:
         """What the engine last said, read when it is scraped."""
         stats = self._engine.stats
         protected, watermark = (0, 0) if stats is None else (stats.protected_blocks, stats.watermark_blocks)
-        yield self._gauge("kv_blocks_protected", "Blocks whose contents are given up last, or never.", protected)
+        yield self._gauge("kv_blocks_protected", "Blocks that are evicted last or never.", protected)
         ready = self._engine.ready
         left_out = 0 if ready is None else len(ready.left_out)
-        yield self._gauge("preloaded_prompts_left_out", "Prompts that the engine had no room to preload.", left_out)
-        yield self._gauge("kv_watermark_blocks", "Blocks that admission leaves free.", watermark)
+        yield self._gauge("preloaded_prompts_left_out", "Preloaded prompts that did not fit.", left_out)
+        yield self._gauge("kv_watermark_blocks", "Blocks that admission keeps free.", watermark)
         used = GaugeMetricFamily(
             f"{self._prefix}class_kv_blocks_used", "Blocks in use, by class.", labels=[*self.labels_of("")]
         )

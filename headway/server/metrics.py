@@ -97,18 +97,18 @@ class Metrics:
         self._gauge("cpu_cache_usage_perc", "Share of the swap space in use, 0 to 1.", of_stats("swap_usage"))
         self._gauge(
             "fairness_lead_tokens",
-            "Most tokens that a tenant was ahead of another that waited, by weight.",
+            "Largest lead of a tenant over another that waited, in weighted tokens.",
             of_stats("fairness_lead"),
         )
         self._gauge(
             "fairness_bound_tokens",
-            "Most tokens that a tenant could have been ahead of another that waited.",
+            "Largest bound of that lead, in weighted tokens.",
             of_stats("fairness_bound"),
         )
-        self._gauge("engine_restarts", "Times the engine process died and was started again.", lambda: engine.restarts)
+        self._gauge("engine_restarts", "Restarts of the engine process.", lambda: engine.restarts)
         self._reloads = Counter(
             f"{self.prefix}service_class_reloads",
-            "Times the file of service classes was read again, by result.",
+            "Reloads of the files of classes and tenants, by result.",
             (*LABELS, "result"),
             registry=self.registry,
         )
@@ -136,9 +136,9 @@ class Metrics:
             "generation_tokens": self._counter("generation_tokens", "Tokens generated."),
             "prefix_cache_queries": self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache."),
             "prefix_cache_hits": self._counter("prefix_cache_hits", "Prompt tokens found in the cache."),
-            "preemptions": self._counter("num_preemptions", "Sequences put out of the batch for want of blocks."),
+            "preemptions": self._counter("num_preemptions", "Preempted sequences."),
             "left_out": self._counter(
-                "tokens_left_out", "Tokens that decoding without a promise did not get in a step."
+                "tokens_left_out", "Tokens of requests without an objective that were left out of a step."
             ),
             "moe_mixtures": self._counter("moe_mixtures", "Times that a layer's experts were asked, in all steps."),
             "moe_expert_tokens": self._counter("moe_expert_tokens", "Pairs of a token and an expert that it went to."),
@@ -146,7 +146,7 @@ class Metrics:
             "moe_busiest_expert_tokens": self._counter(
                 "moe_busiest_expert_tokens", "Tokens of the expert that had most, by step and layer."
             ),
-            "windows": self._counter("batching_windows", "Times that an idle engine waited for company."),
+            "windows": self._counter("batching_windows", "Times that an idle engine waited for more requests."),
         }
         self._iteration_tokens = self._histogram("iteration_tokens_total", "Tokens computed by a step.", TOKENS)
         self._iteration_sequences = self._histogram("iteration_sequences", "Choices in a step.", SEQUENCES)
@@ -156,16 +156,18 @@ class Metrics:
         )
         self._chunk_tokens = self._histogram("step_prompt_tokens", "Prompt tokens of a step that has some.", TOKENS)
         self._slack_seconds = self._histogram(
-            "step_slack_seconds", "Time until the tightest promised token is due, as a step begins.", FINE_SECONDS
+            "step_slack_seconds",
+            "Time until the next token with a TPOT objective is due, when a step begins.",
+            FINE_SECONDS,
         )
         self._overrun = self._histogram(
             "step_time_measured_to_predicted_ratio",
-            "Measured time of a forward pass, as a multiple of predicted.",
+            "Measured time of a forward pass / predicted time.",
             RATIOS,
         )
         self._stall = Counter(
             f"{self.prefix}stall_seconds",
-            "Time that sequences waited on others' work, by cause.",
+            "Time that sequences waited for work of others, by cause.",
             (*LABELS, "cause"),
             registry=self.registry,
         )
@@ -185,7 +187,7 @@ class Metrics:
             "request_tokenize_time_seconds", "Time from the checked body to the engine.", FINE_SECONDS
         )
         self._detokenize = self._histogram(
-            "request_detokenize_time_seconds", "Time spent on making text of a choice's tokens.", FINE_SECONDS
+            "request_detokenize_time_seconds", "Time to detokenize a choice's tokens.", FINE_SECONDS
         )
         self._queue = self._histogram("request_queue_time_seconds", "Time waiting for the batch.")
         self._prefill = self._histogram("request_prefill_time_seconds", "Time in the batch before the first token.")

@@ -46,7 +46,7 @@ async def completion_prompts(
     for position, prompt in enumerate(encoded):
         if not prompt.token_ids:
             which = "prompt" if len(encoded) == 1 else f"prompt {position}"
-            raise bad_request(f"{which} is empty; the model needs at least one token to go on from", "prompt")
+            raise bad_request(f"{which} is empty; give at least one token", "prompt")
     return encoded
 
 
@@ -82,7 +82,7 @@ async def chat_prompt(service: Service, body: ChatFields, cache_salt: str | None
         raise bad_request(str(error), "messages") from None
     token_ids = (await service.encoder.encode_all([text], body.add_special_tokens, cache_salt))[0]
     if not token_ids:
-        raise bad_request("the chat template made an empty prompt of these messages", "messages")
+        raise bad_request("the chat template gives an empty prompt for these messages", "messages")
     return TokenizedPrompt(token_ids, text)
 
 
@@ -102,7 +102,7 @@ def _encoded(prompt: NamedPrompt, tokenizer: Tokenizer, template: ChatTemplate |
     if prompt.text:
         return tokenizer.encode_here(prompt.text)
     if template is None:
-        raise TextError(f"{prompt.where}: the model has no chat template; give text in place of system")
+        raise TextError(f"{prompt.where}: the model has no chat template; give text instead of system")
     chats: list[list[int]] = []
     for words in ("a", "1"):
         messages = [{"role": "system", "content": prompt.system}, {"role": "user", "content": words}]
@@ -115,7 +115,7 @@ def _encoded(prompt: NamedPrompt, tokenizer: Tokenizer, template: ChatTemplate |
         (at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), min(map(len, chats))
     )
     if not shared:
-        raise TextError(f"{prompt.where}: chats with this system message do not begin alike")
+        raise TextError(f"{prompt.where}: the chat template does not put this system message at the start of a chat")
     return first[:shared]
 
 

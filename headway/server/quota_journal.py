@@ -49,7 +49,7 @@ class QuotaJournal:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.past = self._read()
         except BlockingIOError:
-            raise ValueError(f"another server has {path}; give each its own --quota-journal") from None
+            raise ValueError(f"another server uses {path}; give each its own --quota-journal") from None
         except OSError as error:
             raise ValueError(
                 f"cannot keep quotas in {error.filename}: {error.strerror}; choose another place with --quota-journal"
@@ -65,11 +65,11 @@ class QuotaJournal:
             except msgspec.MsgspecError:
                 if any(_is_record(each) for each in lines[number:]):
                     raise ValueError(
-                        f"{self._path}, line {number}: damaged; move the file away to begin with full budgets"
+                        f"{self._path}, line {number}: damaged; move the file away to start with full budgets"
                     ) from None
                 break
         if records and not isinstance(records[0], State):
-            raise ValueError(f"{self._path}, line 1: no journal of quotas; choose another file with --quota-journal")
+            raise ValueError(f"{self._path}, line 1: not a quota journal; choose another file with --quota-journal")
         return records
 
     def append(self, record: Record) -> None:

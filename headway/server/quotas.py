@@ -82,7 +82,7 @@ class TenantQuotas:
             try:
                 await self._journal.sync()
             except OSError as error:
-                logger.error("the journal of quotas is not on the disk: %s", error.strerror)
+                logger.error("the quota journal could not be flushed to the disk: %s", error.strerror)
             if self._journal.size > (LONG if is_idle() else 4 * LONG):
                 self.quotas.compact(self.clock())
 
@@ -108,9 +108,7 @@ class TenantQuotas:
         try:
             made = self.quotas.reserve(tenant, tokens, self.clock())
         except OSError as error:
-            raise unavailable(
-                f"the journal of quotas cannot be written: {error.strerror}", "quota_journal", 5
-            ) from None
+            raise unavailable(f"cannot write the quota journal: {error.strerror}", "quota_journal", 5) from None
         if isinstance(made, OverLimit):
             raise self._refusal(tenant, made)
         return Charge(self, made)

@@ -142,13 +142,13 @@ _ERRORS = {
     400: "Bad or unsupported input; `param` names the field",
     401: "No valid API key",
     403: "The API key may not use this service class",
-    404: "There is no such thing",
+    404: "Not found",
     408: "The request was not complete in time",
-    409: "Its state does not allow that",
+    409: "The object's state does not allow this",
     413: "The body is too large",
-    429: "Too much is waiting; Retry-After says when to come back",
+    429: "The queue or a limit is full; Retry-After says when to try again",
     500: "The server failed",
-    503: "Loading, shutting down, waited too long, or the engine is dead; Retry-After says when to come back",
+    503: "Loading, shutting down, waited too long, or the engine is dead; Retry-After says when to try again",
     507: "The disk is full",
 }
 

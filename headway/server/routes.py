@@ -154,8 +154,7 @@ class Routes:
         service.check_model(body.model)
         if body.priority and not service.settings.priority_allowed:
             raise bad_request(
-                f"priority is {body.priority}; the server's scheduling policy has none "
-                "(--scheduling-policy priority has)",
+                f"priority is {body.priority}; that needs a server with --scheduling-policy priority",
                 "priority",
             )
         if body.stream_options is not None and not body.stream:

@@ -95,10 +95,10 @@ class Service:
             tenants.check_classes(classes.table)
             if self.keys and not (self.settings.api_keys or tenants.keys):
                 raise ValueError(
-                    f"{tenants.path} has no key any more, which would let everybody in; restart to do that"
+                    f"{tenants.path} has no API key left, so everybody would have access; to allow that, restart"
                 )
         except ValueError as error:
-            logger.error("classes and tenants stay as they are: %s", error)
+            logger.error("classes and tenants are unchanged: %s", error)
             return self.metrics.on_reload("failed")
         if self.quotas is not None:
             self.quotas.set_tenants(tenants.table)
@@ -122,7 +122,10 @@ class Service:
         if name is not None and name not in self.settings.served_model_names:
             served = ", ".join(self.settings.served_model_names)
             raise ApiError(
-                404, f"model {name[:200]!r} is not served here; {served} is", param="model", code="model_not_found"
+                404,
+                f"model {name[:200]!r} is not served here; the server has {served}",
+                param="model",
+                code="model_not_found",
             )
 
     def check_ready(self) -> Ready:

@@ -64,7 +64,7 @@ class ServerSettings:
     tenants: Annotated[
         TenantFile | None,
         _flag(
-            "TOML file with tenants, their limits and their API keys; SIGHUP reads it again.",
+            "TOML file with tenants, their limits and their API keys; SIGHUP reloads it.",
             parse=read_tenant_file,
             metavar="FILE",
         ),
@@ -72,7 +72,7 @@ class ServerSettings:
     quota_journal: Annotated[
         str,
         _flag(
-            "File that keeps what tenants have used; none forgets it at a restart. Default: in --data-dir, or beside "
+            "File that keeps tenants' usage over restarts; none disables it. Default: in --data-dir, or beside "
             "--tenants.",
             metavar="FILE|none",
         ),
@@ -80,7 +80,7 @@ class ServerSettings:
     preload_prompts: Annotated[
         list[NamedPrompt] | None,
         _flag(
-            "TOML file with prompts, as system prompts, that are computed at the start and stay in the KV cache.",
+            "TOML file with prompts to compute at the start and keep in the KV cache.",
             parse=read_preload_file,
             metavar="FILE",
         ),
@@ -96,14 +96,15 @@ class ServerSettings:
     max_body_size: Annotated[int, _size("Largest request body.", default="8M")] = 8 * 2**20
     data_dir: Annotated[
         Path | None,
-        _flag("Folder for the files and batches of /v1/files and /v1/batches; without it there are none."),
+        _flag("Folder for /v1/files and /v1/batches; without it these routes answer 400."),
     ] = None
-    max_file_size: Annotated[int, _size("Largest file that may be uploaded.", default="200M")] = 200 * 2**20
+    max_file_size: Annotated[int, _size("Largest uploaded file.", default="200M")] = 200 * 2**20
     max_queued_text: Annotated[
         int, _size("Limit of characters waiting to be tokenized; above it, 429.", default="16M")
     ] = 16 * 2**20
     max_known_text: Annotated[
-        int, _size("Most characters of chat prompts whose token ids are kept, each part once; 0: none.", default="32M")
+        int,
+        _size("Characters of chat prompts whose token ids are cached; 0 disables this.", default="32M"),
     ] = 32 * 2**20
     request_read_timeout: Annotated[
         float, _flag("Seconds to receive a whole request, from its first byte.", min=0.1)

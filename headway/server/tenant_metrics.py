@@ -16,9 +16,9 @@ from headway.server.quotas import TenantQuotas
 Family = CounterMetricFamily | GaugeMetricFamily
 MOST_LABELS = 50
 _SUMS = {
-    "reserved": "Requests and tokens that were reserved at admission, or taken beyond that.",
+    "reserved": "Requests and tokens reserved at admission, or used beyond that.",
     "settled": "Requests and tokens that were used.",
-    "refunded": "Requests and tokens that were reserved and not used.",
+    "refunded": "Requests and tokens that were reserved but not used.",
 }
 
 
@@ -60,7 +60,7 @@ class TenantMetrics:
                         counts[key] += getattr(meter, name)
         budget = GaugeMetricFamily(
             self._prefix + "tenant_budget_left",
-            "What is left of a budget; the tenant `all` is all together.",
+            "Remaining budget; the tenant `all` is the total.",
             labels=[*self._labels, "tenant", "unit"],
         )
         yield self._filled(budget, left)
@@ -69,7 +69,7 @@ class TenantMetrics:
             refused[self._label(tenant), unit] += count
         for name, text, counts in (
             *((name, text, sums[name]) for name, text in _SUMS.items()),
-            ("refused", "Requests refused for want of a budget, by its unit.", refused),
+            ("refused", "Requests refused because a budget was used up, by its unit.", refused),
         ):
             family = CounterMetricFamily(f"{self._prefix}tenant_{name}", text, labels=[*self._labels, "tenant", "unit"])
             yield self._filled(family, counts)

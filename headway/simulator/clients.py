@@ -23,8 +23,8 @@ from headway.simulator.traffic import Arrival, arrival
 BEGAN_NS = 1_000_000_000  # of a run; in records a time of 0 has not come
 CLASS_HEADER = "x-headway-service-class"
 _UNSERVED = {
-    FinishReason.TIMEOUT: "it waited longer than --max-queue-time and was not begun",
-    FinishReason.LATE: "its first token could not be there in time",
+    FinishReason.TIMEOUT: "it waited longer than --max-queue-time",
+    FinishReason.LATE: "its first token would have been late",
 }
 
 
@@ -150,7 +150,7 @@ class Clients:
         """The time is up: who has no place yet will have none."""
         while self._waiting:
             record = self._waiting.popleft().record
-            record.failure = Failure(FailureKind.ABANDONED, "it still had no place when the time was up")
+            record.failure = Failure(FailureKind.ABANDONED, "it still had no place when the run ended")
 
     def _at(
         self,

@@ -47,15 +47,15 @@ class ServerOptions(DeploymentOptions):
     tensor_parallel_size: Annotated[int, _deployment("Devices that share each layer.", min=1, common=True)] = 1
     given: frozenset[str] = frozenset()
     scheduler_profile: Annotated[
-        str, _engine("Whose scheduling rules and defaults: Headway's, or vLLM's (V1).", choices=PROFILES)
+        str, _engine("Scheduling rules and defaults: Headway's, or those of vLLM V1.", choices=PROFILES)
     ] = HEADWAY
     kv_cache_memory: Annotated[
-        int | None, _engine("Memory of the KV cache, as 4G. Default: what is left.", parse=size, metavar="SIZE")
+        int | None, _engine("Memory of the KV cache, such as 4G. Default: what remains.", parse=size, metavar="SIZE")
     ] = None
     service_classes: Annotated[
         ClassFile | None,
         _server(
-            "TOML file with classes of requests and their objectives. Default: built in.",
+            "TOML file with service classes and their objectives. Default: built-in classes.",
             parse=read_class_file,
             metavar="FILE",
         ),

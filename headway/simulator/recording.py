@@ -34,11 +34,13 @@ def read_recordings(path: Path | str) -> list[Recording]:
     for number, record in _records(path):
         if isinstance(record, RecordedEngine):
             if record.format != FORMAT:
-                raise ValueError(f"{path}, line {number}: a recording in format {record.format}; this reads {FORMAT}")
+                raise ValueError(
+                    f"{path}, line {number}: recorded in format {record.format}; this version reads {FORMAT}"
+                )
             recordings.append(Recording(record))
             broken = 0
         elif broken or not recordings:
-            raise ValueError(f"{path}, line {broken or number}: this is no record of an engine's steps")
+            raise ValueError(f"{path}, line {broken or number}: this is not a record of an engine's steps")
         elif record is None:
             broken = number
         else:

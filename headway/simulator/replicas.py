@@ -50,8 +50,10 @@ def fewest_replicas(probe: Probe, target: float) -> Replicas:
     high = 1
     while not holds(high):
         if trials[high].met == trials[high].total:
-            few = f"{trials[high].total} requests, which all met them with {high}, are too few to show it"
-            return Replicas(None, trials, target, f"{few}; give more with --num-prompts")
+            few = (
+                f"all {trials[high].total:,} requests met them with {high} replicas, but these are too few for a proof"
+            )
+            return Replicas(None, trials, target, f"{few}; raise --num-prompts")
         high *= 2
         if high > MOST_REPLICAS:
             return Replicas(None, trials, target, f"{MOST_REPLICAS} are not enough")
@@ -100,7 +102,7 @@ def replicas_table(found: Replicas, price_per_hour: float | None) -> Table:
         )
     columns = ("replicas", "seeds", "requests", "met", "95 % interval", "replica-hours a day", "price a day", "")
     said = f"{found.target:.1%} of the requests"
-    note = f"Fewest replicas that hold the objectives of {said}: {found.fewest}."
+    note = f"Smallest number of replicas that meets the objectives for {said}: {found.fewest}."
     if found.fewest is None:
-        note = f"No number of replicas was shown to hold the objectives of {said}: {found.reason}."
+        note = f"No number of replicas was proven to meet the objectives for {said}: {found.reason}."
     return Table("Replicas", columns, tuple(rows), note=note)

@@ -77,42 +77,40 @@ class SimulateOptions:
     sweep: Annotated[
         Sweep | None, _load("Simulate several loads: rate:1,2,4 (requests/s) or concurrency:1,8,64.", parse=Sweep.parse)
     ] = None
-    replicas: Annotated[int, _fleet("Servers that are alike, behind a router.", min=1)] = 1
+    replicas: Annotated[int, _fleet("Number of equal servers behind a router.", min=1)] = 1
     routing: Annotated[str, _fleet("How the router chooses a server for each request.", choices=tuple(ROUTERS))] = (
         "least-loaded"
     )
-    max_replicas: Annotated[
-        int | None, _fleet("Start replicas as they are needed, from --replicas up to so many.", min=1)
-    ] = None
+    max_replicas: Annotated[int | None, _fleet("Add replicas on demand, from --replicas up to this number.", min=1)] = (
+        None
+    )
     scale_at: Annotated[
         int | None,
-        _fleet("With --max-replicas: choices that a replica is to have. Default: half of --max-num-seqs.", min=1),
+        _fleet("With --max-replicas: choices per replica to aim for. Default: half of --max-num-seqs.", min=1),
     ] = None
     startup_s: Annotated[
         float,
-        _fleet(
-            "Until a replica that is started, for the first time or again, takes requests.", "--startup-seconds", min=0
-        ),
+        _fleet("Seconds until a started or restarted replica takes requests.", "--startup-seconds", min=0),
     ] = 60.0
     scale_down_s: Annotated[
         float,
-        _fleet("With --max-replicas: one goes when not needed for so long.", "--scale-down-seconds", min=0),
+        _fleet("With --max-replicas: stop a replica after this many idle seconds.", "--scale-down-seconds", min=0),
     ] = 300.0
     fleet: Annotated[
         FleetFile | None,
         _fleet(
-            "TOML file with replicas of several kinds, of which some may fail, or compute prompts for others.",
+            "TOML file with several kinds of replicas, which may fail or only compute prompts.",
             parse=read_fleet_file,
             metavar="FILE",
         ),
     ] = None
     find_replicas: Annotated[
-        bool, _fleet("Look for the fewest replicas with which --goodput holds.", "--find-replicas")
+        bool, _fleet("Find the smallest number of replicas that meets --goodput.", "--find-replicas")
     ] = False
     what_ifs: Annotated[
         list[WhatIf],
         _other(
-            "Simulate with other flags, too, as max-num-seqs=64 or hardware=H200,tensor-parallel-size=2. Repeatable.",
+            "Also simulate with other flags, such as max-num-seqs=64 or hardware=H200; may be repeated.",
             "--what-if",
             parse=parse_what_ifs,
             repeated=True,
@@ -121,10 +119,10 @@ class SimulateOptions:
     ] = field(default_factory=list)
     explain_tail: Annotated[
         bool,
-        _other("What the slowest requests would be without each cause of slowness.", "--explain-tail"),
+        _other("Show how long the slowest requests take without each cause of slowness.", "--explain-tail"),
     ] = False
     trace_output: Annotated[
-        Path | None, _other("Write what the server did as a trace for Perfetto.", metavar="FILE")
+        Path | None, _other("Write a trace of the simulated server for Perfetto.", metavar="FILE")
     ] = None
     claims: Claims = field(default_factory=Claims)
     output: Output = field(default_factory=Output)
@@ -142,16 +140,16 @@ class SimulateOptions:
                 "--find-max-rate, --find-replicas, --sweep, --what-if and --explain-tail exclude each other; give one"
             )
         if self.find_replicas and (self.replicas > 1 or self.max_replicas is not None):
-            raise ValueError("--find-replicas looks for what --replicas says; leave --replicas and --max-replicas out")
+            raise ValueError("--find-replicas searches the number of replicas; leave out --replicas and --max-replicas")
         if self.fleet is not None and (self.replicas > 1 or self.max_replicas is not None or self.find_replicas):
-            raise ValueError("--fleet says which replicas there are; leave out --replicas and the like")
+            raise ValueError("--fleet defines the replicas; leave out --replicas, --max-replicas and --find-replicas")
         if self.scale_at is not None and self.max_replicas is None:
-            raise ValueError("--scale-at is of a fleet that grows; give --max-replicas, too")
+            raise ValueError("--scale-at needs --max-replicas")
         self.scaling_rule()
         if self.trace_output is not None and any(several):
-            raise ValueError("--trace-output is of one run; leave out --find-max-rate, --sweep, --what-if and the like")
+            raise ValueError("--trace-output needs a single run; leave out --sweep, --find-max-rate and the like")
         if self.find_replicas and not has_objectives(self.claims, self.workload):
-            raise ValueError("--find-replicas needs objectives: give --goodput, as --goodput ttft:200 tpot:50")
+            raise ValueError("--find-replicas needs objectives; give --goodput, such as --goodput ttft:200 tpot:50")
 
     def scaling_rule(self) -> ScalingRule | None:
         """None where the replicas stay as they are. Raises ValueError where the flags make no sense."""
@@ -374,5 +372,5 @@ def _check_tenants(workload: Workload, server: Deployed) -> None:
     known = (server.quotas.meters.keys() if server.quotas is not None else set()) - {TOTAL}
     for name in sorted({request.tenant for request in workload.requests} - known - {""}) if known else ():
         raise ValueError(
-            f"the workload has requests of tenant {name!r}, which --tenants has not; it has {', '.join(sorted(known))}"
+            f"the workload has requests of tenant {name!r}, but --tenants only has {', '.join(sorted(known))}"
         )

@@ -235,7 +235,7 @@ class Server:
             self._refuse(present, str(error), True, now)
             return answers
         if now < self._engine_back_ns:
-            self._refuse(present, "the engine has died, and the next one is not yet there", False, now)
+            self._refuse(present, "the engine has died, and the next one is not ready yet", False, now)
             return answers
         over = self.quotas.over_limit(request.tenant, None, now) if self.quotas is not None else None
         if over is not None:

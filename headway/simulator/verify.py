@@ -29,7 +29,8 @@ from headway.bench.results import write_json
 from headway.bench.runs import Load, is_made_up, load_of
 from headway.bench.session import Session
 from headway.bench.tokens import load_tokenizer
-from headway.bench.workload.arrival_flags import ArrivalFlags, make_arrival
+from headway.bench.workload.arrival_flags import ArrivalFlags
+from headway.bench.workload.arrivals import make_arrival
 from headway.bench.workload.build import build_workload, warm_up_requests
 from headway.bench.workload.spec import WorkloadSpec
 from headway.engine.config import ModelOptions, SchedulingOptions
@@ -253,10 +254,10 @@ def print_verification(console: Console, found: Verification) -> None:
     """A row for each statistic, and the verdict last."""
     rows = [_row(each, found.distances) for each in found.differences if each.a is not None and each.b is not None]
     names = ("", "measured, ms", "predicted, ms", "ratio", "interval", f"within {100 * EQUIVALENT:g} %", "KS distance")
-    note = f"Intervals of {100 * CONFIDENCE:g} %, of requests drawn again. From when a request was due."
+    note = f"Intervals of {100 * CONFIDENCE:g} %, by resampling requests. Latencies from the schedule."
     print_table(console, Table("Measured beside predicted", names, tuple(rows), note=note))
     measured, predicted = map(number, found.throughput)
-    console.print(f"Output tokens a second: {measured} measured, {predicted} predicted.")
+    console.print(f"Output tokens per second: {measured} measured, {predicted} predicted.")
     console.print(f"{'Holds' if found.holds else 'Does not hold'}: medians within {100 * EQUIVALENT:g} %.")
 
 

@@ -88,8 +88,8 @@ def change(name: str, text: str | None) -> tuple[int, str, Any]:
     known = {flag: (of, field, hint, options) for of, flag, field, hint, options in _flags()}
     if text is None or name not in known:
         near = get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near and near[0] != name else "write FLAG=VALUE, as max-num-seqs=64"
-        raise ValueError(f"{name!r} is no change of a flag of the server; {hint}")
+        hint = f"did you mean {near[0]}?" if near and near[0] != name else "write FLAG=VALUE, such as max-num-seqs=64"
+        raise ValueError(f"{name!r} does not change a flag of the server; {hint}")
     of, field, kind, options = known[name]
     return of, field, value_of(f"--{name}", kind, options, text)
 
@@ -155,10 +155,10 @@ def tail_table(asked: list[RequestRecord], others: dict[str, list[RequestRecord]
         rows.append(_row(title, same, slowest))
     counts = ", ".join(f"{len(each)} by {METRICS[metric]}" for metric, each in slowest.items())
     return Table(
-        f"The slowest {SLOWEST:.0%}, and the same requests if",
+        f"The slowest {SLOWEST:.0%} of the requests, here and on other servers",
         ("", *(f"{name}, ms" for name in METRICS.values())),
         tuple(rows),
-        note=f"Means of the requests that were slowest by each metric: {counts}. Less is that cause's doing.",
+        note=f"Means of the slowest requests by each metric: {counts}. The reduction is the effect of that cause.",
     )
 
 

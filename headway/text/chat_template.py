@@ -131,9 +131,7 @@ def _read_override(override: str) -> str:
     try:
         return Path(override).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TextError(
-            f"chat template {override!r} is neither a template nor a file that can be read: {error}"
-        ) from None
+        raise TextError(f"chat template {override!r} is neither a template nor a readable file: {error}") from None
 
 
 def _find_source(tokenizer: Tokenizer) -> str | None:

@@ -87,7 +87,6 @@ BAD_FOR_A_SERVER = """
 --time-scale 2 | --time-scale
 --no-oversample | --no-oversample
 --duration 3 | --num-prompts
---duration 3 --max-concurrency 2 | --num-prompts
 --dataset-name rnadom | random
 --dataset-name azure | --dataset-path
 --dataset-path /tmp | --dataset-path
@@ -125,10 +124,10 @@ BAD_FOR_A_SERVER = """
 --random-input-len 4000 | context of 4096
 --find-max-rate | --goodput
 --find-max-rate --goodput ttft:9 --sweep rate:1 | contradict each other; give one
---find-max-rate --goodput ttft:9 --arrival all-at-once | one rate
+--find-max-rate --goodput ttft:9 --arrival all-at-once | a constant rate
 --sweep rate:1 --on-seconds 1 --off-seconds 1 | --request-rate
---sweep rate:1 --arrival all-at-once | one rate
---sweep rate:1 --ramp-up-start-rps 1 --ramp-up-end-rps 2 | one rate
+--sweep rate:1 --arrival all-at-once | a constant rate
+--sweep rate:1 --ramp-up-start-rps 1 --ramp-up-end-rps 2 | a constant rate
 --sweep concurrency:1 --max-concurrency 4 | leave out --max-concurrency
 --sweep concurrency:1 --request-rate 4 | leave out
 --prompts token-ids --tokenizer /no/such/folder | /no/such/folder

@@ -355,7 +355,7 @@ def test_requests_of_tenants_carry_their_keys(headway: CommandLine, tmp_path: Pa
     with ScriptedServer(api_key="k") as server:
         arguments = ["bench", "--base-url", server.url, "--api-key", "k", "--mix", mix, "--num-prompts", 4]
         error = headway(*arguments, "--tenant-key", "acme=k").error()
-        assert "requests are of tenant 'lab', and its API key is not known; give --tenant-key lab=KEY" in error
+        assert "requests belong to tenant 'lab', whose API key is unknown; give --tenant-key lab=KEY" in error
         ran = headway(*arguments, "--tenant-key", "acme=k", "--tenant-key", "lab=wrong", "--num-warmups", 0)
         views = {each["name"]: each for each in ran.result()["headway"]["summaries"]}
         assert views["tenant acme"]["completed"] == 2 and views["tenant lab"]["failures"] == {"auth": 2}

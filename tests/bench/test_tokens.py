@@ -53,7 +53,7 @@ async def test_by_usage_where_there_is_no_tokenize() -> None:
 
 async def test_a_server_that_tells_nothing(word_tokens: Path) -> None:
     with ScriptedServer(script=script(usage=False, continuous_usage=False)) as server:
-        with pytest.raises(BenchError, match=r"tells no token counts.*--tokenizer"):
+        with pytest.raises(BenchError, match=r"reports no token counts.*--tokenizer"):
             await source_for(Target(server.url))
         # A tokenizer cannot be checked then, and is taken.
         source, said = await source_for(Target(server.url, tokenizer=str(word_tokens)))
@@ -111,7 +111,7 @@ async def test_token_ids_that_cannot_be(scripted: ScriptedServer) -> None:
     # A server that counts other than three tokens has taken the list for a text.
     with (
         ScriptedServer(script=script(prompt_tokens=9)) as server,
-        pytest.raises(BenchError, match="takes no token ids as a prompt; use --prompts text"),
+        pytest.raises(BenchError, match="does not accept token ids; use --prompts text"),
     ):
         await source_for(Target(server.url, token_ids=True))
 
@@ -139,7 +139,7 @@ async def test_what_a_chat_template_adds(word_tokens: Path) -> None:
 def test_no_tokenizer_there(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=f"--tokenizer {tmp_path}: .*tokenizer.json"):
         load_tokenizer(str(tmp_path))
-    with pytest.raises(BenchError, match="is no folder, and the Hugging Face hub gives none") as refused:
+    with pytest.raises(BenchError, match="is not a folder, and it cannot be loaded from the Hugging") as refused:
         load_tokenizer("no-such-owner/no-such-model")
     assert "\n" not in str(refused.value)
 
@@ -152,7 +152,7 @@ async def test_a_server_whose_counts_cannot_be(
         return counts
 
     monkeypatch.setattr("headway.bench.tokens.count_tokens", count_tokens)
-    with pytest.raises(BenchError, match="give its --tokenizer"):
+    with pytest.raises(BenchError, match="give --tokenizer"):
         await source_for(Target(scripted.url))
     source, _ = await source_for(Target(scripted.url, tokenizer=str(word_tokens)))
     assert isinstance(source, TokenizerSource)
@@ -160,5 +160,5 @@ async def test_a_server_whose_counts_cannot_be(
 
 def test_a_home_folder_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(BenchError, match="~nobody-at-all/x is no folder"):
+    with pytest.raises(BenchError, match="~nobody-at-all/x is not a folder"):
         load_tokenizer("~nobody-at-all/x")

@@ -193,4 +193,4 @@ def test_the_child_refuses_flags_that_do_not_go_together(
 @pytest.mark.gpu
 def test_threads_are_not_those_of_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(monkeypatch, "--machine", "--threads", "2", "--device", "cuda") == 2
-    assert "threads are of a CPU" in capsys.readouterr().err
+    assert "--threads is for CPUs" in capsys.readouterr().err

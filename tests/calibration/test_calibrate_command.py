@@ -255,8 +255,8 @@ BAD = """
 --name Upper | use lower-case letters
 --name= | use lower-case letters
 --output /no/such/folder/x.json | there is no such folder; make it
---output . | which is there and no file
---output /dev/null | which is there and no file
+--output . | which is not a file
+--output /dev/null | which is not a file
 --bogus | --bogus
 extra | extra
 """.strip().splitlines()

@@ -132,9 +132,9 @@ def test_a_place_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     for place, why in (
         (tmp_path / "none" / "new.json", "there is no such folder; make it"),
         (tmp_path / "old.json" / "new.json", "there is no such folder"),
-        (tmp_path, "which is there and no file"),
-        (Path("/dev/null"), "which is there and no file"),
-        (Path(""), "which is there and no file"),
+        (tmp_path, "which is not a file"),
+        (Path("/dev/null"), "which is not a file"),
+        (Path(""), "which is not a file"),
     ):
         with pytest.raises(StoreError, match=why):
             check_place(place)
@@ -199,7 +199,7 @@ BROKEN = {
 def test_a_broken_entry_is_named_in_one_line(entries: Path, content: bytes) -> None:
     entries.mkdir(parents=True)
     (entries / "old.json").write_bytes(content)
-    with pytest.raises(StoreError, match=r"old\.json is no calibrated machine .*headway calibrate --name old") as said:
+    with pytest.raises(StoreError, match=r"old\.json is not a calibrated machine.*calibrate --name old") as said:
         load(entries / "old.json")
     assert "\n" not in str(said.value)
 

@@ -176,13 +176,27 @@ def test_the_help_says_of_each_command_what_that_says_of_itself(
 
 def test_a_command_reads_its_own_modules_only() -> None:
     """What a server waits for at its start is not what others import."""
+    assert not modules_of("serve") & {"headway.bench", "headway.planner", "headway.calibration"}
+
+
+@pytest.mark.parametrize(
+    "command", [*(each for each in COMMANDS if each != "simulate"), "bench profile", "plan levers"]
+)
+def test_help_imports_nothing_that_is_slow_to_import(command: str) -> None:
+    slow = {"torch", "numba", "numpy", "matplotlib", "tokenizers", "jinja2", "rich", "uvloop", "httptools", "zmq"}
+    assert not modules_of(command) & slow
+
+
+def modules_of(command: str) -> set[str]:
+    """The modules that `headway COMMAND --help` imports."""
     program = (
-        "import sys; from headway.cli import app; app(['serve', '--help'], standalone_mode=False)\n"
-        "others = {'numpy', 'headway.bench', 'headway.planner', 'headway.calibration'} & sys.modules.keys()\n"
-        "sys.exit(f'imported: {others}' if others else 0)"
+        "import sys; from headway.cli import app\n"
+        f"app({[*command.split(), '--help']}, standalone_mode=False)\n"
+        "print(*sys.modules, file=sys.stderr)"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+    return set(ran.stderr.split())
 
 
 def test_no_file(command: Command, tmp_path: Path) -> None:

@@ -75,17 +75,29 @@ def test_a_long_word_is_never_broken(monkeypatch: pytest.MonkeyPatch) -> None:
         ("serve --kv-cache-memory-bytes 4G", "it is called --kv-cache-memory here"),
         ("serve --batch-size 8", "it is called --max-num-seqs here"),
         ("serve --max_num_seqs 8", "did you mean --max-num-seqs?"),
-        ("serve --model x", "the model is an argument here"),
+        ("serve --model x", "give the model as an argument"),
         ("bench --rps 4", "it is called --request-rate here"),
         ("bench --concurrency 4", "it is called --max-concurrency here"),
         ("plan llama-3.1-8b --gpu H200", "headway plan has no option --gpu; it is called --hardware here"),
         ("serve --no-such-thing", "headway serve --help-all lists its options"),
+        ("--help-all", "headway --help lists its options"),
+        ("serve --port x", "--port is 'x'; it must be a whole number"),
+        ("serve --port 99999", "--port is '99999'; it must be at most 65535"),
+        ("serve --device tpu", "--device is 'tpu'; choose one of auto, cpu, cuda"),
+        ("bench --request-rate -1", "--request-rate is '-1'; it must be at least 0"),
+        ("plan llama-3.1-8b", "give --hardware, such as H100-SXM; `headway plan --list` lists all"),
     ],
 )
 def test_other_tools_words_get_ours(headway: Headway, typed: str, says: str) -> None:
     code, out, error = headway(*typed.split())
     assert code == 2 and not out and error.count("\n") == 1
     assert says in error
+
+
+@pytest.mark.parametrize("typed", ["", "keys"])
+def test_a_command_without_arguments_prints_its_help(headway: Headway, typed: str) -> None:
+    code, out, error = headway(*typed.split())
+    assert code == 2 and not error and "\nCommands:\n  " in out
 
 
 def test_keys_of_a_file_get_our_words(headway: Headway, tmp_path: object) -> None:

@@ -272,7 +272,7 @@ async def test_an_engine_that_finds_less_memory_preloads_what_fits(
         while client.restarts == 0 or client.state != "ready":
             await asyncio.sleep(0.01)
         (why,) = client.ready.left_out
-        assert "line 5: with this prompt of 400 tokens 27 blocks are to be kept, and 20 of 40 may be" in why
+        assert "line 5: with this prompt of 400 tokens, 27 blocks must stay, but only 20 of 40 may" in why
         again = await collect(client.generate(request("again", prompt=[*prompts[0].token_ids, 60])))
         assert again[0].cached_tokens == 32
     assert f"1 prompts are not preloaded any more: {why}" in caplog.text
@@ -362,7 +362,7 @@ async def check_faults(client: EngineClient, expected: Choices) -> None:
         assert "the engine failed on this request (RuntimeError)" in last.error
     killed = (await kills)[-1]
     assert killed.finish_reason == "error" and killed.error is not None
-    assert "times with this request in it" in killed.error
+    assert "times with this request running" in killed.error
     assert client.restarts in (MOST_DEATHS, MOST_DEATHS + 1)
 
 

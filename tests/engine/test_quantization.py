@@ -86,5 +86,5 @@ def test_an_unknown_cache(tmp_path: Path) -> None:
 def test_a_gpu_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     settings: dict[str, Any] = {field: "int8", "load_format": "dummy", "device": "cuda"}
-    with pytest.raises(EngineError, match=f"{field} is int8; on cuda there is none yet, leave it out"):
+    with pytest.raises(EngineError, match=f"{field} is int8, which cuda does not support yet; leave it out"):
         build_engine(EngineConfig(write_config(tmp_path), **settings))

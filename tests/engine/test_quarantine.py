@@ -289,7 +289,7 @@ def test_three_requests_that_fail_one_after_the_other_are_the_engine_s_fault(
             if not together:
                 assert [output.finish_reason for output in run(core)] == ["error"]
         core.add(request("2", 2, temperature=0.0))
-        with pytest.raises(EngineFault, match="3 requests failed one after the other"):
+        with pytest.raises(EngineFault, match="3 requests failed in a row"):
             run(core)
     abort_all(core)
 

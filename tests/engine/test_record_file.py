@@ -72,7 +72,7 @@ def test_a_full_disk_ends_the_recording_with_one_warning(
             file.write(Step(now), idle=True)
     file.write(Step(9), idle=True)
     assert [record.getMessage() for record in caplog.records] == [
-        f"steps are recorded no more, as {tmp_path / 'steps'} can't be written: No space left on device"
+        f"recording of steps has stopped; cannot write {tmp_path / 'steps'}: No space left on device"
     ]
     assert steps(tmp_path / "steps") == [[]]
 
@@ -83,9 +83,9 @@ def test_what_is_no_place_for_a_recording_is_said_in_a_line(tmp_path: Path) -> N
     os.mkfifo(tmp_path / "pipe")
     held = begin(tmp_path / "held")
     for name, problem in {
-        "text": "it is there and is no recording",
-        "newer": "it is there and is no recording",
-        "pipe": "it is no file",
+        "text": "it exists and is not a recording",
+        "newer": "it exists and is not a recording",
+        "pipe": "it is not a file",
         "held": "another engine is recording there",
         "": "Is a directory",
         "none/steps": "No such file or directory",
@@ -106,9 +106,9 @@ def test_what_can_t_be_read_is_said_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
     for name, problem in {
         "none": "can't be read: No such file",
-        "text": "line 1: this is no record of an engine's steps",
-        "spoilt": "line 2: this is no record of an engine's steps",
-        "newer": "line 1: a recording in format 2; this reads 1",
+        "text": "line 1: this is not a record of an engine's steps",
+        "spoilt": "line 2: this is not a record of an engine's steps",
+        "newer": "line 1: recorded in format 2; this version reads 1",
         "empty": "has no recording in it",
     }.items():
         with pytest.raises(ValueError, match=problem):

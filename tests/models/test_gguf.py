@@ -312,7 +312,7 @@ def test_files_that_are_not_whole_are_refused(sound: bytes, tmp_path: Path) -> N
     path = tmp_path / "model.gguf"
     header = sound.index(b"token_embd.weight")
     assert "is empty" in refused(path, b"")
-    assert "does not begin as a GGUF file" in refused(path, b"PK\3\4" + sound[4:])
+    assert "is not a GGUF file" in refused(path, b"PK\3\4" + sound[4:])
     assert "is of version 1" in refused(path, sound[:4] + struct.pack("<I", 1) + sound[8:])
     assert "is big-endian" in refused(path, sound[:4] + struct.pack(">I", 3) + sound[8:])
     assert "of tensors do not fit into it" in refused(path, sound[:8] + struct.pack("<Q", 1 << 60) + sound[16:])
@@ -324,7 +324,7 @@ def test_files_that_are_not_whole_are_refused(sound: bytes, tmp_path: Path) -> N
     many = struct.pack("<I2Q", 2, 256, 1 << 62) + sound[place + 20 :]
     assert "lies outside the file" in refused(path, sound[:place] + many)
     odd = struct.pack("<I2QI", 2, 250, 131, 12) + sound[place + 24 :]
-    assert "rows of 250 in Q4_K, which come by 256" in refused(path, sound[:place] + odd)
+    assert "rows of 250 in Q4_K, which must be a multiple of 256" in refused(path, sound[:place] + odd)
     unknown = struct.pack("<I", 16) + sound[place + 24 :]
     assert "is of type IQ2_XXS, which is not supported" in refused(path, sound[: place + 20] + unknown)
 

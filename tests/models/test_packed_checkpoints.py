@@ -226,6 +226,6 @@ def test_another_scheme_or_kernels_without_it_are_refused(tmp_path: Path) -> Non
     save(tmp_path, W8A8)
     with pytest.raises(ModelError, match=f"quantization is int4, but the matrices in {tmp_path} are packed as int8"):
         load(tmp_path, "int4")
-    with pytest.raises(ValueError, match="the reference kernels have no weights in int8 packed in rows"):
+    with pytest.raises(ValueError, match="the reference kernels do not support weights in int8 packed in rows"):
         load_model(tmp_path, torch.float32, ReferenceKernels())
     assert math.isfinite(whole(load(tmp_path), PROMPTS)[0].sum())

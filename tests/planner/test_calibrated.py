@@ -49,7 +49,7 @@ def test_flags_go_before_the_engine_s_defaults() -> None:
 def test_a_cpu_takes_half_of_what_is_free_whatever_is_asked_of_a_gpu() -> None:
     plain, asked = (make_plan(PlanRequest(MODEL, "mine", gpu_memory_utilization=share)) for share in (None, 0.3))
     assert asked.capacity == plain.capacity
-    assert not plain.warnings and "takes no notice of --gpu-memory-utilization" in " ".join(asked.warnings)
+    assert not plain.warnings and "ignore --gpu-memory-utilization" in " ".join(asked.warnings)
 
 
 def test_the_sampler_s_memory_counts() -> None:

@@ -159,7 +159,7 @@ def test_speculation_counts(headway: CommandLine) -> None:
     dollars = "cost_per_million_output_tokens"
     assert faster["compared"][dollars] == pytest.approx(plain[dollars] / times)
     assert "tpot_ms" in faster["best"] and "tpot_ms" not in plain["best"]
-    assert "Speculative decoding counts" in " ".join(headway("plan", "compare", *typed, *shared).out.split())
+    assert "Figures include speculative decoding" in " ".join(headway("plan", "compare", *typed, *shared).out.split())
 
 
 def test_json_is_a_list_of_plans(headway: CommandLine) -> None:

@@ -265,7 +265,7 @@ def test_command_prints_and_gives_json(headway: CommandLine) -> None:
     typed = f"plan levers qwen2.5-7b --hardware A10 --batch-size 2 {FLAGS} --objective cost"
     shown = headway(*shlex.split(typed))
     assert shown.code == 0 and "Ranked by the price of a million output tokens (as asked for)." in shown.out
-    assert "--quantization int4" in shown.out and "The best of them together" in shown.out
+    assert "--quantization int4" in shown.out and "The best combination" in shown.out
     found = json.loads(headway(*shlex.split(f"{typed} --json")).out)
     assert found["objective"] == "cost" and found["base"]["devices"] == 1
     first = found["levers"][0]

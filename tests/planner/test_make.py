@@ -412,14 +412,14 @@ def test_the_bar_of_ttft_reaches_up_to_the_first_wave() -> None:
     assert plan.ttft.low == plan.ttft.value * plan.bars.ttft[0]
     # 64 prompts one after the other, at least: eight of them are a step.
     assert plan.first_wave.ttft_most_s > 64 * 1024 * 2 * 8e9 / 989e12
-    assert any("215 published serving points" in each for each in plan.assumptions)
+    assert any("215 published serving measurements" in each for each in plan.assumptions)
 
 
 def test_a_client_alone_keeps_its_narrow_bar() -> None:
     plan = make_plan(PlanRequest("llama-3.1-8b", "H100-SXM", concurrency=1))
     assert plan.ttft is not None and plan.first_wave is None
     assert plan.ttft.high == plan.ttft.value * plan.bars.ttft[1]
-    assert not any("215 published serving points" in each for each in plan.assumptions)
+    assert not any("215 published serving measurements" in each for each in plan.assumptions)
 
 
 def test_nvfp4_takes_four_and_a_half_bits_and_the_rate_of_fp4() -> None:

@@ -60,7 +60,7 @@ def test_a_value_out_of_its_range_is_named(field: str, value: Any) -> None:
 
 
 def test_two_loads_are_refused() -> None:
-    with pytest.raises(PlanError, match="batch_size and request_rate are given"):
+    with pytest.raises(PlanError, match="batch_size and request_rate are different"):
         PlanRequest("llama-3.1-8b", "H100-SXM", batch_size=2, request_rate=1.0)
 
 

@@ -23,14 +23,14 @@ def test_prompts_that_leave_too_little_room_are_named() -> None:
     all_fit = [prompt(1, 40), prompt(1, 43), prompt(100, 40)]
     assert room_for(all_fit, pool, 40) == (all_fit, [])
     fitting, (why,) = room_for([prompt(1, 40), prompt(100, 44), prompt(200, 40)], pool, 40)
-    assert "line 100: with this prompt of 44 tokens 21 blocks are to be kept, and 20 of 40" in why
+    assert "line 100: with this prompt of 44 tokens, 21 blocks must stay, but only 20 of 40" in why
     assert [each.where for each in fitting] == ["line 1", "line 200"], "what was refused takes no room from the next"
     fitting, (why,) = room_for([prompt(1, 40, "a"), prompt(1, 40, "b")], pool, 84)
-    assert "20 blocks are to be kept, and beside a sequence of 84 tokens there are 19 of 40" in why
+    assert "20 blocks must stay, but beside a sequence of 84 tokens only 19 of 40" in why
     assert [each.cache_salt for each in fitting] == ["a"]
     uncached = KVBlocks(40, 4, enable_prefix_caching=False)
     fitting, (why,) = room_for([prompt(1, 4)], uncached, 40)
-    assert not fitting and "without the prefix cache" in why
+    assert not fitting and "need the prefix cache" in why
 
 
 @settings(max_examples=40, deadline=None)

@@ -274,9 +274,7 @@ def test_a_length_is_what_the_class_has_shown_and_no_more_than_is_allowed() -> N
 
 def test_decisions_are_told_in_words() -> None:
     assert Decision(0).in_words() == "Nothing runs."
-    assert Decision(0, window_ns=3 * MS).in_words() == (
-        "Nothing runs: waits 3.0 ms for others to join the first request."
-    )
+    assert Decision(0, window_ns=3 * MS).in_words() == ("Nothing runs: waits 3.0 ms for more requests.")
     decision = Decision(
         0, decoding=1, prompt_tokens=30, waiting=2, queue="queue_policy", slack_ns=41.25 * MS, tightest="a", urgent="b",
         left_out=1, admitted=["b", "c"], preempted=["d"], yielded=[("e", "late")], predicted_ns=50.0 * MS,

@@ -94,7 +94,7 @@ class FakeEngine:
 
     def die(self) -> None:
         self.restarts += 1
-        self.state, self.last_error = "loading", "the engine process died; the server is starting it again"
+        self.state, self.last_error = "loading", "the engine process died; it is restarting"
 
     async def stop(self) -> None:
         self.state, self.last_error = "stopped", "the server is shutting down"

@@ -56,7 +56,7 @@ def test_one_message_and_its_timings(headway: Headway, server: LiveServer, engin
 def test_what_is_piped_in_is_one_message(headway: Headway, server: LiveServer, engine: FakeEngine) -> None:
     code, out, _ = headway("chat", f"{server.url}/v1", piped="two\nlines\n")
     assert code == 0 and out == TEXT + "\n" and len(engine.requests) == 1
-    assert "nothing was piped in" in headway("chat", server.url, piped=" \n")[2]
+    assert "the input is empty" in headway("chat", server.url, piped=" \n")[2]
 
 
 def test_a_conversation_remembers_what_was_said(headway: Headway, server: LiveServer, engine: FakeEngine) -> None:

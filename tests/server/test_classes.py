@@ -153,12 +153,17 @@ def test_the_body_goes_before_the_header(server: LiveServer) -> None:
     [
         ({}, {"service_tier": "scale"}, "service_tier", "'auto', 'default', 'priority' or 'flex'"),
         ({}, {"service_tier": 1}, "service_tier", "service_tier is 1"),
-        ({}, {"service_class": "day"}, "service_class", "'day', which is no class here; there are voice, chat, night"),
+        (
+            {},
+            {"service_class": "day"},
+            "service_class",
+            "'day', which is not a class here; there are voice, chat, night",
+        ),
         (
             {},
             {"service_class": "night", "service_tier": "priority"},
             "service_tier",
-            "service_tier is 'priority', which is class 'voice', and service_class is 'night'; give one",
+            "service_tier 'priority' means class 'voice', but service_class is 'night'; give one",
         ),
         ({"x-headway-service-class": "day"}, {}, "x-headway-service-class", "x-headway-service-class is 'day'"),
         ({"x-llm-d-slo-ttft-ms": "soon"}, {}, "x-llm-d-slo-ttft-ms", "x-llm-d-slo-ttft-ms is 'soon'"),
@@ -178,7 +183,12 @@ def test_the_body_goes_before_the_header(server: LiveServer) -> None:
             "max_tokens is 21; service class 'night' gives at most 20 (max_output_tokens)",
         ),
         ({}, {"service_class": "night", "min_tokens": 21}, "min_tokens", "min_tokens is 21; service class 'night'"),
-        ({}, {"service_class": "night", "n": 3}, "n", "the request has 3 choices; at most 2 of class night may"),
+        (
+            {},
+            {"service_class": "night", "n": 3},
+            "n",
+            "the request has 3 choices, more than the limit of 2 of class night",
+        ),
     ],
 )
 def test_what_is_refused(
@@ -194,7 +204,7 @@ def test_a_key_does_not_raise_itself_above_its_best_class(server: LiveServer) ->
     for key, body, best in ((NIGHT, {"service_tier": "default"}, "night"), (DAY, {"service_class": "voice"}, "chat")):
         error = error_of(ask(server, key, **body), 403)
         assert (error["type"], error["code"]) == ("permission_error", "service_class_not_allowed")
-        assert f"may use service class {best!r} and those below it" in error["message"]
+        assert f"may use service class {best!r} and less urgent ones" in error["message"]
     for key in ("sk", "sk-dawn"):
         assert ask(server, key).status_code == 401
     assert server.engine.requests == []
@@ -231,7 +241,7 @@ def test_a_class_has_a_queue_of_its_own(server: LiveServer) -> None:
         error = error_of(refused, 429)
         assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
         assert error["message"].startswith(
-            "2 choices of class night are waiting or running, and this request has 1; at"
+            "2 choices of class night are waiting or running, and this request has 1; the"
         )
         assert refused.headers["retry-after"] == "1"
         assert refused.headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
@@ -339,11 +349,11 @@ def test_a_file_that_would_let_everybody_in_is_not_taken(
     tenants.write_text("")
     service.reload_files()
     assert len(service.keys) == 2
-    assert "has no key any more, which would let everybody in" in caplog.text
+    assert "has no API key left, so everybody would have access" in caplog.text
     tenants.write_text(TENANTS)
     path.write_text(FILE.replace("max_queued = 2", "max_queued = 3").replace("chat", "talk"))
     service.reload_files()
-    assert f"{tenants}, line 9: best is 'chat', which is no class; there are voice, talk, night" in caplog.text
+    assert f"{tenants}, line 9: best is 'chat', which is not a class; there are voice, talk, night" in caplog.text
     assert service.admission.queues.of_class["night"].limits.choices == 2
     tenants.write_text(TENANTS.replace("chat", "talk"))
     service.reload_files()

@@ -41,7 +41,7 @@ def test_module_is_the_same_command() -> None:
         (["serve", "--port", "http"], "--port"),
         (["serve", "--port", "70000"], "--port"),
         (["serve", "--dtype", "int3"], "bfloat16"),
-        (["serve", "--kv-cache-dtype", "int2"], "'int2' is not one of 'auto', 'int8'"),
+        (["serve", "--kv-cache-dtype", "int2"], "--kv-cache-dtype is 'int2'; choose one of auto, int8"),
         (["serve", "--max-model-len", "0"], "--max-model-len"),
         (["serve", "--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization"),
         (["serve", "--kv-cache-memory", "lots"], "'lots' is not a size"),

@@ -146,7 +146,7 @@ def test_classes_are_read_again_without_dropping_requests(start: StartProcess, t
     process.popen.terminate()
     code, errors = process.end()
     assert code == 0, errors
-    assert f"classes and tenants stay as they are: {file}, line 3: ttft_ms is -1;" in errors
+    assert f"classes and tenants are unchanged: {file}, line 3: ttft_ms is -1;" in errors
     assert "service classes are now night" in errors and "Traceback" not in errors
 
 

@@ -79,7 +79,7 @@ def test_full_queue(start_server: StartServer, engine: FakeEngine) -> None:
         error = refused.json()["error"]
         assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
         assert error["message"].startswith(
-            "2 choices are waiting or running, and this request has 2; at most 3 may (--max"
+            "2 choices are waiting or running, and this request has 2; the limit is 3 (--max"
         )
         with parked(server, engine):
             assert server.client.post("/v1/completions", content=b"{").status_code == 429  # it is not even read
@@ -93,7 +93,7 @@ def test_queue_full_of_tokens(start_server: StartServer, engine: FakeEngine) -> 
     with parked(server, engine, prompt=[5] * 60, n=4):  # computed once for its four choices
         refused = server.post("/v1/completions", prompt=[[5] * 30, [6] * 30])
         assert refused.status_code == 429
-        assert "60 prompt tokens wait for their first output, and this request has 60; at most 100 may" in refused.text
+        assert "60 prompt tokens wait for their first output, and this request has 60; the limit is 100" in refused.text
         assert server.service.admission.queues.of_all.tokens == 60
         engine.open = True
         assert server.post("/v1/completions", prompt=[5] * 40).status_code == 200
@@ -118,11 +118,11 @@ def test_tokens_count_until_the_first_output_and_choices_until_the_end(
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"prompt": "x", "n": 9}, "the request has 9 choices; at most 8 may be here at once (--max-num-queued-reqs)"),
-        ({"prompt": ["x"] * 3, "n": 3}, "the request has 9 choices; at most 8"),
+        ({"prompt": "x", "n": 9}, "the request has 9 choices, more than the limit of 8 (--max-num-queued-reqs)"),
+        ({"prompt": ["x"] * 3, "n": 3}, "the request has 9 choices, more than the limit of 8"),
         (
             {"prompt": [5] * 101},
-            "the request has 101 prompt tokens; at most 100 may be here at once (--max-num",
+            "the request has 101 prompt tokens, more than the limit of 100 (--max-num",
         ),
         ({"prompt": ["x"] * 512, "n": 9}, "512 prompts with n = 9 make 4608 choices; at most 4096 are allowed"),
     ],

@@ -99,18 +99,18 @@ def test_it_begins_anew_when_it_is_long(path: Path) -> None:
 
 def test_a_place_that_cannot_be_used(path: Path, tmp_path: Path) -> None:
     journal, quotas = opened(path)
-    with pytest.raises(ValueError, match=r"another server has .*--quota-journal"):
+    with pytest.raises(ValueError, match=r"another server uses .*--quota-journal"):
         QuotaJournal(str(path))
     quotas.reserve("acme", 10, 0)
     quotas.settle(0, 5, 0)
     journal.close()
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + b"{\n" + lines[2])
-    with pytest.raises(ValueError, match="line 2: damaged; move the file away to begin with full budgets"):
+    with pytest.raises(ValueError, match="line 2: damaged; move the file away to start with full budgets"):
         QuotaJournal(str(path))
     other = tmp_path / "other"
     other.write_bytes(lines[1])
-    with pytest.raises(ValueError, match="line 1: no journal of quotas"):
+    with pytest.raises(ValueError, match="line 1: not a quota journal"):
         QuotaJournal(str(other))
     with pytest.raises(ValueError, match=r"cannot keep quotas in .*/none/.*: No such file"):
         QuotaJournal(str(tmp_path / "none" / "x"))

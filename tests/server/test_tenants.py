@@ -183,7 +183,7 @@ def test_a_restart_keeps_what_was_used(tokenizer: Tokenizer, file: Path, tmp_pat
     server = start()
     for _ in range(2):
         assert ask(server, "few").status_code == 200
-    with pytest.raises(ValueError, match="another server has"):
+    with pytest.raises(ValueError, match="another server uses"):
         start()
     server.stop()
     server = start()

@@ -65,7 +65,7 @@ def test_while_there_is_no_engine_requests_are_refused_and_may_be_given_up() -> 
     late, given_up = arrival(1, 60 * MS, 20, 6), arrival(2, 1 * MS, 20, 6, cancel_ns=50 * MS)
     dying = arrival(3, 31 * MS, 20, 6, cancel_ns=32 * MS)  # both are on their way to the engine when it dies
     answers = {answer.request_id: answer for answer in ran(arrival(0, 0, 20, 6), given_up, dying, late).answers}
-    assert "next one is not yet there" in answers["1"].refused and not answers["1"].is_final
+    assert "next one is not ready yet" in answers["1"].refused and not answers["1"].is_final
     assert [answers[name].finish_reason for name in ("2", "3")] == [FinishReason.ABORT] * 2
     assert answers["2"].ended_ns == 50 * MS and answers["3"].ended_ns == 34 * MS
     assert answers["2"].ledger.phases_ns[Phase.ENGINE_RESTART] == 16 * MS

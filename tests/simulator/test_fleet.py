@@ -156,7 +156,7 @@ def test_the_command_scales_and_counts_what_was_there(tmp_path: Path) -> None:
     hours = load_json(tmp_path / "run.json").duration_s / 3600
     assert code == 0 and 1 < server["replicas"] <= 5 and hours < server["replica_hours"] < server["replicas"] * hours
     for wrong, says in (
-        (["--scale-at", "3"], "give --max-replicas"),
+        (["--scale-at", "3"], "needs --max-replicas"),
         (["--max-replicas", "2", "--replicas", "3"], "3 to 2"),
     ):
         code, printed = command(*MODEL, *LOAD, *wrong, "--no-save-result")
@@ -209,9 +209,12 @@ def test_the_command_says_how_many_replicas_are_enough() -> None:
     load = ["--random-input-len", "2000", "--random-output-len", "4", "--num-prompts", "150", "--request-rate", "60"]
     search = ["--find-replicas", "--goodput", "ttft:150", "--slo-attainment", "0.7", "--price-per-hour", "2"]
     code, printed = command(*MODEL, *load, *search, "--no-save-result")
-    assert code == 0 and "Fewest replicas that hold the objectives of 70.0% of the requests: " in printed
+    assert code == 0 and "Smallest number of replicas that meets the objectives for 70.0% of the requests: " in printed
     fewest = int(printed.split("of the requests: ")[1].split(".")[0])
     assert 2 <= fewest <= 8 and f"{48 * fewest}" in printed
-    for wrong, says in ((search[:1], "needs objectives"), ([*search, "--replicas", "2"], "and --max-replicas out")):
+    for wrong, says in (
+        (search[:1], "needs objectives"),
+        ([*search, "--replicas", "2"], "leave out --replicas and --max-replicas"),
+    ):
         code, printed = command(*MODEL, *load, *wrong, "--no-save-result")
         assert code == 2 and says in printed

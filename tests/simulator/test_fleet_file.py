@@ -182,7 +182,7 @@ def test_random_failures_are_the_same_for_a_seed_and_come_as_often_as_said(tmp_p
         ("", "there are no replicas"),
         ("replicas = 3", "write [[replicas]]"),
         ("[[replicas]]\ncount = 0", "line 2: count is 0; give a whole number from 1"),
-        ("[[replicas]]\nhardwear = 'L40S'", "line 2: 'hardwear' is no change of a flag of the server; did you mean"),
+        ("[[replicas]]\nhardwear = 'L40S'", "line 2: 'hardwear' does not change a flag of the server; did you mean"),
         ("[[replicas]]\nmax_num_seqs = 'many'", "line 2: --max-num-seqs is 'many'; it must be a whole number"),
         ("[[replicas]]\nmodel = 'qwen3-8b'", "line 2: model is the same for all servers"),
         ("[[replicas]]\nrole = 'draft'", "line 2: role is 'draft'; choose one of prefill, decode"),
@@ -254,7 +254,7 @@ def test_the_command_simulates_a_fleet(tmp_path: Path) -> None:
 
     assert transfers(list(slow.records)) > 20 * transfers(list(quick.records)) > 0
     code, said = simulate(*MODEL, *LOAD, "--fleet", mixed, "--replicas", "2", "--no-save-result")
-    assert code == 2 and "--fleet says which replicas there are" in said
+    assert code == 2 and "--fleet defines the replicas" in said
     apart.write_text("[[replicas]]\nkv_cache_memory = '1M'\n")
     code, said = simulate(*MODEL, *LOAD, "--fleet", apart, "--no-save-result")
     assert code == 2 and "Traceback" not in said

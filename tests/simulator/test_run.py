@@ -234,4 +234,4 @@ def test_what_if_the_tenants_had_other_limits(tmp_path: Path) -> None:
     assert code == 2 and "none.toml" in said
     (tmp_path / "other.toml").write_text('[[tenant]]\nname = "quiet"\n')
     code, said = simulate(*MODEL, *load[:-1], tmp_path / "other.toml")
-    assert code == 2 and "requests of tenant 'loud', which --tenants has not; it has default, quiet" in said
+    assert code == 2 and "requests of tenant 'loud', but --tenants only has default, quiet" in said

@@ -68,7 +68,7 @@ def test_what_ifs_are_rows_beside_what_was_asked(tmp_path: Path) -> None:
         (["--what-if", "kv-cache-memory=much"], "is not a size"),
         (["--what-if", "hardware=H1000"], "--what-if hardware=H1000: hardware 'H1000' is not known"),
         (["--what-if", "max-num-seqs=4", "--explain-tail"], "exclude each other"),
-        (["--sweep", "rate:1,2", "--trace-output", "trace.json"], "--trace-output is of one run"),
+        (["--sweep", "rate:1,2", "--trace-output", "trace.json"], "--trace-output needs a single run"),
         (["--trace-output", "/"], "no file can be made there"),
     ],
 )

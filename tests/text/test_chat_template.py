@@ -122,7 +122,7 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
     own = tmp_path / "own.jinja"
     own.write_text("of the user")
     assert source(str(own)) == "of the user"
-    with pytest.raises(TextError, match="neither a template nor a file"):
+    with pytest.raises(TextError, match="neither a template nor a readable file"):
         source(str(tmp_path / "absent.jinja"))
 
 

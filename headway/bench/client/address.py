@@ -53,7 +53,7 @@ def parse_base_url(base_url: str) -> Address:
     if parts.username is not None or parts.password is not None:
         raise BenchError("--base-url has a user name or password in it; give the key with --api-key")
     if not parts.hostname:
-        raise wrong("it names no host")
+        raise wrong("it has no host")
     if parts.query or parts.fragment:
         raise wrong("it must end before ? and #")
     if port == 0:

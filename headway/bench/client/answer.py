@@ -228,7 +228,7 @@ class StreamedAnswer:
             record.chunk_ns.append(self._finish_ns or record.end_ns)
             record.chunk_tokens.append(1)
         if not record.chunk_ns:
-            return Failure(FailureKind.NO_TOKENS, "the answer ended well, without a token")
+            return Failure(FailureKind.NO_TOKENS, "the answer ended without an error, but without a token")
         return None
 
     def _failure_of_other_body(self) -> Failure:

@@ -127,7 +127,10 @@ class Asker:
         if failure.kind is FailureKind.TLS:
             return f"{url}: {said}; --insecure accepts any certificate, and a server without TLS needs http://"
         if failure.kind is FailureKind.CONNECT:
-            return f"no server at {url} ({said}); is it up? --ready-check-timeout-sec waits for it"
+            return (
+                f"no server at {url} ({said}); start one with `headway serve`, name another with --base-url, or wait "
+                "with --ready-check-timeout-sec"
+            )
         if failure.status is not None:
             return f"the server at {url} is not ready ({said}); --ready-check-timeout-sec waits for it"
         return f"{url} gives no answer that can be read ({failure.kind}: {said}); is --base-url the server's?"

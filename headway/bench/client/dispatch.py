@@ -144,7 +144,7 @@ class Dispatch:
             if self._is_too_late(time.monotonic_ns()) and not (self._finished.is_set() or stop.is_set()):
                 self._drain()
                 self._no_more_waiting = True
-                self._give_up_waiting("it still had no place when the time was up")
+                self._give_up_waiting("it still had no place when the run ended")
                 await self._wait(stop, None, drain_s)
             if not self._finished.is_set():
                 self.interrupted = stop.is_set()

@@ -126,7 +126,7 @@ async def count_tokens(server: Server, prompts: Sequence[Prompt]) -> list[int]:
             if found is None:
                 found = await count_by_stream(asker, endpoint, prompt)
             if found is None:
-                raise BenchError("the server tells no token counts (no /tokenize, no usage); give a --tokenizer")
+                raise BenchError("the server reports no token counts (no /tokenize, no usage); give --tokenizer")
             return found
 
     async with Asker.open(endpoint) as asker:

@@ -97,7 +97,7 @@ def reasons(client: ClientHealth, records: Iterable[RequestRecord], waited_share
     elif found and waited_share > 0.01:
         found.append(
             f"the client had no core {100 * waited_share:.0f} % of the time, though it used only "
-            f"{client.cpu_share:.2f} of one: other processes, perhaps the server, held it up"
+            f"{client.cpu_share:.2f} of one: other processes, perhaps the server, delayed it"
         )
     return found
 

@@ -216,7 +216,7 @@ def _doubts(side: str, runs: list[RunResult]) -> list[str]:
         name = side if len(runs) == 1 else f"{side} (run {number})"
         failed = sum(record.failed for record in run.records)
         if run.client.bound:
-            lines.append(f"{name} was client-bound, its latencies are in part the client's: {run.client.reasons[0]}")
+            lines.append(f"{name} was client-bound, so its latencies are partly the client's: {run.client.reasons[0]}")
         if run.interrupted:
             lines.append(f"{name} was interrupted")
         if failed:
@@ -226,12 +226,12 @@ def _doubts(side: str, runs: list[RunResult]) -> list[str]:
 
 def _doubts_of_one(same: bool) -> list[str]:
     drift = (
-        "one run of each side does not show how runs differ by themselves: a machine that drifted in between looks "
-        f"like a real difference; give at least {_ENOUGH_RUNS} runs of each, taken in turns"
+        "one run of each side does not show how much runs vary: drift of the machine looks like a real difference; "
+        f"give at least {_ENOUGH_RUNS} runs of each, alternating"
     )
     workload = (
-        "the workloads differ (seed, data set or planned lengths): requests are not paired, and a difference may be "
-        "that of the workloads"
+        "the workloads differ (seed, data set or planned lengths): requests are not paired, and differences may come "
+        "from the workloads"
     )
     return [drift] if same else [drift, workload]
 

@@ -289,13 +289,13 @@ class _Search:
                 self.held = self.likely.rate
                 if attempts > 1:
                     stop = Stop.NOISE
-                    reason = f"{self.held:.4g} requests/s held and {self.above:.4g} could not be shown to"
+                    reason = f"{self.held:.4g} requests/s held and {self.above:.4g} could not be proven"
                 return stop, reason
             rate, step = self.likely.rate / step, min(step**2, _LONGEST_STEP)
             self.above, self.likely = self.likely.rate, None
             while self.likely is None:
                 if rate < self._floor:
-                    return Stop.FLOOR, f"{self.above:.4g} requests/s did not hold, and no lower rate was to be tried"
+                    return Stop.FLOOR, f"{self.above:.4g} requests/s did not hold, and lower rates were not allowed"
                 if not await self._looks_good(rate):
                     self.above, rate, step = rate, rate / step, min(step**2, _LONGEST_STEP)
         return stop, reason
@@ -308,11 +308,11 @@ class _Search:
         while True:
             if await self._looks_good(rate):
                 if self.above is None and rate >= self._ceiling:
-                    return Stop.CEILING, f"{rate:.4g} requests/s held, and no higher rate was to be tried"
+                    return Stop.CEILING, f"{rate:.4g} requests/s held, and higher rates were not allowed"
             else:
                 self.above = rate
                 if self.likely is None and rate <= self._floor:
-                    return Stop.FLOOR, f"{rate:.4g} requests/s did not hold, and no lower rate was to be tried"
+                    return Stop.FLOOR, f"{rate:.4g} requests/s did not hold, and lower rates were not allowed"
             if self.above is None:
                 rate = min(2 * rate, self._ceiling)
             elif self.likely is None:
@@ -359,9 +359,9 @@ class _Search:
             if trial.low > options.target and _is_steady(trial):
                 trial.verdict = Verdict.HELD
             elif fewest > most:
-                trial.reason = f"misses come together: to show that it holds takes {fewest:,} requests"
+                trial.reason = f"misses come in clusters, so a proof takes {fewest:,} requests"
             elif trial.total >= most or (trial.total >= fewest and trial.share < options.target):
-                trial.reason = f"{trial.total:,} requests do not show that it holds"
+                trial.reason = f"{trial.total:,} requests are not enough for a proof"
             else:
                 await self._look(trial, fewest - trial.total, confidence)
                 if trial.verdict is not Verdict.FAILED:
@@ -404,7 +404,7 @@ class _Search:
         if self._probes >= self._options.max_probes:
             raise _Stopped(Stop.PROBES, f"all {self._options.max_probes} probes were used")
         if self._clock() - self._began >= self._options.max_seconds:
-            raise _Stopped(Stop.TIME, f"the {self._options.max_seconds:g} s for the search were used")
+            raise _Stopped(Stop.TIME, f"the time limit of {self._options.max_seconds:g} s was reached")
 
 
 def _is_steady(trial: Trial) -> bool:
@@ -439,25 +439,23 @@ def contradictions(trials: Sequence[Trial]) -> list[str]:
 
 def _check(start_rate: float, options: SearchOptions) -> None:
     if not (math.isfinite(start_rate) and start_rate > 0):
-        raise BenchError(f"the search cannot start at {start_rate:g} requests/s: give a rate above 0")
+        raise BenchError(f"the search cannot start at {start_rate:g} requests/s; give a rate above 0")
     if not 0 < options.target < 1:
-        raise BenchError(
-            f"an attainment of {options.target:g} cannot be shown by samples: give a share between 0 and 1"
-        )
+        raise BenchError(f"an attainment of {options.target:g} cannot be proven; give a share between 0 and 1")
     if not 0.5 <= options.confidence < 1:
-        raise BenchError(f"confidence {options.confidence:g} is out of range: it must be at least 0.5 and below 1")
+        raise BenchError(f"confidence {options.confidence:g} is out of range; it must be at least 0.5 and below 1")
     if not options.tolerance > 0:
-        raise BenchError(f"a tolerance of {options.tolerance:g} is never met: give a share above 0, for example 0.05")
+        raise BenchError(f"a tolerance of {options.tolerance:g} is never reached; give a share above 0, such as 0.05")
     if options.max_probes < 1 or options.max_seconds <= 0:
-        raise BenchError("the search has no budget: allow at least one probe and some time")
+        raise BenchError("the search has no budget; allow at least one probe and some time")
     if not 0 <= options.stall_s < math.inf:
-        raise BenchError(f"stalls of {options.stall_s:g} s cannot be allowed for: give 0 s or more")
+        raise BenchError(f"--stall-seconds is {options.stall_s:g}; give 0 or more")
     least = _FEWEST_IN_BLOCK * least_blocks(options.target, options.confidence)
     if options.max_samples is not None and options.max_samples < least:
         raise BenchError(
-            f"{options.max_samples} samples at a rate cannot show an attainment of {options.target:.4g}: allow at "
+            f"{options.max_samples} samples at a rate cannot prove an attainment of {options.target:.4g}; allow at "
             f"least {least}"
         )
     low, high = options.min_rate, options.max_rate
     if (low is not None and not 0 < low <= start_rate) or (high is not None and not start_rate <= high):
-        raise BenchError(f"the search starts at {start_rate:g} requests/s: that must lie between its limits")
+        raise BenchError(f"the search starts at {start_rate:g} requests/s, which must be between its limits")

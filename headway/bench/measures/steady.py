@@ -124,9 +124,9 @@ def _find(run: _Run, duration: int) -> tuple[int, int] | str:
     """(position of the first request in the window, the window's end in ns), or why there is none."""
     count = len(run.scheduled)
     if run.span <= _AT_ONCE * duration:
-        return "all requests were due at once: there are no arrivals for a steady state to be in"
+        return "all requests were due at once: a steady state needs arrivals over time"
     if count < _MIN_REQUESTS:
-        return f"{count} requests are too few to tell: at least {_MIN_REQUESTS} must be left in the window"
+        return f"{count} requests are too few: at least {_MIN_REQUESTS} must be left in the window"
     ramp = None if _closed_loop(run) else _arrival_trend(run.scheduled)
     if ramp is not None and ramp.real:
         way = "rises" if ramp.per_s > 0 else "falls"
@@ -137,7 +137,7 @@ def _find(run: _Run, duration: int) -> tuple[int, int] | str:
     typical = float(np.median(run.e2el_ms[count // 2 :])) * 1e6
     if typical > _LONGEST_REQUEST * run.span:
         lengths = f"a request takes {typical / 1e9:.3g} s and the arrivals lasted {run.span / 1e9:.3g} s"
-        return f"{lengths}: too short a run to get into equilibrium and stay there"
+        return f"{lengths}: the run is too short to reach equilibrium"
     last_ns = int(run.scheduled[-1] - typical) + 1
     kept = int(np.sum(run.scheduled[first:] < last_ns))
     if kept < _MIN_REQUESTS:
@@ -245,7 +245,7 @@ def _growth(run: _Run, first: int) -> _Finding:
         independent = np.sum(known) / autocorrelation_time(_ranks(values[known]))
         if independent < _MIN_INDEPENDENT and not finding.text:
             way = _way(series, trend) if noticeable else f"{series.name} wanders"
-            finding = _Finding(f"{way}, as slowly as the run is long: too short a run to tell its level")
+            finding = _Finding(f"{way}, too slowly to judge in this time: the run is too short")
     return finding
 
 

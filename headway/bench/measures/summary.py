@@ -185,17 +185,17 @@ def _notes(result: RunResult, records: Sequence[RequestRecord], latencies: Laten
     failed = sum(record.failed for record in records) - abandoned
     cancelled = sum(record.cancelled for record in records)
     if result.interrupted:
-        notes.append(f"interrupted: {_requests(abandoned)} abandoned, in no latency")
+        notes.append(f"interrupted: {_requests(abandoned)} abandoned; not in any latency")
     elif abandoned:
-        notes.append(f"{_requests(abandoned)} abandoned by this client, in no latency")
+        notes.append(f"{_requests(abandoned)} abandoned by this client; not in any latency")
     if cancelled:
-        notes.append(f"{_requests(cancelled)} cancelled by the client as planned, in no latency; no failures")
+        notes.append(f"{_requests(cancelled)} cancelled by the client as planned; not failures, and not in any latency")
     if failed:
-        notes.append(f"{_requests(failed)} failed, in no latency; where there are objectives they count as missed")
+        notes.append(f"{_requests(failed)} failed; not in any latency, and counted as missed")
     if resent := sum(record.resent > 0 for record in records):
         notes.append(
-            f"{_requests(resent)} sent again, as the server had closed the connection that was kept open: their "
-            "latency holds both, and the server may have begun on them twice"
+            f"{_requests(resent)} sent again, because the server had closed the kept-open connection; their latency "
+            f"includes both attempts, and the server may have started them twice"
         )
     uncounted = sum(record.output_tokens is None for record in latencies.records)
     if uncounted:

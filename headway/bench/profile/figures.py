@@ -151,7 +151,7 @@ def _context_lengths(result: ProfileResult) -> list[int]:
 
 @style.drawing()
 def optimisation_opportunities(found: Sequence[Opportunity], each: LengthProfile | None) -> Figure:
-    """Stages by what could be won at most, above what physics leaves of them."""
+    """Stages by their largest possible gain, above their floor."""
     figure, (axes,) = style.new_figure(8.0, 1.2 + 0.36 * max(3, len(found)))
     axes.set_xlabel("Time of a request (ms)")
     if each is None or not found:
@@ -160,8 +160,8 @@ def optimisation_opportunities(found: Sequence[Opportunity], each: LengthProfile
     floors = [min(o.floor_ms, o.measured_ms) for o in found]
     wins = [o.winnable_ms for o in found]
     rows = range(len(found))
-    axes.barh(rows, floors, height=0.66, color=style.colour("gray"), label="floor: what this machine needs for it")
-    axes.barh(rows, wins, left=floors, height=0.66, color=style.colour("orange"), label="could be won at most")
+    axes.barh(rows, floors, height=0.66, color=style.colour("gray"), label="floor: the least time on this machine")
+    axes.barh(rows, wins, left=floors, height=0.66, color=style.colour("orange"), label="largest possible gain")
     for row, o in enumerate(found):
         share = o.winnable_ms / each.total_ms
         text = f"{style.number(o.measured_ms)} ms, {style.number(o.winnable_ms)} to win ({share:.0%} of the request)"
@@ -226,7 +226,7 @@ def model_loading(stages: Mapping[str, float], total_s: float) -> Figure:
     figure, (axes,) = style.new_figure(8.0, 1.1 + 0.32 * max(3, len(stages)))
     axes.set_xlabel("Seconds")
     if not stages:
-        style.nothing_to_show(axes, "the server said nothing of its start")
+        style.nothing_to_show(axes, "the server reported nothing about its start")
         return figure
     rows = range(len(stages))
     axes.barh(rows, list(stages.values()), height=0.66, color=style.colour("blue"))

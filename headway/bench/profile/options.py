@@ -69,7 +69,7 @@ def check_options(options: ProfileOptions) -> None:
             raise BenchError(f"{flag} is {seconds:g}; it must be a number of seconds above 0")
     for argument in options.serve_arguments:
         if argument.partition("=")[0] in OWN_ARGUMENTS:
-            raise BenchError(f"--serve-argument {argument} is the profile's own to say; leave it out")
+            raise BenchError(f"--serve-argument {argument} is set by the profile; leave it out")
     name = options.result_name
     if name is not None and (not name or name in (".", "..") or Path(name).name != name):
         raise BenchError(f"--result-name is {name!r}; it must be the plain name of a folder")

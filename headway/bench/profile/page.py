@@ -44,7 +44,9 @@ def banners(result: ProfileResult) -> tuple[Banner, ...]:
         found.append(Banner(f"{count(total, 'request')} failed", (f"Kinds: {', '.join(sorted(failed))}.",)))
     if result.interrupted:
         found.append(
-            Banner("Interrupted", ("Stopped before all requests were done; what was measured counts.",), "warn")
+            Banner(
+                "Interrupted", ("Stopped before all requests were done; the figures are of those that were.",), "warn"
+            )
         )
     if result.peaks.busy:
         found.append(Banner("Busy machine", (f"{result.peaks.busy[:1].upper()}{result.peaks.busy[1:]}.",), "warn"))
@@ -75,8 +77,8 @@ def key_figures(result: ProfileResult) -> tuple[tuple[str, str], ...]:
 
 def _latency(result: ProfileResult) -> Section:
     text = (
-        "The unloaded baseline: no other request runs, so nothing here is queueing. The dashed line is the least "
-        "compute that this machine needs for the prompt, or for a token, by the roofline."
+        "Latency without load: no other request runs, so there is no queueing. The dashed line is the roofline of this "
+        "machine: the least time for the prompt, or for a token."
     )
     return Section(
         "Latency by prompt length",
@@ -96,8 +98,7 @@ def _latency(result: ProfileResult) -> Section:
 
 def _stages(result: ProfileResult) -> Section:
     text = (
-        "From the send to the end of the response, cut into stages without gap or overlap by the server's ledger "
-        "and the client's clock."
+        "From the send to the end of the response, divided into stages by the server's ledger and the client's clock."
     )
     return Section(
         "Where the time of a request goes",
@@ -122,8 +123,9 @@ def _opportunities(result: ProfileResult) -> Section:
     if each is not None and found:
         first = found[0]
         text = (
-            f"At a prompt of {each.prompt_tokens:,} tokens and an answer of {each.output_tokens:,}, the most to win is "
-            f"in {BY_KEY[first.stage].label}: {number(first.winnable_ms)} of {number(each.total_ms)} ms."
+            f"At a prompt of {each.prompt_tokens:,} tokens and an answer of {each.output_tokens:,}, the largest "
+            f"possible gain is in {BY_KEY[first.stage].label}: {number(first.winnable_ms)} of {number(each.total_ms)} "
+            f"ms."
         )
         says = (text,)
     return Section(
@@ -133,8 +135,8 @@ def _opportunities(result: ProfileResult) -> Section:
         pictures=(
             Picture(
                 "optimisation-opportunities",
-                "What could be won at most",
-                "Grey is what physics leaves of a stage on this machine, orange what better software could win.",
+                "Largest possible gain",
+                "Grey: the least time of the stage on this machine. Orange: what better software could save.",
                 figures.optimisation_opportunities(found, each),
             ),
         ),
@@ -145,8 +147,9 @@ def _opportunities(result: ProfileResult) -> Section:
 def _achieved(result: ProfileResult) -> Section:
     text = (
         "FLOPs and bytes are counted exactly from the model's shape: two FLOPs for each multiply-add, every weight "
-        "once a pass, the keys and values of the context. Time is the ledger's compute. Activations are "
-        "left out, as they may stay in caches. So may the weights of a small model, and then the peak is the caches'."
+        "once a pass, the keys and values of the context. Time is the ledger's compute. Activations are left out, "
+        "because they may stay in caches. If the weights of a small model stay in caches too, the peak is that of the "
+        "caches."
     )
     return Section(
         "Achieved bandwidth and FLOP/s",
@@ -156,7 +159,7 @@ def _achieved(result: ProfileResult) -> Section:
             Picture(
                 "roofline",
                 "Roofline",
-                "Lines: the most that the machine can do. Points: what was measured, prompts with their length.",
+                "Lines: the machine's limits. Points: measurements, prompts with their length.",
                 figures.roofline(result),
             ),
         ),
@@ -174,7 +177,7 @@ def _memory(result: ProfileResult) -> Section:
     more = (
         f"The server made a cache of {result.startup.num_blocks:,} blocks of {result.startup.block_size} tokens, "
         f"{result.pool_bytes / 1e6:,.0f} MB, on a machine with {peaks.memory_bytes / 1e9:,.1f} GB "
-        "(--kv-cache-memory and --max-model-len set it)."
+        "(set by --kv-cache-memory and --max-model-len)."
     )
     return Section(
         "Memory requirements",
@@ -186,7 +189,8 @@ def _memory(result: ProfileResult) -> Section:
             Picture(
                 "memory-requirements",
                 "Memory by context length",
-                "Left: what one sequence needs, its prompt computed in one step. Right: how many the cache holds.",
+                "Left: memory of one sequence whose prompt is computed in one step. Right: number of sequences that "
+                "the cache holds.",
                 figures.memory_requirements(result),
             ),
         ),
@@ -197,7 +201,7 @@ def _memory(result: ProfileResult) -> Section:
 def _loading(result: ProfileResult) -> Section:
     return Section(
         "Model loading",
-        ("Once at the start. Weights that were read before come from the page cache, not from storage.",),
+        ("Measured once, at the start. Weights that were read before come from the page cache, not from storage.",),
         tables=(tables.loading_table(result),),
         pictures=(
             Picture(

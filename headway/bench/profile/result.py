@@ -52,7 +52,7 @@ class LengthProfile:
 
 @dataclass(frozen=True, slots=True)
 class Opportunity:
-    """How much of a stage could be won at most.
+    """The largest possible gain of a stage.
 
     Args:
         floor_ms: what physics leaves of it on this machine; 0 for work that needs no time in principle.

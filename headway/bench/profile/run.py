@@ -129,8 +129,8 @@ async def _peaks(options: ProfileOptions, model: ProfiledModel, progress: Progre
         if model.products not in peaks.gemm_flops_per_s:
             known = ", ".join(peaks.gemm_flops_per_s)
             raise BenchError(
-                f"--calibration {options.calibration} knows products in {known}, the model runs in {model.products}; "
-                f"make it again with --dtype {model.products}"
+                f"--calibration {options.calibration} has measured products in {known}, but the model runs in "
+                f"{model.products}; measure again with --dtype {model.products}"
             )
         return peaks
     task = progress.add_task("measuring the machine", total=None)

@@ -28,7 +28,7 @@ def latency_table(result: ProfileResult) -> Table:
         "percentile its 95 % interval."
     )
     if refused:
-        note += f" Too few requests of a length for {', '.join(refused)}: so many it takes (--repeats)."
+        note += f" Too few requests per length; needed are: {', '.join(refused)} (--repeats)."
     return Table(
         "Latency, one request at a time",
         ("prompt", "ms", "requests", "least", "median", *(f"P{p:g}" for p in shown), "most"),
@@ -85,7 +85,7 @@ def achieved_table(result: ProfileResult) -> Table:
             shares = (f"{part.bandwidth_share:.1%}", f"{part.flops_share:.1%}")
             rows.append(cells(first, name, *map(number, sizes), part.bound, *shares))
     return Table(
-        "Compute and what the machine allows",
+        "Compute, compared with the machine's limits",
         ("prompt", "pass", "MB", "GFLOP", "ms", "floor", "bound", "bytes/s", "FLOP/s"),
         tuple(rows),
         left=frozenset({1, 6}),
@@ -95,7 +95,7 @@ def achieved_table(result: ProfileResult) -> Table:
 
 
 def opportunity_table(each: LengthProfile) -> Table:
-    """Stages by what could be won at most, with what to do about them."""
+    """Stages by their largest possible gain, with remedies."""
     rows = [
         cells(
             BY_KEY[o.stage].label,
@@ -108,12 +108,12 @@ def opportunity_table(each: LengthProfile) -> Table:
         for o in opportunities(each)
     ]
     return Table(
-        f"What could be won, prompt of {each.prompt_tokens:,} tokens and answer of {each.output_tokens:,}",
+        f"Largest possible gain, prompt of {each.prompt_tokens:,} tokens and answer of {each.output_tokens:,}",
         ("stage", "ms", "floor", "to win", "share", "what helps"),
         tuple(rows),
         left=frozenset({5}),
-        note="To win: at most, if the stage took no longer than its floor. Only prefill and decode have a floor; what "
-        "lowers the floor itself (fewer bytes, fewer passes) is not counted.",
+        note="Gain: if the stage took only its floor. Only prefill and decode have a floor; lowering the floor itself "
+        "(fewer bytes, fewer passes) is not counted.",
     )
 
 

@@ -117,28 +117,31 @@ def _good(result: RunResult, summaries: Sequence[Summary], most_failed: float) -
         why = " ".join(grave[0].lines[:2]) if grave else "The run measured nothing."
         return Line("Not valid", why, "bad")
     if figures:
-        return Line("Valid", f"but for {', '.join(figures[:4])}: this client may be more than 10 % of them", "warn")
-    unsteady = next((note for note in summaries[0].notes if note.startswith("no steady state: ")), "")
-    return Line("Valid", unsteady or "the figures are the server's, in its steady state", "good")
+        return Line("Valid", f"but for {', '.join(figures[:4])}: this client may have added more than 10 %", "warn")
+    notes = [note for note in summaries[0].notes if note.startswith("no steady state: ")]
+    said = f"over the whole run; {notes[0]}" if notes else "the figures are the server's, in its steady state"
+    return Line("Valid", said, "good")
 
 
 def _next(result: RunResult, summaries: Sequence[Summary], target: float, most_failed: float) -> str:
     """The one thing that helps most."""
     found = steady_or_whole(summaries).attainment
     if not any(record.ok for record in result.records):
-        return "look at the server's log; --verbose shows what failed and how"
+        return "--verbose shows what failed and how; see also the server's log"
     if result.client.bound:
         return "run the client on another machine, or at a lower --request-rate"
     if not verdict.is_valid(result, summaries, max_failed_share=most_failed):
         return "--verbose shows what failed and how"
     if found is None or not found.total:
-        return "judge it with --goodput ttft:500 tpot:100; --verbose shows all tables, --report FILE.html pictures"
+        return (
+            "add objectives with --goodput ttft:500 tpot:100; --verbose shows all tables, --report FILE.html pictures"
+        )
     decision = verdict.outcome(found, target)
     if decision == "undecided":
         enough = max(math.ceil(math.log(0.025) / math.log(target)), 2 * found.total)
         return f"to be certain of {100 * target:g} %, raise --num-prompts to {enough:,} or more"
     if decision == "missed":
         return (
-            "--report FILE.html shows what the slowest requests waited for; --find-max-rate finds the rate that holds"
+            "--report FILE.html shows why the slowest requests took longer; --find-max-rate finds the rate that holds"
         )
     return "--find-max-rate finds the highest rate that holds; --verbose shows all tables"

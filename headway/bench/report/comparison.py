@@ -48,8 +48,9 @@ def comparison_table(comparison: Comparison, a: str, b: str) -> Table:
     share = f"{100 * comparison.confidence:g} %"
     rows = tuple(_row(difference) for difference in comparison.differences)
     note = (
-        f"Latencies in ms from the schedule; below each difference its {share} interval. Method: {comparison.method}. "
-        "A verdict is made with all the comparisons in mind, so that chance alone is rarely called real."
+        f"Latencies in ms from the schedule, with the {share} interval below each difference. Method: "
+        f"{comparison.method}. "
+        "Verdicts allow for the number of comparisons, so chance alone is rarely called real."
     )  # fmt: skip
     columns = ("", plain(a, 28), plain(b, 28), "b - a", "b / a", "verdict")
     return Table("Differences", columns, rows, left=frozenset({0, 5}), note=note)
@@ -199,8 +200,8 @@ def comparison_section(comparison: Comparison, a: str = "a", b: str = "b") -> Se
     """
     tables = [comparison_table(comparison, a, b), settings_table(comparison, a, b)]
     caption = (
-        "Each point is b / a with its own interval. One that does not hold 1 and is still grey would be remarkable "
-        "alone, but not among so many comparisons."
+        "Each point is b / a with its own interval. A grey interval that excludes 1 would be significant alone, but "
+        "not among this many comparisons."
     )
     return Section(
         "Comparison",

@@ -54,7 +54,7 @@ def latency_against_load(points: Sequence[LoadPoint], load: str = "Request rate 
         axes.set_ylabel(label)
         highest = _percentile_lines(axes, points, metric)
         if not highest:
-            style.nothing_to_show(axes, "no percentile can be claimed")
+            style.nothing_to_show(axes, "no percentile has enough samples")
             continue
         objective = _objective(points, metric)
         if objective is not None:

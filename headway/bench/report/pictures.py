@@ -120,7 +120,7 @@ def client_picture(result: RunResult) -> Picture:
         words.append(f"99 % of the requests were sent within {number(np.quantile(lag, 0.99))} ms of their schedule")
     if len(loop):
         words.append(f"the client's event loop was at most {number(loop.max())} ms late")
-    share = "the latency tables say what share of each figure that may be"
+    share = "the latency tables show the possible share of each figure"
     verdict = "the run is client-bound" if client.bound else share
     caption = sentence("; ".join([*words, verdict]))
     return Picture("client-lag", "The client itself", caption, figures.client_lag(client))
@@ -132,8 +132,7 @@ def load_pictures(points: Sequence[LoadPoint], load: str, target: float = 0.99) 
         Picture(
             "latency-against-load",
             "Latency against load",
-            "Percentiles from the schedule with their 95 % intervals; a percentile that a run has too few requests for "
-            "is left out.",
+            "Percentiles from the schedule with their 95 % intervals; percentiles with too few requests are left out.",
             figures_rates.latency_against_load(points, load),
         ),
         Picture(
@@ -160,7 +159,7 @@ def _cdf_caption(whole: Summary) -> str:
         return "No request was answered."
     claims = [claim for claim in due.percentiles if claim.value is not None]
     if not claims:
-        return f"{due.count} requests are too few to claim any percentile."
+        return f"{due.count} requests are too few for any percentile."
     tail = claims[-1]
     from_send = sent.percentile(tail.p)
     compared = (
@@ -170,8 +169,8 @@ def _cdf_caption(whole: Summary) -> str:
     )
     return (
         f"{tail.p:g} % of the requests had their first token within {number(tail.value or 0.0)} ms of when they were "
-        f"due{compared}. Where the two curves part, requests waited before they were sent. Percentiles are marked "
-        "where there are samples enough to claim them."
+        f"due{compared}. Where the two curves differ, requests waited before they were sent. Percentiles with enough "
+        f"samples are marked."
     )
 
 
@@ -202,7 +201,7 @@ def _composition_caption(slices: dict[str, list[Slice]]) -> str:
                 growth_in_words(median, slowest),
             ]
             sentences.append("; ".join(filter(None, words)) + ".")
-    return " ".join(sentences) or "Fewer than two requests were answered: there is no tail to take apart."
+    return " ".join(sentences) or "Fewer than two requests were answered, so there is no tail to analyse."
 
 
 def _slowest_caption(result: RunResult) -> str:
@@ -212,8 +211,7 @@ def _slowest_caption(result: RunResult) -> str:
     due = [(record.scheduled_ns - result.began_ns) / 1e9 for record in rows]
     return (
         f"The {len(rows)} slowest, by E2E from the schedule; they were due between {number(min(due))} and "
-        f"{number(max(due))} s of the run. A bar's parts are totals in the order of the chain; the dot is where the "
-        "first token came."
+        f"{number(max(due))} s of the run. The parts of a bar are totals per phase; the dot marks the first token."
     )
 
 
@@ -232,10 +230,10 @@ def _timeline_caption(result: RunResult) -> str:
     if not any(record.ok for record in rows):
         return f"{shown}None of them was answered."
     if not any(phases_of(record) for record in rows):
-        return f"{shown}The server gives no timings, so only the wait and the stream are told apart."
+        return f"{shown}The server sends no timings, so only the wait and the stream are shown separately."
     words, most = max(totals.items(), key=lambda item: item[1])
     share = f"{100 * most / sum(totals.values()):.0f} %"
-    return f"{shown}Of their time that is accounted for, the most was spent {words} ({share})."
+    return f"{shown}Most of their accounted time was spent {words} ({share})."
 
 
 def _ttft_caption(result: RunResult) -> str:
@@ -248,14 +246,14 @@ def _ttft_caption(result: RunResult) -> str:
     return (
         f"The median was {number(float(np.median(ttft[:half])))} ms in the first half of the requests and "
         f"{number(float(np.median(ttft[half:])))} ms in the second; the slowest waited {number(float(ttft.max()))} ms. "
-        "A median that grows means more load than the server bears."
+        "A growing median means overload."
     )
 
 
 def _itl_caption(result: RunResult, whole: Summary) -> str:
     gaps = Latencies.of(result.records).itl_ms
     if not gaps.any():
-        return "No request has two chunks of tokens that came apart."
+        return "No request has two chunks of tokens at different times."
     median = float(np.median(gaps))
     long = gaps > 4 * median
     claim = whole.from_schedule["itl_ms"].percentile(99.0) if "itl_ms" in whole.from_schedule else None
@@ -290,8 +288,8 @@ def _front_caption(points: Sequence[LoadPoint]) -> str:
         return "There are no runs."
     tokens = number(best.summary.rates.get("output_throughput", 0.0))
     return (
-        f"The most output was {tokens} tokens/s, at a load of {plain(best.label, 24)}. Runs that no other run beats in "
-        "both respects are joined."
+        f"The most output was {tokens} tokens/s, at a load of {plain(best.label, 24)}. A line joins the runs that no "
+        f"other run beats in both."
     )
 
 

@@ -25,24 +25,24 @@ MOST_DETAILED = 3  # runs of a sweep that are shown in full
 DEFINITIONS = (
     ("TTFT", "Time to first token: from when a request was due (schedule) or sent (send) to its first token."),
     ("TPOT", "Time per output token of a request: (E2E - TTFT) / (output tokens - 1)."),
-    ("ITL", "Inter-token latency: the gaps between chunks that brought tokens, of all requests together."),
+    ("ITL", "Inter-token latency: the gaps between chunks with tokens, all requests pooled."),
     ("E2E", "End to end: from when a request was due or sent to its last token."),
     ("E2E/token", "Normalised latency: E2E divided by the output tokens."),
-    ("schedule", "Latency that includes what a request waited, after it was due, before it could be sent."),
+    ("schedule", "Latency from when the request was due, including the wait before it was sent."),
     ("send", "Latency without that wait: a server that makes its clients wait looks faster (coordinated omission)."),
-    ("tokens", "Counted by the server's usage; by chunks only where it gives none, which a note then says."),
-    ("interval", "Where the true percentile lies with 95 % confidence, by order statistics of dependent samples."),
-    ("needs N+", "The sample is too small to claim this percentile; N samples would do."),
-    ("steady state", "The part of the run after its ramp-up and before its drain, found from the data."),
-    ("goodput", "Requests per second, of those that met all their objectives; failed requests have missed theirs."),
+    ("tokens", "Counted by the server's usage; if it sends none, chunks are counted, and a note says so."),
+    ("interval", "The range of the true percentile with 95 % confidence, from order statistics of dependent samples."),
+    ("needs N+", "The sample is too small for this percentile; it needs at least N samples."),
+    ("steady state", "The part of the run between ramp-up and drain, detected from the data."),
+    ("goodput", "Requests per second that met all their objectives; failed requests count as missed."),
     (
         "cancelled",
-        "Given up by its client, as planned: no failure, and judged only if an objective was missed by then.",
+        "Cancelled by its client as planned: not a failure, and judged only if it had already missed an objective.",
     ),
-    ("probes", "Short requests of a stranger, sent beside the load; they are in none of its numbers."),
+    ("probes", "Short requests in addition to the load; no figure of the load includes them."),
     ("client-bound", "The client did not offer the load, or its own delays may be more than 10 % of every figure."),
     ("queue", "Phases of the server's ledger in which a request waited for a place in the batch."),
-    ("stall", "Phases in which it was in the batch, but waited for others' work."),
+    ("stall", "Phases in which a running request waited for others' work."),
 )
 
 
@@ -104,7 +104,7 @@ def report_page(
 
     Args:
         results, summaries: each run, and what `summarise_all` makes of it.
-        extra: sections that come first: the outcome of a search.
+        extra: sections that come first. Their banners, such as the outcome of a search, are the verdict of the page.
         target: share of requests that must meet their objectives.
         max_failed_share: a run with a larger share of failed requests is not valid.
         environment: where the client ran; None describes this machine.
@@ -118,16 +118,16 @@ def report_page(
     limits = {"target": target, "max_failed_share": max_failed_share}
     result, views = results[0], summaries[0]
     single = len(results) == 1
-    sections = [*extra]
+    outcome = tuple(banner for section in extra for banner in section.banners)
+    sections = [replace(section, banners=()) for section in extra]
     if single:
         sections += run_sections(result, views)
     else:
         sections += _sweep_sections(results, summaries, target, max_failed_share)
-    banners = (
-        _run_verdict(result, views, limits)
-        if single
-        else verdict.of_runs(list(zip(results, summaries, strict=True)), target)
-    )
+    if single:
+        banners = (*outcome, *_run_verdict(result, views, limits))
+    else:
+        banners = outcome or verdict.of_runs(list(zip(results, summaries, strict=True)), target)
     return Page(
         title=title or f"headway bench: {plain(_model(result), 120)}",
         subtitle=_subtitle(results),

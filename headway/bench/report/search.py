@@ -1,10 +1,12 @@
-"""What the search for the highest rate says: in words, as a table and as a picture."""
+"""The result of the search for the highest rate: in words, as a table and as a picture."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from headway.bench.measures.anytime import least_blocks
 from headway.bench.measures.search import SearchResult, Stop, Trial, Verdict
+from headway.bench.report.verdict import count
 from headway.report import style
 from headway.report.parts import Banner, Cell, Picture, Section, Table, Tone, cells
 from headway.report.style import number, sentence
@@ -18,6 +20,7 @@ TONES: dict[Verdict, Tone] = {
     Verdict.FAILED: "bad",
     Verdict.UNDECIDED: "warn",
 }
+_RELAX = "Relax --goodput or --slo-attainment, or measure a faster server."
 MARKS = (
     (Verdict.HELD, "o", "green", "held"),
     (Verdict.LIKELY, "o", "gray", "looks good"),
@@ -32,35 +35,59 @@ def search_banners(found: SearchResult, target: float = 0.99) -> tuple[Banner, .
     reason = f"The search ended because {found.reason}."
     claim = found.claim
     if claim is None:
-        line = f"At no rate that was tried is it certain that at least {wanted}."
-        likely = "" if found.likely is None else f"{number(found.likely)} requests/s looks good, and is not certain."
-        outcome = Banner("No rate held", tuple(each for each in (line, likely, reason) if each))
+        outcome = _nothing_proven(found, target, reason)
     else:
         above = "" if found.above is None else f"; {number(found.above)} requests/s {_why_not(found, found.above)}"
         tone: Tone = "good" if found.stop in (Stop.PRECISE, Stop.CEILING) else "warn"
         line = f"At {number(claim.rate)} requests/s at least {wanted}{above}."
         sure = (
-            f"That is {100 * found.confidence:.4g} % certain as long as requests that miss together, in a stall or a "
-            f"burst, are no more than {claim.block:,} in a row ({number(claim.block / claim.rate)} s)."
+            f"This is {100 * found.confidence:.4g} % certain if stalls and bursts affect at most {claim.block:,} "
+            f"requests in a row ({number(claim.block / claim.rate)} s)."
         )
         outcome = Banner(f"Highest rate: {number(claim.rate)} requests/s", (line, sure, reason), tone)
     doubts = (Banner("Beware", tuple(sentence(each) for each in found.warnings), "warn"),) if found.warnings else ()
     return (outcome, *doubts)
 
 
+def _nothing_proven(found: SearchResult, target: float, reason: str) -> Banner:
+    """No rate was proven: only if all failed is that bad news about the server."""
+    failed = [trial.rate for trial in found.trials if trial.verdict is Verdict.FAILED]
+    tried = f"{count(len(found.trials), 'rate')} tried with {sum(trial.total for trial in found.trials):,} requests"
+    if found.trials and len(failed) == len(found.trials) and found.stop is Stop.FLOOR:
+        lines = (f"{tried}; even {number(min(failed))} requests/s did not meet {100 * target:g} %.", reason, _RELAX)
+        return Banner("No rate held", lines)
+    missed = f"; {number(min(failed))} requests/s did not hold" if failed else ""
+    if found.likely is None:
+        more = "Give more time with --max-search-seconds, or start lower with --request-rate."
+        return Banner("Nothing proven yet", (f"{tried}{missed}.", reason, more if found.trials else _RELAX), "warn")
+    trial = next(each for each in found.trials if each.rate == found.likely)
+    met = f"{trial.met:,} of {trial.total:,} requests met their objectives at {number(trial.rate)} requests/s"
+    fewest = trial.block * least_blocks(target, found.confidence)
+    minutes = max(1, round(fewest / trial.rate / 60))
+    proof = (
+        f"A proof of {100 * target:g} % takes at least {fewest:,} requests at one rate, about {minutes:,} min here: "
+        "raise --max-search-seconds, or lower --slo-attainment."
+    )
+    return Banner(
+        f"{number(found.likely)} requests/s looks good, but is not proven",
+        (f"{met}{missed}. {tried}.", reason, proof),
+        "warn",
+    )
+
+
 def _why_not(found: SearchResult, rate: float) -> str:
     trial = next((trial for trial in found.trials if trial.rate == rate), None)
     if trial is not None and trial.verdict is Verdict.FAILED and trial.client:
-        return f"did not hold for this client, which was late there ({trial.client}): the server may do better"
+        return f"did not hold, but this client was late ({trial.client}): the server may do better"
     if trial is None or trial.verdict is Verdict.FAILED:
         return "did not hold"
     return f"stayed undecided ({trial.reason})" if trial.reason else "stayed undecided"
 
 
 def search_table(found: SearchResult) -> Table:
-    """A row for each rate that was tried, in the order of trying."""
+    """One row per rate, in the order in which they were tried."""
     rows = tuple(_row(trial) for trial in found.trials)
-    note = "The interval holds at every look at once, so it is wider than that of a single run of as many requests."
+    note = "The intervals hold for all looks together, so they are wider than those of a single run."
     columns = ("requests/s", "probes", "requests", "met", "fell behind", "verdict")
     return Table("Rates tried", columns, rows, left=frozenset({0, 5}), note=note)
 
@@ -77,7 +104,7 @@ def _row(trial: Trial) -> tuple[Cell, ...]:
 
 @style.drawing()
 def attainment_of_rates(found: SearchResult, target: float = 0.99) -> Figure:
-    """Attainment at each rate tried, with its interval; the limit lies in the shaded range."""
+    """Attainment at each rate tried, with its interval; the limit is in the shaded range."""
     figure, (axes,) = style.new_figure(8.0, 3.4)
     axes.set_xlabel("Request rate (1/s)")
     axes.set_ylabel("Requests that met their objectives (%)")
@@ -123,9 +150,9 @@ def attainment_of_rates(found: SearchResult, target: float = 0.99) -> Figure:
 
 def search_section(found: SearchResult, target: float = 0.99) -> Section:
     """For the top of a report: `report_page(..., extra=[search_section(...)])`."""
-    caption = "Each point is all that was measured at one rate, with an interval that holds at every look at once."
+    caption = "Each point has all requests at one rate, with an interval that holds for all looks together."
     if found.rate is not None and found.above is not None:
-        caption += f" The limit lies between {number(found.rate)} and {number(found.above)} requests/s."
+        caption += f" The limit is between {number(found.rate)} and {number(found.above)} requests/s."
     return Section(
         "The highest rate",
         banners=search_banners(found, target),

@@ -20,9 +20,9 @@ Row = tuple[str, Sequence[str | Cell]]  # its label, and a value for each column
 
 NOTHING = Cell("–", "quiet")
 LATENCY_NOTE = (
-    "Milliseconds; below each percentile its 95 % interval. Schedule: counted from when a request was due; send: from "
-    "when it was sent. Needs N+: this percentile needs at least N samples. Client: the largest share of these figures "
-    "that this client's own delays may have added; a figure of which it is more than 10 % is not valid."
+    "Milliseconds, with the 95 % interval below each percentile. Schedule: counted from when a request was due; send: "
+    "from when it was sent. Needs N+: this percentile needs at least N samples. Client: the largest share of a figure "
+    "that this client's own delays may have added; above 10 % the figure is not valid."
 )
 RATES = (
     ("request_throughput", "requests/s"),
@@ -149,7 +149,7 @@ def probe_table(summaries: Sequence[Summary]) -> Table | None:
     if view is None:
         return None
     rows = tuple(cells(label, *values) for label, values in _apart_rows([view]))
-    note = "Short requests of a stranger, sent beside the load and in none of its numbers. Latencies from the schedule."
+    note = "Short requests in addition to the load; no figure of the load includes them. Latencies from the schedule."
     return Table("Probes", ("", "probes"), rows, note=note)
 
 
@@ -189,7 +189,7 @@ def phase_table(view: Summary) -> Table | None:
         f"Where the server says the time went, {plain(view.name)}",
         ("phase", "share", "mean", "P50", "P99", "most"),
         tuple(rows),
-        note="Milliseconds of a request. Shares are of the mean; the sums repeat what is listed above them.",
+        note="Milliseconds per request. Shares are of the mean; the sums repeat the rows above them.",
     )
 
 
@@ -325,7 +325,7 @@ def sweep_table(
     if not intervals:
         rows = [tuple(_without_interval(cell) for cell in row) for row in rows]
     note = (
-        "Latencies in ms from the schedule, of the steady state where there is one, else of the whole run. A run is "
-        "`client` where this client was the limit."
+        "Latencies in ms from the schedule, in the steady state if there is one, otherwise over the whole run. "
+        "`client`: this client was the limit."
     )
     return Table("Runs", columns, tuple(rows), note=note)

@@ -103,7 +103,7 @@ def of_runs(runs: Sequence[tuple[RunResult, Sequence[Summary]]], target: float =
     bound = sorted(load_of(result) for result, _ in runs if result.client.bound)
     if bound:
         loads = ", ".join(number(load) for load in bound)
-        line = f"At a load of {loads} this client was the limit: the server may do better there. Use another machine."
+        line = f"At a load of {loads} this client was the limit; the server may do better. Run it on another machine."
         found.append(Banner("CLIENT-BOUND", (line,), "warn"))
     attained = {
         load_of(result): view.attainment
@@ -128,7 +128,7 @@ def _up_to(attained: dict[float, Attainment], target: float) -> Banner:
         shares = ", ".join(f"{number(load)} ({100 * attained[load].share:.4g} %)" for load in below)
         enough = math.ceil(math.log(0.025) / math.log(target))
         line = (
-            f"By load, this share met their objectives: {shares}. To be certain of {100 * target:g} % takes at least "
+            f"Objectives met, by load: {shares}. To be certain of {100 * target:g} % takes at least "
             f"{enough:,} requests at a load, more if any misses: raise --num-prompts."
         )
         return Banner("Objectives: too few requests to decide", (line,), "warn")
@@ -180,14 +180,17 @@ def _main_views(summaries: Sequence[Summary]) -> list[Summary]:
 def _nothing(result: RunResult) -> Banner | None:
     if any(record.ok for record in result.records):
         return None
-    what = "no request was made" if not result.records else f"none of {count(len(result.records), 'request')} succeeded"
-    return Banner("NO ANSWER", (f"There are no latencies: {what}.",))
+    if not result.records:
+        return Banner("NO ANSWER", ("There are no latencies, because no request was made.",))
+    reasons = [f"{kind}, {plain(message, 160)}" for kind, _, message in failures_by_kind(result)[:1]]
+    line = ": ".join([f"none of {count(len(result.records), 'request')} succeeded", *reasons])
+    return Banner("NO ANSWER", (sentence(line),))
 
 
 def _client_bound(result: RunResult) -> Banner | None:
     if not result.client.bound:
         return None
-    advice = "The figures are this client's as much as the server's: run it on another machine, or at a lower rate."
+    advice = "The figures are not the server's alone: run the client on another machine, or at a lower rate."
     return Banner("CLIENT-BOUND", (*map(sentence, result.client.reasons), advice))
 
 
@@ -208,7 +211,9 @@ def _spoilt(result: RunResult, summaries: Sequence[Summary]) -> Banner | None:
 def _interrupted(result: RunResult) -> Banner | None:
     if not result.interrupted:
         return None
-    return Banner("INTERRUPTED", ("The run was stopped before all requests were done; this is what was measured.",))
+    return Banner(
+        "INTERRUPTED", ("The run was stopped before all requests were done; the figures are of those that were.",)
+    )
 
 
 def _failures(result: RunResult, most: float) -> Banner | None:
@@ -271,7 +276,7 @@ def _omission(summaries: Sequence[Summary]) -> Banner | None:
             if values[0] > OMISSION_RATIO * values[1] and values[0] - values[1] > OMISSION_MS:
                 line = (
                     f"P{p:g} {METRIC_NAMES[metric]} is {number(values[0])} ms from when requests were due, and only "
-                    f"{number(values[1])} ms from when they were sent: counting from the send hides the difference."
+                    f"{number(values[1])} ms from when they were sent: values from the send leave this wait out."
                 )
                 return Banner("Requests waited before they were sent", (line,), "warn")
     return None

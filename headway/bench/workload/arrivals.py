@@ -8,47 +8,19 @@ as one limited by number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.bench.errors import BenchError
+from headway.bench.workload.arrival_flags import ARRIVALS, TRACES, Arrival, ArrivalFlags
 
 Times = NDArray[np.float64]
 LINEAR, EXPONENTIAL = "linear", "exponential"
 RAMP_STRATEGIES = (LINEAR, EXPONENTIAL)
-
-
-class Arrival(Protocol):
-    """An arrival process."""
-
-    @property
-    def mean_rate(self) -> float | None:
-        """Arrivals per second over a long time; None where there is no such number."""
-        ...
-
-    def offsets(self, count: int, rng: np.random.Generator) -> Times:
-        """The first `count` arrival times, of shape [count].
-
-        Raises:
-            BenchError: when the process has fewer arrivals than that.
-        """
-        ...
-
-    def offsets_until(self, duration_s: float, rng: np.random.Generator) -> Times:
-        """All arrival times t with t < duration_s.
-
-        Raises:
-            BenchError: when a duration does not limit the process.
-        """
-        ...
-
-    def describe(self) -> str:
-        """A few words for titles and results."""
-        ...
 
 
 def _positive(what: str, value: float) -> None:
@@ -249,9 +221,7 @@ class AllAtOnce:
         return np.zeros(count)
 
     def offsets_until(self, duration_s: float, rng: np.random.Generator) -> Times:
-        raise BenchError(
-            f"a duration of {duration_s:g} s does not limit arrivals that come all at once; say --num-prompts"
-        )
+        raise BenchError(f"a duration of {duration_s:g} s does not limit arrivals all at once; give --num-prompts")
 
     def describe(self) -> str:
         return "all at once"
@@ -301,3 +271,64 @@ class Trace:
         return f"{len(self.timestamps)} timestamps of a trace" + (
             f", {self.scale:g}x as fast" if self.scale != 1 else ""
         )
+
+
+def make_arrival(flags: ArrivalFlags, dataset_name: str | None = None) -> Arrival | None:
+    """The process that the flags describe; None leaves times to the dataset or to a closed loop.
+
+    Without `arrival` the flags that were given tell: a ramp's, the phases', a burstiness other than 1, and else Poisson
+    at `request_rate`. An infinite rate is "all-at-once", no rate at all None.
+
+    Args:
+        dataset_name: whose times "trace" means; None where there is not one dataset but a mix.
+
+    Raises:
+        BenchError: naming a flag that is missing, or one that does not belong to the process.
+    """
+    kind = flags.arrival
+    said = {f"--{name.replace('_', '-')}": value for name, value in asdict(flags).items() if name != "arrival"}
+    if flags.burstiness == 1 and kind != "gamma":
+        del said["--burstiness"]
+    given = {flag: value for flag, value in said.items() if value is not None}
+    kind = _kind_of(given) if kind is None else kind
+    if kind is None:
+        return None
+    if kind == "poisson" and flags.request_rate == math.inf:
+        kind = "all-at-once"
+    build: dict[str, tuple[Callable[..., Arrival | None], Sequence[str], Sequence[str]]] = {
+        "poisson": (Poisson, ["--request-rate"], []),
+        "gamma": (Gamma, ["--request-rate", "--burstiness"], []),
+        "constant": (Constant, ["--request-rate"], []),
+        "on-off": (OnOff, ["--request-rate", "--on-seconds", "--off-seconds"], []),
+        "ramp": (Ramp, ["--ramp-up-start-rps", "--ramp-up-end-rps"], ["--ramp-up-strategy"]),
+        "all-at-once": (AllAtOnce, [], []),
+        "trace": (lambda: None, [], []),
+    }
+    if kind not in build:
+        raise BenchError(f"--arrival is '{kind}'; it must be one of {', '.join(ARRIVALS)}")
+    if kind == "trace" and dataset_name not in TRACES:
+        raise BenchError(f"--arrival trace needs a dataset with times: --dataset-name {', '.join(TRACES)}")
+    make, needed, optional = build[kind]
+    if kind == "all-at-once" and given.get("--request-rate") == math.inf:
+        del given["--request-rate"]
+    return make(*_values_of(kind, given, needed, optional))
+
+
+def _values_of(kind: str, given: dict[str, Any], needed: Sequence[str], optional: Sequence[str]) -> list[Any]:
+    for flag in needed:
+        if flag not in given:
+            raise BenchError(f"--arrival {kind} needs {flag}")
+    for flag, value in given.items():
+        if flag not in [*needed, *optional]:
+            raise BenchError(f"{flag} is {value}, which does not apply to --arrival {kind}; leave one of the two out")
+    return [given[flag] for flag in [*needed, *optional] if flag in given]
+
+
+def _kind_of(given: dict[str, Any]) -> str | None:
+    if any(flag.startswith("--ramp-up") for flag in given):
+        return "ramp"
+    if "--on-seconds" in given or "--off-seconds" in given:
+        return "on-off"
+    if "--burstiness" in given:
+        return "gamma"
+    return "poisson" if "--request-rate" in given else None

@@ -171,7 +171,7 @@ def _check(spec: WorkloadSpec, source: TokenSource, chat: bool) -> None:
         raise BenchError(f"a closed loop has no arrival process, and one was given: {spec.arrival.describe()}")
     beside = options_beside_a_mix(spec) if spec.mix is not None else []
     if beside:
-        raise BenchError(f"{beside[0]} was given beside --mix, which says what is sent; leave one of the two out")
+        raise BenchError(f"{beside[0]} and --mix both define the requests; leave one of the two out")
 
 
 def _check_alone(spec: WorkloadSpec) -> None:
@@ -183,8 +183,8 @@ def _check_alone(spec: WorkloadSpec) -> None:
         )
     if spec.num_prompts is not None:
         raise BenchError(
-            f"--num-prompts is {spec.num_prompts}, and the classes of the mix have arrivals of their own; say "
-            "num_prompts in a class, or --duration"
+            f"--num-prompts is {spec.num_prompts}, but the classes of the mix have arrivals of their own; set "
+            "num_prompts in each class, or give --duration"
         )
 
 

@@ -10,13 +10,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.bench.errors import BenchError
 from headway.bench.workload.spelling import hint
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Distribution(Protocol):
@@ -36,7 +37,7 @@ class Distribution(Protocol):
 
 def tokens(distribution: Distribution, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """Whole numbers of 1 or more drawn from `distribution`, of shape [count]."""
-    return np.maximum(np.rint(distribution.values(count, rng)), 1).astype(np.int64)
+    return distribution.values(count, rng).round().clip(1).astype("int64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class Fixed:
         return self.value
 
     def values(self, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
+        import numpy as np
+
         return np.full(count, float(self.value))
 
     def describe(self) -> str:
@@ -83,7 +86,7 @@ class Uniform:
         return (self.minimum + self.maximum) / 2
 
     def values(self, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
-        return rng.integers(self.minimum, self.maximum, count, endpoint=True).astype(np.float64)
+        return rng.integers(self.minimum, self.maximum, count, endpoint=True).astype("float64")
 
     def describe(self) -> str:
         return f"uniform {self.minimum} to {self.maximum}" if self.minimum < self.maximum else str(self.minimum)
@@ -103,7 +106,7 @@ class Normal:
 
     def values(self, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
         drawn = self.mean * (1 + self.cv * rng.standard_normal(count))
-        return np.clip(drawn, self.minimum, self.maximum)
+        return drawn.clip(self.minimum, self.maximum)
 
     def describe(self) -> str:
         return f"normal, mean {self.mean:g}, cv {self.cv:g}" + _bounds(self.minimum, self.maximum)
@@ -118,8 +121,10 @@ class LogNormal(Normal):
 
     def values(self, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
         variance = math.log1p(self.cv * self.cv)
+        import numpy as np
+
         drawn = np.exp(math.log(self.mean) - variance / 2 + math.sqrt(variance) * rng.standard_normal(count))
-        return np.clip(drawn, self.minimum, self.maximum)
+        return drawn.clip(self.minimum, self.maximum)
 
     def describe(self) -> str:
         return f"lognormal, mean {self.mean:g}, cv {self.cv:g}" + _bounds(self.minimum, self.maximum)
@@ -137,7 +142,7 @@ class Exponential:
         _check_shape(self.mean, 1.0, self.minimum, self.maximum)
 
     def values(self, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
-        return np.clip(self.mean * rng.standard_exponential(count), self.minimum, self.maximum)
+        return (self.mean * rng.standard_exponential(count)).clip(self.minimum, self.maximum)
 
     def describe(self) -> str:
         return f"exponential, mean {self.mean:g}" + _bounds(self.minimum, self.maximum)
@@ -200,11 +205,11 @@ def parse_distribution(said: str | float | Mapping[str, Any]) -> Distribution:
         form = table.pop("distribution", None)
         if not isinstance(form, str):
             raise BenchError(
-                f"the distribution {dict(said)} does not say which: add distribution = one of {', '.join(FORMS)}"
+                f"the distribution {dict(said)} has no distribution; add distribution = one of {', '.join(FORMS)}"
             )
         return _build(form, table, str(dict(said)))
     if isinstance(said, bool) or not isinstance(said, str | int | float):
-        raise BenchError(f"{said!r} is no distribution; write a number or, for example, '{EXAMPLE}'")
+        raise BenchError(f"{said!r} is not a distribution; write a number or, for example, '{EXAMPLE}'")
     if not isinstance(said, str):
         return Fixed(said)
     form, colon, rest = said.strip().partition(":")
@@ -218,7 +223,7 @@ def parse_distribution(said: str | float | Mapping[str, Any]) -> Distribution:
 
 def _build(form: str, given: dict[str, Any], said: str) -> Distribution:
     if form not in FORMS:
-        raise BenchError(f"'{form}' in '{said}' is no distribution; {hint(form, FORMS)}")
+        raise BenchError(f"'{form}' in '{said}' is not a distribution; {hint(form, FORMS)}")
     needed, optional = FORMS[form]
     for name in given:
         if name not in needed + optional:

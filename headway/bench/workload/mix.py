@@ -33,8 +33,8 @@ from typing import Any, TypeVar
 from headway.bench.client.endpoint import check_headers
 from headway.bench.errors import BenchError
 from headway.bench.option_values import check_objectives
-from headway.bench.workload.arrival_flags import ArrivalFlags, make_arrival
-from headway.bench.workload.arrivals import Arrival
+from headway.bench.workload.arrival_flags import Arrival, ArrivalFlags
+from headway.bench.workload.arrivals import make_arrival
 from headway.bench.workload.spec import DATASET_FIELDS, DISTRIBUTIONS, DatasetOptions, flag
 from headway.bench.workload.spelling import hint
 
@@ -124,7 +124,7 @@ def load_mix(path_or_name: str | Path) -> Mix:
     if path.suffix != ".toml":
         if str(path_or_name) not in bundled_mixes():
             nearest = hint(str(path_or_name), bundled_mixes())
-            raise BenchError(f"there is no mix '{path_or_name}' in the package, and it is no .toml file; {nearest}")
+            raise BenchError(f"there is no bundled mix '{path_or_name}', and it is not a .toml file; {nearest}")
         path = Path(str(resources.files("headway.bench.workload") / "mixes" / f"{path_or_name}.toml"))
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -204,7 +204,9 @@ def _load(where: str, table: Mapping[str, Any], dataset_name: str) -> ClassLoad 
             raise BenchError(f"{where}: {key} is {value}; it must be 1 or more")
     if bool(given) == (users is not None):
         both = "both arrivals and max_concurrency" if given else "neither arrivals nor max_concurrency"
-        raise BenchError(f"{where} has {both}; a class needs either request_rate and the like, or users of a loop")
+        raise BenchError(
+            f"{where} has {both}; a class needs either arrivals (request_rate, ...) or the clients of a closed loop"
+        )
     arrival = _named(where, lambda flags: make_arrival(flags, dataset_name), ArrivalFlags(**given))
     return ClassLoad(arrival, users, num_prompts)
 

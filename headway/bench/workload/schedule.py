@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from headway.bench.errors import BenchError
 from headway.bench.workload.arrivals import AllAtOnce, Times, Trace
 from headway.bench.workload.datasets import Dataset, Turns
+from headway.bench.workload.making import make_dataset
 from headway.bench.workload.mix import MixClass
 from headway.bench.workload.prompts import TokenSource
-from headway.bench.workload.spec import DEFAULT_NUM_PROMPTS, WorkloadSpec, fitted, make_dataset
+from headway.bench.workload.spec import DEFAULT_NUM_PROMPTS, WorkloadSpec, fitted
 
 # Requests planned for a closed loop that ends with a duration: so many a second for each user, and at most so many.
 MOST_PER_USER_S, MOST_PLANNED = 10, 10_000
@@ -94,10 +95,10 @@ def make_schedule(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
         BenchError: when number, duration, arrivals and dataset do not go together.
     """
     if spec.no_oversample and all(part.dataset.rows is None for part in parts):
-        raise BenchError("--no-oversample was given, and no file of requests could run out; leave it out")
+        raise BenchError("--no-oversample does not apply, because no requests are read from a file; leave it out")
     made = _schedule(spec, parts) if parts[0].of_class.load is None else _each_by_itself(spec, parts)
     if not made.conversations:
-        raise BenchError(f"no request comes within --duration {spec.duration_s} s; give it more time or a higher rate")
+        raise BenchError(f"no request arrives within --duration {spec.duration_s} s; raise the duration or the rate")
     return made
 
 
@@ -106,7 +107,7 @@ def _schedule(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
     if spec.mix is None and parts[0].dataset.has_times and spec.arrival is None and not spec.users:
         return _recorded(spec, parts[0])
     if spec.time_scale != 1:
-        raise BenchError("--time-scale was given, and no recorded times are replayed; leave it out")
+        raise BenchError("--time-scale does not apply, because no recorded times are replayed; leave it out")
     bounded = isinstance(spec.arrival, AllAtOnce) and spec.num_prompts is not None
     if spec.duration_s is not None and spec.arrival is not None and not bounded:
         return _within(spec, parts, spec.duration_s)
@@ -133,7 +134,7 @@ def _of_one_class(spec: WorkloadSpec, part: Part) -> Schedule:
     assert load is not None
     replays = load.arrival is None and load.users is None
     if load.num_prompts is None and spec.duration_s is None and not replays:
-        raise BenchError("nothing says when its requests end; give it num_prompts, or the run --duration")
+        raise BenchError("its requests never end; set num_prompts, or give --duration")
     own = replace(
         spec,
         mix=None,

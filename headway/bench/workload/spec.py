@@ -1,4 +1,4 @@
-"""What the command line says of a workload."""
+"""The options of a workload. Without numpy, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -9,30 +9,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from headway.bench.errors import BenchError
-from headway.bench.workload.arrivals import Arrival
-from headway.bench.workload.datasets import Dataset
-from headway.bench.workload.lengths import (
-    Distribution,
-    Exponential,
-    Fixed,
-    Uniform,
-    parse_distribution,
-    parse_length,
-    parse_range_ratio,
-)
-from headway.bench.workload.prompts import TokenSource
-from headway.bench.workload.spelling import hint
-from headway.bench.workload.synthetic import MultiTurn, PrefixRepetition, RandomLengths, check_whole
-from headway.bench.workload.texts import Custom, ShareGPT
-from headway.bench.workload.traces import MOONCAKE_BLOCK_SIZE, TraceRows, read_azure, read_burstgpt, read_mooncake
+from headway.bench.workload.arrival_flags import Arrival
+from headway.bench.workload.lengths import Distribution, Exponential, Uniform, parse_distribution, parse_length
 from headway.flags import Flag
 
 DEFAULT_NUM_PROMPTS = 1000
 DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN = 1024, 128
+MOONCAKE_BLOCK_SIZE = 512
 DEFAULT_TURNS = Uniform(2, 8)
 DEFAULT_THINK_S = Exponential(5.0)
-DEFAULT_TURN_LEN = Uniform(50, 150)
 
 
 _workload, _load = functools.partial(Flag, panel="Workload"), functools.partial(Flag, panel="Load")
@@ -86,8 +71,8 @@ class DatasetOptions:
     prefix_repetition_suffix_len: Annotated[int, _workload("Tokens of each prompt after the shared prefix.")] = 256
     prefix_repetition_num_prefixes: Annotated[int, _workload("Number of shared prefixes.")] = 10
     prefix_repetition_output_len: Annotated[int, _workload("Tokens of an answer.")] = 128
-    sharegpt_output_len: Annotated[int | None, _workload("Default: as long as the answer in the file.")] = None
-    custom_output_len: Annotated[int | None, _workload("Default: what each row says.")] = None
+    sharegpt_output_len: Annotated[int | None, _workload("Output tokens. Default: those of the file's answer.")] = None
+    custom_output_len: Annotated[int | None, _workload("Output tokens. Default: from each row, else 256.")] = None
     multi_turn_turns: Annotated[
         Distribution,
         _workload("Turns of a conversation.", parse=parse_length, default="uniform:min=2,max=8"),
@@ -104,9 +89,9 @@ class DatasetOptions:
     burstgpt_model: Annotated[str | None, _workload("Use only the trace's requests to this model.")] = None
     trace_block_size: Annotated[int, _workload("Tokens of a Mooncake trace's hash id.")] = MOONCAKE_BLOCK_SIZE
     max_input_len: Annotated[
-        int | None, _workload("Clip made-up prompts to this many tokens; leave out longer texts.")
+        int | None, _workload("Shorten generated prompts to this many tokens; leave out longer texts.")
     ] = None
-    max_output_len: Annotated[int | None, _workload("Clip outputs to this many tokens.")] = None
+    max_output_len: Annotated[int | None, _workload("Shorten outputs to this many tokens.")] = None
     disable_shuffle: Annotated[bool, _workload("Use texts in the order of their file.", "--disable-shuffle")] = False
     cancel_share: Annotated[
         float, _workload("Share of requests that the client cancels after --cancel-after-s.", min=0, max=1)
@@ -158,17 +143,6 @@ class WorkloadSpec(DatasetOptions):
 
 Options = TypeVar("Options", bound=DatasetOptions)
 DATASET_FIELDS: dict[str, Any] = {each.name: each.default for each in fields(DatasetOptions)}
-# Of any dataset; the rest belongs to one, by the beginning of its name or as said here.
-SHARED_FIELDS = {"dataset_name", "output_len", "max_input_len", "max_output_len", "cancel_share", "cancel_after_s"}
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A dataset's own options, and how it is made of them."""
-
-    fields: tuple[str, ...]
-    make: Callable[[DatasetOptions, TokenSource], Dataset]
-    is_file: bool = False
 
 
 def flag(name: str) -> str:
@@ -199,128 +173,6 @@ def fitted(options: Options, context: int | None) -> Options:
     return replace(options, **lengths)
 
 
-def make_dataset(options: DatasetOptions, source: TokenSource) -> Dataset:
-    """The dataset that is asked for.
-
-    Raises:
-        BenchError: for an unknown name, an option of another dataset, a missing path, and what the file has wrong.
-    """
-    kind = DATASETS.get(options.dataset_name)
-    if kind is None:
-        raise BenchError(f"there is no dataset '{options.dataset_name}'; {hint(options.dataset_name, DATASETS)}")
-    own = SHARED_FIELDS.union(kind.fields, {"dataset_path"} if kind.is_file else ())
-    for name, default in DATASET_FIELDS.items():
-        if name not in own and getattr(options, name) != default:
-            raise BenchError(f"{flag(name)} does not apply to --dataset-name {options.dataset_name}; leave it out")
-    if kind.is_file and options.dataset_path is None:
-        raise BenchError(f"--dataset-name {options.dataset_name} needs --dataset-path")
-    for name in ("max_input_len", "max_output_len", "sharegpt_output_len", "custom_output_len"):
-        if (value := getattr(options, name)) is not None:
-            check_whole(flag(name), value, 1)
-    if not 0 <= options.cancel_share <= 1:
-        raise BenchError(f"--cancel-share is {options.cancel_share:g}; it must be from 0 to 1")
-    if (options.cancel_share > 0) != (options.cancel_after_s is not None):
-        raise BenchError("of --cancel-share and --cancel-after-s one was given; clients that cancel need both")
-    return kind.make(options, source)
-
-
-def _only_one(options: DatasetOptions, *names: str) -> None:
-    """Raises BenchError where two options that say the same were given."""
-    given = [flag(name) for name in names if getattr(options, name) != DATASET_FIELDS[name]]
-    if len(given) > 1:
-        raise BenchError(f"{given[0]} and {given[1]} say the same length; leave one of the two out")
-
-
-def _random(options: DatasetOptions, source: TokenSource) -> Dataset:
-    _only_one(options, "input_len", "random_input_len")
-    _only_one(options, "output_len", "random_output_len")
-    if options.input_len is not None and options.output_len is not None:
-        _only_one(options, "input_len", "random_range_ratio")
-    ratios = parse_range_ratio(options.random_range_ratio)
-    return RandomLengths(
-        options.input_len or _around("random_input_len", options, ratios[0]),
-        options.output_len or _around("random_output_len", options, ratios[1]),
-        options.random_prefix_len,
-    )
-
-
-def _around(name: str, options: DatasetOptions, ratio: float) -> Distribution:
-    length = getattr(options, name)
-    check_whole(flag(name), length, 1)
-    return Uniform.around(length, ratio)
-
-
-def _answer_len(options: DatasetOptions, name: str) -> Distribution | None:
-    """--output-len, or the dataset's own option of that name, or None."""
-    _only_one(options, "output_len", name)
-    own = getattr(options, name)
-    return options.output_len or (None if own is None else Fixed(own))
-
-
-def _prefix_repetition(options: DatasetOptions, source: TokenSource) -> Dataset:
-    check_whole("--prefix-repetition-output-len", options.prefix_repetition_output_len, 1)
-    return PrefixRepetition(
-        options.prefix_repetition_num_prefixes,
-        options.prefix_repetition_prefix_len,
-        options.prefix_repetition_suffix_len,
-        _answer_len(options, "prefix_repetition_output_len") or Fixed(options.prefix_repetition_output_len),
-    )
-
-
-def _multi_turn(options: DatasetOptions, source: TokenSource) -> Dataset:
-    if source.token_ids:
-        raise BenchError("conversations cannot be sent as token ids, as answers are text; send texts or use the chat")
-    return MultiTurn(
-        options.multi_turn_turns,
-        options.input_len or DEFAULT_TURN_LEN,
-        options.output_len or DEFAULT_TURN_LEN,
-        options.multi_turn_think_s,
-        options.multi_turn_prefix_len,
-        options.max_input_len,
-    )
-
-
-def _path(options: DatasetOptions) -> Path:
-    assert options.dataset_path is not None  # make_dataset has looked
-    return Path(options.dataset_path)
-
-
-def _sharegpt(options: DatasetOptions, source: TokenSource) -> Dataset:
-    answers = _answer_len(options, "sharegpt_output_len")
-    return ShareGPT(_path(options), source, answers, options.max_input_len, not options.disable_shuffle)
-
-
-def _custom(options: DatasetOptions, source: TokenSource) -> Dataset:
-    answers = _answer_len(options, "custom_output_len")
-    return Custom(_path(options), source, answers, options.max_input_len, not options.disable_shuffle)
-
-
-def _trace(read: Callable[[DatasetOptions], TraceRows]) -> Callable[[DatasetOptions, TokenSource], Dataset]:
-    def make(options: DatasetOptions, source: TokenSource) -> Dataset:
-        rows = read(options)
-        rows.output_len = options.output_len
-        return rows
-
-    return make
-
-
-_azure = _trace(lambda options: read_azure(_path(options)))
-_mooncake = _trace(lambda options: read_mooncake(_path(options), options.trace_block_size))
-_burstgpt = _trace(lambda options: read_burstgpt(_path(options), options.burstgpt_model))
-
-RANDOM = ("input_len", "random_input_len", "random_output_len", "random_range_ratio", "random_prefix_len")
-REPETITION = tuple(name for name in DATASET_FIELDS if name.startswith("prefix_repetition_"))
-MULTI_TURN = ("input_len", "multi_turn_turns", "multi_turn_prefix_len", "multi_turn_think_s")
-DATASETS: dict[str, Kind] = {
-    "random": Kind(RANDOM, _random),
-    "sharegpt": Kind(("sharegpt_output_len", "disable_shuffle"), _sharegpt, is_file=True),
-    "azure": Kind((), _azure, is_file=True),
-    "mooncake": Kind(("trace_block_size",), _mooncake, is_file=True),
-    "burstgpt": Kind(("burstgpt_model",), _burstgpt, is_file=True),
-    "prefix_repetition": Kind(REPETITION, _prefix_repetition),
-    "multi_turn": Kind(MULTI_TURN, _multi_turn),
-    "custom": Kind(("custom_output_len", "disable_shuffle"), _custom, is_file=True),
-}
 # Options that are distributions, and how a line or a table becomes one.
 DISTRIBUTIONS: dict[str, Callable[[Any], Distribution]] = {
     "input_len": parse_length,

@@ -36,7 +36,7 @@ class RandomLengths(Dataset):
 
     def draw(self, count: int | None, rng: np.random.Generator) -> Sequence[Turns]:
         if count is None:
-            raise BenchError("random requests have no end; say --num-prompts, or --duration with an arrival process")
+            raise BenchError("random requests have no end; give --num-prompts, or --duration with an arrival process")
         prompts = tokens(self.input_len, count, rng).tolist()
         answers = tokens(self.output_len, count, rng).tolist()
         prefix = self.prefix_len
@@ -69,7 +69,7 @@ class PrefixRepetition(Dataset):
 
     def draw(self, count: int | None, rng: np.random.Generator) -> Sequence[Turns]:
         if count is None:
-            raise BenchError("repeated prefixes have no end; say --num-prompts, or --duration with an arrival process")
+            raise BenchError("repeated prefixes have no end; give --num-prompts, or --duration with an arrival process")
         if count < self.num_prefixes:
             self.notes.append(f"{count} prompts use {count} of {self.num_prefixes} prefixes, each once")
         groups = rng.permutation(np.arange(count) % self.num_prefixes).tolist()
@@ -112,7 +112,7 @@ class MultiTurn(Dataset):
 
     def draw(self, count: int | None, rng: np.random.Generator) -> Sequence[Turns]:
         if count is None:
-            raise BenchError("conversations have no end; say --num-prompts, or --duration with an arrival process")
+            raise BenchError("conversations have no end; give --num-prompts, or --duration with an arrival process")
         turns = tokens(self.turns, count, rng).tolist()
         said = iter(tokens(self.input_len, sum(turns), rng).tolist())
         answers = iter(tokens(self.output_len, sum(turns), rng).tolist())

@@ -25,11 +25,10 @@ from headway.bench.errors import BenchError
 from headway.bench.workload.datasets import Dataset, SampleRequest, Turns
 from headway.bench.workload.files import count_of, numbered_lines, read_text, wrong
 from headway.bench.workload.lengths import Distribution, tokens
+from headway.bench.workload.spec import MOONCAKE_BLOCK_SIZE
 
-TRACES = ("azure", "mooncake", "burstgpt")  # datasets with times of their own
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
-MOONCAKE_BLOCK_SIZE = 512
 MOONCAKE_EXAMPLE = '{"timestamp": 40, "input_length": 600, "output_length": 20, "hash_ids": [0, 1]}'
 T = TypeVar("T")
 Row = tuple[int, SampleRequest]  # nanoseconds from any origin, and the request

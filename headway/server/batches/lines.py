@@ -53,7 +53,7 @@ def parse(raw: bytes) -> RequestLine:
         line = msgspec.json.decode(raw, type=RequestLine)
         line.body = msgspec.Raw(bytes(line.body))  # else it holds the whole of what was read
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadLine("invalid_json_line", f"the line is no request: {error}", _custom_id(raw)) from None
+        raise BadLine("invalid_json_line", f"the line is not a valid request: {error}", _custom_id(raw)) from None
     if line.method != "POST":
         raise BadLine("invalid_method", f"method is {line.method[:60]!r}; it must be POST", line.custom_id)
     return line
@@ -74,11 +74,11 @@ def _body_of(line: RequestLine) -> _Body:
     try:
         body = msgspec.json.decode(line.body, type=_Body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadLine("invalid_body", f"body is no JSON object: {error}", line.custom_id) from None
+        raise BadLine("invalid_body", f"body is not a JSON object: {error}", line.custom_id) from None
     if body.stream:
         raise BadLine("invalid_body", "stream must be false in a batch", line.custom_id)
     if body.service_class is not None or body.service_tier not in (None, "auto"):
-        message = "service_class and service_tier are not for batches, which have a class of their own"
+        message = "service_class and service_tier are not allowed in a batch, which has its own class"
         raise BadLine("invalid_body", message, line.custom_id)
     return body
 
@@ -133,7 +133,7 @@ def check(path: Path, endpoint: str | None, models: Collection[str] | None, most
             line = parse(raw)
             first = first_line_of.setdefault(line.custom_id, number)
             if first != number:
-                message = f"custom_id {line.custom_id[:60]!r} is that of line {first} too; give each its own"
+                message = f"custom_id {line.custom_id[:60]!r} is also that of line {first}; give each line its own"
                 wrong(number, "duplicate_custom_id", message, "custom_id")
             elif line.url != endpoint and (endpoint is not None or line.url not in ENDPOINTS):
                 message = f"url is {line.url[:60]!r}; it must be {endpoint or ' or '.join(ENDPOINTS)}"

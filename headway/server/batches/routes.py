@@ -55,7 +55,7 @@ def _no_batch(batch_id: str) -> ApiError:
 
 
 def _raise_full(reason: str) -> NoReturn:
-    message = f"{reason}; nothing that was there is lost, and the request may be sent again when there is room"
+    message = f"{reason}; no data is lost, and the request may be sent again when there is space"
     raise ApiError(507, message, code="disk_full", kind="server_error") from None
 
 
@@ -103,7 +103,7 @@ class BatchRoutes:
     def _opened(self) -> Batches:
         """Raises ApiError 400 where there is no data folder."""
         if self._given is None:
-            message = "files and batches need a folder to be kept in; start the server with --data-dir DIR"
+            message = "files and batches need a data folder; start the server with --data-dir DIR"
             raise ApiError(400, message, code="no_data_dir")
         return self._given
 
@@ -122,7 +122,7 @@ class BatchRoutes:
         except OSError as error:
             if error.errno not in FULL_ERRORS:
                 raise
-            _raise_full(f"there is no room for an upload in the temporary folder: {error.strerror}")
+            _raise_full(f"no space is left for uploads in the temporary folder: {error.strerror}")
         try:
             return _json(
                 await self._run(
@@ -211,7 +211,7 @@ class BatchRoutes:
         if found is None:
             raise _no_batch(batch_id)
         if found.status not in ("cancelling", "cancelled"):
-            message = f"batch {batch_id} is {found.status}; there is nothing left to cancel"
+            message = f"batch {batch_id} is {found.status}; it cannot be cancelled any more"
             raise ApiError(409, message, param="batch_id", code="batch_not_cancellable")
         return _json(found)
 

@@ -75,11 +75,11 @@ def _telling_when_full() -> Iterator[None]:
         yield
     except sqlite3.OperationalError as error:
         if error.sqlite_errorcode & 0xFF in _FULL:
-            raise DiskFull(f"there is no room in the data folder: {error}") from None
+            raise DiskFull(f"no space is left for the data folder: {error}") from None
         raise
     except OSError as error:
         if error.errno in FULL_ERRORS:
-            raise DiskFull(f"there is no room in the data folder: {error.strerror}") from None
+            raise DiskFull(f"no space is left for the data folder: {error.strerror}") from None
         raise
 
 

@@ -44,7 +44,7 @@ async def read_upload(request: Request, most_bytes: int) -> Upload:
             request.headers, stream, max_files=1, max_fields=len(_FIELDS), max_part_size=MOST_FORM_BYTES
         ).parse()
     except MultiPartException as error:
-        raise bad_request(f"the upload is no valid form: {error.message}") from None
+        raise bad_request(f"the upload is not a valid form: {error.message}") from None
     except ClientDisconnect:
         raise ClientGone from None
     finally:
@@ -66,7 +66,7 @@ async def _bounded(request: Request, most_bytes: int) -> AsyncGenerator[bytes, N
 
 
 def _too_large(most_bytes: int) -> ApiError:
-    message = f"the file has more than {most_bytes} bytes, which is the most that is accepted (--max-file-size)"
+    message = f"the file has more than {most_bytes} bytes, the limit of --max-file-size"
     return ApiError(413, message, param="file", code="file_too_large")
 
 
@@ -79,12 +79,12 @@ def _checked(form: dict[str, UploadFile | str], most_bytes: int) -> Upload:
         raise bad_request("file is missing; it must be a part of the form with a file name", "file")
     if purpose != "batch":
         given = repr(purpose[:60]) if isinstance(purpose, str) else "missing"
-        raise bad_request(f"purpose is {given}; files are for batches here: it must be 'batch'", "purpose")
+        raise bad_request(f"purpose is {given}; it must be 'batch'", "purpose")
     if (file.size or 0) > most_bytes:
         raise _too_large(most_bytes)
     filename = file.filename or "file"
     if len(filename) > LONGEST_NAME:
-        raise bad_request(f"the file's name has {len(filename)} characters; at most {LONGEST_NAME} may it have", "file")
+        raise bad_request(f"the file's name has {len(filename)} characters; at most {LONGEST_NAME} are allowed", "file")
     expiry = {name[14:-1]: value for name, value in form.items() if name.startswith("expires_after")}
     if not expiry:
         return Upload(file, filename, KEPT_S)

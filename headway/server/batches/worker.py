@@ -176,7 +176,7 @@ class Batches:
                 await self._finish(run)
         except Exception:
             logger.exception("batch %s failed", run.batch.id)
-            error = BatchError(code="internal_error", message="the server failed on this batch; its log says how")
+            error = BatchError(code="internal_error", message="the server failed on this batch; see its log")
             await self._fail(run.batch, [error])
 
     async def _fail(self, batch: Batch, errors: list[BatchError], total: int | None = None) -> Batch:

@@ -42,7 +42,7 @@ def test_addresses(url: str, expected: Address) -> None:
     [
         ("localhost:8000", "must begin with http"),
         ("ftp://h", "must begin with http"),
-        ("http://", "names no host"),
+        ("http://", "has no host"),
         ("http://h:99999", "out of range"),
         ("http://h:0", "port 0"),
         ("http://h:x", "Port could not be cast"),

@@ -107,7 +107,7 @@ async def test_keys() -> None:
 
 
 async def test_nobody_listens() -> None:
-    with pytest.raises(BenchError, match=r"no server at http://127.0.0.1:1 .*is it up\? --ready-check-timeout-sec"):
+    with pytest.raises(BenchError, match=r"no server at http://127.0.0.1:1 .*wait with --ready-check-timeout-sec"):
         await probe(Endpoint("http://127.0.0.1:1"))
 
 
@@ -155,5 +155,5 @@ async def test_without_usage_and_tokenize_nothing_can_be_counted() -> None:
     with ScriptedServer(script='{"usage": false, "continuous_usage": false}') as server:
         found = await probe(Endpoint(server.url))
         assert not found.endpoint.include_usage
-        with pytest.raises(BenchError, match="tells no token counts"):
+        with pytest.raises(BenchError, match="reports no token counts"):
             await count_tokens(found, [Prompt(text="a")])

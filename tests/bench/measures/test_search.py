@@ -125,7 +125,7 @@ async def test_misses_that_come_together_count_as_one_and_are_waited_for_in_vain
 
     found = await find_max_rate(probe, 5.0, SearchOptions(min_rate=5.0, max_rate=5.0))
     assert found.rate is None and found.trials[0].verdict is Verdict.UNDECIDED
-    assert "misses come together: to show that it holds takes" in found.trials[0].reason
+    assert "misses come in clusters, so a proof takes" in found.trials[0].reason
     assert found.trials[0].block >= 80 and found.trials[0].total < 3000
 
 
@@ -135,7 +135,7 @@ async def test_what_only_looks_good_is_never_claimed() -> None:
 
     found = await find_max_rate(probe, 4.0, SearchOptions(max_rate=6.0))
     assert found.rate is not None and 4.0 < found.rate < 5.0
-    assert found.stop is Stop.NOISE and "could not be shown to" in found.reason
+    assert found.stop is Stop.NOISE and "could not be proven" in found.reason
     assert {trial.verdict for trial in found.trials if trial.rate > 5.0} == {Verdict.UNDECIDED}
     now = iter(range(1000))
     found = await find_max_rate(certain(10.0), 1.0, SearchOptions(max_seconds=9.5), clock=lambda: next(now))  # type: ignore[arg-type]
@@ -292,8 +292,8 @@ def test_contradictions_are_warned_of() -> None:
         (1.0, {"target": 1.0}, "attainment of 1 "),
         (1.0, {"confidence": 0.1}, "confidence 0.1"),
         (1.0, {"tolerance": 0.0}, "tolerance of 0"),
-        (1.0, {"max_samples": 400}, "400 samples at a rate cannot show an attainment of 0.99: allow at least 4460"),
-        (1.0, {"stall_s": -1.0}, "stalls of -1 s"),
+        (1.0, {"max_samples": 400}, "400 samples at a rate cannot prove an attainment of 0.99; allow at least 4460"),
+        (1.0, {"stall_s": -1.0}, "--stall-seconds is -1"),
         (1.0, {"max_probes": 0}, "no budget"),
         (1.0, {"min_rate": 2.0}, "between its limits"),
         (1.0, {"max_rate": 0.5}, "between its limits"),
@@ -318,4 +318,4 @@ async def test_a_search_goes_on_past_a_client_that_is_the_limit() -> None:
     above = next(trial for trial in found.trials if trial.rate == found.above)
     assert above.verdict is Verdict.FAILED and above.client == "the load was not offered"
     (banner,) = search_banners(found)
-    assert "did not hold for this client" in banner.lines[0] and "the server may do better" in banner.lines[0]
+    assert "did not hold, but this client was late" in banner.lines[0] and "the server may do better" in banner.lines[0]

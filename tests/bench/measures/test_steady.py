@@ -130,7 +130,7 @@ def test_all_at_once_has_none() -> None:
 
 def test_too_little_to_tell() -> None:
     few = window(served(np.arange(12.0), np.full(12, 0.2), 4))
-    assert not few.found and few.reason == "12 requests are too few to tell: at least 30 must be left in the window"
+    assert not few.found and few.reason == "12 requests are too few: at least 30 must be left in the window"
     long_requests = window(served(np.arange(100) * 0.1, np.full(100, 4.0), 100))
     assert not long_requests.found and "a request takes 4 s and the arrivals lasted 9.9 s" in long_requests.reason
     nothing = find_steady_window([], BEGAN_NS, BEGAN_NS + 1)

@@ -162,17 +162,17 @@ def test_notes_say_what_to_know_before_believing_the_numbers() -> None:
     notes = summarise(run(records, client=client, interrupted=True)).notes
     assert notes == [
         "client-bound: the event loop ran 40 ms late",
-        "interrupted: 2 requests abandoned, in no latency",
-        "1 request failed, in no latency; where there are objectives they count as missed",
+        "interrupted: 2 requests abandoned; not in any latency",
+        "1 request failed; not in any latency, and counted as missed",
         "1 request without `usage`: their output tokens are counted by chunks",
         "1 request with several tokens answered in one chunk: no TPOT, no ITL",
     ]
     assert summarise(run([failed(0, FailureKind.ABANDONED)])).notes == [
-        "1 request abandoned by this client, in no latency"
+        "1 request abandoned by this client; not in any latency"
     ]
     assert summarise(run([request(0, [1, 2]), request(1, [1, 2], resent=1), failed(2)])).resent == 1
     (note,) = summarise(run([request(0, [1, 2], resent=1)])).notes
-    assert note.startswith("1 request sent again, as the server had closed the connection")
+    assert note.startswith("1 request sent again, because the server had closed the kept-open connection")
     assert summarise(run([request(0, [1, 2], tokens=6)])).notes == [
         "3.00 tokens per chunk: ITL is the gap between chunks, not tokens"
     ]

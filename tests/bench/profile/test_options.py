@@ -18,7 +18,7 @@ from headway.bench.profile.options import DEFAULT_PROMPT_LENS, ProfileOptions, c
         ({"request_timeout_s": float("inf")}, "--timeout is inf"),
         ({"result_name": "../x"}, "--result-name is '../x'; it must be the plain name of a folder"),
         ({"result_name": ".."}, "--result-name is '..'"),
-        ({"serve_arguments": ("--block-size=8", "--port=1")}, "--serve-argument --port=1 is the profile's own to say"),
+        ({"serve_arguments": ("--block-size=8", "--port=1")}, "--serve-argument --port=1 is set by the profile"),
     ],
 )
 def test_nonsense_is_refused(changes, said):

@@ -30,7 +30,7 @@ def test_latency_table_has_a_row_for_each_metric_and_says_what_a_claim_needs():
     assert table.columns == ("prompt", "ms", "requests", "least", "median", "most")
     assert [row[:3] for row in texts(table)[:3]] == [["64", "TTFT", "3"], ["", "TPOT", "3"], ["", "TTLT", "3"]]
     assert texts(table)[0][3:] == ["268", "268", "268"]
-    assert re.search(r"Too few requests of a length for P90 \d+, P95 \d+, P99 \d+", table.note)
+    assert re.search(r"Too few requests per length; needed are: P90 \d+, P95 \d+, P99 \d+", table.note)
 
 
 def test_latency_table_shows_percentiles_that_can_be_claimed():
@@ -38,7 +38,7 @@ def test_latency_table_shows_percentiles_that_can_be_claimed():
     found = [profile_length(64, records, (50.0, 90.0, 99.0), QWEN, PEAKS)]
     table = tables.latency_table(result(lengths=found, settings={"percentiles": (50.0, 90.0, 99.0)}))
     assert table.columns == ("prompt", "ms", "requests", "least", "median", "P90", "most")
-    assert re.search(r"P99 [\d,]+:", table.note) and "P90 " not in table.note.split("Too few")[1]
+    assert re.search(r"P99 [\d,]+ \(--repeats", table.note) and "P90 " not in table.note.split("Too few")[1]
 
 
 def test_stage_table_sums_to_the_whole():
@@ -141,7 +141,7 @@ def test_figures_without_data_say_so():
     assert "no request" in written_in(figures.latency_by_length(empty).axes[0])
     assert "no request" in written_in(figures.optimisation_opportunities([], None).axes[0])
     assert "no request" in written_in(figures.roofline(empty).axes[0])
-    assert "the server said nothing" in written_in(figures.model_loading({}, 0.0).axes[0])
+    assert "the server reported nothing" in written_in(figures.model_loading({}, 0.0).axes[0])
 
 
 def test_page_is_written_with_all_pictures(tmp_path):

@@ -87,7 +87,7 @@ async def test_a_profile_of_the_bundled_model(options, servers, monkeypatch):
     assert result.pool_bytes == result.startup.num_blocks * 16 * 2560 <= 2**24
     check_report(options.result_dir / "one")
     printed = console.file.getvalue()
-    for title in ("Model loading", "Latency, one request at a time", "Stages of a request", "What could be won"):
+    for title in ("Model loading", "Latency, one request at a time", "Stages of a request", "Largest possible gain"):
         assert title in printed
     assert not is_running(servers[0].had_pid)
 
@@ -162,7 +162,7 @@ async def test_a_server_that_refuses_is_quoted(options):
         ({"calibration": Path("/no/such/file")}, "--calibration /no/such/file: No such file or directory"),
         (
             {"dtype": "float32"},
-            "knows products in bfloat16, the model runs in float32; make it again with --dtype float32",
+            "has measured products in bfloat16, but the model runs in float32; measure again with --dtype float32",
         ),
         (
             {"result_dir": Path("/dev/null/results")},

@@ -55,7 +55,7 @@ def test_what_is_wrong_is_said_with_what_helps() -> None:
     ("low", "high", "says"),
     [
         (0.992, 1.0, "--find-max-rate finds the highest rate"),
-        (0.9, 0.97, "what the slowest requests waited for"),
+        (0.9, 0.97, "why the slowest requests took longer"),
         (0.97, 0.995, "raise --num-prompts to 368 or more"),
     ],
 )

@@ -19,6 +19,7 @@ from headway.bench.record import Failure, FailureKind, RunResult
 from headway.bench.report import tables, verdict
 from headway.bench.report.comparison import comparison_banners
 from headway.bench.report.console import print_comparison, print_runs, print_search, print_summary
+from headway.bench.report.search import search_banners
 from tests.bench.report.runs import OBJECTIVES, ODD, failed_only, sweep, usual
 from tests.bench.report.simulated import MS, simulated_run
 
@@ -75,7 +76,7 @@ def test_probes_have_a_table_of_their_own_and_cancelled_requests_are_no_failures
     assert "Probes" not in summary_of(run) and not verdict.failures_by_kind(run)
     probed = dataclasses.replace(run, probes=simulated_run(20).records)
     text = " ".join(summary_of(probed).split())
-    assert "Short requests of a stranger" in text and "1 request cancelled by the client" in text
+    assert "Short requests in addition to the load" in text and "1 request cancelled by the client" in text
     assert "FAILED" not in text and "Valid: 39 of 39 requests answered" in text
 
 
@@ -119,7 +120,7 @@ def test_what_the_send_hides_is_pointed_out() -> None:
     for record in run.records:
         record.scheduled_ns -= 500 * MS
     (found,) = [each for each in verdict.banners(run, summarise_all(run)) if "before they were sent" in each.title]
-    assert "counting from the send hides the difference" in found.lines[0]
+    assert "values from the send leave this wait out" in found.lines[0]
     calm = simulated_run(60, rate=5)
     assert not [each for each in verdict.banners(calm, summarise_all(calm)) if "before they were sent" in each.title]
 
@@ -216,11 +217,20 @@ def test_a_search_says_its_rate_and_what_it_doubts() -> None:
     words = " ".join(printed(print_search, found).split())
     assert "Highest rate: 4 requests/s: At 4 requests/s at least 99 %" in words
     assert "5 requests/s stayed undecided (misses come together: it takes 9,000 requests)" in words
-    assert "97.5 % certain as long as" in words and "no more than 20 in a row (5 s)" in words
+    assert "97.5 % certain if stalls and bursts affect at most 20 requests in a row (5 s)" in words
     assert "Beware: Odd." in words
     none = dataclasses.replace(found, rate=None, likely=4.0)
     words = " ".join(printed(print_search, none).split())
-    assert "No rate held" in words and "4 requests/s looks good, and is not certain" in words
+    assert "4 requests/s looks good, but is not proven: 500 of 500 requests met their objectives" in words
+    assert "2 rates tried with 1,000 requests" in words
+    assert "10,360 requests at one rate, about 43 min here: raise --max-search-seconds" in words
+    early = dataclasses.replace(none, likely=None, trials=trials[1:])
+    assert "Nothing proven yet: 1 rate tried with 500 requests" in " ".join(printed(print_search, early).split())
+    failed = (dataclasses.replace(trials[1], verdict=RateVerdict.FAILED),)
+    worst = dataclasses.replace(early, trials=failed, stop=Stop.FLOOR)
+    banner = search_banners(worst)[0]
+    assert banner.title == "No rate held" and banner.tone == "bad"
+    assert banner.lines[0] == "1 rate tried with 500 requests; even 5 requests/s did not meet 99 %."
 
 
 def test_a_comparison_tells_real_differences_from_noise() -> None:

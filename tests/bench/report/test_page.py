@@ -105,7 +105,7 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
         "batch",
         "cost per 1M output tokens",
         "3 REQUESTS",
-        "Short requests of a stranger",
+        "Short requests in addition to the load",
     ):
         assert words in page.text
     html = path.read_text()
@@ -155,7 +155,8 @@ def test_a_search_comes_first() -> None:
     found = SearchResult(4.0, 8.0, None, trials, Stop.PRECISE, "that is all", (NASTY,), curve, confidence=0.975)
     run, summaries = usual()
     page = report_page([run], [summaries], extra=[search_section(found)])
-    assert page.sections[0].title == "The highest rate"
+    assert page.sections[0].title == "The highest rate" and not page.sections[0].banners
+    assert page.verdict[0].title == "Highest rate: 4 requests/s"
     shown = check(render(dataclasses.replace(page, sections=page.sections[:1])))
     assert "Highest rate: 4 requests/s" in shown.text and "{{7*7}}" in shown.text
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headway.bench.errors import BenchError
-from headway.bench.workload.arrival_flags import ArrivalFlags, make_arrival
-from headway.bench.workload.arrivals import AllAtOnce, Arrival, Constant, Gamma, OnOff, Poisson, Ramp
+from headway.bench.workload.arrival_flags import Arrival, ArrivalFlags
+from headway.bench.workload.arrivals import AllAtOnce, Constant, Gamma, OnOff, Poisson, Ramp, make_arrival
 
 
 def made(dataset_name: str | None = None, **flags: Any) -> Arrival | None:
@@ -51,7 +51,7 @@ def test_flags_make_a_process(flags: dict[str, Any], expected: Arrival | None) -
         ({"ramp_up_start_rps": 5.0}, "--arrival ramp needs --ramp-up-end-rps"),
         (
             {"arrival": "trace", "request_rate": 5.0, "dataset_name": "mooncake"},
-            "--request-rate is 5.0, which --arrival trace has no use for",
+            "--request-rate is 5.0, which does not apply to --arrival trace",
         ),
         ({"arrival": "trace", "dataset_name": "random"}, "--arrival trace needs a dataset with times: .*azure"),
         ({"arrival": "trace"}, "--arrival trace needs a dataset with times"),

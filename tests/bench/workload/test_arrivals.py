@@ -10,7 +10,8 @@ import pytest
 from scipy import stats
 
 from headway.bench.errors import BenchError
-from headway.bench.workload.arrivals import AllAtOnce, Arrival, Constant, Gamma, OnOff, Poisson, Ramp, Trace
+from headway.bench.workload.arrival_flags import Arrival
+from headway.bench.workload.arrivals import AllAtOnce, Constant, Gamma, OnOff, Poisson, Ramp, Trace
 
 COUNT = 20_000
 RATE = 25.0

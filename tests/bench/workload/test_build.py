@@ -95,7 +95,7 @@ def test_a_duration_limits_what_arrives(text: TokenizerSource) -> None:
     assert len(made.requests) == 10 and (made.requests[-1].arrival_s or 0) < 2.0
     assert len(build(text, arrival=Constant(5), duration_s=2.0, num_prompts=4, random_input_len=8).requests) == 4
     assert len(build(text, arrival=Constant(5), duration_s=2.0, num_prompts=40, random_input_len=8).requests) == 10
-    with pytest.raises(BenchError, match=r"no request comes within --duration 0.001 s"):
+    with pytest.raises(BenchError, match=r"no request arrives within --duration 0.001 s"):
         build(text, arrival=Poisson(1), duration_s=0.001)
 
 
@@ -138,7 +138,7 @@ def test_an_arrival_process_overrides_the_times_of_a_trace(tmp_path: Path, text:
     ]
     once = build(text, arrival=Constant(2), num_prompts=7, no_oversample=True, **options)
     assert len(once.requests) == 5 and "each is sent once" in once.notes[0]
-    with pytest.raises(BenchError, match="--time-scale was given, and no recorded times"):
+    with pytest.raises(BenchError, match="--time-scale does not apply, because no recorded times"):
         build(text, arrival=Constant(2), time_scale=2, **options)
 
 
@@ -177,7 +177,7 @@ def test_answers_of_any_dataset_may_have_another_length(tmp_path: Path, text: To
         assert {r.output_tokens for r in build(text, output_len=Fixed(3), **options).requests} == {3}
         varied = [r.output_tokens for r in build(text, output_len=Uniform(200, 900), **options).requests]
         assert len(set(varied)) > 2 and min(varied) >= 200
-    with pytest.raises(BenchError, match="--output-len and --custom-output-len say the same"):
+    with pytest.raises(BenchError, match="--output-len and --custom-output-len set the same"):
         build(text, dataset_name="custom", dataset_path=paths["custom"], custom_output_len=4, output_len=Fixed(3))
     only = build(text, dataset_name="custom", dataset_path=paths["custom"], custom_output_len=4)
     assert {r.output_tokens for r in only.requests} == {4}
@@ -380,7 +380,7 @@ def test_requests_can_be_kept_as_json(text: TokenizerSource) -> None:
         ({"duration_s": 0.0}, "--duration is 0"),
         ({"duration_s": math.nan}, "--duration is nan"),
         ({"time_scale": -1.0}, "--time-scale is -1"),
-        ({"time_scale": 2.0}, "--time-scale was given, and no recorded times are replayed"),
+        ({"time_scale": 2.0}, "--time-scale does not apply, because no recorded times are replayed"),
         ({"users": 4, "arrival": Poisson(2)}, "a closed loop has no arrival process"),
         ({"random_range_ratio": "2"}, "--random-range-ratio is 2"),
         ({"random_input_len": 0}, "--random-input-len is 0"),
@@ -392,12 +392,12 @@ def test_requests_can_be_kept_as_json(text: TokenizerSource) -> None:
             "100000000 tokens that ask for 128; clip it with --max-input-len",
         ),
         ({"dataset_name": "prefix_repetition", "prefix_repetition_num_prefixes": 0}, "num-prefixes is 0"),
-        ({"mix": "assistants", "dataset_name": "azure"}, "--dataset-name was given beside --mix"),
-        ({"mix": "assistants", "output_len": Fixed(3)}, "--output-len was given beside --mix"),
+        ({"mix": "assistants", "dataset_name": "azure"}, "--dataset-name and --mix both"),
+        ({"mix": "assistants", "output_len": Fixed(3)}, "--output-len and --mix both"),
         ({"mix": "assistents"}, "did you mean 'assistants'?"),
-        ({"arrival": AllAtOnce(), "duration_s": 3.0}, "say --num-prompts"),
-        ({"cancel_share": 0.5}, "of --cancel-share and --cancel-after-s one was given"),
-        ({"cancel_after_s": Fixed(2)}, "of --cancel-share and --cancel-after-s one was given"),
+        ({"arrival": AllAtOnce(), "duration_s": 3.0}, "give --num-prompts"),
+        ({"cancel_share": 0.5}, "--cancel-share and --cancel-after-s need each other"),
+        ({"cancel_after_s": Fixed(2)}, "--cancel-share and --cancel-after-s need each other"),
         ({"cancel_share": 1.5, "cancel_after_s": Fixed(2)}, "--cancel-share is 1.5; it must be from 0 to 1"),
         ({"arrival": Trace((0.0, 1.0)), "num_prompts": 3}, "3 arrivals were asked for and the trace has 2"),
     ],

@@ -98,10 +98,10 @@ def test_all_classes_may_come_faster(tmp_path: Path, text: TokenizerSource) -> N
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "class 'chat' of the mix: nothing says when its requests end; give it num_prompts, or the run --duration"),
+        ({}, "class 'chat' of the mix: its requests never end; set num_prompts, or give --duration"),
         ({"duration_s": 5.0, "arrival": Poisson(3)}, "the classes of the mix have arrivals of their own; leave out"),
         ({"duration_s": 5.0, "users": 4}, "the classes of the mix have arrivals of their own; leave out"),
-        ({"duration_s": 5.0, "num_prompts": 3}, "--num-prompts is 3, and the classes of the mix have arrivals"),
+        ({"duration_s": 5.0, "num_prompts": 3}, "--num-prompts is 3, but the classes of the mix have arrivals"),
     ],
 )
 def test_what_is_said_of_all_classes_beside_their_own_arrivals(

@@ -99,7 +99,7 @@ def test_one_line_or_a_table_says_it(said: Any, expected: Distribution) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ("gauss:mean=3", "'gauss' in 'gauss:mean=3' is no distribution; choose one of fixed, uniform"),
+        ("gauss:mean=3", "'gauss' in 'gauss:mean=3' is not a distribution; choose one of fixed, uniform"),
         ("lognorm:mean=3,cv=1", "did you mean 'lognormal'?"),
         ("normal:mean=3", "lacks cv="),
         ("normal:mean=3,sd=1", "'sd' in 'normal:mean=3,sd=1' is unknown to a normal distribution"),
@@ -116,9 +116,9 @@ def test_one_line_or_a_table_says_it(said: Any, expected: Distribution) -> None:
         ("", "is not a number"),
         ("-5", "value of a distribution is -5"),
         ("0", "a length of 0 tokens is too short"),
-        (True, "True is no distribution"),
-        ([1], "is no distribution"),
-        ({"mean": 5}, "does not say which: add distribution = one of fixed"),
+        (True, "True is not a distribution"),
+        ([1], "is not a distribution"),
+        ({"mean": 5}, "has no distribution; add distribution = one of fixed"),
         ({"distribution": "normal", "mean": True, "cv": 1}, "mean=True"),
     ],
 )

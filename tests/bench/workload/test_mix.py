@@ -148,7 +148,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, content: str | bytes, words: str
 
 
 def test_a_mix_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=r"no mix 'interactive' .*\.toml file; did you mean 'interactive-and-batch'"):
+    with pytest.raises(BenchError, match=r"no bundled mix 'interactive'.*; did you mean 'interactive-and-batch'"):
         load_mix("interactive")
     with pytest.raises(BenchError, match="did you mean 'assistants'"):
         load_mix("assistant")

@@ -155,12 +155,12 @@ def test_a_task_that_raises_does_not_end_the_others(tmp_path: Path) -> None:
         raise Flaw("spills\n" + "x\n" * 20)
 
     def not_here() -> Iterable[part.Row]:
-        raise Skipped("no room")
+        raise Skipped("no space is left")
 
     found = lines_of(tmp_path, {"bad": bad, "not": not_here, "good": lambda: [{"a": 1}], "old": bad}, ["old"])
     assert found[:2] == [{"tasks": ["bad", "not", "good", "old"]}, {"began": "bad"}]
     assert found[2:4] == [{"task": "bad", "row": {"half": 1}}, {"ended": "bad", "error": "Flaw: spills" + "\nx" * 5}]
-    assert found[5] == {"ended": "not", "skipped": "no room"}
+    assert found[5] == {"ended": "not", "skipped": "no space is left"}
     assert [record.get("ended") for record in found[6:]] == [None, None, "good"]
 
 

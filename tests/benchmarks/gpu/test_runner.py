@@ -50,12 +50,12 @@ def test_tasks_that_end_are_kept_with_their_rows(runs: Runs) -> None:
         say(tasks=["a", "b", "c"])
         task("a"), end("a", seconds=1.5)
         task("b"), say(ended="b", error="ValueError: no")
-        task("c"), say(ended="c", skipped="no room")
+        task("c"), say(ended="c", skipped="no space is left")
     """)
     assert outcome.tasks == {
         "a": {"rows": [{"of": "a"}], "seconds": 1.5},
         "b": {"rows": [], "error": "ValueError: no"},
-        "c": {"rows": [], "skipped": "no room"},
+        "c": {"rows": [], "skipped": "no space is left"},
     }
     assert outcome.errors == {"b": "ValueError: no"} and not outcome.cut and not outcome.left
 

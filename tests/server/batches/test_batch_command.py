@@ -87,7 +87,7 @@ def test_an_interrupted_run_goes_on(model_folder: Path, tmp_path: Path) -> None:
     eventually(lambda: (folder / "headway.sqlite-wal").stat().st_size > 100_000)
     running.popen.send_signal(signal.SIGINT)
     code, _, errors = running.end()
-    assert (code, errors.splitlines()[-1]) == (130, "headway: interrupted; the same command goes on from here")
+    assert (code, errors.splitlines()[-1]) == (130, "headway: interrupted; give the same command again to continue")
     assert not output.exists() and folder.exists()
     other = write(tmp_path / "other.jsonl", row(1))
     code, _, errors = Command(other, "-o", output, "--model", model_folder).end()
@@ -117,7 +117,7 @@ def test_a_server_can_be_asked(start_server: StartServer, engine: FakeEngine, tm
 @pytest.mark.parametrize(
     ("rows", "options", "says"),
     [
-        ([row(1), row(1)], [], "line 2: custom_id 'r1' is that of line 1 too"),
+        ([row(1), row(1)], [], "line 2: custom_id 'r1' is also that of line 1"),
         ([row(1, model="other")], [], "line 1: model 'other' is not served here"),
         ([], [], "the file has no requests"),
         (None, [], "cannot read"),

@@ -81,7 +81,7 @@ def test_an_upload_without_room_leaves_nothing(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(
         "builtins.open", lambda path, mode="r", *more: real_open(full if mode == "xb" else path, mode.replace("x", "w"))
     )
-    with pytest.raises(DiskFull, match="no room"):
+    with pytest.raises(DiskFull, match="no space is left"):
         store.add_file("", io.BytesIO(b"x" * 10_000), "name", "batch")
     monkeypatch.undo()
     assert store.files("", None, None, 10, True) == ([], False)
