@@ -81,7 +81,7 @@ def test_a_sweep_is_a_run_at_each_load(tmp_path: Path) -> None:
         ([*MODEL, "--dataset-name", "azure", "--dataset-path", "TRACE"], "line 3"),
         ([*MODEL, "--report", "TRACE/is.html"], "no file can be made there"),
         ([*MODEL, "--sweep", "concurrency:2", "--max-concurrency", "3"], "leave out --max-concurrency"),
-        ([*MODEL, "--mix", "nothing"], "there is no mix 'nothing'"),
+        ([*MODEL, "--mix", "nothing"], "there is no bundled mix 'nothing'"),
     ],
 )
 def test_what_cannot_be_simulated_is_one_line(arguments: list[str], says: str, tmp_path: Path) -> None:
