@@ -12,8 +12,7 @@ from headway.cli.commands import fail, with_flags
 from headway.cli.help import Command
 from headway.cli.plan import PlanGroup
 from headway.installation import require_engine
-from headway.simulator.run import SimulateOptions
-from headway.simulator.verify import VerifyOptions
+from headway.simulator.options import SimulateOptions, VerifyOptions
 
 
 class SimulateGroup(PlanGroup):

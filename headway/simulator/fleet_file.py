@@ -10,9 +10,9 @@ from random import Random
 from typing import Any
 
 from headway.policy.service_class import InvalidEntry
+from headway.simulator.changes import Changes, change
 from headway.simulator.fleet import ROLES, Failure
 from headway.simulator.members import Kind
-from headway.simulator.what_if import Changes, change
 from headway.toml_file import parse, read_text
 
 _FILE_KEYS = ("replicas", "failure", "random_failures")

@@ -12,10 +12,10 @@ from headway.cost.attention import Chunk
 from headway.cost.capacity import sequence_bytes
 from headway.engine.config import SchedulingOptions
 from headway.policy.scheduler import Scheduler
+from headway.simulator.changes import Changes, changed
 from headway.simulator.deployed import Deployed, ServerOptions
 from headway.simulator.fleet import DECODE, NO_HANDOVER, PREFILL, Handover, Replica
 from headway.simulator.timing import OfReceivedPrompts
-from headway.simulator.what_if import Changes, changed
 
 # What servers of several kinds are compared by: a part of a prompt, and a batch that decodes.
 _PROMPT, _BATCH = Chunk(2048), Chunk(1, 1024, 1, 64)

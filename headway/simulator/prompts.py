@@ -8,12 +8,12 @@ import numpy as np
 
 from headway.bench.request import Prompt
 from headway.bench.workload.prompts import MadePrompt, Members
+from headway.simulator.options import CHARACTERS
 from headway.text.tokenizer import Tokenizer
 
 _MEMBERS = 20_000
 _FIRST = 0x4E00  # of so many characters of two bytes
 _FIRST_ID = 0x10000  # where a tokenizer's ids begin
-CHARACTERS = 4  # to a token, where there is no tokenizer
 
 
 class SketchSource:

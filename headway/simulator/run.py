@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Annotated
+from dataclasses import replace
 
 from rich.console import Console
 from rich.text import Text
@@ -17,163 +14,36 @@ from headway.bench.interrupts import Interrupted
 from headway.bench.jobs import carry_out, with_arrivals
 from headway.bench.max_rate import has_objectives, outcome_of
 from headway.bench.measures.search import ProbeOutcome
-from headway.bench.options import BenchOptions, Claims, Output, Sweep, Target
+from headway.bench.options import BenchOptions, Target
 from headway.bench.record import ClientHealth, RunResult
 from headway.bench.report.tables import sweep_table
 from headway.bench.reporting import INTERRUPTED, NOT_VALID, Run, check_place, check_places
 from headway.bench.runs import Load, Runner, load_of
 from headway.bench.settings import settings_of_load
 from headway.bench.tokens import load_tokenizer
-from headway.bench.workload.arrival_flags import ArrivalFlags
 from headway.bench.workload.build import Workload, build_workload
-from headway.bench.workload.spec import WorkloadSpec
-from headway.engine.config import SchedulingOptions
-from headway.flags import Flag
 from headway.policy.quota import TOTAL
 from headway.policy.routing import ROUTERS
-from headway.policy.scaling import Scaler, ScalingRule
+from headway.policy.scaling import Scaler
 from headway.report.console import print_table
 from headway.report.parts import Section
 from headway.simulator.answers import Answer
+from headway.simulator.changes import WhatIf
 from headway.simulator.clients import BEGAN_NS, Clients
-from headway.simulator.deployed import Deployed, ServerOptions, deploy
+from headway.simulator.deployed import Deployed, deploy
 from headway.simulator.fleet import Failure, Fleet, Replica, Scaling
-from headway.simulator.fleet_file import FleetFile, read_fleet_file
 from headway.simulator.members import Deploy, Kind, Member, about_kinds, members, named, price_of_all
 from headway.simulator.metrics import metrics_of
-from headway.simulator.prompts import CHARACTERS, SketchSource
+from headway.simulator.options import SimulateOptions
+from headway.simulator.prompts import SketchSource
 from headway.simulator.replicas import fewest_replicas, replicas_table
 from headway.simulator.server import Server
 from headway.simulator.trace import write_trace
 from headway.simulator.traffic import Arrival
-from headway.simulator.what_if import COUNTERFACTUALS, WhatIf, parse_what_ifs, tail_table
+from headway.simulator.what_if import COUNTERFACTUALS, tail_table
 
-_workload, _load = functools.partial(Flag, panel="Workload"), functools.partial(Flag, panel="Load")
-_fleet = functools.partial(Flag, panel="Fleet")
-_other = functools.partial(Flag, panel="What if")
 SHOWN_EVERY = 500
 Show = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class SimulateOptions:
-    """All of a `headway simulate`."""
-
-    server: ServerOptions
-    scheduling: SchedulingOptions
-    arrivals: ArrivalFlags
-    workload: WorkloadSpec
-    tokenizer: Annotated[
-        str | None,
-        _workload(f"Tokenizer that measures texts. Default: {CHARACTERS} characters per token."),
-    ] = None
-    max_concurrency: Annotated[
-        int | None, _load("Without a rate: clients of a closed loop. With a rate: limit of requests in flight.", min=1)
-    ] = None
-    find_max_rate: Annotated[bool, _load("Find the highest rate that meets --goodput.", "--find-max-rate")] = False
-    max_search_seconds: Annotated[float, _load("Seconds after which --find-max-rate starts no further run.", min=1)] = (
-        3600.0
-    )
-    sweep: Annotated[
-        Sweep | None, _load("Simulate several loads: rate:1,2,4 (requests/s) or concurrency:1,8,64.", parse=Sweep.parse)
-    ] = None
-    replicas: Annotated[int, _fleet("Number of equal servers behind a router.", min=1)] = 1
-    routing: Annotated[str, _fleet("How the router chooses a server for each request.", choices=tuple(ROUTERS))] = (
-        "least-loaded"
-    )
-    max_replicas: Annotated[int | None, _fleet("Add replicas on demand, from --replicas up to this number.", min=1)] = (
-        None
-    )
-    scale_at: Annotated[
-        int | None,
-        _fleet("With --max-replicas: choices per replica to aim for. Default: half of --max-num-seqs.", min=1),
-    ] = None
-    startup_s: Annotated[
-        float,
-        _fleet("Seconds until a started or restarted replica takes requests.", "--startup-seconds", min=0),
-    ] = 60.0
-    scale_down_s: Annotated[
-        float,
-        _fleet("With --max-replicas: stop a replica after this many idle seconds.", "--scale-down-seconds", min=0),
-    ] = 300.0
-    fleet: Annotated[
-        FleetFile | None,
-        _fleet(
-            "TOML file with several kinds of replicas, which may fail or only compute prompts.",
-            parse=read_fleet_file,
-            metavar="FILE",
-        ),
-    ] = None
-    find_replicas: Annotated[
-        bool, _fleet("Find the smallest number of replicas that meets --goodput.", "--find-replicas")
-    ] = False
-    what_ifs: Annotated[
-        list[WhatIf],
-        _other(
-            "Also simulate with other flags, such as max-num-seqs=64 or hardware=H200; may be repeated.",
-            "--what-if",
-            parse=parse_what_ifs,
-            repeated=True,
-            metavar="FLAG=VALUE,...",
-        ),
-    ] = field(default_factory=list)
-    explain_tail: Annotated[
-        bool,
-        _other("Show how long the slowest requests take without each cause of slowness.", "--explain-tail"),
-    ] = False
-    trace_output: Annotated[
-        Path | None, _other("Write a trace of the simulated server for Perfetto.", metavar="FILE")
-    ] = None
-    claims: Claims = field(default_factory=Claims)
-    output: Output = field(default_factory=Output)
-
-    def __post_init__(self) -> None:
-        several = [
-            self.find_max_rate,
-            self.find_replicas,
-            self.sweep is not None,
-            bool(self.what_ifs),
-            self.explain_tail,
-        ]
-        if sum(several) > 1:
-            raise ValueError(
-                "--find-max-rate, --find-replicas, --sweep, --what-if and --explain-tail exclude each other; give one"
-            )
-        if self.find_replicas and (self.replicas > 1 or self.max_replicas is not None):
-            raise ValueError("--find-replicas searches the number of replicas; leave out --replicas and --max-replicas")
-        if self.fleet is not None and (self.replicas > 1 or self.max_replicas is not None or self.find_replicas):
-            raise ValueError("--fleet defines the replicas; leave out --replicas, --max-replicas and --find-replicas")
-        if self.scale_at is not None and self.max_replicas is None:
-            raise ValueError("--scale-at needs --max-replicas")
-        self.scaling_rule()
-        if self.trace_output is not None and any(several):
-            raise ValueError("--trace-output needs a single run; leave out --sweep, --find-max-rate and the like")
-        if self.find_replicas and not has_objectives(self.claims, self.workload):
-            raise ValueError("--find-replicas needs objectives; give --goodput, such as --goodput ttft:200 tpot:50")
-
-    def scaling_rule(self) -> ScalingRule | None:
-        """None where the replicas stay as they are. Raises ValueError where the flags make no sense."""
-        if self.max_replicas is None:
-            return None
-        at = self.scale_at or max(1, self.scheduling.max_num_seqs // 2)
-        return ScalingRule(self.replicas, self.max_replicas, at, self.scale_down_s)
-
-    @property
-    def asked(self) -> BenchOptions:
-        """The same as the load generator has it. Raises BenchError where the arrivals make no sense."""
-        options = BenchOptions(
-            Target(),
-            self.arrivals,
-            self.workload,
-            self.max_concurrency,
-            find_max_rate=self.find_max_rate,
-            sweep=self.sweep,
-            max_search_seconds=self.max_search_seconds,
-            stall_s=0.0,
-            claims=self.claims,
-            output=self.output,
-        )
-        return with_arrivals(options)
 
 
 def run_simulation(options: SimulateOptions) -> int:
@@ -185,6 +55,8 @@ def run_simulation(options: SimulateOptions) -> int:
     Raises:
         ValueError: bad input; one line.
     """
+    if options.find_replicas and not has_objectives(options.claims, options.workload):
+        raise ValueError("--find-replicas needs objectives; give --goodput, such as --goodput ttft:200 tpot:50")
     check_places(options.output)
     if options.trace_output is not None:
         check_place("--trace-output", options.trace_output)
@@ -202,11 +74,28 @@ def run_simulation(options: SimulateOptions) -> int:
         return INTERRUPTED
 
 
+def _asked(options: SimulateOptions) -> BenchOptions:
+    """The same load as options of the load generator. Raises BenchError if the arrivals make no sense."""
+    asked = BenchOptions(
+        Target(),
+        options.arrivals,
+        options.workload,
+        options.max_concurrency,
+        find_max_rate=options.find_max_rate,
+        sweep=options.sweep,
+        max_search_seconds=options.max_search_seconds,
+        stall_s=0.0,
+        claims=options.claims,
+        output=options.output,
+    )
+    return with_arrivals(asked)
+
+
 class Simulation(Runner):
     """Runs loads on simulated servers, each on one that nothing has come to."""
 
     def __init__(self, options: SimulateOptions, out: Console, progress: Console) -> None:
-        super().__init__(options.asked, asyncio.Event(), out, progress)
+        super().__init__(_asked(options), asyncio.Event(), out, progress)
         self.simulated = options
         self._tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
         self.title = f"headway simulate: {named(self._members(deploy, one_of_each=True))}"

@@ -11,7 +11,7 @@ import dataclasses
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -29,12 +29,9 @@ from headway.bench.results import write_json
 from headway.bench.runs import Load, is_made_up, load_of
 from headway.bench.session import Session
 from headway.bench.tokens import load_tokenizer
-from headway.bench.workload.arrival_flags import ArrivalFlags
 from headway.bench.workload.arrivals import make_arrival
 from headway.bench.workload.build import build_workload, warm_up_requests
-from headway.bench.workload.spec import WorkloadSpec
-from headway.engine.config import ModelOptions, SchedulingOptions
-from headway.flags import Flag, flags_of, option
+from headway.flags import flags_of, option
 from headway.policy.queue_bound import QueueLimits
 from headway.policy.scheduler import Scheduler
 from headway.report.console import print_table
@@ -42,6 +39,7 @@ from headway.report.parts import Table, cells
 from headway.report.style import number
 from headway.simulator.deployed import Deployed
 from headway.simulator.learnt import Learnt, RecordedStep, steps_of, teach
+from headway.simulator.options import VerifyOptions
 from headway.simulator.prompts import SketchSource
 from headway.simulator.recording import Recording, read_recordings
 from headway.simulator.run import answer
@@ -53,30 +51,6 @@ METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2
 STATISTICS = {"median": "P50", "p90": "P90", "p99": "P99"}
 _LEARN_SEED = 1_000_003  # added to the run's seed for the one that is learnt from
 _WARM_UPS = 3
-
-
-@dataclass(slots=True)
-class VerifyOptions:
-    """All of a `headway simulate verify`."""
-
-    model_options: ModelOptions
-    scheduling: SchedulingOptions
-    arrivals: ArrivalFlags
-    workload: WorkloadSpec
-    model: Annotated[
-        str | None,
-        Flag("Folder of a checkpoint, or a Hugging Face id; default: the bundled model.", positional=True),
-    ] = None
-    max_concurrency: Annotated[
-        int | None,
-        Flag(
-            "Without a rate: clients of a closed loop. With a rate: limit of requests in flight.", panel="Load", min=1
-        ),
-    ] = None
-    ready_timeout_s: Annotated[
-        float, Flag("Seconds for the model to load.", "--ready-timeout", panel="Deployment", min=1)
-    ] = 900.0
-    output: Annotated[Path | None, Flag("Write the comparison as JSON.", panel="Results", metavar="FILE")] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,14 @@ slowest requests would have been without it says how much of their time is its d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from typing import Any
 
 import numpy as np
 
 from headway.bench.measures.latencies import Latencies
 from headway.bench.record import RequestRecord
 from headway.engine.config import SchedulingOptions
-from headway.flags import Flag, flags_of, option, value_of
 from headway.report.parts import Cell, Table
 from headway.report.style import number
 from headway.simulator.deployed import Deployed, ServerOptions, deploy
@@ -25,81 +22,6 @@ from headway.simulator.timing import DecodesFirst, OfCachedPrompts
 
 SLOWEST = 0.01  # of the requests are explained, by each metric its own
 METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2E"}
-
-
-# Fields of ServerOptions and of SchedulingOptions with other values.
-Changes = tuple[dict[str, Any], dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class WhatIf:
-    """Flags of the server that are otherwise.
-
-    Args:
-        text: as it was given.
-    """
-
-    text: str
-    server: dict[str, Any]
-    scheduling: dict[str, Any]
-
-    def deploy(self, server: ServerOptions, scheduling: SchedulingOptions) -> Deployed:
-        """Raises PlanError or another ValueError, one line that says of which change."""
-        try:
-            return deploy(*changed(server, scheduling, (self.server, self.scheduling)))
-        except ValueError as error:
-            raise ValueError(f"--what-if {self.text}: {error}") from None
-
-
-def changed(
-    server: ServerOptions, scheduling: SchedulingOptions, changes: Changes
-) -> tuple[ServerOptions, SchedulingOptions]:
-    """The options with other values, which count as given."""
-    of_server, of_scheduling = changes
-    given = server.given | of_server.keys() | of_scheduling.keys()
-    return replace(server, **of_server, given=given), replace(scheduling, **of_scheduling)
-
-
-def parse_what_ifs(texts: list[str]) -> list[WhatIf]:
-    """Of texts like max-num-seqs=64 or hardware=H200,tensor-parallel-size=2. Raises ValueError, one line."""
-    return [WhatIf(text, *_changes(text)) for text in texts]
-
-
-def _changes(text: str) -> Changes:
-    found: Changes = {}, {}
-    for part in text.split(","):
-        name, equals, value = part.partition("=")
-        name = name.strip().removeprefix("--").replace("_", "-")
-        of, field, changed = change(name, value.strip() if equals else None)
-        found[of][field] = changed
-    return found
-
-
-def change(name: str, text: str | None) -> tuple[int, str, Any]:
-    """What a flag of the server (0) or of its scheduler (1) is to be: which of them, the field, and its value.
-
-    Args:
-        name: as max-num-seqs.
-        text: None where none was given.
-
-    Raises:
-        ValueError: there is no such flag, or this is no value of it.
-    """
-    known = {flag: (of, field, hint, options) for of, flag, field, hint, options in _flags()}
-    if text is None or name not in known:
-        near = get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near and near[0] != name else "write FLAG=VALUE, such as max-num-seqs=64"
-        raise ValueError(f"{name!r} does not change a flag of the server; {hint}")
-    of, field, kind, options = known[name]
-    return of, field, value_of(f"--{name}", kind, options, text)
-
-
-def _flags() -> Iterator[tuple[int, str, str, Any, Flag]]:
-    """Of the server (0) and its scheduler (1): name on the command line, name of the field, type, flag."""
-    for of, options in enumerate((ServerOptions, SchedulingOptions)):
-        for field, hint, flag in flags_of(options):
-            if flag is not None:
-                yield of, option(field, flag).removeprefix("--"), field.name, hint, flag
 
 
 @dataclass(frozen=True, slots=True)

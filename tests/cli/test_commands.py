@@ -21,7 +21,7 @@ from headway.engine.config import EngineConfig
 from headway.flags import Flag, flags_of, size
 from headway.planner.request import PlanRequest
 from headway.server.settings import ServerSettings
-from headway.simulator.run import SimulateOptions
+from headway.simulator.options import SimulateOptions
 
 
 def all_sizes(texts: list[str]) -> tuple[int, ...]:
@@ -179,9 +179,7 @@ def test_a_command_reads_its_own_modules_only() -> None:
     assert not modules_of("serve") & {"headway.bench", "headway.planner", "headway.calibration"}
 
 
-@pytest.mark.parametrize(
-    "command", [*(each for each in COMMANDS if each != "simulate"), "bench profile", "plan levers"]
-)
+@pytest.mark.parametrize("command", [*COMMANDS, "bench profile", "plan levers", "simulate verify"])
 def test_help_imports_nothing_that_is_slow_to_import(command: str) -> None:
     slow = {"torch", "numba", "numpy", "matplotlib", "tokenizers", "jinja2", "rich", "uvloop", "httptools", "zmq"}
     assert not modules_of(command) & slow

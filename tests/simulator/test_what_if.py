@@ -11,9 +11,10 @@ from headway.bench.results import load_json
 from headway.engine.config import SchedulingOptions
 from headway.policy.accounting import StepTimes
 from headway.policy.plan import ScheduledSequence, StepPlan, work_of
+from headway.simulator.changes import parse_what_ifs
 from headway.simulator.deployed import ServerOptions, deploy
 from headway.simulator.timing import DecodesFirst, OfCachedPrompts
-from headway.simulator.what_if import COUNTERFACTUALS, parse_what_ifs
+from headway.simulator.what_if import COUNTERFACTUALS
 from tests.simulator.test_run import LOAD, MODEL, simulate
 
 SHORT = ["--num-prompts", "150", "--random-input-len", "600", "--random-output-len", "60", "--request-rate", "30"]
