@@ -157,7 +157,7 @@ def test_the_command_scales_and_counts_what_was_there(tmp_path: Path) -> None:
     assert code == 0 and 1 < server["replicas"] <= 5 and hours < server["replica_hours"] < server["replicas"] * hours
     for wrong, says in (
         (["--scale-at", "3"], "needs --max-replicas"),
-        (["--max-replicas", "2", "--replicas", "3"], "3 to 2"),
+        (["--max-replicas", "2", "--replicas", "3"], "--replicas is 3 and --max-replicas 2"),
     ):
         code, printed = command(*MODEL, *LOAD, *wrong, "--no-save-result")
         assert code == 2 and says in printed
