@@ -77,13 +77,18 @@ _DTYPES = {
 # after widening the weights. Groups and scales are those of the usual checkpoints: AWQ and GPTQ with 128 weights to a
 # 16-bit scale, blocks of 32 with an 8-bit exponent for MXFP4 (OCP Microscaling Formats, 2023), which devices with units
 # for it multiply with 8-bit activations, and blocks of 16 with an 8-bit float for NVFP4 (NVIDIA's introduction of it,
-# 2025), which Blackwell multiplies with activations in the same format.
+# 2025), which Blackwell multiplies with activations in the same format. GGUF's types are as its files have them
+# (ggml-org/ggml, src/ggml-common.h).
 _WEIGHTS: dict[str, tuple[int, int, int, str | None]] = {
     "fp8": (8, 0, 0, "fp8"),
     "fp8-weight-only": (8, 0, 0, None),
     "int8": (8, 0, 0, "int8"),
     "int8-weight-only": (8, 0, 0, None),
     "int4": (4, 128, 16, None),
+    "int4-weight-only": (4, 128, 16, None),
+    "q4_k": (4, 256, 128, None),
+    "q6_k": (6, 256, 144, None),
+    "q8_0": (8, 32, 16, None),
     "mxfp4": (4, 32, 8, "mxfp4"),
     "nvfp4": (4, 16, 8, "nvfp4"),
 }
@@ -98,7 +103,20 @@ _ENGINE_WEIGHTS: dict[str, tuple[int, int, int, int, str | None]] = {
     "int4": (4, 32, 8, 32, "int8"),
 }
 _ENGINE_HEAD = {"int4": "int8"}
+# Of checkpoints that are packed: bits; inputs of a group; bits of its factor and offset, 8 each, and of its scale and
+# minimum, 32 each, or their part of those where a longer run shares them; the format of the head. AWQ and GPTQ have
+# groups of 128, and FP8 a scale for each row.
+_ENGINE_PACKED: dict[str, tuple[int, int, int, str | None]] = {
+    "int4-weight-only": (4, 128, 16 + 32, None),
+    "fp8-weight-only": (8, 128, 16, None),
+    "mxfp4": (4, 32, 16 + 32, None),
+    "q4_k": (4, 32, 16 + 64 // 8, "q6_k"),
+    "q6_k": (8, 16, 16 + 32 // 16, "q6_k"),
+    "q8_0": (8, 32, 16 + 32, "q8_0"),
+}
+_ROW_SCALES = {"fp8-weight-only": 64}  # bits of a row; in others 32, which are always there
 ENGINE_QUANTIZATIONS = ("none", *_ENGINE_WEIGHTS)
+ENGINE_CHECKPOINTS = tuple(_ENGINE_PACKED)
 ENGINE_KV_DTYPES = ("auto", "int8")
 KV_DTYPES = ("auto", "fp8", "int8", "bf16", "fp16", "fp32")
 
@@ -157,7 +175,9 @@ class Precision:
 
     @classmethod
     def of_engine(cls, dtype: str, quantization: str, kv_cache_dtype: str, head_dim: int) -> Precision:
-        """As `headway serve` keeps a model in one of ENGINE_QUANTIZATIONS and ENGINE_KV_DTYPES; else as in `named`.
+        """As `headway serve` keeps a model; what it does not have, as in `named`.
+
+        It has ENGINE_QUANTIZATIONS, which it makes itself, ENGINE_CHECKPOINTS and ENGINE_KV_DTYPES.
 
         Args:
             head_dim: of a key, which has a float32 scale of its own in a cache of int8.
@@ -168,6 +188,10 @@ class Precision:
         found = cls.named(dtype, quantization, kv_cache_dtype)
         if kv_cache_dtype == "int8":
             found = replace(found, kv=replace(INT8, group=head_dim, scale_bits=32))
+        if quantization in _ENGINE_PACKED:
+            head_format = _ENGINE_PACKED[quantization][3]
+            head_ = found.head if head_format is None else _in_groups(head_format, found.activations)
+            return replace(found, linear=_in_groups(quantization, found.activations), head=head_)
         if quantization not in _ENGINE_WEIGHTS:
             return found
         head = _ENGINE_HEAD.get(quantization, quantization)
@@ -190,3 +214,10 @@ def is_for_experts(quantization: str) -> bool:
 def _packed(quantization: str, activations: Format) -> Format:
     bits, group, scale_bits, inputs, compute = _ENGINE_WEIGHTS[quantization]
     return Format(quantization, bits, compute or activations.compute, group, scale_bits, 32, 64, inputs)
+
+
+def _in_groups(quantization: str, activations: Format) -> Format:
+    bits, group, scale_bits, _ = _ENGINE_PACKED[quantization]
+    return Format(
+        quantization, bits, activations.compute, group, scale_bits, _ROW_SCALES.get(quantization, 32), rows=64
+    )

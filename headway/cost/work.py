@@ -264,9 +264,10 @@ class _Counter:
         between = 2 * s.ffn_matrices * experts.width
         matrices = s.ffn_matrices * s.hidden * experts.width
         biases = s.expert_parameters() - matrices
+        kept = self.precision.of_experts.bytes_of_matrices(s.projections()["experts"])
         return Work(
             round(2 * experts.layers * pairs * matrices),
-            self.precision.of_experts.bytes_of(round(experts.layers * touched * matrices))
+            round(kept * touched / experts.here)
             + self.precision.rest.bytes_of(round(experts.layers * touched * biases)),
             self.precision.activations.bytes_of(round(experts.layers * pairs * (2 * s.hidden + between))),
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from headway.cost.capacity import capacity, remedies
 from headway.cost.parallel import machines
-from headway.cost.precision import ENGINE_KV_DTYPES, ENGINE_QUANTIZATIONS
+from headway.cost.precision import ENGINE_CHECKPOINTS, ENGINE_KV_DTYPES, ENGINE_QUANTIZATIONS
 from headway.planner.plan import Plan
 from headway.planner.words import gigabytes, many
 from headway.report.style import number
@@ -103,7 +103,8 @@ def _warnings(plan: Plan) -> Iterator[str]:
             "(--network-gb-per-s); pipeline stages send far less."
         )
     if d.hardware.measured:
-        name, known = plan.quantization, ENGINE_QUANTIZATIONS if d.hardware.kind == "cpu" else ("none",)
+        of_cpu = *ENGINE_QUANTIZATIONS, *ENGINE_CHECKPOINTS
+        name, known = plan.quantization, of_cpu if d.hardware.kind == "cpu" else ("none",)
         if name not in known:
             yield f"This engine has no {name} weights here, only {', '.join(known)}; the plan assumes another engine."
         if plan.settings.free_share is not None and plan.request.gpu_memory_utilization is not None:

@@ -131,7 +131,7 @@ class DeploymentOptions:
         str,
         _deployment(
             "Format of weights: auto (as published), none, fp8, fp8-weight-only, int8, int8-weight-only, int4, mxfp4, "
-            "nvfp4; or of a mixture's experts alone, int4-experts or nvfp4-experts.",
+            "nvfp4; q4_k, q6_k or q8_0 of a GGUF file; or of a mixture's experts alone, int4-experts or nvfp4-experts.",
             common=True,
         ),
     ] = "auto"

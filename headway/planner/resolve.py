@@ -27,6 +27,8 @@ from headway.policy.sizing import CPU_SHARE, default_batched_tokens, sampling_by
 
 # What `quantization_config.quant_method` of a config.json stands for, where it decides by itself.
 _METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", "moe_wna16": "int4-experts"}
+# Of checkpoints, as this engine keeps them, where its own schemes have the same name or it has no such arithmetic.
+_AS_PACKED = {"int4": "int4-weight-only", "fp8": "fp8-weight-only"}
 # Of config.json and of --dtype.
 _DTYPES = {
     "float32": "float32",
@@ -88,6 +90,8 @@ def resolve(request: PlanRequest) -> Resolved:
             hardware = replace(hardware, network=network_of(request.network_gb_per_s))
         dtype = _dtype(request, model, hardware)
         quantization = model.quantization if request.quantization == "auto" else request.quantization
+        if request.quantization == "auto" and hardware.measured:  # it is served as it is packed
+            quantization = _AS_PACKED.get(quantization, quantization)
         precision = _precision(model, dtype, quantization, request.kv_cache_dtype, hardware)
         parallelism = _parallelism(request, model.shape, hardware)
         deployment = Deployment(model.shape, precision, hardware, efficiency, parallelism, request.flash_attention)

@@ -63,7 +63,7 @@ def test_schemes_keep_matrices_narrow_and_nothing_else(quantization, bits, compu
     assert (precision.linear.bits, precision.linear.compute) == (bits, compute)
     assert precision.of_experts == precision.linear
     assert (precision.head, precision.rest, precision.activations, precision.kv) == (BF16,) * 4
-    assert quantization in QUANTIZATIONS and len(QUANTIZATIONS) == 10
+    assert quantization in QUANTIZATIONS and len(QUANTIZATIONS) == 14
 
 
 @pytest.mark.parametrize(("quantization", "bits"), [("int4-experts", 4.125), ("nvfp4-experts", 4.5)])
