@@ -16,7 +16,9 @@ class _Family:
 
     Args:
         windows: none, all (when sliding_window is set), switched (all, with use_sliding_window), layers
-            (use_sliding_window, then layer_types or max_window_layers), or types (layer_types alone).
+            (use_sliding_window, then layer_types or max_window_layers), or types (layer_types alone, or of as many
+            layers as sliding_window_pattern says all but the last).
+        layer_norms: norms in a layer, with the whole hidden state.
         experts: the names of the keys that describe a mixture of experts, or None.
         latent: attention is of the kind with a latent.
         refused: switches of parts that are not counted, which no published model has.
@@ -31,6 +33,7 @@ class _Family:
     experts: _ExpertKeys | None = None
     latent: bool = False
     sinks: bool = False
+    layer_norms: int = 2
     refused: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -131,7 +134,27 @@ _FAMILIES: dict[str, _Family] = {
         experts=_ExpertKeys(
             "num_local_experts", "num_experts_per_tok", "intermediate_size", bias=True, router_bias=True
         ),
-        defaults={"attention_bias": True, "sliding_window": 128},
+        defaults={"attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2},
+    ),
+    "Gemma3ForCausalLM": _Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=True,
+        windows="types",
+        layer_norms=4,
+        refused=("use_bidirectional_attention",),
+        defaults={
+            "head_dim": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "tie_word_embeddings": True,
+            "vocab_size": 262_208,
+            "max_position_embeddings": 131_072,
+        },
+    ),
+    "GlmForCausalLM": _Family(qkv_bias="attention_bias", defaults={"attention_bias": True, "head_dim": 128}),
+    "Glm4ForCausalLM": _Family(
+        qkv_bias="attention_bias", layer_norms=4, defaults={"attention_bias": True, "head_dim": 128}
     ),
 }
 _GPTJ = "GPTJForCausalLM"
@@ -204,6 +227,7 @@ def _decoder(values: ConfigValues, family: _Family) -> ModelShape:
         qk_norm=family.qk_norm,
         sliding_windows=_windows(values, family, layers),
         max_positions=_count(values, "max_position_embeddings", _MOST_POSITIONS),
+        layer_norms=family.layer_norms,
         sinks=family.sinks,
         latent=latent,
         experts=experts,
@@ -335,8 +359,9 @@ def _windows(values: ConfigValues, family: _Family, layers: int) -> tuple[int | 
     if values.get("layer_types") is not None:
         kinds = _layer_types(values, layers, window)
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    if family.windows == "types":  # gpt-oss alternates, the first layer with a window
-        return tuple(None if layer % 2 else window for layer in range(layers))
+    if family.windows == "types":
+        pattern = values.positive_int("sliding_window_pattern")
+        return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
     first = values.non_negative_int("max_window_layers")
     return tuple(window if layer >= first else None for layer in range(layers))
 

@@ -14,9 +14,11 @@ belongs to a weight row and holds the row's weights for that word.
 | GROUPS4 | four words of two int16 | eight of four bits | int32 |
 | GROUPS8 | two int16 | two int8 | int32 |
 | FLOAT8 | one float32 | one of eight bits, four for the exponent (e4m3fn) | float32 |
+| FLOAT4 | four words of two int16 | eight of four bits, two for the exponent (e2m1) | int32 |
 
-A weight of INT4 times its scale, a whole number from -15 to 16, is multiplied like one of INT8. Of the last three kinds
-groups of inputs have scales of their own, which cpu_groups multiplies sums with.
+A weight of INT4 times its scale, a whole number from -15 to 16, is multiplied like one of INT8. Of the last four kinds
+groups of inputs have scales of their own, which cpu_groups multiplies sums with. A weight of FLOAT4 is multiplied as a
+whole number, twice what it stands for.
 
 Where the processor has an instruction that multiplies and adds a whole word (VNNI, AVX512-BF16), it is used. Other x86
 multiplies pairs of int16 and adds the two products (AVX2, AVX512-BW); elsewhere the same sums are put together from
@@ -51,7 +53,9 @@ from headway.kernels.cpu_ir import (
 from headway.kernels.cpu_simd import BFLOAT16, FLOAT16, FLOAT32, IS_X86, cpu_features
 
 INT8, WIDE_INT8, INT4 = np.uint8(0), np.int8(0), np.uint32(0)
-GROUPS4, GROUPS8, FLOAT8 = np.int32(0), np.uint64(0), np.float64(0)
+GROUPS4, GROUPS8, FLOAT8, FLOAT4 = np.int32(0), np.uint64(0), np.float64(0), np.complex64(0)
+# What a number of FLOAT4 is multiplied as.
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 _FEATURES = cpu_features() if IS_X86 else set()
 _WIDE = "avx512f" in _FEATURES
@@ -107,13 +111,14 @@ ARITHMETIC = {
     types.int32: Arithmetic(WORDS, 4, 2, True, 4),
     types.uint64: Arithmetic(_BYTES, 1, 2, True, 2),
     types.float64: Arithmetic(_SCALES, 1, 1, False, 1),
+    types.complex64: Arithmetic(WORDS, 4, 2, True, 4),
 }
 _TYPE_OF = {
     np.float32: types.float32, np.int16: types.int16, np.uint16: types.uint16, np.uint8: types.uint8,
     np.int8: types.int8, np.uint32: types.uint32, np.int32: types.int32, np.uint64: types.uint64,
-    np.float64: types.float64,
+    np.float64: types.float64, np.complex64: types.complex64,
 }  # fmt: skip
-GROUPED = (GROUPS4, GROUPS8, FLOAT8)
+GROUPED = (GROUPS4, GROUPS8, FLOAT8, FLOAT4)
 assert set(_TYPE_OF) == {type(kind) for kind in (FLOAT32, FLOAT16, BFLOAT16, INT8, WIDE_INT8, INT4, *GROUPED)}
 
 
@@ -131,10 +136,11 @@ def operands(builder: Any, kind: Any, step: Any, vector: int) -> list[Any]:
     if kind == types.uint32:
         return _scaled_nibbles(builder, step, vector)
     layout = ARITHMETIC[kind]
-    if kind == types.int32:
+    if kind in (types.int32, types.complex64):
         stored = read(builder, builder.add(step, index(vector * VECTOR_BYTES)), WORDS)
         words = [builder.lshr(stored, word_constant(bit)) for bit in (0, 4, 8, 12)]
-        return [builder.and_(word, word_constant(0x000F000F)) for word in words]
+        words = [builder.and_(word, word_constant(0x000F000F)) for word in words]
+        return [_twice_e2m1(builder, word) for word in words] if kind == types.complex64 else words
     return [operand(builder, kind, builder.add(step, index(vector * LANES * layout.lane_bytes)))]
 
 
@@ -151,6 +157,20 @@ def operand(builder: Any, kind: Any, address: Any) -> Any:
         bits = builder.and_(bits, ir.Constant(_HALF_WORDS, [0xBFFF] * LANES))
         return builder.fpext(builder.bitcast(bits, _HALVES), FLOATS)
     return stored
+
+
+def _twice_e2m1(builder: Any, codes: Any) -> Any:
+    """Pairs of codes 0 .. 15 as pairs of int16, as E2M1 has them.
+
+    A magnitude of 0 .. 7 is itself, one more for each above 4, and two more for each above 6.
+    """
+    codes = builder.bitcast(codes, _SHORTS)
+    magnitude = builder.and_(codes, _short(7))
+    subtract = declare(builder, "llvm.usub.sat.v32i16", _SHORTS, [_SHORTS, _SHORTS])
+    above_four, above_six = (builder.call(subtract, [magnitude, _short(least)]) for least in (4, 6))
+    number = builder.add(builder.add(magnitude, above_four), builder.add(above_six, above_six))
+    sign = builder.ashr(builder.shl(codes, _short(12)), _short(15))
+    return builder.bitcast(builder.sub(builder.xor(number, sign), sign), WORDS)
 
 
 def _scaled_nibbles(builder: Any, step: Any, vector: int) -> list[Any]:

@@ -31,8 +31,11 @@ from torch import Tensor
 
 from headway.kernels.cpu_arithmetic import (
     ARITHMETIC,
+    E2M1,
+    FLOAT4,
     FLOAT8,
     GROUPS4,
+    GROUPS8,
     PANEL,
     TILE_TOKENS,
     arithmetic_of,
@@ -74,8 +77,8 @@ HEADER_BYTES = 2  # of a row and group
 # With more passes over a block than this, its products take longer than fetching the next one when it is due.
 PASSES_AHEAD = 8
 _ZERO = np.float32(0)
-# FLOAT8's numbers are multiplied as float16 of the same bits, whose exponents begin 8 lower.
-_SCALE_OF = {torch.uint8: 1.0, torch.int8: 1.0, torch.float8_e4m3fn: 256.0}
+# FLOAT8's numbers are multiplied as float16 of the same bits, whose exponents begin 8 lower; E2M1 is twice FLOAT4's.
+_SCALE_OF = {type(GROUPS4): 1.0, type(GROUPS8): 1.0, type(FLOAT8): 256.0, type(FLOAT4): 0.5}
 _PANELS_AT_ONCE = 64
 _BYTES, _LINE = ir.VectorType(I8, LANES), 64
 
@@ -121,11 +124,11 @@ def pack_groups(kind: Any, values: Tensor, groups: Groups, rows: Tensor, out: Te
             of_rows = (header[number] * there).view(len(some), PANEL, count).transpose(1, 2)
             to[:, :, place * PANEL : (place + 1) * PANEL].copy_(of_rows.view(torch.uint8))
         stored = values.view(torch.uint8)[number]
-        if kind is GROUPS4:
+        if kind is GROUPS4 or kind is FLOAT4:
             stored = _nibbles(stored)
         elements = stored.view(element).view(len(some), PANEL, count, -1).permute(0, 2, 3, 1)
         to[:, :, HEADER_BYTES * PANEL :].view(element).view(elements.shape).copy_(elements)
-    factor = _SCALE_OF[values.dtype]
+    factor = _SCALE_OF[type(kind)]
     scales = _by_lanes(groups.scales, lanes) * factor
     minima = scales if groups.minima is None else _by_lanes(groups.minima, lanes)
     if not groups.offsets.any():
@@ -136,12 +139,12 @@ def pack_groups(kind: Any, values: Tensor, groups: Groups, rows: Tensor, out: Te
 
 def stacked_panels(parts: Sequence[GroupedPanels]) -> GroupedPanels:
     """Those of weights whose panels follow each other."""
-    minima = [part.minima for part in parts]
-    if any(each.dim() == 3 for each in minima):
-        minima = [part.minima.expand_as(part.scales) for part in parts]
-    else:
-        minima = minima[:1]
-    return replace(parts[0], scales=torch.cat([part.scales for part in parts]), minima=torch.cat(minima))
+    scales, minima = torch.cat([part.scales for part in parts]), parts[0].minima
+    if all(part.minima is part.scales for part in parts):
+        minima = scales
+    elif any(part.minima.dim() == 3 for part in parts):
+        minima = torch.cat([part.minima.expand_as(part.scales) for part in parts])
+    return replace(parts[0], scales=scales, minima=minima)
 
 
 def _by_lanes(numbers: Tensor, lanes: Tensor) -> Tensor:
@@ -301,14 +304,15 @@ def multiply_grouped(
 @compiled()
 def _number(code, numbers, slice_, lane, place):
     """A stored number of a group, by its place in a slice of the lane."""
-    if code == 4:
+    if code <= 4:
         word = (slice_ * PANEL + lane) * 4
         bit = place // 2 * 4 + place % 2 * 16
-        return np.float32((read_byte(numbers, word + bit // 8) >> (bit % 8)) & 15)
+        stored = (read_byte(numbers, word + bit // 8) >> (bit % 8)) & 15
+        return np.float32(E2M1[stored] if code == 2 else stored)
     if code == 8:
         byte = read_byte(numbers, (slice_ * PANEL + lane) * 2 + place)
         return np.float32(byte - 256 if byte >= 128 else byte)
-    byte = read_byte(numbers, slice_ * PANEL + lane)
+    byte = read_byte(numbers, slice_ * PANEL + lane)  # e4m3fn
     magnitude = byte & 127
     exponent, fraction = magnitude // 8, magnitude % 8
     power = exponential_of_two(np.int32(max(exponent, 1) - 15 - 3))
@@ -328,7 +332,7 @@ GROUPED_ROWS = struct.Struct("16q")
 @once_per_kind
 def grouped_rows_job(out_kind: Any, kind: Any) -> int:
     """Rows of an ungated weight as numbers of out_kind, dense, their inputs where `order` says."""
-    code = 4 if kind is GROUPS4 else 0 if kind is FLOAT8 else 8
+    code = 4 if kind is GROUPS4 else 2 if kind is FLOAT4 else 16 if kind is FLOAT8 else 8
     in_slice = arithmetic_of(kind).words * arithmetic_of(kind).inputs
 
     def rows(a: int) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.kernels.cpu_arithmetic import (
+    FLOAT4,
     FLOAT8,
     GROUPS4,
     GROUPS8,
@@ -42,7 +43,12 @@ from headway.kernels.cpu_team import Team
 from headway.kernels.interface import Gate, Groups, Product, Weight
 
 _QUANTISED = {"int8": INT8, "int8-weight-only": WIDE_INT8, "int4": INT4}
-_GROUPED = {"int4-weight-only": GROUPS4, "int8-weight-only": GROUPS8, "float8-weight-only": FLOAT8}
+_GROUPED = {
+    "int4-weight-only": GROUPS4,
+    "int8-weight-only": GROUPS8,
+    "float8-weight-only": FLOAT8,
+    "float4-weight-only": FLOAT4,
+}
 _PACKED = [f"{scheme} packed in rows" for scheme in ("int8", "int8-weight-only")]
 _FORMATS = ("none", *_QUANTISED, *_PACKED, *(f"{scheme} packed in groups" for scheme in _GROUPED))
 # A block of a panel, which all tokens are multiplied with before the next, stays in a core's first two caches. For

@@ -101,7 +101,8 @@ class Weight:
         scheme: one of QUANTIZATIONS, or one that some kernels have beside these.
         scales: float32 [out, 1]: what 1 stands for in a row. None: values are not packed, or have groups.
         groups: what packed values stand for where groups of inputs differ; they are one tensor then, of uint8 below 16
-            (int4-weight-only), int8 (int8-weight-only) or float8_e4m3fn (float8-weight-only).
+            (int4-weight-only, and as codes of e2m1 float4-weight-only), int8 (int8-weight-only) or float8_e4m3fn
+            (float8-weight-only).
         dtype: of what a packed weight is multiplied with; None: that of the values.
         factor: what products are multiplied with, before a bias is added.
     """

@@ -190,6 +190,8 @@ class Checkpoint:
 
     def _loadable(self, name: str) -> tuple[str, ...]:
         part = name.rpartition(".")[2]
+        if part.endswith(("_blocks", "_scales")):
+            return ("U8",)
         if part == "weight" and self._packed and f"{name}{self._packed.scale[6:]}" in self._expected:
             return ("F8_E4M3",) if self._packed.layout == "fp8" else ("I8",)
         return _PACKED.get(part, LOADABLE)

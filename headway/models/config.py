@@ -9,32 +9,105 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headway.cost.config import layers_with_experts, read_shape
 from headway.cost.shape import CacheSpec, ModelShape
 from headway.cost.values import ConfigValues, ModelError
 from headway.models.quantization import PackedMatrices, read_packed
-from headway.models.rope_config import RopeConfig, read_rope
+from headway.models.rope_config import RopeConfig, read_rope, read_two_ropes
 
 __all__ = ["ARCHITECTURES", "ModelConfig", "ModelError", "RopeConfig"]
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Of those that are known, the ones whose tensors and operations the decoder has.
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "GraniteForCausalLM",
-    "Phi3ForCausalLM",
-    "SmolLM3ForCausalLM",
+
+
+class NormNames(NamedTuple):
+    """A checkpoint's names of the norms of a layer: before attention and behind it, before the MLP and behind it.
+
+    What stands behind a part norms what it adds to the residual stream; None for nothing.
+    """
+
+    attention: str = "input_layernorm"
+    attended: str | None = None
+    mlp: str = "post_attention_layernorm"
+    mlp_out: str | None = None
+
+
+_PLAIN_NORMS = NormNames()
+_GEMMA_NORMS = NormNames(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
+_GLM4_NORMS = NormNames(attended="post_self_attn_layernorm", mlp_out="post_mlp_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a family's tensors are called, and what of its layers is not a size.
+
+    Args:
+        gate: what the gate of a feed-forward layer does: silu, gelu_tanh, or clamped, as gpt-oss's experts have it.
+        act: the key of the gate's name.
+        fused: tensors that hold the rows of several projections: qkv_proj, gate_up_proj.
+        norm_offset: how much more the weights of norms are than what is stored.
+        turns_neighbours: of queries and keys, neighbours are turned together, not halves of what is turned.
+    """
+
+    norms: NormNames = _PLAIN_NORMS
+    gate: str = "silu"
+    act: str = "hidden_act"
+    fused: tuple[str, ...] = ()
+    norm_offset: float = 0.0
+    turns_neighbours: bool = False
+
+
+_GLM = Traits(fused=("gate_up_proj",), turns_neighbours=True)
+# Of those that are known, the ones whose tensors and operations the decoder has.
+ARCHITECTURES: dict[str, Traits] = {
+    "LlamaForCausalLM": Traits(),
+    "MistralForCausalLM": Traits(),
+    "MixtralForCausalLM": Traits(),
+    "Qwen2ForCausalLM": Traits(),
+    "Qwen2MoeForCausalLM": Traits(),
+    "Qwen3ForCausalLM": Traits(),
+    "Qwen3MoeForCausalLM": Traits(),
+    "GraniteForCausalLM": Traits(),
+    "Phi3ForCausalLM": Traits(fused=("qkv_proj", "gate_up_proj")),
+    "SmolLM3ForCausalLM": Traits(),
+    "GptOssForCausalLM": Traits(gate="clamped"),
+    "Gemma3ForCausalLM": Traits(_GEMMA_NORMS, "gelu_tanh", "hidden_activation", norm_offset=1.0),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(_GLM, norms=_GLM4_NORMS),
+}
+# What known families need that the decoder does not have.
+_LACKING = {
+    "DeepseekV2ForCausalLM": "attention over a latent (MLA)",
+    "DeepseekV3ForCausalLM": "attention over a latent (MLA)",
+    "Gemma2ForCausalLM": "soft caps of attention and of logits",
+    "Gemma3ForConditionalGeneration": "an encoder of images",
+    "Glm4MoeForCausalLM": "routing by sigmoid scores",
+    "Lfm2ForCausalLM": "layers of short convolutions",
+    "Llama4ForConditionalGeneration": "an encoder of images",
+    "Olmo2ForCausalLM": "layers with norms behind their parts alone",
+    "Qwen3NextForCausalLM": "layers of Gated DeltaNet",
+}
+# What config.json calls what gates do.
+_ACTS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+# What architectures assume for keys that only the decoder reads.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Gemma3ForCausalLM": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "query_pre_attn_scalar": 256,
+    },
+    "GptOssForCausalLM": {"torch_dtype": "bfloat16"},
+    "GlmForCausalLM": {"partial_rotary_factor": 0.5},
+    "Glm4ForCausalLM": {"partial_rotary_factor": 0.5},
+}
 # Keys of routers that choose in another way, with the values that change nothing.
 _PLAIN_ROUTER = {"scoring_func": "softmax", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1}
 
@@ -48,17 +121,19 @@ class Routing:
         normalized: the weights of a token's experts are divided by their sum.
         block: what a checkpoint calls the mixture within its layer.
         parts: what it calls the gate, up and down projection of an expert.
+        by_turns: the experts of a layer are one tensor, inputs before outputs, gate and up outputs by turns (gpt-oss).
     """
 
     layers: tuple[int, ...]
     normalized: bool
     block: str = "mlp"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    by_turns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Numbers that parts of a model are multiplied with (Granite).
+    """Numbers that parts of a model are multiplied with (Granite, Gemma).
 
     A model is the same with all of its residual stream divided by `embedding`: then what is added to it is multiplied
     with residual / embedding, and the norms' epsilon divided by the square. So the embedding stays as it is.
@@ -85,8 +160,9 @@ class ModelConfig:
         routing: None where every layer has the plain feed-forward layer.
         packed: the matrices that the checkpoint holds as whole numbers; None where there are none.
         dtype: the checkpoint's own dtype by name, None where config.json does not say.
+        rms_norm_eps: of norms, those of the residual stream apart (see `residual_eps`).
         rotated: for each layer, whether queries and keys have rotary positions.
-        fused: a layer's query, key and value rows are one tensor, and so are its gate and up rows.
+        local_rope: of layers with a window, where it is another one.
     """
 
     shape: ModelShape
@@ -97,8 +173,9 @@ class ModelConfig:
     rope: RopeConfig
     dtype: str | None
     rotated: tuple[bool, ...]
-    fused: bool = False
+    traits: Traits = Traits()
     multipliers: Multipliers = Multipliers()
+    local_rope: RopeConfig | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -115,27 +192,44 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         """The same from a parsed config.json; `source` is the file that errors name."""
-        values, shape = ConfigValues(raw, source), read_shape(raw, source, ARCHITECTURES)
-        act = values.get("hidden_act", "silu")
-        if act not in ("silu", "swish"):
-            raise values.error("hidden_act", "is not supported; only silu is")
+        named = raw.get("architectures")
+        named = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
+        if lacking := next((each for each in named if each in _LACKING), None):
+            raise ModelError(f"{source}: {lacking} needs {_LACKING[lacking]}, which this version does not have")
+        shape = read_shape(raw, source, tuple(ARCHITECTURES))
+        name = next(each for each in named if each in ARCHITECTURES)
+        values, traits = ConfigValues(raw, source, _DEFAULTS.get(name, {})), ARCHITECTURES[name]
+        acts = _ACTS.get(traits.gate, _ACTS["silu"])
+        if values.get(traits.act, "silu") not in acts:
+            raise values.error(traits.act, f"is not supported; only {acts[0]} is")
         if shape.head_dim % 2:
             raise ModelError(f"{source}: head_dim is {shape.head_dim}; rotary embeddings need an even number")
-        families, multipliers = raw["architectures"], Multipliers()
-        if "GraniteForCausalLM" in families:
+        multipliers, rope, local_rope = Multipliers(), None, None
+        if name == "GraniteForCausalLM":
             multipliers = _multipliers(values)
+        if name == "GptOssForCausalLM":
+            _check_gpt_oss(values, shape)
+        if name == "Gemma3ForCausalLM":
+            multipliers = _gemma(values, shape)
+            rope, local_rope = read_two_ropes(values, shape.head_dim, shape.max_positions)
         return cls(
             shape=shape,
             caches=shape.caches,
             routing=None if shape.experts is None else _routing(values),
             packed=read_packed(values),
-            rms_norm_eps=values.positive_number("rms_norm_eps") / multipliers.embedding**2,
-            rope=read_rope(values, shape.head_dim, shape.max_positions),
+            rms_norm_eps=values.positive_number("rms_norm_eps"),
+            rope=rope or read_rope(values, shape.head_dim, shape.max_positions),
             dtype=_dtype(values),
-            rotated=_rotated(values, shape.layers) if "SmolLM3ForCausalLM" in families else (True,) * shape.layers,
-            fused="Phi3ForCausalLM" in families,
+            rotated=_rotated(values, shape.layers) if name == "SmolLM3ForCausalLM" else (True,) * shape.layers,
+            traits=traits,
             multipliers=multipliers,
+            local_rope=local_rope,
         )
+
+    @property
+    def residual_eps(self) -> float:
+        """Of norms of the residual stream."""
+        return self.rms_norm_eps / self.multipliers.embedding**2
 
     @property
     def max_model_len(self) -> int:
@@ -178,7 +272,21 @@ def _routing(values: ConfigValues) -> Routing:
     layers = layers_with_experts(values.raw, values.source)
     if "MixtralForCausalLM" in values.get("architectures"):
         return Routing(layers, normalized=True, block="block_sparse_moe", parts=("w1", "w3", "w2"))
+    if "GptOssForCausalLM" in values.get("architectures"):
+        return Routing(layers, normalized=True, by_turns=not values.boolean("experts_one_by_one"))
     return Routing(layers, values.boolean("norm_topk_prob"))
+
+
+def _check_gpt_oss(values: ConfigValues, shape: ModelShape) -> None:
+    for key, published in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
+        if values.get(key) not in (None, published):
+            raise values.error(key, f"is not supported, only {published:g} is")
+    width = shape.experts.width if shape.experts else 0
+    said = values.get("quantization_config")
+    if said and said != {"quant_method": "gguf"} and (shape.hidden % 32 or width % 32):
+        raise values.error(
+            "hidden_size", f"is no multiple of 32, or intermediate_size, {width}, is none, as MXFP4 needs"
+        )
 
 
 def _multipliers(values: ConfigValues) -> Multipliers:
@@ -188,6 +296,14 @@ def _multipliers(values: ConfigValues) -> Multipliers:
         attention=values.positive_number("attention_multiplier", 1.0),
         logits=1 / values.positive_number("logits_scaling", 1.0),
     )
+
+
+def _gemma(values: ConfigValues, shape: ModelShape) -> Multipliers:
+    """Embeddings are multiplied with sqrt(h), and attention's products with a number of their own."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if values.get(key) is not None:
+            raise values.error(key, "is not supported; only null is")
+    return Multipliers(embedding=shape.hidden**0.5, attention=values.positive_number("query_pre_attn_scalar") ** -0.5)
 
 
 def _rotated(values: ConfigValues, layers: int) -> tuple[bool, ...]:

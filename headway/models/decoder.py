@@ -1,7 +1,8 @@
 """One decoder for every supported family.
 
 Each layer: RMS norm, attention with rotary positions over the paged cache, RMS norm, gated MLP or several as experts,
-each pair added to a residual stream. What differs between families (biases, QK norm, windows, RoPE) is data.
+each pair added to a residual stream. What differs between families (biases, further norms, windows, sinks, RoPE, gates)
+is data.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ class LayerWeights:
     mlp: Callable[[Tensor], Tensor]  # [T, hidden] -> [T, hidden]
     cache: CacheSpec
     rotated: bool = True  # whether queries and keys have rotary positions
+    sinks: Tensor | None = None  # [heads] float32
+    attended_norm: Tensor | None = None  # [hidden], of what attention adds to the residual stream
+    mlp_out_norm: Tensor | None = None  # [hidden], of what the MLP adds to it
 
 
 @dataclass(slots=True)
@@ -111,12 +115,14 @@ class Decoder:
         self.weights = weights
         self.max_model_len = max_model_len or config.max_model_len
         self._identity = object()
-        self._cos, self._sin = rope_tables(config.rope, self.max_model_len, self.device)
+        tables = rope_tables(config.rope, self.max_model_len, self.device)
+        local = tables if config.local_rope is None else rope_tables(config.local_rope, self.max_model_len, self.device)
+        by_layer = [tables if layer.cache.window is None else local for layer in weights.layers]
         # Each layer with the norm that follows it: a layer's closing residual addition is fused with the next norm.
         next_norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
         heads = config.shape.heads
         splits = [_head_split(heads, layer.cache) for layer in weights.layers]
-        self._layers = list(zip(weights.layers, next_norms, splits, strict=True))
+        self._layers = list(zip(weights.layers, next_norms, splits, by_layer, strict=True))
         self._attentions = sorted({(heads, layer.cache.heads, layer.cache.key_dim) for layer in weights.layers})
 
     def forward(self, token_ids: Tensor, step: StepGeometry, caches: list[LayerCache]) -> Tensor:
@@ -136,13 +142,13 @@ class Decoder:
         kernels = self.kernels
         rms_norm, add_rms_norm, attention = kernels.rms_norm, kernels.add_rms_norm, kernels.attention
         rotate, store = kernels.rotate, kernels.store
-        cos, sin, eps, scale = self._cos, self._sin, self.config.rms_norm_eps, self.config.multipliers.attention
+        eps, residual_eps, scale = self.config.rms_norm_eps, self.config.residual_eps, self.config.multipliers.attention
         positions, slots = step.positions, step.slots
 
         residual = self.weights.embedding(token_ids)
         num_tokens = residual.shape[0]
-        hidden = rms_norm(residual, self._layers[0][0].attention_norm, eps)
-        for (layer, next_norm, head_split), cache in zip(self._layers, caches, strict=True):
+        hidden = rms_norm(residual, self._layers[0][0].attention_norm, residual_eps)
+        for (layer, next_norm, head_split, (cos, sin)), cache in zip(self._layers, caches, strict=True):
             width = layer.cache.key_dim
             query, key, value = layer.qkv(hidden).view(num_tokens, sum(head_split), width).split(head_split, 1)
             if layer.query_norm is not None and layer.key_norm is not None:
@@ -151,9 +157,15 @@ class Decoder:
             if layer.rotated:
                 rotate(query, key, cos, sin, positions)
             store(key, value, cache, slots)
-            attended = attention(query, cache, step, scale or width**-0.5, layer.cache.window)
-            hidden, residual = add_rms_norm(layer.o(attended.flatten(1)), residual, layer.mlp_norm, eps)
-            hidden, residual = add_rms_norm(layer.mlp(hidden), residual, next_norm, eps)
+            attended = attention(query, cache, step, scale or width**-0.5, layer.cache.window, layer.sinks)
+            added = layer.o(attended.flatten(1))
+            if layer.attended_norm is not None:
+                added = rms_norm(added, layer.attended_norm, eps)
+            hidden, residual = add_rms_norm(added, residual, layer.mlp_norm, residual_eps)
+            added = layer.mlp(hidden)
+            if layer.mlp_out_norm is not None:
+                added = rms_norm(added, layer.mlp_out_norm, eps)
+            hidden, residual = add_rms_norm(added, residual, next_norm, residual_eps)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

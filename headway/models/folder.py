@@ -8,15 +8,18 @@ from pathlib import Path
 
 from headway.bundled import bundled_folder
 from headway.cost.values import ModelError
-from headway.models.gguf_config import folder_of, gguf_files
+from headway.models.gguf_config import folder_of, gguf_file, gguf_files
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+TAG = re.compile(r"[A-Za-z]+\d[\w]*")  # as Q4_K_M, F16, MXFP4
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 HUB_DUPLICATES = ["original/*", "consolidated*", "onnx/*"]
 
 
 def resolve_model(name_or_path: str) -> Path:
     """The folder of a checkpoint: a local one, that of a GGUF file, a bundled one, or a hub id's snapshot, downloaded.
+
+    Of several GGUF models in a folder or a hub's repository, `NAME:Q4_K_M` is the one with that in its file's name.
 
     Raises:
         ModelError: no such folder, or the hub cannot give it.
@@ -32,6 +35,11 @@ def resolve_model(name_or_path: str) -> Path:
         return bundled
     if name_or_path and path.exists():
         raise ModelError(f"{name_or_path}: is a file; give the folder that holds config.json, or a .gguf file")
+    base, _, tag = name_or_path.rpartition(":")
+    if TAG.fullmatch(tag) and (Path(base).expanduser().is_dir() or HUB_ID.fullmatch(base)):
+        folder = Path(base).expanduser()
+        spellings = {f"*{spelt}*.gguf" for spelt in (tag, tag.lower(), tag.upper())}
+        return folder_of(gguf_file(folder if folder.is_dir() else _download(base, sorted(spellings)), tag))
     if not HUB_ID.fullmatch(name_or_path):
         raise ModelError(f"{name_or_path!r}: no such folder; give a model folder or a Hugging Face id like owner/name")
     return _download(name_or_path)
@@ -56,12 +64,12 @@ def read_ahead(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _download(model_id: str) -> Path:
+def _download(model_id: str, files: list[str] = HUB_FILES) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(model_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_DUPLICATES))
+        return Path(snapshot_download(model_id, allow_patterns=files, ignore_patterns=HUB_DUPLICATES))
     except GatedRepoError:
         problem = "is gated on the Hugging Face hub; accept its licence there and set HF_TOKEN"
     except LocalEntryNotFoundError:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from headway.kernels.interface import Groups, Weight
 
-# What IQ4_NL and IQ4_XS, and MXFP4 in units of its half scale, mean by four bits.
+# What IQ4_NL and IQ4_XS mean by four bits.
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def packed_blocks(kind: str, blocks: Tensor, dtype: torch.dtype) -> Weight:
@@ -28,6 +27,7 @@ def packed_blocks(kind: str, blocks: Tensor, dtype: torch.dtype) -> Weight:
     values, groups = take(blocks.reshape(out, -1, size))
     values = values.reshape(out, -1)
     scheme = "int4-weight-only" if values.dtype == torch.uint8 else "int8-weight-only"
+    scheme = "float4-weight-only" if kind == "MXFP4" else scheme
     return Weight(values, scheme, groups=groups, dtype=dtype)
 
 
@@ -125,6 +125,11 @@ def _q6_k(b: Tensor) -> tuple[Tensor, Groups]:
     return numbers.view(torch.int8) - 32, _groups(_halves(b[..., 208:210]), 16, b[..., 192:208].view(torch.int8))
 
 
+def powers_of_two(bytes_: Tensor) -> Tensor:
+    """Scales of MXFP4 (e8m0) as float32."""
+    return torch.ldexp(torch.ones(bytes_.shape), bytes_.int() - 127)
+
+
 def _looked_up(numbers: Tensor, codes: tuple[int, ...]) -> Tensor:
     return torch.tensor(codes, dtype=torch.int8)[numbers.int()]
 
@@ -141,10 +146,8 @@ def _iq4_xs(b: Tensor) -> tuple[Tensor, Groups]:
 
 
 def _mxfp4(b: Tensor) -> tuple[Tensor, Groups]:
-    """A power of two for each block; half of it, as the numbers are twice what they stand for."""
-    exponents = b[..., 0].int() - 127
-    half_scales = torch.ldexp(torch.full(exponents.shape, 0.5), exponents)
-    return _looked_up(_nibbles(b[..., 1:], 16), _E2M1), _groups(half_scales, 32)
+    """A power of two for each block."""
+    return _nibbles(b[..., 1:], 16), _groups(powers_of_two(b[..., 0]), 32)
 
 
 # Inputs and bytes of a block, and what makes numbers and groups of [out, blocks, bytes].

@@ -15,7 +15,7 @@ from headway.models.checkpoint import StageClock
 from headway.models.config import ModelConfig, ModelError
 from headway.models.gguf import GGUFTensor, read_gguf
 from headway.models.gguf_blocks import BLOCKS, packed_blocks
-from headway.models.gguf_config import gguf_files, gguf_name, left_over, turns_neighbours
+from headway.models.gguf_config import gguf_files, gguf_name, left_over, name_in, turns_neighbours
 from headway.models.tensors import Shapes
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -35,6 +35,7 @@ class GGUFCheckpoint:
         self._tensors: dict[str, tuple[GGUFTensor, int | None]] = {}
         for name, shape in expected.items():
             theirs, expert = gguf_name(name)
+            theirs = name_in(model, theirs)
             if theirs not in model.tensors:
                 raise ModelError(f"{model.path}: tensor {theirs} is missing; use a file that holds a whole model")
             tensor = model.tensors[theirs]
@@ -42,7 +43,7 @@ class GGUFCheckpoint:
             found = tensor.shape if expert is None else tensor.shape[1:]
             if found != shape and (1, *found) != shape:
                 raise ModelError(f"{model.path}: tensor {theirs} has shape {list(found)}, but {list(shape)} is needed")
-        used = {gguf_name(name)[0] for name in expected}
+        used = {name_in(model, gguf_name(name)[0]) for name in expected}
         for name in left_over(model, used):
             raise ModelError(f"{model.path}: tensor {name} has no place in the model that the file describes")
         try:

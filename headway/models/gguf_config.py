@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }
 # Of queries and keys these have neighbours turned together, where a Hugging Face checkpoint has halves of a head.
 _NEIGHBOURS = ("llama",)
@@ -69,6 +70,7 @@ TENSORS = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "self_attn.sinks": "attn_sinks",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.experts.w1": "ffn_gate_exps",
     "block_sparse_moe.experts.w3": "ffn_up_exps",
@@ -87,11 +89,27 @@ def gguf_files(folder: Path) -> list[Path]:
     """
     if next(folder.glob("*.safetensors"), None) is not None:
         return []
-    models = {tuple(parts_of(path)) for path in folder.glob("*.gguf")}
+    models = sorted({tuple(parts_of(path)) for path in folder.glob("*.gguf")})
     if len(models) > 1:
-        names = ", ".join(sorted(parts[0].name for parts in models))
-        raise ModelError(f"{folder}: holds several models, {names}; give the file of one")
-    return list(models.pop()) if models else []
+        names = ", ".join(parts[0].name for parts in models)
+        raise ModelError(
+            f"{folder}: holds several models, {names}; give the file of one, or what tells it apart, as {folder}:Q4_K_M"
+        )
+    return list(models[0]) if models else []
+
+
+def gguf_file(folder: Path, tag: str) -> Path:
+    """The GGUF model in a folder, or below it, whose name has a part like Q4_K_M, in capitals or not.
+
+    Raises:
+        ModelError: there is none, or there are several, or a part of it is missing.
+    """
+    wanted = re.compile(rf"(.*[-._])?{re.escape(tag)}([-.].*)?", re.IGNORECASE)
+    files = {parts_of(path)[0] for path in folder.rglob("*.gguf") if wanted.fullmatch(path.stem)}
+    if len(files) != 1:
+        there = ", ".join(sorted(path.name for path in files or folder.rglob("*.gguf"))) or "no GGUF file"
+        raise ModelError(f"{folder}: {len(files) or 'no'} models have {tag} in their name; there is {there}")
+    return files.pop()
 
 
 def folder_of(path: Path) -> Path:
@@ -150,7 +168,10 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
     architecture = ARCHITECTURES[family]
     if family == "llama" and config.get("num_experts"):
         architecture = "MixtralForCausalLM"
+    if architecture in ("MixtralForCausalLM", "GptOssForCausalLM") and "num_experts" in config:
         config["num_local_experts"] = config.pop("num_experts")
+    if family == "gpt-oss":
+        config |= {"intermediate_size": config.get("moe_intermediate_size"), "experts_one_by_one": True}
     for name in ("num_experts", "num_experts_per_tok"):
         if not config.get(name):
             config.pop(name, None)
@@ -207,7 +228,7 @@ def _rope_scaling(model: GGUFModel, family: str, config: Mapping[str, Any]) -> d
     original = values.get(f"{family}.rope.scaling.original_context_length")
     if kind == "yarn" and original:
         scaling["original_max_position_embeddings"] = original
-    return scaling
+    return scaling | ({"truncate": False} if family == "gpt-oss" else {})
 
 
 def _floats(tensor: GGUFTensor, most: int) -> list[float]:
@@ -223,12 +244,19 @@ def _floats(tensor: GGUFTensor, most: int) -> list[float]:
 
 def gguf_name(name: str) -> tuple[str, int | None]:
     """The name that GGUF has for a tensor of a Hugging Face checkpoint, and the number of an expert in it."""
-    stem, _, ending = name.rpartition(".")
+    stem, _, ending = (name if not name.endswith(".sinks") else f"{name}.weight").rpartition(".")
     expert = _EXPERT.search(stem)
     stem = _EXPERT.sub("experts.", stem)
     layer = _LAYER.fullmatch(stem)
     found = f"blk.{layer[1]}.{TENSORS[layer[2]]}" if layer else TENSORS[stem]
     return f"{found}.{ending}", int(expert[1]) if expert else None
+
+
+def name_in(model: GGUFModel, theirs: str) -> str:
+    """What the file has for a name: gpt-oss's norm before the MLP has another one."""
+    if model.values.get("general.architecture") == "gpt-oss":
+        return theirs.replace(".ffn_norm.", ".post_attention_norm.")
+    return theirs
 
 
 def turns_neighbours(model: GGUFModel) -> bool:

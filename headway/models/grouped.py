@@ -8,7 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headway.kernels.interface import Groups, Weight
+from headway.kernels.interface import Groups, Product, Weight
+
+# What the codes of float4-weight-only (e2m1) stand for.
+FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def stacked_groups(parts: Sequence[Weight | Tensor]) -> Weight:
@@ -21,7 +24,7 @@ def stacked_groups(parts: Sequence[Weight | Tensor]) -> Weight:
     if len(parts) == 1:
         return packed[0]
     groups = [part.groups for part in packed if part.groups is not None]
-    alike = {part.scheme.startswith("float") for part in packed}
+    alike = {part.scheme if part.scheme.startswith("float") else "int" for part in packed}
     if len(groups) < len(parts) or len(alike) > 1 or not _same_order(groups):
         return Weight(torch.cat([expanded(part) if isinstance(part, Weight) else part for part in parts]))
     values = [part.values for part in packed if isinstance(part.values, Tensor)]
@@ -33,6 +36,33 @@ def stacked_groups(parts: Sequence[Weight | Tensor]) -> Weight:
     return replace(packed[0], values=torch.cat(values), scheme=scheme, groups=_stacked(groups))
 
 
+def with_rows(product: Product, rows: Tensor) -> Product:
+    """A matrix and its bias with their rows in another order, however it is packed."""
+    weight, bias = product
+    values = torch.cat(weight.parts)
+    rows = rows.to(values.device)
+    groups = weight.groups
+    if groups is not None:
+        minima = None if groups.minima is None else groups.minima[rows]
+        groups = replace(
+            groups,
+            factors=groups.factors[rows],
+            offsets=groups.offsets[rows],
+            scales=groups.scales[rows],
+            minima=minima,
+        )
+    scales = None if weight.scales is None else weight.scales[rows]
+    moved = replace(weight, values=_taken(values, rows), scales=scales, groups=groups)
+    return moved, None if bias is None else bias[rows]
+
+
+def _taken(values: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a matrix; torch takes none of float8."""
+    if values.dtype == torch.float8_e4m3fn:
+        return values.view(torch.uint8)[rows].view(values.dtype)
+    return values[rows]
+
+
 def expanded(weight: Weight) -> Tensor:
     """The numbers that a packed matrix stands for, in its dtype."""
     groups = weight.groups
@@ -42,7 +72,8 @@ def expanded(weight: Weight) -> Tensor:
         (_spread(floats, groups) * bytes_).repeat_interleave(groups.size, 1)
         for floats, bytes_ in ((groups.scales, groups.factors), (minima, groups.offsets))
     )
-    plain = scales * weight.values.float() - least
+    numbers = weight.values.float() if weight.scheme != "float4-weight-only" else FLOAT4[weight.values.int()]
+    plain = scales * numbers - least
     if groups.order is not None:
         plain = torch.empty_like(plain).index_copy_(1, groups.order.long(), plain)
     return plain.to(weight.dtype)

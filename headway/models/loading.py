@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headway.cost.shape import CacheSpec
-from headway.kernels.interface import QUANTIZATIONS, Kernels, Linear, Product, Weight
+from headway.kernels.interface import CLAMPED, GELU_TANH, QUANTIZATIONS, SILU, Kernels, Linear, Product, Weight
 from headway.models.checkpoint import Checkpoint, RandomWeights, StageClock, WeightSource, has_stacked_experts
 from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import Decoder, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP
@@ -20,7 +20,8 @@ from headway.models.folder import read_ahead
 from headway.models.folder import resolve_model as resolve_model
 from headway.models.gguf_checkpoint import GGUFCheckpoint
 from headway.models.gguf_config import gguf_files
-from headway.models.grouped import stacked_groups
+from headway.models.grouped import stacked_groups, with_rows
+from headway.models.packed_layers import mxfp4_matrix
 from headway.models.quantization import EMBEDDING, scheme_of
 from headway.models.tensors import (
     STACKED,
@@ -32,6 +33,7 @@ from headway.models.tensors import (
     mixture_names,
 )
 
+GATES = {"silu": SILU, "gelu_tanh": GELU_TANH, "clamped": CLAMPED}
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
@@ -145,7 +147,7 @@ class _Assembler:
             embedding = self._embedding()
             lm_head = self._linear("lm_head")
         layers = [self._layer(i, cache) for i, cache in enumerate(self._config.caches)]
-        final_norm = self._stack("model.norm.weight").mul_(self._config.multipliers.logits)
+        final_norm = self._norm("model.norm", self._config.multipliers.logits)
         return DecoderWeights(embedding, layers, final_norm, lm_head)
 
     def _embedding(self) -> Callable[[Tensor], Tensor]:
@@ -156,43 +158,67 @@ class _Assembler:
             return self._kernels.linear(packed, None).rows
 
     def _layer(self, index: int, cache: CacheSpec) -> LayerWeights:
-        layer, has_norms = f"model.layers.{index}", self._config.shape.qk_norm
+        layer, has_norms, norms = f"model.layers.{index}", self._config.shape.qk_norm, self._config.traits.norms
         added = self._config.multipliers.added
         attention = f"{layer}.self_attn"
         return LayerWeights(
-            attention_norm=self._stack(f"{layer}.input_layernorm.weight"),
-            qkv=self._linear(*attention_names(self._config, index)),
-            query_norm=self._stack(f"{attention}.q_norm.weight") if has_norms else None,
-            key_norm=self._stack(f"{attention}.k_norm.weight") if has_norms else None,
-            o=self._linear(f"{attention}.o_proj", factor=added),
-            mlp_norm=self._stack(f"{layer}.post_attention_layernorm.weight"),
+            attention_norm=self._norm(f"{layer}.{norms.attention}"),
+            qkv=self._qkv(index, cache),
+            query_norm=self._norm(f"{attention}.q_norm") if has_norms else None,
+            key_norm=self._norm(f"{attention}.k_norm") if has_norms else None,
+            o=self._linear(f"{attention}.o_proj", factor=1.0 if norms.attended else added),
+            attended_norm=self._norm(f"{layer}.{norms.attended}", added) if norms.attended else None,
+            mlp_norm=self._norm(f"{layer}.{norms.mlp}"),
+            mlp_out_norm=self._norm(f"{layer}.{norms.mlp_out}", added) if norms.mlp_out else None,
             mlp=self._mlp(index),
             cache=cache,
             rotated=self._config.rotated[index],
+            sinks=self._stack(f"{attention}.sinks", dtype=torch.float32) if self._config.shape.sinks else None,
         )
+
+    def _norm(self, name: str, factor: float = 1.0) -> Tensor:
+        return self._stack(f"{name}.weight").add_(self._config.traits.norm_offset).mul_(factor)
+
+    def _qkv(self, index: int, cache: CacheSpec) -> Linear:
+        product = self._product(*attention_names(self._config, index))
+        if self._config.traits.turns_neighbours:
+            product = with_rows(product, self._in_halves(self._config.shape.heads, cache))
+        with self._clock.measure("layout"):
+            return self._kernels.linear(*product)
+
+    def _in_halves(self, heads: int, cache: CacheSpec) -> Tensor:
+        """Rows of queries, keys and values such that what is turned has the first of all pairs before the second."""
+        head, turned = torch.arange(cache.key_dim), self._config.rope.dim
+        order = torch.cat([head[:turned:2], head[1:turned:2], head[turned:]])
+        of_heads = torch.arange(heads + cache.heads).unsqueeze(1) * cache.key_dim + order
+        values = torch.arange(cache.heads * cache.value_dim) + of_heads.numel()
+        return torch.cat([of_heads.flatten(), values])
 
     def _mlp(self, index: int) -> Callable[[Tensor], Tensor]:
         layer, experts, routing = f"model.layers.{index}", self._config.shape.experts, self._config.routing
         stacked = f"{layer}.{STACKED[0]}" in self._shapes
         names = mixture_names(self._config, index, stacked)
         if names is None or experts is None or routing is None:
-            return self._dense(dense_names(f"{layer}.mlp", self._config.fused))
+            return self._dense(dense_names(f"{layer}.mlp", self._config.traits.fused))
         gate_up: Iterator[Product]
         down: Iterator[Product]
-        if stacked:
+        if routing.by_turns:
+            gate_up, down = (self._by_turns(f"{layer}.{each}", gated=each == STACKED[0]) for each in STACKED)
+        elif stacked:
             gate_up, down = (self._matrices(f"{layer}.{each}") for each in STACKED)
         else:
             gate_up = (self._product(*gated) for *gated, _ in names.experts)
             down = (self._product(last) for *_, last in names.experts)
         with self._clock.measure("layout"):
-            mixture = self._kernels.mixture(gate_up, down, experts.count)
+            mixture = self._kernels.mixture(gate_up, down, experts.count, GATES[self._config.traits.gate])
         shared = self._dense(names.shared) if names.shared is not None else None
         router = self._linear(*names.router)
         return MixtureMLP(self._kernels, router, mixture, experts.per_token, routing.normalized, shared)
 
     def _dense(self, parts: Parts) -> DenseMLP:
         *gated, down = parts
-        return DenseMLP(self._gated(*gated), self._linear(down, factor=self._config.multipliers.added))
+        factor = 1.0 if self._config.traits.norms.mlp_out else self._config.multipliers.added
+        return DenseMLP(self._gated(*gated), self._linear(down, factor=factor))
 
     def _matrices(self, name: str) -> Iterator[Product]:
         """Those of the experts of a layer, whose tensor holds all of them, [E, out, in]."""
@@ -200,6 +226,20 @@ class _Assembler:
         lent = self._lent([name], self._dtype) if self._device.type == "cpu" else None
         for matrix in self._stack(name) if lent is None else lent[0]:
             yield Weight(matrix if lent is None else [matrix], scheme), None
+
+    def _by_turns(self, name: str, gated: bool) -> Iterator[Product]:
+        """gpt-oss's experts of a layer (see Routing), gate rows above up rows."""
+        scheme, biases = scheme_of(name, self._quantization, None), self._stack(f"{name}_bias")
+        turns = torch.arange(biases.shape[1], device=self._device)
+        rows = torch.cat([turns[::2], turns[1::2]]) if gated else turns
+        packed = self._lent([f"{name}_blocks", f"{name}_scales"], torch.uint8) if self._config.packed else None
+        if packed is not None:
+            on = rows.cpu()
+            for blocks, exponents, bias in zip(*packed, biases, strict=True):
+                yield mxfp4_matrix(blocks[on], exponents[on], self._dtype), bias[rows]
+            return
+        for matrix, bias in zip(self._stack(name), biases, strict=True):
+            yield Weight(matrix.T[rows], scheme), bias[rows]
 
     def _product(self, *layers: str, factor: float = 1.0) -> Product:
         """The matrices one under the other and their biases, times the factor."""
@@ -216,7 +256,7 @@ class _Assembler:
     def _gated(self, *layers: str) -> Callable[[Tensor], Tensor]:
         product = self._product(*layers)
         with self._clock.measure("layout"):
-            return self._kernels.gated_linear(*product)
+            return self._kernels.gated_linear(*product, GATES[self._config.traits.gate])
 
     def _bias(self, *layers: str) -> Tensor | None:
         return self._stack(*(f"{layer}.bias" for layer in layers)) if f"{layers[0]}.bias" in self._shapes else None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headway.kernels.interface import Groups, Weight
 from headway.models.config import ModelError
+from headway.models.gguf_blocks import powers_of_two
 from headway.models.quantization import PackedMatrices
 
 # AWQ's order of the eight numbers in a word.
@@ -51,6 +52,16 @@ def packed_layer(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tenso
     return Weight(
         values, packed.scheme, groups=_groups(layer, values.shape[1], size, scales, zeros, order), dtype=dtype
     )
+
+
+def mxfp4_matrix(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight:
+    """A matrix of MXFP4, as gpt-oss holds experts: uint8 [out, groups, 16], the first of two in the low bits, and
+    uint8 [out, groups].
+    """
+    values = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
+    factors = torch.ones(exponents.shape, dtype=torch.int8)
+    groups = Groups(32, factors, torch.zeros_like(factors), powers_of_two(exponents))
+    return Weight(values, "float4-weight-only", groups=groups, dtype=dtype)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

@@ -11,7 +11,7 @@ from headway.cost.values import ConfigValues, ModelError
 
 EMBEDDING = "model.embed_tokens"
 # Routers, by the last part of their name: few numbers that decide much.
-ROUTERS = ("gate", "shared_expert_gate")
+ROUTERS = ("gate", "shared_expert_gate", "router")
 # Those and the head, which AWQ, GPTQ and FP8 leave plain without saying so.
 _LEFT_PLAIN = ("lm_head", *(rf"re:.*\.{router}$" for router in ROUTERS))
 _PLAIN_ONLY = "use the unquantised checkpoint"
@@ -26,9 +26,9 @@ class PackedMatrices:
 
     Args:
         scheme: int8 or int8-weight-only with a scale for each row; gguf, whose tensors say themselves how they are
-            packed; or int4-weight-only, int8-weight-only or float8-weight-only in groups.
+            packed; or int4-weight-only, int8-weight-only, float8-weight-only or float4-weight-only in groups.
         ignored: names of the layers that are not packed; "re:" begins an expression that matches the start of names.
-        layout: of the tensors: rows, gguf, awq, gptq, gptq_v2, pack-quantized or fp8.
+        layout: of the tensors: rows, gguf, awq, gptq, gptq_v2, pack-quantized, fp8, or mxfp4, of experts alone.
         group_size: inputs that share a scale; None: all of a row.
         zero_points: there are some.
         ordered: groups are of inputs that a tensor names.
@@ -47,11 +47,11 @@ class PackedMatrices:
 
     @property
     def in_groups(self) -> bool:
-        return self.layout not in ("rows", "gguf")
+        return self.layout not in ("rows", "gguf", "mxfp4")
 
     @property
     def bits(self) -> int:
-        return 4 if self.scheme.startswith("int4") else 8
+        return 4 if self.scheme.startswith(("int4", "float4")) else 8
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -210,7 +210,12 @@ def _float_quantized(weights: ConfigValues, ignored: tuple[str, ...]) -> PackedM
     return PackedMatrices("float8-weight-only", ignored, "fp8", columns, block_rows=rows)
 
 
-_METHODS = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "fp8": _fp8}
+def _mxfp4(section: ConfigValues) -> PackedMatrices:
+    """gpt-oss's experts; what is not converted are all other matrices."""
+    return PackedMatrices("float4-weight-only", ("re:",), "mxfp4", 32)
+
+
+_METHODS = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "fp8": _fp8, "mxfp4": _mxfp4}
 
 
 def _group_size(section: ConfigValues) -> int | None:

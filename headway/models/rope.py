@@ -26,9 +26,20 @@ from torch import Tensor
 
 from headway.models.rope_config import RopeConfig
 
+_MOST_BYTES = 2 << 30
+
 
 def rope_tables(rope: RopeConfig, context_len: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """(cos, sin), each float32 [context_len, rope.dim // 2], times the attention factor of yarn and longrope."""
+    """(cos, sin), each float32 [context_len, rope.dim // 2], times the attention factor of yarn and longrope.
+
+    Raises:
+        ValueError: they would take more than _MOST_BYTES, as of a damaged max_position_embeddings.
+    """
+    if (size := 4 * context_len * rope.dim) > _MOST_BYTES:
+        raise ValueError(
+            f"a context of {context_len:,} tokens takes {size / 1e9:.1f} GB for the angles of its positions, more than "
+            f"{_MOST_BYTES / 1e9:.1f}; give --max-model-len, or correct max_position_embeddings in config.json"
+        )
     positions = torch.arange(context_len, dtype=torch.float32, device=device)
     angles = torch.outer(positions, inverse_frequencies(rope, context_len).to(device))
     cos, sin = angles.cos(), angles.sin_()

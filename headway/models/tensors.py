@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from headway.cost.shape import Experts
 from headway.models.config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
@@ -26,15 +28,15 @@ class MixtureNames(NamedTuple):
     shared: Parts | None
 
 
-def dense_names(block: str, fused: bool = False) -> Parts:
+def dense_names(block: str, fused: Sequence[str] = ()) -> Parts:
     """Names of the linear layers of a feed-forward layer."""
-    gated = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
+    gated = ("gate_up_proj",) if "gate_up_proj" in fused else ("gate_proj", "up_proj")
     return tuple(f"{block}.{part}" for part in (*gated, "down_proj"))
 
 
 def attention_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of the linear layers that make queries, keys and values."""
-    parts = ("qkv_proj",) if config.fused else ("q_proj", "k_proj", "v_proj")
+    parts = ("qkv_proj",) if "qkv_proj" in config.traits.fused else ("q_proj", "k_proj", "v_proj")
     return tuple(f"model.layers.{layer}.self_attn.{part}" for part in parts)
 
 
@@ -43,6 +45,8 @@ def mixture_names(config: ModelConfig, layer: int, stacked: bool) -> MixtureName
     experts, routing = config.shape.experts, config.routing
     if experts is None or routing is None or layer not in routing.layers:
         return None
+    if routing.by_turns:
+        return MixtureNames((f"model.layers.{layer}.mlp.router",), (), None)
     block = f"model.layers.{layer}.{'mlp' if stacked else routing.block}"
     prefixes = (f"{block}.experts.{number}" for number in range(0 if stacked else experts.count))
     gate, up, down = routing.parts
@@ -79,29 +83,48 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
     for i, cache in enumerate(config.caches):
         layer = f"model.layers.{i}"
         query, key, value = c.heads * cache.key_dim, cache.heads * cache.key_dim, cache.heads * cache.value_dim
-        shapes[f"{layer}.input_layernorm.weight"] = (c.hidden,)
-        rows_of = (query + key + value,) if config.fused else (query, key, value)
-        for name, rows in zip(attention_names(config, i), rows_of, strict=True):
+        for norm in filter(None, config.traits.norms):
+            shapes[f"{layer}.{norm}.weight"] = (c.hidden,)
+        names = attention_names(config, i)
+        rows_of = (query + key + value,) if len(names) == 1 else (query, key, value)
+        for name, rows in zip(names, rows_of, strict=True):
             linear(name, rows, c.hidden, c.qkv_bias)
+        if c.sinks:
+            shapes[f"{layer}.self_attn.sinks"] = (c.heads,)
         if c.qk_norm:
             shapes[f"{layer}.self_attn.q_norm.weight"] = (cache.key_dim,)
             shapes[f"{layer}.self_attn.k_norm.weight"] = (cache.key_dim,)
         linear(f"{layer}.self_attn.o_proj", c.hidden, c.heads * cache.value_dim, c.o_bias)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (c.hidden,)
         mixture = mixture_names(config, i, stacked)
         if mixture is None or c.experts is None:
-            feed_forward(dense_names(f"{layer}.mlp", config.fused), c.ffn, c.mlp_bias)
+            feed_forward(dense_names(f"{layer}.mlp", config.traits.fused), c.ffn, c.mlp_bias)
             continue
         for name, rows in zip(mixture.router, (c.experts.count, 1), strict=False):
-            linear(name, rows, c.hidden, bias=False)
-        if stacked:
+            linear(name, rows, c.hidden, c.experts.router_bias)
+        if config.routing and config.routing.by_turns:
+            shapes.update(_experts_by_turns(layer, c.experts, c.hidden, config.packed is not None))
+        elif stacked:
             shapes[f"{layer}.{STACKED[0]}"] = (c.experts.count, 2 * c.experts.width, c.hidden)
             shapes[f"{layer}.{STACKED[1]}"] = (c.experts.count, c.hidden, c.experts.width)
         for parts in mixture.experts:
-            feed_forward(parts, c.experts.width, bias=False)
+            feed_forward(parts, c.experts.width, c.experts.bias)
         if mixture.shared is not None:
             feed_forward(mixture.shared, c.experts.shared_width, bias=False)
     shapes["model.norm.weight"] = (c.hidden,)
     if not c.tied_embeddings:
         linear("lm_head", c.vocab, c.hidden, bias=False)
+    return shapes
+
+
+def _experts_by_turns(layer: str, experts: Experts, hidden: int, packed: bool) -> Shapes:
+    """gpt-oss's: [E, in, out], gate and up outputs by turns; packed [E, out, groups, bytes], and a scale for each."""
+    shapes: Shapes = {}
+    sizes = ((2 * experts.width, hidden), (hidden, experts.width))
+    for name, (rows, inputs) in zip(STACKED, sizes, strict=True):
+        shapes[f"{layer}.{name}_bias"] = (experts.count, rows)
+        if packed:
+            shapes[f"{layer}.{name}_blocks"] = (experts.count, rows, inputs // 32, 16)
+            shapes[f"{layer}.{name}_scales"] = (experts.count, rows, inputs // 32)
+        else:
+            shapes[f"{layer}.{name}"] = (experts.count, inputs, rows)
     return shapes

@@ -37,6 +37,23 @@ TINY_MIXTURE: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 
+# Beside TINY_LLAMA: windows in every second layer, and what else these have of their own.
+TINY_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 48,
+    "sliding_window": 20,
+}
+TINY_GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 20,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 16,
+    "tie_word_embeddings": True,
+}
+
 
 def write_config(folder: Path, **changes: Any) -> str:
     """A folder that `--load-format dummy` can serve; returns its path."""

@@ -17,7 +17,9 @@ from headway.engine.logprobs import prompt_logprobs
 from headway.engine.messages import AddRequest, PromptLogprobs
 from headway.kernels import cpu
 from headway.policy.swap import SwapSpace
-from tests.engine.models import TINY_MIXTURE, write_config
+from tests.engine.models import TINY_GEMMA, TINY_GPT_OSS, TINY_MIXTURE, write_config
+
+_FAMILIES = {"experts": TINY_MIXTURE, "gpt-oss": TINY_GPT_OSS, "gemma": TINY_GEMMA}
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[(7 * i + 3 * j) % 500 + 5 for j in range(9 + 5 * i)] for i in range(32)]
@@ -55,15 +57,17 @@ class Model(NamedTuple):
         ("cpu", "none", "auto", "float32", "experts"),
         ("cpu", "none", "auto", "bfloat16", "experts"),
         ("cpu", "int4", "auto", "bfloat16", "experts"),
+        ("cpu", "none", "auto", "float32", "gpt-oss"),
+        ("cpu", "none", "auto", "float32", "gemma"),
         pytest.param(("cuda", "none", "auto"), marks=pytest.mark.gpu),
     ],
     ids="-".join,
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    """With "experts" a mixture; with "vectors" as where there are no matrix tiles, or the system refuses them."""
+    """With its name another family; with "vectors" as where there are no matrix tiles, or the system refuses them."""
     settings, changes = request.param, {}
-    if settings[-1] == "experts":
-        settings, changes = settings[:-1], TINY_MIXTURE
+    if settings[-1] in _FAMILIES:
+        settings, changes = settings[:-1], _FAMILIES[settings[-1]]
     with pytest.MonkeyPatch.context() as patch:
         if settings[-1] == "vectors":
             patch.setattr(cpu, "has_matrix_tiles", lambda: False)

@@ -16,6 +16,8 @@ CASES = [
     ("int8-weight-only", 70, 320, 64, 1),
     ("float8-weight-only", 70, 384, 128, 1),
     ("float8-weight-only", 33, 48, 16, 3),
+    ("float4-weight-only", 70, 96, 32, 1),
+    ("float4-weight-only", 33, 48, 16, 3),
 ]
 
 
@@ -36,7 +38,7 @@ def random_weight(
         values = torch.randn(out, width, generator=generator).to(torch.float8_e4m3fn)
         ones, zeros = torch.ones(out, count, dtype=torch.int8), torch.zeros(out, count, dtype=torch.int8)
         return Weight(values, scheme, groups=Groups(size, ones, zeros, scales, run), dtype=dtype)
-    if scheme == "int4-weight-only":
+    if scheme in ("int4-weight-only", "float4-weight-only"):
         values = whole(0, 16, width).to(torch.uint8)
     else:
         values = whole(-128, 128, width).to(torch.int8)
@@ -55,8 +57,14 @@ def multiplied_out(weight: Weight) -> Tensor:
         run = group // groups.run
         scale = groups.scales[:, run] * groups.factors[:, group].float()
         minimum = minima[:, run] * groups.offsets[:, group].float()
+        numbers = values[:, column].float()
+        if weight.scheme == "float4-weight-only":  # e2m1: sign, two bits of exponent, one of fraction
+            code = values[:, column].int()
+            exponent, fraction = (code >> 1 & 3).float(), (code & 1).float()
+            numbers = torch.where(exponent > 0, (1 + fraction / 2) * 2 ** (exponent - 1), fraction / 2)
+            numbers = torch.where(code >= 8, -numbers, numbers)
         to = column if groups.order is None else int(groups.order[column])
-        dense[:, to] = scale * values[:, column].float() - minimum
+        dense[:, to] = scale * numbers - minimum
     return dense
 
 

@@ -89,7 +89,7 @@ def main() -> None:
         check_products(dtype, "none")
     for quantization in ("int8", "int8-weight-only", "int4"):
         check_products(torch.float32, quantization)
-    for scheme in ("int4-weight-only", "int8-weight-only", "float8-weight-only"):
+    for scheme in ("int4-weight-only", "int8-weight-only", "float8-weight-only", "float4-weight-only"):
         check_groups(scheme)
     check_attention(torch.bfloat16, None)
     check_attention(torch.bfloat16, torch.int8)

@@ -61,7 +61,7 @@ def test_other_dtypes(dtype: torch.dtype, scheme: str) -> None:
     assert relative_error(linear(x), F.linear(activations(x, weight), dense.double())) < ROUNDING[dtype]
 
 
-@pytest.mark.parametrize("scheme", ["int4-weight-only", "int8-weight-only", "float8-weight-only"])
+@pytest.mark.parametrize("scheme", ["int4-weight-only", "int8-weight-only", "float8-weight-only", "float4-weight-only"])
 def test_a_token_s_result_depends_on_nothing_else(scheme: str) -> None:
     weight = random_weight(scheme, 200, 256, 32, 8)
     one, three = (with_threads(n).linear(weight, None) for n in (1, 3))

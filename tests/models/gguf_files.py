@@ -78,15 +78,22 @@ def write(
     writer.add_value_length(head)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if getattr(config, "num_experts", None):
-        writer.add_expert_count(config.num_experts)
+    experts = getattr(config, "num_experts", None)
+    if experts:
+        writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    if family == "gpt-oss":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
     (tokenizer or byte_tokenizer)(writer)
     plain: dict[str, Tensor] = {}
     stacks: dict[str, list[np.ndarray]] = {}
     for seed, (name, tensor) in enumerate(_tensors(model).items()):
         theirs, expert = gguf_name(name)
+        theirs = theirs.replace("ffn_norm", "post_attention_norm") if family == "gpt-oss" else theirs
         kind = kind_of(name) if tensor.dim() == 2 and "gate." not in name.replace("_gate.", ".") else "F32"
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2], 0)
         heads = heads if family == "llama" else 0
@@ -101,7 +108,7 @@ def write(
         if expert is not None:
             stacks.setdefault(theirs, []).append(stored)
             stored = np.stack(stacks[theirs])
-            if len(stored) < config.num_experts:
+            if len(stored) < experts:
                 continue
         writer.add_tensor(theirs, stored, raw_dtype=Kind[kind])
     writer.write_header_to_file()
@@ -113,11 +120,14 @@ def write(
 
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """As a checkpoint has them: experts one by one, a tied head once."""
-    found = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    found = {name.replace("mlp.router", "mlp.gate"): each.detach() for name, each in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del found["lm_head.weight"]
     for name in [name for name in found if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         stacked, block = found.pop(name), name.rpartition(".")[0]
+        if (biases := found.pop(f"{name}_bias", None)) is not None:
+            found |= _by_turns(name, stacked, biases)
+            continue
         for number, expert in enumerate(stacked):
             if name.endswith("gate_up_proj"):
                 gate, up = expert.chunk(2)
@@ -125,6 +135,22 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
             else:
                 found[f"{block}.{number}.down_proj.weight"] = expert
     return found
+
+
+def _by_turns(name: str, stacked: Tensor, biases: Tensor) -> dict[str, Tensor]:
+    """gpt-oss's experts one by one: [in, out], gate and up outputs by turns."""
+    block, parts = name.rpartition(".")[0], turns(name)
+    found: dict[str, Tensor] = {}
+    for number, (matrix, bias) in enumerate(zip(stacked, biases, strict=True)):
+        for first, part in enumerate(parts):
+            found[f"{block}.{number}.{part}.weight"] = matrix.T[first :: len(parts)].contiguous()
+            found[f"{block}.{number}.{part}.bias"] = bias[first :: len(parts)].contiguous()
+    return found
+
+
+def turns(name: str) -> tuple[str, ...]:
+    """The projections that a tensor of gpt-oss's experts holds, by turns."""
+    return ("gate_proj", "up_proj") if "gate_up_proj" in name else ("down_proj",)
 
 
 def byte_tokenizer(writer: gguf.GGUFWriter) -> None:

@@ -190,6 +190,12 @@ def test_half_precision_is_as_close_to_float32_as_hugging_face(models, case, dty
     assert error <= 0.05 * exact.std()
 
 
+def test_tables_of_a_damaged_context_are_refused_before_they_are_made(models):
+    rope = decoder(models("llama")[1]).config.rope
+    with pytest.raises(ValueError, match=r"a context of 99,999,999 tokens takes 4\.8 GB .* more than 2\.1;"):
+        rope_tables(rope, 99_999_999)
+
+
 def test_logits_are_computed_for_chosen_rows_only(models):
     ours = decoder(models("qwen2")[1])
     model = PagedModel(ours, [PROMPTS[0]])

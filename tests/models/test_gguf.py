@@ -68,7 +68,16 @@ def with_weights(model: PreTrainedModel, plain: dict[str, Tensor]) -> PreTrained
         if name in state:
             state[name].copy_(tensor)
             continue
-        block, number, part, _ = name.rsplit(".", 3)
+        block, number, part, ending = name.rsplit(".", 3)
+        if ".mlp.gate." in name:
+            state[name.replace("mlp.gate", "mlp.router")].copy_(tensor)
+            continue
+        stack = f"{block}.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"
+        if f"{stack}_bias" in state:  # gpt-oss: inputs before outputs, by turns
+            parts = gguf_files.turns(stack)
+            target = state[stack if ending == "weight" else f"{stack}_bias"][int(number)]
+            target[..., parts.index(part) :: len(parts)].copy_(tensor.T if ending == "weight" else tensor)
+            continue
         target = state[f"{block}.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"][int(number)]
         target = target if part == "down_proj" else target.chunk(2)[part == "up_proj"]
         target.copy_(tensor)
@@ -95,10 +104,17 @@ def test_numbers_are_those_of_the_reference_to_the_bit(kind: str) -> None:
         ("qwen2", lambda name: "BF16" if "v_proj" in name else "Q6_K"),
         ("qwen3", mixed),
         ("qwen3_moe", mixed),
+        ("gpt_oss_scaled", lambda name: "MXFP4" if "experts" in name else "Q8_0"),
     ],
 )
 def test_logits_are_those_of_the_dequantised_model(case: str, kind_of: Callable[[str], str], tmp_path: Path) -> None:
     wide = WIDE | ({"moe_intermediate_size": 256} if "moe" in case else {})
+    if case == "gpt_oss_scaled":  # as all of its files have it
+        wide |= {
+            "layer_types": None,
+            "head_dim": 8,
+            "rope_parameters": tiny.YARN["rope_parameters"] | {"truncate": False},
+        }
     model = tiny.build(case, **wide)
     plain = gguf_files.write(tmp_path / "model.gguf", model, kind_of)
     ours = torch.cat(whole(load(tmp_path / "model.gguf"), PROMPTS))
@@ -129,6 +145,28 @@ def test_a_folder_with_one_model_is_that_model(tmp_path: Path) -> None:
     shutil.copy(path, tmp_path / "other.gguf")
     with pytest.raises(ModelError, match=r"holds several models, model\.gguf, other\.gguf; give the file of one"):
         resolve_model(str(tmp_path))
+
+
+def test_one_of_several_models_is_named_by_a_part_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder, and in a repository of the hub, of which nothing else is downloaded."""
+    path = tmp_path / "tiny-Q4_K_M.gguf"
+    gguf_files.write(path, tiny.build("llama", **WIDE), mixed)
+    other = tmp_path / "below" / "tiny-q8_0.gguf"
+    other.parent.mkdir()
+    shutil.copy(path, other)
+    asked: list[list[str]] = []
+
+    def snapshot(model_id: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert resolve_model(f"{tmp_path}:q4_k_m") == resolve_model("owner/tiny-GGUF:Q4_K_M") == folder_of(path)
+    assert resolve_model(f"{tmp_path}:Q8_0") == folder_of(other)
+    assert asked == [["*Q4_K_M*.gguf", "*q4_k_m*.gguf"]]
+    for tag, said in (("Q4_K", "no models have Q4_K in their name; there is tiny-Q4_K_M.gguf, tiny-q8_0.gguf"),):
+        with pytest.raises(ModelError, match=said):
+            resolve_model(f"{tmp_path}:{tag}")
 
 
 def test_safetensors_go_first(tmp_path: Path) -> None:

@@ -338,8 +338,8 @@ def sliding(**changes) -> dict:
 
 REFUSED = [
     (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "architectures", "GPT2LMHeadModel"),
+    (LLAMA, {"architectures": [[], {}]}, "architectures", "must name one of LlamaForCausalLM"),
     (LLAMA, {"architectures": []}, "architectures", "must name one of LlamaForCausalLM, MistralForCausalLM, Mixtral"),
-    (LLAMA, {"architectures": ["DeepseekV3ForCausalLM"]}, "architectures", "must name one of LlamaForCausalLM"),
     (without(LLAMA, "architectures"), {}, "architectures", "must name one of"),
     (LLAMA, {"num_local_experts": 8}, "num_local_experts", "a mixture of experts"),
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act", "gelu"),

@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headway.engine.config import EngineConfig
 from headway.engine.start import packed_bytes
@@ -21,7 +23,9 @@ from headway.kernels.reference import ReferenceKernels
 from headway.models.checkpoint import SINGLE_FILE
 from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import Decoder
+from headway.models.grouped import expanded
 from headway.models.loading import load_model
+from headway.models.packed_layers import mxfp4_matrix
 from headway.models.quantization import PackedMatrices, scheme_of
 from tests.models import tiny
 from tests.models.paging import whole
@@ -229,3 +233,51 @@ def test_another_scheme_or_kernels_without_it_are_refused(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="the reference kernels do not support weights in int8 packed in rows"):
         load_model(tmp_path, torch.float32, ReferenceKernels())
     assert math.isfinite(whole(load(tmp_path), PROMPTS)[0].sum())
+
+
+def save_mxfp4(folder: Path) -> PreTrainedModel:
+    """A tiny gpt-oss whose experts are random MXFP4, and Hugging Face's model of the same numbers."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32}
+    tiny.save("gpt_oss", folder, sizes)
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / SINGLE_FILE)
+    generator, plain = torch.Generator().manual_seed(1), {}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, rows = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, inputs // 32, 16), generator=generator).to(torch.uint8)
+        exponents = torch.randint(123, 126, blocks.shape[:-1], generator=generator).to(torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+        plain[name] = convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
+        each = zip(blocks, exponents, strict=True)
+        dense = torch.stack([expanded(mxfp4_matrix(*expert, torch.float32)) for expert in each])
+        assert torch.equal(dense.transpose(1, 2), plain[name])
+    rewrite(folder, config | {"quantization_config": {"quant_method": "mxfp4"}}, tensors)
+    model = tiny.build("gpt_oss", **sizes)
+    assert not model.load_state_dict(plain, strict=False).unexpected_keys
+    return model
+
+
+def test_experts_in_mxfp4_are_those_of_hugging_face(tmp_path: Path) -> None:
+    """Weights to the bit, and logits but for what 16 bits of activations add; 4 bits stay 4, with a scale for 32."""
+    model = save_mxfp4(tmp_path)
+    decoder = load(tmp_path)
+    ours = torch.cat(whole(decoder, PROMPTS))
+    expected = torch.cat([tiny.logits(model, prompt) for prompt in PROMPTS])
+    assert (ours - expected).abs().max() < 2e-3 * expected.std()
+    mixture = decoder.weights.layers[0].mlp.experts
+    assert mixture.down._row_bytes == 32 // 2 + 2
+    assert load(tmp_path, load_format="dummy").weights.layers[0].mlp.experts.down._packed.numel() > 0
+
+
+def test_mxfp4_is_refused_where_it_cannot_be_read(tmp_path: Path) -> None:
+    save_mxfp4(tmp_path)
+    with pytest.raises(
+        ValueError, match="the reference kernels have no weights in float4-weight-only packed in groups"
+    ):
+        load_model(tmp_path, torch.float32, ReferenceKernels())
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key, value, said in (
+        ("hidden_size", 72, "hidden_size is 72, which is no multiple of 32"),
+        ("swiglu_limit", 5.0, "swiglu_limit is 5.0, which is not supported, only 7 is"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            ModelConfig.from_dict(config | {key: value})

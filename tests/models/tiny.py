@@ -8,6 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -42,6 +50,10 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "granite": (GraniteConfig, GraniteForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "glm": (GlmConfig, GlmForCausalLM),
+    "glm4": (Glm4Config, Glm4ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
 
 BASE = {
@@ -89,6 +101,21 @@ PARTIAL = {
 }
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SHARED = EXPERTS | {"shared_expert_intermediate_size": 40}
+
+GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6} | rope("default")
+
+GEMMA3 = {
+    "head_dim": 16,
+    "sliding_window": 6,
+    "query_pre_attn_scalar": 24,
+    "tie_word_embeddings": True,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+    },
+}
+GLM = {"head_dim": 16, "attention_bias": True, "pad_token_id": 0} | rope("default", partial_rotary_factor=0.5)
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -155,6 +182,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe_every_second": ("qwen2_moe", SHARED | {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 16}),
     "qwen3_moe_all_of_few": ("qwen3_moe", EXPERTS | {"num_experts": 3, "num_experts_per_tok": 3}),
+    "gemma3": ("gemma3", GEMMA3),
+    "gemma3_untied": ("gemma3", GEMMA3 | {"sliding_window_pattern": 2, "tie_word_embeddings": False}),
+    "glm": ("glm", GLM),
+    "glm4": ("glm4", GLM),
+    "glm4_turned_whole": ("glm4", GLM | rope("default", partial_rotary_factor=1.0) | {"attention_bias": False}),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss_scaled": ("gpt_oss", GPT_OSS | YARN | {"head_dim": 8, "layer_types": ["full_attention"] * 3}),
     "granite": ("granite", MULTIPLIERS | {"tie_word_embeddings": True}),
     "granite_biases": ("granite", MULTIPLIERS | {"attention_bias": True, "mlp_bias": True}),
     "phi3": ("phi3", {"pad_token_id": 0, "sliding_window": None}),
@@ -178,15 +212,19 @@ def build(case: str, **changes: Any) -> PreTrainedModel:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
                 parameter.copy_(1 + 0.3 * noise)
-            elif name.endswith(".bias") or "embed_tokens" in name or "lm_head" in name:
+            elif name.endswith("sinks"):
+                parameter.copy_(2 * noise)
+            elif name.endswith("experts.gate_up_proj"):  # large enough to be cut
+                parameter.copy_(noise * 5 / parameter.shape[-2] ** 0.5)
+            elif name.endswith(("_bias", ".bias")) or "embed_tokens" in name or "lm_head" in name:
                 parameter.copy_(0.4 * noise)
             else:
                 parameter.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)
     return model
 
 
-def save(case: str, folder: Path, **save_options: Any) -> PreTrainedModel:
-    model = build(case)
+def save(case: str, folder: Path, changes: dict[str, Any] | None = None, **save_options: Any) -> PreTrainedModel:
+    model = build(case, **(changes or {}))
     model.save_pretrained(folder, **save_options)
     return model
 
