@@ -2,9 +2,9 @@
 
     python -m benchmarks.verify --traces DIR
 
-Each workload is one `headway simulate verify`: a server gets it twice with different seeds, the simulator learns from
-the first run and predicts the second. The table has predicted over measured, for latencies and throughput. See
-benchmarks/README.md.
+Each workload is one `headway simulate verify`: a server gets it three times with different seeds, the simulator learns
+from the first run and the last, and predicts the one between. The table has predicted over measured, for latencies and
+throughput. See benchmarks/README.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`headway simulate verify`: a workload on a live server beside the same on a simulated one.
 
-Two runs go to a server that records its steps. From the first, with another seed, is learnt how long steps take and
-what the server does beside them. The second is what is predicted, and then compared.
+Three runs with different seeds go to a server that records its steps. From the first and the last is learnt how long
+steps take and what the server does beside them. The one between them is what is predicted, and then compared.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,13 +101,13 @@ def run_verification(options: VerifyOptions) -> int:
         steps = Path(folder) / "steps.jsonl"
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                learning, measured = runner.run(_measure(options, load, steps, progress))
+                before, measured, after = runner.run(_measure(options, load, steps, progress))
         except (Interrupted, asyncio.CancelledError):
             progress.print("Stopped: nothing was compared.")
             return INTERRUPTED
         recording = read_recordings(steps)[-1]
     with progress.status("Simulating ..."):
-        predicted = predict(recording, learning, measured)
+        predicted = predict(recording, [before, after], measured)
     found = verify(measured.result, predicted)
     print_verification(Console(), found)
     if options.output is not None:
@@ -122,8 +123,10 @@ class Measured:
     result: RunResult
 
 
-async def _measure(options: VerifyOptions, load: Load, steps: Path, progress: Console) -> tuple[Measured, Measured]:
-    """The run that is learnt from, and the one that is to be predicted."""
+async def _measure(options: VerifyOptions, load: Load, steps: Path, progress: Console) -> list[Measured]:
+    """The run that is to be predicted, between two that are learnt from: a machine that gets faster or slower meanwhile
+    does so in both halves alike.
+    """
     stop = asyncio.Event()
     arguments = [
         *([options.model] if options.model is not None else []),
@@ -137,11 +140,12 @@ async def _measure(options: VerifyOptions, load: Load, steps: Path, progress: Co
             session = await unless_stopped(stop, Session.open(target, made_up=is_made_up(load.spec)))
             found = []
             seed = load.spec.seed
-            for name, each in (("Learning", seed + _LEARN_SEED), ("Measuring", seed)):
+            runs = ("Learning", seed + _LEARN_SEED), ("Measuring", seed), ("Learning again", seed + 2 * _LEARN_SEED)
+            for name, each in runs:
                 status.update(f"{name} ...")
                 of_seed = dataclasses.replace(load, spec=dataclasses.replace(load.spec, seed=each))
                 found.append(await _run(session, of_seed, stop))
-    return found[0], found[1]
+    return found
 
 
 async def _run(session: Session, load: Load, stop: asyncio.Event) -> Measured:
@@ -178,15 +182,16 @@ def _flags(options: VerifyOptions) -> list[str]:
     return found
 
 
-def predict(recording: Recording, learning: Measured, measured: Measured) -> RunResult:
-    """The second load on a simulated server that has learnt from the first.
+def predict(recording: Recording, learning: Sequence[Measured], measured: Measured) -> RunResult:
+    """A load on a simulated server that has learnt from others.
 
-    What a request takes beside the engine is so long that the median TTFT of the first load comes out right.
+    What a request takes beside the engine is so long that the median TTFT of those comes out right, in the mean.
     """
-    steps = steps_of(recording, learning.result.began_ns, learning.result.ended_ns)
-    free = _simulated(recording, steps, learning.load, Host())
-    late_ms = _median_ttft(learning.result) - _median_ttft(free)
-    host = Host(request_ns=max(0, round(late_ms * 1e6)))
+    steps = [step for each in learning for step in steps_of(recording, each.result.began_ns, each.result.ended_ns)]
+    late_ms = [
+        _median_ttft(each.result) - _median_ttft(_simulated(recording, steps, each.load, Host())) for each in learning
+    ]
+    host = Host(request_ns=max(0, round(float(np.mean(late_ms)) * 1e6)))
     return _simulated(recording, steps, measured.load, host)
 
 
@@ -227,18 +232,21 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 def print_verification(console: Console, found: Verification) -> None:
     """A row for each statistic, and the verdict last."""
     rows = [_row(each, found.distances) for each in found.differences if each.a is not None and each.b is not None]
-    names = ("", "measured, ms", "predicted, ms", "ratio", "interval", f"within {100 * EQUIVALENT:g} %", "KS distance")
-    note = f"Intervals of {100 * CONFIDENCE:g} %, by resampling requests. Latencies from the schedule."
-    print_table(console, Table("Measured beside predicted", names, tuple(rows), note=note))
+    names = ("", "measured", "predicted", "ratio", f"{100 * CONFIDENCE:g} % interval", "", "KS")
+    note = (
+        f"Equivalent: the whole interval of the ratio is within {100 * EQUIVALENT:g} %. Intervals by resampling "
+        "requests. KS: distance of Kolmogorov and Smirnov. Latencies from the schedule."
+    )
+    print_table(console, Table("Measured beside predicted, ms", names, tuple(rows), note=note))
     measured, predicted = map(number, found.throughput)
     console.print(f"Output tokens per second: {measured} measured, {predicted} predicted.")
     console.print(f"{'Holds' if found.holds else 'Does not hold'}: medians within {100 * EQUIVALENT:g} %.")
 
 
 def _row(each: Difference, distances: dict[str, float]) -> Any:
-    ratio = "-" if each.ratio is None else f"{each.ratio:.3f}"
-    interval = "-" if each.ratio_low is None else f"{each.ratio_low:.3f} to {each.ratio_high:.3f}"
-    distance = f"{distances[each.metric]:.3f}" if each.statistic == "median" else ""
+    ratio = "-" if each.ratio is None else f"{each.ratio:.2f}"
+    interval = "-" if each.ratio_low is None else f"{each.ratio_low:.2f} to {each.ratio_high:.2f}"
+    distance = f"{distances[each.metric]:.2f}" if each.statistic == "median" else ""
     assert each.a is not None and each.b is not None
     name = f"{METRICS[each.metric]} {STATISTICS[each.statistic]}"
     return cells(name, number(each.a), number(each.b), ratio, interval, verdict_of(each), distance)

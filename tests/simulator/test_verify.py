@@ -82,7 +82,7 @@ def run_recorded(seeds: list[int], request_ms: int) -> tuple[Recording, list[Mea
 
 def test_what_was_learnt_from_one_run_predicts_another() -> None:
     recording, (learning, measured) = run_recorded([1, 2], request_ms=4)
-    predicted = predict(recording, learning, measured)
+    predicted = predict(recording, [learning], measured)
     found = verify(measured.result, predicted)
     assert found.holds, found
     assert {(each.metric, each.statistic) for each in found.differences} >= {("ttft_ms", "p90"), ("itl_ms", "p99")}
@@ -99,7 +99,7 @@ def test_a_prediction_that_is_off_does_not_hold() -> None:
         if getattr(record, "times", None):
             launched, computed, sampled = record.times  # type: ignore[union-attr]
             record.times = launched, launched + 2 * (computed - launched), sampled + computed - launched  # type: ignore
-    found = verify(measured.result, predict(recording, learning, measured))
+    found = verify(measured.result, predict(recording, [learning], measured))
     assert not found.holds
     assert "different" in shown(found) and "Does not hold" in shown(found)
 
