@@ -4,11 +4,12 @@
     python -m benchmarks.faults --requests 500000 --minutes 5 --go-on    further worlds, beside those of the result
     python -m benchmarks.faults --seed 4711            one world again, as a violation names it
 
-Each seed is a world of its own (`fault_worlds`): one server or several behind a router, that may grow in number; their
-limits, policies and pools; files of classes and of tenants with quotas, which change while the servers run; requests
-with their lengths, choices, shared prompts, bursts, and clients that go away at any moment; steps that are slow, freeze
-or end with the death of the engine; and clocks that step forward and backward. The same seed is the same world (after
-FoundationDB's simulation; Zhou et al., 2021).
+Each seed is a world of its own (`fault_worlds`): one server or several behind a router, that may grow in number or
+compute prompts for each other; their limits, policies, pools and swap space; files of classes and of tenants with
+quotas, which change while the servers run; requests with their lengths, choices, shared prompts, bursts, and clients
+that go away at any moment; steps that are slow, freeze or end with the death of the engine; servers that are gone with
+all that they had; and clocks that step forward and backward. The same seed is the same world (after FoundationDB's
+simulation; Zhou et al., 2021).
 
 What must hold: no block is leaked or held twice, at any time; no queue counts who is gone; every request ends, is
 refused or is given up, none waits for ever; whoever has waited for its starvation time goes first; every ledger closes

@@ -21,7 +21,7 @@ from headway.policy.sizing import PoolSize
 from headway.policy.slo import SloPolicy
 from headway.simulator import server
 from headway.simulator.answers import EngineDied
-from headway.simulator.server import Simulated, simulate
+from headway.simulator.server import Server, Simulated, simulate
 from headway.simulator.traffic import Arrival, arrival
 
 MS = 1_000_000
@@ -126,6 +126,7 @@ def _charges_one_more(original: Callable[..., Any]) -> Callable[..., Any]:
     [
         (Quotas, "settle", _charges_one_more),
         (SloPolicy, "starved", lambda original: lambda self, *state: None),
+        (Server, "fail", lambda original: lambda self, now: original(self, now)[1:]),
         (KVBlocks, "release", _leaks),
         (Place, "close", lambda original: lambda self, now: None),
         (Ledger, "mark", _loses_time),
