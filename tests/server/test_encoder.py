@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -156,4 +157,5 @@ while busy.is_alive():
 assert len(waited) > 3, "the texts were encoded before a short one came"
 assert min(waited) < 0.01, waited
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    # Forks of a process that has used the library's threads get a variable that forbids them.
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"TOKENIZERS_PARALLELISM": "true"})
