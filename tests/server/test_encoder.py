@@ -133,11 +133,13 @@ def test_a_conversation_goes_on(start_server: StartServer, engine: FakeEngine, t
     eventually(lambda: server.service.text_work.waiting == 0)
 
 
-def test_the_tokenizers_threads_give_way_and_a_short_text_does_not_wait_for_them(tokenizer: Tokenizer) -> None:
+def test_the_tokenizers_threads_give_way_and_short_texts_do_not_wait_for_them(tokenizer: Tokenizer) -> None:
     """In a process of its own: these threads begin once."""
     program = f"""
-import os, threading, time
-from headway.server.encoder import NICENESS, share_cores
+import asyncio, os, threading, time
+from headway.server.encoder import NICENESS, Encoder, share_cores
+from headway.server.text_work import TextWork
+from headway.text.known_texts import KnownTexts
 from headway.text.tokenizer import Tokenizer
 tokenizer = Tokenizer.load({str(tokenizer.folder)!r})
 os.environ["RAYON_NUM_THREADS"] = "1"
@@ -148,10 +150,11 @@ texts = ["Once upon a time. " * 20_000] * 4
 busy = threading.Thread(target=lambda: list(tokenizer.encode_all(texts)))
 busy.start()
 time.sleep(0.05)
+encoder = Encoder(tokenizer, KnownTexts(None, 0), TextWork(10**6))
 waited = []
 while busy.is_alive():
     began = time.monotonic()
-    tokenizer.encode_here("Once upon a time.")
+    asyncio.run(encoder.encode_all(["Once upon a time.", "There was a fox."], False))
     waited.append(time.monotonic() - began)
     time.sleep(0.01)
 assert len(waited) > 3, "the texts were encoded before a short one came"
