@@ -15,7 +15,7 @@ from headway.simulator.fleet import ROLES, Failure
 from headway.simulator.members import Kind
 from headway.toml_file import parse, read_text
 
-_FILE_KEYS = ("replicas", "failure", "random_failures")
+_FILE_KEYS = ("replica", "failure", "random_failures")
 _KIND_KEYS = ("count", "role", "weight", "price_per_hour")
 _SHARED = ("model", "service-classes", "tenants")  # by all servers of a fleet
 MOST_REPLICAS, MOST_SECONDS = 10_000, 1e9
@@ -69,12 +69,12 @@ def read_fleet_file(path: str) -> FleetFile:
 
 
 def _file_of(path: str, content: Mapping[str, Any]) -> FleetFile:
-    kinds = tuple(_entries(content, "replicas", _kind))
+    kinds = tuple(_entries(content, "replica", _kind))
     if not kinds:
-        raise InvalidEntry("there are no replicas; write [[replicas]] once for each kind", "replicas")
+        raise InvalidEntry("there are no replicas; write [[replica]] once for each kind", "replica")
     roles = {kind.role for kind in kinds}
     if roles != {""} and roles != set(ROLES):
-        raise InvalidEntry("some replicas have a role; give all of them one, and each role to some", "replicas", 0)
+        raise InvalidEntry("some replicas have a role; give all of them one, and each role to some", "replica", 0)
     count = sum(kind.count for kind in kinds)
     failures = _entries(content, "failure", partial(_failure, count))
     random = content.get("random_failures", {})

@@ -161,7 +161,7 @@ def test_who_weighs_more_gets_more(routing: str) -> None:
 
 def test_random_failures_are_the_same_for_a_seed_and_come_as_often_as_said(tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text(
-        "[[replicas]]\ncount = 4\n[[failure]]\nreplica = 2\nat_s = 5\ndown_s = 1\n"
+        "[[replica]]\ncount = 4\n[[failure]]\nreplica = 2\nat_s = 5\ndown_s = 1\n"
         "[random_failures]\nevery_s = 90\ndown_s = 10\n"
     )
     file = read_fleet_file(str(tmp_path / "fleet.toml"))
@@ -180,23 +180,23 @@ def test_random_failures_are_the_same_for_a_seed_and_come_as_often_as_said(tmp_p
     ("text", "says"),
     [
         ("", "there are no replicas"),
-        ("replicas = 3", "write [[replicas]]"),
-        ("[[replicas]]\ncount = 0", "line 2: count is 0; give a whole number from 1"),
-        ("[[replicas]]\nhardwear = 'L40S'", "line 2: 'hardwear' does not change a flag of the server; did you mean"),
-        ("[[replicas]]\nmax_num_seqs = 'many'", "line 2: --max-num-seqs is 'many'; it must be a whole number"),
-        ("[[replicas]]\nmodel = 'qwen3-8b'", "line 2: model is the same for all servers"),
-        ("[[replicas]]\nrole = 'draft'", "line 2: role is 'draft'; choose one of prefill, decode"),
-        ("[[replicas]]\nrole = 'prefill'", "give all of them one, and each role to some"),
-        ("[[replicas]]\nrole = 'prefill'\n[[replicas]]\nrole = 'decode'\n[[replicas]]", "give all of them one"),
-        ("[[replicas]]\nmax_num_seqs = [1]", "line 2: max_num_seqs is [1]; write a number"),
+        ("replica = 3", "write [[replica]]"),
+        ("[[replica]]\ncount = 0", "line 2: count is 0; give a whole number from 1"),
+        ("[[replica]]\nhardwear = 'L40S'", "line 2: 'hardwear' does not change a flag of the server; did you mean"),
+        ("[[replica]]\nmax_num_seqs = 'many'", "line 2: --max-num-seqs is 'many'; it must be a whole number"),
+        ("[[replica]]\nmodel = 'qwen3-8b'", "line 2: model is the same for all servers"),
+        ("[[replica]]\nrole = 'draft'", "line 2: role is 'draft'; choose one of prefill, decode"),
+        ("[[replica]]\nrole = 'prefill'", "give all of them one, and each role to some"),
+        ("[[replica]]\nrole = 'prefill'\n[[replica]]\nrole = 'decode'\n[[replica]]", "give all of them one"),
+        ("[[replica]]\nmax_num_seqs = [1]", "line 2: max_num_seqs is [1]; write a number"),
         (
-            "[[replicas]]\n[[failure]]\nreplica = 1\nat_s = 1\ndown_s = 1",
+            "[[replica]]\n[[failure]]\nreplica = 1\nat_s = 1\ndown_s = 1",
             "line 3: replica is 1; give a whole number from",
         ),
-        ("[[replicas]]\n[[failure]]\nreplica = 0\nat_s = -1\ndown_s = 1", "line 4: at_s is -1; give a number from 0"),
-        ("[[replicas]]\n[[failure]]\nreplica = 0", "at_s is missing"),
-        ("[[replicas]]\n[[failure]]\nserver = 0", "line 3: 'server' is unknown; a failure has replica, at_s, down_s"),
-        ("[[replicas]]\n[random_failures]\ndown_s = 3", "every_s is missing"),
+        ("[[replica]]\n[[failure]]\nreplica = 0\nat_s = -1\ndown_s = 1", "line 4: at_s is -1; give a number from 0"),
+        ("[[replica]]\n[[failure]]\nreplica = 0", "at_s is missing"),
+        ("[[replica]]\n[[failure]]\nserver = 0", "line 3: 'server' is unknown; a failure has replica, at_s, down_s"),
+        ("[[replica]]\n[random_failures]\ndown_s = 3", "every_s is missing"),
         ("[[servers]]", "line 1: 'servers' is unknown; the file has replicas, failure, random_failures"),
         ("[[replicas", "is not TOML"),
     ],
@@ -210,8 +210,8 @@ def test_what_is_wrong_in_a_file_is_named(text: str, says: str, tmp_path: Path) 
 
 def test_servers_of_a_kind_are_as_the_file_says(tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text(
-        "[[replicas]]\ncount = 2\nrole = 'prefill'\nnetwork_gb_per_s = 25.0\n"
-        "[[replicas]]\nhardware = 'L40S'\nrole = 'decode'\nmax-num-seqs = 9\nenable_prefix_caching = false\n"
+        "[[replica]]\ncount = 2\nrole = 'prefill'\nnetwork_gb_per_s = 25.0\n"
+        "[[replica]]\nhardware = 'L40S'\nrole = 'decode'\nmax-num-seqs = 9\nenable_prefix_caching = false\n"
     )
     file = read_fleet_file(str(tmp_path / "fleet.toml"))
     options = ServerOptions(model="llama-3.1-8b", hardware="H100-SXM")
@@ -228,10 +228,10 @@ def test_servers_of_a_kind_are_as_the_file_says(tmp_path: Path) -> None:
 def test_the_command_simulates_a_fleet(tmp_path: Path) -> None:
     mixed, apart = tmp_path / "mixed.toml", tmp_path / "apart.toml"
     mixed.write_text(
-        "[[replicas]]\nprice_per_hour = 4.0\n[[replicas]]\nhardware = 'L40S'\ncount = 2\nprice_per_hour = 1.0\n"
+        "[[replica]]\nprice_per_hour = 4.0\n[[replica]]\nhardware = 'L40S'\ncount = 2\nprice_per_hour = 1.0\n"
         "[[failure]]\nreplica = 0\nat_s = 0.5\ndown_s = 0.5\n"
     )
-    apart.write_text("[[replicas]]\nrole = 'prefill'\n[[replicas]]\nrole = 'decode'\n")
+    apart.write_text("[[replica]]\nrole = 'prefill'\n[[replica]]\nrole = 'decode'\n")
     files = ["--result-dir", tmp_path, "--startup-seconds", "0.2"]
     code, said = simulate(*MODEL, *LOAD, *files, "--fleet", mixed, "--result-filename", "mixed.json", "--verbose")
     run = load_json(tmp_path / "mixed.json")
@@ -255,6 +255,6 @@ def test_the_command_simulates_a_fleet(tmp_path: Path) -> None:
     assert transfers(list(slow.records)) > 20 * transfers(list(quick.records)) > 0
     code, said = simulate(*MODEL, *LOAD, "--fleet", mixed, "--replicas", "2", "--no-save-result")
     assert code == 2 and "--fleet defines the replicas" in said
-    apart.write_text("[[replicas]]\nkv_cache_memory = '1M'\n")
+    apart.write_text("[[replica]]\nkv_cache_memory = '1M'\n")
     code, said = simulate(*MODEL, *LOAD, "--fleet", apart, "--no-save-result")
     assert code == 2 and "Traceback" not in said
