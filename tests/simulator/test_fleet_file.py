@@ -197,7 +197,7 @@ def test_random_failures_are_the_same_for_a_seed_and_come_as_often_as_said(tmp_p
         ("[[replica]]\n[[failure]]\nreplica = 0", "at_s is missing"),
         ("[[replica]]\n[[failure]]\nserver = 0", "line 3: 'server' is unknown; a failure has replica, at_s, down_s"),
         ("[[replica]]\n[random_failures]\ndown_s = 3", "every_s is missing"),
-        ("[[servers]]", "line 1: 'servers' is unknown; the file has replicas, failure, random_failures"),
+        ("[[servers]]", "line 1: 'servers' is unknown; the file has replica, failure, random_failures"),
         ("[[replicas", "is not TOML"),
     ],
 )
