@@ -14,13 +14,14 @@ from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware
 from headway.cost.parallel import Parallelism
 from headway.cost.precision import Format, Precision
-from headway.cost.serving import Limits, RequestShape, Served, burst, closed_loop, open_loop
+from headway.cost.serving import Limits, RequestShape, Served, benchmark, burst, open_loop
 from headway.cost.timing import Deployment
+from headway.planner.loads import PROMPTS_A_CLIENT
 
 EfficiencyOf = Callable[[Hardware, str], Efficiency]
 MOST_REQUESTS = 1000
-PLAN_ROUNDS, PLAN_SPREAD = 4, 0.1  # of `headway plan`
-MOST_ROUNDS = 5  # of a closed loop; more of them hardly change medians
+PLAN_SPREAD = 0.1  # of `headway plan`
+MOST_ROUNDS = PROMPTS_A_CLIENT  # of a closed loop; more of them hardly change medians
 
 
 @dataclass(frozen=True)
@@ -70,22 +71,12 @@ def predict(row: Row, efficiency_of: EfficiencyOf) -> Predicted:
     )
 
 
-@dataclass(frozen=True)
-class Planned:
-    """TTFT of a closed loop as `headway plan` has it, which does not know how long somebody measures; ms."""
-
-    steady_ms: float
-    first_wave_ms: float
-
-
-def planned(row: Row, efficiency_of: EfficiencyOf) -> Planned:
-    """Of clients who have come apart, and the mean of all their first requests at once."""
-    found, limits, clients = deployment(row, efficiency_of), _limits(row), int(row.load_value)
+def planned_ttft_ms(row: Row, efficiency_of: EfficiencyOf) -> float:
+    """Of a closed loop as `headway plan` has it, which does not know how long somebody measures."""
+    found, clients = deployment(row, efficiency_of), int(row.load_value)
     load = RequestShape(row.prompt_tokens, row.output_tokens, 0, row.spread or PLAN_SPREAD)
-    rounds = PLAN_ROUNDS if clients <= MOST_REQUESTS else 2
-    served, wave = closed_loop(found, load, clients, limits, rounds), burst(found, load, clients, limits)
-    steady = served.ttft_p50_s if row.statistic == "median" else served.ttft_s
-    return Planned(1e3 * steady, 1e3 * wave.ttft_s)
+    served = benchmark(found, load, clients, PROMPTS_A_CLIENT * clients, _limits(row))
+    return 1e3 * (served.ttft_p50_s if row.statistic == "median" else served.ttft_s)
 
 
 def _limits(row: Row) -> Limits:
@@ -100,10 +91,7 @@ def _serve(row: Row, found: Deployment, load: RequestShape, limits: Limits) -> S
     if row.load == "burst":
         return burst(found, load, row.num_prompts or count, limits)
     if row.load == "concurrency":
-        rounds = max(2, min(MOST_ROUNDS, round(row.num_prompts / count))) if row.num_prompts else MOST_ROUNDS
-        if row.num_prompts and row.num_prompts <= count:
-            return burst(found, load, row.num_prompts, limits)
-        return closed_loop(found, load, count, limits, rounds, skip=0)
+        return benchmark(found, load, count, min(row.num_prompts or MOST_ROUNDS * count, MOST_ROUNDS * count), limits)
     requests = min(row.num_prompts or 500, MOST_REQUESTS)
     gaps = np.random.default_rng(0).exponential(1.0 / row.load_value, requests)
     return open_loop(found, load, np.cumsum(gaps).tolist(), limits)

@@ -149,13 +149,13 @@ def efficiency(hardware: Hardware, engine: str = "vllm") -> Efficiency:
 
 
 def uncertainty(hardware: Hardware, metric: str) -> tuple[float, float]:
-    """Factors on a prediction of ttft, ttft_arrivals or tpot between which four in five measurements lie.
+    """Factors on a prediction of ttft, ttft_arrivals, ttft_clients or tpot between which four in five measurements lie.
 
-    They are wider for architectures of which no measurement was at hand, and for TTFTs of requests that arrive at
-    random times: there, as under all load, one figure stands for clumps that a steady state does not know.
+    They are wider for architectures of which no measurement was at hand, and for TTFTs under load: of requests that
+    arrive at random times, or of several clients.
     """
     table = _efficiencies()["uncertainty"]
-    if metric == "ttft_arrivals":
+    if metric in ("ttft_arrivals", "ttft_clients"):
         low, high = table[metric]
         return low, high
     low, high = table[metric if hardware.architecture in table["measured"] else f"{metric}_elsewhere"]

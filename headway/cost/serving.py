@@ -20,13 +20,23 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from headway.cost.attention import Chunk, append_alike, attended_pairs
+from headway.cost.decoding import Decoding
 from headway.cost.timing import Deployment
 
-_GOLDEN = 0.6180339887498949
 _UNBOUNDED = 2**31
 MOST_CHUNKS_ALIKE = 16
+PERCENTILES = (50, 90, 99)
+
+
+@cache
+def _random_shares() -> list[float]:
+    import numpy as np  # not at the top: `--help` reads this module's limits, and does without
+
+    shares: list[float] = np.random.default_rng(0).random(65_537).tolist()
+    return shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +64,12 @@ class RequestShape:
             raise ValueError(f"spread is {self.spread}; it must be between 0 and 1")
 
     def output_of(self, number: int) -> int:
-        """Tokens of the answer to the request of this number: a low-discrepancy sequence, the same in every run."""
-        share = 2.0 * (number * _GOLDEN % 1.0) - 1.0
+        """Tokens of the answer to the request of this number: drawn at random, and the same in every run.
+
+        Lengths that are more even than random ones keep requests apart, whose prompts meet on a real server.
+        """
+        shares = _random_shares()
+        share = 2.0 * shares[number % len(shares)] - 1.0
         return max(1, round(self.output * (1.0 + self.spread * share)))
 
 
@@ -88,7 +102,7 @@ class Served:
 
     Args:
         ttft_s, tpot_s, e2e_s: means. TPOT is 0 where only one token is asked for.
-        ttft_p50_s, ttft_most_s: median, and the longest.
+        ttft_p50_s and the like: percentiles.
         running: sequences in an average step, or in a round of a pipeline's steps.
         requests_per_s: that end.
         prompt_share: of the time, in steps with prompt tokens.
@@ -97,13 +111,20 @@ class Served:
 
     ttft_s: float
     ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
     tpot_s: float
+    tpot_p50_s: float
+    tpot_p90_s: float
+    tpot_p99_s: float
     e2e_s: float
+    e2e_p50_s: float
+    e2e_p90_s: float
+    e2e_p99_s: float
     requests_per_s: float
     running: float
     prompt_share: float
     bubble: float = 0.0
-    ttft_most_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -112,102 +133,6 @@ class _Waiting:
     sent: float
     left: int
     done: int
-
-
-@dataclass(slots=True)
-class _Group:
-    """Sequences with the same output length whose prompts ended in the same step.
-
-    Args:
-        born: steps taken before their first decode.
-        ends: steps taken after their last one.
-        members: when each was sent.
-        passed: window sizes that their context has reached.
-    """
-
-    born: int
-    ends: int
-    output: int
-    first: float
-    members: list[float]
-    passed: int = 0
-
-
-class _Decoding:
-    """All groups that decode. What a step needs of them is kept up to date, as there may be thousands.
-
-    Args:
-        prompt: tokens, the context of a group when it is born; from then on it grows by one a step.
-        windows: sizes, ascending.
-    """
-
-    def __init__(self, prompt: int, windows: Sequence[int]) -> None:
-        self._prompt = prompt
-        self._windows = windows
-        self._steps = 0
-        self._by_end: list[tuple[int, int, _Group]] = []
-        self._to_pass: list[deque[_Group]] = [deque() for _ in windows]
-        self._born = 0
-        # By how many windows they have passed, at least: sequences, and the sum of what `born` says of each.
-        self._counts = [0] * (len(windows) + 1)
-        self._births = [0] * (len(windows) + 1)
-
-    def __len__(self) -> int:
-        """Sequences."""
-        return self._counts[0]
-
-    def add(self, output: int, first: float, members: list[float]) -> None:
-        """Sequences that got their first token in the step before, and are to get `output` in all."""
-        group = _Group(self._steps, self._steps + output - 1, output, first, members)
-        heapq.heappush(self._by_end, (group.ends, self._born, group))
-        self._born += 1
-        self._count(group, 0, len(members))
-        for waiting in self._to_pass:
-            waiting.append(group)
-        self._pass_windows()
-
-    def chunks(self) -> list[Chunk]:
-        """Sequences between the same window sizes as one chunk of their mean context.
-
-        A decode's work is linear in its context between two window sizes, so nothing is lost by it.
-        """
-        found = []
-        for passed, (count, births) in enumerate(zip(self._counts, self._births, strict=True)):
-            if passed < len(self._windows):
-                count -= self._counts[passed + 1]
-                births -= self._births[passed + 1]
-            if count:
-                contexts = count * (self._prompt + self._steps) - births
-                found.append(Chunk(1, round(contexts / count), 1, count))
-        return found
-
-    def until_one_ends(self) -> int:
-        """Steps."""
-        return self._by_end[0][0] - self._steps
-
-    def advance(self, steps: int) -> list[_Group]:
-        """So many steps go by; those that end with them, in the order in which they were added."""
-        self._steps += steps
-        ended = []
-        while self._by_end and self._by_end[0][0] <= self._steps:
-            ended.append(heapq.heappop(self._by_end)[1:])
-        for _, group in ended:
-            for passed in range(group.passed + 1):
-                self._count(group, passed, -len(group.members))
-        self._pass_windows()
-        return [group for _, group in sorted(ended, key=lambda each: each[0])]
-
-    def _pass_windows(self) -> None:
-        for number, (window, waiting) in enumerate(zip(self._windows, self._to_pass, strict=True)):
-            while waiting and self._prompt + self._steps - waiting[0].born >= window:
-                group = waiting.popleft()
-                if group.ends > self._steps:
-                    group.passed = number + 1
-                    self._count(group, number + 1, len(group.members))
-
-    def _count(self, group: _Group, passed: int, members: int) -> None:
-        self._counts[passed] += members
-        self._births[passed] += members * group.born
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +147,7 @@ class _Finished:
 class _Lane:
     """A batch of sequences that make steps together, and the prompts that wait to join it."""
 
-    decoding: _Decoding
+    decoding: Decoding
     waiting: deque[_Waiting] = field(default_factory=deque)
 
     def __len__(self) -> int:
@@ -286,7 +211,7 @@ class _Replica:
         self._coming: list[tuple[float, float]] = []  # (at the scheduler, sent)
         windows = sorted({window for window in deployment.shape.sliding_windows if window is not None})
         stages = deployment.parallelism.pipeline
-        self._lanes = [_Lane(_Decoding(workload.prompt, windows)) for _ in range(stages)]
+        self._lanes = [_Lane(Decoding(workload.prompt, windows)) for _ in range(stages)]
         self._room = max(1, limits.sequences // stages)  # of a lane
         self._cost = _PromptCost.of(deployment, workload, limits)
         self._intake_free = 0.0
@@ -301,16 +226,16 @@ class _Replica:
         self._intake_free = max(self._intake_free, sent) + e.token_s * tokens
         heapq.heappush(self._coming, (self._intake_free + e.request_s, sent))
 
-    def run(self, until: int, again: bool) -> None:
-        """Until so many requests have ended; `again` sends the next one whenever one ends."""
+    def run(self, until: int, again: int = 0) -> None:
+        """Until so many requests have ended; `again` times the next one is sent whenever one ends."""
         while len(self.finished) < until:
             if not any(map(len, self._lanes)):
                 self.now = max(self.now, self._coming[0][0])
             self._admit()
             ended = self._step()
-            if again:
-                for _ in range(ended):
-                    self.arrive(self.now)
+            for _ in range(min(ended, again)):
+                self.arrive(self.now)
+            again -= min(ended, again)
 
     def _admit(self) -> None:
         while self._coming and self._coming[0][0] <= self.now:
@@ -419,16 +344,22 @@ class _Replica:
         began = self.finished[skip - 1].last if skip else 0.0
         count = len(counted)
         rate = count / (self.now - began) if self.now > began else len(self.finished) / self.now
-        ttfts = sorted(each.first - each.sent for each in counted)
+        import numpy as np
+
+        figures: dict[str, float] = {}
+        for name, values in (
+            ("ttft", [each.first - each.sent for each in counted]),
+            ("tpot", [(each.last - each.first) / max(1, each.output - 1) for each in counted]),
+            ("e2e", [each.last - each.sent for each in counted]),
+        ):
+            figures[f"{name}_s"] = sum(values) / count
+            for percent, value in zip(PERCENTILES, np.percentile(values, PERCENTILES).tolist(), strict=True):
+                figures[f"{name}_p{percent}_s"] = value
         return Served(
-            ttft_s=sum(ttfts) / count,
-            ttft_p50_s=(ttfts[count // 2] + ttfts[(count - 1) // 2]) / 2,
-            tpot_s=sum((each.last - each.first) / max(1, each.output - 1) for each in counted) / count,
-            e2e_s=sum(each.last - each.sent for each in counted) / count,
+            **figures,
             requests_per_s=rate,
             running=self.sequence_s / self.busy_s,
             prompt_share=self.prompt_s / self.busy_s,
-            ttft_most_s=ttfts[-1],
             bubble=max(0.0, 1.0 - self.stage_s / (len(self._lanes) * self.busy_s)),
         )
 
@@ -456,8 +387,25 @@ def closed_loop(
     engine = _Replica(deployment, workload, limits)
     for _ in range(concurrency):
         engine.arrive(0.0)
-    engine.run(concurrency * rounds, again=True)
+    engine.run(concurrency * rounds, again=concurrency * rounds)
     return engine.served(skip=concurrency * skip)
+
+
+def benchmark(
+    deployment: Deployment, workload: RequestShape, concurrency: int, prompts: int, limits: Limits = Limits()
+) -> Served:
+    """A closed loop as load generators run it: all clients begin at once, and all of so many prompts count.
+
+    Raises:
+        ValueError: there is no client, or no prompt.
+    """
+    if min(concurrency, prompts) < 1:
+        raise ValueError(f"concurrency is {concurrency}, prompts are {prompts}; both must be at least 1")
+    engine = _Replica(deployment, workload, limits)
+    for _ in range(min(concurrency, prompts)):
+        engine.arrive(0.0)
+    engine.run(prompts, again=max(0, prompts - concurrency))
+    return engine.served(skip=0)
 
 
 def burst(deployment: Deployment, workload: RequestShape, requests: int, limits: Limits = Limits()) -> Served:
@@ -482,5 +430,5 @@ def open_loop(
         count += 1
     if not 0 <= skip < count:
         raise ValueError(f"{count} requests of which {skip} are skipped leave none to count; at least 1 is needed")
-    engine.run(count, again=False)
+    engine.run(count)
     return engine.served(skip)

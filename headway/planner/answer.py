@@ -75,15 +75,11 @@ def _lines(plan: Plan) -> Iterator[Line]:
 
 def load_note(plan: Plan) -> str | None:
     """What is known of TTFT under load beyond its estimate; None for one client, a batch, and where there is none."""
-    if plan.ttft is None or (plan.load != "rate" and plan.first_wave is None):
+    if plan.ttft is None or plan.served is None or (plan.load != "rate" and plan.load_value == 1):
         return None
-    if plan.first_wave is None:
+    if plan.load == "rate":
         return "Under load this is the least certain figure: real arrivals cluster more than random ones"
-    wave = plan.first_wave
-    return (
-        "Under load this is the least certain figure: it assumes that clients are not in step. If all start at once, "
-        f"the first TTFT is {seconds(wave.ttft_s)} on average and {seconds(wave.ttft_most_s)} at most"
-    )
+    return f"All clients start at once: median {seconds(plan.served.ttft_p50_s)}, P99 {seconds(plan.served.ttft_p99_s)}"
 
 
 def _memory(plan: Plan) -> Line:

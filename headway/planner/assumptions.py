@@ -136,22 +136,16 @@ def _room(plan: Plan) -> int:
 
 def _of_hardware(plan: Plan) -> Iterator[str]:
     hardware, bars = plan.deployment.hardware, plan.bars
-    of_ttft = bars.ttft_arrivals if plan.load == "rate" else bars.ttft
+    of_ttft = bars.of_ttft(plan.load, plan.load_value)
     whose = "runs of this calibration" if hardware.measured else "measured figures"
     yield (
         f"The 80 % error bars: four in five {whose} lie between {number(bars.tpot[0])} and {number(bars.tpot[1])} "
         f"times the estimate of TPOT, and between {number(of_ttft[0])} and {number(of_ttft[1])} times that of TTFT."
     )
-    if plan.load != "batch" and (plan.first_wave is not None or plan.load == "rate"):
+    if of_ttft is not bars.ttft:
         yield (
-            "TTFT under load is the least accurate prediction: on 215 published serving measurements, the median error "
-            "of TPOT was 11 % (dense) and 15 % (mixtures), that of TTFT 56 % and 71 %, and with many clients that "
-            "start in a burst it was up to 25 times too low. Its error bar"
-            + (
-                " extends to the mean TTFT if all clients start at once."
-                if plan.load == "concurrency"
-                else " comes from published figures for such arrivals."
-            )
+            "TTFT under load is the least accurate prediction: real arrivals cluster, and servers differ in the time "
+            "that a request takes beside its steps. Its error bar comes from published figures under such loads."
         )
     if hardware.arithmetic(plan.deployment.precision.of_experts.compute) == "nvfp4":
         yield (

@@ -34,8 +34,7 @@ class Estimates:
 
 def published_bars(hardware: Hardware) -> Bars:
     """From measurements of others."""
-    arrivals = uncertainty(hardware, "ttft_arrivals")
-    return Bars(uncertainty(hardware, "ttft"), uncertainty(hardware, "tpot"), arrivals)
+    return Bars(*(uncertainty(hardware, name) for name in ("ttft", "tpot", "ttft_arrivals", "ttft_clients")))
 
 
 def calibrated_bars(machine: CalibratedMachine, prefill: TimeBreakdown, decode: TimeBreakdown, intake_s: float) -> Bars:
@@ -47,8 +46,10 @@ def calibrated_bars(machine: CalibratedMachine, prefill: TimeBreakdown, decode: 
     published = published_bars(machine.hardware)
     ttft = _weighed([*_pieces(machine, prefill, Kind.PROMPT), (intake_s, published.ttft)])
     tpot = _weighed(_pieces(machine, decode, Kind.DECODE))
-    arrivals = min(published.ttft_arrivals[0], ttft[0]), max(published.ttft_arrivals[1], ttft[1])
-    return Bars(ttft, tpot, arrivals)
+    arrivals, clients = (
+        (min(low, ttft[0]), max(high, ttft[1])) for low, high in (published.ttft_arrivals, published.ttft_clients)
+    )
+    return Bars(ttft, tpot, arrivals, clients)
 
 
 def _pieces(
@@ -67,21 +68,18 @@ def _weighed(pieces: list[tuple[float, tuple[float, float]]]) -> tuple[float, fl
     return sum(s * low for s, (low, _) in pieces) / whole, sum(s * high for s, (_, high) in pieces) / whole
 
 
-def of_steady(outcome: Outcome, workload: RequestShape, bars: Bars) -> Estimates:
+def of_steady(outcome: Outcome, workload: RequestShape, bars: Bars, of_ttft: tuple[float, float]) -> Estimates:
     """Of a batch or of clients, whose next request waits for the last: slower steps mean fewer tokens.
 
-    Clients who all begin at once, and whose answers are alike, go on to come in clumps. So under load the bar of TTFT
-    reaches up to the mean of the first wave, in which all their prompts wait for each other.
+    Args:
+        of_ttft: the bar of TTFT under this load.
     """
-    ttft = _around(outcome.ttft_s, bars.ttft)
+    ttft = _around(outcome.ttft_s, of_ttft)
     tpot = _around(outcome.tpot_s, bars.tpot)
     ttlt = _last(ttft, tpot, outcome.ttlt_s, workload)
     value = outcome.requests_per_s * workload.output
     bar = ttlt or tpot
     rate = Estimate(value, value * bar.value / bar.high, value * bar.value / bar.low) if bar else None
-    if ttft is not None and outcome.first_wave is not None:
-        ttft = Estimate(ttft.value, ttft.low, max(ttft.high, outcome.first_wave.ttft_s * bars.ttft[1]))
-        ttlt = _last(ttft, tpot, outcome.ttlt_s, workload)
     return Estimates(ttft, tpot, ttlt, rate)
 
 

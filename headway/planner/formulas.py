@@ -48,7 +48,6 @@ def _times(plan: Plan) -> Iterator[Formula]:
     output = plan.workload.output
     if plan.ttft is not None:
         yield _ttft(plan, plan.ttft.value * 1e3)
-        yield from _first_wave(plan)
     if plan.tpot is not None:
         yield Formula(
             "TPOT",
@@ -109,9 +108,6 @@ def _bars(plan: Plan) -> Iterator[Formula]:
     for name, estimate in (("TTFT", plan.ttft), ("TPOT", plan.tpot)):
         if estimate is not None and plan.load != "rate":
             for end, value in (("low", estimate.low), ("high", estimate.high)):
-                if name == "TTFT" and end == "high" and plan.first_wave is not None:
-                    yield _up_to_the_wave(plan, value)
-                    continue
                 yield Formula(
                     f"{name}, {end} end of the 80 % bar",
                     "estimate × factor between measurements and estimates",
@@ -132,34 +128,6 @@ def _round(plan: Plan) -> str:
         return step
     group = per_lane(plan.batch, plan.deployment.parallelism.data)
     return f"max({step}, {min(stages, group)} * {plain(plan.deployment.pace(plan.decode.time) * 1e3)})"
-
-
-def _up_to_the_wave(plan: Plan, value: float) -> Formula:
-    assert plan.ttft is not None and plan.first_wave is not None
-    factor = plain(plan.bars.ttft[1])
-    return Formula(
-        "TTFT, high end of the 80 % bar",
-        "the longer of the estimate and the mean of the first wave × factor between measurements and estimates; "
-        "clients who begin together come in clumps, which a steady state does not know",
-        f"max({plain(plan.ttft.value * 1e3)}, {plain(plan.first_wave.ttft_s * 1e3)}) * {factor}",
-        value * 1e3,
-        "ms",
-        "docs/cost-model.md, TTFT under load",
-    )
-
-
-def _first_wave(plan: Plan) -> Iterator[Formula]:
-    if plan.first_wave is None:
-        return
-    for name, value in (("mean", plan.first_wave.ttft_s), ("longest", plan.first_wave.ttft_most_s)):
-        yield Formula(
-            f"TTFT of the first wave, {name}",
-            "where all clients begin at once, and each prompt waits for those before it; closed loops go on in clumps",
-            "",
-            value * 1e3,
-            "ms",
-            RECURSION,
-        )
 
 
 def _ttft(plan: Plan, value_ms: float) -> Formula:

@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+from headway.cost.serving import PERCENTILES
 from headway.planner.answer import load_note
 from headway.planner.plan import Estimate, Plan, PlannedStep
 from headway.planner.tables import part_work
@@ -112,20 +113,22 @@ def _work(plan: Plan) -> dict[str, Any]:
 
 
 def _speed(plan: Plan) -> dict[str, Any]:
-    served, wave = plan.served, plan.first_wave if plan.ttft else None
+    served = plan.served if plan.ttft else None
     return (
         _estimate("ttft_ms", plan.ttft, 1e3)
         | {
-            "ttft_p50_ms": served.ttft_p50_s * 1e3 if served and plan.ttft else None,
-            "first_wave_ttft_ms": wave.ttft_s * 1e3 if wave else None,
-            "first_wave_ttft_longest_ms": wave.ttft_most_s * 1e3 if wave else None,
+            **{
+                f"{name}_p{percent}_ms": getattr(served, f"{of_served}_p{percent}_s") * 1e3 if served else None
+                for name, of_served in (("ttft", "ttft"), ("tpot", "tpot"), ("ttlt", "e2e"))
+                for percent in PERCENTILES
+            },
             "ttft_note": load_note(plan),
         }
         | _estimate("tpot_ms", plan.tpot, 1e3)
         | _estimate("ttlt_ms", plan.ttlt, 1e3)
         | _estimate("output_tokens_per_s", plan.output_tokens_per_s, 1.0)
         | {
-            "running": served.running if served else None,
+            "running": plan.served.running if plan.served else None,
             "pipeline_bubble": plan.bubble if plan.output_tokens_per_s is not None else None,
             "saturation_requests_per_s": plan.saturation_rate if plan.capacity.fits else None,
             "slo": {name: {"limit_ms": limit, "met": plan.slo_met[name]} for name, limit in plan.request.slo.items()},

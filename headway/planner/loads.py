@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from headway.cost.serving import Limits, RequestShape, Served, burst, closed_loop, open_loop
+from headway.cost.serving import Limits, RequestShape, Served, benchmark, closed_loop, open_loop
 from headway.cost.timing import Deployment, TimeBreakdown
 from headway.planner.request import PlanError
 from headway.planner.steps import decode_step, prompt_steps, steps_s
@@ -16,8 +16,10 @@ from headway.planner.steps import decode_step, prompt_steps, steps_s
 SEED = 0
 # From so many clients for each sequence that runs at once on, more of them only make the queue longer.
 CROWDED = 2
-# Requests of each client that are followed, the first of which is not counted; 2 of so many clients that it takes long,
-# which it does sooner where prompts are cut into small chunks.
+# Prompts of a closed loop for each client, as load generators are run; fewer where they take too many steps.
+PROMPTS_A_CLIENT = 10
+# Requests of each client that are followed to saturation, the first of which is not counted; 2 of so many clients that
+# it takes long, which it does sooner where prompts are cut into small chunks.
 ROUNDS, MANY_CLIENTS, MANY_SMALL_STEPS = 4, 1024, 128
 # Steps with prompts that are followed: half a minute, and far more than usual settings need.
 MOST_STEPS = 100_000
@@ -34,7 +36,6 @@ class Outcome:
         requests_per_s: that are answered, of all lanes.
         running: sequences in an average step of a lane.
         prompt_share: of a lane's time, that its prompts would take alone.
-        first_wave: of clients that all begin at once, what their first requests see; None for other loads.
         bubble: share of the time in which stages of a pipeline idle.
     """
 
@@ -45,7 +46,6 @@ class Outcome:
     running: float
     prompt_share: float
     served: Served | None = None
-    first_wave: Served | None = None
     bubble: float = 0.0
 
 
@@ -132,29 +132,26 @@ def per_lane(sequences: float, lanes: int) -> int:
 
 
 def _of_clients(lanes: Lanes, clients: int) -> Outcome:
-    """`clients` in all, each of whom sends the next request when the last is answered.
+    """`clients` in all, as load generators run them: all begin at once, each sends its next prompt when the last is
+    answered, and all of PROMPTS_A_CLIENT times so many prompts count.
 
     Of a crowd not all are followed: the others only make the queue longer, each by the time between two answers
-    (Little's law). A run of few rounds may by chance end a little more requests a second than a saturated one.
+    (Little's law). A short run may by chance end a little more requests a second than a saturated one.
     """
     each = per_lane(clients, lanes.count)
     followed = min(each, CROWDED * lanes.limits.sequences)
-    served = _closed_loop(lanes, followed)
-    wave = burst(lanes.deployment, lanes.workload, followed, lanes.limits)
-    queued_s = (each - followed) / served.requests_per_s
-    served, wave = _later(served, queued_s), _later(wave, queued_s)
-    rate = min(served.requests_per_s * clients / each, lanes.saturated.requests_per_s)
-    return replace(_steady(lanes, served, rate, served.ttft_s), first_wave=wave if each > 1 else None)
+    affordable = MOST_STEPS / (followed * _prompt_steps(lanes))
+    prompts = followed * max(2, min(PROMPTS_A_CLIENT, int(affordable)))
+    _check_steps(lanes, prompts)
+    served = benchmark(lanes.deployment, lanes.workload, followed, prompts, lanes.limits)
+    rate = min(served.requests_per_s, lanes.saturated.requests_per_s / lanes.count)
+    served = _later(served, (each - followed) / rate)
+    return _steady(lanes, served, rate * clients / each, served.ttft_s)
 
 
 def _later(served: Served, seconds: float) -> Served:
-    return replace(
-        served,
-        ttft_s=served.ttft_s + seconds,
-        ttft_p50_s=served.ttft_p50_s + seconds,
-        ttft_most_s=served.ttft_most_s + seconds,
-        e2e_s=served.e2e_s + seconds,
-    )
+    later = {name: value + seconds for name, value in asdict(served).items() if name.startswith(("ttft", "e2e"))}
+    return replace(served, **later)
 
 
 def _closed_loop(lanes: Lanes, clients: int) -> Served:
@@ -164,10 +161,13 @@ def _closed_loop(lanes: Lanes, clients: int) -> Served:
     return closed_loop(lanes.deployment, lanes.workload, clients, lanes.limits, rounds)
 
 
+def _prompt_steps(lanes: Lanes) -> float:
+    return (lanes.workload.prompt - lanes.workload.cached) / lanes.limits.batched_tokens
+
+
 def _check_steps(lanes: Lanes, requests: int) -> None:
     """Raises PlanError where the prompts of so many requests take too many steps to follow them one by one."""
-    budget = lanes.limits.batched_tokens
-    steps = requests * (lanes.workload.prompt - lanes.workload.cached) // budget
+    budget, steps = lanes.limits.batched_tokens, int(requests * _prompt_steps(lanes))
     if steps > MOST_STEPS:
         raise PlanError(
             f"{requests:,} prompts take {steps:,} steps of max_num_batched_tokens, {budget:,}, more than the "

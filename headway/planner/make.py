@@ -96,7 +96,6 @@ def _plan(
         decode=decode,
         ridge_flops_per_byte=deployment.hardware.roofline(deployment.precision.linear.compute).ridge,
         served=outcome.served if outcome else None,
-        first_wave=outcome.first_wave if outcome else None,
         bubble=outcome.bubble if outcome else 0.0,
         bars=bars,
         ttft=found_estimates.ttft,
@@ -172,7 +171,7 @@ def _estimates(lanes: Lanes, bars: Bars, load: str, value: float, outcome: Outco
     if outcome is None:
         return Estimates()
     if load != "rate":
-        return estimates.of_steady(outcome, lanes.workload, bars)
+        return estimates.of_steady(outcome, lanes.workload, bars, bars.of_ttft(load, value))
 
     def at(factor: float) -> Outcome:
         return lanes.under("rate", factor * outcome.requests_per_s)

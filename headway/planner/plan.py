@@ -32,11 +32,19 @@ class Bars:
     Args:
         ttft: of a request alone, or of a batch.
         ttft_arrivals: of requests that arrive at random times.
+        ttft_clients: of the requests of several clients.
     """
 
     ttft: tuple[float, float]
     tpot: tuple[float, float]
     ttft_arrivals: tuple[float, float]
+    ttft_clients: tuple[float, float]
+
+    def of_ttft(self, load: str, value: float) -> tuple[float, float]:
+        """Under a load, as Plan has it."""
+        if load == "rate":
+            return self.ttft_arrivals
+        return self.ttft_clients if load == "concurrency" and value > 1 else self.ttft
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +135,6 @@ class Plan:
         settings: of the engine, for its memory.
         capacity: what fits into memory.
         served: under a concurrency or a rate, by one lane; None for a batch.
-        first_wave: what the first requests of clients see who all begin at once; None for one client or another load.
         bubble: share of the time in which the stages of a pipeline idle.
         bars: of TTFT and TPOT.
         ttft, tpot, ttlt: seconds; None where it does not fit or, under a rate, where the queue has no end.
@@ -170,7 +177,6 @@ class Plan:
     decode: PlannedStep
     ridge_flops_per_byte: float
     served: Served | None
-    first_wave: Served | None
     bubble: float
     bars: Bars
     ttft: Estimate | None

@@ -120,12 +120,11 @@ def serving_table(plan: Plan) -> Table:
         ("running", number(plan.served.running if plan.served else plan.lane_batch), "", "sequences in a step"),
         ("saturation", number(plan.saturation_rate), "", "requests/s at most"),
     ]
-    if plan.served is not None and plan.ttft is not None:
-        rows.insert(1, ("TTFT, median", seconds(plan.served.ttft_p50_s), "", "of the same requests"))
-    if plan.first_wave is not None and plan.ttft is not None:
-        wave = plan.first_wave
-        rows.insert(2, ("TTFT, first wave", seconds(wave.ttft_s), "", "mean, if all clients start at once"))
-        rows.insert(3, ("TTFT, first wave", seconds(wave.ttft_most_s), "", "longest"))
+    if (served := plan.served) is not None and plan.ttft is not None:
+        rows[3:3] = [
+            ("TTFT, median, P90, P99", _seconds(served.ttft_p50_s, served.ttft_p90_s, served.ttft_p99_s), "", ""),
+            ("TPOT, median, P90, P99", _seconds(served.tpot_p50_s, served.tpot_p90_s, served.tpot_p99_s), "", ""),
+        ]
     if plan.deployment.parallelism.pipeline > 1:
         rows.append(("pipeline bubbles", f"{plan.bubble:.0%}", "", "of the time stages are idle"))
     return Table(
@@ -135,6 +134,10 @@ def serving_table(plan: Plan) -> Table:
         left=frozenset({3}),
         note="Means over requests. The bars contain four in five measurements of similar deployments.",
     )
+
+
+def _seconds(*values: float) -> str:
+    return ", ".join(map(seconds, values))
 
 
 def _time(estimate: Estimate | None) -> tuple[str, str]:

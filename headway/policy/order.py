@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 from headway.policy.request import NEVER, Sequence
 
@@ -22,6 +23,7 @@ AGEING_NS = 10_000_000_000
 MOST_PREEMPTIONS = 3
 BEHIND_ALL = (1,)  # keys of `deadline` from here on are of those who are behind all promises
 _LAST_RANK = 1_000_000
+_SEQUENCE = itemgetter(1)  # of an entry
 
 OrderKey = tuple[int, ...]
 Order = Callable[[Sequence], OrderKey]
@@ -124,7 +126,7 @@ class OrderedSequences:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for _, sequence in self._entries)
+        return map(_SEQUENCE, self._entries)
 
     def add(self, sequence: Sequence) -> None:
         insort(self._entries, (self._order(sequence), sequence))

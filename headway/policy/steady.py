@@ -11,7 +11,6 @@ An executor needs plans, and there are none. This is for simulations, which know
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from headway.policy.accounting import StepTimes
 from headway.policy.ledger import Phase
@@ -25,12 +24,8 @@ from headway.policy.stopping import finish_reason
 _NEVER = 2**40  # tokens that are in no block
 
 
-class Draws(NamedTuple):
-    """What is drawn of a sequence: `times` times `token`, which does not end it, and then `last`."""
-
-    token: int
-    times: int
-    last: int
+# What is drawn of a sequence: a token, which does not end it; how often; and the token that is drawn after that.
+Draws = tuple[int, int, int]
 
 
 class SteadyDecodes:
@@ -72,8 +67,6 @@ class SteadyDecodes:
         if (slo := scheduler.slo) is not None and (
             slo.shares.most or len({is_promised(sequence) for sequence in running}) > 1
         ):
-            return None
-        if not all(sequence.is_decoding for sequence in running):
             return None
         return cls(scheduler, draws)
 
@@ -161,10 +154,10 @@ class SteadyDecodes:
         token, left, last = self._draws[at]
         if count <= left:
             sequence.tokens += [token] * count
-            self._draws[at] = Draws(token, left - count, last)
+            self._draws[at] = token, left - count, last
         else:
             sequence.tokens += [token] * left + [last] * (count - left)
-            self._draws[at] = Draws(token, 0, last)
+            self._draws[at] = token, 0, last
         self._known[at] = self.num_steps
         sequence.num_computed += count
         sequence.steps += count

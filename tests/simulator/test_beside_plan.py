@@ -1,0 +1,50 @@
+"""`headway plan` follows a closed loop by a recursion of its own: the simulator, which schedules it, says the same."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from headway.cost.serving import Limits, RequestShape, benchmark
+from headway.engine.config import SchedulingOptions
+from headway.simulator.answers import Answer
+from headway.simulator.deployed import ServerOptions, deploy
+from headway.simulator.server import simulate
+from headway.simulator.timing import Predicted
+from headway.simulator.traffic import Arrival, arrival
+
+
+@pytest.mark.parametrize(
+    ("clients", "prompt", "output"), [(1, 500, 60), (16, 1000, 150), (64, 1000, 100), (32, 6000, 60)]
+)
+def test_a_closed_loop_is_the_same_planned_and_simulated(clients, prompt, output):
+    """Without objectives or a bound on stalls, which the recursion does not know or was not asked for."""
+    scheduling = SchedulingOptions(scheduling_policy="fcfs", max_prefill_stall_ms=math.inf)
+    server = deploy(ServerOptions(model="llama-3.1-8b", hardware="H100-SXM"), scheduling)
+    assert isinstance(server.timing, Predicted)
+    workload, prompts = RequestShape(prompt, output, 0, 0.1), 6 * clients
+    numbers = iter(range(prompts))
+
+    def send(now: int, count: int) -> Iterable[Arrival]:
+        sent = itertools.islice(numbers, count)
+        return [arrival(number, now, prompt, workload.output_of(number)) for number in sent]
+
+    def after(answers: list[Answer]) -> Iterable[Arrival]:
+        return send(answers[0].ended_ns, 1)
+
+    ran = simulate(server.scheduler, send(0, clients), server.timing, host=server.host, after=after)
+    ttft, e2e = ([each.ttft_ns or 0 for each in ran.answers], [each.ended_ns - each.arrived_ns for each in ran.answers])
+    lengths = [len(each.token_ns) for each in ran.answers]
+    tpot = [(e - t) / (n - 1) for e, t, n in zip(e2e, ttft, lengths, strict=True)]
+    limits = Limits(server.scheduler.config.max_num_batched_tokens, scheduling.max_num_seqs)
+    planned = benchmark(server.timing.deployment, workload, clients, prompts, limits)
+    assert planned.ttft_s == pytest.approx(np.mean(ttft) / 1e9, rel=0.1)
+    assert planned.ttft_p50_s == pytest.approx(np.median(ttft) / 1e9, rel=0.15)
+    assert planned.ttft_p99_s == pytest.approx(np.percentile(ttft, 99) / 1e9, rel=0.1)
+    assert planned.tpot_s == pytest.approx(np.mean(tpot) / 1e9, rel=0.03)
+    assert planned.e2e_s == pytest.approx(np.mean(e2e) / 1e9, rel=0.03)
+    assert planned.requests_per_s == pytest.approx(prompts / (ran.ended_ns / 1e9), rel=0.03)
