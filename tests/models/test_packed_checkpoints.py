@@ -270,7 +270,7 @@ def test_experts_in_mxfp4_are_those_of_hugging_face(tmp_path: Path) -> None:
 
 def test_mxfp4_is_refused_where_it_cannot_be_read(tmp_path: Path) -> None:
     save_mxfp4(tmp_path)
-    with pytest.raises(ValueError, match="the reference kernels .* weights in float4-weight-only packed in groups"):
+    with pytest.raises(ValueError, match=r"the reference kernels .* weights in float4-weight-only packed in groups"):
         load_model(tmp_path, torch.float32, ReferenceKernels())
     config = json.loads((tmp_path / "config.json").read_text())
     for key, value, said in (
