@@ -172,7 +172,11 @@ def test_prompts_that_can_not_be_preloaded_are_named(folder: Path) -> None:
     for preloaded, options, message in (
         ([PreloadedPrompt("p.toml, line 3: prompt 'a'", [5] * 300)], {}, "p.toml, line 3: prompt 'a'.*256"),
         ([PreloadedPrompt("p.toml, line 3", [99_999])], {}, "p.toml, line 3: the prompt cannot be computed: .*99999"),
-        ([PreloadedPrompt("p.toml, line 3", [5])], {"enable_prefix_caching": False}, "p.toml, line 3: without"),
+        (
+            [PreloadedPrompt("p.toml, line 3", [5])],
+            {"enable_prefix_caching": False},
+            "line 3: preloaded prompts need the",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             LLM(str(folder), **ENGINE, **options, preloaded=preloaded)

@@ -56,7 +56,7 @@ STAGES = (
     Stage(
         "schedule",
         "scheduling",
-        (*QUEUE, *STALL, *FAULTS, Phase.SCHEDULE),
+        (*QUEUE, *STALL, *FAULTS, Phase.SCHEDULE, Phase.KV_TRANSFER),
         "schedule",
         "fewer, larger steps (speculative decoding), less host work in a step",
     ),
