@@ -31,6 +31,8 @@ PromptType = str | list[int] | dict[str, Any]
 Message = dict[str, Any]
 MAX_TOKEN_ID = 2**31
 _LINGER_S = 0.05  # how long the step thread waits for another call: starting a thread takes longer than waking one
+# Ctrl-C just before a wait begins is noticed only when the wait ends, so waits are no longer than this.
+_NOTICED_S = 0.5
 
 
 @dataclass(slots=True)
@@ -219,7 +221,8 @@ class _Batch:
             return
         try:
             self._join(call)
-            call.ended.wait()
+            while not call.ended.wait(_NOTICED_S):
+                pass
         except BaseException:
             with self._changed:
                 self._leaving.append(call)
