@@ -44,7 +44,6 @@ class Line:
     Args:
         served: tokens by weight, of each tenant.
         waiting: by level, the sequences of each tenant that has some there, in the policy's order.
-        count: of each tenant that waits, its sequences.
         asked: tokens of theirs that are still to be charged.
         joined: a number of each tenant that waits, the later the larger. Of equals the last to come goes first.
         last: the tenant that was the last to have none left.
@@ -54,7 +53,6 @@ class Line:
 
     served: dict[str, float] = field(default_factory=dict)
     waiting: dict[int, dict[str, _Entries]] = field(default_factory=dict)
-    count: dict[str, int] = field(default_factory=dict)
     asked: dict[str, int] = field(default_factory=dict)
     joined: dict[str, int] = field(default_factory=dict)
     last: str = ""
@@ -65,12 +63,12 @@ class Line:
         """A tenant has something waiting again."""
         there = [self.served[each] for each in self.joined] or [self.served.get(self.last, 0.0)]
         self.served[tenant] = max(self.served.get(tenant, 0.0), min(there) - credit)
-        self.count[tenant], self.asked[tenant], self.joined[tenant] = 0, 0, number
+        self.asked[tenant], self.joined[tenant] = 0, number
         self.most = None
 
     def leave(self, tenant: str) -> None:
         """A tenant has nothing waiting any more."""
-        del self.count[tenant], self.asked[tenant], self.joined[tenant]
+        del self.asked[tenant], self.joined[tenant]
         self.last, self.most = tenant, None
 
     def charge(self, tenant: str, tokens: float) -> None:
@@ -121,7 +119,6 @@ class FairSequences(OrderedSequences):
         if tenant not in line.joined:
             self._joined += 1
             line.join(tenant, self._joined, self._credit)
-        line.count[tenant] += 1
         line.asked[tenant] += _uncharged(sequence)
         level = self._level(sequence)
         entries = line.waiting.setdefault(level, {}).setdefault(tenant, [])
@@ -144,9 +141,8 @@ class FairSequences(OrderedSequences):
         del alike[tenant][at]
         if not alike[tenant]:
             del alike[tenant]
-        line.count[tenant] -= 1
         line.asked[tenant] -= _uncharged(sequence)
-        if not line.count[tenant]:
+        if not any(tenant in each for each in line.waiting.values()):
             line.leave(tenant)
 
     def _line(self, number: int) -> Line:
