@@ -25,13 +25,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import RESULTS, about, own_file, save
+from benchmarks.machine import RESULTS, keep
 from benchmarks.overload import put
 from benchmarks.servers import CHECKPOINTS, MODEL, Server, Settings, running
 from benchmarks.weights import write_weights
@@ -278,6 +277,11 @@ def way_in(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    write_weights(arguments.shape, CHECKPOINTS)
+    return {"batch": behind(arguments), "way_in": way_in(arguments)}
+
+
 def table(content: dict[str, Any]) -> str:
     """Markdown: medians over the rounds."""
     mean = statistics.median
@@ -313,18 +317,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--output", type=Path, default=RESULTS / "batches.json")
-    arguments = parser.parse_args(argv)
-    arguments.output = own_file(arguments.output)
-    write_weights(arguments.shape, CHECKPOINTS)
-    content = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": about(),
-        "settings": {key: str(value) for key, value in vars(arguments).items() if key != "output"},
-        "batch": behind(arguments),
-        "way_in": way_in(arguments),
-    }
-    save(content, arguments.output)
-    print(table(content))
+    keep(parser.parse_args(argv), run, table)
 
 
 if __name__ == "__main__":

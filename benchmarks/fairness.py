@@ -18,14 +18,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
-from benchmarks.machine import RESULTS, about, own_file, save
+from benchmarks.machine import RESULTS, keep
 from benchmarks.overload import put
 from benchmarks.servers import CHECKPOINTS, Server, Settings, running
 from benchmarks.weights import write_weights
@@ -151,9 +150,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     print(found[-1], file=sys.stderr)
             servers = [*servers[1:], *servers[:1]]  # nobody always comes first
     return {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": about(),
-        "settings": {key: str(value) for key, value in vars(arguments).items() if key not in ("output", "vllm")},
         "runs": [asdict(each) for each in found],
     }
 
@@ -196,11 +192,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--output", type=Path, default=RESULTS / "fairness.json")
-    arguments = parser.parse_args(argv)
-    arguments.output = own_file(arguments.output)
-    content = run(arguments)
-    save(content, arguments.output)
-    print(table(content))
+    keep(parser.parse_args(argv), run, table)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import re
 import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ _FEATURES = (
     *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"),
     *("asimddp", "i8mm", "bf16"),  # of ARM
 )
+_NO_SETTINGS = ("output", "vllm", "traces")  # where something lies, not what is measured
 _MARKETING = re.compile(r"\((r|tm)\)|\bprocessor\b|\bcpu\b|@.*")
 
 
@@ -64,3 +68,24 @@ def save(report: dict[str, Any], output: Path) -> None:
     text = json.dumps(report, indent=1)
     text = text.replace(str(RESULTS.parent.parent) + "/", "").replace(str(Path.home()), "~") + "\n"
     write_files({output: text.encode()})
+
+
+def heading(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a result begins with: when, where, and with which settings it was measured."""
+    return {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": about(),
+        "settings": {key: str(value) for key, value in vars(arguments).items() if key not in _NO_SETTINGS},
+    }
+
+
+def keep(
+    arguments: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    table: Callable[[dict[str, Any]], str],
+) -> None:
+    """Measure, save the result in --output of this kind of machine, and print its table."""
+    output = own_file(arguments.output)
+    content = heading(arguments) | measure(arguments)
+    save(content, output)
+    print(table(content))

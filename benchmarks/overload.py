@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import numpy as np
 
 from benchmarks.classes import MIXES
 from benchmarks.clients import HEADWAY
-from benchmarks.machine import RESULTS, about, own_file, save
+from benchmarks.machine import RESULTS, keep
 from benchmarks.processes import Died
 from benchmarks.servers import CHECKPOINTS, MODEL, Server, Settings, running
 from benchmarks.weights import write_weights
@@ -169,9 +168,6 @@ def measure(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
         found[name] = figures(ran, rate, seconds, memory_mb(server.process_group))
         print(f"{name}: {found[name]}", file=sys.stderr)
     return {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": about(),
-        "settings": {key: str(value) for key, value in vars(arguments).items() if key != "output"},
         "capacity": capacity,
         "stretches": {name: asdict(each) for name, each in found.items()},
     }
@@ -209,11 +205,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--output", type=Path, default=RESULTS / "overload.json")
-    arguments = parser.parse_args(argv)
-    arguments.output = own_file(arguments.output)
-    content = run(arguments)
-    save(content, arguments.output)
-    print(table(content))
+    keep(parser.parse_args(argv), run, table)
 
 
 if __name__ == "__main__":

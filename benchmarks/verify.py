@@ -14,11 +14,10 @@ import json
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import RESULTS, about, own_file, save
+from benchmarks.machine import RESULTS, heading, own_file, save
 from benchmarks.processes import Died
 from benchmarks.servers import CHECKPOINTS
 from benchmarks.weights import write_weights
@@ -86,13 +85,7 @@ def main(argv: list[str] | None = None) -> None:
             parser.error(f"--traces {arguments.traces} has no {file}")
     arguments.output = own_file(arguments.output)
     write_weights(arguments.shape, CHECKPOINTS)
-    settings = {key: str(value) for key, value in vars(arguments).items() if key not in ("output", "traces")}
-    content: dict[str, Any] = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": about(),
-        "settings": settings,
-        "workloads": {},
-    }
+    content = heading(arguments) | {"workloads": {}}
     for name, flags in workloads(arguments.traces).items():
         content["workloads"][name] = verify(flags, arguments)
         save(content, arguments.output)
