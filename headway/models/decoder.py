@@ -1,8 +1,8 @@
 """One decoder for every supported family.
 
-Each layer: RMS norm, attention with rotary positions over the paged cache, RMS norm, gated MLP or several as experts,
-each pair added to a residual stream. What differs between families (biases, further norms, windows, sinks, RoPE, gates)
-is data.
+Each layer: RMS norm, a mixer of tokens, RMS norm, gated MLP or several as experts, each pair added to a residual
+stream. The mixer is attention with rotary positions over the paged cache. What differs between families (biases,
+further norms, windows, sinks, RoPE, gates) is data.
 """
 
 from __future__ import annotations
@@ -57,20 +57,59 @@ class MixtureMLP:
 
 
 @dataclass(slots=True)
-class LayerWeights:
-    """One layer, laid out by the device's kernels; qkv stacks query, key and value rows."""
+class AttentionWeights:
+    """What makes queries, keys and values, and the result of what they find; qkv stacks the rows of all three."""
 
-    attention_norm: Tensor  # [hidden]
     qkv: Linear
     query_norm: Tensor | None  # [head_dim]
     key_norm: Tensor | None  # [head_dim]
     o: Linear
-    mlp_norm: Tensor  # [hidden]
-    mlp: Callable[[Tensor], Tensor]  # [T, hidden] -> [T, hidden]
     cache: CacheSpec
     rotated: bool = True  # whether queries and keys have rotary positions
     sinks: Tensor | None = None  # [heads] float32
-    attended_norm: Tensor | None = None  # [hidden], of what attention adds to the residual stream
+
+
+class Attention:
+    """The mixer of a layer that keeps keys and values.
+
+    Args:
+        rope: tables of cosines and sines.
+
+    Raises:
+        ValueError: it cannot attend to a cache of that kind.
+    """
+
+    def __init__(
+        self, weights: AttentionWeights, config: ModelConfig, kernels: Kernels, rope: tuple[Tensor, Tensor]
+    ) -> None:
+        self._weights, self._kernels, self._rope = weights, kernels, rope
+        self._eps = config.rms_norm_eps
+        self._scale = config.multipliers.attention or weights.cache.key_dim**-0.5
+        self._heads = _head_split(config.shape.heads, weights.cache)
+
+    def __call__(self, x: Tensor, cache: LayerCache, step: StepGeometry) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; its keys and values are stored."""
+        weights, kernels, heads = self._weights, self._kernels, self._heads
+        query, key, value = weights.qkv(x).view(len(x), sum(heads), weights.cache.key_dim).split(heads, 1)
+        if weights.query_norm is not None and weights.key_norm is not None:
+            query = kernels.rms_norm(query, weights.query_norm, self._eps)
+            key = kernels.rms_norm(key, weights.key_norm, self._eps)
+        if weights.rotated:
+            kernels.rotate(query, key, *self._rope, step.positions)
+        kernels.store(key, value, cache, step.slots)
+        attended = kernels.attention(query, cache, step, self._scale, weights.cache.window, weights.sinks)
+        return weights.o(attended.flatten(1))
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer, laid out by the device's kernels."""
+
+    mixer_norm: Tensor  # [hidden]
+    mixer: AttentionWeights
+    mlp_norm: Tensor  # [hidden]
+    mlp: Callable[[Tensor], Tensor]  # [T, hidden] -> [T, hidden]
+    mixed_norm: Tensor | None = None  # [hidden], of what the mixer adds to the residual stream
     mlp_out_norm: Tensor | None = None  # [hidden], of what the MLP adds to it
 
 
@@ -117,13 +156,15 @@ class Decoder:
         self._identity = object()
         tables = rope_tables(config.rope, self.max_model_len, self.device)
         local = tables if config.local_rope is None else rope_tables(config.local_rope, self.max_model_len, self.device)
-        by_layer = [tables if layer.cache.window is None else local for layer in weights.layers]
+        mixers = [
+            Attention(layer.mixer, config, kernels, tables if layer.mixer.cache.window is None else local)
+            for layer in weights.layers
+        ]
         # Each layer with the norm that follows it: a layer's closing residual addition is fused with the next norm.
-        next_norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
-        heads = config.shape.heads
-        splits = [_head_split(heads, layer.cache) for layer in weights.layers]
-        self._layers = list(zip(weights.layers, next_norms, splits, by_layer, strict=True))
-        self._attentions = sorted({(heads, layer.cache.heads, layer.cache.key_dim) for layer in weights.layers})
+        next_norms = [layer.mixer_norm for layer in weights.layers[1:]] + [weights.final_norm]
+        self._layers = list(zip(weights.layers, mixers, next_norms, strict=True))
+        caches = [layer.mixer.cache for layer in weights.layers]
+        self._attentions = sorted({(config.shape.heads, cache.heads, cache.key_dim) for cache in caches})
 
     def forward(self, token_ids: Tensor, step: StepGeometry, caches: list[LayerCache]) -> Tensor:
         """Run token_ids [T] int64 through all layers, storing their keys and values -> [T, hidden], final norm applied.
@@ -139,28 +180,15 @@ class Decoder:
         return self.kernels.repeat(key, step, self._attentions, lambda: self._layers_of(token_ids, step, caches))
 
     def _layers_of(self, token_ids: Tensor, step: StepGeometry, caches: list[LayerCache]) -> Tensor:
-        kernels = self.kernels
-        rms_norm, add_rms_norm, attention = kernels.rms_norm, kernels.add_rms_norm, kernels.attention
-        rotate, store = kernels.rotate, kernels.store
-        eps, residual_eps, scale = self.config.rms_norm_eps, self.config.residual_eps, self.config.multipliers.attention
-        positions, slots = step.positions, step.slots
+        rms_norm, add_rms_norm = self.kernels.rms_norm, self.kernels.add_rms_norm
+        eps, residual_eps = self.config.rms_norm_eps, self.config.residual_eps
 
         residual = self.weights.embedding(token_ids)
-        num_tokens = residual.shape[0]
-        hidden = rms_norm(residual, self._layers[0][0].attention_norm, residual_eps)
-        for (layer, next_norm, head_split, (cos, sin)), cache in zip(self._layers, caches, strict=True):
-            width = layer.cache.key_dim
-            query, key, value = layer.qkv(hidden).view(num_tokens, sum(head_split), width).split(head_split, 1)
-            if layer.query_norm is not None and layer.key_norm is not None:
-                query = rms_norm(query, layer.query_norm, eps)
-                key = rms_norm(key, layer.key_norm, eps)
-            if layer.rotated:
-                rotate(query, key, cos, sin, positions)
-            store(key, value, cache, slots)
-            attended = attention(query, cache, step, scale or width**-0.5, layer.cache.window, layer.sinks)
-            added = layer.o(attended.flatten(1))
-            if layer.attended_norm is not None:
-                added = rms_norm(added, layer.attended_norm, eps)
+        hidden = rms_norm(residual, self.weights.layers[0].mixer_norm, residual_eps)
+        for (layer, mixer, next_norm), cache in zip(self._layers, caches, strict=True):
+            added = mixer(hidden, cache, step)
+            if layer.mixed_norm is not None:
+                added = rms_norm(added, layer.mixed_norm, eps)
             hidden, residual = add_rms_norm(added, residual, layer.mlp_norm, residual_eps)
             added = layer.mlp(hidden)
             if layer.mlp_out_norm is not None:

@@ -15,7 +15,7 @@ from headway.cost.shape import CacheSpec
 from headway.kernels.interface import CLAMPED, GELU_TANH, QUANTIZATIONS, SILU, Kernels, Linear, Product, Weight
 from headway.models.checkpoint import Checkpoint, RandomWeights, StageClock, WeightSource, has_stacked_experts
 from headway.models.config import ModelConfig, ModelError
-from headway.models.decoder import Decoder, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP
+from headway.models.decoder import AttentionWeights, Decoder, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP
 from headway.models.folder import read_ahead
 from headway.models.folder import resolve_model as resolve_model
 from headway.models.gguf_checkpoint import GGUFCheckpoint
@@ -158,22 +158,27 @@ class _Assembler:
             return self._kernels.linear(packed, None).rows
 
     def _layer(self, index: int, cache: CacheSpec) -> LayerWeights:
-        layer, has_norms, norms = f"model.layers.{index}", self._config.shape.qk_norm, self._config.traits.norms
-        added = self._config.multipliers.added
-        attention = f"{layer}.self_attn"
+        layer, norms, added = f"model.layers.{index}", self._config.traits.norms, self._config.multipliers.added
         return LayerWeights(
-            attention_norm=self._norm(f"{layer}.{norms.attention}"),
-            qkv=self._qkv(index, cache),
-            query_norm=self._norm(f"{attention}.q_norm") if has_norms else None,
-            key_norm=self._norm(f"{attention}.k_norm") if has_norms else None,
-            o=self._linear(f"{attention}.o_proj", factor=1.0 if norms.attended else added),
-            attended_norm=self._norm(f"{layer}.{norms.attended}", added) if norms.attended else None,
+            mixer_norm=self._norm(f"{layer}.{norms.attention}"),
+            mixer=self._attention(index, cache),
+            mixed_norm=self._norm(f"{layer}.{norms.attended}", added) if norms.attended else None,
             mlp_norm=self._norm(f"{layer}.{norms.mlp}"),
             mlp_out_norm=self._norm(f"{layer}.{norms.mlp_out}", added) if norms.mlp_out else None,
             mlp=self._mlp(index),
+        )
+
+    def _attention(self, index: int, cache: CacheSpec) -> AttentionWeights:
+        attention, shape = f"model.layers.{index}.self_attn", self._config.shape
+        factor = 1.0 if self._config.traits.norms.attended else self._config.multipliers.added
+        return AttentionWeights(
+            qkv=self._qkv(index, cache),
+            query_norm=self._norm(f"{attention}.q_norm") if shape.qk_norm else None,
+            key_norm=self._norm(f"{attention}.k_norm") if shape.qk_norm else None,
+            o=self._linear(f"{attention}.o_proj", factor=factor),
             cache=cache,
             rotated=self._config.rotated[index],
-            sinks=self._stack(f"{attention}.sinks", dtype=torch.float32) if self._config.shape.sinks else None,
+            sinks=self._stack(f"{attention}.sinks", dtype=torch.float32) if shape.sinks else None,
         )
 
     def _norm(self, name: str, factor: float = 1.0) -> Tensor:

@@ -53,12 +53,12 @@ def parameters_of(decoder):
     def linear(part):
         return part.weight.numel() + (0 if part.bias is None else part.bias.numel())
 
-    def sinks(layer):
-        return 0 if layer.sinks is None else layer.sinks.numel()
+    def sinks(mixer):
+        return 0 if mixer.sinks is None else mixer.sinks.numel()
 
     def norms(layer):
-        parts = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
-        parts += (layer.attended_norm, layer.mlp_out_norm)
+        parts = (layer.mixer_norm, layer.mlp_norm, layer.mixer.query_norm, layer.mixer.key_norm)
+        parts += (layer.mixed_norm, layer.mlp_out_norm)
         return sum(part.numel() for part in parts if part is not None)
 
     def dense(mlp):
@@ -69,7 +69,9 @@ def parameters_of(decoder):
     table = weights.lm_head.weight if tied else weights.embedding.args[0]
     return {
         "embedding": table.numel(),
-        "attention": sum(linear(layer.qkv) + linear(layer.o) + sinks(layer) for layer in weights.layers),
+        "attention": sum(
+            linear(layer.mixer.qkv) + linear(layer.mixer.o) + sinks(layer.mixer) for layer in weights.layers
+        ),
         "ffn": sum(dense(layer.mlp) for layer in weights.layers if isinstance(layer.mlp, DenseMLP)),
         "norms": sum(norms(layer) for layer in weights.layers) + weights.final_norm.numel(),
         "head": 0 if tied else linear(weights.lm_head),

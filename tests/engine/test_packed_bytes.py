@@ -68,7 +68,7 @@ def bytes_of(linear: PackedLinear) -> int:
 def packed(model: Decoder) -> Iterator[PackedLinear]:
     linears: list[Any] = [model.weights.lm_head]
     for layer in model.weights.layers:
-        linears += [layer.qkv, layer.o]
+        linears += [layer.mixer.qkv, layer.mixer.o]
         mlps = [layer.mlp.experts, layer.mlp.shared] if isinstance(layer.mlp, MixtureMLP) else [layer.mlp]
         for mlp in mlps:
             assert isinstance(mlp, DenseMLP | PackedExperts)

@@ -124,7 +124,7 @@ def test_sliding_windows_change_the_logits(models, case):
     windowed = decoder(models(case)[1])
     assert any(cache.window for cache in windowed.config.caches)
     for layer in windowed.weights.layers:
-        layer.cache = dataclasses.replace(layer.cache, window=None)
+        layer.mixer.cache = dataclasses.replace(layer.mixer.cache, window=None)
     unlimited = whole(windowed, PROMPTS)
     assert worst(whole(decoder(models(case)[1]), PROMPTS), unlimited) > 0.05
 
@@ -142,17 +142,17 @@ def test_layers_may_have_different_caches(models, on):
         twice = [part.unflatten(0, (cache.heads, -1)).repeat_interleave(2, 0).flatten(0, 1) for part in (key, value)]
         return torch.cat([query, *twice]).to(ours.device)
 
-    qkv, layer = plain.weights.layers[1].qkv, ours.weights.layers[1]
-    layer.qkv = ours.kernels.linear(Weight(doubled(qkv.weight)), doubled(qkv.bias))
-    layer.cache = dataclasses.replace(cache, heads=2 * cache.heads)
-    ours = with_config(ours, caches=tuple(each.cache for each in ours.weights.layers))
+    qkv, mixer = plain.weights.layers[1].mixer.qkv, ours.weights.layers[1].mixer
+    mixer.qkv = ours.kernels.linear(Weight(doubled(qkv.weight)), doubled(qkv.bias))
+    mixer.cache = dataclasses.replace(cache, heads=2 * cache.heads)
+    ours = with_config(ours, caches=tuple(each.mixer.cache for each in ours.weights.layers))
     expected = [tiny.logits(model, prompt) for prompt in PROMPTS]
     assert worst(EXECUTIONS["mixed"](ours, PROMPTS), expected) <= TOLERANCE
 
 
 def test_a_cache_that_the_decoder_cannot_attend_to_is_refused(models):
     ours = decoder(models("llama")[1])
-    ours.weights.layers[2].cache = CacheSpec(heads=1, key_dim=20, value_dim=0)
+    ours.weights.layers[2].mixer.cache = CacheSpec(heads=1, key_dim=20, value_dim=0)
     with pytest.raises(ValueError, match=r"4 query heads cannot attend to CacheSpec\(heads=1, key_dim=20, value_dim=0"):
         with_config(ours)
 

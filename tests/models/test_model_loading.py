@@ -58,7 +58,7 @@ def test_shards_load_as_one_model(sharded, tmp_path_factory):
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.bfloat16, torch.float16])
 def test_weights_are_cast_to_the_dtype_asked_for(single, stored):
-    expected = load(single).weights.layers[1].qkv.weight.to(stored).float()
+    expected = load(single).weights.layers[1].mixer.qkv.weight.to(stored).float()
 
     def cast(tensors):
         tensors.update({name: tensor.to(stored) for name, tensor in tensors.items()})
@@ -66,7 +66,7 @@ def test_weights_are_cast_to_the_dtype_asked_for(single, stored):
     rewrite(single, cast)
     decoder = load(single)
     assert decoder.weights.embedding(torch.tensor([3])).dtype == torch.float32
-    torch.testing.assert_close(decoder.weights.layers[1].qkv.weight, expected, rtol=0, atol=0)
+    torch.testing.assert_close(decoder.weights.layers[1].mixer.qkv.weight, expected, rtol=0, atol=0)
 
 
 def test_tied_embeddings_are_one_tensor(tmp_path):
@@ -365,7 +365,7 @@ def test_dummy_matrices_have_no_equal_rows_and_the_stated_spread(single):
     weights = load(single, load_format="dummy").weights
     embeddings = weights.embedding(torch.arange(131))
     assert embeddings.unique(dim=0).shape == embeddings.shape
-    assert weights.layers[0].qkv.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert weights.layers[0].mixer.qkv.weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert not torch.equal(weights.layers[0].mlp.down.weight, weights.layers[1].mlp.down.weight)
 
 
