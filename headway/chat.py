@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -11,6 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CONNECT_S = 600.0  # without a byte, until a server counts as gone: a long prompt takes its time
+
+
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d+(/.*)?")
+
+
+def as_url(text: str) -> str | None:
+    """The address of a server, where the text is one, with or without http://; None for the name of a model."""
+    if text.startswith(("http://", "https://")):
+        return text
+    return f"http://{text}" if _ADDRESS.fullmatch(text) else None
 
 
 class ChatError(Exception):

@@ -21,7 +21,7 @@ class Flag:
 
     Args:
         name: as "--timeout" or "--save/--no-save"; None is the field's name, with a --no- form for a truth value.
-        short: as "-q".
+        short: a second name, as "-q".
         panel: heading that it is listed under in the help.
         choices: what a text may be.
         parse: makes the value of a text, or of all texts where it is `repeated`; raises ValueError, one line.

@@ -62,6 +62,9 @@ class TenantFile:
         """
         if new_tenant and access.tenant in self.table.weights:
             raise ValueError(f"{self.path} has tenant {access.tenant!r} already; leave out --new-tenant")
+        if not new_tenant and access.tenant not in (*self.table.weights, DEFAULT_TENANT):
+            known = ", ".join(each.name for each in self.table) or "none"
+            raise ValueError(f"{self.path} has no tenant {access.tenant!r} (it has {known}); --new-tenant adds it")
         values = {"tenant": access.tenant, "sha256": key_digest(key.encode()).hex(), "default": access.default}
         values |= {"best": access.best, "created": access.created, "note": access.note}
         entry = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items() if value]

@@ -51,10 +51,12 @@ def test_what_a_file_says(file: Path) -> None:
 
 
 def test_the_example_of_the_docs(file: Path) -> None:
-    docs = Path(__file__).parent.parent / "docs" / "classes.md"
-    file.write_text(docs.read_text().split("```toml\n")[1].split("```")[0])
+    root = Path(__file__).parent.parent
+    shown = (root / "docs" / "classes.md").read_text().split("```toml\n")[1].split("```")[0]
+    assert shown == (root / "examples" / "classes.toml").read_text()
+    file.write_text(shown)
     found = read_class_file(str(file))
-    assert [each.name for each in found.table] == ["chat", "night"]
+    assert [each.name for each in found.table] == ["chat", "batch", "offline"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from headway.class_file import read_class_file
 from headway.policy.service_class import BUILT_IN
 from headway.policy.tenants import Limits, Tenant
 from headway.tenant_file import Access, key_digest, read_tenant_file
@@ -63,12 +64,15 @@ def test_what_a_file_says(file: Path) -> None:
 
 
 def test_the_example_of_the_docs(file: Path) -> None:
-    docs = Path(__file__).parent.parent / "docs" / "tenants.md"
-    file.write_text(docs.read_text().split("```toml\n")[1].split("```")[0])
+    root = Path(__file__).parent.parent
+    shown = (root / "docs" / "tenants.md").read_text().split("```toml\n")[1].split("```")[0]
+    assert shown == (root / "examples" / "tenants.toml").read_text()
+    file.write_text(shown)
     found = read_tenant_file(str(file))
     assert [each.name for each in found.table] == ["acme", "research"]
     assert found.keys == {key_digest(b"sk-example"): Access("research", "offline", "batch")}
     found.check_classes(BUILT_IN)
+    found.check_classes(read_class_file(str(root / "examples" / "classes.toml")).table)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +162,7 @@ def test_a_comment_above_what_follows_a_revoked_key_stays(headway: CommandLine, 
 
 def test_a_new_tenant_makes_the_file(headway: CommandLine, tmp_path: Path) -> None:
     path = tmp_path / "new.toml"
-    assert "No such file" in headway("keys", "add", path, "acme").error()
+    assert headway("keys", "add", path, "acme").error().endswith("; --new-tenant creates it and adds the tenant")
     assert headway("keys", "add", path, "acme", "--new-tenant").code == 0
     assert headway("keys", "add", path, "acme").code == 0
     assert len(read_tenant_file(str(path)).keys) == 2
@@ -168,11 +172,14 @@ def test_a_new_tenant_makes_the_file(headway: CommandLine, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("add", "FILE", "nobody"), "tenant is 'nobody', which is not a tenant; there are acme, lab"),
+        (("add", "FILE", "nobody"), "has no tenant 'nobody' (it has acme, lab); --new-tenant adds it"),
         (("revoke", "FILE", "ffffffff"), "0 keys of"),
         (("revoke", "FILE", DIGEST[:4]), "at least 6 digits"),
         (("list", "/no/such/file"), "cannot read /no/such/file"),
-        (("add", "/no/such/file", "acme"), "No such file"),
+        (("add", "/no/such/file", "acme"), "there is no file /no/such/file; --new-tenant"),
+        (("add", "/no/such/file", "acme", "--new-tenant"), "No such file"),
+        (("rm", "FILE"), "headway keys has no command 'rm'; did you mean revoke?"),
+        (("frobnicate", "FILE"), "headway keys has no command 'frobnicate'; it has add, list, revoke"),
     ],
 )
 def test_edits_that_cannot_be_made(headway: CommandLine, file: Path, arguments: tuple[str, ...], says: str) -> None:

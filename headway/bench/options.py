@@ -151,6 +151,7 @@ class Claims:
         _numbers(
             "Objectives in ms, such as ttft:200 tpot:50 e2el:5000.",
             "--goodput",
+            short="--slo",
             parse=parse_goodput,
             repeated=True,
             metavar="KEY:MS ...",

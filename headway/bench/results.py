@@ -27,6 +27,7 @@ from headway.bench.result_vllm import model_name, read_vllm, vllm_keys
 from headway.files import write_files
 
 FORMAT = 1
+_WANTED = "give the JSON file of a run, such as one of bench-results/"
 MOST_NAME_BYTES = 80  # of a label or a model in the name of a file
 
 
@@ -114,11 +115,9 @@ def load_json(path: Path) -> RunResult:
     try:
         values = msgspec.json.decode(Path(path).read_bytes())
     except OSError as error:
-        raise BenchError(
-            f"cannot read {path}: {error.strerror or error}; name a result saved with --save-result"
-        ) from None
+        raise BenchError(f"cannot read {path}: {error.strerror or error}; {_WANTED}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BenchError(f"{path} is not JSON: {error}; name a result saved with --save-result") from None
+        raise BenchError(f"{path} is not JSON: {error}; {_WANTED}") from None
     if not isinstance(values, dict):
         raise BenchError(f"{path} is not a result: it holds a {type(values).__name__}, not an object")
     ours = values.get("headway")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 
 from headway.bench.errors import BenchError
 from headway.bench.options import BenchOptions
-from headway.cli.commands import fail, with_flags
+from headway.cli.commands import fail, fold_objectives, with_flags
 from headway.cli.help import Command, Group
 from headway.cli.profile import profile
 
@@ -21,25 +20,8 @@ class BenchGroup(Group):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0].startswith(("http://", "https://")):
             fail(f"give the address with an option: headway bench --base-url {args[0]}")
-        folded: list[str] = super().parse_args(ctx, fold_lists(args, {"--goodput"}))
+        folded: list[str] = super().parse_args(ctx, fold_objectives(args))
         return folded
-
-
-def fold_lists(arguments: Sequence[str], options: Collection[str]) -> list[str]:
-    """`--goodput ttft:200 tpot:50` becomes `--goodput "ttft:200 tpot:50"`: an option here takes one value.
-
-    The values of such an option hold a colon and go on until an argument does not.
-    """
-    folded: list[str] = []
-    is_open = False
-    for argument in arguments:
-        is_value = is_open and ":" in argument and not argument.startswith("-")
-        if is_value and folded[-1] not in options:
-            folded[-1] += f" {argument}"
-        else:
-            folded.append(argument)
-        is_open = is_value or argument.partition("=")[0] in options
-    return folded
 
 
 app = typer.Typer(

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from headway.chat import ChatError, Conversation
+from headway.chat import ChatError, Conversation, as_url
 from headway.cli.commands import fail, with_flags
 from headway.cli.help import Command
 
@@ -30,10 +30,13 @@ def chat(
         ),
     ] = None,
     message: Annotated[str | None, typer.Option(help="Send this message, print the answer and exit.")] = None,
+    base_url: Annotated[
+        str | None, typer.Option(help="Address of the server, as the first argument.", metavar="URL")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Model of the server. Default: the first one.")] = None,
     system: Annotated[str | None, typer.Option(help="System message before the conversation.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens of an answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Default: the server's.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0 to 2. Default: the server's.")] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar=["HEADWAY_API_KEY", "OPENAI_API_KEY"], help="API key of the server.")
     ] = None,
@@ -43,6 +46,10 @@ def chat(
     Ctrl-C stops an answer; at the prompt, it ends the conversation. Text from a pipe is sent as one message. Timings
     go to standard error.
     """
+    if base_url is not None:
+        if target is not None:
+            fail(f"{target} and --base-url {base_url} both say what to talk to; give one")
+        target = as_url(base_url) or f"http://{base_url}"
     try:
         with _address(target) as url:
             conversation = Conversation(url, model, api_key, system, max_tokens=max_tokens, temperature=temperature)
@@ -56,8 +63,9 @@ def chat(
 @contextlib.contextmanager
 def _address(target: str | None) -> Iterator[str]:
     """Where to ask; a model that is named is served as long as the conversation lasts."""
-    if target is None or target.startswith(("http://", "https://")):
-        yield target or DEFAULT_URL
+    url = DEFAULT_URL if target is None else as_url(target)
+    if target is None or url is not None:
+        yield url or DEFAULT_URL
         return
     from headway.bench.errors import BenchError
     from headway.bench.profile.local_server import LocalServer

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 import tomllib
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -18,11 +19,30 @@ from headway.cli.help import show_all
 from headway.cli.spellings import hint as spelling_hint
 from headway.flags import Flag, flags_of, option
 
+_OBJECTIVE = re.compile(r"\w+:[^@=]*")
+
 
 def fail(message: str) -> NoReturn:
     """End the command with one line on standard error and exit code 2."""
     print(f"headway: {' '.join(message.split())}", file=sys.stderr)
     raise typer.Exit(2)
+
+
+def fold_objectives(arguments: Sequence[str]) -> list[str]:
+    """`--goodput ttft:200 tpot:50` becomes `--goodput "ttft:200 tpot:50"`: an option here takes one value.
+
+    The values go on until an argument is none, such as `MODEL@HARDWARE:tp=2`.
+    """
+    folded: list[str] = []
+    is_open = False
+    for argument in arguments:
+        is_value = is_open and _OBJECTIVE.fullmatch(argument) is not None
+        if is_value and folded[-1] not in ("--goodput", "--slo"):
+            folded[-1] += f" {argument}"
+        else:
+            folded.append(argument)
+        is_open = is_value or argument.partition("=")[0] in ("--goodput", "--slo")
+    return folded
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -14,6 +14,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from headway.cli.spellings import subcommand
+
 WIDEST = 100  # lines longer than this are hard to read
 _GAP = 2
 OTHERS = "Other"
@@ -53,6 +55,16 @@ class Command(_Help, TyperCommand):
 
 class Group(_Help, TyperGroup):
     """A group of commands with our help."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            known = [name for name, each in self.commands.items() if not each.hidden]
+            near = subcommand(args[0], known)
+            ctx.fail(
+                f"{_path(ctx)} has no command {args[0]!r}; "
+                + (f"did you mean {near}?" if near else f"it has {', '.join(known)}")
+            )
+        return super().resolve_command(ctx, args)
 
 
 def show_all(context: typer.Context, wanted: bool) -> None:

@@ -41,6 +41,8 @@ def add(
     note: Annotated[str, typer.Option(help="A note that identifies the key later.")] = "",
 ) -> None:
     """Create a key, print it, and write its SHA-256 to the file. The key itself is stored nowhere."""
+    if not new_tenant and not path.exists():
+        fail(f"there is no file {path}; --new-tenant creates it and adds the tenant")
     key = PREFIX + secrets.token_urlsafe(32)
     created = datetime.datetime.now(datetime.UTC).date().isoformat()
     with _editing(path, may_be_new=new_tenant) as file:

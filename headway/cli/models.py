@@ -32,10 +32,10 @@ def models(
 
 
 def _served(url: str) -> list[tuple[str, str]]:
-    from headway.chat import ChatError, Conversation
+    from headway.chat import ChatError, Conversation, as_url
 
     try:
-        cards = Conversation(url, model="any").models()
+        cards = Conversation(as_url(url) or url, model="any").models()
     except ChatError as error:
         fail(str(error))
     return [(str(card["id"]), _context(card.get("max_model_len"))) for card in cards]

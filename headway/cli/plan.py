@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.commands import fail, with_flags
+from headway.cli.commands import fail, fold_objectives, with_flags
 from headway.cli.help import Command, Group
 from headway.planner.request import PlanError, PlanOptions, PlanRequest, SpeculationFlags
 
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 
 
 class PlanGroup(Group):
-    """`headway plan MODEL ...`: what is not the name of another command is of the command that plans one model."""
+    """`headway plan MODEL ...`: what is not the name of another command is of the command for one model.
+
+    Objectives are a list, as of `headway bench`.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or args[0] not in self.commands:
             args = ["model", *(args or ["--help"])]
-        parsed: list[str] = super().parse_args(ctx, args)
+        parsed: list[str] = super().parse_args(ctx, fold_objectives(args))
         return parsed
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -72,6 +75,9 @@ def plan(
     speculation: SpeculationFlags,
     as_json: Json = False,
     list_all: List = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", rich_help_panel="Output", help="Print all tables and assumptions.")
+    ] = False,
     explain: Annotated[
         bool,
         typer.Option(
@@ -95,8 +101,9 @@ def plan(
     """
     from headway.planner.make import make_plan
 
-    if as_json and explain:
-        fail("--json and --explain contradict each other; give one")
+    outputs = [name for name, wanted in (("--json", as_json), ("--explain", explain), ("--verbose", verbose)) if wanted]
+    if len(outputs) > 1:
+        fail(f"{' and '.join(outputs)} contradict each other; give one")
     try:
         made = make_plan(replace(request, speculation=speculation.speculation()))
     except PlanError as error:
@@ -109,9 +116,9 @@ def plan(
     else:
         from rich.console import Console
 
-        from headway.planner.console import print_explained, print_plan
+        from headway.planner.console import print_brief, print_explained, print_plan
 
-        (print_explained if explain else print_plan)(made, Console())
+        (print_explained if explain else print_plan if verbose else print_brief)(made, Console())
         if written:
             print(f"\nWrote {written[0]} and {len(written) - 1} pictures.")
     raise typer.Exit(1 if made.problem else 0)

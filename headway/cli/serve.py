@@ -90,7 +90,9 @@ def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | No
         config.preloaded = preloaded(settings.preload_prompts or [], tokenizer, template)
         engine = EngineClient(config, display.on_progress, replay)
         display.start()
-        run_server(engine, tokenizer, settings, template, display.on_ready)
+        can_reload = settings.service_classes is not None or settings.tenants is not None
+        on_ready = functools.partial(display.on_ready, can_reload=can_reload, is_open=settings.is_open)
+        run_server(engine, tokenizer, settings, template, on_ready)
     except (TextError, StartupError) as error:
         display.stop()
         fail(str(error))

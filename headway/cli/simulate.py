@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import typer
 
-from headway.cli.bench import fold_lists
 from headway.cli.commands import fail, with_flags
 from headway.cli.help import Command
 from headway.cli.plan import PlanGroup
 from headway.installation import require_engine
 from headway.simulator.options import SimulateOptions, VerifyOptions
 
-
-class SimulateGroup(PlanGroup):
-    """`headway simulate MODEL ...`, with a list of objectives as `headway bench` takes it."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, fold_lists(args, {"--goodput"}))
-
-
 app = typer.Typer(
     name="simulate",
-    cls=SimulateGroup,
+    cls=PlanGroup,
     add_completion=False,
     help="Predict what clients would see: run a workload through the real scheduler on a virtual clock.",
 )

@@ -24,6 +24,15 @@ COMMANDS = {
     "estimate": "headway plan",
     "sim": "headway simulate",
 }
+SUBCOMMANDS = {
+    "rm": "revoke",
+    "remove": "revoke",
+    "delete": "revoke",
+    "create": "add",
+    "new": "add",
+    "ls": "list",
+    "show": "list",
+}
 # Of vLLM, SGLang, llama.cpp, TGI, ollama and load generators; ours of a row are tried in turn.
 OPTIONS = {
     "--ctx-size": ("--max-model-len",),
@@ -65,8 +74,6 @@ OPTIONS = {
     "--output-tokens": ("--random-output-len", "--output-tokens"),
     "--osl": ("--random-output-len", "--output-tokens"),
     "--max-tokens": ("--random-output-len",),
-    "--slo": ("--goodput", "--slo"),
-    "--goodput": ("--slo", "--goodput"),
     "--gpu": ("--hardware",),
     "--dataset": ("--dataset-name",),
     "--output-file": ("--result-filename", "--output"),
@@ -94,3 +101,10 @@ def hint(given: str, known: Iterable[str], takes_model: bool = False) -> str:
         return f"it is called {ours} here"
     near = get_close_matches(spelled, options, 1)
     return f"did you mean {near[0]}?" if near else ""
+
+
+def subcommand(given: str, known: Iterable[str]) -> str:
+    """Which command of a group the user may have meant; "" where none is near."""
+    names = list(known)
+    ours = SUBCOMMANDS.get(given.lower(), "")
+    return ours if ours in names else next(iter(get_close_matches(given.lower(), names, 1)), "")

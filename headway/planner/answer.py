@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from headway.planner.plan import Estimate, Plan
+from headway.planner.resolve import names_taken
 from headway.planner.words import bar, dollars, gigabytes, many, milliseconds, seconds
 from headway.report.parts import Line
 from headway.report.style import number
 
+NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2EL"}
 BOUNDS = {
     "compute": "compute-bound",
     "memory": "memory-bound",
@@ -53,17 +56,19 @@ def _lines(plan: Plan) -> Iterator[Line]:
         yield Line("Problem", plan.problem, "bad")
     for warning in plan.warnings:
         yield Line("Warning", warning, "bad")
+    if said := names_taken(plan.request.model, plan.model, plan.request.hardware, plan.hardware_key):
+        yield Line("Names", said)
     yield _memory(plan)
     if plan.ttft is not None or (plan.load == "rate" and plan.fits):
         ttft = "grows without limit" if plan.ttft is None else milliseconds(plan.ttft)
         note = load_note(plan)
-        yield Line("TTFT", f"{ttft}; prefill is {BOUNDS[plan.prefill.bound]}" + (f". {note}" if note else ""))
+        yield Line("TTFT", f"{ttft}; prefill is {BOUNDS[plan.prefill.bound]}." + (f" {note}" if note else ""))
     if plan.tpot is not None:
-        yield Line("TPOT", f"{milliseconds(plan.tpot)}; decode is {BOUNDS[plan.decode.bound]}")
+        yield Line("TPOT", f"{milliseconds(plan.tpot)}; decode is {BOUNDS[plan.decode.bound]}.")
     if plan.output_tokens_per_s is not None:
         yield Line("Tokens/s", _tokens(plan, plan.output_tokens_per_s))
     if plan.fits:
-        yield Line("Most", _most(plan))
+        yield Line("Maximum", _most(plan))
     if plan.costs.per_million_output_tokens is not None:
         yield Line("Cost", _cost(plan))
     if plan.slo_met:
@@ -74,28 +79,29 @@ def _lines(plan: Plan) -> Iterator[Line]:
 
 
 def load_note(plan: Plan) -> str | None:
-    """What is known of TTFT under load beyond its estimate; None for one client, a batch, and where there is none."""
+    """What else is known of TTFT under load; None for one client, a batch, and where there is none."""
     if plan.ttft is None or plan.served is None or (plan.load != "rate" and plan.load_value == 1):
         return None
     if plan.load == "rate":
-        return "Under load this is the least certain figure: real arrivals cluster more than random ones"
-    return f"All clients start at once: median {seconds(plan.served.ttft_p50_s)}, P99 {seconds(plan.served.ttft_p99_s)}"
+        return "This is the least certain figure: real arrivals cluster more than random ones."
+    median, slow = seconds(plan.served.ttft_p50_s), seconds(plan.served.ttft_p99_s)
+    return f"All clients start at once, so the first prompts queue: median {median}, P99 {slow}."
 
 
 def _memory(plan: Plan) -> Line:
     held, several = plan.capacity, plan.deployment.parallelism.devices > 1
     text = (
-        f"{gigabytes(held.weights)} of weights{_in_all(held.weights, plan.weights_bytes)} in {gigabytes(held.usable)} "
-        "of usable memory" + (" on each device" if several else "")
+        f"The weights take {gigabytes(held.weights)}{_in_all(held.weights, plan.weights_bytes)} of "
+        f"{gigabytes(held.usable)} of usable memory" + (" on each device" if several else "") + "."
     )
     if not plan.capacity.fits:
         return Line("Memory", text, "bad")
     tokens = plan.workload.prompt + plan.workload.output
-    shared = f", {plan.workload.cached:,} of them shared," if plan.workload.cached else ""
+    shared = f", {plan.workload.cached:,} of them shared" if plan.workload.cached else ""
     text += (
-        f"; {gigabytes(held.kv_pool)} remain for the KV cache, {gigabytes(held.kv_per_token)} per token"
-        f"{_in_all(held.kv_per_token, plan.kv_bytes_per_token)}: {many(plan.max_batch, 'request')} of {tokens:,} "
-        f"tokens{shared} at once, or {_longest(plan)}"
+        f" The KV cache gets {gigabytes(held.kv_pool)}, at {gigabytes(held.kv_per_token)} per token"
+        f"{_in_all(held.kv_per_token, plan.kv_bytes_per_token)}: room for {many(plan.max_batch, 'request')} of "
+        f"{tokens:,} tokens{shared}, or {_longest(plan)}."
     )
     return Line("Fits", text, "good") if plan.fits else Line("Memory", text)
 
@@ -119,52 +125,56 @@ def _tokens(plan: Plan, rate: Estimate) -> str:
         text += f", {number(rate.value / plan.devices)} per device"
     if plan.ttlt is not None:
         text += f"; a whole answer takes {seconds(plan.ttlt.value)}"
-    return text
+    return f"{text}."
 
 
 def _most(plan: Plan) -> str:
-    text = f"{number(plan.saturation_rate)} requests/s"
-    weights, whole = plan.compute_bound_weights, plan.compute_bound_batch
-    if whole is not None and (weights is None or whole <= weights):
-        return f"{text}; above batch {whole:,} decode is compute-bound"
-    if weights is None:
-        return text
-    text += f"; above batch {weights:,} weight products are compute-bound"
-    return text + (", but never dominate the step" if whole is None else f", and above {whole:,} the whole step")
+    text = f"{number(plan.saturation_rate)} requests/s."
+    if plan.compute_bound_batch is not None:
+        return f"{text} Decode becomes compute-bound above batch {plan.compute_bound_batch:,}."
+    return text if plan.compute_bound_weights is None else f"{text} Decode is memory-bound at every batch size."
 
 
 def _cost(plan: Plan) -> str:
     costs, hour = plan.costs, plan.price_per_hour or 0.0
+    price = "the price given" if plan.request.price_per_hour else "the list price"
     return (
-        f"{dollars(costs.per_million_output_tokens)} per 1M output tokens, input included; split by time, "
-        f"{dollars(costs.split_input)} per 1M input and {dollars(costs.split_output)} per 1M output tokens "
-        f"({dollars(hour)} an hour, {'as given' if plan.request.price_per_hour else 'list price'})"
+        f"{dollars(costs.per_million_output_tokens)} per 1M output tokens, if these pay for everything. Split by time: "
+        f"{dollars(costs.split_input)} per 1M input and {dollars(costs.split_output)} per 1M output tokens. "
+        f"{dollars(hour)} an hour is {price}."
     )
 
 
 def slo_words(plan: Plan) -> str:
-    """Each objective with its estimate, and how sure it is."""
+    """Each objective: whether its estimate meets it, and whether its error bar does."""
     values = {"ttft": plan.ttft, "tpot": plan.tpot, "e2el": plan.ttlt}
-    why = "the queue grows without limit" if plan.fits else "it does not fit"
+    why = "the queue grows without limit" if plan.fits else "the plan does not fit"
     said = []
     for name, limit in plan.request.slo.items():
+        said_of_it = f"{NAMES[name]} ≤ {number(limit)} ms: "
         if (estimate := values[name]) is not None:
-            said.append(_objective(name, limit, estimate))
+            said_of_it += _objective(limit, estimate)
         elif plan.slo_met[name]:
-            said.append(f"{name} met: an answer of one token has none")
+            said_of_it += "met, as an answer of one token has none"
         else:
-            said.append(f"{name} of {number(limit)} ms missed: {why}")
-    return "; ".join(said)
+            said_of_it += f"missed, because {why}"
+        said.append(said_of_it)
+    return "; ".join(said) + "."
 
 
-def _objective(name: str, limit_ms: float, estimate: Estimate) -> str:
+def _objective(limit_ms: float, estimate: Estimate) -> str:
     ratio = estimate.value * 1e3 / limit_ms
     if ratio <= 1:
-        sure = "" if estimate.high * 1e3 <= limit_ms else ", but its error bar exceeds the limit"
-        return f"{name} of {number(limit_ms)} ms met with {1 - ratio:.0%} to spare{sure}"
-    over = f" by {ratio - 1:.0%}" if ratio < 2 else f": it takes {number(ratio)} times as long"
-    sure = "" if estimate.low * 1e3 > limit_ms else ", but its error bar reaches below the limit"
-    return f"{name} of {number(limit_ms)} ms missed{over}{sure}"
+        if estimate.high * 1e3 <= limit_ms:
+            return f"met, {1 - ratio:.0%} below the limit"
+        return f"probably met, but the error bar ends at {_end(estimate.high)}"
+    if estimate.low * 1e3 > limit_ms:
+        return f"missed by {ratio - 1:.0%}" if ratio < 2 else f"missed, {number(ratio)} times the limit"
+    return f"probably missed, but the error bar begins at {_end(estimate.low)}"
+
+
+def _end(value: float) -> str:
+    return seconds(value) if math.isfinite(value) else "no limit"
 
 
 def _speculation(plan: Plan) -> str:

@@ -19,6 +19,7 @@ from headway.planner.json import as_object
 from headway.planner.numbers import missed_by, numbers_of, shortened
 from headway.planner.plan import Estimate, Plan
 from headway.planner.request import PlanError, PlanOptions, PlanRequest, SpeculationFlags
+from headway.planner.resolve import names_taken
 from headway.planner.words import bar, dollars, gigabytes
 from headway.report.console import print_table
 from headway.report.parts import Cell, Table, cells
@@ -296,6 +297,8 @@ def print_comparison(plans: Sequence[Plan], console: Console) -> None:
     """What each is, what is wrong with those that cannot work, and the table."""
     for place, plan in enumerate(plans):
         console.print(Text.assemble((f"{letter(place)}  ", "bold"), headline(plan)))
+        if said := names_taken(plan.request.model, plan.model, plan.request.hardware, plan.hardware_key):
+            console.print(Text(f"   {said}"))
         if plan.problem:
             console.print(Text(f"   {plan.problem}", style="red"))
     console.print()

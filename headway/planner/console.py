@@ -1,4 +1,4 @@
-"""A plan on a terminal: the short answer, then tables and what it rests on, or the formulas."""
+"""A plan on a terminal: the short answer; then, where asked for, tables and what it rests on, or the formulas."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ from headway.planner.formulas import formulas
 from headway.planner.plan import Plan
 from headway.planner.tables import tables
 from headway.report.console import print_lines, print_table
+from headway.report.parts import Line
 
+RANGES = "Four in five measurements lie within the brackets."
+NEXT = "--verbose shows all tables and assumptions. `headway plan levers` with the same options ranks changes."
 # Columns that the widest table takes.
 WIDE = 80
+
+
+def print_brief(plan: Plan, console: Console) -> None:
+    """The answer, how to read it, and what to do next."""
+    print_answer(plan, console, Line("Ranges", RANGES), Line("Next", NEXT))
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -32,10 +40,10 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(listed)
 
 
-def print_answer(plan: Plan, console: Console) -> None:
+def print_answer(plan: Plan, console: Console, *more: Line) -> None:
     """The headline, and a line for each question."""
     console.print(Text(headline(plan), style="bold"))
-    print_lines(console, answer(plan))
+    print_lines(console, (*answer(plan), *more))
 
 
 def print_explained(plan: Plan, console: Console) -> None:

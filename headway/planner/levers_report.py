@@ -12,6 +12,7 @@ from rich.text import Text
 from headway.planner.answer import headline
 from headway.planner.levers import Lever, Levers
 from headway.planner.numbers import Numbers, missed_by, value_of
+from headway.planner.resolve import names_taken
 from headway.planner.words import dollars, seconds
 from headway.report.console import print_table
 from headway.report.parts import Cell, Table, cells
@@ -29,7 +30,10 @@ MEANS = {
 
 def print_levers(found: Levers, console: Console) -> None:
     """The objective, levers by gain, those put together, and what is no lever here."""
-    console.print(Text(headline(found.base), style="bold"))
+    base = found.base
+    console.print(Text(headline(base), style="bold"))
+    if said := names_taken(base.request.model, base.model, base.request.hardware, base.hardware_key):
+        console.print(Text(said))
     if found.base.problem:
         console.print(Text(found.base.problem, style="red"))
     if found.ranked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -66,10 +67,13 @@ _deployment, _load = functools.partial(Flag, panel="Deployment"), functools.part
 _engine, _money = functools.partial(Flag, panel="Engine"), functools.partial(Flag, panel="Objectives and price")
 
 
-def parse_slo(text: str) -> dict[str, float]:
-    """Objectives in ms, from `ttft:200,tpot:50`. Raises PlanError where `parse_objectives` fails or there is none."""
+def parse_slo(texts: Sequence[str]) -> dict[str, float]:
+    """Objectives in ms, from `ttft:200,tpot:50` or one of each text.
+
+    Raises PlanError where `parse_objectives` fails or there is none.
+    """
     try:
-        found = parse_objectives(text.replace(",", " ").split(), "slo")
+        found = parse_objectives(" ".join(texts).replace(",", " ").split(), "slo")
     except ValueError as error:
         raise PlanError(str(error)) from None
     if not found:
@@ -217,7 +221,14 @@ class PlanOptions(DeploymentOptions):
     block_size: Annotated[int, _engine("Tokens in a KV block.")] = 16
     slo: Annotated[
         dict[str, float],
-        _money("Objectives in ms: ttft, tpot, e2el.", parse=parse_slo, metavar="ttft:200,tpot:50", common=True),
+        _money(
+            "Objectives in ms, such as ttft:200 tpot:50 e2el:5000.",
+            short="--goodput",
+            parse=parse_slo,
+            repeated=True,
+            metavar="KEY:MS ...",
+            common=True,
+        ),
     ] = field(default_factory=dict)
     price_per_hour: Annotated[
         float | None, _money("US dollars per device and hour. Default: the list price, if known.")

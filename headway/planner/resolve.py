@@ -151,6 +151,21 @@ def find_model(name: str, quantization: str = "auto") -> Model:
     )
 
 
+def names_taken(model: str, found_model: str, hardware: str, found_hardware: str) -> str:
+    """Which entries of the catalogue were taken for other names; "" where it has both names.
+
+    Args:
+        model, hardware: as asked; the others as found.
+    """
+    known = catalogue.models().get(found_model)
+    names = {found_model.lower()} | ({known.name.lower(), known.name.lower().rpartition("/")[2]} if known else set())
+    pairs = [] if known is None or model.strip().lower() in names else [(model, found_model)]
+    if hardware.strip().lower() != found_hardware.lower():
+        pairs.append((hardware, found_hardware))
+    said = ", and ".join(f"{asked} is taken as {found}" for asked, found in pairs)
+    return f"{said}. `headway plan --list` lists all." if said else ""
+
+
 def _model_of_files(path: Path, quantization: str) -> Model:
     file = path / "config.json" if path.is_dir() else path
     try:

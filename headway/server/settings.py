@@ -131,3 +131,9 @@ class ServerSettings:
         if self.quota_journal or self.data_dir is not None:
             return self.quota_journal or f"{self.data_dir}/quotas.journal"
         return f"{self.tenants.path}.journal" if self.tenants.path else ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether other machines may use the server without an API key."""
+        has_keys = bool(self.api_keys) or (self.tenants is not None and bool(self.tenants.keys))
+        return not has_keys and self.host not in ("localhost", "::1") and not self.host.startswith("127.")

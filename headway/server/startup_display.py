@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from rich.console import Console
@@ -27,6 +28,7 @@ class StartupDisplay:
         self._began_ns = began_ns
         self._title = title
         self._server_ns: dict[str, int] = {}
+        self._printed: set[str] = set()
         self._live: Live | None = None
 
     def start(self) -> None:
@@ -52,14 +54,22 @@ class StartupDisplay:
             self._live.update(Spinner("dots", Text(f"Loading {self._title} ({line})")))
         else:
             self._console.print(f"  {line}")
+            self._printed.add(stage)
 
-    def on_ready(self, ready: Ready, url: str) -> None:
-        """Print the start-up ledger and where the server is."""
+    def on_ready(self, ready: Ready, url: str, can_reload: bool = False, is_open: bool = False) -> None:
+        """Print the stages that were not printed yet, and where the server is.
+
+        Args:
+            can_reload: the server reads files again at SIGHUP.
+            is_open: other machines reach the server without an API key.
+        """
         self.stop()
         total_ns = time.monotonic_ns() - self._began_ns
         table = Table("stage", "ms", box=None, show_header=False, pad_edge=False)
         stages = {**{f"server: {name}": ns for name, ns in self._server_ns.items()}, **ready.startup_ns}
         for name, length in stages.items():
+            if name in self._printed:
+                continue
             table.add_row(name.replace("_", " "), f"{length * MS:,.1f} ms")
         # The two processes start side by side, so the stages do not sum to the whole.
         other_ns = total_ns - sum(stages.values())
@@ -73,4 +83,11 @@ class StartupDisplay:
         self._console.print(f"Serving {self._title} at {url}/v1")
         self._console.print(f"Next, in another terminal:  headway chat {url}")
         self._console.print(f"                            headway bench --base-url {url} --request-rate 4")
-        self._console.print(f"The API is described at {url}/docs; Ctrl-C ends the server.")
+        self._console.print(f"The API is described at {url}/docs; Ctrl-C ends the server (process {os.getpid()}).")
+        if can_reload:
+            self._console.print(f"`kill -HUP {os.getpid()}` reads the files of classes and tenants again.")
+        if is_open:
+            self._console.print(
+                "Warning: without an API key, everybody who reaches this machine can use the server; set --api-key, or "
+                "--host 127.0.0.1 for this machine alone."
+            )

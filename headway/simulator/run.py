@@ -22,6 +22,7 @@ from headway.bench.runs import Load, Runner, load_of
 from headway.bench.settings import settings_of_load
 from headway.bench.tokens import load_tokenizer
 from headway.bench.workload.build import Workload, build_workload
+from headway.planner.resolve import names_taken
 from headway.policy.quota import TOTAL
 from headway.policy.routing import ROUTERS
 from headway.policy.scaling import Scaler
@@ -98,7 +99,12 @@ class Simulation(Runner):
         super().__init__(_asked(options), asyncio.Event(), out, progress)
         self.simulated = options
         self._tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
-        self.title = f"headway simulate: {named(self._members(deploy, one_of_each=True))}"
+        servers = self._members(deploy, one_of_each=True)
+        self.title = f"headway simulate: {named(servers)}"
+        asked, about = options.server, servers[0].deployed.about
+        said = names_taken(asked.model, about["model"], asked.hardware, about["hardware"])
+        if said and options.fleet is None:  # a fleet's file may name other hardware
+            progress.print(said, highlight=False)
 
     def _members(self, how: Deploy, replicas: int | None = None, one_of_each: bool = False) -> list[Member]:
         """The servers that were asked for, or so many, each deployed like this; or one of each kind."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.cli.bench import fold_lists
+from headway.cli.commands import fold_objectives
 from tests.bench.command_line import CommandLine
 from tests.bench.scripted_server import ScriptedServer
 
@@ -207,11 +207,9 @@ def test_bad_values_of_a_profile(headway: CommandLine, line: str, says: str) -> 
 
 
 def test_lists_are_folded() -> None:
-    assert fold_lists(["--goodput", "ttft:1", "tpot:2", "--seed", "1"], {"--goodput"}) == [
+    assert fold_objectives(["--goodput", "ttft:1", "tpot:2", "--seed", "1"]) == [
         "--goodput", "ttft:1 tpot:2", "--seed", "1",
     ]  # fmt: skip
-    assert fold_lists(["--goodput=ttft:1", "e2el:2", "profile"], {"--goodput"}) == [
-        "--goodput=ttft:1 e2el:2",
-        "profile",
-    ]
-    assert fold_lists(["--label", "a:b", "c:d"], {"--goodput"}) == ["--label", "a:b", "c:d"]
+    assert fold_objectives(["--slo=ttft:1", "e2el:2", "profile"]) == ["--slo=ttft:1 e2el:2", "profile"]
+    assert fold_objectives(["--label", "a:b", "c:d"]) == ["--label", "a:b", "c:d"]
+    assert fold_objectives(["--slo", "ttft:1", "@L40S:tp=2"]) == ["--slo", "ttft:1", "@L40S:tp=2"]

@@ -26,7 +26,7 @@ from headway.cli import main
 from tests.bench.command_line import skip_layout
 from tests.calibration.machines import a_machine
 from tests.live.conftest import SOURCE, Served
-from tests.live.documents import DOCUMENTS, LANGUAGES, REASONS, Block, blocks, missing_lines, shown_by
+from tests.live.documents import DOCUMENTS, LANGUAGES, REASONS, REPOSITORY, Block, blocks, missing_lines, shown_by
 
 ALL = [block for document in DOCUMENTS for block in blocks(document)]
 ADDRESS = "http://localhost:8000"
@@ -88,9 +88,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mooncake.jsonl").write_text(MOONCAKE)
     tomls = {b.document.name: b.text for b in ALL if b.language == "toml"}
     (tmp_path / "service.toml").write_text(tomls["workloads.md"])
-    (tmp_path / "classes.toml").write_text(tomls["classes.md"])
-    for name in ("tenants.toml", "other.toml"):
-        (tmp_path / name).write_text(tomls["tenants.md"])
+    shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
+    for name, example in (("classes", "classes"), ("tenants", "tenants"), ("other", "tenants")):
+        shutil.copy(REPOSITORY / "examples" / f"{example}.toml", tmp_path / f"{name}.toml")
     fleets = [b.text for b in ALL if b.language == "toml" and b.document.name == "simulate.md"]
     for name, text in zip(("fleet.toml", "pools.toml"), fleets, strict=True):
         (tmp_path / name).write_text(text)

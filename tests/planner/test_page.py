@@ -42,7 +42,7 @@ def test_page_says_what_the_plan_says() -> None:
     assert plan.ttft and plan.tpot
     for shown in (f"{style.number(plan.ttft.value * 1e3)} ms", f"{style.number(plan.tpot.value * 1e3)} ms"):
         assert f"<b>{shown}</b>" in html
-    assert "tpot of 0.01 ms missed" in html
+    assert "TPOT ≤ 0.01 ms: missed" in html
     assert all(f'id="{name}"' in html for name in re.findall(r'href="#(\w+)"', html.split("</nav>")[0]))
     assert html.count('<svg class="hw-figure"') == 4
     assert "<script" not in html

@@ -34,22 +34,36 @@ KEYS = {
 
 
 def test_the_answer_comes_first_and_then_tables(headway: CommandLine) -> None:
-    ran = headway("plan", "llama-3.1-8b", "--hardware", "h100-sxm", "--price-per-hour", 2, "--slo", "ttft:200,tpot:5")
+    asked = ("plan", "llama-3.1-8b", "--hardware", "h100-sxm", "--price-per-hour", 2, "--slo", "ttft:200,tpot:5")
+    ran = headway(*asked)
     assert (ran.code, ran.err) == (0, "")
+    assert 10 <= len(ran.out.splitlines()) <= 22
     first = ran.out.splitlines()[0]
     assert first.startswith("llama-3.1-8b on 1 × H100-SXM") and "batch 1" in first
-    labels = [line.split("  ")[0] for line in ran.out.splitlines()[1:20] if line and not line.startswith(" ")]
-    assert labels[:7] == ["Fits", "TTFT", "TPOT", "Tokens/s", "Most", "Cost", "SLO"]
-    assert ran.out.index("SLO") < ran.out.index("Memory of a device")
+    labels = [line.split("  ")[0] for line in ran.out.splitlines()[1:] if not line.startswith(" ")]
+    assert labels == ["Fits", "TTFT", "TPOT", "Tokens/s", "Maximum", "Cost", "SLO", "Ranges", "Next"]
+    assert "TTFT ≤ 200 ms: met" in ran.out and "TPOT ≤ 5 ms: missed" in ran.out
+    whole = headway(*asked, "--verbose").out
+    assert whole.startswith(ran.out.split("Ranges")[0])
     for title in ("Prefill of one prompt", "A decode step of 1", "Serving", "Loading the model", "Cost and energy"):
-        assert title in ran.out
-    assert ran.out.index("Cost and energy") < ran.out.index("Assumptions")
-    assert "tpot of 5 ms missed" in ran.out and "ttft of 200 ms met" in ran.out
+        assert title in whole and title not in ran.out
+    assert whole.index("Cost and energy") < whole.index("Assumptions")
+    assert "--json and --verbose contradict" in headway(*asked, "--json", "--verbose").error()
+
+
+@pytest.mark.parametrize("flag", ["--slo", "--goodput"])
+def test_objectives_are_written_as_for_a_benchmark(headway: CommandLine, flag: str) -> None:
+    asked = ("plan", "llama-3.1-8b", "--hardware", "H100-SXM", "--json")
+    wanted = {"ttft": {"limit_ms": 200.0, "met": True}, "tpot": {"limit_ms": 5.0, "met": False}}
+    for given in ((flag, "ttft:200", "tpot:5"), (flag, "ttft:200,tpot:5"), (flag, "ttft:200", flag, "tpot:5")):
+        assert json.loads(headway(*asked, *given).out)["slo"] == wanted
+    compared = headway("plan", "compare", "llama-3.1-8b@H100-SXM", flag, "ttft:200", "tpot:5", "@L40S:quantization=fp8")
+    assert compared.code == 0 and "llama-3.1-8b on 1 × L40S, fp8" in compared.out
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 160])
 def test_no_line_is_wider_than_the_terminal(headway: CommandLine, columns: int) -> None:
-    for more in ([], ["--explain"]):
+    for more in ([], ["--verbose"], ["--explain"]):
         ran = headway("plan", "mixtral-8x7b", "--hardware", "H100-SXM", "--count", 4, *more, columns=columns)
         assert ran.code == 0
         assert max(map(len, ran.out.splitlines())) <= columns

@@ -76,8 +76,8 @@ def test_speculation_out_of_range(tokens: int, acceptance: float) -> None:
 
 
 def test_objectives_are_read() -> None:
-    assert parse_slo("ttft:200,tpot:50") == {"ttft": 200.0, "tpot": 50.0}
-    assert parse_slo("e2el:1.5e3") == {"e2el": 1500.0}
+    assert parse_slo(["ttft:200,tpot:50"]) == parse_slo(["ttft:200", "tpot:50"]) == {"ttft": 200.0, "tpot": 50.0}
+    assert parse_slo(["e2el:1.5e3"]) == {"e2el": 1500.0}
 
 
 @pytest.mark.parametrize(
@@ -96,4 +96,4 @@ def test_objectives_are_read() -> None:
 )
 def test_objectives_that_cannot_be_used(text: str, says: str) -> None:
     with pytest.raises(PlanError, match=says):
-        parse_slo(text)
+        parse_slo([text])

@@ -54,12 +54,20 @@ def said(model: str = "llama-3.1-8b", hardware: str = "H100-SXM", **given: Any) 
 
 def test_objectives_say_how_far_off_they_are() -> None:
     slo = said(slo={"ttft": 1e6, "tpot": 0.1})["SLO"]
-    assert slo.startswith("ttft of 1,000,000 ms met with 100% to spare; tpot of 0.1 ms missed: it takes ")
-    assert slo.endswith(" times as long")
-    assert "tpot of 7 ms missed by 5%, but its error bar reaches below the limit" in said(slo={"tpot": 7.0})["SLO"]
-    assert said(request_rate=1e4, slo={"ttft": 5.0})["SLO"] == "ttft of 5 ms missed: the queue grows without limit"
-    assert said("llama-3.1-70b", slo={"ttft": 5.0})["SLO"] == "ttft of 5 ms missed: it does not fit"
-    assert "tpot met" in said(output_tokens=1, concurrency=2, slo={"tpot": 5.0})["SLO"]
+    assert slo.startswith("TTFT ≤ 1,000,000 ms: met, 100% below the limit; TPOT ≤ 0.1 ms: missed, ")
+    assert slo.endswith(" times the limit.")
+    assert "TPOT ≤ 7 ms: probably missed, but the error bar begins at " in said(slo={"tpot": 7.0})["SLO"]
+    assert "TPOT ≤ 7.5 ms: probably met, but the error bar ends at " in said(slo={"tpot": 7.5})["SLO"]
+    assert said(request_rate=1e4, slo={"ttft": 5.0})["SLO"].endswith("missed, because the queue grows without limit.")
+    assert said("llama-3.1-70b", slo={"ttft": 5.0})["SLO"] == "TTFT ≤ 5 ms: missed, because the plan does not fit."
+    assert "TPOT ≤ 5 ms: met" in said(output_tokens=1, concurrency=2, slo={"tpot": 5.0})["SLO"]
+
+
+def test_what_another_name_is_taken_for_is_said() -> None:
+    both = "llama-3-8b is taken as llama-3.1-8b, and H100 is taken as H100-SXM. `headway plan --list` lists all."
+    assert said("llama-3-8b", "H100")["Names"] == both
+    for name in ("llama-3.1-8b", "meta-llama/Llama-3.1-8B", "LLAMA-3.1-8B", "headway/story"):
+        assert "Names" not in said(name, "h100-sxm")
 
 
 def test_one_of_a_thing_is_no_plural() -> None:

@@ -53,6 +53,18 @@ def test_one_message_and_its_timings(headway: Headway, server: LiveServer, engin
     assert (params.max_tokens, params.temperature) == (50, 0.5)
 
 
+def test_the_address_is_taken_in_every_spelling(headway: Headway, server: LiveServer) -> None:
+    bare = server.url.removeprefix("http://")
+    for address in ((bare,), (f"{bare}/v1",), ("--base-url", server.url), ("--base-url", bare)):
+        code, out, _ = headway("chat", *address, "--message", "Hello")
+        assert code == 0 and out == TEXT + "\n"
+    assert headway("models", bare)[1].split()[0] == "tiny"
+    code, _, error = headway("chat", bare, "--base-url", server.url, "--message", "Hello")
+    assert code == 2 and error.endswith("both say what to talk to; give one\n")
+    code, _, error = headway("chat", bare, "--message", "Hello", "--temperature", "9")
+    assert code == 2 and "--temperature" in error and "2" in error
+
+
 def test_what_is_piped_in_is_one_message(headway: Headway, server: LiveServer, engine: FakeEngine) -> None:
     code, out, _ = headway("chat", f"{server.url}/v1", piped="two\nlines\n")
     assert code == 0 and out == TEXT + "\n" and len(engine.requests) == 1
