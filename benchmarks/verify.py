@@ -2,9 +2,9 @@
 
     python -m benchmarks.verify --traces DIR
 
-Each workload is one `headway simulate verify`: a server gets it three times with different seeds, the simulator learns
-from the first run and the last, and predicts the one between. The table has predicted over measured, for latencies and
-throughput. See benchmarks/README.md.
+Each workload is one `headway simulate verify`: a server gets it with different seeds, and the simulator learns from
+every other run and predicts the ones between. The table has predicted over measured, for latencies and throughput, then
+the same where step times are learnt from the measured runs themselves. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ WORKLOADS = {
 }
 # Of traces, by the name of the file in --traces. Lengths are clipped to the context.
 TRACES = {
-    "azure_conv_2023.csv": ("azure conversations", ["--dataset-name", "azure", "--request-rate", "3"]),
-    "mooncake_synthetic.jsonl": ("mooncake, shortened", ["--dataset-name", "mooncake", "--request-rate", "2"]),
+    "azure_conv_2023.csv": ("azure conversations", ["--dataset-name", "azure", "--request-rate", "5"]),
+    "mooncake_synthetic.jsonl": ("mooncake, shortened", ["--dataset-name", "mooncake", "--request-rate", "3"]),
 }
 CLIPPED = ["--max-input-len", "3000", "--max-output-len", "300"]
 ROWS = [(metric, which) for metric in ("ttft_ms", "tpot_ms", "e2el_ms") for which in ("median", "p90", "p99")]
@@ -50,7 +50,8 @@ def verify(flags: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
         output = Path(folder) / "found.json"
         command = [sys.executable, "-m", "headway", "simulate", "verify", str(CHECKPOINTS / arguments.shape)]
         command += ["--max-model-len", str(arguments.context), "--num-prompts", str(arguments.requests)]
-        command += ["--scheduling-policy", arguments.policy, *flags, "--output", str(output)]
+        command += ["--rounds", str(arguments.rounds), "--scheduling-policy", arguments.policy, *flags]
+        command += ["--output", str(output)]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         print(done.stdout, file=sys.stderr)
         if not output.exists():
@@ -62,19 +63,27 @@ def verify(flags: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
 def table(content: dict[str, Any]) -> str:
     """Markdown: a row for each workload, ratios of predicted to measured; a dash where the sample is too small."""
     heads = [f"{metric.removesuffix('_ms').upper().replace('E2EL', 'E2E')} {which}" for metric, which in ROWS]
-    lines = ["| | " + " | ".join([*heads, "tokens/s"]) + " |", "|---|" + "---:|" * (len(heads) + 1)]
+    heads += ["tokens/s", "machine"]
+    lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     for name, found in content["workloads"].items():
         ratios = {(each["metric"], each["statistic"]): each["ratio"] for each in found["differences"]}
-        shown = ["-" if (ratio := ratios.get(row)) is None else f"{ratio:.2f}" for row in ROWS]
         measured, predicted = found["throughput"]
-        lines.append(f"| {name} | " + " | ".join([*shown, f"{predicted / measured:.2f}"]) + " |")
+        shown = [_ratio(ratios.get(row)) for row in ROWS] + [_ratio(predicted / measured)]
+        lines.append(f"| {name} | " + " | ".join([*shown, ", ".join(map(_ratio, found["slower"]))]) + " |")
+        own = [_ratio(found["by_own_steps"].get(metric, {}).get(which)) for metric, which in ROWS]
+        lines.append("| ... by own steps | " + " | ".join([*own, "", ""]) + " |")
     return "\n".join(lines)
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.verify", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--traces", type=Path, help=f"folder of {' and '.join(TRACES)}")
-    parser.add_argument("--requests", type=int, default=300, help="of each run")
+    parser.add_argument("--requests", type=int, default=250, help="of each run")
+    parser.add_argument("--rounds", type=int, default=3, help="measured runs")
     parser.add_argument("--policy", default="slo")
     parser.add_argument("--shape", default="qwen2-30m")
     parser.add_argument("--context", type=int, default=4096)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from headway.simulator.recording import Recording
 
 Floats = npt.NDArray[np.float64]
 FEWEST_STEPS = 50
+SPELL = 20  # steps that are held up alike, in the mean
 
 
 class TooFewSteps(ValueError):
@@ -42,11 +43,14 @@ class RecordedStep:
 class Learnt:
     """Each part of a step is linear in its work, and spread as in the steps that it was learnt from; nanoseconds.
 
+    A machine is slow for a while, not for a step. So the spread is drawn in spells of steps that followed each other,
+    of geometric length (the stationary bootstrap of Politis and Romano, 1994).
+
     Args:
         between, forward, sampling: of the forward pass for each of `StepWork.features`; of what lies between two steps
             and of the sampling for a step, and for each of its sequences.
         ratios: of those steps, [decoding only, with prompts]: what each part took by what is said of it, of shape
-            [steps, 3]. Those of one step stay together, as who is held up once is held up in all.
+            [steps, 3], in the order of time. Those of one step stay together, as who is held up once is held up in all.
     """
 
     between: Floats
@@ -54,6 +58,7 @@ class Learnt:
     sampling: Floats
     ratios: tuple[Floats, Floats]
     rng: np.random.Generator
+    _last: list[int] = field(init=False, default_factory=lambda: [-1, -1])  # by kind, the row that was drawn last
 
     @classmethod
     def of(cls, steps: list[RecordedStep], seed: int = 0) -> Learnt:
@@ -80,12 +85,27 @@ class Learnt:
         return self._times(work, work.decode_tokens, now)
 
     def _times(self, work: StepWork, count: int, now: int) -> StepTimes:
-        sequences = (1.0, count)
-        kind = self.ratios[work.prefill_tokens > 0]
-        ratios = kind[self.rng.integers(len(kind))]
-        said = self.between @ sequences, self.forward @ work.features(), self.sampling @ sequences
-        between, forward, sampling = (round(float(each)) for each in ratios * said)
+        between, forward, sampling = (
+            round(float(each)) for each in self._drawn(work.prefill_tokens > 0) * self.said(work, count)
+        )
         return StepTimes(now + between, now + between + forward, now + between + forward + sampling)
+
+    def said(self, work: StepWork, count: int) -> Floats:
+        """The parts of a step with that many sequences, without the spread."""
+        sequences = (1.0, count)
+        return np.array([self.between @ sequences, self.forward @ work.features(), self.sampling @ sequences])
+
+    def _drawn(self, kind: int) -> Floats:
+        rows, last = self.ratios[kind], self._last[kind]
+        goes_on = last >= 0 and self.rng.random() >= 1 / SPELL
+        self._last[kind] = (last + 1) % len(rows) if goes_on else int(self.rng.integers(len(rows)))
+        return rows[self._last[kind]]
+
+    def slower(self, steps: list[RecordedStep]) -> float:
+        """How many times as long other steps took, in all, as what is learnt says of their work."""
+        means = [rows.mean(axis=0) for rows in self.ratios]
+        said = sum(float(means[step.work.prefill_tokens > 0] @ self.said(step.work, step.sequences)) for step in steps)
+        return sum(step.between_ns + step.forward_ns + step.sampling_ns for step in steps) / said
 
 
 def teach(step_time: StepTime, steps: list[RecordedStep]) -> None:

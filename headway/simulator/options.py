@@ -144,6 +144,14 @@ class VerifyOptions:
             "Without a rate: clients of a closed loop. With a rate: limit of requests in flight.", panel="Load", min=1
         ),
     ] = None
+    rounds: Annotated[
+        int,
+        Flag(
+            "Measured runs. Each lies between two runs to learn from; more rounds make intervals smaller.",
+            panel="Load",
+            min=1,
+        ),
+    ] = 1
     ready_timeout_s: Annotated[
         float, Flag("Seconds for the model to load.", "--ready-timeout", panel="Deployment", min=1)
     ] = 900.0

@@ -1,7 +1,7 @@
 """`headway simulate verify`: a workload on a live server beside the same on a simulated one.
 
-Three runs with different seeds go to a server that records its steps. From the first and the last is learnt how long
-steps take and what the server does beside them. The one between them is what is predicted, and then compared.
+Runs with different seeds go to a server that records its steps. Every other run is predicted from the two around it:
+how long steps take, and what the server does beside them. What was predicted is compared with what was measured.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import asyncio
 import dataclasses
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from rich.console import Console
 
 from headway.bench.errors import BenchError
 from headway.bench.interrupts import Interrupted, interrupts, unless_stopped
-from headway.bench.measures.compare import Difference, compare
+from headway.bench.measures.compare import Comparison, Difference, compare
 from headway.bench.measures.latencies import Latencies
-from headway.bench.measures.throughput import whole_run_rates
 from headway.bench.options import Target
 from headway.bench.profile.local_server import LocalServer
 from headway.bench.record import RunResult
@@ -50,7 +49,8 @@ EQUIVALENT = 0.10
 CONFIDENCE = 0.90  # of the interval that must lie within EQUIVALENT: two one-sided tests at 5 %
 METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2E"}
 STATISTICS = {"median": "P50", "p90": "P90", "p99": "P99"}
-_LEARN_SEED = 1_000_003  # added to the run's seed for the one that is learnt from
+DRIFT = 0.10  # of the machine's speed: a prediction can be no better than this
+_LEARN_SEED = 1_000_003  # added to the seed for each run that is learnt from
 _WARM_UPS = 3
 
 
@@ -62,11 +62,17 @@ class Verification:
         differences: of each statistic that both samples are large enough for; a is measured, b is predicted.
         distances: by metric, Kolmogorov and Smirnov's: the most that the shares of latencies below any value differ.
         throughput: output tokens a second, measured and predicted.
+        slower: of each measured run, how many times as long its steps took as the runs around it say of the same work.
+            This is the machine, not the simulator.
+        by_own_steps: by metric and statistic, predicted by measured where the steps of the measured runs themselves
+            say how long steps take: what the simulator has wrong on a machine that does not change.
     """
 
     differences: tuple[Difference, ...]
     distances: dict[str, float]
     throughput: tuple[float, float]
+    slower: tuple[float, ...] = ()
+    by_own_steps: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def holds(self) -> bool:
@@ -101,14 +107,13 @@ def run_verification(options: VerifyOptions) -> int:
         steps = Path(folder) / "steps.jsonl"
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                before, measured, after = runner.run(_measure(options, load, steps, progress))
+                runs = runner.run(_measure(options, load, steps, progress))
         except (Interrupted, asyncio.CancelledError):
             progress.print("Stopped: nothing was compared.")
             return INTERRUPTED
         recording = read_recordings(steps)[-1]
     with progress.status("Simulating ..."):
-        predicted = predict(recording, [before, after], measured)
-    found = verify(measured.result, predicted)
+        found = verify([Round.of(recording, *runs[at : at + 3]) for at in range(0, len(runs) - 1, 2)])
     print_verification(Console(), found)
     if options.output is not None:
         write_json(options.output, dataclasses.asdict(found) | {"holds": found.holds})
@@ -123,9 +128,27 @@ class Measured:
     result: RunResult
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A measured run and its predictions: from the runs around it, and from its own steps."""
+
+    measured: RunResult
+    predicted: RunResult
+    by_own_steps: RunResult
+    slower: float
+
+    @classmethod
+    def of(cls, recording: Recording, before: Measured, measured: Measured, after: Measured) -> Self:
+        learning = [before, after]
+        steps, own = _steps(recording, learning), _steps(recording, [measured])
+        host = _host(recording, learning, steps)
+        predicted, by_own_steps = (_simulated(recording, each, measured.load, host) for each in (steps, own))
+        return cls(measured.result, predicted, by_own_steps, Learnt.of(steps).slower(own))
+
+
 async def _measure(options: VerifyOptions, load: Load, steps: Path, progress: Console) -> list[Measured]:
-    """The run that is to be predicted, between two that are learnt from: a machine that gets faster or slower meanwhile
-    does so in both halves alike.
+    """Runs that are learnt from and runs that are to be predicted, in turn: a machine that gets faster or slower
+    meanwhile does so before and after a measured run alike.
     """
     stop = asyncio.Event()
     arguments = [
@@ -139,11 +162,13 @@ async def _measure(options: VerifyOptions, load: Load, steps: Path, progress: Co
             target = Target(base_url=server.startup.url)
             session = await unless_stopped(stop, Session.open(target, made_up=is_made_up(load.spec)))
             found = []
-            seed = load.spec.seed
-            runs = ("Learning", seed + _LEARN_SEED), ("Measuring", seed), ("Learning again", seed + 2 * _LEARN_SEED)
-            for name, each in runs:
-                status.update(f"{name} ...")
-                of_seed = dataclasses.replace(load, spec=dataclasses.replace(load.spec, seed=each))
+            for run in range(2 * options.rounds + 1):
+                number, measures = divmod(run, 2)
+                status.update(
+                    f"{'Measuring' if measures else 'Learning'}, run {run + 1} of {2 * options.rounds + 1} ..."
+                )
+                seed = load.spec.seed + (number if measures else (number + 1) * _LEARN_SEED)
+                of_seed = dataclasses.replace(load, spec=dataclasses.replace(load.spec, seed=seed))
                 found.append(await _run(session, of_seed, stop))
     return found
 
@@ -182,17 +207,16 @@ def _flags(options: VerifyOptions) -> list[str]:
     return found
 
 
-def predict(recording: Recording, learning: Sequence[Measured], measured: Measured) -> RunResult:
-    """A load on a simulated server that has learnt from others.
+def _steps(recording: Recording, runs: Sequence[Measured]) -> list[RecordedStep]:
+    return [step for each in runs for step in steps_of(recording, each.result.began_ns, each.result.ended_ns)]
 
-    What a request takes beside the engine is so long that the median TTFT of those comes out right, in the mean.
-    """
-    steps = [step for each in learning for step in steps_of(recording, each.result.began_ns, each.result.ended_ns)]
+
+def _host(recording: Recording, learning: Sequence[Measured], steps: list[RecordedStep]) -> Host:
+    """A request takes so long beside the engine that the median TTFT of those runs comes out right, in the mean."""
     late_ms = [
         _median_ttft(each.result) - _median_ttft(_simulated(recording, steps, each.load, Host())) for each in learning
     ]
-    host = Host(request_ns=max(0, round(float(np.mean(late_ms)) * 1e6)))
-    return _simulated(recording, steps, measured.load, host)
+    return Host(request_ns=max(0, round(float(np.mean(late_ms)) * 1e6)))
 
 
 def _median_ttft(result: RunResult) -> float:
@@ -210,14 +234,37 @@ def _simulated(recording: Recording, steps: list[RecordedStep], load: Load, host
     return answer([deployed.server()], load, workload)[0]
 
 
-def verify(measured: RunResult, predicted: RunResult) -> Verification:
-    """Raises BenchError where one of the runs has no answers."""
-    found = compare(measured, predicted, confidence=CONFIDENCE)
+def verify(rounds: Sequence[Round]) -> Verification:
+    """Over the requests of all rounds. Raises BenchError where one of the runs has no answers."""
+    measured, predicted, by_own_steps = (
+        _pooled([getattr(each, name) for each in rounds]) for name in ("measured", "predicted", "by_own_steps")
+    )
+    found = _shown(compare(measured, predicted, confidence=CONFIDENCE))
     latencies = [Latencies.of(result.records).metrics("schedule") for result in (measured, predicted)]
     distances = {name: _distance(*(each[name] for each in latencies)) for name in METRICS}
-    rates = [whole_run_rates(each.records, each.began_ns, each.ended_ns) for each in (measured, predicted)]
-    shown = tuple(each for each in found.differences if each.metric in METRICS and each.statistic in STATISTICS)
-    return Verification(shown, distances, (rates[0]["output_throughput"], rates[1]["output_throughput"]))
+    own: dict[str, dict[str, float]] = {}
+    for each in _shown(compare(measured, by_own_steps, confidence=CONFIDENCE)):
+        if each.ratio is not None:
+            own.setdefault(each.metric, {})[each.statistic] = each.ratio
+    throughput = _throughput([each.measured for each in rounds]), _throughput([each.predicted for each in rounds])
+    return Verification(found, distances, throughput, tuple(each.slower for each in rounds), own)
+
+
+def _shown(found: Comparison) -> tuple[Difference, ...]:
+    return tuple(each for each in found.differences if each.metric in METRICS and each.statistic in STATISTICS)
+
+
+def _pooled(runs: Sequence[RunResult]) -> RunResult:
+    """One run of the requests of several."""
+    records = [record for run in runs for record in run.records]
+    return dataclasses.replace(
+        runs[0], records=[dataclasses.replace(each, index=at) for at, each in enumerate(records)]
+    )
+
+
+def _throughput(runs: Sequence[RunResult]) -> float:
+    """Output tokens per second of all runs."""
+    return float(sum(record.tokens for run in runs for record in run.records) / sum(run.duration_s for run in runs))
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -231,22 +278,29 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 
 def print_verification(console: Console, found: Verification) -> None:
     """A row for each statistic, and the verdict last."""
-    rows = [_row(each, found.distances) for each in found.differences if each.a is not None and each.b is not None]
-    names = ("", "measured", "predicted", "ratio", f"{100 * CONFIDENCE:g} % interval", "", "KS")
+    rows = [_row(each, found) for each in found.differences if each.a is not None and each.b is not None]
+    names = ("", "measured", "predicted", "ratio", f"{100 * CONFIDENCE:g} % interval", "", "own steps", "KS")
     note = (
         f"Equivalent: the whole interval of the ratio is within {100 * EQUIVALENT:g} %. Intervals by resampling "
-        "requests. KS: distance of Kolmogorov and Smirnov. Latencies from the schedule."
+        "requests. Own steps: the ratio if step times are learnt from the measured runs themselves. KS: distance of "
+        "Kolmogorov and Smirnov. Latencies from the schedule."
     )
     print_table(console, Table("Measured beside predicted, ms", names, tuple(rows), note=note))
     measured, predicted = map(number, found.throughput)
     console.print(f"Output tokens per second: {measured} measured, {predicted} predicted.")
+    changed = ", ".join(f"{each:.2f}" for each in found.slower)
+    console.print(f"Step times of the measured runs, by those of the runs around them for the same work: {changed}.")
     console.print(f"{'Holds' if found.holds else 'Does not hold'}: medians within {100 * EQUIVALENT:g} %.")
+    if not found.holds and any(abs(each - 1) > DRIFT for each in found.slower):
+        console.print("The machine's speed changed between runs. Stop other programs, or take more --rounds.")
 
 
-def _row(each: Difference, distances: dict[str, float]) -> Any:
+def _row(each: Difference, found: Verification) -> Any:
     ratio = "-" if each.ratio is None else f"{each.ratio:.2f}"
     interval = "-" if each.ratio_low is None else f"{each.ratio_low:.2f} to {each.ratio_high:.2f}"
-    distance = f"{distances[each.metric]:.2f}" if each.statistic == "median" else ""
+    distance = f"{found.distances[each.metric]:.2f}" if each.statistic == "median" else ""
+    own = found.by_own_steps.get(each.metric, {}).get(each.statistic)
     assert each.a is not None and each.b is not None
     name = f"{METRICS[each.metric]} {STATISTICS[each.statistic]}"
-    return cells(name, number(each.a), number(each.b), ratio, interval, verdict_of(each), distance)
+    said = "-" if own is None else f"{own:.2f}"
+    return cells(name, number(each.a), number(each.b), ratio, interval, verdict_of(each), said, distance)

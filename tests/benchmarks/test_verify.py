@@ -17,8 +17,15 @@ def test_traces_are_clipped_and_the_rest_needs_no_file(tmp_path: Path) -> None:
 
 
 def test_the_table_has_ratios_and_dashes_where_a_sample_is_too_small() -> None:
-    found = {"differences": [{"metric": "ttft_ms", "statistic": "median", "ratio": 0.954}], "throughput": [200, 210]}
-    assert "| bursts | 0.95 | - | - | - | - | - | - | - | - | 1.05 |" in table({"workloads": {"bursts": found}})
+    found = {
+        "differences": [{"metric": "ttft_ms", "statistic": "median", "ratio": 0.954}],
+        "throughput": [200, 210],
+        "slower": [1.02, 0.98],
+        "by_own_steps": {"ttft_ms": {"p90": 1.01}},
+    }
+    said = table({"workloads": {"bursts": found}})
+    assert "| bursts | 0.95 | - | - | - | - | - | - | - | - | 1.05 | 1.02, 0.98 |" in said
+    assert "| ... by own steps | - | 1.01 | - | - | - | - | - | - | - |  |  |" in said
 
 
 def test_a_folder_without_the_traces_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
