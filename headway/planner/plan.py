@@ -207,9 +207,5 @@ class Plan:
         return self.costs.per_million_output_tokens
 
     @property
-    def cost_per_million_input_tokens(self) -> float | None:
-        return self.costs.split_input
-
-    @property
     def tokens_per_s_per_watt(self) -> float | None:
         return self.costs.tokens_per_s_per_watt

@@ -158,9 +158,6 @@ class OrderedSequences:
         """Whether a sequence comes before another; they need not be here."""
         return self._order(one) < self._order(other)
 
-    def last_key(self) -> OrderKey:
-        return self._entries[-1][0]
-
     def first(self) -> Sequence:
         return self._entries[0][1]
 

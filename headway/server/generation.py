@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
@@ -70,6 +71,7 @@ class Generation:
         self._place = place
         self._held: dict[int, Piece] = {}  # choices whose end waits for their last output of the engine
         self.last: ServedChoice | None = None  # the choice that finished last
+        stamps = Stamps(arrived_ns=arrived_ns, checked_ns=checked_ns)
         for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             request = AddRequest(
                 request_id=f"{self.id}-{number}",
@@ -84,18 +86,7 @@ class Generation:
                 tpot_ms=terms.tpot_ms,
                 tenant=terms.tenant,
             )
-            self._requests.append(request)
-            for index in range(one.n):
-                stamps = Stamps(arrived_ns=arrived_ns, checked_ns=checked_ns)
-                self._choice_of[request.request_id, index] = ServedChoice(
-                    index=number * one.n + index,
-                    prompt=prompt,
-                    params=one,
-                    tokenizer=service.tokenizer,
-                    eos_token_ids=request.eos_token_ids,
-                    stamps=stamps,
-                    keep=keep,
-                )
+            self._add(request, prompt, number * one.n, stamps, keep)
         self.choices = list(self._choice_of.values())
         service.enlist(self)
         try:
@@ -103,6 +94,20 @@ class Generation:
         except ApiError:
             service.generations.discard(self)
             raise
+
+    def _add(self, request: AddRequest, prompt: TokenizedPrompt, first: int, stamps: Stamps, keep: bool) -> None:
+        """The choices of a prompt, numbered from `first`."""
+        self._requests.append(request)
+        for index in range(request.params.n):
+            self._choice_of[request.request_id, index] = ServedChoice(
+                index=first + index,
+                prompt=prompt,
+                params=request.params,
+                tokenizer=self._service.tokenizer,
+                eos_token_ids=request.eos_token_ids,
+                stamps=dataclasses.replace(stamps),
+                keep=keep,
+            )
 
     # --- usage --------------------------------------------------------------------------------------
 
