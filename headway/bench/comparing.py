@@ -38,13 +38,8 @@ def compare_files(a: Sequence[Path], b: Sequence[Path], report: Path | None = No
     if report is None:
         return
     shown = {name: (runs[0], _summaries(runs[0])) for name, runs in zip(names, sides, strict=True)}
-    written = write_page(report, comparison_page(comparison, shown), figures_beside(report))
+    written = write_page(report, comparison_page(comparison, shown))
     out.print(Text(f"Report: {written[0]}", style="dim"), soft_wrap=True)
-
-
-def figures_beside(report: Path) -> Path:
-    """Folder of the PNGs that belong to an HTML report."""
-    return report.with_name(f"{report.stem}-figures")
 
 
 def _summaries(run: RunResult) -> list[Summary]:

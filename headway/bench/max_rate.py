@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
+from rich.text import Text
 
 from headway.bench.client.load import LoadMode
 from headway.bench.errors import BenchError
 from headway.bench.interrupts import Interrupted
-from headway.bench.measures.search import ProbeOutcome, SearchOptions, Stop, Trial, find_max_rate
+from headway.bench.measures.search import ProbeOutcome, SearchOptions, SearchResult, Stop, Trial, find_max_rate
 from headway.bench.measures.slo import slowness
 from headway.bench.measures.steady import falls_behind
 from headway.bench.options import Claims
 from headway.bench.record import RunResult
 from headway.bench.report import verdict
 from headway.bench.report.console import print_runs, print_search
-from headway.bench.report.search import search_section
+from headway.bench.report.search import search_json, search_section
 from headway.bench.reporting import NOT_VALID, Run
 from headway.bench.runs import RATED, Load, Runner, at_rate
 from headway.bench.workload.mix import load_mix
@@ -57,6 +59,7 @@ async def search(bench: Runner) -> int:
             most_failed=claims.max_failed_share,
         )
     print_search(bench.out, found, claims.attainment)
+    prober.save(found)
     bench.report(prober.runs, extra=[search_section(found, claims.attainment)])
     if found.rate is None or found.stop is Stop.INVALID:
         return bench.exit_code([]) or NOT_VALID
@@ -102,6 +105,8 @@ class Prober:
     def __init__(self, bench: Runner) -> None:
         self.bench = bench
         self.runs: list[Run] = []
+        self._rates: list[float] = []
+        self._paths: list[Path] = []
         self._made = 0
 
     async def first_look(self) -> float:
@@ -137,7 +142,9 @@ class Prober:
             return ProbeOutcome(rate, NOTHING, valid=False, reason=str(error))
         self._made += 1
         self.runs.append(run)
-        self.bench.save(*run, number=len(self.runs))
+        self._rates.append(rate)
+        if self.bench.keeps_probes and (path := self.bench.write(*run, number=len(self.runs))):
+            self._paths.append(path)
         result = run[0]
         return dataclasses.replace(
             outcome_of(result, rate, options.claims.objectives),
@@ -155,7 +162,20 @@ class Prober:
         found = [name for name in verdict.spoilt_figures(summaries) if name.split()[0] in judged]
         return f"its own delays may be more than 10 % of {', '.join(found)}" if found else ""
 
+    def save(self, found: SearchResult) -> None:
+        """Say where the probes are; of those that can be had again at once, keep the last one at the rate found."""
+        if self.bench.keeps_probes:
+            if self._paths:
+                many = f" to {self._paths[-1].name} ({len(self._paths)} files)" if len(self._paths) > 1 else ""
+                self.bench.out.print(Text(f"Results: {self._paths[0]}{many}", style="dim"), soft_wrap=True)
+            return
+        at = [place for place, rate in enumerate(self._rates) if rate in (found.rate, found.likely)]
+        if self.runs:
+            self.bench.save(*self.runs[at[-1] if at else -1], more={"search": search_json(found)})
+
     def say(self, trial: Trial) -> None:
+        if not (self.bench.keeps_probes or self.bench.output.verbose):
+            return
         self.bench.progress.print(
             f"{trial.rate:.4g} requests/s: {trial.met} of {trial.total} met their objectives, {trial.verdict}",
             highlight=False,

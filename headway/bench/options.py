@@ -188,11 +188,11 @@ class Output:
     ] = None
     csv: Annotated[bool, _results("Also write a CSV file with a row per request.", "--csv")] = False
     report: Annotated[
-        Path | None, _results("Write an HTML report to this file, and its figures as PNG files beside it.", common=True)
+        Path | None, _results("Write an HTML report to this file; its figures are inside.", common=True)
     ] = None
     label: Annotated[str | None, _results("Name of the run, for its file and its report.")] = None
     verbose: Annotated[
-        bool, _results("Print all tables and notes, not only the ten lines.", "--verbose", common=True)
+        bool, _results("Print all tables and notes, not only the summary.", "--verbose", common=True)
     ] = False
     metadata: Annotated[
         dict[str, str], _results("KEY=VALUE to keep in the result; may be repeated.", parse=key_values, repeated=True)

@@ -21,7 +21,8 @@ class FailureKind(StrEnum):
     TIMEOUT = "timeout"  # the request's own limit passed
     AUTH = "auth"  # 401, 403
     NOT_FOUND = "not_found"  # 404: route or model unknown
-    RATE_LIMITED = "rate_limited"  # 429
+    REFUSED = "refused"  # by a limit that the server keeps on purpose: typed, with Retry-After
+    RATE_LIMITED = "rate_limited"  # any other 429
     CLIENT_ERROR = "client_error"  # any other 4xx, and 3xx
     SERVER_ERROR = "server_error"  # 5xx
     CUT = "cut"  # the connection ended before the stream did

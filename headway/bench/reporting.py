@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from headway.bench.comparing import figures_beside
 from headway.bench.errors import BenchError
 from headway.bench.interrupts import Interrupted, interruptible
 from headway.bench.measures.numbers import Summary
@@ -65,6 +65,7 @@ class Reporting:
     """
 
     title: str | None = None
+    keeps_probes = True  # of a search; False where they cost nothing to repeat
 
     def __init__(self, claims: Claims, output: Output, stop: asyncio.Event, out: Console, progress: Console) -> None:
         self.claims, self.output = claims, output
@@ -97,11 +98,36 @@ class Reporting:
         summaries[0].notes.extend(workload.notes)
         return summaries
 
-    def save(self, result: RunResult, summaries: Sequence[Summary], number: int | None = None) -> None:
-        """Write the files of one run that were asked for; `number` tells the runs of a sweep or search apart."""
+    def save(
+        self,
+        result: RunResult,
+        summaries: Sequence[Summary],
+        number: int | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write the files of one run that were asked for, and say where. Arguments are those of `write`."""
+        if path := self.write(result, summaries, number, more):
+            self.out.print(Text(f"Result: {path}", style="dim"), soft_wrap=True)
+
+    def write(
+        self,
+        result: RunResult,
+        summaries: Sequence[Summary],
+        number: int | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> Path | None:
+        """Write the files of one run that were asked for.
+
+        Args:
+            number: tells the runs of a sweep or search apart.
+            more: further keys under "headway".
+
+        Returns:
+            The JSON file; None where none was asked for.
+        """
         output, claims = self.output, self.claims
         if not output.save:
-            return
+            return None
         name = Path(output.result_filename or default_file_name(result))
         if number is not None:
             name = name.with_stem(f"{name.stem}-{number}")
@@ -115,10 +141,11 @@ class Reporting:
             objectives_by_class=by_class,
             save_detailed=output.detailed,
         )
+        values["headway"] |= more or {}
         write_json(path, values)
         if output.csv:
             write_csv(path.with_suffix(".csv"), result, claims.objectives, by_class)
-        self.out.print(Text(f"Result: {path}", style="dim"), soft_wrap=True)
+        return path
 
     def report(self, runs: Sequence[Run], extra: Sequence[Section] = ()) -> None:
         """Write the HTML report, where one was asked for."""
@@ -134,7 +161,7 @@ class Reporting:
                     target=claims.attainment,
                     max_failed_share=claims.max_failed_share,
                 )
-                write_page(path, page, figures_beside(path))
+                write_page(path, page)
         except Interrupted:
             self.progress.print("Stopped: there is no report.")
             return

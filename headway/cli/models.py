@@ -19,7 +19,7 @@ app = typer.Typer(add_completion=False)
 @with_flags
 def models(
     url: Annotated[
-        str | None, typer.Argument(metavar="[URL]", help="Address of a server. Default: what is on this machine.")
+        str | None, typer.Argument(metavar="URL", help="Address of a server. Default: what is on this machine.")
     ] = None,
 ) -> None:
     """List the models that can be served here, or that a server serves."""

@@ -20,7 +20,7 @@ from headway.planner.numbers import missed_by, numbers_of, shortened
 from headway.planner.plan import Estimate, Plan
 from headway.planner.request import PlanError, PlanOptions, PlanRequest, SpeculationFlags
 from headway.planner.resolve import names_taken
-from headway.planner.words import bar, dollars, gigabytes
+from headway.planner.words import bar, dollars, gigabytes, letter
 from headway.report.console import print_table
 from headway.report.parts import Cell, Table, cells
 from headway.report.style import number
@@ -249,11 +249,6 @@ def alike(one: Plan, other: Plan) -> bool:
 def _middle(value: Estimate | float | None) -> float:
     assert value is not None
     return value.value if isinstance(value, Estimate) else value
-
-
-def letter(place: int) -> str:
-    """A, B, ... Z, and numbers after them."""
-    return chr(ord("A") + place) if place < 26 else str(place + 1)
 
 
 def comparison_table(plans: Sequence[Plan]) -> Table:

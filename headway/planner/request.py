@@ -152,7 +152,7 @@ class DeploymentOptions:
         float | None,
         _engine("Share of device memory that the engine uses. Default: 0.9. On a calibrated CPU it has no effect."),
     ] = None
-    flash_attention: Annotated[bool, _engine("Whether attention keeps its scores on the chip.")] = True
+    flash_attention: Annotated[bool, _engine("Attention keeps its scores on the chip (FlashAttention).")] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,3 +79,8 @@ def dollars(value: float | None) -> str:
         return f"${value:,.2f}"
     digits = f"{value:.{2 - math.floor(math.log10(value))}f}".rstrip("0")
     return f"${digits}"
+
+
+def letter(place: int) -> str:
+    """A, B, ... Z, and numbers after them: names of what stands side by side."""
+    return chr(ord("A") + place) if place < 26 else str(place + 1)

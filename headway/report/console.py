@@ -32,11 +32,15 @@ def print_lines(console: Console, lines: Sequence[Line]) -> None:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """The table, or where it is too wide for the terminal a short list for each row: no word and number is ever cut."""
-    widths = _widths(table, console.width)
-    if widths is not None:
-        console.print(_drawn(table, widths))
-        return
+    """The table; where it is too wide for the terminal, its rows as columns, or else a short list for each row.
+
+    No word and number is ever cut.
+    """
+    for shown in (table, _turned(table)):
+        widths = _widths(shown, console.width)
+        if widths is not None:
+            console.print(_drawn(shown, widths))
+            return
     console.print(Text(table.title, style="bold"))
     for row in table.rows:
         heading = f"{table.columns[0]}: {row[0].text}" if table.columns[0] else row[0].text
@@ -46,6 +50,16 @@ def print_table(console: Console, table: Table) -> None:
             console.print(Text.assemble(f"  {column}: " if column else "  ", (cell.text, STYLES[cell.tone]), detail))
     if table.note:
         console.print(Text(table.note, style="dim"))
+
+
+def _turned(table: Table) -> Table:
+    """The same with rows as columns; where the first cells of rows and columns are the headings."""
+    corner = table.columns[0] if table.columns else ""
+    headings = (corner, *(row[0].text for row in table.rows))
+    rows = tuple(
+        (Cell(heading), *(row[place] for row in table.rows)) for place, heading in enumerate(table.columns[1:], start=1)
+    )
+    return Table(table.title, headings, rows, note=table.note)
 
 
 def _widths(table: Table, most: int) -> list[int] | None:

@@ -87,7 +87,7 @@ class ServerSettings:
     ] = None
     max_num_queued_reqs: Annotated[
         float | None,
-        _limit("Limit of choices waiting or running; above it, 429. Default: 8 times --max-num-seqs."),
+        _limit("Limit of requests (times n) in the server; above it, 429. Default: 8 times --max-num-seqs."),
     ] = None
     max_num_queued_tokens: Annotated[
         float | None,

@@ -253,9 +253,9 @@ def _failure(answer: Answer) -> Failure | None:
     if answer.refused and answer.is_final:
         return Failure(FailureKind.CLIENT_ERROR, answer.refused, 400)
     if answer.refused:
-        return Failure(FailureKind.RATE_LIMITED, answer.refused, 429)
+        return Failure(FailureKind.REFUSED, answer.refused, 429)
     if answer.finish_reason in _UNSERVED:
-        return Failure(FailureKind.SERVER_ERROR, _UNSERVED[answer.finish_reason], 503)
+        return Failure(FailureKind.REFUSED, _UNSERVED[answer.finish_reason], 503)
     if answer.finish_reason is FinishReason.ABORT:
         return Failure(FailureKind.CANCELLED, "its client gave it up, as planned")
     return None

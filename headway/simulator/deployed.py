@@ -65,7 +65,8 @@ class ServerOptions(DeploymentOptions):
         _server("TOML file with tenants, their limits and weights.", parse=read_tenant_file, metavar="FILE"),
     ] = None
     max_num_queued_reqs: Annotated[
-        float | None, _limit("Limit of choices waiting or running; above it, 429. Default: 8 times --max-num-seqs.")
+        float | None,
+        _limit("Limit of requests (times n) in the server; above it, 429. Default: 8 times --max-num-seqs."),
     ] = None
     max_num_queued_tokens: Annotated[
         float | None,

@@ -55,7 +55,9 @@ class SimulateOptions:
     )
     scale_at: Annotated[
         int | None,
-        _fleet("With --max-replicas: choices per replica to aim for. Default: half of --max-num-seqs.", min=1),
+        _fleet(
+            "With --max-replicas: requests per replica (times n) to aim for. Default: half of --max-num-seqs.", min=1
+        ),
     ] = None
     startup_s: Annotated[
         float,

@@ -23,6 +23,7 @@ from headway.bench.settings import settings_of_load
 from headway.bench.tokens import load_tokenizer
 from headway.bench.workload.build import Workload, build_workload
 from headway.planner.resolve import names_taken
+from headway.planner.words import letter
 from headway.policy.quota import TOTAL
 from headway.policy.routing import ROUTERS
 from headway.policy.scaling import Scaler
@@ -95,6 +96,8 @@ def _asked(options: SimulateOptions) -> BenchOptions:
 class Simulation(Runner):
     """Runs loads on simulated servers, each on one that nothing has come to."""
 
+    keeps_probes = False
+
     def __init__(self, options: SimulateOptions, out: Console, progress: Console) -> None:
         super().__init__(_asked(options), asyncio.Event(), out, progress)
         self.simulated = options
@@ -151,11 +154,13 @@ class Simulation(Runner):
             runs.append(self.run_on(how, load, name))
             self.save(*runs[-1], number=number)
         claims = self.claims
-        table = sweep_table(
-            runs, "server", claims.attainment, claims.max_failed_share, intervals=False, names=list(servers)
-        )
+        letters = [letter(place) for place in range(len(runs))]
+        legend = tuple(f"{each}  {name}" for each, name in zip(letters, servers, strict=True))
+        table = sweep_table(runs, "", claims.attainment, claims.max_failed_share, intervals=False, names=letters)
+        for line in legend:
+            self.out.print(Text(line), soft_wrap=True)
         print_table(self.out, table)
-        self.report(runs[:1], extra=[Section("What if", tables=(table,))])
+        self.report(runs[:1], extra=[Section("What if", paragraphs=legend, tables=(table,))])
         return self.exit_code(runs[:1])
 
     def explain_tail(self) -> int:
@@ -178,13 +183,15 @@ class Simulation(Runner):
             spec = replace(self.options.workload, seed=self.options.workload.seed + seed)
             load = load_of(spec, self.options.max_concurrency)
             runs.append(self.run_on(deploy, load, f"{replicas} replicas", replicas))
-            self.save(*runs[-1], number=len(runs))
             return outcome_of(runs[-1][0], 0.0, self.claims.objectives)
 
         found = fewest_replicas(probe, self.claims.attainment)
         table = replicas_table(found, self.simulated.claims.price_per_hour)
         print_table(self.out, table)
-        self.report(runs[-1:], extra=[Section("Replicas", tables=(table,))])
+        of_fewest = [run for run in runs if run[0].server["replicas"] == found.fewest]
+        chosen = (of_fewest or runs)[-1:]
+        self.save(*chosen[0])
+        self.report(chosen, extra=[Section("Replicas", tables=(table,))])
         return self.exit_code([]) if found.fewest is not None else NOT_VALID
 
 

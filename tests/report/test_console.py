@@ -45,6 +45,12 @@ def test_numbers_and_words_of_a_table_stay_whole(width: int) -> None:
         assert max(map(len, text.splitlines())) <= width
 
 
+def test_a_table_that_fits_only_when_it_is_turned_is_turned() -> None:
+    lines = printed(40, WIDE).splitlines()
+    assert any(line.split() == ["TTFT", "P99", "1,764"] for line in lines)
+    assert any(line.split() == ["Request", "rate", "(1/s)", "4.123"] for line in lines)
+
+
 def test_a_table_that_fits_stays_a_table() -> None:
     assert len(printed(200, WIDE).splitlines()) < len(printed(40, WIDE).splitlines())
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 import headway
 from headway.cli import main
+from headway.engine.messages import Ready
 from headway.flags import size
+from headway.server.settings import ServerSettings
+from headway.server.startup_display import StartupDisplay
+from headway.tenant_file import Access, TenantFile
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -37,7 +46,7 @@ def test_module_is_the_same_command() -> None:
         (["--bogus"], "--bogus"),
         (["serve", "--bogus"], "--bogus"),
         (["nothing"], "nothing"),
-        (["serv"], "Did you mean 'serve'?"),
+        (["serv"], "did you mean serve?"),
         (["serve", "--port", "http"], "--port"),
         (["serve", "--port", "70000"], "--port"),
         (["serve", "--dtype", "int3"], "bfloat16"),
@@ -108,3 +117,47 @@ def test_broken_template_and_generation_config(
 )
 def test_sizes(text: str, in_bytes: int) -> None:
     assert size(text) == in_bytes
+
+
+def started(*progress: str, **more: bool) -> str:
+    """What the display says of a start, in a log."""
+    file = io.StringIO()
+    display = StartupDisplay("tiny", time.monotonic_ns(), Console(file=file, soft_wrap=True, width=80))
+    display.on_server_stage("imports", 1_000_000)
+    display.start()
+    for stage in progress:
+        display.on_progress(stage, 2_000_000)
+    stages = dict.fromkeys((*progress, "quiet"), 2_000_000)
+    ready = Ready(
+        protocol=1, max_model_len=256, num_blocks=8, block_size=16, device="cpu", startup_ns=stages,
+        kv_cache_dtype="float32", max_num_seqs=4,
+    )  # fmt: skip
+    display.on_ready(ready, "http://127.0.0.1:4321", **more)
+    return file.getvalue()
+
+
+def test_each_stage_of_a_start_is_logged_once() -> None:
+    said = started("load_weights", "warm_up")
+    assert [said.count(stage) for stage in ("imports", "load weights", "warm up", "quiet")] == [1, 1, 1, 1]
+
+
+def test_a_start_names_its_process_and_warns_where_it_is_open() -> None:
+    closed, open_ = started(), started(can_reload=True, is_open=True)
+    assert f"(process {os.getpid()})" in closed and "kill -HUP" not in closed and "Warning" not in closed
+    assert f"`kill -HUP {os.getpid()}` reads the files" in open_ and "without an API key" in open_
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_open"),
+    [
+        ({}, True),
+        ({"host": "127.0.0.1"}, False),
+        ({"host": "localhost"}, False),
+        ({"host": "::"}, True),
+        ({"api_keys": ["sk-x"]}, False),
+        ({"tenants": TenantFile()}, True),
+        ({"tenants": TenantFile(keys={b"": Access()})}, False),
+    ],
+)
+def test_a_server_is_open_without_a_key_on_an_address_of_others(settings: dict[str, Any], is_open: bool) -> None:
+    assert ServerSettings(**settings).is_open is is_open

@@ -112,7 +112,7 @@ def test_clients_that_give_up_and_servers_that_refuse() -> None:
     assert given_up.cancelled and not given_up.failed
     assert given_up.output_tokens == 2 and round(seconds(given_up.end_ns), 3) == 0.025
     assert served.ok
-    assert refused.failure is not None and refused.failure.kind is FailureKind.RATE_LIMITED
+    assert refused.failure is not None and refused.failure.kind is FailureKind.REFUSED
     assert refused.failure.status == 429
 
 

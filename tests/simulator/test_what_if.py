@@ -37,19 +37,26 @@ def test_the_highest_rate_is_found_with_new_seeds_for_each_look(tmp_path: Path) 
     load = ["--random-input-len", "2000", "--random-output-len", "4", "--num-prompts", "100"]
     search = ["--find-max-rate", "--goodput", "ttft:200", "--slo-attainment", "0.6"]
     code, said = simulate(*MODEL, *load, *files, *search)
-    runs = [load_json(path) for path in sorted(tmp_path.glob("run-*.json"))]
-    assert code == 0 and len({run.settings["seed"] for run in runs}) == len(runs) > 4
-    rates = [run.settings["request_rate"] for run in runs]
+    (path,) = tmp_path.iterdir()  # of all probes, one result
+    found, run = json.loads(path.read_text())["headway"]["search"], load_json(path)
+    assert code == 0 and found["rate"] == run.settings["request_rate"]
+    probes = sum(trial["probes"] for trial in found["trials"])
+    assert run.settings["seed"] <= probes and probes > 4
+    rates = [trial["rate"] for trial in found["trials"]]
     assert max(rates) > 1.5 * min(rates) and "requests/s" in said
+    assert said.count("Result: ") == 1
     assert simulate(*MODEL, *load, "--find-max-rate", "--no-save-result")[0] == 2  # without objectives
 
 
 def test_what_ifs_are_rows_beside_what_was_asked(tmp_path: Path) -> None:
     files = ["--result-dir", tmp_path, "--result-filename", "run.json"]
     changes = ["--what-if", "max-num-seqs=1", "--what-if", "hardware=H200,scheduling_policy=fcfs"]
-    code, said = simulate(*MODEL, *LOAD, *files, *changes)
+    code, said = simulate(*MODEL, *LOAD, *files, *changes, columns=80)
     asked, fewer, other = (load_json(tmp_path / f"run-{number}.json") for number in (1, 2, 3))
-    assert code == 0 and all(name in said for name in ("as asked", "max-num-seqs=1", "hardware=H200"))
+    legend = ("A  as asked", "B  max-num-seqs=1", "C  hardware=H200,scheduling_policy=fcfs")
+    assert code == 0 and all(line in said.splitlines() for line in legend)
+    assert max(len(line) for line in said.splitlines() if not line.startswith("Result: ")) <= 80
+    assert "client" not in said  # no client was measured
     assert asked.server["max_num_seqs"] == 256 and fewer.server["max_num_seqs"] == 1
     assert other.server["hardware"] == "H200"
     arrivals = [[record.scheduled_ns for record in run.records] for run in (asked, fewer, other)]

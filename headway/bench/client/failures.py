@@ -9,6 +9,7 @@ import msgspec
 from headway.bench.record import Failure, FailureKind
 
 SHOWN_CHARS = 300
+LATE = ("deadline_unreachable", "queue_timeout")  # codes of a 503 by which a class refuses what would be late
 KIND_OF_STATUS = {
     401: FailureKind.AUTH,
     403: FailureKind.AUTH,
@@ -51,12 +52,22 @@ def failure_of_status(status: int, headers: Mapping[bytes, bytes], body: bytes) 
         message = f"HTTP {status}: redirected to {location}; redirects are not followed, give that base URL"
         return Failure(FailureKind.CLIENT_ERROR, one_line(message), status)
     try:
-        said = error_text(msgspec.json.decode(body))
+        content = msgspec.json.decode(body)
     except (ValueError, RecursionError):
-        said = ""
-    said = said or body[:SHOWN_CHARS].decode(errors="replace")
+        content = None
+    said = error_text(content) or body[:SHOWN_CHARS].decode(errors="replace")
     message = f"HTTP {status}: {said}" if said else f"HTTP {status}"
     if b"retry-after" in headers:
         message += f" (Retry-After: {headers[b'retry-after'].decode('latin-1')})"
     kind = KIND_OF_STATUS.get(status) or (FailureKind.SERVER_ERROR if status >= 500 else FailureKind.CLIENT_ERROR)
+    if b"retry-after" in headers and _is_meant(status, content):
+        kind = FailureKind.REFUSED
     return Failure(kind, one_line(message), status)
+
+
+def _is_meant(status: int, content: object) -> bool:
+    """Whether a typed error says that a limit was reached which the server keeps on purpose."""
+    error = content.get("error") if isinstance(content, Mapping) else None
+    if not isinstance(error, Mapping):
+        return False
+    return (status == 429 and bool(error.get("type"))) or (status == 503 and error.get("code") in LATE)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from headway.bench.record import FailureKind
+
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 
 
@@ -124,3 +126,8 @@ class Summary:
     cost_per_million_tokens: float | None = None
     tokens_per_joule: float | None = None
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def refused(self) -> int:
+        """Of the failed requests those that met a limit which the server keeps on purpose."""
+        return self.failures.get(FailureKind.REFUSED, 0)

@@ -78,6 +78,7 @@ class Trial:
     Args:
         low, high: interval of the attainment that holds at every look, see `anytime_interval`.
         block: requests that are taken to miss together; they count as one sample.
+        seconds: that its probes took, by the clock of the search; of a simulation, how long it ran.
         reason: for being undecided, where there is more to say than that.
     """
 
@@ -87,6 +88,7 @@ class Trial:
     low: float = 0.0
     high: float = 1.0
     block: int = _FEWEST_IN_BLOCK
+    seconds: float = 0.0
     reason: str = ""
 
     @property
@@ -383,7 +385,9 @@ class _Search:
         """
         self._check_budget()
         self._probes += 1
+        began = self._clock()
         outcome = await self._probe(trial.rate, max(1, wanted))
+        trial.seconds += self._clock() - began
         trial.probes.append(outcome)
         trial.judge(self._options.stall_s, confidence)
         if not outcome.valid:

@@ -8,6 +8,7 @@ from typing import Any
 
 from headway.bench.measures.client_effect import SPOILT
 from headway.bench.measures.numbers import Percentile, Summary
+from headway.bench.measures.summary import STEADY_STATE
 from headway.bench.record import FailureKind, RunResult
 from headway.bench.report import verdict
 from headway.bench.report.views import part_views, steady_or_whole
@@ -33,14 +34,14 @@ def brief(
 def _lines(result: RunResult, summaries: Sequence[Summary], target: float, most_failed: float) -> Iterator[Line]:
     whole, view = summaries[0], steady_or_whole(summaries)
     yield Line("Asked", _asked(result.settings))
-    yield Line("Answered", _answered(result, whole), "bad" if whole.failed else "")
+    yield Line("Answered", _answered(result, whole), "bad" if whole.failed > whole.refused else "")
     for metric, name in LATENCIES:
         if said := _latency(view, metric):
             yield Line(name, said)
     if cached := whole.tokens.get("cached", 0):
         yield Line("Cached", _cached(result.settings, cached, whole.tokens.get("prompt", 0)))
     for name, each in part_views(summaries, "tenant"):
-        yield Line(plain(name, 12), _of_tenant(each), "bad" if each.failed else "")
+        yield Line(plain(name, 12), _of_tenant(each), "bad" if each.failed > each.refused else "")
     for name, each in [("Objectives", view), *part_views(summaries, "class_name")]:
         if (found := each.attainment) is not None and found.total:
             tones: dict[str, Tone] = {"held": "good", "missed": "bad", "undecided": "warn"}
@@ -65,17 +66,16 @@ def _answered(result: RunResult, whole: Summary) -> str:
         f"{number(whole.rates.get('request_throughput', 0.0))} requests/s, "
         f"{number(whole.rates.get('output_throughput', 0.0))} output tokens/s"
     )
-    kinds = ", ".join(f"{kind} {times:,}" for kind, times, _ in verdict.failures_by_kind(result))
-    return (
-        said + (f"; failed: {kinds}" if kinds else "") + (f"; cancelled: {whole.cancelled:,}" * bool(whole.cancelled))
-    )
+    failed = [(kind, times) for kind, times, _ in verdict.failures_by_kind(result) if kind != FailureKind.REFUSED]
+    kinds = ", ".join(f"{kind} {times:,}" for kind, times in failed)
+    said += f"; refused by a limit: {whole.refused:,}" * bool(whole.refused)
+    return said + f"; failed: {kinds}" * bool(kinds) + f"; cancelled: {whole.cancelled:,}" * bool(whole.cancelled)
 
 
 def _of_tenant(view: Summary) -> str:
-    refused = view.failures.get(FailureKind.RATE_LIMITED, 0)
     said = f"{view.completed:,} of {verdict.count(view.completed + view.failed, 'request')}"
     ttft = _latency(view, "ttft_ms")
-    return said + f"; refused (429): {refused:,}" * bool(refused) + f"; TTFT {ttft}" * bool(ttft)
+    return said + f"; refused by a limit: {view.refused:,}" * bool(view.refused) + f"; TTFT {ttft}" * bool(ttft)
 
 
 def _latency(view: Summary, metric: str) -> str:
@@ -88,8 +88,9 @@ def _latency(view: Summary, metric: str) -> str:
         "  ".join(f"P{claim.p:g} {number(claim.value or 0.0)} ms" for claim in known) or f"mean {number(found.mean)} ms"
     )
     refused = next((claim for claim in claims if claim.value is None), None)
-    if refused is not None:
-        said += f"  (P{refused.p:g} needs at least {refused.needs:,} samples)" if refused.needs else ""
+    if refused is not None and refused.needs:
+        there = f"{found.count:,} are steady" if view.name == STEADY_STATE else f"there are {found.count:,}"
+        said += f"  (P{refused.p:g} needs {refused.needs:,} samples, {there})"
     return said + _added(known)
 
 
@@ -119,7 +120,10 @@ def _good(result: RunResult, summaries: Sequence[Summary], most_failed: float) -
     if figures:
         return Line("Valid", f"but for {', '.join(figures[:4])}: this client may have added more than 10 %", "warn")
     notes = [note for note in summaries[0].notes if note.startswith("no steady state: ")]
-    said = f"over the whole run; {notes[0]}" if notes else "the figures are the server's, in its steady state"
+    steady = steady_or_whole(summaries)
+    said = f"the figures are the server's, of the {verdict.count(steady.completed, 'request')} in its steady state"
+    if notes:
+        said = f"over the whole run; {notes[0]}"
     return Line("Valid", said, "good")
 
 

@@ -48,11 +48,11 @@ def comparison_table(comparison: Comparison, a: str, b: str) -> Table:
     share = f"{100 * comparison.confidence:g} %"
     rows = tuple(_row(difference) for difference in comparison.differences)
     note = (
-        f"Latencies in ms from the schedule, with the {share} interval below each difference. Method: "
-        f"{comparison.method}. "
+        f"a: {plain(a, 60)}; b: {plain(b, 60)}. Latencies in ms from the schedule, with the {share} interval below "
+        f"each difference. Method: {comparison.method}. "
         "Verdicts allow for the number of comparisons, so chance alone is rarely called real."
     )  # fmt: skip
-    columns = ("", plain(a, 28), plain(b, 28), "b - a", "b / a", "verdict")
+    columns = ("", "a", "b", "b - a", "b / a", "verdict")
     return Table("Differences", columns, rows, left=frozenset({0, 5}), note=note)
 
 
@@ -182,14 +182,14 @@ def _in_words(found: Difference) -> str:
     return f"{label_of(found)} ({_signed(found.difference, found.statistic == 'share')})"
 
 
-def settings_table(comparison: Comparison, a: str, b: str) -> Table | None:
+def settings_table(comparison: Comparison) -> Table | None:
     """What was set differently; None where nothing was."""
     rows = tuple(
         cells(plain(key), plain(values[0], 80), plain(values[1], 80)) for key, values in comparison.settings.items()
     )
     if not rows:
         return None
-    return Table("Settings that differ", ("", plain(a, 28), plain(b, 28)), rows, left=frozenset({0, 1, 2}))
+    return Table("Settings that differ", ("", "a", "b"), rows, left=frozenset({0, 1, 2}))
 
 
 def comparison_section(comparison: Comparison, a: str = "a", b: str = "b") -> Section:
@@ -198,7 +198,7 @@ def comparison_section(comparison: Comparison, a: str = "a", b: str = "b") -> Se
     Args:
         a, b: what to call the two sides: their files, or labels.
     """
-    tables = [comparison_table(comparison, a, b), settings_table(comparison, a, b)]
+    tables = [comparison_table(comparison, a, b), settings_table(comparison)]
     caption = (
         "Each point is b / a with its own interval. A grey interval that excludes 1 would be significant alone, but "
         "not among this many comparisons."

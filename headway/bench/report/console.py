@@ -84,7 +84,7 @@ def print_runs(
 def print_comparison(console: Console, comparison: Comparison, a: str = "a", b: str = "b") -> None:
     """Which differences between two sides are real; a and b are what to call them."""
     print_table(console, comparison_table(comparison, a, b))
-    settings = settings_table(comparison, a, b)
+    settings = settings_table(comparison)
     if settings is not None:
         print_table(console, settings)
     for banner in reversed(comparison_banners(comparison, a, b)):

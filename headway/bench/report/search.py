@@ -37,9 +37,9 @@ def search_banners(found: SearchResult, target: float = 0.99) -> tuple[Banner, .
     if claim is None:
         outcome = _nothing_proven(found, target, reason)
     else:
-        above = "" if found.above is None else f"; {number(found.above)} requests/s {_why_not(found, found.above)}"
+        above = "" if found.above is None else f" {number(found.above)} requests/s {_why_not(found, found.above)}."
         tone: Tone = "good" if found.stop in (Stop.PRECISE, Stop.CEILING) else "warn"
-        line = f"At {number(claim.rate)} requests/s at least {wanted}{above}."
+        line = f"At {number(claim.rate)} requests/s at least {wanted}.{above}"
         sure = (
             f"This is {100 * found.confidence:.4g} % certain if stalls and bursts affect at most {claim.block:,} "
             f"requests in a row ({number(claim.block / claim.rate)} s)."
@@ -63,10 +63,11 @@ def _nothing_proven(found: SearchResult, target: float, reason: str) -> Banner:
     trial = next(each for each in found.trials if each.rate == found.likely)
     met = f"{trial.met:,} of {trial.total:,} requests met their objectives at {number(trial.rate)} requests/s"
     fewest = trial.block * least_blocks(target, found.confidence)
-    minutes = max(1, round(fewest / trial.rate / 60))
+    pace = trial.total / trial.seconds if trial.seconds else trial.rate
+    longer = _duration(fewest / pace)
     proof = (
-        f"A proof of {100 * target:g} % takes at least {fewest:,} requests at one rate, about {minutes:,} min here: "
-        "raise --max-search-seconds, or lower --slo-attainment."
+        f"A proof of {100 * target:g} % takes at least {fewest:,} requests at one rate, about {longer} on this "
+        "machine: raise --max-search-seconds, or lower --slo-attainment."
     )
     return Banner(
         f"{number(found.likely)} requests/s looks good, but is not proven",
@@ -75,21 +76,54 @@ def _nothing_proven(found: SearchResult, target: float, reason: str) -> Banner:
     )
 
 
+def _duration(seconds: float) -> str:
+    return f"{max(1, round(seconds)):,} s" if seconds < 100 else f"{round(seconds / 60):,} min"
+
+
 def _why_not(found: SearchResult, rate: float) -> str:
     trial = next((trial for trial in found.trials if trial.rate == rate), None)
     if trial is not None and trial.verdict is Verdict.FAILED and trial.client:
         return f"did not hold, but this client was late ({trial.client}): the server may do better"
     if trial is None or trial.verdict is Verdict.FAILED:
         return "did not hold"
-    return f"stayed undecided ({trial.reason})" if trial.reason else "stayed undecided"
+    because = f", because {trial.reason}" if trial.reason else ""
+    return (
+        f"met them for {100 * trial.share:.4g} % of {trial.total:,} requests, but this is not certain: the true share "
+        f"may be as low as {100 * trial.low:.4g} %{because}"
+    )
 
 
 def search_table(found: SearchResult) -> Table:
     """One row per rate, in the order in which they were tried."""
     rows = tuple(_row(trial) for trial in found.trials)
-    note = "The intervals hold for all looks together, so they are wider than those of a single run."
+    note = (
+        "Below each share is its interval, which allows for several looks at the same rate. A rate holds if the whole "
+        "interval is above the target."
+    )
     columns = ("requests/s", "probes", "requests", "met", "fell behind", "verdict")
     return Table("Rates tried", columns, rows, left=frozenset({0, 5}), note=note)
+
+
+def search_json(found: SearchResult) -> dict[str, object]:
+    """JSON-able: the rate that was found, and each rate that was tried, as the table has them."""
+    return {
+        "rate": found.rate,
+        "likely": found.likely,
+        "above": found.above,
+        "reason": found.reason,
+        "trials": [
+            {
+                "rate": each.rate,
+                "probes": len(each.probes),
+                "requests": each.total,
+                "met": each.met,
+                "low": each.low,
+                "high": each.high,
+                "verdict": str(each.verdict),
+            }
+            for each in found.trials
+        ],
+    }
 
 
 def _row(trial: Trial) -> tuple[Cell, ...]:

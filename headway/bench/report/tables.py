@@ -10,7 +10,7 @@ import numpy as np
 
 from headway.bench.measures.client_effect import SPOILT, is_spoilt
 from headway.bench.measures.numbers import Attainment, Distribution, Percentile, Summary
-from headway.bench.record import ClientHealth, FailureKind, RunResult
+from headway.bench.record import ClientHealth, RunResult
 from headway.bench.report.verdict import METRIC_NAMES, failures_by_kind, is_valid, objectives_in_words, outcome
 from headway.bench.report.views import load_of, main_views, part_views, probe_view, steady_or_whole
 from headway.report.parts import Cell, Table, Tone, cells
@@ -21,8 +21,11 @@ Row = tuple[str, Sequence[str | Cell]]  # its label, and a value for each column
 NOTHING = Cell("–", "quiet")
 LATENCY_NOTE = (
     "Milliseconds, with the 95 % interval below each percentile. Schedule: counted from when a request was due; send: "
-    "from when it was sent. Needs N+: this percentile needs at least N samples. Client: the largest share of a figure "
-    "that this client's own delays may have added; above 10 % the figure is not valid."
+    "from when it was sent. Needs N+: this percentile needs at least N samples."
+)
+CLIENT_NOTE = (
+    " Client: the largest share of a figure that this client's own delays may have added; above 10 % the figure is not "
+    "valid."
 )
 RATES = (
     ("request_throughput", "requests/s"),
@@ -39,7 +42,8 @@ def overview(summaries: Sequence[Summary]) -> Table:
     views = main_views(summaries)
     rows: list[Row] = [
         ("requests answered", [f"{view.completed:,}" for view in views]),
-        ("requests failed", [Cell(f"{view.failed:,}", "bad" if view.failed else "") for view in views]),
+        *_refused_rows("requests refused by a limit", views),
+        ("requests failed", [_failed_cell(view) for view in views]),
         ("requests cancelled by clients", [f"{view.cancelled:,}" for view in views]),
         ("requests sent again", [Cell(f"{view.resent:,}", "warn" if view.resent else "") for view in views]),
         ("seconds", [number((view.window.ended_ns - view.window.began_ns) / 1e9) for view in views]),
@@ -53,6 +57,15 @@ def overview(summaries: Sequence[Summary]) -> Table:
         ("", *(plain(view.name) for view in views)),
         tuple(cells(label, *values) for label, values in rows),
     )
+
+
+def _failed_cell(view: Summary) -> Cell:
+    failed = view.failed - view.refused
+    return Cell(f"{failed:,}", "bad" if failed else "")
+
+
+def _refused_rows(label: str, views: Sequence[Summary]) -> list[Row]:
+    return [(label, [f"{view.refused:,}" for view in views])] if any(view.refused for view in views) else []
 
 
 def _goodput_rows(views: Sequence[Summary]) -> list[Row]:
@@ -93,7 +106,8 @@ def latency_tables(summaries: Sequence[Summary]) -> list[Table]:
 
 def latency_table(view: Summary) -> Table:
     """Every latency of a view, from the schedule and from the send: mean and percentiles with their intervals."""
-    shown = sorted({claim.p for each in view.from_schedule.values() for claim in each.percentiles})
+    claims = [claim for each in view.from_schedule.values() for claim in each.percentiles]
+    shown, has_client = sorted({claim.p for claim in claims}), any(claim.client_share for claim in claims)
     rows = []
     for metric, name in METRIC_NAMES.items():
         due, sent = view.from_schedule.get(metric), view.from_send.get(metric)
@@ -105,7 +119,10 @@ def latency_table(view: Summary) -> Table:
             rows.append(_latency_row(f"{name}, schedule", due, shown))
             rows.append(_latency_row(f"{name}, send", sent, shown, quiet=True))
     columns = ("ms", "samples", "mean", *(f"P{p:g}" for p in shown), "client")
-    return Table(f"Latency, {plain(view.name)}", columns, tuple(rows), note=LATENCY_NOTE)
+    if not has_client:  # as in a simulation
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    note = LATENCY_NOTE + CLIENT_NOTE * has_client
+    return Table(f"Latency, {plain(view.name)}", columns, tuple(rows), note=note)
 
 
 def _latency_row(name: str, found: Distribution, shown: Sequence[float], quiet: bool = False) -> tuple[Cell, ...]:
@@ -157,12 +174,10 @@ def _apart_rows(views: Sequence[Summary]) -> list[Row]:
     """Of views that stand beside each other: how many requests, and their latencies."""
     rows: list[Row] = [
         ("answered", [f"{view.completed:,}" for view in views]),
-        ("failed", [Cell(f"{view.failed:,}", "bad" if view.failed else "") for view in views]),
+        *_refused_rows("refused by a limit", views),
+        ("failed", [_failed_cell(view) for view in views]),
         ("cancelled", [f"{view.cancelled:,}" for view in views]),
     ]
-    refused = [view.failures.get(FailureKind.RATE_LIMITED, 0) for view in views]
-    if any(refused):
-        rows.insert(2, ("of them refused (429)", [f"{count:,}" for count in refused]))
     for metric, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2el_ms", "E2E")):
         rows += [(f"{name} P{p:g}, ms", [_claim_cell(view, metric, p) for view in views]) for p in (50.0, 90.0, 99.0)]
     return rows
@@ -298,7 +313,8 @@ def sweep_table(
         names: of the runs; None tells them apart by their loads, which `load` is the heading of.
     """
     rows = []
-    any_failed = any(steady_or_whole(summaries).failed for _, summaries in runs)
+    wholes = [summaries[0] for _, summaries in runs]
+    any_failed, any_refused = any(each.failed > each.refused for each in wholes), any(each.refused for each in wholes)
     for at, (result, summaries) in enumerate(runs):
         view = steady_or_whole(summaries)
         valid = is_valid(result, summaries, max_failed_share=max_failed_share)
@@ -309,8 +325,9 @@ def sweep_table(
         rows.append(
             cells(
                 number(load_of(result)) if names is None else names[at],
-                f"{view.completed:,}",
-                *([Cell(f"{view.failed:,}", "bad" if view.failed else "")] if any_failed else []),
+                f"{wholes[at].completed:,}",
+                *([f"{wholes[at].refused:,}"] if any_refused else []),
+                *([_failed_cell(wholes[at])] if any_failed else []),
                 number(view.rates.get("request_throughput", 0.0)),
                 number(view.rates.get("output_throughput", 0.0)),
                 _claim_cell(view, "ttft_ms", 50.0),
@@ -320,12 +337,14 @@ def sweep_table(
                 Cell(word, "" if valid else "bad"),
             )
         )
-    failed = ("failed",) if any_failed else ()
-    columns = (load, "done", *failed, "req/s", "tok/s", "TTFT P50", "TTFT P99", "TPOT P99", "met", "run")
+    more = ("refused",) * any_refused + ("failed",) * any_failed
+    columns = (load, "done", *more, "req/s", "tok/s", "TTFT P50", "TTFT P99", "TPOT P99", "met", "run")
     if not intervals:
         rows = [tuple(_without_interval(cell) for cell in row) for row in rows]
     note = (
-        "Latencies in ms from the schedule, in the steady state if there is one, otherwise over the whole run. "
-        "`client`: this client was the limit."
+        "Latencies in ms from the schedule. Latencies, rates and shares are of the steady state if there is one, "
+        "otherwise of the whole run."
     )
+    if any(result.client.bound for result, _ in runs):
+        note += " `client`: this client was the limit."
     return Table("Runs", columns, tuple(rows), note=note)

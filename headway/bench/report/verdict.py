@@ -9,7 +9,7 @@ from typing import Literal
 
 from headway.bench.measures.client_effect import spoilt
 from headway.bench.measures.numbers import Attainment, Summary
-from headway.bench.record import RunResult
+from headway.bench.record import FailureKind, RunResult
 from headway.bench.report.views import load_of, steady_or_whole
 from headway.report.parts import Banner
 from headway.report.style import number, plain, sentence
@@ -52,6 +52,7 @@ def banners(
         _spoilt(result, summaries),
         _interrupted(result),
         _failures(result, max_failed_share),
+        _refused(result),
         *(_objectives(view, target) for view in _main_views(summaries)),
         _steady(summaries),
         _omission(summaries),
@@ -68,7 +69,8 @@ def headline(result: RunResult, summaries: Sequence[Summary], **limits: float) -
     if valid == "Valid" and figures:
         valid = f"Valid but for {figures[0]}" + (f" and {len(figures) - 1} more" if len(figures) > 1 else "")
     return (
-        f"{valid}: {whole.completed:,} of {count(asked, 'request')} answered in {number(result.duration_s)} s, "
+        f"{valid}: {whole.completed:,} of {count(asked, 'request')} answered"
+        f"{f', {whole.refused:,} refused,' if whole.refused else ''} in {number(result.duration_s)} s, "
         f"{number(whole.rates.get('request_throughput', 0.0))} requests/s and "
         f"{number(whole.rates.get('output_throughput', 0.0))} output tokens/s."
     )
@@ -79,11 +81,12 @@ def is_valid(
 ) -> bool:
     """Whether requests were answered, few failed, and the client offered the load and did not spoil every figure.
 
-    Single figures may be spoilt all the same (`spoilt_figures`).
+    Requests that the server refused on purpose do not count as failed. Single figures may be spoilt all the same
+    (`spoilt_figures`).
     """
     whole = summaries[0]
     asked = whole.completed + whole.failed
-    few_failed = bool(asked) and whole.failed <= max_failed_share * asked
+    few_failed = bool(asked) and whole.failed - whole.refused <= max_failed_share * asked
     return bool(whole.completed) and few_failed and not result.client.bound and not result.interrupted
 
 
@@ -217,7 +220,7 @@ def _interrupted(result: RunResult) -> Banner | None:
 
 
 def _failures(result: RunResult, most: float) -> Banner | None:
-    rows = failures_by_kind(result)
+    rows = [row for row in failures_by_kind(result) if row[0] != FailureKind.REFUSED]
     if not rows:
         return None
     failed = sum(row[1] for row in rows)
@@ -227,6 +230,19 @@ def _failures(result: RunResult, most: float) -> Banner | None:
     lines = tuple(f"{kind} × {times:,}, for example: {plain(message, 160)}" for kind, times, message in rows)
     limit = (f"More than {100 * most:g} % failed: the run is not valid.",) if grave else ()
     return Banner(title, (*lines, *limit), "bad" if grave else "warn")
+
+
+def _refused(result: RunResult) -> Banner | None:
+    found = next((row for row in failures_by_kind(result) if row[0] == FailureKind.REFUSED), None)
+    if found is None:
+        return None
+    _, times, message = found
+    title = f"{count(times, 'request')} refused ({number(100 * times / len(result.records))} %)"
+    line = (
+        f"The server kept a limit, for example: {plain(message, 160)}. These requests have no latency and have missed "
+        "their objectives. They do not make the run invalid."
+    )
+    return Banner(title, (line,), "warn")
 
 
 def _objectives(view: Summary, target: float) -> Banner | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ async def test_a_response_that_never_was_one(client: OpenAIClient, fail: str, ki
         (403, FailureKind.AUTH),
         (404, FailureKind.NOT_FOUND),
         (413, FailureKind.CLIENT_ERROR),
-        (429, FailureKind.RATE_LIMITED),
+        (429, FailureKind.REFUSED),
         (500, FailureKind.SERVER_ERROR),
         (503, FailureKind.SERVER_ERROR),
     ],
@@ -96,6 +97,23 @@ async def test_a_status_that_is_not_200(client: OpenAIClient, status: int, kind:
     assert record.failure is not None and record.failure.status == status
     assert record.headers_ns and not record.chunk_ns
     assert (await send(client, 1)).ok and client.http.opened == 1  # an error leaves the connection open
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "error", "kind"),
+    [
+        (429, {b"retry-after": b"2"}, {"type": "requests", "code": "rate_limit_exceeded"}, FailureKind.REFUSED),
+        (429, {}, {"type": "requests", "code": "rate_limit_exceeded"}, FailureKind.RATE_LIMITED),
+        (429, {b"retry-after": b"2"}, "slow down", FailureKind.RATE_LIMITED),
+        (503, {b"retry-after": b"2"}, {"code": "deadline_unreachable"}, FailureKind.REFUSED),
+        (503, {b"retry-after": b"2"}, {"code": "engine_dead"}, FailureKind.SERVER_ERROR),
+    ],
+)
+def test_a_refusal_that_is_meant_is_typed_and_says_when_to_come_again(
+    status: int, headers: dict[bytes, bytes], error: object, kind: FailureKind
+) -> None:
+    body = json.dumps({"error": error}).encode()
+    assert failure_of_status(status, headers, body).kind is kind
 
 
 async def test_an_answer_without_a_token(client: OpenAIClient) -> None:

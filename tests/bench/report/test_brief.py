@@ -8,9 +8,9 @@ import pytest
 
 from headway.bench.measures.numbers import Attainment
 from headway.bench.measures.summary import summarise_all
-from headway.bench.record import RunResult
+from headway.bench.record import Failure, FailureKind, RunResult
 from headway.bench.report.brief import brief
-from headway.bench.report.console import print_brief
+from headway.bench.report.console import print_brief, print_summary
 from tests.bench.report.runs import failed_only
 from tests.bench.report.simulated import simulated_run
 from tests.bench.report.test_console import printed
@@ -30,6 +30,25 @@ def test_a_good_run_is_ten_lines() -> None:
     assert found["TTFT"].startswith("P50 ") and "Objectives" in found and "Valid" in found
     text = printed(print_brief, run, summarise_all(run, objectives=OBJECTIVES))
     assert 8 <= len(text.strip().splitlines()) <= 14
+
+
+def test_a_refused_percentile_says_how_many_samples_there_are() -> None:
+    assert "(P90 needs 36 samples, there are 30)" in lines_of(simulated_run(30))["TTFT"]
+
+
+def test_refused_requests_are_named_and_leave_the_run_valid() -> None:
+    run = simulated_run(300, failures=60)
+    for record in run.records:
+        if record.failure is not None:
+            record.failure = Failure(FailureKind.REFUSED, "HTTP 429: over the limit (Retry-After: 2)", 429)
+    found = lines_of(run)
+    assert "; refused by a limit: 60" in found["Answered"] and "failed" not in found["Answered"]
+    assert "Valid" in found and "Not valid" not in found
+    text = " ".join(printed(print_summary, run, summarise_all(run, objectives=OBJECTIVES)).split())
+    assert "60 requests refused (20 %): The server kept a limit, for example: HTTP 429: over the limit" in text
+    assert "240 of 300 requests answered, 60 refused, in " in text and "requests refused by a limit 60" in text
+    run.client.reasons.append("the load was not offered")
+    assert "Not valid" in lines_of(run)
 
 
 def test_a_client_that_adds_a_little_is_said_beside_the_figure() -> None:

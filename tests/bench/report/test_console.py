@@ -216,14 +216,19 @@ def test_a_search_says_its_rate_and_what_it_doubts() -> None:
     found = SearchResult(4.0, 5.0, None, trials, Stop.NOISE, reason, ("odd",), curve, confidence=0.975)
     words = " ".join(printed(print_search, found).split())
     assert "Highest rate: 4 requests/s: At 4 requests/s at least 99 %" in words
-    assert "5 requests/s stayed undecided (misses come together: it takes 9,000 requests)" in words
+    assert (
+        "5 requests/s met them for 99 % of 500 requests, but this is not certain: the true share may be as low as "
+        "97 %, because misses come together: it takes 9,000 requests." in words
+    )
     assert "97.5 % certain if stalls and bursts affect at most 20 requests in a row (5 s)" in words
     assert "Beware: Odd." in words
     none = dataclasses.replace(found, rate=None, likely=4.0)
     words = " ".join(printed(print_search, none).split())
     assert "4 requests/s looks good, but is not proven: 500 of 500 requests met their objectives" in words
     assert "2 rates tried with 1,000 requests" in words
-    assert "10,360 requests at one rate, about 43 min here: raise --max-search-seconds" in words
+    assert "10,360 requests at one rate, about 43 min on this machine: raise --max-search-seconds" in words
+    simulated = dataclasses.replace(none, trials=(dataclasses.replace(trials[0], seconds=0.5), trials[1]))
+    assert "about 10 s on this machine" in " ".join(printed(print_search, simulated).split())
     early = dataclasses.replace(none, likely=None, trials=trials[1:])
     assert "Nothing proven yet: 1 rate tried with 500 requests" in " ".join(printed(print_search, early).split())
     failed = (dataclasses.replace(trials[1], verdict=RateVerdict.FAILED),)
