@@ -37,8 +37,8 @@ def simulate(options: SimulateOptions) -> None:
 def verify(options: VerifyOptions) -> None:
     """Check the simulator: compare a simulated server with a live one on this machine.
 
-    The command starts the server and sends the workload three times: twice to learn how long steps take, and
-    once to compare.
+    The command starts the server and sends the workload several times. Runs to learn how long steps take
+    alternate with runs to compare.
 
     The exit code is 1 if a median is not within 10 %, or if there were too few requests to tell.
     """
