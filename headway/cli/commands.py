@@ -19,7 +19,8 @@ from headway.cli.help import show_all
 from headway.cli.spellings import hint as spelling_hint
 from headway.flags import Flag, flags_of, option
 
-_OBJECTIVE = re.compile(r"\w+:[^@=]*")
+# An objective such as ttft:200, or what may be meant as one: the error must name it, not a command of that name.
+_OBJECTIVE = re.compile(r"\w+:[^@=]*|(ttft|tpot|e2el)\b[^@]*|[\d.]+(ms|s)?")
 
 
 def fail(message: str) -> NoReturn:

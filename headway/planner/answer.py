@@ -90,12 +90,11 @@ def load_note(plan: Plan) -> str | None:
 
 def _memory(plan: Plan) -> Line:
     held, several = plan.capacity, plan.deployment.parallelism.devices > 1
-    text = (
-        f"The weights take {gigabytes(held.weights)}{_in_all(held.weights, plan.weights_bytes)} of "
-        f"{gigabytes(held.usable)} of usable memory" + (" on each device" if several else "") + "."
-    )
+    weights = f"The weights take {gigabytes(held.weights)}{_in_all(held.weights, plan.weights_bytes)}"
+    usable = f"{gigabytes(held.usable)} of usable memory" + (" on each device" if several else "")
     if not plan.capacity.fits:
-        return Line("Memory", text, "bad")
+        return Line("Memory", f"{weights}. There are {usable}.", "bad")
+    text = f"{weights} of {usable}."
     tokens = plan.workload.prompt + plan.workload.output
     shared = f", {plan.workload.cached:,} of them shared" if plan.workload.cached else ""
     text += (

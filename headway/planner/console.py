@@ -23,7 +23,8 @@ WIDE = 80
 
 def print_brief(plan: Plan, console: Console) -> None:
     """The answer, how to read it, and what to do next."""
-    print_answer(plan, console, Line("Ranges", RANGES), Line("Next", NEXT))
+    ranges = () if plan.tpot is None else (Line("Ranges", RANGES),)
+    print_answer(plan, console, *ranges, Line("Next", NEXT))
 
 
 def print_plan(plan: Plan, console: Console) -> None:

@@ -64,7 +64,7 @@ def _settings(plan: Plan) -> Iterator[str]:
         work = plan.workload
         changed = capacity(plan.deployment, work.prompt, work.output, settings, work.cached)
         if changed.fits:
-            yield f"{flag} ({changed.max_batch:,} at once)"
+            yield f"{flag} ({changed.max_batch:,} requests at once)"
 
 
 def _too_many(plan: Plan) -> str:

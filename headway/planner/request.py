@@ -73,11 +73,11 @@ def parse_slo(texts: Sequence[str]) -> dict[str, float]:
     Raises PlanError where `parse_objectives` fails or there is none.
     """
     try:
-        found = parse_objectives(" ".join(texts).replace(",", " ").split(), "slo")
+        found = parse_objectives(" ".join(texts).replace(",", " ").split(), "--slo")
     except ValueError as error:
         raise PlanError(str(error)) from None
     if not found:
-        raise PlanError("slo is empty; write for example ttft:200,tpot:50")
+        raise PlanError("--slo is empty; write for example ttft:200,tpot:50")
     return found
 
 

@@ -81,8 +81,9 @@ class StartupDisplay:
             f"KV cache {ready.num_blocks:,} blocks of {ready.block_size} tokens in {ready.kv_cache_dtype}"
         )
         self._console.print(f"Serving {self._title} at {url}/v1")
-        self._console.print(f"Next, in another terminal:  headway chat {url}")
-        self._console.print(f"                            headway bench --base-url {url} --request-rate 4")
+        self._console.print("Next, in another terminal:")
+        self._console.print(f"  headway chat {url}")
+        self._console.print(f"  headway bench --base-url {url} --request-rate 4 --num-prompts 80")
         self._console.print(f"The API is described at {url}/docs; Ctrl-C ends the server (process {os.getpid()}).")
         if can_reload:
             self._console.print(f"`kill -HUP {os.getpid()}` reads the files of classes and tenants again.")

@@ -212,4 +212,5 @@ def test_lists_are_folded() -> None:
     ]  # fmt: skip
     assert fold_objectives(["--slo=ttft:1", "e2el:2", "profile"]) == ["--slo=ttft:1 e2el:2", "profile"]
     assert fold_objectives(["--label", "a:b", "c:d"]) == ["--label", "a:b", "c:d"]
+    assert fold_objectives(["--slo", "ttft:1", "tpot", "30", "--x"]) == ["--slo", "ttft:1 tpot 30", "--x"]
     assert fold_objectives(["--slo", "ttft:1", "@L40S:tp=2"]) == ["--slo", "ttft:1", "@L40S:tp=2"]

@@ -144,6 +144,8 @@ def _next(result: RunResult, summaries: Sequence[Summary], target: float, most_f
     if decision == "undecided":
         enough = max(math.ceil(math.log(0.025) / math.log(target)), 2 * found.total)
         return f"to be certain of {100 * target:g} %, raise --num-prompts to {enough:,} or more"
+    if decision == "missed" and summaries[0].refused:
+        return "refused requests count as missed; raise the limit that refused them, or send fewer requests"
     if decision == "missed":
         return (
             "--report FILE.html shows why the slowest requests took longer; --find-max-rate finds the rate that holds"

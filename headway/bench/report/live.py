@@ -201,7 +201,7 @@ class LiveView(LoadListener):
         """The state in one line."""
         requests_per_s, tokens_per_s = self.rates()
         ttft = _milliseconds(self.ttft_ms.quantiles(0.5, 0.99))
-        failures = f", {self.failures.total()} failed ({_counts(self.failures)})" if self.failures else ""
+        failures = f", not answered: {_counts(self.failures)}" if self.failures else ""
         waiting = f", {self._waiting} waiting for a place" if self._waiting else ""
         label = f"{self._label}: " if self._label else ""
         return (
@@ -221,7 +221,7 @@ class LiveView(LoadListener):
             frame.append(f"   waiting for a place {self._waiting:,}", style="yellow")
         frame.append(f"\n  now {number(requests_per_s)} requests/s   {number(tokens_per_s)} output tokens/s")
         if self.failures:
-            frame.append(f"\n  failed {self.failures.total():,}: {_counts(self.failures)}", style="bold red")
+            frame.append(f"\n  not answered: {_counts(self.failures)}", style="bold red")
         frame.append("\n\n  so far, from the schedule       P50       P90       P99\n", style="dim")
         named = (("TTFT", self.ttft_ms), ("TPOT", self.tpot_ms), ("end to end", self.e2el_ms))
         for name, sample in named:

@@ -43,7 +43,7 @@ def test_refused_requests_are_named_and_leave_the_run_valid() -> None:
             record.failure = Failure(FailureKind.REFUSED, "HTTP 429: over the limit (Retry-After: 2)", 429)
     found = lines_of(run)
     assert "; refused by a limit: 60" in found["Answered"] and "failed" not in found["Answered"]
-    assert "Valid" in found and "Not valid" not in found
+    assert "Valid" in found and "Not valid" not in found and found["Next"].startswith("refused requests count as")
     text = " ".join(printed(print_summary, run, summarise_all(run, objectives=OBJECTIVES)).split())
     assert "60 requests refused (20 %): The server kept a limit, for example: HTTP 429: over the limit" in text
     assert "240 of 300 requests answered, 60 refused, in " in text and "requests refused by a limit 60" in text
