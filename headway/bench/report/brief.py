@@ -131,7 +131,8 @@ def _next(result: RunResult, summaries: Sequence[Summary], target: float, most_f
     """The one thing that helps most."""
     found = steady_or_whole(summaries).attainment
     if not any(record.ok for record in result.records):
-        return "--verbose shows what failed and how; see also the server's log"
+        log = "" if result.settings.get("backend") == "simulate" else "; see also the server's log"
+        return f"--verbose shows what failed and how{log}"
     if result.client.bound:
         return "run the client on another machine, or at a lower --request-rate"
     if not verdict.is_valid(result, summaries, max_failed_share=most_failed):

@@ -343,7 +343,7 @@ def sweep_table(
         rows = [tuple(_without_interval(cell) for cell in row) for row in rows]
     note = (
         "Latencies in ms from the schedule. Latencies, rates and shares are of the steady state if there is one, "
-        "otherwise of the whole run."
+        "otherwise of the whole run. Needs N+: this percentile needs at least N samples."
     )
     if any(result.client.bound for result, _ in runs):
         note += " `client`: this client was the limit."
