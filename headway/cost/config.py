@@ -28,7 +28,7 @@ class _Family:
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     windows: str = "none"
     experts: _ExpertKeys | None = None
     latent: bool = False
@@ -86,6 +86,17 @@ _QWEN_EXPERTS = _ExpertKeys(
     other="num_local_experts",
 )
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_GEMMA = _Family(
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    windows="types",
+    layer_norms=4,
+    refused=("use_bidirectional_attention",),
+)
+_GEMMA_DEFAULTS: dict[str, Any] = {"head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True}
+_OLMO = _Family(
+    qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="whole", defaults={"num_key_value_heads": None}
+)
 _FAMILIES: dict[str, _Family] = {
     "LlamaForCausalLM": _Family(
         qkv_bias="attention_bias",
@@ -136,21 +147,16 @@ _FAMILIES: dict[str, _Family] = {
         ),
         defaults={"attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2},
     ),
-    "Gemma3ForCausalLM": _Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+    "Gemma2ForCausalLM": replace(_GEMMA, defaults=_GEMMA_DEFAULTS | {"sliding_window_pattern": 2}),
+    "Gemma3ForCausalLM": replace(
+        _GEMMA,
         qk_norm=True,
-        windows="types",
-        layer_norms=4,
-        refused=("use_bidirectional_attention",),
-        defaults={
-            "head_dim": 256,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 6,
-            "tie_word_embeddings": True,
-            "vocab_size": 262_208,
-            "max_position_embeddings": 131_072,
-        },
+        defaults=_GEMMA_DEFAULTS
+        | {"sliding_window_pattern": 6, "vocab_size": 262_208, "max_position_embeddings": 131_072},
+    ),
+    "Olmo2ForCausalLM": _OLMO,
+    "Olmo3ForCausalLM": replace(
+        _OLMO, windows="types", defaults={**_OLMO.defaults, "sliding_window": 4096, "sliding_window_pattern": 4}
     ),
     "GlmForCausalLM": _Family(qkv_bias="attention_bias", defaults={"attention_bias": True, "head_dim": 128}),
     "Glm4ForCausalLM": _Family(

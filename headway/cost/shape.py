@@ -152,6 +152,7 @@ class ModelShape:
         sliding_windows: for each layer, how many positions a query sees (itself included), or None for all.
         max_positions: what max_position_embeddings says.
         gated: the feed-forward layer has a gate, so three matrices and not two.
+        qk_norm: queries and keys have a norm, each head by itself or, as "whole", all heads together.
         layer_norms: norms in a layer.
         norm_bias: norms have a bias (LayerNorm).
         head_bias: the output projection has one.
@@ -171,7 +172,7 @@ class ModelShape:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     sliding_windows: tuple[int | None, ...] = ()
     max_positions: int = 0
     gated: bool = True
@@ -266,6 +267,13 @@ class ModelShape:
         return parts
 
     @property
+    def qk_norm_parameters(self) -> int:
+        """Of the norms of queries and keys in a layer."""
+        if not self.qk_norm:
+            return 0
+        return (self.heads + self.kv_heads if self.qk_norm == "whole" else 2) * self.head_dim
+
+    @property
     def num_parameters(self) -> int:
         return sum(self.parameters().values())
 
@@ -327,7 +335,6 @@ class ModelShape:
         return self.qkv_rows * (self.hidden + self.qkv_bias) + output
 
     def _norm_parameters(self) -> int:
-        of_heads = 2 * self.head_dim * self.qk_norm
         of_latent = self.latent.norm_parameters if self.latent is not None else 0
         each = self.hidden * (1 + self.norm_bias)
-        return self.layers * (self.layer_norms * each + of_heads + of_latent) + each
+        return self.layers * (self.layer_norms * each + self.qk_norm_parameters + of_latent) + each

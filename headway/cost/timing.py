@@ -279,7 +279,7 @@ class Deployment:
         s = self.shape
         if operation is Operation.NORMS:
             of_latent = (1 if s.latent.q_rank is None else 2) if s.latent else 0
-            return s.layers * (s.layer_norms + s.qk_norm + of_latent)
+            return s.layers * (s.layer_norms + bool(s.qk_norm) + of_latent)
         layers = s.layers
         if operation in (Operation.GATE_UP, Operation.ACTIVATION, Operation.DOWN):
             layers = s.dense_layers

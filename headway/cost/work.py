@@ -196,11 +196,11 @@ class _Counter:
         """The first norm reads one tensor and writes one; each later one reads and writes the residual as well."""
         s = self.shape
         norms = s.layer_norms * s.layers
-        of_heads = s.head_dim * s.qk_norm
+        of_heads = (s.heads + s.kv_heads) * s.head_dim if s.qk_norm else 0
         of_latent = s.latent.norm_parameters if s.latent else 0
-        weights = norms * s.hidden * (1 + s.norm_bias) + s.layers * (2 * of_heads + of_latent)
+        weights = norms * s.hidden * (1 + s.norm_bias) + s.layers * (s.qk_norm_parameters + of_latent)
         activations = (2 + (norms - 1) * 4) * self.tokens * s.hidden
-        inner = s.layers * self.tokens * ((s.heads + s.kv_heads) * of_heads + of_latent)
+        inner = s.layers * self.tokens * (of_heads + of_latent)
         return self._norm(weights, activations + 2 * inner, norms * self.tokens * s.hidden + inner)
 
     def _norm(self, weights: int, activations: int, normalised: int) -> Work:

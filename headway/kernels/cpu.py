@@ -142,6 +142,20 @@ class CpuKernels:
         self._team.share(cpu_rows.add_rms_norm_job(KINDS[x.dtype]), cpu_rows.ADD_RMS_NORM, rows, x.numel(), arguments)
         return x, residual
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x + residual, in the memory of residual."""
+        x, residual = x.contiguous(), residual.contiguous()
+        size, arguments = x.numel(), (x.data_ptr(), residual.data_ptr())
+        self._team.share(cpu_rows.add_job(KINDS[x.dtype]), cpu_rows.ADD, size, size, arguments)
+        return residual
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap), in the memory of x."""
+        x = x.contiguous()
+        size, arguments = x.numel(), (x.data_ptr(), cap)
+        self._team.share(cpu_rows.soft_cap_job(KINDS[x.dtype]), cpu_rows.SOFT_CAP, size, size, arguments)
+        return x
+
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         """RoPE in place on query [T, H, D] and key [T, G, D], strided along T or not."""
         check_heads("query", query)
@@ -177,6 +191,7 @@ class CpuKernels:
         scale: float,
         sliding_window: int | None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D]."""
         check_heads("query", query)
@@ -190,7 +205,7 @@ class CpuKernels:
             address, heads, kv_heads, query.stride(0), step.block_tables.stride(0), sliding_window or 0,
             *_layout(cache), query.data_ptr(), step.block_tables.data_ptr(), cache.keys.data_ptr(),
             cache.values.data_ptr(), *_scale_addresses(cache), out.data_ptr(),
-            *partials, 0 if sinks is None else sinks.data_ptr(), scale,
+            *partials, 0 if sinks is None else sinks.data_ptr(), scale, softcap or 0.0,
         )  # fmt: skip
         code = cpu_attention.attend_job(KINDS[query.dtype], CACHE_KINDS[cache.keys.dtype])
         self._team.run(code, cpu_attention.ATTEND, arguments)

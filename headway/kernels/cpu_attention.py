@@ -23,7 +23,7 @@ from headway.kernels.cpu_attention_plan import HEADER_WORDS, ITEM_WORDS, MERGE_W
 from headway.kernels.cpu_chunks import CHUNK, arrange, ask_for_all, close_line, copy_scales, find
 from headway.kernels.cpu_compile import compiled, give_back, take_memory
 from headway.kernels.cpu_ir import LANES
-from headway.kernels.cpu_rows import REORDER, exp_of_negative
+from headway.kernels.cpu_rows import REORDER, exp_of_negative, soft_cap
 from headway.kernels.cpu_simd import (
     FLOAT32,
     larger,
@@ -69,6 +69,13 @@ def _scale_row(scores, count, factor, scales):
     for j in range(count):
         value = np.float32(read_int32(scores, j)) * factor
         store(scores, j, value * load(scales, j, FLOAT32), FLOAT32)
+
+
+@compiled(fastmath=REORDER)
+def _cap_row(scores, count, scale, cap):
+    """Scores times the scale with a soft cap, in place."""
+    for j in range(count):
+        store(scores, j, soft_cap(load(scores, j, FLOAT32) * scale, cap), FLOAT32)
 
 
 @compiled(fastmath=REORDER)
@@ -172,7 +179,7 @@ def _begin(kind, x_kind, integer, geometry, width, item, head, query, sinks, roo
 
 
 @compiled()
-def _softmax(x_kind, integer, item, group, window, key, count, padded, scale, width, out_width, scales, room):
+def _softmax(x_kind, integer, item, group, window, key, count, padded, scale, cap, width, out_width, scales, room):
     """Turn the scores of one chunk into weights, and rescale what the earlier chunks have left in out."""
     for row in range(item[2] * group):
         own = item[3] + row // group
@@ -185,7 +192,9 @@ def _softmax(x_kind, integer, item, group, window, key, count, padded, scale, wi
             if integer:
                 _scale_row(scores, count, load(room.factors, row, FLOAT32), scales)
             before = load(room.maxima, row, FLOAT32)
-            best, total = _softmax_row(scores, low, high, scale, before)
+            if cap > _ZERO:
+                _cap_row(scores, count, scale, cap)
+            best, total = _softmax_row(scores, low, high, _ONE if cap > _ZERO else scale, before)
             decay = exp_of_negative(before - best)
             store(room.sums, row, load(room.sums, row, FLOAT32) * decay + total, FLOAT32)
             store(room.maxima, row, best, FLOAT32)
@@ -199,7 +208,9 @@ def _softmax(x_kind, integer, item, group, window, key, count, padded, scale, wi
 
 
 @compiled()
-def _attend(kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, sinks, cache, tables, scale, room):
+def _attend(
+    kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, sinks, cache, tables, scale, cap, room
+):
     """Leave the unnormalised result of one tile in the room's out, and its maxima and sums."""
     heads, kv_heads, _, table_stride, window = geometry
     arranged, inputs, width, _, size = layout
@@ -233,7 +244,9 @@ def _attend(kind, x_kind, cache_kind, integer, geometry, layout, item, head, que
             cache_kind, rows, room.queries, room.query_bytes, panels, next_panels, count, words, room.scores
         )
         used = (count + inputs - 1) // inputs
-        _softmax(x_kind, integer, item, group, window, key, count, used * inputs, scale, width, out_width, scales, room)
+        _softmax(
+            x_kind, integer, item, group, window, key, count, used * inputs, scale, cap, width, out_width, scales, room
+        )  # fmt: skip
         target = room.chunk_out if integer else room.out
         following = next_lines if key + 2 * CHUNK <= end else lines
         _products_of_values(
@@ -337,8 +350,8 @@ def _room_bytes(rows, width):
     return rows * of_row + CHUNK * (width + out_width + 8) * 4 + out_width * 4 + CHUNK * 32 + 1024
 
 
-# The plan, ten numbers of the geometry, ten addresses, then the scale.
-ATTEND = struct.Struct("21qd")
+# The plan, ten numbers of the geometry, ten addresses, then the scale and the soft cap, 0 for none.
+ATTEND = struct.Struct("21q2d")
 
 
 @once_per_kind
@@ -352,6 +365,7 @@ def attend_job(kind: Any, cache_kind: Any) -> int:
         geometry = (arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5))
         layout = (arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9), arg(a, 10))
         query, tables, scale = arg(a, 11), arg(a, 12), np.float32(real_arg(a, 21))
+        cap = np.float32(real_arg(a, 22))
         cache = (arg(a, 13), arg(a, 14), arg(a, 15), arg(a, 16))
         out, partial_out, partial_sums, sinks = arg(a, 17), arg(a, 18), arg(a, 19), arg(a, 20)
         count, most_rows, merges = read_int64(plan, 0), read_int64(plan, 1), read_int64(plan, 2)
@@ -369,7 +383,7 @@ def attend_job(kind: Any, cache_kind: Any) -> int:
                 )  # fmt: skip
                 _attend(
                     kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, sinks, cache, tables, scale,
-                    room,
+                    cap, room,
                 )  # fmt: skip
                 _finish(kind, geometry, width, item, head, room, out, partial_out, partial_sums)
                 take_ticket(tickets(a, 1))

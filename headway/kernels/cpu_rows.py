@@ -35,7 +35,7 @@ _SEARCHED = 8192
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
-_ONE, _HALF = np.float32(1.0), np.float32(0.5)
+_ONE, _TWO, _HALF = np.float32(1.0), np.float32(2.0), np.float32(0.5)
 _LOWEST = np.float32(-87.0)
 # Minimax coefficients of (exp(r) - 1 - r) / r^2 on |r| <= ln(2) / 2, from Moshier's Cephes library (expf).
 _C0, _C1, _C2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
@@ -117,6 +117,56 @@ def add_rms_norm_job(kind: Any) -> int:
             first = take_rows(a, step)
 
     return job(rows)
+
+
+ADD = struct.Struct("4q")
+
+
+@once_per_kind
+def add_job(kind: Any) -> int:
+    """residual += x, both dense."""
+
+    def elements(a: int) -> None:
+        step, count, x, residual = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3)
+        first = take_rows(a, step)
+        while first < count:
+            for i in range(first, min(first + step, count)):
+                store(residual, i, load(x, i, kind) + load(residual, i, kind), kind)
+            first = take_rows(a, step)
+
+    return job(elements)
+
+
+@compiled(fastmath=REORDER, inline="always")
+def soft_cap(x, cap):
+    """cap * tanh(x / cap), as (1 - e) / (1 + e) with e = exp(-2 |x| / cap)."""
+    small = exp_of_negative(-abs(x) * (_TWO / cap))
+    size = cap * (_ONE - small) / (_ONE + small)
+    return size if x >= np.float32(0) else -size
+
+
+@compiled(fastmath=REORDER)
+def _soft_cap_elements(kind, first, last, x, cap):
+    for i in range(first, last):
+        value = load(x, i, kind)
+        store(x, i, soft_cap(value, cap) if value == value else value, kind)
+
+
+SOFT_CAP = struct.Struct("3qd")
+
+
+@once_per_kind
+def soft_cap_job(kind: Any) -> int:
+    """In place; what is not a number stays so."""
+
+    def elements(a: int) -> None:
+        step, count, x, cap = arg(a, 0), arg(a, 1), arg(a, 2), np.float32(real_arg(a, 3))
+        first = take_rows(a, step)
+        while first < count:
+            _soft_cap_elements(kind, first, min(first + step, count), x, cap)
+            first = take_rows(a, step)
+
+    return job(elements)
 
 
 @compiled(fastmath=REORDER)

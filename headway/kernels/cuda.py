@@ -103,10 +103,13 @@ class CudaKernels(TorchKernels):
         scale: float,
         sliding_window: int | None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D]."""
         check_heads("query", query)
-        return cuda_attention.attention(query, cache, step, scale, sliding_window, sinks, self._multiprocessors)
+        return cuda_attention.attention(
+            query, cache, step, scale, sliding_window, sinks, softcap, self._multiprocessors
+        )
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes."""

@@ -23,9 +23,12 @@ _LEAST_SPLIT_KEYS = 256
 
 
 @triton.jit
-def _attend(q, k, v, seen, scale, best, total, result):
+def _attend(q, k, v, seen, scale, softcap, best, total, result, CAPPED: tl.constexpr):
     """The running maximum, sum and result with some keys more, of which each row has seen some."""
-    scores = tl.where(seen, tl.dot(q, k, input_precision="ieee") * scale, -1.0e30)
+    scores = tl.dot(q, k, input_precision="ieee") * scale
+    if CAPPED:
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+    scores = tl.where(seen, scores, -1.0e30)
     better = tl.maximum(best, tl.max(scores, axis=1))
     weights = tl.where(seen, tl.exp(scores - better[:, None]), 0.0)
     decay = tl.exp(best - better)
@@ -52,10 +55,10 @@ def _keys_of(
 @triton.jit
 def _attention_kernel(
     query, keys, values, tables, query_start, context_lens, sinks, out, partial_out, partial_max, partial_sum,
-    scale, query_stride, table_stride, window, split_keys,
+    scale, softcap, query_stride, table_stride, window, split_keys,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
     WIDTH_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
+    KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     sequence = tl.program_id(1)
@@ -105,7 +108,7 @@ def _attention_kernel(
         seen = there[None, :] & (at[None, :] <= position[:, None])
         if WINDOWED:
             seen = seen & (at[None, :] > position[:, None] - window)
-        best, total, result = _attend(q, k, v, seen, scale, best, total, result)
+        best, total, result = _attend(q, k, v, seen, scale, softcap, best, total, result, CAPPED)
     if SPLITS > 1:
         part = (token_index * HEADS + head) * SPLITS + split
         tl.store(partial_max + part, best, mask=live)
@@ -161,7 +164,7 @@ def tile_sizes(group: int, width: int, max_query_len: int, itemsize: int) -> tup
 
 def attention(
     query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, sliding_window: int | None,
-    sinks: Tensor | None, multiprocessors: int,
+    sinks: Tensor | None, softcap: float | None, multiprocessors: int,
 ) -> Tensor:  # fmt: skip
     """Causal paged attention of query [T, H, D], strided along T or not -> dense [T, H, D]."""
     tokens, heads, width = query.shape
@@ -186,11 +189,11 @@ def attention(
     # Only the first number of a grid may exceed 65,535.
     _attention_kernel[(tiles, step.num_sequences, kv_heads * splits)](
         query, cache.keys, cache.values, step.block_tables, step.query_start, step.context_lens, sinks, out,
-        partial_out, partial_max, partial_sum, scale, query.stride(0), step.block_tables.stride(0),
+        partial_out, partial_max, partial_sum, scale, softcap or 0.0, query.stride(0), step.block_tables.stride(0),
         sliding_window or 0, split_keys,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=group, WIDTH=width, WIDTH_PADDED=width_padded,
         BLOCK_SIZE=block_size, ROWS=rows, TOKENS=tile_tokens, KEYS=keys, SPLITS=splits,
-        WINDOWED=sliding_window is not None, WIDEN=widen, num_warps=warps,
+        WINDOWED=sliding_window is not None, CAPPED=softcap is not None, WIDEN=widen, num_warps=warps,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(tokens * heads,)](

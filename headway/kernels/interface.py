@@ -245,6 +245,14 @@ class Kernels(Protocol):
         """(rms_norm(x + residual), x + residual); may reuse the memory of both arguments."""
         ...
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x + residual; may reuse the memory of residual."""
+        ...
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) in float32, returned in x's dtype; may reuse the memory of x."""
+        ...
+
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         """Apply RoPE in place to query [T, H, D] and key [T, G, D], half-split layout.
 
@@ -268,12 +276,14 @@ class Kernels(Protocol):
         scale: float,
         sliding_window: int | None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D].
 
         This step's keys and values are already stored. With a sliding window of w, position p attends
         to positions p - w + 1 .. p. Sinks, a float32 logit [H] for each head, take part in the softmax's denominator
-        as a key of no value that every query sees (gpt-oss); they are not scaled.
+        as a key of no value that every query sees (gpt-oss); they are not scaled. With a softcap, a scaled product s
+        becomes softcap * tanh(s / softcap) (Gemma 2).
         """
         ...
 

@@ -151,6 +151,14 @@ class TorchKernels:
         number = torch.full_like(chosen[:, :1], routed.shape[1])
         return torch.cat([chosen, number], 1), torch.cat([weights, wide[:, -1:].sigmoid()], 1)
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See Kernels."""
+        return x + residual
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """See Kernels."""
+        return (x.float() / cap).tanh_().mul_(cap).to(x.dtype)
+
     def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
         """See Kernels; argmax does not promise the first of equals."""
         best = logits.amax(dim=1, keepdim=True)
@@ -213,6 +221,7 @@ class ReferenceKernels(TorchKernels):
         scale: float,
         sliding_window: int | None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Attention of query [T, H, D], sequence by sequence over its gathered context -> [T, H, D]."""
         out = torch.empty_like(query)
@@ -222,7 +231,7 @@ class ReferenceKernels(TorchKernels):
             context_len = step.context_lens_host[i]
             keys = _gather(cache.keys, step.block_tables[i], context_len)
             values = _gather(cache.values, step.block_tables[i], context_len)
-            out[start:end] = _attend(query[start:end], keys, values, scale, sliding_window, sinks)
+            out[start:end] = _attend(query[start:end], keys, values, scale, sliding_window, sinks, softcap)
             start = end
         return out
 
@@ -241,7 +250,13 @@ def _gather(blocks: Tensor, table: Tensor, context_len: int) -> Tensor:
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
     """softmax(q k^T scale) v of the last tokens of one context: query [Q, H, D], keys and values [G, C, D]."""
     num_queries, num_heads, _ = query.shape
@@ -255,6 +270,8 @@ def _attend(
     if sliding_window is not None:
         hidden |= other <= own - sliding_window
     scores = (query.float().transpose(0, 1) @ keys.transpose(1, 2)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(-1, num_queries, 1)], dim=-1)

@@ -30,9 +30,9 @@ class NormNames(NamedTuple):
     What stands behind a part norms what it adds to the residual stream; None for nothing.
     """
 
-    attention: str = "input_layernorm"
+    attention: str | None = "input_layernorm"
     attended: str | None = None
-    mlp: str = "post_attention_layernorm"
+    mlp: str | None = "post_attention_layernorm"
     mlp_out: str | None = None
 
 
@@ -40,6 +40,7 @@ _PLAIN_NORMS = NormNames()
 _GEMMA_NORMS = NormNames(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
+_OLMO_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GLM4_NORMS = NormNames(attended="post_self_attn_layernorm", mlp_out="post_mlp_layernorm")
 
 
@@ -63,6 +64,7 @@ class Traits:
     turns_neighbours: bool = False
 
 
+_GEMMA = Traits(_GEMMA_NORMS, "gelu_tanh", "hidden_activation", norm_offset=1.0)
 _GLM = Traits(fused=("gate_up_proj",), turns_neighbours=True)
 # Of those that are known, the ones whose tensors and operations the decoder has.
 ARCHITECTURES: dict[str, Traits] = {
@@ -77,7 +79,10 @@ ARCHITECTURES: dict[str, Traits] = {
     "Phi3ForCausalLM": Traits(fused=("qkv_proj", "gate_up_proj")),
     "SmolLM3ForCausalLM": Traits(),
     "GptOssForCausalLM": Traits(gate="clamped"),
-    "Gemma3ForCausalLM": Traits(_GEMMA_NORMS, "gelu_tanh", "hidden_activation", norm_offset=1.0),
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA,
+    "Olmo2ForCausalLM": Traits(_OLMO_NORMS),
+    "Olmo3ForCausalLM": Traits(_OLMO_NORMS),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, norms=_GLM4_NORMS),
 }
@@ -85,29 +90,27 @@ ARCHITECTURES: dict[str, Traits] = {
 _LACKING = {
     "DeepseekV2ForCausalLM": "attention over a latent (MLA)",
     "DeepseekV3ForCausalLM": "attention over a latent (MLA)",
-    "Gemma2ForCausalLM": "soft caps of attention and of logits",
     "Gemma3ForConditionalGeneration": "an encoder of images",
     "Glm4MoeForCausalLM": "routing by sigmoid scores",
     "Lfm2ForCausalLM": "layers of short convolutions",
     "Llama4ForConditionalGeneration": "an encoder of images",
-    "Olmo2ForCausalLM": "layers with norms behind their parts alone",
     "Qwen3NextForCausalLM": "layers of Gated DeltaNet",
 }
 # What config.json calls what gates do.
 _ACTS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 # What architectures assume for keys that only the decoder reads.
+_GEMMA_DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "Gemma3ForCausalLM": {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
-        "query_pre_attn_scalar": 256,
-    },
+    "Gemma2ForCausalLM": _GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "Gemma3ForCausalLM": _GEMMA_DEFAULTS | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+    "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
+    "Olmo3ForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
     "GptOssForCausalLM": {"torch_dtype": "bfloat16"},
     "GlmForCausalLM": {"partial_rotary_factor": 0.5},
     "Glm4ForCausalLM": {"partial_rotary_factor": 0.5},
 }
+# Where layers with a window have positions of their own: the key of their theta.
+_LOCAL_THETAS = {"Gemma3ForCausalLM": "rope_local_base_freq", "Olmo3ForCausalLM": "rope_theta"}
 # Keys of routers that choose in another way, with the values that change nothing.
 _PLAIN_ROUTER = {"scoring_func": "softmax", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1}
 
@@ -150,6 +153,16 @@ class Multipliers:
         return self.residual / self.embedding
 
 
+class SoftCaps(NamedTuple):
+    """Between which bounds, up and down, products of attention and logits are bent (Gemma 2); None for none."""
+
+    attention: float | None = None
+    logits: float | None = None
+
+
+_NO_CAPS = SoftCaps()
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder.
@@ -176,6 +189,7 @@ class ModelConfig:
     traits: Traits = Traits()
     multipliers: Multipliers = Multipliers()
     local_rope: RopeConfig | None = None
+    softcaps: SoftCaps = _NO_CAPS
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -204,14 +218,15 @@ class ModelConfig:
             raise values.error(traits.act, f"is not supported; only {acts[0]} is")
         if shape.head_dim % 2:
             raise ModelError(f"{source}: head_dim is {shape.head_dim}; rotary embeddings need an even number")
-        multipliers, rope, local_rope = Multipliers(), None, None
+        multipliers, rope, local_rope, softcaps = Multipliers(), None, None, _NO_CAPS
         if name == "GraniteForCausalLM":
             multipliers = _multipliers(values)
         if name == "GptOssForCausalLM":
             _check_gpt_oss(values, shape)
-        if name == "Gemma3ForCausalLM":
-            multipliers = _gemma(values, shape)
-            rope, local_rope = read_two_ropes(values, shape.head_dim, shape.max_positions)
+        if name.startswith("Gemma"):
+            multipliers, softcaps = _gemma(values, shape), _softcaps(values)
+        if name in _LOCAL_THETAS:
+            rope, local_rope = read_two_ropes(values, _LOCAL_THETAS[name], shape.head_dim, shape.max_positions)
         return cls(
             shape=shape,
             caches=shape.caches,
@@ -224,6 +239,7 @@ class ModelConfig:
             traits=traits,
             multipliers=multipliers,
             local_rope=local_rope,
+            softcaps=softcaps,
         )
 
     @property
@@ -300,10 +316,12 @@ def _multipliers(values: ConfigValues) -> Multipliers:
 
 def _gemma(values: ConfigValues, shape: ModelShape) -> Multipliers:
     """Embeddings are multiplied with sqrt(h), and attention's products with a number of their own."""
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if values.get(key) is not None:
-            raise values.error(key, "is not supported; only null is")
     return Multipliers(embedding=shape.hidden**0.5, attention=values.positive_number("query_pre_attn_scalar") ** -0.5)
+
+
+def _softcaps(values: ConfigValues) -> SoftCaps:
+    keys = ("attn_logit_softcapping", "final_logit_softcapping")
+    return SoftCaps(*(None if values.get(key) is None else values.positive_number(key) for key in keys))
 
 
 def _rotated(values: ConfigValues, layers: int) -> tuple[bool, ...]:

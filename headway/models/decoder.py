@@ -61,8 +61,8 @@ class AttentionWeights:
     """What makes queries, keys and values, and the result of what they find; qkv stacks the rows of all three."""
 
     qkv: Linear
-    query_norm: Tensor | None  # [head_dim]
-    key_norm: Tensor | None  # [head_dim]
+    query_norm: Tensor | None  # [head_dim], or of all heads together
+    key_norm: Tensor | None
     o: Linear
     cache: CacheSpec
     rotated: bool = True  # whether queries and keys have rotary positions
@@ -85,6 +85,7 @@ class Attention:
         self._weights, self._kernels, self._rope = weights, kernels, rope
         self._eps = config.rms_norm_eps
         self._scale = config.multipliers.attention or weights.cache.key_dim**-0.5
+        self._softcap = config.softcaps.attention
         self._heads = _head_split(config.shape.heads, weights.cache)
 
     def __call__(self, x: Tensor, cache: LayerCache, step: StepGeometry) -> Tensor:
@@ -92,22 +93,28 @@ class Attention:
         weights, kernels, heads = self._weights, self._kernels, self._heads
         query, key, value = weights.qkv(x).view(len(x), sum(heads), weights.cache.key_dim).split(heads, 1)
         if weights.query_norm is not None and weights.key_norm is not None:
-            query = kernels.rms_norm(query, weights.query_norm, self._eps)
-            key = kernels.rms_norm(key, weights.key_norm, self._eps)
+            query = self._norm(query, weights.query_norm)
+            key = self._norm(key, weights.key_norm)
         if weights.rotated:
             kernels.rotate(query, key, *self._rope, step.positions)
         kernels.store(key, value, cache, step.slots)
-        attended = kernels.attention(query, cache, step, self._scale, weights.cache.window, weights.sinks)
+        attended = kernels.attention(
+            query, cache, step, self._scale, weights.cache.window, weights.sinks, self._softcap
+        )
         return weights.o(attended.flatten(1))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Of x [T, H, D], each head by itself or all together, as the weight is long."""
+        return self._kernels.rms_norm(x.view(len(x), -1, len(weight)), weight, self._eps).view(x.shape)
 
 
 @dataclass(slots=True)
 class LayerWeights:
     """One layer, laid out by the device's kernels."""
 
-    mixer_norm: Tensor  # [hidden]
+    mixer_norm: Tensor | None  # [hidden]; None where its input is the residual stream itself
     mixer: AttentionWeights
-    mlp_norm: Tensor  # [hidden]
+    mlp_norm: Tensor | None  # [hidden]; None likewise
     mlp: Callable[[Tensor], Tensor]  # [T, hidden] -> [T, hidden]
     mixed_norm: Tensor | None = None  # [hidden], of what the mixer adds to the residual stream
     mlp_out_norm: Tensor | None = None  # [hidden], of what the MLP adds to it
@@ -180,25 +187,32 @@ class Decoder:
         return self.kernels.repeat(key, step, self._attentions, lambda: self._layers_of(token_ids, step, caches))
 
     def _layers_of(self, token_ids: Tensor, step: StepGeometry, caches: list[LayerCache]) -> Tensor:
-        rms_norm, add_rms_norm = self.kernels.rms_norm, self.kernels.add_rms_norm
-        eps, residual_eps = self.config.rms_norm_eps, self.config.residual_eps
-
+        rms_norm, eps = self.kernels.rms_norm, self.config.rms_norm_eps
         residual = self.weights.embedding(token_ids)
-        hidden = rms_norm(residual, self.weights.layers[0].mixer_norm, residual_eps)
+        first = self.weights.layers[0].mixer_norm
+        hidden = residual if first is None else rms_norm(residual, first, self.config.residual_eps)
         for (layer, mixer, next_norm), cache in zip(self._layers, caches, strict=True):
             added = mixer(hidden, cache, step)
             if layer.mixed_norm is not None:
                 added = rms_norm(added, layer.mixed_norm, eps)
-            hidden, residual = add_rms_norm(added, residual, layer.mlp_norm, residual_eps)
+            hidden, residual = self._joined(added, residual, layer.mlp_norm)
             added = layer.mlp(hidden)
             if layer.mlp_out_norm is not None:
                 added = rms_norm(added, layer.mlp_out_norm, eps)
-            hidden, residual = add_rms_norm(added, residual, next_norm, residual_eps)
+            hidden, residual = self._joined(added, residual, next_norm)
         return hidden
+
+    def _joined(self, added: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What goes into the next part, and the residual stream with what the last one adds."""
+        if norm is not None:
+            return self.kernels.add_rms_norm(added, residual, norm, self.config.residual_eps)
+        residual = self.kernels.add(added, residual)
+        return residual, residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the chosen rows of forward's result: [R, hidden] -> [R, vocab], in the model's dtype."""
-        return self.weights.lm_head(hidden)
+        logits, cap = self.weights.lm_head(hidden), self.config.softcaps.logits
+        return logits if cap is None else self.kernels.soft_cap(logits, cap)
 
 
 def _head_split(heads: int, cache: CacheSpec) -> list[int]:

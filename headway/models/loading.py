@@ -160,10 +160,10 @@ class _Assembler:
     def _layer(self, index: int, cache: CacheSpec) -> LayerWeights:
         layer, norms, added = f"model.layers.{index}", self._config.traits.norms, self._config.multipliers.added
         return LayerWeights(
-            mixer_norm=self._norm(f"{layer}.{norms.attention}"),
+            mixer_norm=self._norm(f"{layer}.{norms.attention}") if norms.attention else None,
             mixer=self._attention(index, cache),
             mixed_norm=self._norm(f"{layer}.{norms.attended}", added) if norms.attended else None,
-            mlp_norm=self._norm(f"{layer}.{norms.mlp}"),
+            mlp_norm=self._norm(f"{layer}.{norms.mlp}") if norms.mlp else None,
             mlp_out_norm=self._norm(f"{layer}.{norms.mlp_out}", added) if norms.mlp_out else None,
             mlp=self._mlp(index),
         )

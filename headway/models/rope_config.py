@@ -95,17 +95,20 @@ def read_rope(values: ConfigValues, head_dim: int, max_positions: int) -> RopeCo
     return RopeConfig(kind, theta, dim, factor, max_positions)
 
 
-def read_two_ropes(values: ConfigValues, head_dim: int, max_positions: int) -> tuple[RopeConfig, RopeConfig]:
-    """The settings of layers without a window and of those with one (Gemma 3). Raises as read_rope.
+def read_two_ropes(
+    values: ConfigValues, local_theta: str, head_dim: int, max_positions: int
+) -> tuple[RopeConfig, RopeConfig]:
+    """The settings of layers without a window and of those with one (Gemma 3, OLMo-3). Raises as read_rope.
 
-    Old: those of layers with a window are rope_local_base_freq alone. New: rope_parameters has one for each kind.
+    Old: those of layers with a window are the theta of the key `local_theta` alone. New: rope_parameters has one for
+    each kind.
     """
     kinds = ("full_attention", "sliding_attention")
     stated = values.get("rope_parameters")
     if isinstance(stated, Mapping) and all(isinstance(stated.get(kind), Mapping) for kind in kinds):
         each = [ConfigValues({"rope_parameters": stated[kind]}, values.source, values.defaults) for kind in kinds]
     else:
-        each = [values, ConfigValues({"rope_theta": values.get("rope_local_base_freq")}, values.source)]
+        each = [values, ConfigValues({"rope_theta": values.get(local_theta)}, values.source)]
     plain, local = (read_rope(section, head_dim, max_positions) for section in each)
     return plain, local
 

@@ -92,8 +92,9 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
         if c.sinks:
             shapes[f"{layer}.self_attn.sinks"] = (c.heads,)
         if c.qk_norm:
-            shapes[f"{layer}.self_attn.q_norm.weight"] = (cache.key_dim,)
-            shapes[f"{layer}.self_attn.k_norm.weight"] = (cache.key_dim,)
+            whole = c.qk_norm == "whole"
+            shapes[f"{layer}.self_attn.q_norm.weight"] = (query if whole else cache.key_dim,)
+            shapes[f"{layer}.self_attn.k_norm.weight"] = (key if whole else cache.key_dim,)
         linear(f"{layer}.self_attn.o_proj", c.hidden, c.heads * cache.value_dim, c.o_bias)
         mixture = mixture_names(config, i, stacked)
         if mixture is None or c.experts is None:

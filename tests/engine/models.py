@@ -45,6 +45,16 @@ TINY_GPT_OSS: dict[str, Any] = {
     "intermediate_size": 48,
     "sliding_window": 20,
 }
+TINY_GEMMA2: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 20,
+    "query_pre_attn_scalar": 16,
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 3.0,
+    "tie_word_embeddings": True,
+}
+TINY_OLMO: dict[str, Any] = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 20, "sliding_window_pattern": 2}
 TINY_GEMMA: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
     "hidden_activation": "gelu_pytorch_tanh",

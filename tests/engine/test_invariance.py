@@ -17,9 +17,15 @@ from headway.engine.logprobs import prompt_logprobs
 from headway.engine.messages import AddRequest, PromptLogprobs
 from headway.kernels import cpu
 from headway.policy.swap import SwapSpace
-from tests.engine.models import TINY_GEMMA, TINY_GPT_OSS, TINY_MIXTURE, write_config
+from tests.engine.models import TINY_GEMMA, TINY_GEMMA2, TINY_GPT_OSS, TINY_MIXTURE, TINY_OLMO, write_config
 
-_FAMILIES = {"experts": TINY_MIXTURE, "gpt-oss": TINY_GPT_OSS, "gemma": TINY_GEMMA}
+_FAMILIES = {
+    "experts": TINY_MIXTURE,
+    "gpt-oss": TINY_GPT_OSS,
+    "gemma": TINY_GEMMA,
+    "gemma2": TINY_GEMMA2,
+    "olmo": TINY_OLMO,
+}
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[(7 * i + 3 * j) % 500 + 5 for j in range(9 + 5 * i)] for i in range(32)]
@@ -59,6 +65,8 @@ class Model(NamedTuple):
         ("cpu", "int4", "auto", "bfloat16", "experts"),
         ("cpu", "none", "auto", "float32", "gpt-oss"),
         ("cpu", "none", "auto", "float32", "gemma"),
+        ("cpu", "none", "auto", "bfloat16", "gemma2"),
+        ("cpu", "none", "auto", "float32", "olmo"),
         pytest.param(("cuda", "none", "auto"), marks=pytest.mark.gpu),
     ],
     ids="-".join,

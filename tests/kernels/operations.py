@@ -110,6 +110,19 @@ def check_most_likely(kernels: Kernels, device: str, dtype: torch.dtype) -> None
     assert math.isnan(best[2])
 
 
+def check_add_and_soft_cap(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, width: int) -> None:
+    """Caps of numbers from next to nothing to far above the cap; what is not a number stays so."""
+    x, residual = random(0, dtype, tokens, width), random(1, dtype, tokens, width)
+    assert_close(kernels.add(x.to(device), residual.clone().to(device)), REFERENCE.add(x, residual), dtype)
+    x = x * 10.0 ** torch.arange(-4, 4).repeat(width)[:width].to(dtype)
+    x[0, :3] = torch.tensor([math.inf, -math.inf, math.nan])
+    capped = kernels.soft_cap(x.clone().to(device), 30.0)
+    assert capped[0, :2].tolist() == [30.0, -30.0] and capped[0, 2].isnan()
+    torch.testing.assert_close(
+        capped.cpu().double(), 30 * (x.double() / 30).tanh(), atol=30 * ROUNDING[dtype], rtol=1e-5, equal_nan=True
+    )
+
+
 def check_route(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
     """The greatest first, of equals the first; each row by itself; of a NaN, NaN."""
     logits = torch.tensor([[1.0, 3.0, 3.0, -80.0, 0.5], [2.0, -math.inf, 2.0, 2.0, -0.5]]).to(dtype).to(device)
@@ -208,7 +221,7 @@ def check_copy_blocks(kernels: Kernels, device: str) -> None:
 def check_attention(
     kernels: Kernels, device: str, dtype: torch.dtype, queries: list[int], contexts: list[int], heads: int,
     kv_heads: int, width: int, block_size: int, window: int | None, seed: int = 0,
-    cache_dtype: torch.dtype | None = None, has_sinks: bool = False,
+    cache_dtype: torch.dtype | None = None, has_sinks: bool = False, softcap: float | None = None,
 ) -> None:  # fmt: skip
     """Attention of queries that are a slice of a wider projection, over what was stored in shuffled blocks before.
 
@@ -228,11 +241,11 @@ def check_attention(
     fused = random(seed + 3, dtype, sum(queries), (heads + 2) * width)
     sinks = random(seed + 4, torch.float32, heads) * 4 if has_sinks else None  # from negligible to most of the weight
     expected = REFERENCE.attention(
-        fused[:, : heads * width].view(-1, heads, width), cache, step, width**-0.5, window, sinks
+        fused[:, : heads * width].view(-1, heads, width), cache, step, width**-0.5, window, sinks, softcap
     )
     query = fused.to(device)[:, : heads * width].view(-1, heads, width)
     of_device = sinks if sinks is None else sinks.to(device)
-    got = kernels.attention(query, ours, on(device, step), width**-0.5, window, of_device)
+    got = kernels.attention(query, ours, on(device, step), width**-0.5, window, of_device, softcap)
     assert got.shape == (sum(queries), heads, width)
     if cache_dtype is None:
         assert_close(got, expected, dtype)

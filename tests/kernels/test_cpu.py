@@ -42,6 +42,12 @@ def test_norm_of_heads(kernels: CpuKernels, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 40), (70, 512)])
+def test_add_and_soft_cap(kernels: CpuKernels, dtype: torch.dtype, tokens: int, width: int) -> None:
+    operations.check_add_and_soft_cap(kernels, "cpu", dtype, tokens, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 896), (7, 40), (60, 768), (5, 7)])
 def test_take(kernels: CpuKernels, dtype: torch.dtype, tokens: int, width: int) -> None:
     before = torch.get_num_threads()
@@ -165,6 +171,13 @@ def test_attention_with_sinks(kernels: CpuKernels, window: int | None, cache_dty
     """Contexts in one part and in several; of those, the window hides the first."""
     steps = [1, 7, 1, 20], [1, 7, 1100, 333]
     check_attention(kernels, "cpu", torch.float32, *steps, 14, 2, 64, 16, window, 0, cache_dtype, has_sinks=True)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_with_a_soft_cap(kernels: CpuKernels, dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
+    steps = [1, 7, 1, 20], [1, 7, 1100, 333]
+    check_attention(kernels, "cpu", dtype, *steps, 14, 2, 64, 16, 37, 0, cache_dtype, softcap=0.7)
 
 
 def test_an_int8_cache_holds_zeros(kernels: CpuKernels) -> None:

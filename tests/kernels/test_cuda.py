@@ -67,6 +67,11 @@ def test_store(kernels: CudaKernels, dtype: torch.dtype, block_size: int, width:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_add_and_soft_cap(kernels: CudaKernels, dtype: torch.dtype) -> None:
+    operations.check_add_and_soft_cap(kernels, DEVICE, dtype, 3, 40)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_most_likely(kernels: CudaKernels, dtype: torch.dtype) -> None:
     operations.check_most_likely(kernels, DEVICE, dtype)
 
@@ -106,6 +111,11 @@ def test_attention_with_sinks(kernels: CudaKernels, window: int | None) -> None:
     """In one part and in several, the first of which the window hides."""
     for lengths, heads, kv_heads in ((([1, 7, 20], [1, 7, 33]), 14, 2), (([1, 1], [700, 90]), 7, 1)):
         check_attention(kernels, DEVICE, torch.float32, *lengths, heads, kv_heads, 64, 16, window, has_sinks=True)
+
+
+def test_attention_with_a_soft_cap(kernels: CudaKernels) -> None:
+    for lengths, heads, kv_heads in ((([1, 7, 20], [1, 7, 33]), 14, 2), (([1, 1], [700, 90]), 7, 1)):
+        check_attention(kernels, DEVICE, torch.float32, *lengths, heads, kv_heads, 64, 16, 37, softcap=0.7)
 
 
 def test_splits_fill_the_device_but_stay_long(kernels: CudaKernels) -> None:

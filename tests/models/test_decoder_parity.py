@@ -129,6 +129,13 @@ def test_sliding_windows_change_the_logits(models, case):
     assert worst(whole(decoder(models(case)[1]), PROMPTS), unlimited) > 0.05
 
 
+@pytest.mark.parametrize("bent", ["attention", "logits"])
+def test_soft_caps_change_the_logits(models, bent):
+    capped = decoder(models("gemma2")[1])
+    without = with_config(capped, softcaps=capped.config.softcaps._replace(**{bent: None}))
+    assert worst(whole(capped, PROMPTS), whole(without, PROMPTS)) > 0.05
+
+
 @pytest.mark.parametrize("on", ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_layers_may_have_different_caches(models, on):
     """A layer that has each key/value head twice, for half of its queries each, changes nothing."""

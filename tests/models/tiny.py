@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Glm4Config,
@@ -24,6 +26,10 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -50,7 +56,10 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "granite": (GraniteConfig, GraniteForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM),
     "glm": (GlmConfig, GlmForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
@@ -104,6 +113,30 @@ SHARED = EXPERTS | {"shared_expert_intermediate_size": 40}
 
 GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6} | rope("default")
 
+# Caps that products and logits come near to.
+GEMMA2 = {
+    "head_dim": 16,
+    "sliding_window": 6,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+    "tie_word_embeddings": True,
+}
+OLMO3 = {
+    "pad_token_id": 0,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        "full_attention": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "attention_factor": 1.2,
+        },
+    },
+}
 GEMMA3 = {
     "head_dim": 16,
     "sliding_window": 6,
@@ -182,6 +215,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe_every_second": ("qwen2_moe", SHARED | {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 16}),
     "qwen3_moe_all_of_few": ("qwen3_moe", EXPERTS | {"num_experts": 3, "num_experts_per_tok": 3}),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma2_uncapped": ("gemma2", GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "olmo2": ("olmo2", {"pad_token_id": 0}),
+    "olmo2_biases": ("olmo2", {"pad_token_id": 0, "attention_bias": True, "num_key_value_heads": None}),
+    "olmo3": ("olmo3", OLMO3),
     "gemma3": ("gemma3", GEMMA3),
     "gemma3_untied": ("gemma3", GEMMA3 | {"sliding_window_pattern": 2, "tie_word_embeddings": False}),
     "glm": ("glm", GLM),
