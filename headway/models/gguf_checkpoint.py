@@ -15,7 +15,7 @@ from headway.models.checkpoint import StageClock
 from headway.models.config import ModelConfig, ModelError
 from headway.models.gguf import GGUFTensor, read_gguf
 from headway.models.gguf_blocks import BLOCKS, packed_blocks
-from headway.models.gguf_config import gguf_files, gguf_name, left_over, name_in, turns_neighbours
+from headway.models.gguf_config import adds_one, family_of, gguf_files, gguf_name, left_over, turns_neighbours
 from headway.models.tensors import Shapes
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -31,11 +31,10 @@ class GGUFCheckpoint:
     def __init__(self, folder: Path, expected: Shapes, config: ModelConfig, clock: StageClock) -> None:
         self._clock, self._config, self._stack = clock, config, ExitStack()
         model = read_gguf(gguf_files(folder)[0])
-        self._turned = turns_neighbours(model)
+        self._turned, self._adds_one, family = turns_neighbours(model), adds_one(model), family_of(model)
         self._tensors: dict[str, tuple[GGUFTensor, int | None]] = {}
         for name, shape in expected.items():
-            theirs, expert = gguf_name(name)
-            theirs = name_in(model, theirs)
+            theirs, expert = gguf_name(name, family)
             if theirs not in model.tensors:
                 raise ModelError(f"{model.path}: tensor {theirs} is missing; use a file that holds a whole model")
             tensor = model.tensors[theirs]
@@ -43,7 +42,7 @@ class GGUFCheckpoint:
             found = tensor.shape if expert is None else tensor.shape[1:]
             if found != shape and (1, *found) != shape:
                 raise ModelError(f"{model.path}: tensor {theirs} has shape {list(found)}, but {list(shape)} is needed")
-        used = {name_in(model, gguf_name(name)[0]) for name in expected}
+        used = {gguf_name(name, family)[0] for name in expected}
         for name in left_over(model, used):
             raise ModelError(f"{model.path}: tensor {name} has no place in the model that the file describes")
         try:
@@ -81,7 +80,8 @@ class GGUFCheckpoint:
         if tensor.kind not in _PLAIN:
             raise ModelError(f"{tensor.path}: {name} is stored as {tensor.kind}, where plain numbers are needed")
         with self._clock.measure("convert"):
-            out.copy_(self._in_halves(name, self._plain(name)).view(out.shape))
+            plain = self._in_halves(name, self._plain(name)).view(out.shape)
+            out.copy_(plain.float() - 1 if self._adds_one and name.endswith("norm.weight") else plain)
 
     def packed(self, layer: str, dtype: torch.dtype) -> Weight | None:
         """The matrix of a linear layer, to be multiplied in `dtype`; None if it is plain."""

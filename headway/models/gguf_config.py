@@ -27,9 +27,18 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
 }
 # Of queries and keys these have neighbours turned together, where a Hugging Face checkpoint has halves of a head.
-_NEIGHBOURS = ("llama",)
+_NEIGHBOURS = ("llama", "granite", "smollm3")
+# The norms of these are stored as what they are, where a Hugging Face checkpoint has one less.
+_GEMMA = ("gemma2", "gemma3")
 _FIELDS = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -45,6 +54,13 @@ _FIELDS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope_local_base_freq": "rope.freq_base_swa",
 }
 # Parts of a Hugging Face checkpoint's names, and what GGUF calls them.
 TENSORS = {
@@ -59,6 +75,8 @@ TENSORS = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -75,6 +93,15 @@ TENSORS = {
     "block_sparse_moe.experts.w1": "ffn_gate_exps",
     "block_sparse_moe.experts.w3": "ffn_up_exps",
     "block_sparse_moe.experts.w2": "ffn_down_exps",
+}
+_POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+# What families call by another name.
+_NORMS = {
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
+    "gemma2": _POST_NORMS | {"pre_feedforward_layernorm": "ffn_norm"},
+    "gemma3": _POST_NORMS | {"pre_feedforward_layernorm": "ffn_norm"},
+    "olmo2": _POST_NORMS,
+    "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
 }
 # Tensors that are taken into config.json, or that nothing needs.
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -148,7 +175,7 @@ def folder_of(path: Path) -> Path:
     return folder
 
 
-_VERSION = 1  # of what is written into a folder
+_VERSION = 2  # of what is written into a folder
 
 
 def config_of(model: GGUFModel) -> dict[str, Any]:
@@ -172,6 +199,10 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
         config["num_local_experts"] = config.pop("num_experts")
     if family == "gpt-oss":
         config |= {"intermediate_size": config.get("moe_intermediate_size"), "experts_one_by_one": True}
+    if not config.get("sliding_window"):
+        config["sliding_window"] = None
+    elif family == "olmo2":  # converters take both for one family
+        architecture = "Olmo3ForCausalLM"
     for name in ("num_experts", "num_experts_per_tok"):
         if not config.get(name):
             config.pop(name, None)
@@ -191,6 +222,12 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
         "use_sliding_window": False,
         "dtype": _dtype(tensors),
     }
+    turned = values.get(f"{family}.rope.dimension_count")
+    if family in ("phi3", "glm4") and isinstance(turned, int):
+        config["partial_rotary_factor"] = turned / config["head_dim"]
+    if family in _GEMMA:  # the largest of each have another scale than their heads' size
+        is_largest = config.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[family]
+        config["query_pre_attn_scalar"] = config.get("hidden_size", 0) // heads if is_largest else config["head_dim"]
     if any(tensor.kind not in _PLAIN for tensor in tensors.values()):
         config["quantization_config"] = {"quant_method": "gguf"}
     scaling = _rope_scaling(model, family, config)
@@ -209,15 +246,21 @@ def _dtype(tensors: Mapping[str, GGUFTensor]) -> str:
 
 
 def _rope_scaling(model: GGUFModel, family: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Llama 3.1's scaling stands in a tensor, by how much each frequency is divided."""
+    """Llama 3.1's scaling stands in a tensor, by how much each frequency is divided; Phi-3's in two."""
     values, factors = model.values, model.tensors.get("rope_freqs.weight")
+    kinds = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+    if family == "phi3" and all(each in model.tensors for each in kinds.values()):
+        pairs = config["head_dim"] // 2
+        stated = {key: _floats(each, model.tensors[each], pairs) for key, each in kinds.items()}
+        original = values.get(f"{family}.rope.scaling.original_context_length")
+        return {"rope_type": "longrope", **stated, "original_max_position_embeddings": original}
     if factors is not None:
-        stated = _floats(factors, config["head_dim"] // 2)
+        numbers = _floats("rope_freqs.weight", factors, config["head_dim"] // 2)
         original = config.get("max_position_embeddings", 1)
         return {
             "rope_type": "longrope",
-            "short_factor": stated,
-            "long_factor": stated,
+            "short_factor": numbers,
+            "long_factor": numbers,
             "original_max_position_embeddings": original,
             "attention_factor": 1.0,
         }
@@ -231,37 +274,43 @@ def _rope_scaling(model: GGUFModel, family: str, config: Mapping[str, Any]) -> d
     return scaling | ({"truncate": False} if family == "gpt-oss" else {})
 
 
-def _floats(tensor: GGUFTensor, most: int) -> list[float]:
+def _floats(name: str, tensor: GGUFTensor, most: int) -> list[float]:
     import numpy as np
 
     if tensor.kind != "F32" or not 1 <= tensor.size // 4 <= most:
-        raise ModelError(
-            f"{tensor.path}: rope_freqs.weight has {tensor.kind} {list(tensor.shape)}; {most} F32 are needed"
-        )
+        raise ModelError(f"{tensor.path}: {name} has {tensor.kind} {list(tensor.shape)}; {most} F32 are needed")
     found: list[float] = np.fromfile(tensor.path, "<f4", tensor.size // 4, offset=tensor.first).tolist()
     return found
 
 
-def gguf_name(name: str) -> tuple[str, int | None]:
-    """The name that GGUF has for a tensor of a Hugging Face checkpoint, and the number of an expert in it."""
+def gguf_name(name: str, family: str = "llama") -> tuple[str, int | None]:
+    """The name that GGUF has for a tensor of a Hugging Face checkpoint, and the number of an expert in it.
+
+    Args:
+        family: GGUF's name of the architecture.
+    """
     stem, _, ending = (name if not name.endswith(".sinks") else f"{name}.weight").rpartition(".")
     expert = _EXPERT.search(stem)
     stem = _EXPERT.sub("experts.", stem)
     layer = _LAYER.fullmatch(stem)
-    found = f"blk.{layer[1]}.{TENSORS[layer[2]]}" if layer else TENSORS[stem]
+    names = TENSORS | _NORMS.get(family, {})
+    found = f"blk.{layer[1]}.{names[layer[2]]}" if layer else names[stem]
     return f"{found}.{ending}", int(expert[1]) if expert else None
 
 
-def name_in(model: GGUFModel, theirs: str) -> str:
-    """What the file has for a name: gpt-oss's norm before the MLP has another one."""
-    if model.values.get("general.architecture") == "gpt-oss":
-        return theirs.replace(".ffn_norm.", ".post_attention_norm.")
-    return theirs
+def family_of(model: GGUFModel) -> str:
+    """GGUF's name of its architecture."""
+    return str(model.values.get("general.architecture"))
 
 
 def turns_neighbours(model: GGUFModel) -> bool:
     """Whether rows of queries and keys stand in the order of neighbours."""
-    return model.values.get("general.architecture") in _NEIGHBOURS
+    return family_of(model) in _NEIGHBOURS
+
+
+def adds_one(model: GGUFModel) -> bool:
+    """Whether norms are one more than those of a Hugging Face checkpoint."""
+    return family_of(model) in _GEMMA
 
 
 def left_over(model: GGUFModel, used: set[str]) -> list[str]:

@@ -77,14 +77,34 @@ def write(
     writer.add_key_length(head)
     writer.add_value_length(head)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     experts = getattr(config, "num_experts", None)
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
-    if family == "gpt-oss":
+    if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+    if family in ("phi3", "glm4"):
+        writer.add_rope_dimension_count(int(head * config.rope_parameters.get("partial_rotary_factor", 1.0)))
+    if family == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        for kind in ("long", "short"):
+            factors = np.array(config.rope_parameters[f"{kind}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
+    if family == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if family == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if family == "gemma3":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_parameters["full_attention"]["factor"])
+    if family == "gpt-oss":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
         writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
@@ -92,11 +112,12 @@ def write(
     plain: dict[str, Tensor] = {}
     stacks: dict[str, list[np.ndarray]] = {}
     for seed, (name, tensor) in enumerate(_tensors(model).items()):
-        theirs, expert = gguf_name(name)
-        theirs = theirs.replace("ffn_norm", "post_attention_norm") if family == "gpt-oss" else theirs
+        theirs, expert = gguf_name(name, family)
         kind = kind_of(name) if tensor.dim() == 2 and "gate." not in name.replace("_gate.", ".") else "F32"
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2], 0)
-        heads = heads if family == "llama" else 0
+        heads = heads if family in ("llama", "granite", "smollm3") else 0
+        if family.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
         if kind in _SCALES:
             stored = random_blocks(kind, len(tensor), tensor.shape[1], seed)
             plain[name] = dequantized(kind, stored)

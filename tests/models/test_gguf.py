@@ -42,6 +42,16 @@ pytestmark = pytest.mark.timeout(600)
 
 PROMPTS = tiny.prompts([29, 1, 17])
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+# What files cannot say otherwise: windows in five layers of six, and the theta of these.
+GEMMA3 = {
+    "query_pre_attn_scalar": 16,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "num_hidden_layers": 6,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+    },
+}
 # What rounding activations to 16 bits adds to logits, of their norm.
 ROUNDING = 1e-3
 
@@ -120,6 +130,27 @@ def test_logits_are_those_of_the_dequantised_model(case: str, kind_of: Callable[
     ours = torch.cat(whole(load(tmp_path / "model.gguf"), PROMPTS))
     expected = torch.cat([tiny.logits(with_weights(model, plain), prompt) for prompt in PROMPTS])
     assert relative_error(ours, expected) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("phi3_long_window", {}),
+        ("granite", {"attention_bias": False}),
+        ("smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 4}),
+        ("gemma2", {"query_pre_attn_scalar": 16}),
+        ("gemma3", GEMMA3),
+        ("glm4", {}),
+        ("olmo2", {}),
+    ],
+)
+def test_families_with_traits_of_their_own(case: str, changes: dict[str, object], tmp_path: Path) -> None:
+    """Plain numbers, as their converters name and order them; the same logits and the same config."""
+    model = tiny.build(case, **changes)
+    gguf_files.write(tmp_path / "model.gguf", model, lambda name: "F32")
+    ours = torch.cat(whole(load(tmp_path / "model.gguf"), PROMPTS))
+    expected = torch.cat([tiny.logits(model, prompt) for prompt in PROMPTS])
+    assert (ours - expected).abs().max() < 1e-4 * max(1.0, expected.std().item())
 
 
 def test_several_files_are_one_model(tmp_path: Path) -> None:
