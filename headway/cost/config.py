@@ -45,8 +45,8 @@ class _ExpertKeys:
     Args:
         count: key of how many there are, and `other` another name of it.
         width: key of an expert's F.
-        step, first, but: keys that say which layers have experts: every n-th, from which on, and a list of those
-            that do not.
+        step, first, but, types: keys that say which layers have experts: every n-th, from which on, a list of those
+            that do not, and a list of each layer's kind, sparse or dense.
         shared: key of how many further experts every token goes through.
         shared_width: key of the F of a further expert with a gate, which every token goes through.
     """
@@ -59,24 +59,22 @@ class _ExpertKeys:
     step: str | None = None
     first: str | None = None
     but: str | None = None
+    types: str | None = None
     shared: str | None = None
     shared_width: str | None = None
     other: str | None = None
 
 
-def _deepseek(router_bias: bool) -> _Family:
-    keys = _ExpertKeys(
-        "n_routed_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        router_bias=router_bias,
-        step="moe_layer_freq",
-        first="first_k_dense_replace",
-        shared="n_shared_experts",
-    )
-    return _Family(latent=True, experts=keys, refused=("attention_bias", "mlp_bias"))
-
-
+_DEEPSEEK_EXPERTS = _ExpertKeys(
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    router_bias=True,
+    step="moe_layer_freq",
+    first="first_k_dense_replace",
+    shared="n_shared_experts",
+)
+_DEEPSEEK = _Family(latent=True, experts=_DEEPSEEK_EXPERTS, refused=("attention_bias", "mlp_bias"))
 _QWEN_EXPERTS = _ExpertKeys(
     "num_experts",
     "num_experts_per_tok",
@@ -135,8 +133,19 @@ _FAMILIES: dict[str, _Family] = {
     "SmolLM3ForCausalLM": _Family(
         qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias", refused=("use_sliding_window",)
     ),
-    "DeepseekV2ForCausalLM": _deepseek(router_bias=False),
-    "DeepseekV3ForCausalLM": _deepseek(router_bias=True),
+    "DeepseekV2ForCausalLM": replace(_DEEPSEEK, experts=replace(_DEEPSEEK_EXPERTS, router_bias=False)),
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Glm4MoeForCausalLM": _Family(
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        experts=_DEEPSEEK_EXPERTS,
+        defaults={"head_dim": 128, "first_k_dense_replace": 1},
+    ),
+    "Glm4MoeLiteForCausalLM": replace(
+        _DEEPSEEK,
+        experts=replace(_DEEPSEEK_EXPERTS, types="mlp_layer_types"),
+        defaults={"first_k_dense_replace": 1},
+    ),
     "GptOssForCausalLM": _Family(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
@@ -230,7 +239,7 @@ def _decoder(values: ConfigValues, family: _Family) -> ModelShape:
         qkv_bias=_switch(family.qkv_bias, values),
         o_bias=_switch(family.o_bias, values),
         mlp_bias=_switch(family.mlp_bias, values),
-        qk_norm=family.qk_norm,
+        qk_norm="whole" if family.qk_norm == "whole" else _switch(family.qk_norm, values),
         sliding_windows=_windows(values, family, layers),
         max_positions=_count(values, "max_position_embeddings", _MOST_POSITIONS),
         layer_norms=family.layer_norms,
@@ -337,12 +346,23 @@ def _shared_width(values: ConfigValues, keys: _ExpertKeys, width: int) -> int:
 
 def layers_with_experts(raw: Mapping[str, Any], source: str = "config.json") -> tuple[int, ...]:
     """Numbers of the layers that have experts, of a parsed config.json that read_shape() takes."""
-    keys = _FAMILIES[_architecture(raw, source, known_architectures())].experts
-    values = ConfigValues(raw, source)
+    family = _FAMILIES[_architecture(raw, source, known_architectures())]
+    keys, values = family.experts, ConfigValues(raw, source, family.defaults)
     return _layers_with_experts(values, keys, values.positive_int("num_hidden_layers")) if keys else ()
 
 
 def _layers_with_experts(values: ConfigValues, keys: _ExpertKeys, layers: int) -> tuple[int, ...]:
+    if keys.types and values.get(keys.types) is not None:
+        kinds = values.get(keys.types)
+        if (
+            not isinstance(kinds, list)
+            or len(kinds) != layers
+            or not all(each in ("sparse", "dense") for each in kinds)
+        ):
+            raise ModelError(
+                f"{values.source}: {keys.types} must be a list of num_hidden_layers, {layers}, times sparse or dense"
+            )
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
     step = values.positive_int(keys.step, 1) if keys.step else 1
     first = values.non_negative_int(keys.first, 0) if keys.first else 0
     without = values.get(keys.but) or [] if keys.but else []

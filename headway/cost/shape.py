@@ -31,12 +31,14 @@ class CacheSpec:
         key_dim, value_dim: elements of a head's key and value; value_dim is 0 where values are made of what is kept as
             the key, as of a latent.
         window: how many positions a query sees, itself included; None for all.
+        latent: how many of the first elements of a latent values are made of; 0 where there are values.
     """
 
     heads: int
     key_dim: int
     value_dim: int
     window: int | None = None
+    latent: int = 0
 
     @property
     def elements(self) -> int:
@@ -79,11 +81,13 @@ class Latent:
         return (self.q_rank or 0) + self.kv_rank
 
     def projections(self, layers: int, hidden: int, heads: int) -> list[Matrix]:
-        """The matrices of all three counts above."""
-        rows = heads * (self.nope_dim + self.rope_dim)
-        queries = [(rows, hidden)] if self.q_rank is None else [(self.q_rank, hidden), (rows, self.q_rank)]
-        cached = [(self.kv_rank + self.rope_dim, hidden), (heads * (self.nope_dim + self.value_dim), self.kv_rank)]
-        return [(layers, *sizes) for sizes in queries + cached]
+        """The matrices of all three counts above; those of keys and values are of a head each."""
+        rows, cached = heads * (self.nope_dim + self.rope_dim), self.kv_rank + self.rope_dim
+        matrices = [(layers, (self.q_rank or rows) + cached, hidden)]
+        if self.q_rank is not None:
+            matrices.append((layers, rows, self.q_rank))
+        of_heads = (self.kv_rank, self.nope_dim), (self.value_dim, self.kv_rank)
+        return matrices + [(layers * heads, *sizes) for sizes in of_heads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +220,7 @@ class ModelShape:
 
     def _cache(self, window: int | None) -> CacheSpec:
         if self.latent is not None:
-            return CacheSpec(1, self.latent.kv_rank + self.latent.rope_dim, 0, window)
+            return CacheSpec(1, self.latent.kv_rank + self.latent.rope_dim, 0, window, self.latent.kv_rank)
         return CacheSpec(self.kv_heads, self.head_dim, self.head_dim, window)
 
     @property

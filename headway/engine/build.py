@@ -86,6 +86,8 @@ def build_engine(
             f"quantization is {config.quantization}, which {device.type} does not support yet; leave it out"
         )
     cache_dtype = _cache_dtype(config.kv_cache_dtype, dtype, device)
+    if cache_dtype == torch.int8 and model_config.shape.latent is not None:
+        raise EngineError("kv_cache_dtype is int8, which attention over latents does not support; leave it out")
     kernels = kernels_for(str(device), dtype, memory)
     done("prepare", time.monotonic_ns() - began)
     asked_len = _asked_model_len(config, model_config)

@@ -26,7 +26,7 @@ def _cache_parts(
     """Shape and dtype of each tensor of a layer's cache, in the order of LayerCache."""
     blocks = (num_blocks, spec.heads, block_size)
     parts: list[tuple[tuple[int, ...], torch.dtype]] = [
-        ((*blocks, dim), dtype) for dim in (spec.key_dim, spec.value_dim)
+        ((*blocks, dim), dtype) for dim in (spec.key_dim, spec.value_dim) if dim
     ]
     return parts + [(blocks, SCALE_DTYPE)] * 2 if dtype == torch.int8 else parts
 
@@ -51,9 +51,11 @@ def zero_caches(
             return torch.zeros(shape, dtype=dtype, device=device)
         return memory.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
-    return [
-        LayerCache(*(zeros(*part) for part in _cache_parts(spec, num_blocks, block_size, dtype))) for spec in caches
-    ]
+    def cache(spec: CacheSpec) -> LayerCache:
+        tensors = [zeros(*part) for part in _cache_parts(spec, num_blocks, block_size, dtype)]
+        return LayerCache(tensors[0], tensors[0][..., : spec.latent]) if spec.latent else LayerCache(*tensors)
+
+    return [cache(spec) for spec in caches]
 
 
 def kv_pool_bytes(
@@ -66,7 +68,7 @@ def kv_pool_bytes(
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
     shape = model.shape
-    widest = max(2 * shape.ffn, shape.hidden, shape.heads * shape.head_dim)
+    widest = max(2 * shape.ffn, shape.hidden, shape.heads * max(cache.key_dim for cache in model.caches))
     if (experts := shape.experts) is not None:  # a result for each of a token's experts, and of the shared one
         widest = max(widest, (experts.per_token + 1) * shape.hidden, 2 * experts.width, 2 * experts.shared_width)
     step = batched_tokens * widest * 2 * ACTIVATION_COPIES

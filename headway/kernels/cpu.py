@@ -13,6 +13,8 @@ from headway.kernels import cpu_attention, cpu_cache, cpu_experts, cpu_rows
 from headway.kernels.cpu_arithmetic import WIDE_INT8, arithmetic_of
 from headway.kernels.cpu_attention_plan import AttentionPlan
 from headway.kernels.cpu_cache import is_arranged
+from headway.kernels.cpu_chunks import ARRANGED, LATENT, PLAIN
+from headway.kernels.cpu_experts import HeadPlan, PackedHeads
 from headway.kernels.cpu_linear import PackedLinear
 from headway.kernels.cpu_matrix import has_matrix_tiles
 from headway.kernels.cpu_memory import LargePages
@@ -20,13 +22,16 @@ from headway.kernels.cpu_simd import KINDS
 from headway.kernels.cpu_team import Program, Team
 from headway.kernels.interface import (
     SILU,
+    SOFTMAX,
     AttentionShape,
     Gate,
+    HeadLinear,
     LayerCache,
     Linear,
     Mixture,
     Product,
     RoutingCounts,
+    Scores,
     StepGeometry,
     Weight,
     check_heads,
@@ -61,6 +66,7 @@ class CpuKernels:
         self._plans: dict[int, AttentionPlan] = {}  # by query heads to each key/value head
         self._programs: dict[Hashable, Program] = {}
         self._counts = np.zeros(4, np.int64)  # the fields of RoutingCounts
+        self._head_plans: dict[tuple[int, ...], HeadPlan] = {}
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """Pack weight [out, in]; its memory is not needed afterwards."""
@@ -74,6 +80,30 @@ class CpuKernels:
         """Pack the weights of experts one under the other."""
         packed = self._packed(gate_up, gate, count), self._packed(down, None, count)
         return cpu_experts.PackedExperts(*packed, count, self._team, self._counts)
+
+    def head_linear(self, weights: Iterable[Weight], count: int) -> HeadLinear:
+        """Pack the matrices of heads one under the other."""
+        return PackedHeads(self._packed(((weight, None) for weight in weights), None, count), self._head_plan)
+
+    def _head_plan(self, tokens: int, *sizes: int) -> HeadPlan:
+        """Programs find those of short steps where they were; of long ones the last is kept."""
+        key = tokens if tokens <= _MOST_PROGRAMS else 0, *sizes
+        found = self._head_plans.get(key)
+        if found is None or found.tokens != tokens:
+            found = self._head_plans[key] = HeadPlan(tokens, *sizes)
+        return found
+
+    def join(self, first: Tensor, second: Tensor | None = None) -> Tensor:
+        """[T, H, D] and [T, H, E], strided along T and H or not, side by side -> dense [T, H, D + E]."""
+        tokens, heads, width = first.shape
+        other = first[..., :0] if second is None else second
+        out = self._team.empty((tokens, heads, width + other.shape[2]), first.dtype)
+        arguments = (
+            out.data_ptr(), heads, first.element_size(), first.data_ptr(), first.stride(0), first.stride(1), width,
+            other.data_ptr(), other.stride(0), other.stride(1), other.shape[2],
+        )  # fmt: skip
+        self._team.share(cpu_rows.join_job(), cpu_rows.JOIN, tokens * heads, out.numel(), arguments)
+        return out
 
     def _packed(self, products: Iterable[Product], gate: Gate | None = None, count: int = 1) -> PackedLinear:
         return PackedLinear(products, self._team, self._memory, gate, self._tiles, count)
@@ -175,10 +205,11 @@ class CpuKernels:
         check_heads("value", value)
         tokens, kv_heads, width = key.shape
         layout = _layout(cache)
+        value = key if cache.is_latent else value  # which is then the same numbers in the same places
         arguments = (
             key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), cache.keys.data_ptr(),
-            cache.values.data_ptr(), slots.data_ptr(), kv_heads, layout[3], width, layout[0], layout[4],
-            *_scale_addresses(cache),
+            cache.values.data_ptr(), slots.data_ptr(), kv_heads, layout[3], width, int(layout[0] == ARRANGED),
+            layout[4], *_scale_addresses(cache),
         )  # fmt: skip
         code = cpu_cache.store_job(KINDS[key.dtype], CACHE_KINDS[cache.keys.dtype])
         self._team.share(code, cpu_cache.STORE, tokens, _SCATTERED * key.numel(), arguments)
@@ -196,14 +227,14 @@ class CpuKernels:
         """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D]."""
         check_heads("query", query)
         tokens, heads, width = query.shape
-        kv_heads = cache.keys.shape[1]
+        kv_heads, value_width = cache.keys.shape[1], cache.values.shape[3]
         plan = self._plan_of(step, heads // kv_heads)
         plan.reserve(heads, width)
         address, *partials = plan.places
-        out = self._team.empty((tokens, heads, width), query.dtype)
+        out = self._team.empty((tokens, heads, value_width), query.dtype)
         arguments = (
             address, heads, kv_heads, query.stride(0), step.block_tables.stride(0), sliding_window or 0,
-            *_layout(cache), query.data_ptr(), step.block_tables.data_ptr(), cache.keys.data_ptr(),
+            *_layout(cache), value_width, query.data_ptr(), step.block_tables.data_ptr(), cache.keys.data_ptr(),
             cache.values.data_ptr(), *_scale_addresses(cache), out.data_ptr(),
             *partials, 0 if sinks is None else sinks.data_ptr(), scale, softcap or 0.0,
         )  # fmt: skip
@@ -211,15 +242,19 @@ class CpuKernels:
         self._team.run(code, cpu_attention.ATTEND, arguments)
         return out
 
-    def route(self, logits: Tensor, per_token: int, normalized: bool, shared: bool) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, per_token: int, normalized: bool, shared: bool, scores: Scores = SOFTMAX
+    ) -> tuple[Tensor, Tensor]:
         """See Kernels."""
         logits = logits.contiguous()
         rows, columns = logits.shape
         width = per_token + shared
         chosen, weights = self._team.empty((rows, width), torch.int64), self._team.empty((rows, width), torch.float32)
         arguments = (
-            logits.data_ptr(), logits.element_size(), columns - shared, per_token, int(normalized), int(shared),
-            chosen.data_ptr(), weights.data_ptr(),
+            logits.data_ptr(), logits.element_size(), columns - (shared and scores.gated), per_token, int(normalized),
+            int(shared), chosen.data_ptr(), weights.data_ptr(), int(scores.is_plain), int(scores.gated),
+            int(scores.sigmoid), 0 if scores.bias is None else scores.bias.data_ptr(), scores.groups,
+            scores.best_groups, scores.factor,
         )  # fmt: skip
         code = cpu_experts.route_job(KINDS[logits.dtype])
         self._team.share(code, cpu_experts.ROUTE, rows, _SCATTERED * logits.numel(), arguments)
@@ -251,7 +286,8 @@ def _layout(cache: LayerCache) -> tuple[int, int, int, int, int]:
     """(arranged, inputs of a word, head dimension, block size, bytes of an element), as cpu_attention has it."""
     block_size, width = cache.keys.shape[2:]
     inputs = arithmetic_of(CACHE_KINDS[cache.keys.dtype]).inputs
-    return int(is_arranged(block_size, width)), inputs, width, block_size, cache.keys.element_size()
+    arranged = LATENT if cache.is_latent else ARRANGED if is_arranged(block_size, width) else PLAIN
+    return arranged, inputs, width, block_size, cache.keys.element_size()
 
 
 def _scale_addresses(cache: LayerCache) -> tuple[int, int]:

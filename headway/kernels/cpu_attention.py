@@ -20,7 +20,17 @@ import numpy as np
 
 from headway.kernels.cpu_arithmetic import TILE_TOKENS, WIDE_INT8, arithmetic_of
 from headway.kernels.cpu_attention_plan import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS
-from headway.kernels.cpu_chunks import CHUNK, arrange, ask_for_all, close_line, copy_scales, find
+from headway.kernels.cpu_chunks import (
+    ARRANGED,
+    CHUNK,
+    LATENT,
+    arrange,
+    arrange_latent,
+    ask_for_all,
+    close_line,
+    copy_scales,
+    find,
+)
 from headway.kernels.cpu_compile import compiled, give_back, take_memory
 from headway.kernels.cpu_ir import LANES
 from headway.kernels.cpu_rows import REORDER, exp_of_negative, soft_cap
@@ -162,10 +172,10 @@ def _add_scaled(out, sums, width, factor):
 
 
 @compiled()
-def _begin(kind, x_kind, integer, geometry, width, item, head, query, sinks, room):
+def _begin(kind, x_kind, integer, geometry, width, out_width, item, head, query, sinks, room):
     """Lay out a tile's queries and clear its results; a sink is a key without a value, before all others."""
     heads, kv_heads, query_stride, _, _ = geometry
-    group, out_width = heads // kv_heads, (width + _GROUP - 1) // _GROUP * _GROUP
+    group = heads // kv_heads
     for row in range(item[2] * group):
         source = (item[1] + row // group) * query_stride + (head * group + row % group) * width
         to = room.queries + row * room.query_bytes
@@ -213,22 +223,24 @@ def _attend(
 ):
     """Leave the unnormalised result of one tile in the room's out, and its maxima and sums."""
     heads, kv_heads, _, table_stride, window = geometry
-    arranged, inputs, width, _, size = layout
+    arranged, inputs, width, _, size, value_width = layout
     group, table = heads // kv_heads, tables + item[0] * table_stride * 4
     rows, words = item[2] * group, (width + inputs - 1) // inputs
-    out_width = (width + _GROUP - 1) // _GROUP * _GROUP
-    _begin(kind, x_kind, integer, geometry, width, item, head, query, sinks, room)
+    out_width = (value_width + _GROUP - 1) // _GROUP * _GROUP
+    _begin(kind, x_kind, integer, geometry, width, out_width, item, head, query, sinks, room)
     first, end = item[4], min(item[5], item[3] + item[2])
     if window > 0:
         first = max(first, (item[3] - window + 1) // CHUNK * CHUNK)
     panels, lines, scales = room.panels, room.lines, room.scales
-    if arranged:
+    if arranged == ARRANGED:
         find(layout, table, first, min(CHUNK, end - first), kv_heads, head, cache, panels, lines)
         ask_for_all(layout, min(CHUNK, end - first), panels, lines)
     for key in range(first, end, CHUNK):
         count = min(CHUNK, end - key)
         next_panels, next_lines = panels, lines
-        if not arranged:
+        if arranged == LATENT:
+            arrange_latent(layout, table, key, count, cache[0], room)
+        elif arranged != ARRANGED:
             arrange(layout, table, key, count, kv_heads, head, cache, room)
         else:
             if integer:
@@ -239,24 +251,25 @@ def _attend(
                 left = min(CHUNK, end - key - CHUNK)
                 find(layout, table, key + CHUNK, left, kv_heads, head, cache, next_panels, next_lines)
         if count % inputs:
-            close_line(lines, count, inputs, width, size, room.line_room)
+            close_line(lines, count, inputs, value_width, size, room.line_room)
         _products_of_keys(
             cache_kind, rows, room.queries, room.query_bytes, panels, next_panels, count, words, room.scores
         )
         used = (count + inputs - 1) // inputs
         _softmax(
-            x_kind, integer, item, group, window, key, count, used * inputs, scale, cap, width, out_width, scales, room
+            x_kind, integer, item, group, window, key, count, used * inputs, scale, cap, value_width, out_width, scales,
+            room,
         )  # fmt: skip
         target = room.chunk_out if integer else room.out
         following = next_lines if key + 2 * CHUNK <= end else lines
         _products_of_values(
-            cache_kind, rows, room.weights, room.weight_bytes, lines, following, inputs * size, used, width, target,
-            out_width,
+            cache_kind, rows, room.weights, room.weight_bytes, lines, following, inputs * size, used, value_width,
+            target, out_width,
         )  # fmt: skip
         if integer:
             for row in range(rows):
                 place = row * out_width * 4
-                _add_scaled(room.out + place, target + place, width, load(room.weight_factors, row, FLOAT32))
+                _add_scaled(room.out + place, target + place, value_width, load(room.weight_factors, row, FLOAT32))
         panels, lines = next_panels, next_lines
 
 
@@ -316,9 +329,9 @@ _Room = namedtuple(
 
 
 @compiled()
-def _room(memory, rows, width, inputs, size):
+def _room(memory, rows, width, value_width, inputs, size):
     """Cut a thread's memory, whose size _room_bytes tells, into the parts of a _Room."""
-    out_width = (width + _GROUP - 1) // _GROUP * _GROUP
+    out_width = (value_width + _GROUP - 1) // _GROUP * _GROUP
     line = out_width * inputs * size
     query_bytes, weight_bytes = (width + inputs - 1) // inputs * 4, CHUNK // inputs * 4
     scores = memory
@@ -350,8 +363,8 @@ def _room_bytes(rows, width):
     return rows * of_row + CHUNK * (width + out_width + 8) * 4 + out_width * 4 + CHUNK * 32 + 1024
 
 
-# The plan, ten numbers of the geometry, ten addresses, then the scale and the soft cap, 0 for none.
-ATTEND = struct.Struct("21q2d")
+# The plan, eleven numbers of the geometry, ten addresses, then the scale and the soft cap, 0 for none.
+ATTEND = struct.Struct("22q2d")
 
 
 @once_per_kind
@@ -363,18 +376,18 @@ def attend_job(kind: Any, cache_kind: Any) -> int:
     def attend(a: int) -> None:
         plan = arg(a, 0)
         geometry = (arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5))
-        layout = (arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9), arg(a, 10))
-        query, tables, scale = arg(a, 11), arg(a, 12), np.float32(real_arg(a, 21))
-        cap = np.float32(real_arg(a, 22))
-        cache = (arg(a, 13), arg(a, 14), arg(a, 15), arg(a, 16))
-        out, partial_out, partial_sums, sinks = arg(a, 17), arg(a, 18), arg(a, 19), arg(a, 20)
+        layout = (arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11))
+        query, tables = arg(a, 12), arg(a, 13)
+        cache = (arg(a, 14), arg(a, 15), arg(a, 16), arg(a, 17))
+        out, partial_out, partial_sums, sinks = arg(a, 18), arg(a, 19), arg(a, 20), arg(a, 21)
+        scale, cap = np.float32(real_arg(a, 22)), np.float32(real_arg(a, 23))
         count, most_rows, merges = read_int64(plan, 0), read_int64(plan, 1), read_int64(plan, 2)
-        kv_heads, width = geometry[1], layout[2]
+        kv_heads, width, value_width = geometry[1], layout[2], layout[5]
         tiles, items = count * kv_heads, plan + HEADER_WORDS * 8
         ticket = take_ticket(tickets(a, 0))
         if ticket < tiles:
             memory = take_memory(_room_bytes(most_rows, width))
-            room = _room(memory, most_rows, width, layout[1], layout[4])
+            room = _room(memory, most_rows, width, value_width, layout[1], layout[4])
             while ticket < tiles:
                 row, head = items + ticket // kv_heads * ITEM_WORDS * 8, ticket % kv_heads
                 item = (
@@ -385,7 +398,7 @@ def attend_job(kind: Any, cache_kind: Any) -> int:
                     kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, sinks, cache, tables, scale,
                     cap, room,
                 )  # fmt: skip
-                _finish(kind, geometry, width, item, head, room, out, partial_out, partial_sums)
+                _finish(kind, geometry, value_width, item, head, room, out, partial_out, partial_sums)
                 take_ticket(tickets(a, 1))
                 ticket = take_ticket(tickets(a, 0))
             give_back(memory)
@@ -399,7 +412,7 @@ def attend_job(kind: Any, cache_kind: Any) -> int:
                 merge = (read_int64(row, 0), read_int64(row, 1), read_int64(row, 2), read_int64(row, 3))
                 first = ticket % kv_heads * (heads // kv_heads)
                 for head in range(first, first + heads // kv_heads):
-                    _merge(kind, merge, head, heads, width, out, partial_out, partial_sums)
+                    _merge(kind, merge, head, heads, value_width, out, partial_out, partial_sums)
                 ticket = take_ticket(tickets(a, 2))
 
     return job(attend)

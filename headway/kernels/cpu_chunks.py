@@ -1,6 +1,7 @@
 """A chunk of a context's keys and values: where it lies in the cache's blocks, and how it comes near in time.
 
-A layout is (arranged, inputs of a word, head dimension, block size, bytes of an element); a cache is the addresses of
+A layout is (arranged, inputs of a word, head dimension, block size, bytes of an element, elements of a value); arranged
+is LATENT for keys whose first elements are the values. A cache is the addresses of
 keys, values and their scales, 0 where there are none. A room is what cpu_attention has of memory for each thread.
 """
 
@@ -11,16 +12,17 @@ from headway.kernels.cpu_cache import key_place, value_place
 from headway.kernels.cpu_compile import compiled
 from headway.kernels.cpu_ir import LANES
 from headway.kernels.cpu_simd import FLOAT32, copy_element, load, read_int32, read_int64, store, write_integer
-from headway.kernels.cpu_tiles import ask_for
+from headway.kernels.cpu_tiles import ask_for, transpose_words
 
 CHUNK = 128
 LINE_BYTES = 64
+PLAIN, ARRANGED, LATENT = 0, 1, 2
 
 
 @compiled()
 def arrange(layout, table, first, count, kv_heads, head, cache, room):
     """What is plainly [token, element] in the cache, as panels and lines in this thread's memory."""
-    _, inputs, width, block_size, size = layout
+    _, inputs, width, block_size, size, _ = layout
     keys, values, key_scales, value_scales = cache
     out_width = (width + LANES - 1) // LANES * LANES
     for j in range(count):
@@ -39,9 +41,45 @@ def arrange(layout, table, first, count, kv_heads, head, cache, room):
 
 
 @compiled()
+def arrange_latent(layout, table, first, count, latents, room):
+    """Latents, which are plainly [token, element] in the cache, as panels of keys and lines of values.
+
+    Panels are in this thread's memory. So are lines of pairs of tokens; a line of one token is where it lies.
+    """
+    _, inputs, width, block_size, size, value_width = layout
+    rows, line_bytes = room.lines + 8 * CHUNK, (value_width + LANES - 1) // LANES * LANES * inputs * size
+    for j in range((count + LANES - 1) // LANES * LANES):
+        token = first + min(j, count - 1)
+        slot = read_int32(table, token // block_size) * block_size + token % block_size
+        write_integer(rows, j, latents + slot * width * size, 64)
+    words = width // inputs if inputs * size == 4 else 0  # of float16, a word has two elements and a lane one
+    for panel in range(CHUNK // LANES):
+        to, lanes = room.key_room + panel * LANES * width * size, rows + panel * LANES * 8
+        write_integer(room.panels, panel, to, 64)
+        if panel * LANES < count:
+            whole = words // LANES * LANES
+            for word in range(0, whole, LANES):
+                transpose_words(lanes, word * 4, to + word * LANES * 4, LANES * 4)
+            for lane in range(LANES):
+                row = read_int64(lanes, lane)
+                for d in range(whole * inputs, width):
+                    copy_element(row, d, to, (d // inputs * LANES + lane) * inputs + d % inputs, size)
+    if inputs == 1:
+        for j in range(count):
+            write_integer(room.lines, j, read_int64(rows, j), 64)
+        return
+    for line in range((count + 1) // 2):
+        to, one, other = room.value_room + line * line_bytes, read_int64(rows, 2 * line), read_int64(rows, 2 * line + 1)
+        for d in range(value_width):
+            copy_element(one, d, to, 2 * d, size)
+            copy_element(other, d, to, 2 * d + 1, size)
+        write_integer(room.lines, line, to, 64)
+
+
+@compiled()
 def find(layout, table, first, count, kv_heads, head, cache, panels, lines):
     """The addresses of a chunk's panels of keys, the last of them repeated, and lines of values; asks for scales."""
-    _, inputs, width, block_size, size = layout
+    _, inputs, width, block_size, size, _ = layout
     keys, values, key_scales, value_scales = cache
     panel_bytes, line_bytes = LANES * width * size, inputs * width * size
     block, offset, done = first // block_size, first % block_size, 0
@@ -69,7 +107,7 @@ def find(layout, table, first, count, kv_heads, head, cache, panels, lines):
 @compiled()
 def ask_for_all(layout, count, panels, lines):
     """Prefetch the keys and values of a tile's first chunk, which no chunk before it has asked for."""
-    _, inputs, width, _, size = layout
+    _, inputs, width, _, size, _ = layout
     for panel in range((count + LANES - 1) // LANES):
         for at in range(0, LANES * width * size, LINE_BYTES):
             ask_for(read_int64(panels, panel) + at)

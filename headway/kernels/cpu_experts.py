@@ -7,17 +7,18 @@ Each job's arguments begin with the rows that are taken at a time and the number
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from headway.kernels.cpu_compile import compiled, give_back, take_memory
-from headway.kernels.cpu_expert_plan import ExpertPlan
+from headway.kernels.cpu_expert_plan import MOST_ROWS, ExpertPlan
 from headway.kernels.cpu_linear import PackedLinear
 from headway.kernels.cpu_rows import REORDER, exp_of_negative
 from headway.kernels.cpu_simd import FLOAT32, KINDS, load, read_int64, store, write_integer
-from headway.kernels.cpu_team import Team, arg, job, once_per_kind, take_rows
+from headway.kernels.cpu_team import Team, arg, job, once_per_kind, real_arg, take_rows
 
 _ZERO, _ONE, _NAN, _LOWEST = np.float32(0), np.float32(1), np.float32(np.nan), -np.float32(np.inf)
 
@@ -59,7 +60,58 @@ def _sigmoid(value):
 
 
 @compiled()
-def _route_row(kind, logits, count, per_token, normalized, shared, chosen, weights):
+def _limit(choices, count, groups, best_groups, sums_two, of_groups):
+    """Choices of all but the best groups become the lowest; of_groups has room for a float32 of each."""
+    size = count // groups
+    for group in range(groups):
+        best = second = _LOWEST
+        for e in range(group * size, (group + 1) * size):
+            value = load(choices, e, FLOAT32)
+            if value > best:
+                best, second = value, best
+            else:
+                second = max(second, value)
+        store(of_groups, group, best + second if sums_two else best, FLOAT32)
+    for group in range(groups):
+        value, better = load(of_groups, group, FLOAT32), 0
+        for other in range(groups):
+            against = load(of_groups, other, FLOAT32)
+            better += against > value or (against == value and other < group)
+        if better >= best_groups:
+            for e in range(group * size, (group + 1) * size):
+                store(choices, e, _LOWEST, FLOAT32)
+
+
+@compiled()
+def _score_row(kind, logits, count, per_token, normalized, scoring, choices, chosen, weights):
+    """See Scores: whether sigmoid, bias or 0, groups, best groups, factor. choices has room for count + groups."""
+    sigmoid, bias, groups, best_groups, factor = scoring
+    greatest, total = _total(kind, logits, count)
+    known = total == total
+    for e in range(count):
+        value = load(logits, e, kind)
+        score = _sigmoid(value) if sigmoid else exp_of_negative(value - greatest) / total
+        store(choices, e, score + load(bias, e, FLOAT32) if bias != 0 else score, FLOAT32)
+    if groups > 1:
+        _limit(choices, count, groups, best_groups, sigmoid, choices + count * 4)
+    last, value, of_chosen = -1, np.float32(np.inf), np.float32(1e-20)
+    for k in range(per_token):
+        if known:
+            last, value = _next(FLOAT32, choices, count, last, value)
+            logit = load(logits, last, kind)
+            weight = _sigmoid(logit) if sigmoid else exp_of_negative(logit - greatest) / total
+        else:
+            last, weight = k, _NAN
+        of_chosen += weight
+        write_integer(chosen, k, np.int64(last), 64)
+        store(weights, k, weight, FLOAT32)
+    for k in range(per_token):
+        weight = load(weights, k, FLOAT32)
+        store(weights, k, (weight / of_chosen if normalized else weight) * factor, FLOAT32)
+
+
+@compiled()
+def _route_row(kind, logits, count, per_token, normalized, chosen, weights):
     greatest, total = _total(kind, logits, count)
     known = total == total
     last, value, of_chosen = -1, np.float32(np.inf), _ZERO
@@ -74,27 +126,38 @@ def _route_row(kind, logits, count, per_token, normalized, shared, chosen, weigh
         store(weights, k, weight, FLOAT32)
     for k in range(per_token):
         store(weights, k, load(weights, k, FLOAT32) / (of_chosen if normalized else total), FLOAT32)
-    if shared:
-        write_integer(chosen, per_token, np.int64(count), 64)
-        store(weights, per_token, _sigmoid(load(logits, count, kind)), FLOAT32)
 
 
-ROUTE = struct.Struct("10q")
+# Of Scores: whether they are plain, then its fields.
+ROUTE = struct.Struct("16qd")
 
 
 @once_per_kind
 def route_job(kind: Any) -> int:
     def rows(a: int) -> None:
-        step, rows, count, per_token, shared = arg(a, 0), arg(a, 1), arg(a, 4), arg(a, 5), arg(a, 7)
-        stride, width = (count + shared) * arg(a, 3), per_token + shared
+        step, rows, count, per_token = arg(a, 0), arg(a, 1), arg(a, 4), arg(a, 5)
+        normalized, shared, plain, gated = arg(a, 6), arg(a, 7), arg(a, 10), arg(a, 11)
+        scoring = (arg(a, 12), arg(a, 13), arg(a, 14), arg(a, 15), np.float32(real_arg(a, 16)))
+        stride, width = (count + shared * gated) * arg(a, 3), per_token + shared
+        choices = take_memory((count + arg(a, 14)) * 4)
         first = take_rows(a, step)
         while first < rows:
             for row in range(first, min(first + step, rows)):
-                _route_row(
-                    kind, arg(a, 2) + row * stride, count, per_token, arg(a, 6), shared,
-                    arg(a, 8) + row * width * 8, arg(a, 9) + row * width * 4,
-                )  # fmt: skip
+                logits, chosen, weights = (
+                    arg(a, 2) + row * stride,
+                    arg(a, 8) + row * width * 8,
+                    arg(a, 9) + row * width * 4,
+                )
+                if plain:
+                    _route_row(kind, logits, count, per_token, normalized, chosen, weights)
+                else:
+                    _score_row(kind, logits, count, per_token, normalized, scoring, choices, chosen, weights)
+                if shared:
+                    write_integer(chosen, per_token, np.int64(count), 64)
+                    weight = _sigmoid(load(logits, count, kind)) if gated else _ONE
+                    store(weights, per_token, weight, FLOAT32)
             first = take_rows(a, step)
+        give_back(choices)
 
     return job(rows)
 
@@ -172,3 +235,41 @@ class PackedExperts:
         )  # fmt: skip
         self._team.share(mix_job(KINDS[x.dtype]), MIX, tokens, width * chosen.numel(), arguments)
         return out
+
+
+class HeadPlan:
+    """As an ExpertPlan: every token to the matrix of each head, head by head. Its memory stays where it is.
+
+    Rows of x are told by where they begin, in elements, so that tokens and heads may be strided.
+    """
+
+    def __init__(self, tokens: int, heads: int, token_stride: int, head_stride: int) -> None:
+        head, token = np.divmod(np.arange(heads * tokens), tokens)
+        self._rows = np.stack([token * token_stride + head * head_stride, head], 1).astype(np.int64)
+        pieces = -(-tokens // MOST_ROWS)
+        cuts = np.arange(pieces + 1) * tokens // pieces
+        table = np.empty((heads, pieces, 3), np.int64)
+        table[..., 0] = np.arange(heads)[:, None] * tokens + cuts[:-1]
+        table[..., 1] = np.arange(heads)[:, None] * tokens + cuts[1:]
+        table[..., 2] = np.arange(heads)[:, None]
+        most = int(np.diff(cuts).max())
+        self._plan = np.array([heads * pieces, most, self._rows.ctypes.data, *table.flat], np.int64)
+        self.tokens, self.rows, self.address = tokens, heads * tokens, int(self._plan.ctypes.data)
+
+
+class PackedHeads:
+    """A HeadLinear of packed weights: one product, whatever the number of heads."""
+
+    def __init__(self, linear: PackedLinear, plan_of: Callable[..., HeadPlan]) -> None:
+        self.linear, self._plan_of = linear, plan_of
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, H, in], strided along T and H or not -> [T, H, out], strided."""
+        tokens, heads, width = x.shape
+        if tokens == 0:
+            return x.new_empty(0, heads, self.linear.out_features)
+        plan = self._plan_of(tokens, heads, x.stride(0), x.stride(1))
+        last = (tokens - 1) * x.stride(0) + (heads - 1) * x.stride(1)
+        by_element = x.as_strided((last + 1, width), (1, 1))
+        out = self.linear.of_experts(by_element, plan, True)
+        return out.view(heads, tokens, -1).transpose(0, 1)

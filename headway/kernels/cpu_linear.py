@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from headway.kernels.cpu_arithmetic import (
     WIDE_INT8,
     arithmetic_of,
 )
-from headway.kernels.cpu_expert_plan import MOST_ROWS, ExpertPlan
+from headway.kernels.cpu_expert_plan import MOST_ROWS
 from headway.kernels.cpu_groups import (
     GROUPED_ROWS,
     GroupedPanels,
@@ -60,6 +61,15 @@ _BLOCK_STEPS = 32
 _LEAST_TOKENS = 24
 _ITEMS_PER_THREAD = 4
 _NO_GROUPS = (0,) * 7
+
+
+class Plan(Protocol):
+    """Which rows are multiplied with the weight of which expert; see ExpertPlan."""
+
+    rows: int
+
+    @property
+    def address(self) -> int: ...
 
 
 class PackedLinear:
@@ -182,7 +192,7 @@ class PackedLinear:
         """x [T, in] -> [T, out]."""
         return self._product(x, x.shape[0], 0, False)
 
-    def of_experts(self, x: Tensor, plan: ExpertPlan, gathers: bool) -> Tensor:
+    def of_experts(self, x: Tensor, plan: Plan, gathers: bool) -> Tensor:
         """Each row of the plan times the weight of its expert -> [rows, out].
 
         Args:

@@ -241,6 +241,31 @@ def _most_likely_row(kind, logits, count):
     return _place_of(kind, logits, begin, min(begin + _SEARCHED, count), best), best
 
 
+JOIN = struct.Struct("13q")
+
+
+@once_per_kind
+def join_job() -> int:
+    """Rows of two tensors [T, H, width] of elements of `size` bytes side by side; strides are of tokens and heads."""
+
+    def rows(a: int) -> None:
+        step, count, out, heads, size = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4)
+        width, other_width = arg(a, 8), arg(a, 12)
+        first = take_rows(a, step)
+        while first < count:
+            for row in range(first, min(first + step, count)):
+                to, token, head = out + row * (width + other_width) * size, row // heads, row % heads
+                source = arg(a, 5) + (token * arg(a, 6) + head * arg(a, 7)) * size
+                for element in range(width):
+                    copy_element(source, element, to, element, size)
+                source = arg(a, 9) + (token * arg(a, 10) + head * arg(a, 11)) * size
+                for element in range(other_width):
+                    copy_element(source, element, to, width + element, size)
+            first = take_rows(a, step)
+
+    return job(rows)
+
+
 TAKE = struct.Struct("7q")
 
 

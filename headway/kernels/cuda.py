@@ -90,6 +90,7 @@ class CudaKernels(TorchKernels):
         tokens, kv_heads, width = key.shape
         if tokens == 0:
             return
+        value = key if cache.is_latent else value  # which is then the same numbers in the same places
         cuda_rows.store_kernel[(tokens, kv_heads)](
             key, key.stride(0), value, value.stride(0), cache.keys, cache.values, slots, KV_HEADS=kv_heads,
             BLOCK_SIZE=cache.keys.shape[2], WIDTH=width, PADDED=triton.next_power_of_2(width), num_warps=1,
@@ -120,6 +121,5 @@ class CudaKernels(TorchKernels):
         if device.type == "cuda":
             pair = pair.pin_memory()
         read, write = pair.to(device, non_blocking=True)
-        for cache in caches:
-            cache.keys.index_copy_(0, write, cache.keys.index_select(0, read))
-            cache.values.index_copy_(0, write, cache.values.index_select(0, read))
+        for blocks in (tensor for cache in caches for tensor in cache.tensors):
+            blocks.index_copy_(0, write, blocks.index_select(0, read))

@@ -20,12 +20,13 @@ from headway.kernels.interface import LayerCache, StepGeometry
 
 _MOST_SPLITS = 32
 _LEAST_SPLIT_KEYS = 256
+# The most heads of a program over latents.
+_LATENT_HEADS = 16
 
 
 @triton.jit
-def _attend(q, k, v, seen, scale, softcap, best, total, result, CAPPED: tl.constexpr):
+def _attend(scores, v, seen, softcap, best, total, result, CAPPED: tl.constexpr):
     """The running maximum, sum and result with some keys more, of which each row has seen some."""
-    scores = tl.dot(q, k, input_precision="ieee") * scale
     if CAPPED:
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
     scores = tl.where(seen, scores, -1.0e30)
@@ -56,9 +57,10 @@ def _keys_of(
 def _attention_kernel(
     query, keys, values, tables, query_start, context_lens, sinks, out, partial_out, partial_max, partial_sum,
     scale, softcap, query_stride, table_stride, window, split_keys,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, CACHE_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     sequence = tl.program_id(1)
@@ -77,13 +79,16 @@ def _attention_kernel(
     dim = tl.arange(0, WIDTH_PADDED)
     has_dim = dim < WIDTH
     token_index = (start + token).to(tl.int64)
-    q = tl.load(
-        query + token_index[:, None] * query_stride + head[:, None] * WIDTH + dim[None, :],
-        mask=live[:, None] & has_dim[None, :], other=0.0,
-    )  # fmt: skip
-
+    whole = WIDTH + REST
+    queries_at = query + token_index[:, None] * query_stride + head[:, None] * whole
+    q = tl.load(queries_at + dim[None, :], mask=live[:, None] & has_dim[None, :], other=0.0)
     if WIDEN:
         q = q.to(tl.float32)
+    rest = tl.arange(0, REST_PADDED)
+    if REST > 0:
+        q_rest = tl.load(queries_at + WIDTH + rest[None, :], mask=live[:, None] & (rest < REST)[None, :], other=0.0)
+        if WIDEN:
+            q_rest = q_rest.to(tl.float32)
 
     first_position = context - queries + tile * TOKENS
     begin, end = _keys_of(first_position, context, window, split, split_keys, TOKENS, KEYS, SPLITS, WINDOWED)
@@ -99,16 +104,29 @@ def _attention_kernel(
         at = key + lane
         there = at < end
         block = tl.load(tables + sequence.to(tl.int64) * table_stride + at // BLOCK_SIZE, mask=there, other=0)
-        place = ((block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + at % BLOCK_SIZE) * WIDTH
+        in_block = kv_head % CACHE_HEADS * BLOCK_SIZE + at % BLOCK_SIZE
+        place = (block.to(tl.int64) * CACHE_HEADS * BLOCK_SIZE + in_block) * whole
         k = tl.load(keys + place[None, :] + dim[:, None], mask=there[None, :] & has_dim[:, None], other=0.0)
-        v = tl.load(values + place[:, None] + dim[None, :], mask=there[:, None] & has_dim[None, :], other=0.0)
         if WIDEN:
             k = k.to(tl.float32)
-            v = v.to(tl.float32)
+        scores = tl.dot(q, k, input_precision="ieee")
+        if REST > 0:
+            # A latent, whose first part is the values too.
+            v = tl.trans(k)
+            k_rest = tl.load(
+                keys + place[None, :] + WIDTH + rest[:, None], mask=there[None, :] & (rest < REST)[:, None], other=0.0
+            )
+            if WIDEN:
+                k_rest = k_rest.to(tl.float32)
+            scores += tl.dot(q_rest, k_rest, input_precision="ieee")
+        else:
+            v = tl.load(values + place[:, None] + dim[None, :], mask=there[:, None] & has_dim[None, :], other=0.0)
+            if WIDEN:
+                v = v.to(tl.float32)
         seen = there[None, :] & (at[None, :] <= position[:, None])
         if WINDOWED:
             seen = seen & (at[None, :] > position[:, None] - window)
-        best, total, result = _attend(q, k, v, seen, scale, softcap, best, total, result, CAPPED)
+        best, total, result = _attend(scores * scale, v, seen, softcap, best, total, result, CAPPED)
     if SPLITS > 1:
         part = (token_index * HEADS + head) * SPLITS + split
         tl.store(partial_max + part, best, mask=live)
@@ -166,14 +184,20 @@ def attention(
     query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, sliding_window: int | None,
     sinks: Tensor | None, softcap: float | None, multiprocessors: int,
 ) -> Tensor:  # fmt: skip
-    """Causal paged attention of query [T, H, D], strided along T or not -> dense [T, H, D]."""
+    """Causal paged attention of query [T, H, D], strided along T or not -> dense, as wide as values are."""
     tokens, heads, width = query.shape
-    kv_heads, block_size = cache.keys.shape[1:3]
-    group = heads // kv_heads
+    cache_heads, block_size = cache.keys.shape[1:3]
+    rest = 0
+    group = heads // cache_heads
+    if cache.is_latent:  # which all heads share: a program takes some of them
+        width, rest = cache.values.shape[3], width - cache.values.shape[3]
+        group = next(each for each in range(min(_LATENT_HEADS, heads), 0, -1) if heads % each == 0)
+    kv_heads = heads // group
     out = torch.empty((tokens, heads, width), dtype=query.dtype, device=query.device)
     if tokens == 0:
         return out
-    rows, keys, warps = tile_sizes(group, width, step.max_query_len, query.element_size())
+    longest = 1 if cache.is_latent else step.max_query_len  # rows of a latent are long, and registers few
+    rows, keys, warps = tile_sizes(group, width, longest, query.element_size())
     tile_tokens = rows // group
     tiles = triton.cdiv(step.max_query_len, tile_tokens)
     splits = count_splits(step, kv_heads, tiles, multiprocessors)
@@ -191,7 +215,8 @@ def attention(
         query, cache.keys, cache.values, step.block_tables, step.query_start, step.context_lens, sinks, out,
         partial_out, partial_max, partial_sum, scale, softcap or 0.0, query.stride(0), step.block_tables.stride(0),
         sliding_window or 0, split_keys,
-        HEADS=heads, KV_HEADS=kv_heads, GROUP=group, WIDTH=width, WIDTH_PADDED=width_padded,
+        HEADS=heads, KV_HEADS=kv_heads, CACHE_HEADS=cache_heads, GROUP=group,
+        WIDTH=width, WIDTH_PADDED=width_padded, REST=rest, REST_PADDED=max(16, triton.next_power_of_2(rest)),
         BLOCK_SIZE=block_size, ROWS=rows, TOKENS=tile_tokens, KEYS=keys, SPLITS=splits,
         WINDOWED=sliding_window is not None, CAPPED=softcap is not None, WIDEN=widen, num_warps=warps,
     )  # fmt: skip

@@ -43,7 +43,8 @@ class LayerCache:
     """Keys and values of one layer; each is [N, G, B, D] in the cache's dtype.
 
     The kernels of a device may arrange them in another way within a block of that size. An int8 cache has a float32
-    scale for each token and head beside it, [N, G, B].
+    scale for each token and head beside it, [N, G, B]. Of a latent, which is kept once, values are the first elements
+    of the keys.
     """
 
     keys: Tensor
@@ -52,9 +53,14 @@ class LayerCache:
     value_scales: Tensor | None = None
 
     @property
+    def is_latent(self) -> bool:
+        return self.values.data_ptr() == self.keys.data_ptr()
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the cache; each has a part of every block."""
-        return [t for t in (self.keys, self.values, self.key_scales, self.value_scales) if t is not None]
+        values = None if self.is_latent else self.values
+        return [t for t in (self.keys, values, self.key_scales, self.value_scales) if t is not None]
 
 
 KV_CACHE_DTYPES = ("auto", "int8")
@@ -152,6 +158,35 @@ GELU_TANH = Gate(2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.0447
 CLAMPED = Gate(slope=1.702, limit=7.0, shift=1.0)  # gpt-oss
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a router's logits become choices and weights of experts.
+
+    Args:
+        sigmoid: an expert's score is the sigmoid of its logit; else they are a softmax over all experts.
+        bias: float32 [E], added to scores where they choose, and not where they weigh.
+        groups: parts of as many experts each, one after the other, of which only `best_groups` are chosen from: those
+            of the greatest score, or with sigmoids of the greatest sum of two.
+        factor: of the weights.
+        gated: a shared expert has a logit of its own; else its weight is 1.
+    """
+
+    sigmoid: bool = False
+    bias: Tensor | None = None
+    groups: int = 1
+    best_groups: int = 1
+    factor: float = 1.0
+    gated: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits alone choose, and their softmax is the weights."""
+        return not self.sigmoid and self.bias is None and self.groups == 1 and self.factor == 1.0
+
+
+SOFTMAX = Scores()
+
+
 @dataclass(slots=True)
 class RoutingCounts:
     """What mixtures of experts have done since the kernels were made, added up over layers and steps.
@@ -189,6 +224,14 @@ class Linear(Protocol):
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows [T] int64 of the weight -> [T, in]: the embedding of tokens where it shares the head's weight."""
+        ...
+
+
+class HeadLinear(Protocol):
+    """A matrix for each head."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, H, in] -> [T, H, out]; both may be strided along T and H."""
         ...
 
 
@@ -231,6 +274,14 @@ class Kernels(Protocol):
 
     def mixture(self, gate_up: Iterable[Product], down: Iterable[Product], count: int, gate: Gate = SILU) -> Mixture:
         """Lay out `count` experts, each a gated linear layer and one behind it, all alike. Raises as `linear`."""
+        ...
+
+    def head_linear(self, weights: Iterable[Weight], count: int) -> HeadLinear:
+        """Lay out the matrices [out, in] of `count` heads, all alike. Raises as `linear`."""
+        ...
+
+    def join(self, first: Tensor, second: Tensor | None = None) -> Tensor:
+        """first [T, H, D] and second [T, H, E], strided along T and H or not, side by side -> dense [T, H, D + E]."""
         ...
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
@@ -278,7 +329,7 @@ class Kernels(Protocol):
         sinks: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D].
+        """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D], or as wide as values are.
 
         This step's keys and values are already stored. With a sliding window of w, position p attends
         to positions p - w + 1 .. p. Sinks, a float32 logit [H] for each head, take part in the softmax's denominator
@@ -287,12 +338,15 @@ class Kernels(Protocol):
         """
         ...
 
-    def route(self, logits: Tensor, per_token: int, normalized: bool, shared: bool) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, per_token: int, normalized: bool, shared: bool, scores: Scores = SOFTMAX
+    ) -> tuple[Tensor, Tensor]:
         """The experts that a router's logits [T, E] choose, and their weights: int64 and float32, each [T, per_token].
 
-        The greatest come first, the lowest of equals. Weights are a softmax in float32 over all experts; normalized,
-        over those that are chosen. With a shared expert, logits have a column more, [T, E + 1], and so has the result:
-        expert E, with the sigmoid of its logit. A row with a NaN has NaN as weights.
+        The greatest come first, the lowest of equals. Weights are scores in float32; normalized, divided by the sum of
+        those that are chosen. With a shared expert, the result has a column more: expert E, of weight 1; or, if it is
+        gated, of the sigmoid of its logit, which logits have as another column, [T, E + 1]. A row with a NaN has NaN
+        as weights.
         """
         ...
 

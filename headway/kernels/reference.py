@@ -11,13 +11,16 @@ from torch import Tensor
 
 from headway.kernels.interface import (
     SILU,
+    SOFTMAX,
     AttentionShape,
     Gate,
+    HeadLinear,
     LayerCache,
     Linear,
     Mixture,
     Product,
     RoutingCounts,
+    Scores,
     StepGeometry,
     Weight,
 )
@@ -76,6 +79,17 @@ class ReferenceGatedLinear:
         return self._apply_gate(self.linear(x), self._gate)
 
 
+class ReferenceHeadLinear:
+    """A batched product."""
+
+    def __init__(self, weights: list[Weight]) -> None:
+        self.weight = torch.stack([torch.cat(weight.parts) for weight in weights])  # [H, out, in]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, H, in] -> [T, H, out]."""
+        return (x.transpose(0, 1) @ self.weight.transpose(1, 2)).transpose(0, 1)
+
+
 class ReferenceMixture:
     """Experts one after the other, in the order of their numbers."""
 
@@ -131,6 +145,17 @@ class TorchKernels:
         gated = [self.gated_linear(*each, gate) for each in gate_up]
         return ReferenceMixture(list(zip(gated, [self.linear(*each) for each in down], strict=True)), self._counts)
 
+    def head_linear(self, weights: Iterable[Weight], count: int) -> HeadLinear:
+        """See Kernels."""
+        given = list(weights)
+        for weight in given:
+            check_unquantized(weight, self.name)
+        return ReferenceHeadLinear(given)
+
+    def join(self, first: Tensor, second: Tensor | None = None) -> Tensor:
+        """See Kernels."""
+        return first.contiguous() if second is None else torch.cat([first, second], dim=2)
+
     def routing_counts(self) -> RoutingCounts:
         """See Kernels."""
         return replace(self._counts)
@@ -139,17 +164,25 @@ class TorchKernels:
         """See Kernels."""
         return table.index_select(0, rows)
 
-    def route(self, logits: Tensor, per_token: int, normalized: bool, shared: bool) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, per_token: int, normalized: bool, shared: bool, scores: Scores = SOFTMAX
+    ) -> tuple[Tensor, Tensor]:
         """See Kernels; a stable sort, as topk does not promise the first of equals."""
         wide = logits.float()
-        routed = wide[:, :-1] if shared else wide
-        order = routed.argsort(dim=1, descending=True, stable=True)
-        chosen = order[:, :per_token]
-        weights = routed.gather(1, chosen).softmax(1) if normalized else routed.softmax(1).gather(1, chosen)
+        routed = wide[:, :-1] if shared and scores.gated else wide
+        chosen = _choice(routed, scores).argsort(dim=1, descending=True, stable=True)[:, :per_token]
+        if scores.is_plain and normalized:
+            weights = routed.gather(1, chosen).softmax(1)
+        else:
+            weights = (routed.sigmoid() if scores.sigmoid else routed.softmax(1)).gather(1, chosen)
+            if normalized:
+                weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+        weights = weights * scores.factor
         if not shared:
             return chosen, weights
         number = torch.full_like(chosen[:, :1], routed.shape[1])
-        return torch.cat([chosen, number], 1), torch.cat([weights, wide[:, -1:].sigmoid()], 1)
+        weight = wide[:, -1:].sigmoid() if scores.gated else torch.ones_like(weights[:, :1])
+        return torch.cat([chosen, number], 1), torch.cat([weights, weight], 1)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """See Kernels."""
@@ -224,7 +257,7 @@ class ReferenceKernels(TorchKernels):
         softcap: float | None = None,
     ) -> Tensor:
         """Attention of query [T, H, D], sequence by sequence over its gathered context -> [T, H, D]."""
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:2], cache.values.shape[3])
         start = 0
         for i in range(step.num_sequences):
             end = start + step.query_lens_host[i]
@@ -237,9 +270,25 @@ class ReferenceKernels(TorchKernels):
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes."""
-        for cache in caches:
-            cache.keys[targets] = cache.keys[sources]
-            cache.values[targets] = cache.values[sources]
+        for blocks in (tensor for cache in caches for tensor in cache.tensors):
+            blocks[targets] = blocks[sources]
+
+
+def _choice(logits: Tensor, scores: Scores) -> Tensor:
+    """By what experts are chosen, [T, E]."""
+    if scores.is_plain:
+        return logits
+    choice = logits.sigmoid() if scores.sigmoid else logits.softmax(1)
+    if scores.bias is not None:
+        choice = choice + scores.bias
+    if scores.groups > 1:
+        grouped = choice.unflatten(1, (scores.groups, -1))
+        of_group = grouped.sort(dim=2, descending=True).values[..., : 1 + scores.sigmoid].sum(2)
+        order = of_group.argsort(dim=1, descending=True, stable=True)[:, scores.best_groups :]
+        choice = grouped.masked_fill(
+            torch.zeros_like(of_group, dtype=torch.bool).scatter(1, order, True)[..., None], float("-inf")
+        ).flatten(1)
+    return choice
 
 
 def _gather(blocks: Tensor, table: Tensor, context_len: int) -> Tensor:

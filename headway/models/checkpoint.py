@@ -96,8 +96,16 @@ class Checkpoint:
         ModelError: naming the file, and the tensor where there is one.
     """
 
-    def __init__(self, folder: Path, expected: Shapes, clock: StageClock, packed: PackedMatrices | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        expected: Shapes,
+        clock: StageClock,
+        packed: PackedMatrices | None = None,
+        left_out: tuple[str, ...] = (),
+    ) -> None:
         self._clock = clock
+        self._left_out = left_out
         self._packed = packed
         self._expected = expected
         self._stack = ExitStack()
@@ -185,7 +193,8 @@ class Checkpoint:
                 )
         for path, names in names_in.items():
             for name in sorted(names - expected.keys()):
-                if name != "lm_head.weight" and not name.endswith(_UNUSED) and not self._is_nothing(path, name):
+                is_known = name == "lm_head.weight" or name.endswith(_UNUSED) or name.startswith(self._left_out)
+                if not is_known and not self._is_nothing(path, name):
                     raise ModelError(f"{path}: tensor {name} has no place in the model that config.json describes")
 
     def _loadable(self, name: str) -> tuple[str, ...]:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway.cost.config import layers_with_experts, read_shape
-from headway.cost.shape import CacheSpec, ModelShape
+from headway.cost.config import read_shape
+from headway.cost.shape import CacheSpec, Latent, ModelShape
 from headway.cost.values import ConfigValues, ModelError
 from headway.models.quantization import PackedMatrices, read_packed
 from headway.models.rope_config import RopeConfig, read_rope, read_two_ropes
+from headway.models.routing import Routing, read_routing
 
 __all__ = ["ARCHITECTURES", "ModelConfig", "ModelError", "RopeConfig"]
 
@@ -65,6 +66,7 @@ class Traits:
 
 
 _GEMMA = Traits(_GEMMA_NORMS, "gelu_tanh", "hidden_activation", norm_offset=1.0)
+_NEIGHBOURS = Traits(turns_neighbours=True)
 _GLM = Traits(fused=("gate_up_proj",), turns_neighbours=True)
 # Of those that are known, the ones whose tensors and operations the decoder has.
 ARCHITECTURES: dict[str, Traits] = {
@@ -85,13 +87,19 @@ ARCHITECTURES: dict[str, Traits] = {
     "Olmo3ForCausalLM": Traits(_OLMO_NORMS),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, norms=_GLM4_NORMS),
+    "Glm4MoeForCausalLM": Traits(),
+    "Glm4MoeLiteForCausalLM": _NEIGHBOURS,
+    "DeepseekV2ForCausalLM": _NEIGHBOURS,
+    "DeepseekV3ForCausalLM": _NEIGHBOURS,
 }
 # What known families need that the decoder does not have.
 _LACKING = {
-    "DeepseekV2ForCausalLM": "attention over a latent (MLA)",
-    "DeepseekV3ForCausalLM": "attention over a latent (MLA)",
+    "DeepseekV32ForCausalLM": "a sparse indexer",
+    "DeepseekV4ForCausalLM": "hyper-connections",
     "Gemma3ForConditionalGeneration": "an encoder of images",
-    "Glm4MoeForCausalLM": "routing by sigmoid scores",
+    "GlmMoeDsaForCausalLM": "a sparse indexer",
+    "KimiK25ForConditionalGeneration": "an encoder of images",
+    "KimiLinearForCausalLM": "layers of Kimi Delta Attention",
     "Lfm2ForCausalLM": "layers of short convolutions",
     "Llama4ForConditionalGeneration": "an encoder of images",
     "Qwen3NextForCausalLM": "layers of Gated DeltaNet",
@@ -108,30 +116,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {"torch_dtype": "bfloat16"},
     "GlmForCausalLM": {"partial_rotary_factor": 0.5},
     "Glm4ForCausalLM": {"partial_rotary_factor": 0.5},
+    "Glm4MoeForCausalLM": {"partial_rotary_factor": 0.5},
 }
 # Where layers with a window have positions of their own: the key of their theta.
 _LOCAL_THETAS = {"Gemma3ForCausalLM": "rope_local_base_freq", "Olmo3ForCausalLM": "rope_theta"}
-# Keys of routers that choose in another way, with the values that change nothing.
-_PLAIN_ROUTER = {"scoring_func": "softmax", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1}
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """How tokens find their experts, of which `ModelShape.experts` has the sizes.
-
-    Args:
-        layers: numbers of the layers that have experts.
-        normalized: the weights of a token's experts are divided by their sum.
-        block: what a checkpoint calls the mixture within its layer.
-        parts: what it calls the gate, up and down projection of an expert.
-        by_turns: the experts of a layer are one tensor, inputs before outputs, gate and up outputs by turns (gpt-oss).
-    """
-
-    layers: tuple[int, ...]
-    normalized: bool
-    block: str = "mlp"
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    by_turns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +164,7 @@ class ModelConfig:
         rms_norm_eps: of norms, those of the residual stream apart (see `residual_eps`).
         rotated: for each layer, whether queries and keys have rotary positions.
         local_rope: of layers with a window, where it is another one.
+        left_out: how names of a checkpoint's tensors begin that are of other use (layers that predict further tokens).
     """
 
     shape: ModelShape
@@ -190,6 +179,7 @@ class ModelConfig:
     multipliers: Multipliers = Multipliers()
     local_rope: RopeConfig | None = None
     softcaps: SoftCaps = _NO_CAPS
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -218,28 +208,36 @@ class ModelConfig:
             raise values.error(traits.act, f"is not supported; only {acts[0]} is")
         if shape.head_dim % 2:
             raise ModelError(f"{source}: head_dim is {shape.head_dim}; rotary embeddings need an even number")
-        multipliers, rope, local_rope, softcaps = Multipliers(), None, None, _NO_CAPS
+        multipliers, local_rope, softcaps = Multipliers(), None, _NO_CAPS
+        if name in _LOCAL_THETAS:
+            rope, local_rope = read_two_ropes(values, _LOCAL_THETAS[name], shape.head_dim, shape.max_positions)
+        else:
+            turned = shape.head_dim if shape.latent is None else shape.latent.rope_dim
+            rope = read_rope(values, turned, shape.max_positions)
+        if shape.latent is not None:
+            _check_latent(values, shape.latent)
+            traits = replace(traits, turns_neighbours=values.boolean("rope_interleave", True))
+            multipliers = Multipliers(attention=shape.head_dim**-0.5 * rope.depth_factor**2)
         if name == "GraniteForCausalLM":
             multipliers = _multipliers(values)
         if name == "GptOssForCausalLM":
             _check_gpt_oss(values, shape)
         if name.startswith("Gemma"):
             multipliers, softcaps = _gemma(values, shape), _softcaps(values)
-        if name in _LOCAL_THETAS:
-            rope, local_rope = read_two_ropes(values, _LOCAL_THETAS[name], shape.head_dim, shape.max_positions)
         return cls(
             shape=shape,
             caches=shape.caches,
-            routing=None if shape.experts is None else _routing(values),
+            routing=None if shape.experts is None else read_routing(values, shape.experts),
             packed=read_packed(values),
             rms_norm_eps=values.positive_number("rms_norm_eps"),
-            rope=rope or read_rope(values, shape.head_dim, shape.max_positions),
+            rope=rope,
             dtype=_dtype(values),
             rotated=_rotated(values, shape.layers) if name == "SmolLM3ForCausalLM" else (True,) * shape.layers,
             traits=traits,
             multipliers=multipliers,
             local_rope=local_rope,
             softcaps=softcaps,
+            left_out=_left_out(values, shape.layers),
         )
 
     @property
@@ -281,18 +279,6 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
     return content
 
 
-def _routing(values: ConfigValues) -> Routing:
-    for key, plain in _PLAIN_ROUTER.items():
-        if values.get(key) not in (None, plain):
-            raise values.error(key, f"is not supported, only {plain!r} is")
-    layers = layers_with_experts(values.raw, values.source)
-    if "MixtralForCausalLM" in values.get("architectures"):
-        return Routing(layers, normalized=True, block="block_sparse_moe", parts=("w1", "w3", "w2"))
-    if "GptOssForCausalLM" in values.get("architectures"):
-        return Routing(layers, normalized=True, by_turns=not values.boolean("experts_one_by_one"))
-    return Routing(layers, values.boolean("norm_topk_prob"))
-
-
 def _check_gpt_oss(values: ConfigValues, shape: ModelShape) -> None:
     for key, published in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
         if values.get(key) not in (None, published):
@@ -317,6 +303,19 @@ def _multipliers(values: ConfigValues) -> Multipliers:
 def _gemma(values: ConfigValues, shape: ModelShape) -> Multipliers:
     """Embeddings are multiplied with sqrt(h), and attention's products with a number of their own."""
     return Multipliers(embedding=shape.hidden**0.5, attention=values.positive_number("query_pre_attn_scalar") ** -0.5)
+
+
+def _check_latent(values: ConfigValues, latent: Latent) -> None:
+    for key, size in (("kv_lora_rank", latent.kv_rank), ("qk_rope_head_dim", latent.rope_dim)):
+        if size % 2:
+            raise values.error(key, "is not supported; it must be even")
+
+
+def _left_out(values: ConfigValues, layers: int) -> tuple[str, ...]:
+    """DeepSeek and GLM store multi-token prediction as further layers."""
+    key = "num_nextn_predict_layers"
+    further = 0 if values.get(key) is None else values.non_negative_int(key, 0)
+    return tuple(f"model.layers.{number}." for number in range(layers, layers + min(further, 100)))
 
 
 def _softcaps(values: ConfigValues) -> SoftCaps:

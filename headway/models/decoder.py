@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from headway.cost.shape import CacheSpec
-from headway.kernels.interface import Kernels, LayerCache, Linear, Mixture, StepGeometry
+from headway.kernels.interface import SOFTMAX, Kernels, LayerCache, Linear, Mixture, Scores, StepGeometry
 from headway.models.config import ModelConfig
+from headway.models.latent_attention import LatentAttention, LatentWeights
 from headway.models.rope import rope_tables
 
 
@@ -36,10 +37,11 @@ class MixtureMLP:
     """Experts of which each token goes through some, and where there is a shared one, through that one too.
 
     Args:
-        router: rows of the experts, then one of the shared expert.
+        router: rows of the experts, then one of the shared expert if it is gated.
         per_token: experts that are chosen for a token.
         normalized: their weights sum to 1.
         shared: the one that every token goes through; None where there is none.
+        scores: what logits of the router become.
     """
 
     kernels: Kernels
@@ -48,11 +50,12 @@ class MixtureMLP:
     per_token: int
     normalized: bool
     shared: DenseMLP | None
+    scores: Scores = SOFTMAX
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         has_shared = self.shared is not None
-        chosen, weights = self.kernels.route(self.router(x), self.per_token, self.normalized, has_shared)
+        chosen, weights = self.kernels.route(self.router(x), self.per_token, self.normalized, has_shared, self.scores)
         return self.experts(x, chosen, weights, None if self.shared is None else self.shared(x))
 
 
@@ -113,7 +116,7 @@ class LayerWeights:
     """One layer, laid out by the device's kernels."""
 
     mixer_norm: Tensor | None  # [hidden]; None where its input is the residual stream itself
-    mixer: AttentionWeights
+    mixer: AttentionWeights | LatentWeights
     mlp_norm: Tensor | None  # [hidden]; None likewise
     mlp: Callable[[Tensor], Tensor]  # [T, hidden] -> [T, hidden]
     mixed_norm: Tensor | None = None  # [hidden], of what the mixer adds to the residual stream
@@ -164,7 +167,7 @@ class Decoder:
         tables = rope_tables(config.rope, self.max_model_len, self.device)
         local = tables if config.local_rope is None else rope_tables(config.local_rope, self.max_model_len, self.device)
         mixers = [
-            Attention(layer.mixer, config, kernels, tables if layer.mixer.cache.window is None else local)
+            _mixer(layer.mixer, config, kernels, tables if layer.mixer.cache.window is None else local)
             for layer in weights.layers
         ]
         # Each layer with the norm that follows it: a layer's closing residual addition is fused with the next norm.
@@ -213,6 +216,14 @@ class Decoder:
         """Logits of the chosen rows of forward's result: [R, hidden] -> [R, vocab], in the model's dtype."""
         logits, cap = self.weights.lm_head(hidden), self.config.softcaps.logits
         return logits if cap is None else self.kernels.soft_cap(logits, cap)
+
+
+def _mixer(
+    weights: AttentionWeights | LatentWeights, config: ModelConfig, kernels: Kernels, rope: tuple[Tensor, Tensor]
+) -> Attention | LatentAttention:
+    if isinstance(weights, LatentWeights):
+        return LatentAttention(weights, config, kernels, rope)
+    return Attention(weights, config, kernels, rope)
 
 
 def _head_split(heads: int, cache: CacheSpec) -> list[int]:

@@ -64,9 +64,12 @@ def _taken(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def expanded(weight: Weight) -> Tensor:
-    """The numbers that a packed matrix stands for, in its dtype."""
+    """The numbers that a matrix stands for, however it is packed, in its dtype."""
     groups = weight.groups
-    assert groups is not None and isinstance(weight.values, Tensor)
+    if groups is None:
+        plain = torch.cat(weight.parts)
+        return plain if weight.scales is None else (plain.float() * weight.scales).to(weight.dtype)
+    assert isinstance(weight.values, Tensor)
     minima = groups.scales if groups.minima is None else groups.minima
     scales, least = (
         (_spread(floats, groups) * bytes_).repeat_interleave(groups.size, 1)

@@ -11,8 +11,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headway.cost.shape import CacheSpec
-from headway.kernels.interface import CLAMPED, GELU_TANH, QUANTIZATIONS, SILU, Kernels, Linear, Product, Weight
+from headway.cost.shape import CacheSpec, Experts, Latent
+from headway.kernels.interface import (
+    CLAMPED,
+    GELU_TANH,
+    QUANTIZATIONS,
+    SILU,
+    HeadLinear,
+    Kernels,
+    Linear,
+    Product,
+    Scores,
+    Weight,
+)
 from headway.models.checkpoint import Checkpoint, RandomWeights, StageClock, WeightSource, has_stacked_experts
 from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import AttentionWeights, Decoder, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP
@@ -20,9 +31,11 @@ from headway.models.folder import read_ahead
 from headway.models.folder import resolve_model as resolve_model
 from headway.models.gguf_checkpoint import GGUFCheckpoint
 from headway.models.gguf_config import gguf_files
-from headway.models.grouped import stacked_groups, with_rows
+from headway.models.grouped import expanded, stacked_groups, with_rows
+from headway.models.latent_attention import LatentWeights
 from headway.models.packed_layers import mxfp4_matrix
 from headway.models.quantization import EMBEDDING, scheme_of
+from headway.models.routing import Routing
 from headway.models.tensors import (
     STACKED,
     Parts,
@@ -112,7 +125,7 @@ def _open(
         return nullcontext(RandomWeights(seed, clock))
     if load_format == "auto" and gguf_files(folder):
         return GGUFCheckpoint(folder, expected, config, clock)
-    return Checkpoint(folder, expected, clock, config.packed)
+    return Checkpoint(folder, expected, clock, config.packed, config.left_out)
 
 
 class _Assembler:
@@ -159,9 +172,10 @@ class _Assembler:
 
     def _layer(self, index: int, cache: CacheSpec) -> LayerWeights:
         layer, norms, added = f"model.layers.{index}", self._config.traits.norms, self._config.multipliers.added
+        shape = self._config.shape
         return LayerWeights(
             mixer_norm=self._norm(f"{layer}.{norms.attention}") if norms.attention else None,
-            mixer=self._attention(index, cache),
+            mixer=self._attention(index, cache) if shape.latent is None else self._latent_attention(index, cache),
             mixed_norm=self._norm(f"{layer}.{norms.attended}", added) if norms.attended else None,
             mlp_norm=self._norm(f"{layer}.{norms.mlp}") if norms.mlp else None,
             mlp_out_norm=self._norm(f"{layer}.{norms.mlp_out}", added) if norms.mlp_out else None,
@@ -181,23 +195,69 @@ class _Assembler:
             sinks=self._stack(f"{attention}.sinks", dtype=torch.float32) if shape.sinks else None,
         )
 
+    def _latent_attention(self, index: int, cache: CacheSpec) -> LatentWeights:
+        name, heads, latent = f"model.layers.{index}.self_attn", self._config.shape.heads, self._config.shape.latent
+        assert latent is not None
+        turned = self._turned(latent.rope_dim)
+        head = latent.nope_dim + latent.rope_dim
+        of_heads = torch.arange(heads).unsqueeze(1) * head
+        queries = torch.cat(
+            [(of_heads + torch.arange(latent.nope_dim)).flatten(), (of_heads + latent.nope_dim + turned).flatten()]
+        )
+        of_queries = queries if latent.q_rank is None else torch.arange(latent.q_rank)
+        kept = torch.cat([torch.arange(latent.kv_rank), latent.kv_rank + turned])
+        lowered = self._rows_of(torch.cat([of_queries, len(of_queries) + kept]), *attention_names(self._config, index))
+        to_keys, to_values = self._of_heads(f"{name}.kv_b_proj", latent, heads)
+        return LatentWeights(
+            lowered=lowered,
+            query_norm=None if latent.q_rank is None else self._norm(f"{name}.q_a_layernorm"),
+            raised=None if latent.q_rank is None else self._rows_of(queries, f"{name}.q_b_proj"),
+            latent_norm=self._norm(f"{name}.kv_a_layernorm"),
+            to_keys=to_keys,
+            to_values=to_values,
+            o=self._linear(f"{name}.o_proj"),
+            cache=cache,
+        )
+
+    def _of_heads(self, name: str, latent: Latent, heads: int) -> tuple[HeadLinear, HeadLinear]:
+        """Latents to keys, the other way round, and to values; what is packed by rows of outputs is made plain."""
+        plain = expanded(self._weight(name)).view(heads, latent.nope_dim + latent.value_dim, latent.kv_rank)
+        covered = self._config.packed is not None and self._config.packed.covers(name)
+        scheme = "none" if covered else scheme_of(name, self._quantization, None)
+        keys, values = plain.split([latent.nope_dim, latent.value_dim], 1)
+        with self._clock.measure("layout"):
+            return (
+                self._kernels.head_linear((Weight(each.T.contiguous(), scheme) for each in keys), heads),
+                self._kernels.head_linear((Weight(each.contiguous(), scheme) for each in values), heads),
+            )
+
     def _norm(self, name: str, factor: float = 1.0) -> Tensor:
         return self._stack(f"{name}.weight").add_(self._config.traits.norm_offset).mul_(factor)
 
     def _qkv(self, index: int, cache: CacheSpec) -> Linear:
-        product = self._product(*attention_names(self._config, index))
+        names = attention_names(self._config, index)
         if self._config.traits.turns_neighbours:
-            product = with_rows(product, self._in_halves(self._config.shape.heads, cache))
-        with self._clock.measure("layout"):
-            return self._kernels.linear(*product)
+            return self._rows_of(self._in_halves(self._config.shape.heads, cache), *names)
+        return self._linear(*names)
 
     def _in_halves(self, heads: int, cache: CacheSpec) -> Tensor:
         """Rows of queries, keys and values such that what is turned has the first of all pairs before the second."""
-        head, turned = torch.arange(cache.key_dim), self._config.rope.dim
-        order = torch.cat([head[:turned:2], head[1:turned:2], head[turned:]])
+        turned = self._config.rope.dim
+        order = torch.cat([self._turned(turned), torch.arange(turned, cache.key_dim)])
         of_heads = torch.arange(heads + cache.heads).unsqueeze(1) * cache.key_dim + order
         values = torch.arange(cache.heads * cache.value_dim) + of_heads.numel()
         return torch.cat([of_heads.flatten(), values])
+
+    def _turned(self, size: int) -> Tensor:
+        """Rows that positions turn, in the order in which the kernels turn them: in halves."""
+        rows = torch.arange(size)
+        return torch.cat([rows[::2], rows[1::2]]) if self._config.traits.turns_neighbours else rows
+
+    def _rows_of(self, rows: Tensor, *layers: str) -> Linear:
+        """The product of the matrices one under the other, with its rows in this order."""
+        product = with_rows(self._product(*layers), rows)
+        with self._clock.measure("layout"):
+            return self._kernels.linear(*product)
 
     def _mlp(self, index: int) -> Callable[[Tensor], Tensor]:
         layer, experts, routing = f"model.layers.{index}", self._config.shape.experts, self._config.routing
@@ -218,7 +278,13 @@ class _Assembler:
             mixture = self._kernels.mixture(gate_up, down, experts.count, GATES[self._config.traits.gate])
         shared = self._dense(names.shared) if names.shared is not None else None
         router = self._linear(*names.router)
-        return MixtureMLP(self._kernels, router, mixture, experts.per_token, routing.normalized, shared)
+        scores = self._scores(f"{layer}.mlp", routing, experts)
+        return MixtureMLP(self._kernels, router, mixture, experts.per_token, routing.normalized, shared, scores)
+
+    def _scores(self, block: str, routing: Routing, experts: Experts) -> Scores:
+        bias = None if routing.bias is None else self._stack(f"{block}.{routing.bias}", dtype=torch.float32)
+        limits = routing.groups, routing.best_groups
+        return Scores(routing.sigmoid, bias, *limits, routing.factor, gated=experts.shared_gate)
 
     def _dense(self, parts: Parts) -> DenseMLP:
         *gated, down = parts

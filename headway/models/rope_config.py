@@ -46,6 +46,7 @@ class RopeConfig:
         original_max_position: tokens of context in training (llama3, yarn, longrope), or up to which nothing is
             scaled (dynamic).
         attention_factor: multiplies both tables (yarn, longrope).
+        depth_factor: multiplies queries and keys of latent attention, all of them (yarn's mscale_all_dim).
         short_factors, long_factors: what each pair's frequency is divided by, for a context of up to
             original_max_position and for a longer one (longrope).
     """
@@ -58,6 +59,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     attention_factor: float = 1.0
+    depth_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
@@ -192,6 +194,7 @@ def _factors(scaling: ConfigValues, key: str, pairs: int) -> tuple[float, ...]:
 
 def _yarn(scaling: ConfigValues, theta: float, dim: int, factor: float, original: int) -> RopeConfig:
     attention_factor = scaling.positive_number("attention_factor", _yarn_attention_factor(scaling, factor))
+    of_all = scaling.positive_number("mscale_all_dim") if scaling.get("mscale_all_dim") else 0.0
     return RopeConfig(
         "yarn",
         theta,
@@ -199,6 +202,7 @@ def _yarn(scaling: ConfigValues, theta: float, dim: int, factor: float, original
         factor,
         original,
         attention_factor=attention_factor,
+        depth_factor=0.1 * of_all * math.log(factor) + 1.0,
         beta_fast=scaling.positive_number("beta_fast", 32.0),
         beta_slow=scaling.positive_number("beta_slow", 1.0),
         truncate=scaling.boolean("truncate", True),

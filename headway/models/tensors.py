@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headway.cost.shape import Experts
+from headway.cost.shape import CacheSpec, Experts, ModelShape
 from headway.models.config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
@@ -35,8 +35,10 @@ def dense_names(block: str, fused: Sequence[str] = ()) -> Parts:
 
 
 def attention_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    """Names of the linear layers that make queries, keys and values."""
-    parts = ("qkv_proj",) if "qkv_proj" in config.traits.fused else ("q_proj", "k_proj", "v_proj")
+    """Names of the linear layers that make queries, keys and values; or what is compressed of them."""
+    parts: tuple[str, ...] = ("qkv_proj",) if "qkv_proj" in config.traits.fused else ("q_proj", "k_proj", "v_proj")
+    if config.shape.latent is not None:
+        parts = ("q_proj" if config.shape.latent.q_rank is None else "q_a_proj", "kv_a_proj_with_mqa")
     return tuple(f"model.layers.{layer}.self_attn.{part}" for part in parts)
 
 
@@ -51,9 +53,9 @@ def mixture_names(config: ModelConfig, layer: int, stacked: bool) -> MixtureName
     prefixes = (f"{block}.experts.{number}" for number in range(0 if stacked else experts.count))
     gate, up, down = routing.parts
     named = tuple((f"{prefix}.{gate}", f"{prefix}.{up}", f"{prefix}.{down}") for prefix in prefixes)
-    if not experts.shared_gate:
-        return MixtureNames((f"{block}.gate",), named, None)
-    return MixtureNames((f"{block}.gate", f"{block}.shared_expert_gate"), named, dense_names(f"{block}.shared_expert"))
+    shared = dense_names(f"{block}.{routing.shared}") if experts.shared_width else None
+    gates = ("gate", "shared_expert_gate") if experts.shared_gate else ("gate",)
+    return MixtureNames(tuple(f"{block}.{each}" for each in gates), named, shared)
 
 
 def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
@@ -82,26 +84,33 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
 
     for i, cache in enumerate(config.caches):
         layer = f"model.layers.{i}"
-        query, key, value = c.heads * cache.key_dim, cache.heads * cache.key_dim, cache.heads * cache.value_dim
         for norm in filter(None, config.traits.norms):
             shapes[f"{layer}.{norm}.weight"] = (c.hidden,)
-        names = attention_names(config, i)
-        rows_of = (query + key + value,) if len(names) == 1 else (query, key, value)
-        for name, rows in zip(names, rows_of, strict=True):
+        names, attention = attention_names(config, i), f"{layer}.self_attn"
+        for name, rows in zip(names, _attention_rows(c, cache, len(names)), strict=True):
             linear(name, rows, c.hidden, c.qkv_bias)
+        if (latent := c.latent) is not None:
+            shapes[f"{attention}.kv_a_layernorm.weight"] = (latent.kv_rank,)
+            linear(f"{attention}.kv_b_proj", c.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank, False)
+            if latent.q_rank is not None:
+                shapes[f"{attention}.q_a_layernorm.weight"] = (latent.q_rank,)
+                linear(f"{attention}.q_b_proj", c.heads * c.head_dim, latent.q_rank, False)
         if c.sinks:
-            shapes[f"{layer}.self_attn.sinks"] = (c.heads,)
+            shapes[f"{attention}.sinks"] = (c.heads,)
         if c.qk_norm:
             whole = c.qk_norm == "whole"
-            shapes[f"{layer}.self_attn.q_norm.weight"] = (query if whole else cache.key_dim,)
-            shapes[f"{layer}.self_attn.k_norm.weight"] = (key if whole else cache.key_dim,)
-        linear(f"{layer}.self_attn.o_proj", c.hidden, c.heads * cache.value_dim, c.o_bias)
+            shapes[f"{attention}.q_norm.weight"] = ((c.heads if whole else 1) * cache.key_dim,)
+            shapes[f"{attention}.k_norm.weight"] = ((cache.heads if whole else 1) * cache.key_dim,)
+        linear(f"{attention}.o_proj", c.hidden, c.attended, c.o_bias)
         mixture = mixture_names(config, i, stacked)
         if mixture is None or c.experts is None:
             feed_forward(dense_names(f"{layer}.mlp", config.traits.fused), c.ffn, c.mlp_bias)
             continue
+        bias = config.routing.bias if config.routing else None
         for name, rows in zip(mixture.router, (c.experts.count, 1), strict=False):
-            linear(name, rows, c.hidden, c.experts.router_bias)
+            linear(name, rows, c.hidden, c.experts.router_bias and bias is None)
+        if bias is not None:
+            shapes[f"{layer}.mlp.{bias}"] = (c.experts.count,)
         if config.routing and config.routing.by_turns:
             shapes.update(_experts_by_turns(layer, c.experts, c.hidden, config.packed is not None))
         elif stacked:
@@ -115,6 +124,14 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
     if not c.tied_embeddings:
         linear("lm_head", c.vocab, c.hidden, bias=False)
     return shapes
+
+
+def _attention_rows(shape: ModelShape, cache: CacheSpec, parts: int) -> tuple[int, ...]:
+    """Of the linear layers that attention_names() names."""
+    queries, keys, values = shape.heads * shape.head_dim, cache.heads * cache.key_dim, cache.heads * cache.value_dim
+    if shape.latent is not None:
+        return shape.latent.q_rank or queries, keys
+    return (queries + keys + values,) if parts == 1 else (queries, keys, values)
 
 
 def _experts_by_turns(layer: str, experts: Experts, hidden: int, packed: bool) -> Shapes:

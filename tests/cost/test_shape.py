@@ -15,6 +15,7 @@ from headway.cost.values import ModelError
 from headway.kernels.reference import ReferenceKernels
 from headway.models.config import ModelConfig
 from headway.models.decoder import DenseMLP, MixtureMLP
+from headway.models.latent_attention import LatentWeights
 from headway.models.loading import load_model
 from tests.cost import published, tiny_families
 from tests.models import tiny
@@ -41,7 +42,7 @@ def test_shape_and_parameters_are_those_of_the_decoder(case, tmp_path):
     config = ModelConfig.from_folder(tmp_path)
     shape = config.shape
     assert shape == read_shape(json.loads((tmp_path / "config.json").read_text()))
-    assert shape.num_parameters == sum(p.numel() for p in model.parameters())
+    assert shape.num_parameters == sum(p.numel() for _, p in tiny_families.tensors(model))
     assert shape.kv_elements_per_token == sum(cache.elements for cache in config.caches)
     assert shape.parameters() == parameters_of(load_model(tmp_path, torch.float32, ReferenceKernels()))
 
@@ -56,8 +57,16 @@ def parameters_of(decoder):
     def sinks(mixer):
         return 0 if mixer.sinks is None else mixer.sinks.numel()
 
+    def attention(mixer):
+        if isinstance(mixer, LatentWeights):
+            linears = [each for each in (mixer.lowered, mixer.raised, mixer.o) if each is not None]
+            return sum(map(linear, linears)) + mixer.to_keys.weight.numel() + mixer.to_values.weight.numel()
+        return linear(mixer.qkv) + linear(mixer.o) + sinks(mixer)
+
     def norms(layer):
-        parts = (layer.mixer_norm, layer.mlp_norm, layer.mixer.query_norm, layer.mixer.key_norm)
+        mixer = layer.mixer
+        inner = mixer.latent_norm if isinstance(mixer, LatentWeights) else mixer.key_norm
+        parts = (layer.mixer_norm, layer.mlp_norm, mixer.query_norm, inner)
         parts += (layer.mixed_norm, layer.mlp_out_norm)
         return sum(part.numel() for part in parts if part is not None)
 
@@ -69,15 +78,16 @@ def parameters_of(decoder):
     table = weights.lm_head.weight if tied else weights.embedding.args[0]
     return {
         "embedding": table.numel(),
-        "attention": sum(
-            linear(layer.mixer.qkv) + linear(layer.mixer.o) + sinks(layer.mixer) for layer in weights.layers
-        ),
+        "attention": sum(attention(layer.mixer) for layer in weights.layers),
         "ffn": sum(dense(layer.mlp) for layer in weights.layers if isinstance(layer.mlp, DenseMLP)),
         "norms": sum(norms(layer) for layer in weights.layers) + weights.final_norm.numel(),
         "head": 0 if tied else linear(weights.lm_head),
     } | (
         {
-            "router": sum(linear(mixture.router) for mixture in mixtures),
+            "router": sum(
+                linear(mixture.router) + (0 if mixture.scores.bias is None else mixture.scores.bias.numel())
+                for mixture in mixtures
+            ),
             "shared_experts": sum(dense(mixture.shared) for mixture in mixtures if mixture.shared),
             "experts": sum(
                 linear(gate_up.linear) + linear(down)

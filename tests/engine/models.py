@@ -54,6 +54,23 @@ TINY_GEMMA2: dict[str, Any] = {
     "final_logit_softcapping": 3.0,
     "tie_word_embeddings": True,
 }
+TINY_LATENT: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 48,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
 TINY_OLMO: dict[str, Any] = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 20, "sliding_window_pattern": 2}
 TINY_GEMMA: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],

@@ -17,7 +17,15 @@ from headway.engine.logprobs import prompt_logprobs
 from headway.engine.messages import AddRequest, PromptLogprobs
 from headway.kernels import cpu
 from headway.policy.swap import SwapSpace
-from tests.engine.models import TINY_GEMMA, TINY_GEMMA2, TINY_GPT_OSS, TINY_MIXTURE, TINY_OLMO, write_config
+from tests.engine.models import (
+    TINY_GEMMA,
+    TINY_GEMMA2,
+    TINY_GPT_OSS,
+    TINY_LATENT,
+    TINY_MIXTURE,
+    TINY_OLMO,
+    write_config,
+)
 
 _FAMILIES = {
     "experts": TINY_MIXTURE,
@@ -25,6 +33,7 @@ _FAMILIES = {
     "gemma": TINY_GEMMA,
     "gemma2": TINY_GEMMA2,
     "olmo": TINY_OLMO,
+    "latent": TINY_LATENT,
 }
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -37,11 +46,17 @@ class Model(NamedTuple):
     quantization: str
     kv_cache_dtype: str
     dtype: str = "float32"
+    family: str = ""
 
     @property
     def token_bytes(self) -> int:
-        """Of a token in the cache: keys and values, 2 layers, 2 heads, 16 elements of its dtype, int8 with a scale."""
+        """Of a token in the cache: keys and values, 2 layers, 2 heads, 16 elements of its dtype, int8 with a scale.
+
+        Or a latent and its key, 48 and 16 elements, in each layer.
+        """
         size = 4 if self.dtype == "float32" else 2
+        if self.family == "latent":
+            return 2 * (48 + 16) * size
         return 2 * 2 * 2 * (16 * size if self.kv_cache_dtype == "auto" else 16 + 4)
 
 
@@ -67,20 +82,23 @@ class Model(NamedTuple):
         ("cpu", "none", "auto", "float32", "gemma"),
         ("cpu", "none", "auto", "bfloat16", "gemma2"),
         ("cpu", "none", "auto", "float32", "olmo"),
+        ("cpu", "none", "auto", "float32", "latent"),
+        ("cpu", "int8", "auto", "bfloat16", "latent"),
         pytest.param(("cuda", "none", "auto"), marks=pytest.mark.gpu),
     ],
     ids="-".join,
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     """With its name another family; with "vectors" as where there are no matrix tiles, or the system refuses them."""
-    settings, changes = request.param, {}
+    settings, family = request.param, ""
     if settings[-1] in _FAMILIES:
-        settings, changes = settings[:-1], _FAMILIES[settings[-1]]
+        *settings, family = settings
     with pytest.MonkeyPatch.context() as patch:
         if settings[-1] == "vectors":
             patch.setattr(cpu, "has_matrix_tiles", lambda: False)
             settings = settings[:-1]
-        yield Model(write_config(tmp_path_factory.mktemp("tiny"), **changes), *settings)
+        folder = write_config(tmp_path_factory.mktemp("tiny"), **_FAMILIES.get(family, {}))
+        yield Model(folder, *settings, family=family)
 
 
 @functools.lru_cache(maxsize=16)  # one model's

@@ -16,7 +16,7 @@ from headway.cost.config import read_shape
 from headway.cost.memory import kv_cache_bytes, weight_bytes
 from headway.cost.precision import ENGINE_CHECKPOINTS, ENGINE_QUANTIZATIONS, Precision
 from headway.cost.work import Operation, step_work
-from headway.engine.memory import bytes_per_block
+from headway.engine.memory import bytes_per_block, zero_caches
 from headway.kernels import kernels_for
 from headway.kernels.cpu_experts import PackedExperts
 from headway.kernels.cpu_linear import PackedLinear
@@ -24,6 +24,7 @@ from headway.kernels.cpu_memory import LargePages
 from headway.kernels.cpu_team import Team
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder, DenseMLP, MixtureMLP
+from headway.models.latent_attention import LatentWeights
 from headway.models.loading import QUANTIZATIONS, load_model
 from tests.kernels.grouped import random_weight
 
@@ -56,6 +57,22 @@ EXPERTS = {
 }
 
 
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "kv_lora_rank": 40,
+    "q_lora_rank": 36,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 28,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 44,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+}
+
+
 def bytes_of(linear: PackedLinear) -> int:
     """Of what a product reads: panels, the scales of rows and of groups, and minima that are no scales."""
     size, groups = linear._packed.nbytes + linear._row_scales.nbytes, linear._groups
@@ -65,10 +82,16 @@ def bytes_of(linear: PackedLinear) -> int:
     return size
 
 
+def attention(mixer: Any) -> list[Any]:
+    if isinstance(mixer, LatentWeights):
+        return [mixer.lowered, mixer.raised, mixer.o, mixer.to_keys.linear, mixer.to_values.linear]
+    return [mixer.qkv, mixer.o]
+
+
 def packed(model: Decoder) -> Iterator[PackedLinear]:
     linears: list[Any] = [model.weights.lm_head]
     for layer in model.weights.layers:
-        linears += [layer.mixer.qkv, layer.mixer.o]
+        linears += attention(layer.mixer)
         mlps = [layer.mlp.experts, layer.mlp.shared] if isinstance(layer.mlp, MixtureMLP) else [layer.mlp]
         for mlp in mlps:
             assert isinstance(mlp, DenseMLP | PackedExperts)
@@ -78,7 +101,11 @@ def packed(model: Decoder) -> Iterator[PackedLinear]:
         yield linear
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, EXPERTS], ids=["tied", "untied", "experts"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_word_embeddings": False}, EXPERTS, LATENT],
+    ids=["tied", "untied", "experts", "latent"],
+)
 @pytest.mark.parametrize("quantization", [each for each in ENGINE_QUANTIZATIONS if each != "none"])
 def test_the_planner_counts_what_the_engine_packs(tmp_path: Path, quantization: str, changes: dict[str, Any]) -> None:
     """Panels, groups and the scales of both; norms, routers, and an embedding beside a head stay in bfloat16."""
@@ -101,6 +128,18 @@ def test_a_block_of_an_int8_cache_is_counted_as_the_engine_takes_it(tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     theirs = bytes_per_block(ModelConfig.from_folder(tmp_path).caches, 16, torch.int8)
     assert kv_cache_bytes(read_shape(CONFIG), 16, Precision.of_engine("bfloat16", "none", "int8", 24), 16) == theirs
+
+
+def test_a_block_of_latents_is_counted_as_the_engine_takes_it(tmp_path: Path) -> None:
+    """Once, however many heads read it: 40 numbers and a key of 12 for each token and layer."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | LATENT))
+    caches = ModelConfig.from_folder(tmp_path).caches
+    theirs = bytes_per_block(caches, 16, torch.bfloat16)
+    tensors = [t for cache in zero_caches(caches, 1, 16, torch.bfloat16, torch.device("cpu")) for t in cache.tensors]
+    assert theirs == sum(tensor.nbytes for tensor in tensors) == 3 * 16 * 52 * 2
+    assert kv_cache_bytes(read_shape(CONFIG | LATENT), 16, Precision(), 16) == theirs
+    read = step_work(read_shape(CONFIG | LATENT), [Chunk(1, 15)]).values()
+    assert sum(part.kv_read_bytes for part in read) == theirs
 
 
 def test_llama_3_2_1b_in_int4_takes_780_mb() -> None:

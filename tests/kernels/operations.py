@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from headway.kernels.interface import CLAMPED, GELU_TANH, SILU, Groups, Kernels, LayerCache, Product, Weight
+from headway.kernels.interface import CLAMPED, GELU_TANH, SILU, Groups, Kernels, LayerCache, Product, Scores, Weight
 from headway.kernels.reference import ReferenceKernels
 from tests.kernels.steps import assert_close, cache_of, on, random, step_of
 
@@ -151,6 +152,76 @@ def check_route(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
         assert weights[7, :4].isnan().all() and weights.isnan().sum() == 4
         assert chosen[7, :4].unique().tolist() == sorted(chosen[7, :4].tolist())  # whatever they are, they are experts
         assert chosen[7].min() >= 0 and chosen[7, :4].max() < 60
+
+
+def check_scores(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
+    """Groups, sigmoids, biases and factors; a shared expert of weight 1; each row by itself; of a NaN, NaN."""
+    logits = random(0, dtype, 70, 24) * 2
+    bias = random(1, torch.float32, 24).to(device)
+    for scores in (
+        Scores(factor=1.5, gated=False),
+        Scores(groups=6, best_groups=2, factor=16.0, gated=False),
+        Scores(sigmoid=True, bias=bias, groups=4, best_groups=2, factor=2.5, gated=False),
+        Scores(sigmoid=True, bias=bias, gated=False),
+        Scores(gated=False),
+    ):
+        plain = replace(scores, bias=None if scores.bias is None else scores.bias.cpu())
+        for normalized, shared in ((True, False), (False, True)):
+            options = {"per_token": 5, "normalized": normalized, "shared": shared}
+            expected = REFERENCE.route(logits, **options, scores=plain)
+            chosen, weights = kernels.route(logits.to(device), **options, scores=scores)
+            assert torch.equal(chosen.cpu(), expected[0])
+            torch.testing.assert_close(weights.cpu(), expected[1], rtol=1e-5, atol=1e-6)
+            one = kernels.route(logits[9:10].to(device), **options, scores=scores)
+            assert torch.equal(one[0], chosen[9:10]) and torch.equal(one[1], weights[9:10])
+        if shared:
+            assert chosen[:, 5].unique().tolist() == [24] and weights[:, 5].unique().tolist() == [1.0]
+        bad = logits.clone()
+        bad[3, 7] = math.nan
+        chosen, weights = kernels.route(bad.to(device), 5, True, False, scores)
+        assert weights[3].isnan().all() and weights.isnan().sum() == 5 and 0 <= chosen.min() <= chosen.max() < 24
+
+
+def check_heads(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, scheme: str = "none") -> None:
+    """A matrix for each head, of inputs that are a slice of a wider product; side by side with another slice."""
+    wide, matrices = random(0, dtype, tokens, 7 * 30 + 5), random(1, dtype, 7, 70, 24) / 24**0.5
+    linear = kernels.head_linear((Weight(matrix.clone().to(device), scheme) for matrix in matrices), 7)
+    x = wide.to(device)[:, : 7 * 30].view(tokens, 7, 30)[..., 6:]
+    other = wide.to(device)[:, 5 : 5 + 7 * 4].view(tokens, 7, 4)
+    got = linear(x)
+    assert got.shape == (tokens, 7, 70)
+    expected = torch.einsum("thi,hoi->tho", wide[:, : 7 * 30].view(tokens, 7, 30)[..., 6:].float(), matrices.float())
+    if scheme == "none":
+        assert_close(got, expected.to(dtype), dtype)
+    else:
+        assert (got.cpu().float() - expected).norm() < 0.02 * expected.norm()
+    both = kernels.join(got, other)
+    assert both.is_contiguous() and torch.equal(both, torch.cat([got, other], 2))
+    assert torch.equal(kernels.join(got), got) and kernels.join(got).is_contiguous()
+    if kernels.name == "cpu":
+        for row in {0, tokens // 2, tokens - 1}:
+            assert torch.equal(linear(x[row : row + 1])[0], got[row])
+
+
+def check_attention_over_latents(
+    kernels: Kernels, device: str, dtype: torch.dtype, queries: list[int], contexts: list[int], heads: int, rank: int,
+    rotated: int, block_size: int,
+) -> None:  # fmt: skip
+    """All heads over one latent, whose first elements are the values too; it is kept once."""
+    step, num_blocks = step_of(queries, contexts, block_size)
+    before, _ = step_of(contexts, contexts, block_size)
+    width = rank + rotated
+    key, query = random(1, dtype, sum(contexts), 1, width), random(2, dtype, sum(queries), heads, width)
+    results = []
+    for each, to in ((REFERENCE, "cpu"), (kernels, device)):
+        keys = torch.full((num_blocks, 1, block_size, width), math.nan, dtype=dtype, device=to)
+        cache = LayerCache(keys, keys[..., :rank])
+        assert len(cache.tensors) == 1
+        there = key.to(to)
+        each.store(there, there[..., :rank], cache, before.slots.to(to))
+        results.append(each.attention(query.to(to), cache, on(to, step), width**-0.5, None))
+    assert results[1].shape == (sum(queries), heads, rank)
+    assert_close(results[1], results[0], dtype)
 
 
 def random_experts(dtype: torch.dtype, count: int, hidden: int, width: int) -> tuple[list[Product], list[Product]]:

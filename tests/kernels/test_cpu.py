@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headway.kernels.cpu import CpuKernels
 from headway.kernels.host import one_thread
-from headway.kernels.interface import Weight
+from headway.kernels.interface import LayerCache, Weight
 from tests.kernels import operations
 from tests.kernels.operations import DTYPES, check_attention
 from tests.kernels.steps import cache_of, random, step_of, torch_threads
@@ -87,6 +87,32 @@ def test_most_likely(kernels: CpuKernels, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_route(kernels: CpuKernels, dtype: torch.dtype) -> None:
     operations.check_route(kernels, "cpu", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    operations.check_scores(kernels, "cpu", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+def test_heads(kernels: CpuKernels, dtype: torch.dtype, tokens: int) -> None:
+    operations.check_heads(kernels, "cpu", dtype, tokens)
+
+
+def test_rounded_heads(kernels: CpuKernels) -> None:
+    operations.check_heads(kernels, "cpu", torch.float32, 5, "int8-weight-only")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "rank", "rotated", "block_size"), [(16, 128, 64, 16), (5, 36, 8, 8), (130, 32, 16, 1)]
+)
+def test_attention_over_latents(
+    kernels: CpuKernels, dtype: torch.dtype, heads: int, rank: int, rotated: int, block_size: int
+) -> None:
+    steps = [1, 7, 1, 20], [1, 7, 1100, 333]
+    operations.check_attention_over_latents(kernels, "cpu", dtype, *steps, heads, rank, rotated, block_size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -216,6 +242,21 @@ def test_attention_does_not_depend_on_its_company_or_on_threads() -> None:
         got = with_threads(1).attention(query[start : start + count], cache, alone, 0.125, None)
         assert torch.equal(got, together[start : start + count])
         start += count
+
+
+def test_attention_over_latents_does_not_depend_on_its_company_or_on_threads() -> None:
+    queries, contexts = [1, 1, 30, 1], [1100, 77, 90, 641]
+    step, num_blocks = step_of(queries, contexts, 16)
+    for dtype in DTYPES:
+        keys = random(5, dtype, num_blocks, 1, 16, 80)
+        cache, query, start = LayerCache(keys, keys[..., :64]), random(6, dtype, sum(queries), 16, 80), 0
+        together = with_threads(3).attention(query, cache, step, 0.125, None)
+        for row, (count, context) in enumerate(zip(queries, contexts, strict=True)):
+            alone, _ = step_of([count], [context], 16)
+            alone.block_tables = step.block_tables[row : row + 1]
+            got = with_threads(1).attention(query[start : start + count], cache, alone, 0.125, None)
+            assert torch.equal(got, together[start : start + count])
+            start += count
 
 
 def test_large_scores_do_not_overflow(kernels: CpuKernels) -> None:

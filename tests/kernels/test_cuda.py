@@ -80,6 +80,19 @@ def test_most_likely(kernels: CudaKernels, dtype: torch.dtype) -> None:
 def test_experts(kernels: CudaKernels, dtype: torch.dtype) -> None:
     operations.check_route(kernels, DEVICE, dtype)
     operations.check_mixture(kernels, DEVICE, dtype, 9)
+    operations.check_scores(kernels, DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads(kernels: CudaKernels, dtype: torch.dtype) -> None:
+    operations.check_heads(kernels, DEVICE, dtype, 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "rank", "rotated"), [(16, 64, 32), (20, 36, 8)])
+def test_attention_over_latents(kernels: CudaKernels, dtype: torch.dtype, heads: int, rank: int, rotated: int) -> None:
+    for steps in (([1, 7, 20], [1, 7, 33]), ([1, 1], [700, 90])):
+        operations.check_attention_over_latents(kernels, DEVICE, dtype, *steps, heads, rank, rotated, 16)
 
 
 def test_copy_blocks(kernels: CudaKernels) -> None:

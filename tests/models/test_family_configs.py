@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import math
 
+import pytest
+import torch
+
+from headway.cost.shape import CacheSpec
+from headway.engine.memory import bytes_per_block
 from headway.models import ModelConfig, ModelError
 from headway.models.tensors import expected_tensors
-from tests.cost.published import GPT_OSS_20B
+from tests.cost.published import DEEPSEEK_V2_LITE, DEEPSEEK_V3, GPT_OSS_20B
 
 # As they are published; Gemma 3 with the old keys of its two kinds of positions.
 GEMMA3 = {
@@ -75,6 +80,102 @@ OLMO3 = {
     "torch_dtype": "bfloat16",
     "vocab_size": 100278,
 }
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
+V3 = DEEPSEEK_V3 | {
+    "hidden_act": "silu",
+    "n_group": 8,
+    "norm_topk_prob": True,
+    "quantization_config": FP8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": YARN,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+}
+V2_LITE = DEEPSEEK_V2_LITE | {
+    "hidden_act": "silu",
+    "n_group": 1,
+    "norm_topk_prob": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "torch_dtype": "bfloat16",
+}
+GLM_4_7_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+GLM_4_5_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
 GPT_OSS = GPT_OSS_20B | {
     "hidden_act": "silu",
     "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
@@ -128,6 +229,43 @@ def test_olmo_3_7b():
     assert not any("input_layernorm" in name for name in expected)
 
 
+def test_deepseek_v3():
+    """A latent and a key of 576 numbers for each token and layer, in blocks of 18 KB; FP8 but for router and norms."""
+    config = read(V3)
+    assert config.shape.num_parameters == 671_026_419_200
+    assert config.caches == (CacheSpec(1, 576, 0, latent=512),) * 61
+    assert bytes_per_block(config.caches, 16, torch.bfloat16) == 61 * 16 * 576 * 2
+    assert (config.rope.dim, config.rope.attention_factor, config.max_model_len) == (64, 1.0, 163840)
+    assert config.multipliers.attention == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    routing = config.routing
+    assert routing is not None and routing.layers == tuple(range(3, 61)) and routing.normalized and routing.sigmoid
+    assert (routing.groups, routing.best_groups, routing.factor) == (8, 4, 2.5)
+    assert config.left_out == ("model.layers.61.",)
+    expected = expected_tensors(config)
+    assert expected["model.layers.3.mlp.gate.e_score_correction_bias"] == (256,)
+    assert expected["model.layers.3.mlp.shared_experts.up_proj.weight_scale_inv"] == (16, 56)
+    assert expected["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"] == (5, 56)
+    assert "model.layers.3.mlp.gate.weight_scale_inv" not in expected
+
+
+def test_deepseek_v2_lite():
+    config = read(V2_LITE)
+    assert config.shape.num_parameters == 15_706_484_224
+    routing = config.routing
+    assert routing is not None and (routing.sigmoid, routing.groups, routing.bias) == (False, 1, None)
+    assert config.multipliers.attention == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    assert "model.layers.0.self_attn.q_proj.weight" in expected_tensors(config)
+
+
+def test_glm_4_7_flash_and_4_5_air():
+    """One with latents, one with 8 key/value heads of which half is turned; routers as DeepSeek-V3's."""
+    flash, air = read(GLM_4_7_FLASH), read(GLM_4_5_AIR)
+    assert 29.9e9 < flash.shape.num_parameters < 30.1e9 and flash.caches[0] == CacheSpec(1, 576, 0, latent=512)
+    assert 106.8e9 < air.shape.num_parameters < 106.9e9 and air.caches[0] == CacheSpec(8, 128, 128)
+    assert (air.rope.dim, air.traits.turns_neighbours, flash.traits.turns_neighbours) == (64, False, True)
+    assert all(each.routing is not None and each.routing.sigmoid for each in (flash, air))
+
+
 def test_gpt_oss_20b():
     """bfloat16 but for the experts, though config.json does not say so."""
     config = read(GPT_OSS)
@@ -147,7 +285,14 @@ def test_gpt_oss_20b():
 @pytest.mark.parametrize(
     ("raw", "changes", "said"),
     [
-        (GEMMA3, {"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM needs attention over a latent"),
+        (V3, {"architectures": ["DeepseekV32ForCausalLM"]}, "DeepseekV32ForCausalLM needs a sparse indexer, which"),
+        (V3, {"scoring_func": "softmax"}, "scoring_func is 'softmax', which is not supported, only 'sigmoid' is"),
+        (V3, {"n_group": 7}, "n_group is 7, which does not divide 256 experts into groups of several"),
+        (V3, {"topk_group": 9}, "topk_group is 9, which of 8 groups of 32 experts does not fit num_experts_per_tok, 8"),
+        (V3, {"kv_lora_rank": 511}, "kv_lora_rank is 511, which is not supported; it must be even"),
+        (V3, {"attention_bias": True}, "attention_bias is True, which is not supported for DeepseekV3ForCausalLM"),
+        (V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob is True, which is not supported, only False is"),
+        (GLM_4_7_FLASH, {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of num_hidden_layers, 47"),
         (GEMMA3, {"architectures": [[], {}]}, "must name one of LlamaForCausalLM"),
         (GEMMA2, {"final_logit_softcapping": -30.0}, "final_logit_softcapping is -30.0, which is not a number"),
         (GEMMA3, {"hidden_activation": "silu"}, "hidden_activation is 'silu', which is not supported; only gelu_pyt"),

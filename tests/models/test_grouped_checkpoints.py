@@ -65,14 +65,16 @@ def read(said: dict[str, Any]) -> Any:
     return read_packed(ConfigValues({"quantization_config": said}, "config.json"))
 
 
-def save(folder: Path, form: Format, case: str = "qwen2", **more: Tensor) -> dict[str, Tensor]:
+def save(
+    folder: Path, form: Format, case: str = "qwen2", sizes: dict[str, int] | None = None, **more: Tensor
+) -> dict[str, Tensor]:
     """A tiny model whose linear layers are packed where the format packs them; its dense matrices."""
-    tiny.save(case, folder)
+    tiny.save(case, folder, sizes)
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": form.said}
     packed, dense, stored = read(form.said), {}, dict(more)
     for seed, (name, tensor) in enumerate(load_file(folder / SINGLE_FILE).items()):
         layer = name.removesuffix(".weight")
-        if tensor.dim() == 2 and layer.endswith("_proj") and packed.covers(layer):
+        if tensor.dim() == 2 and "_proj" in layer and packed.covers(layer):
             parts, dense[name] = form.layer(*tensor.shape, seed)
             stored |= {f"{layer}.{part}": each.contiguous() for part, each in parts.items()}
         else:
@@ -119,6 +121,23 @@ def test_experts_may_be_packed(name: str, tmp_path: Path) -> None:
     model = with_weights(tiny.build("qwen2_moe"), dense)
     expected = torch.cat([tiny.logits(model, prompt) for prompt in PROMPTS])
     assert relative_error(ours, expected) < ROUNDING
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_what_latents_are_made_of_may_be_packed(name: str, tmp_path: Path) -> None:
+    """Beside them the layer that predicts further tokens, as DeepSeek-V3's checkpoints have it, is left out."""
+    sizes = {"kv_lora_rank": 40, "q_lora_rank": 24, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    further = {"model.layers.3.eh_proj.weight": torch.ones(48, 96), "model.layers.3.enorm.weight": torch.ones(48)}
+    dense = save(tmp_path, MIXTURES[name], "deepseek_v3", sizes, **further)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    ours = torch.cat(whole(load(tmp_path), PROMPTS))
+    model = with_weights(tiny.build("deepseek_v3", **sizes), dense)
+    expected = torch.cat([tiny.logits(model, prompt) for prompt in PROMPTS])
+    assert relative_error(ours, expected) < ROUNDING
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ModelError, match=r"tensor model\.layers\.3\.e\w+\.weight has no place in the model"):
+        load(tmp_path)
 
 
 def test_a_bias_of_zeros_beside_packed_matrices_is_nothing(tmp_path: Path) -> None:

@@ -8,12 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GptOssConfig,
@@ -60,6 +68,10 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "olmo3": (Olmo3Config, Olmo3ForCausalLM),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "glm": (GlmConfig, GlmForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
@@ -148,6 +160,35 @@ GEMMA3 = {
         "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
     },
 }
+# Latents of more words than a vector has, and of a rest.
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 36,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "rms_norm_eps": 1e-6,
+}
+LATENT_YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.5,
+        "mscale_all_dim": 0.7,
+    }
+}
+GLM_MOE = {each: size for each, size in LATENT.items() if not each.startswith(("kv_", "q_", "qk_", "v_", "num_key"))}
 GLM = {"head_dim": 16, "attention_bias": True, "pad_token_id": 0} | rope("default", partial_rotary_factor=0.5)
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -222,6 +263,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3": ("olmo3", OLMO3),
     "gemma3": ("gemma3", GEMMA3),
     "gemma3_untied": ("gemma3", GEMMA3 | {"sliding_window_pattern": 2, "tie_word_embeddings": False}),
+    "deepseek_v2": ("deepseek_v2", LATENT | {"topk_method": "group_limited_greedy"}),
+    "deepseek_v2_lite": ("deepseek_v2", LATENT | LATENT_YARN | {"q_lora_rank": None, "num_hidden_layers": 2}),
+    "deepseek_v3": ("deepseek_v3", LATENT | LATENT_YARN),
+    "deepseek_v3_one_group": (
+        "deepseek_v3",
+        LATENT | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False},
+    ),
+    "glm4_moe": ("glm4_moe", GLM_MOE | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe_plain": ("glm4_moe", GLM_MOE | {"head_dim": 16, "n_group": 1, "topk_group": 1}),
+    "glm4_moe_lite": ("glm4_moe_lite", LATENT | {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
     "glm": ("glm", GLM),
     "glm4": ("glm4", GLM),
     "glm4_turned_whole": ("glm4", GLM | rope("default", partial_rotary_factor=1.0) | {"attention_bias": False}),
@@ -246,6 +297,9 @@ def build(case: str, **changes: Any) -> PreTrainedModel:
     model = model_class(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):

@@ -1,0 +1,91 @@
+"""How tokens find their experts, read from a config.json. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headway.cost.config import layers_with_experts
+from headway.cost.shape import Experts
+from headway.cost.values import ConfigValues
+
+# Keys of routers that choose in another way, with the values that change nothing.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "scoring_func": (None, "softmax"),
+    "n_group": (None, 1),
+    "topk_group": (None, 1),
+    "routed_scaling_factor": (None, 1),
+}
+_SOFTMAX = {"scoring_func": (None, "softmax"), "topk_method": (None, "greedy", "group_limited_greedy")}
+_SIGMOID = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How tokens find their experts, of which `ModelShape.experts` has the sizes.
+
+    Args:
+        layers: numbers of the layers that have experts.
+        normalized: the weights of a token's experts are divided by their sum.
+        block: what a checkpoint calls the mixture within its layer.
+        parts: what it calls the gate, up and down projection of an expert.
+        by_turns: the experts of a layer are one tensor, inputs before outputs, gate and up outputs by turns (gpt-oss).
+        shared: what it calls the expert that every token goes through.
+        bias: what it calls the numbers that are added to scores to choose.
+        sigmoid, groups, best_groups, factor: see `kernels.interface.Scores`.
+    """
+
+    layers: tuple[int, ...]
+    normalized: bool
+    block: str = "mlp"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    by_turns: bool = False
+    shared: str = "shared_expert"
+    bias: str | None = None
+    sigmoid: bool = False
+    groups: int = 1
+    best_groups: int = 1
+    factor: float = 1.0
+
+
+def read_routing(values: ConfigValues, experts: Experts) -> Routing:
+    """Raises ModelError for a way to choose that is not supported."""
+    layers, named = layers_with_experts(values.raw, values.source), values.get("architectures")
+    if "DeepseekV2ForCausalLM" in named:
+        _allow(values, _SOFTMAX | {"norm_topk_prob": (None, False)})
+        limited = values.get("topk_method") == "group_limited_greedy"
+        return _in_groups(values, experts, Routing(layers, False, shared="shared_experts"), limited)
+    if any(name.startswith(("DeepseekV3", "Glm4Moe")) for name in named):
+        _allow(values, _SIGMOID)
+        normalized = values.boolean("norm_topk_prob", True)
+        bias = "gate.e_score_correction_bias"
+        routing = Routing(layers, normalized, shared="shared_experts", bias=bias, sigmoid=True)
+        return _in_groups(values, experts, routing, True)
+    _allow(values, _PLAIN)
+    if "MixtralForCausalLM" in named:
+        return Routing(layers, normalized=True, block="block_sparse_moe", parts=("w1", "w3", "w2"))
+    if "GptOssForCausalLM" in named:
+        return Routing(layers, normalized=True, by_turns=not values.boolean("experts_one_by_one"))
+    return Routing(layers, values.boolean("norm_topk_prob"))
+
+
+def _allow(values: ConfigValues, allowed: dict[str, tuple[Any, ...]]) -> None:
+    for key, known in allowed.items():
+        if values.get(key) not in known:
+            raise values.error(key, f"is not supported, only {' and '.join(repr(each) for each in known[1:])} is")
+
+
+def _in_groups(values: ConfigValues, experts: Experts, routing: Routing, limited: bool) -> Routing:
+    """The routing with its factor and, where they count, its groups."""
+    factor = values.positive_number("routed_scaling_factor", 1.0)
+    groups = values.positive_int("n_group", 1) if limited and values.get("n_group") is not None else 1
+    if groups == 1:
+        return replace(routing, factor=factor)
+    best, size = values.positive_int("topk_group"), experts.count // groups
+    if experts.count % groups or size <= routing.sigmoid:
+        raise values.error("n_group", f"does not divide {experts.count} experts into groups of several")
+    if best > groups or experts.per_token > best * size:
+        raise values.error(
+            "topk_group", f"of {groups} groups of {size} experts does not fit num_experts_per_tok, {experts.per_token}"
+        )
+    return replace(routing, factor=factor, groups=groups, best_groups=best)
