@@ -125,6 +125,10 @@ def tasks(machine: Machine) -> Tasks:
                 calls[f"attention {short}, {shape}, {load}"] = partial(_attention, kernels, dtype, heads, size)
         rest = partial(_attention, kernels, dtype, GPT_OSS, LOADS["a prompt"], window=128, sinks=True)
         calls[f"attention {short}, gpt-oss, window and sinks"] = rest
+        gemma = partial(_attention, kernels, dtype, WIDE, LOADS["a prompt"], window=128, softcap=50.0)
+        calls[f"attention {short}, gemma 2, window and soft cap"] = gemma
+        for load, size in LOADS.items():
+            calls[f"attention {short}, latents, {load}"] = partial(_over_latents, kernels, dtype, size)
         for hidden in (896, 4096):
             calls[f"rows of {hidden}, {short}"] = partial(_rows, kernels, dtype, hidden)
     return {name: partial(_checked, task) for name, task in calls.items()}
@@ -159,13 +163,21 @@ def _capability() -> int:
 
 def _attention(
     kernels: CudaKernels, dtype: torch.dtype, heads: Heads, load: AttentionLoad, window: int | None = None,
-    sinks: bool = False,
+    sinks: bool = False, softcap: float | None = None,
 ) -> None:  # fmt: skip
     query_heads, kv_heads, width = heads
     step = geometry(load, "cpu")
     block = torch.zeros(1, kv_heads, BLOCK_SIZE, width, dtype=dtype)
     query = torch.zeros(load.tokens * load.sequences, query_heads, width, dtype=dtype)
-    kernels.attention(query, LayerCache(block, block), step, width**-0.5, window, torch.zeros(64) if sinks else None)
+    has_sinks = torch.zeros(64) if sinks else None
+    kernels.attention(query, LayerCache(block, block), step, width**-0.5, window, has_sinks, softcap)
+
+
+def _over_latents(kernels: CudaKernels, dtype: torch.dtype, load: AttentionLoad) -> None:
+    """As DeepSeek-V3 has them: 128 heads over 512 numbers and a key of 64."""
+    block = torch.zeros(1, 1, BLOCK_SIZE, 576, dtype=dtype)
+    query = torch.zeros(load.tokens * load.sequences, 128, 576, dtype=dtype)
+    kernels.attention(query, LayerCache(block, block[..., :512]), geometry(load, "cpu"), 576**-0.5, None)
 
 
 def _rows(kernels: CudaKernels, dtype: torch.dtype, hidden: int) -> None:

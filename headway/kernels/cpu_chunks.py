@@ -41,6 +41,16 @@ def arrange(layout, table, first, count, kv_heads, head, cache, room):
 
 
 @compiled()
+def _split_words(words, count, out):
+    """Vectors of words of two halves each as twice as many vectors of halves."""
+    for word in range(count):
+        for lane in range(LANES):
+            both = read_int32(words, word * LANES + lane)
+            write_integer(out, 2 * word * LANES + lane, both & 0xFFFF, 16)
+            write_integer(out, (2 * word + 1) * LANES + lane, both >> 16, 16)
+
+
+@compiled()
 def arrange_latent(layout, table, first, count, latents, room):
     """Latents, which are plainly [token, element] in the cache, as panels of keys and lines of values.
 
@@ -52,17 +62,20 @@ def arrange_latent(layout, table, first, count, latents, room):
         token = first + min(j, count - 1)
         slot = read_int32(table, token // block_size) * block_size + token % block_size
         write_integer(rows, j, latents + slot * width * size, 64)
-    words = width // inputs if inputs * size == 4 else 0  # of float16, a word has two elements and a lane one
+    is_split = inputs * size < 4  # float16: four bytes are two words
+    whole = width * size // 4 // LANES * LANES
     for panel in range(CHUNK // LANES):
         to, lanes = room.key_room + panel * LANES * width * size, rows + panel * LANES * 8
         write_integer(room.panels, panel, to, 64)
         if panel * LANES < count:
-            whole = words // LANES * LANES
+            columns = room.value_room if is_split else to
             for word in range(0, whole, LANES):
-                transpose_words(lanes, word * 4, to + word * LANES * 4, LANES * 4)
+                transpose_words(lanes, word * 4, columns + word * LANES * 4, LANES * 4)
+            if is_split:
+                _split_words(columns, whole, to)
             for lane in range(LANES):
                 row = read_int64(lanes, lane)
-                for d in range(whole * inputs, width):
+                for d in range(whole * 4 // size, width):
                     copy_element(row, d, to, (d // inputs * LANES + lane) * inputs + d % inputs, size)
     if inputs == 1:
         for j in range(count):

@@ -24,6 +24,16 @@ from tests.models.paging import EXECUTIONS, PagedModel, geometry, whole
 
 TOLERANCE = 1e-4
 PROMPTS = tiny.prompts([29, 1, 17, 23])
+HALF = [
+    "llama_tied",
+    "mistral_window",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe_all_of_few",
+    "gemma2",
+    "olmo3",
+    "deepseek_v3_dense",
+]
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +195,7 @@ def test_partial_rotation_equals_a_model_whose_other_frequencies_are_zero(tmp_pa
 
 @pytest.mark.parametrize("on", ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["llama_tied", "mistral_window", "qwen2", "qwen3", "qwen3_moe_all_of_few"])
+@pytest.mark.parametrize("case", HALF)
 def test_half_precision_is_as_close_to_float32_as_hugging_face(models, case, dtype, on):
     model, folder = models(case)
     exact = torch.cat([tiny.logits(model, prompt) for prompt in PROMPTS])

@@ -110,7 +110,7 @@ def test_a_tied_checkpoint_may_hold_an_lm_head(tmp_path):
     torch.testing.assert_close(whole(load(tmp_path), PROMPT)[0], tiny.logits(model, PROMPT[0]), rtol=0, atol=1e-4)
 
 
-EXPERT_CASES = ["mixtral", "qwen2_moe", "qwen3_moe_some_dense"]
+EXPERT_CASES = ["mixtral", "qwen2_moe", "qwen3_moe_some_dense", "deepseek_v3"]
 
 
 @pytest.mark.parametrize("case", EXPERT_CASES)
@@ -183,6 +183,8 @@ DAMAGED_EXPERTS = [
     ("qwen2_moe", True, "model.layers.0.mlp.shared_expert_gate.weight"),
     ("qwen2_moe", False, "model.layers.0.mlp.shared_expert.up_proj.weight"),
     ("qwen3_moe_some_dense", True, "model.layers.0.mlp.up_proj.weight"),
+    ("deepseek_v3", True, "model.layers.1.mlp.gate.e_score_correction_bias"),
+    ("deepseek_v3", True, "model.layers.0.self_attn.kv_b_proj.weight"),
 ]
 
 

@@ -266,6 +266,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", LATENT | {"topk_method": "group_limited_greedy"}),
     "deepseek_v2_lite": ("deepseek_v2", LATENT | LATENT_YARN | {"q_lora_rank": None, "num_hidden_layers": 2}),
     "deepseek_v3": ("deepseek_v3", LATENT | LATENT_YARN),
+    "deepseek_v3_dense": ("deepseek_v3", LATENT | LATENT_YARN | {"first_k_dense_replace": 3}),
     "deepseek_v3_one_group": (
         "deepseek_v3",
         LATENT | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False},
