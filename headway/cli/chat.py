@@ -55,9 +55,14 @@ def chat(
             conversation = Conversation(url, model, api_key, system, max_tokens=max_tokens, temperature=temperature)
             code = _talk(conversation, message)
     except ChatError as error:
-        hint = "" if target else "; start one with `headway serve`, or name a model: `headway chat headway/story`"
-        fail(f"{error}{hint if 'no server' in str(error) else ''}")
+        fail(f"{error}{_hint(str(error), target)}")
     raise typer.Exit(code)
+
+
+def _hint(error: str, target: str | None) -> str:
+    if "no server" in error and target is None:
+        return "; start one with `headway serve`, or name a model: `headway chat headway/story`"
+    return "; wait until the server prints that it serves" if "is loading" in error else ""
 
 
 @contextlib.contextmanager
