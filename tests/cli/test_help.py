@@ -82,7 +82,7 @@ def test_a_long_word_is_never_broken(monkeypatch: pytest.MonkeyPatch) -> None:
         ("plan llama-3.1-8b --random-output-len 4", "it is called --output-tokens here"),
         ("bench prof", "headway bench has no command 'prof'; did you mean profile?"),
         ("bench --goodput ttft:500 tpot", "--goodput: 'tpot' is not KEY:MS"),
-        ("plan llama-3.1-8b --slo ttft 500", "--slo: 'ttft' is not KEY:MS"),
+        ("plan llama-3.1-8b --hardware L4 --slo ttft 500", "--slo: 'ttft' is not KEY:MS"),
         ("plan llama-3.1-8b --gpu H200", "headway plan has no option --gpu; it is called --hardware here"),
         ("serve --no-such-thing", "headway serve --help-all lists its options"),
         ("--help-all", "headway --help lists its options"),
