@@ -165,6 +165,8 @@ class ModelConfig:
         rotated: for each layer, whether queries and keys have rotary positions.
         local_rope: of layers with a window, where it is another one.
         left_out: how names of a checkpoint's tensors begin that are of other use (layers that predict further tokens).
+        by_heads: what turns latents into keys and values is a matrix of each head, that of keys the other way round
+            (GGUF).
     """
 
     shape: ModelShape
@@ -180,6 +182,7 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     softcaps: SoftCaps = _NO_CAPS
     left_out: tuple[str, ...] = ()
+    by_heads: bool = False
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -238,6 +241,7 @@ class ModelConfig:
             local_rope=local_rope,
             softcaps=softcaps,
             left_out=_left_out(values, shape.layers),
+            by_heads=values.boolean("kv_b_by_heads"),
         )
 
     @property

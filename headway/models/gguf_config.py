@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "deepseek2": "DeepseekV2ForCausalLM",
 }
 # Of queries and keys these have neighbours turned together, where a Hugging Face checkpoint has halves of a head.
 _NEIGHBOURS = ("llama", "granite", "smollm3")
@@ -62,6 +63,20 @@ _FIELDS = {
     "final_logit_softcapping": "final_logit_softcapping",
     "rope_local_base_freq": "rope.freq_base_swa",
 }
+# Of deepseek2, whose heads' sizes have keys of their own beside those of what is cached.
+_LATENT_FIELDS = {
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_rope_head_dim": "rope.dimension_count",
+    "v_head_dim": "attention.value_length_mla",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}
+_SIGMOID = 2  # of expert_gating_func
 # Parts of a Hugging Face checkpoint's names, and what GGUF calls them.
 TENSORS = {
     "model.embed_tokens": "token_embd",
@@ -89,6 +104,17 @@ TENSORS = {
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
     "self_attn.sinks": "attn_sinks",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.heads.k_b_proj": "attn_k_b",
+    "self_attn.heads.v_b_proj": "attn_v_b",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.experts.w1": "ffn_gate_exps",
     "block_sparse_moe.experts.w3": "ffn_up_exps",
@@ -105,7 +131,7 @@ _NORMS = {
 }
 # Tensors that are taken into config.json, or that nothing needs.
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_LAYER, _EXPERT = re.compile(r"model\.layers\.(\d+)\.(.+)"), re.compile(r"experts\.(\d+)\.")
+_LAYER, _EXPERT = re.compile(r"model\.layers\.(\d+)\.(.+)"), re.compile(r"(experts|heads)\.(\d+)\.")
 
 
 def gguf_files(folder: Path) -> list[Path]:
@@ -228,12 +254,30 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
     if family in _GEMMA:  # the largest of each have another scale than their heads' size
         is_largest = config.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[family]
         config["query_pre_attn_scalar"] = config.get("hidden_size", 0) // heads if is_largest else config["head_dim"]
+    if family == "deepseek2":
+        config |= _latent(model, config)
     if any(tensor.kind not in _PLAIN for tensor in tensors.values()):
         config["quantization_config"] = {"quant_method": "gguf"}
     scaling = _rope_scaling(model, family, config)
     if scaling is not None:
         config["rope_scaling"] = scaling
     return config
+
+
+def _latent(model: GGUFModel, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What deepseek2 has beside others. One name stands for DeepSeek-V2 and V3, which routers tell apart."""
+    values = model.values
+    if "blk.0.attn_k_b.weight" not in model.tensors:
+        raise ModelError(f"{model.path}: tensor blk.0.attn_k_b.weight is missing; use a file of a newer converter")
+    found = {name: values[f"deepseek2.{key}"] for name, key in _LATENT_FIELDS.items() if f"deepseek2.{key}" in values}
+    whole = values.get("deepseek2.attention.key_length_mla")
+    if isinstance(whole, int) and isinstance(found.get("qk_rope_head_dim"), int):
+        found["qk_nope_head_dim"] = whole - found["qk_rope_head_dim"]
+    is_v3 = values.get("deepseek2.expert_gating_func") == _SIGMOID
+    found["architectures"] = ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"]
+    if not is_v3 and found.get("n_group", 1) > 1:
+        found["topk_method"] = "group_limited_greedy"
+    return found | {"num_experts": None, "kv_b_by_heads": True, "norm_topk_prob": bool(config["norm_topk_prob"])}
 
 
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -271,6 +315,9 @@ def _rope_scaling(model: GGUFModel, family: str, config: Mapping[str, Any]) -> d
     original = values.get(f"{family}.rope.scaling.original_context_length")
     if kind == "yarn" and original:
         scaling["original_max_position_embeddings"] = original
+    multiplier = values.get(f"{family}.rope.scaling.yarn_log_multiplier")
+    if multiplier:  # of the logarithm of the factor: a tenth of what config.json has
+        scaling |= {"mscale": 10 * multiplier, "mscale_all_dim": 10 * multiplier}
     return scaling | ({"truncate": False} if family == "gpt-oss" else {})
 
 
@@ -284,18 +331,19 @@ def _floats(name: str, tensor: GGUFTensor, most: int) -> list[float]:
 
 
 def gguf_name(name: str, family: str = "llama") -> tuple[str, int | None]:
-    """The name that GGUF has for a tensor of a Hugging Face checkpoint, and the number of an expert in it.
+    """The name that GGUF has for a tensor of a Hugging Face checkpoint, and the number of an expert or head in it.
 
     Args:
         family: GGUF's name of the architecture.
     """
-    stem, _, ending = (name if not name.endswith(".sinks") else f"{name}.weight").rpartition(".")
+    further = {"sinks": ".weight", "e_score_correction_bias": ".bias"}.get(name.rpartition(".")[2], "")
+    stem, _, ending = f"{name}{further}".rpartition(".")
     expert = _EXPERT.search(stem)
-    stem = _EXPERT.sub("experts.", stem)
+    stem = _EXPERT.sub(r"\1.", stem)
     layer = _LAYER.fullmatch(stem)
     names = TENSORS | _NORMS.get(family, {})
     found = f"blk.{layer[1]}.{names[layer[2]]}" if layer else names[stem]
-    return f"{found}.{ending}", int(expert[1]) if expert else None
+    return f"{found}.{ending}", int(expert[2]) if expert else None
 
 
 def family_of(model: GGUFModel) -> str:

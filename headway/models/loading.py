@@ -207,7 +207,7 @@ class _Assembler:
         of_queries = queries if latent.q_rank is None else torch.arange(latent.q_rank)
         kept = torch.cat([torch.arange(latent.kv_rank), latent.kv_rank + turned])
         lowered = self._rows_of(torch.cat([of_queries, len(of_queries) + kept]), *attention_names(self._config, index))
-        to_keys, to_values = self._of_heads(f"{name}.kv_b_proj", latent, heads)
+        to_keys, to_values = self._of_heads(name, latent, heads)
         return LatentWeights(
             lowered=lowered,
             query_norm=None if latent.q_rank is None else self._norm(f"{name}.q_a_layernorm"),
@@ -219,8 +219,13 @@ class _Assembler:
             cache=cache,
         )
 
-    def _of_heads(self, name: str, latent: Latent, heads: int) -> tuple[HeadLinear, HeadLinear]:
+    def _of_heads(self, attention: str, latent: Latent, heads: int) -> tuple[HeadLinear, HeadLinear]:
         """Latents to keys, the other way round, and to values; what is packed by rows of outputs is made plain."""
+        if self._config.by_heads:
+            each = [[self._weight(f"{attention}.heads.{n}.{x}_b_proj") for n in range(heads)] for x in "kv"]
+            with self._clock.measure("layout"):
+                return self._kernels.head_linear(each[0], heads), self._kernels.head_linear(each[1], heads)
+        name = f"{attention}.kv_b_proj"
         plain = expanded(self._weight(name)).view(heads, latent.nope_dim + latent.value_dim, latent.kv_rank)
         covered = self._config.packed is not None and self._config.packed.covers(name)
         scheme = "none" if covered else scheme_of(name, self._quantization, None)

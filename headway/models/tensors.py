@@ -91,7 +91,12 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
             linear(name, rows, c.hidden, c.qkv_bias)
         if (latent := c.latent) is not None:
             shapes[f"{attention}.kv_a_layernorm.weight"] = (latent.kv_rank,)
-            linear(f"{attention}.kv_b_proj", c.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank, False)
+            if config.by_heads:
+                for head in range(c.heads):
+                    linear(f"{attention}.heads.{head}.k_b_proj", latent.kv_rank, latent.nope_dim, False)
+                    linear(f"{attention}.heads.{head}.v_b_proj", latent.value_dim, latent.kv_rank, False)
+            else:
+                linear(f"{attention}.kv_b_proj", c.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank, False)
             if latent.q_rank is not None:
                 shapes[f"{attention}.q_a_layernorm.weight"] = (latent.q_rank,)
                 linear(f"{attention}.q_b_proj", c.heads * c.head_dim, latent.q_rank, False)

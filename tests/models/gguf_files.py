@@ -65,7 +65,8 @@ def write(
     F32, F16 and BF16 keep the model's own numbers.
     """
     config = model.config
-    family = next(ours for ours, theirs in ARCHITECTURES.items() if theirs == type(model).__name__)
+    architecture = type(model).__name__.replace("DeepseekV3", "DeepseekV2")
+    family = next(ours for ours, theirs in ARCHITECTURES.items() if theirs == architecture)
     writer = gguf.GGUFWriter(path, family, **writer_options)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
@@ -73,13 +74,14 @@ def write(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
+    latent = getattr(config, "kv_lora_rank", 0)
+    writer.add_head_count_kv(1 if latent else config.num_key_value_heads)
+    writer.add_key_length(latent + config.qk_rope_head_dim if latent else head)
+    writer.add_value_length(latent or head)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    experts = getattr(config, "num_experts", None)
+    experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -104,6 +106,8 @@ def write(
     if family == "gemma3":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rope_parameters["full_attention"]["factor"])
+    if family == "deepseek2":
+        _latent(writer, config)
     if family == "gpt-oss":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
@@ -129,7 +133,7 @@ def write(
         if expert is not None:
             stacks.setdefault(theirs, []).append(stored)
             stored = np.stack(stacks[theirs])
-            if len(stored) < experts:
+            if len(stored) < (config.num_attention_heads if ".heads." in name else experts):
                 continue
         writer.add_tensor(theirs, stored, raw_dtype=Kind[kind])
     writer.write_header_to_file()
@@ -139,11 +143,48 @@ def write(
     return plain
 
 
+def _latent(writer: gguf.GGUFWriter, config: Any) -> None:
+    """As the converter writes DeepSeek-V2 and V3; the bias of scores belongs to the latter alone."""
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    is_v3 = config.model_type == "deepseek_v3"
+    writer.add_expert_weights_norm(is_v3)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if is_v3 else gguf.ExpertGatingFuncType.SOFTMAX)
+    if config.n_group > 1 and getattr(config, "topk_method", "") != "greedy":
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    rope = config.rope_parameters
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def _by_heads(config: Any, name: str, matrix: Tensor) -> dict[str, Tensor]:
+    """Of each head, from queries to latents and from latents to values."""
+    block, found = name.removesuffix(".kv_b_proj.weight"), {}
+    for number, head in enumerate(matrix.view(config.num_attention_heads, -1, config.kv_lora_rank)):
+        keys, values = head.split([config.qk_nope_head_dim, config.v_head_dim])
+        found[f"{block}.heads.{number}.k_b_proj.weight"] = keys.T.contiguous()
+        found[f"{block}.heads.{number}.v_b_proj.weight"] = values.contiguous()
+    return found
+
+
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """As a checkpoint has them: experts one by one, a tied head once."""
     found = {name.replace("mlp.router", "mlp.gate"): each.detach() for name, each in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del found["lm_head.weight"]
+    for name in [name for name in found if name.endswith(".kv_b_proj.weight")]:
+        found |= _by_heads(model.config, name, found.pop(name))
     for name in [name for name in found if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         stacked, block = found.pop(name), name.rpartition(".")[0]
         if (biases := found.pop(f"{name}_bias", None)) is not None:
