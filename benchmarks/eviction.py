@@ -125,8 +125,7 @@ def replay(prompts: Iterable[Prompt], pool: KVBlocks) -> Found:
         began = time.perf_counter_ns()
         new = pool.allocate(missing, name)
         evict_ns += time.perf_counter_ns() - began
-        for block, token in zip(new, prompt.blocks[len(table) :], strict=True):
-            node = pool.register(block, node, (token,))
+        pool.register(new, node, tuple(prompt.blocks[len(table) :]))
         held.append(table + new)
     for table in held:
         pool.release(table)

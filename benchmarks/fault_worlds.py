@@ -29,8 +29,9 @@ from headway.policy.step_time import StepWork
 from headway.policy.swap import SwapSpace
 from headway.policy.tenants import NO_TENANTS, TenantTable
 from headway.simulator.answers import EngineDied
+from headway.simulator.engine import Host
 from headway.simulator.fleet import ROLES, Failure, Fleet, Handover, Replica, Scaling
-from headway.simulator.server import Host, Server
+from headway.simulator.server import Server
 from headway.simulator.traffic import Arrival, arrival, made_prompt
 from headway.tenant_file import parse_tenant_file
 

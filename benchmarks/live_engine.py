@@ -109,9 +109,7 @@ class LiveEngine:
         name = str(next(self._ids))
         pool = self._core.scheduler.blocks
         table = pool.allocate(context // BLOCK)
-        parent: int | str = name
-        for block in table:
-            parent = pool.register(block, parent, (1,) * BLOCK)
+        pool.register(table, name, (1,) * (BLOCK * len(table)))
         pool.release(table)
         return name
 

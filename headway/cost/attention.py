@@ -8,7 +8,6 @@ and masked afterwards, and it goes through memory four times: written, read and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -65,8 +64,7 @@ def visible_keys(tokens: int, context: int, window: int | None = None) -> int:
     return whole if window is None else min(whole, window + tokens - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Attended:
+class Attended(msgspec.Struct, frozen=True, gc=False):
     """What attention does in one step, over all layers and sequences.
 
     Args:

@@ -171,8 +171,8 @@ class Accounting:
     def _advance_decode_clock(self, work: StepWork, forward: int, times: StepTimes) -> None:
         clock = self._decode
         clock.run(Phase.SCHEDULE, times.launched_ns)
-        compute = prompts = forward  # where each ends
         if work.prefill_tokens and work.decode_tokens:
+            prompts = forward  # where they end
             alone = StepWork(decode_tokens=work.decode_tokens, decode_context=work.decode_context)
             compute = int(forward * self.step_time.share_without(work, alone))
             if work.logit_rows:
@@ -180,9 +180,11 @@ class Accounting:
                 prompts = max(compute, int(forward * without_logits))
             self._count_stall(Phase.DECODE_STALL_PREFILL, (prompts - compute) * self._on_decode_clock)
             self._count_stall(Phase.DECODE_STALL_LOGPROBS, (forward - prompts) * self._on_decode_clock)
-        clock.run(Phase.DECODE_COMPUTE, times.launched_ns + compute)
-        clock.run(Phase.DECODE_STALL_PREFILL, times.launched_ns + prompts)
-        clock.run(Phase.DECODE_STALL_LOGPROBS, times.computed_ns)
+            clock.run(Phase.DECODE_COMPUTE, times.launched_ns + compute)
+            clock.run(Phase.DECODE_STALL_PREFILL, times.launched_ns + prompts)
+            clock.run(Phase.DECODE_STALL_LOGPROBS, times.computed_ns)
+        else:
+            clock.run(Phase.DECODE_COMPUTE, times.computed_ns)
         clock.run(Phase.SAMPLING, times.sampled_ns)
 
     def _mark_prefill(

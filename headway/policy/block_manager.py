@@ -6,8 +6,9 @@ it is full and all its tokens are final.
 
 from __future__ import annotations
 
-from headway.policy.kv_blocks import KVBlocks, PrefixMatch
+from headway.policy.kv_blocks import KVBlocks
 from headway.policy.plan import StepPlan, TableChange
+from headway.policy.prefix_index import PrefixMatch
 from headway.policy.request import Sequence, Status
 from headway.policy.swap import HostPool, Swapped
 
@@ -124,11 +125,12 @@ class BlockManager:
 
     def register_full(self, sequence: Sequence) -> None:
         """Enter the blocks that have become full in the prefix index."""
-        known, full = sequence.num_registered, sequence.num_computed // self._blocks.block_size
+        size, known, table = self._blocks.block_size, sequence.num_registered, sequence.block_table
+        full = sequence.num_computed // size
         if full > known:
             parent: int | str = sequence.cache_node if known else sequence.cache_salt
-            table, tokens = sequence.block_table, sequence.tokens
-            sequence.cache_node = self._blocks.register_all(table, known, full, parent, tokens)
+            tokens = tuple(sequence.tokens[known * size : full * size])
+            sequence.cache_node = self._blocks.register(table[known:full], parent, tokens)
             sequence.num_registered = full
 
     # --- the end ------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ Taking the next block costs a look at each queue, however many blocks there are.
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from array import array
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from itertools import chain
 
@@ -30,7 +31,62 @@ LIFETIME = 4
 HASTE = 4
 COMMON = ""  # the owner of a block that is of no single class
 
-_Queue = OrderedDict[int, int]  # block -> the time since which it is cached
+
+class Queue:
+    """Blocks, the one that has waited longest first.
+
+    One that goes before its turn keeps its place in `_order`, and is passed over when its turn comes.
+    """
+
+    __slots__ = ("_gone", "_num_gone", "_order", "add")
+
+    def __init__(self) -> None:
+        self._order: deque[int] = deque()
+        self._gone: Counter[int] = Counter()  # how many of the first places of a block are empty
+        self._num_gone = 0
+        self.add = self._order.append
+
+    def __len__(self) -> int:
+        return len(self._order) - self._num_gone
+
+    def __iter__(self) -> Iterator[int]:
+        gone = self._gone.copy()
+        for block in self._order:
+            if gone[block]:
+                gone[block] -= 1
+            else:
+                yield block
+
+    def remove(self, block: int) -> None:
+        """It goes before its turn."""
+        self._gone[block] += 1
+        self._num_gone += 1
+        if 2 * self._num_gone > len(self._order):
+            self._order = deque(self)
+            self.add = self._order.append
+            self._gone.clear()
+            self._num_gone = 0
+
+    def first(self) -> int:
+        """Whose turn it is. There must be one."""
+        order, gone = self._order, self._gone
+        while gone and order[0] in gone:
+            block = order.popleft()
+            self._num_gone -= 1
+            gone[block] -= 1
+            if not gone[block]:
+                del gone[block]
+        return order[0]
+
+    def take(self, count: int) -> list[int]:
+        """Take out the first ones. There must be so many."""
+        if not self._gone:
+            return [self._order.popleft() for _ in range(count)]
+        taken = list[int]()
+        for _ in range(count):
+            taken.append(self.first())
+            self._order.popleft()
+        return taken
 
 
 class CachedBlocks:
@@ -49,6 +105,7 @@ class CachedBlocks:
         num_evicted: all of them.
         num_cached: blocks in all queues.
         num_protected: protected blocks, in use or cached.
+        since: the time since which each cached block is.
     """
 
     def __init__(self, num_blocks: int, used: Mapping[str, int], most_protected: int) -> None:
@@ -56,10 +113,11 @@ class CachedBlocks:
         self.owners = [COMMON] * num_blocks
         self.num_protected = self.num_evicted = self.num_cached = 0
         self._used = used
-        self._queues: dict[str, _Queue] = {}
-        self._protected: _Queue = OrderedDict()
+        self.since = array("q", bytes(8 * num_blocks))
+        self._queues: dict[str, Queue] = {}
+        self._protected = Queue()
         self._is_protected = bytearray(num_blocks)
-        self._branches = [0] * num_blocks
+        self._branches: Counter[int] = Counter()
         self._most_protected = most_protected
         self._lifetime = LIFETIME * num_blocks
         self._time = 0
@@ -81,33 +139,42 @@ class CachedBlocks:
     def add(self, blocks: list[int]) -> None:
         """The last sequence has released these blocks, in this order."""
         self.num_cached += len(blocks)
-        owners, queues, is_protected, time = self.owners, self._queues, self._is_protected, self._time
+        owners, since, is_protected, time = self.owners, self.since, self._is_protected, self._time
+        owner, add = None, self._protected.add
         for block in blocks:
             time += 1
+            since[block] = time
             if is_protected[block]:
-                self._protected[block] = time
+                self._protected.add(block)
                 if len(self._protected) <= self._most_protected:
                     continue
-                block, _ = self._protected.popitem(last=False)
+                (block,) = self._protected.take(1)
+                since[block] = time
                 self.forget(block)
-            queue = queues.get(owners[block])
-            if queue is None:
-                queue = queues[owners[block]] = OrderedDict()
-            queue[block] = time
+            if owners[block] != owner:
+                owner = owners[block]
+                add = self._queue_of(owner).add
+            add(block)
         self._time = time
+
+    def _queue_of(self, owner: str) -> Queue:
+        queue = self._queues.get(owner)
+        if queue is None:
+            queue = self._queues[owner] = Queue()
+        return queue
 
     def remove(self, block: int) -> None:
         """A sequence has found the block."""
         self.num_cached -= 1
         if self._is_protected[block]:
-            del self._protected[block]
+            self._protected.remove(block)
         else:
-            del self._queues[self.owners[block]][block]
+            self._queues[self.owners[block]].remove(block)
 
     def clear(self) -> None:
         """Nothing is cached or protected any more."""
         self._queues.clear()
-        self._protected.clear()
+        self._protected = Queue()
         self.num_cached = 0
         for block in range(len(self.owners)):
             self.forget(block)
@@ -132,40 +199,46 @@ class CachedBlocks:
     def forget(self, block: int) -> None:
         """The block is protected no longer, and nobody has begun with it."""
         self.num_protected -= self._is_protected[block]
-        self._is_protected[block] = self._branches[block] = 0
+        self._is_protected[block] = 0
+        self._branches.pop(block, None)
 
     def evict(self, count: int) -> list[int]:
         """Take out the blocks that are given up next. There must be so many."""
-        given_up, branches = list[int](), self._branches
-        while (left := count - len(given_up)) > 0:
-            queue, reason, alike = self._next()
-            taken = [queue.popitem(last=False)[0] for _ in range(min(left, alike))]
-            owner = self.owners[taken[0]]
+        given_up = list[int]()
+        left = count
+        while left:
+            owner, queue, reason, alike = self._next()
+            taken = queue.take(min(left, alike))
             if queue is self._protected:
+                owner = self.owners[taken[0]]
                 self.forget(taken[0])
-            else:
-                for block in taken:
-                    branches[block] = 0
-                if not queue:
-                    del self._queues[owner]
+            elif not queue:
+                del self._queues[owner]
             self.evictions[owner, reason] += len(taken)
             given_up += taken
+            left -= len(taken)
+        for block in given_up if self._branches else ():
+            self._branches.pop(block, None)
         self.num_evicted += count
         self.num_cached -= count
         return given_up
 
-    def _next(self) -> tuple[_Queue, str, int]:
-        """The queue whose head is given up next, why, and how many go after each other for that reason, at least."""
-        if self._protected and self._time - next(iter(self._protected.values())) > self._lifetime:
-            return self._protected, "expired", 1
-        found, best, excess = self._protected, (False, -1), 0
+    def _next(self) -> tuple[str, Queue, str, int]:
+        """The class and queue whose head is given up next, why, and how many of it go for that reason, at least."""
+        if self.num_protected and self._protected and self._time - self.since[self._protected.first()] > self._lifetime:
+            return COMMON, self._protected, "expired", 1
+        if len(self._queues) == 1 and not self._shares:
+            ((owner, queue),) = self._queues.items()
+            if num_cached := len(queue):
+                return owner, queue, "age", num_cached
+        found, best, excess = (COMMON, self._protected), (False, -1), 0
         for owner, queue in self._queues.items():
-            if queue:
-                over = self._used[owner] + len(queue) - self._shares.get(owner, 0)
-                key = over > 0, (self._time - next(iter(queue.values()))) * self._haste.get(owner, 1)
+            if num_cached := len(queue):
+                over = self._used[owner] + num_cached - self._shares.get(owner, 0)
+                key = over > 0, (self._time - self.since[queue.first()]) * self._haste.get(owner, 1)
                 if key > best:
-                    found, best, excess = queue, key, over
-        if found is self._protected:
-            return found, "protected", 1
-        alike = 1 if len(self._queues) > 1 else len(found)
-        return (found, "age", min(alike, excess)) if best[0] else (found, "lent", alike)
+                    found, best, excess = (owner, queue), key, over
+        if found[1] is self._protected:
+            return *found, "protected", 1
+        alike = 1 if len(self._queues) > 1 else len(found[1])
+        return (*found, "age", min(alike, excess)) if best[0] else (*found, "lent", alike)

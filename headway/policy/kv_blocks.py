@@ -3,10 +3,6 @@
 Every block is in exactly one of three states: free; referenced by one or more sequences; or cached,
 that is unreferenced but still holding a registered prefix. `eviction` decides which cached one is given up.
 A block in use counts for the class of its sequences; one that sequences of several classes share counts for none.
-
-The prefix index is a tree of exact keys (parent, tokens of one block): a lookup compares the token ids
-themselves, so equal hashes can never hand one prompt's keys and values to another. The first block's
-parent is the request's salt, which keeps tenants apart.
 """
 
 from __future__ import annotations
@@ -18,12 +14,12 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
 from headway.policy.eviction import COMMON, CachedBlocks
+from headway.policy.prefix_index import PrefixIndex, PrefixMatch
 
 # Blocks in one part of the integrity check, which takes about a fifth of a millisecond.
 CHECKED_AT_ONCE = 1024
 PROTECTED_SHARE = 0.25
 _NONE = -2  # no block follows it
-BlockKey = tuple[int | str, tuple[int, ...]]
 
 
 class OutOfBlocks(RuntimeError):
@@ -45,15 +41,6 @@ class PrefixStats:
         self.hits += hits
         self.queries_of_class[service_class] += queries
         self.hits_of_class[service_class] += hits
-
-
-@dataclass(slots=True)
-class PrefixMatch:
-    """The known prefix of some tokens at a `version` of the index: its blocks, and the node of each."""
-
-    blocks: list[int] = field(default_factory=list)
-    nodes: list[int] = field(default_factory=list)
-    version: int = -1
 
 
 class KVBlocks:
@@ -94,11 +81,7 @@ class KVBlocks:
         self.pinned: list[int] = []
         self.allocated = self.runs = 0
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._index: dict[BlockKey, int] = {}  # key -> block
-        self._key_of: dict[int, BlockKey] = {}  # registered block -> its key
-        self._nodes = [0] * num_blocks  # of each registered block; no number is given twice
-        self._next_node = 1
-        self._version = 0  # of the index: changes with every block that is registered or forgotten
+        self._index = PrefixIndex(num_blocks, block_size)
 
     @property
     def num_free(self) -> int:
@@ -129,14 +112,14 @@ class KVBlocks:
         Raises:
             OutOfBlocks: when fewer can be had; nothing is taken then.
         """
-        if count > self.num_free:
+        lacking = count - len(self._free)
+        if lacking > self.cached.num_cached:
             raise OutOfBlocks(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} free")
-        kept = max(0, len(self._free) - count)
-        blocks = self._free[kept:]
-        blocks.reverse()
-        del self._free[kept:]
-        if count > len(blocks):
-            blocks += self._evict(count - len(blocks))
+        blocks = self._take_free(count) if self._free else []
+        if lacking > 0:
+            evicted = self.cached.evict(lacking)
+            self._index.forget(evicted)
+            blocks += evicted
         owners, references = self.cached.owners, self.references
         for block in blocks:
             references[block] = 1
@@ -147,6 +130,14 @@ class KVBlocks:
             self.runs += blocks[0] != after + 1
         if count > 1:
             self.runs += sum([second != first + 1 for first, second in pairwise(blocks)])
+        return blocks
+
+    def _take_free(self, count: int) -> list[int]:
+        """So many blocks, or all that are free."""
+        kept = max(0, len(self._free) - count)
+        blocks = self._free[kept:]
+        blocks.reverse()
+        del self._free[kept:]
         return blocks
 
     def share(self, blocks: Iterable[int], owner: str = COMMON) -> None:
@@ -168,19 +159,19 @@ class KVBlocks:
 
         The last blocks are cached first: a prefix is worth more than what followed it.
         """
-        owners, references, registered, used = self.cached.owners, self.references, self._key_of, self.used
-        cached = list[int]()
+        references, owners, nodes = self.references, self.cached.owners, self._index.nodes
+        idle = list[int]()
         for block in reversed(blocks):
             left = references[block] = references[block] - 1
-            if left < 0:
-                raise RuntimeError(f"block {block} was released more often than it was taken")
             if left == 0:
-                used[owners[block]] -= 1
-                if block in registered:
-                    cached.append(block)
-                else:
-                    self._free.append(block)
-        self.cached.add(cached)
+                idle.append(block)
+            elif left < 0:
+                raise RuntimeError(f"block {block} was released more often than it was taken")
+        whose = [owners[block] for block in idle]
+        for owner in set(whose):
+            self.used[owner] -= whose.count(owner)
+        self._free += [block for block in idle if not nodes[block]]
+        self.cached.add([block for block in idle if nodes[block]])
 
     def pin(self, blocks: list[int]) -> None:
         """Keep registered blocks in use for good, as what requests to come begin with."""
@@ -188,14 +179,6 @@ class KVBlocks:
         self.share(new)
         self.cached.pin(new)
         self.pinned += new
-
-    def _evict(self, count: int) -> list[int]:
-        blocks, index, key_of, nodes = self.cached.evict(count), self._index, self._key_of, self._nodes
-        for block in blocks:
-            del index[key_of.pop(block)]
-            nodes[block] = 0
-        self._version += count
-        return blocks
 
     # --- prefixes -----------------------------------------------------------------------------------
 
@@ -211,81 +194,23 @@ class KVBlocks:
         if not self.enable_prefix_caching:
             return []
         known = PrefixMatch() if known is None else known
-        if known.version == self._version:
-            return known.blocks
-        self._drop_forgotten(known)
-        parent: int | str = known.nodes[-1] if known.nodes else salt
-        size = self.block_size
-        for start in range(len(known.blocks) * size, (len(tokens) - 1) // size * size, size):
-            block = self._index.get((parent, tuple(tokens[start : start + size])))
-            if block is None:
-                break
-            parent = self._nodes[block]
-            known.blocks.append(block)
-            known.nodes.append(parent)
-        known.version = self._version
+        self._index.match(tokens, salt, known)
         return known.blocks
 
-    def _drop_forgotten(self, known: PrefixMatch) -> None:
-        """Drop what no longer holds: a block whose node has changed, and all after it."""
-        nodes = self._nodes
-        for at, (block, node) in enumerate(zip(known.blocks, known.nodes, strict=True)):
-            if nodes[block] != node:
-                del known.blocks[at:], known.nodes[at:]
-                return
-
-    def register(self, block: int, parent: int | str, tokens: tuple[int, ...]) -> int:
-        """Enter a full block under its parent node and return the node that later blocks hang from.
-
-        Where another block already holds the same prefix, that one stays in the index.
-        """
-        key = (parent, tokens)
-        held = self._key_of.get(block)
-        found = self._index.setdefault(key, block)
-        if found != block or held == key:
-            return self._nodes[found]
-        if held is None:
-            self._nodes[block] = self._next_node
-            self._next_node += 1
-        else:  # shared, but registered under a parent that was evicted: it moves, with all that hangs from it
-            del self._index[held]
-        self._key_of[block] = key
-        self._version += 1
-        return self._nodes[block]
-
-    def register_all(self, blocks: list[int], first: int, last: int, parent: int | str, tokens: Sequence[int]) -> int:
-        """register() the blocks `first` to `last`, the latter excluded, of a block table, with the tokens of all of it.
-
-        Returns:
-            The node that later blocks hang from.
-        """
-        size, index, key_of, nodes = self.block_size, self._index, self._key_of, self._nodes
-        node = 0
-        for at in range(first, last):
-            block, key = blocks[at], (parent, tuple(tokens[at * size : (at + 1) * size]))
-            if block in key_of or index.setdefault(key, block) != block:
-                node = self.register(block, *key)
-            else:
-                key_of[block] = key
-                node = nodes[block] = self._next_node
-                self._next_node += 1
-                self._version += 1
-            parent = node
-        return node
+    def register(self, blocks: list[int], parent: int | str, tokens: tuple[int, ...]) -> int:
+        """Enter full blocks with these tokens in the prefix index, as PrefixIndex.register()."""
+        return self._index.register(blocks, parent, tokens)
 
     def withdraw(self, blocks: Iterable[int]) -> None:
         """Take blocks that sequences hold out of the index, as their contents can't be trusted."""
-        for block in blocks:
-            key = self._key_of.pop(block, None)
-            if key is not None:
-                del self._index[key]
-                self._nodes[block] = 0
-                self._version += 1
-                self.cached.forget(block)
+        known = [block for block in dict.fromkeys(blocks) if self._index.nodes[block]]
+        self._index.forget(known)
+        for block in known:
+            self.cached.forget(block)
 
     def node_of(self, block: int) -> int:
         """The node of a registered block."""
-        return self._nodes[block]
+        return self._index.nodes[block]
 
     def reset_prefix_cache(self) -> None:
         """Forget every registered prefix; blocks in use stay with their sequences, pinned ones are given up."""
@@ -294,9 +219,6 @@ class KVBlocks:
         self._free.extend(self.cached)
         self.cached.clear()
         self._index.clear()
-        self._key_of.clear()
-        self._nodes = [0] * self.num_blocks
-        self._version += 1
 
     # --- integrity ----------------------------------------------------------------------------------
 
@@ -320,7 +242,7 @@ class KVBlocks:
             if idle[block]:
                 raise RuntimeError(f"block {block} is twice among the free and cached ones")
             idle[block] = 1
-            if count > len(self._free) and block not in self._key_of:
+            if count > len(self._free) and not self._index.nodes[block]:
                 raise RuntimeError(f"block {block} is cached, but the prefix index does not know it")
             if count % CHECKED_AT_ONCE == 0:
                 yield
@@ -331,7 +253,6 @@ class KVBlocks:
                 raise RuntimeError(f"block {block} has {held} references and is {'' if idle[block] else 'not '}idle")
             if block % CHECKED_AT_ONCE == 0:
                 yield
-        if len(self._key_of) != len(self._index):
-            raise RuntimeError("the prefix index and the registered blocks disagree")
+        yield from self._index.check_by_parts(CHECKED_AT_ONCE)
         if self.used.total() != self.num_blocks - self.num_free:
             raise RuntimeError(f"classes use {self.used.total()} blocks, {self.num_blocks - self.num_free} are in use")

@@ -210,13 +210,12 @@ class Place:
     def take(self, choices: int = 0, prompts: Sequence[int] = ()) -> Refusal | None:
         """Take choices, and prompts of so many tokens. Where they are too many: why, and nothing is taken."""
         tokens = sum(prompts)
-        refusals = (
-            bound.refusal(choices, tokens, self._kept() if bound is self._bounds[0] else NOTHING)
-            for bound in self._bounds
-        )
-        refusal = next(filter(None, refusals), None)
-        if refusal is not None:
-            return refusal
+        kept = self._kept()
+        for bound in self._bounds:
+            refusal = bound.refusal(choices, tokens, kept)
+            if refusal is not None:
+                return refusal
+            kept = NOTHING
         for bound in self._bounds:
             bound.count(choices, tokens)
         self._choices += choices
@@ -286,9 +285,14 @@ class Queues:
 
     def _kept_from(self, service_class: str) -> Kept:
         """What other classes may still take of their shares, or the headroom of the more urgent ones."""
-        limits, headroom = self.of_all.limits, self._headroom.get(service_class, 0.0)
-        kept = Kept(*(int(headroom * limit) if limit < math.inf else 0 for limit in (limits.choices, limits.tokens)))
-        shares = self._shares.items() if limits.choices < math.inf else ()
-        others = ((self.of_class[name], share) for name, share in shares if name != service_class)
-        free = sum(max(0, math.floor(share * limits.choices) - bound.choices) for bound, share in others)
-        return Kept(kept.choices + free, kept.tokens)
+        limits = self.of_all.limits
+        if self._shares:
+            others = ((self.of_class[name], share) for name, share in self._shares.items() if name != service_class)
+            return Kept(sum(max(0, _share_of(limits.choices, share) - bound.choices) for bound, share in others))
+        headroom = self._headroom.get(service_class)
+        return Kept(_share_of(limits.choices, headroom), _share_of(limits.tokens, headroom)) if headroom else NOTHING
+
+
+def _share_of(limit: float, share: float) -> int:
+    """Nothing is kept of what has no limit."""
+    return math.floor(share * limit) if limit < math.inf else 0

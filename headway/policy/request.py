@@ -8,8 +8,8 @@ from enum import StrEnum
 
 import msgspec
 
-from headway.policy.kv_blocks import PrefixMatch
 from headway.policy.ledger import Ledger, Phase
+from headway.policy.prefix_index import PrefixMatch
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.service_class import BUILT_IN, ServiceClass
 from headway.policy.swap import Swapped

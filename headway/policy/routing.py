@@ -49,11 +49,10 @@ class LeastLoaded:
 
     def choose(self, request: Request, queues: Sequence[Queues], weights: Sequence[float] = ALIKE) -> int:
         """As Router.choose()."""
-        weights = weights or [1.0] * len(queues)
-        loads = [
-            ((each.of_all.choices + 1) / weight, each.of_all.tokens / weight)
-            for each, weight in zip(queues, weights, strict=True)
-        ]
+        loads: list[tuple[float, float]] = [(each.of_all.choices + 1, each.of_all.tokens) for each in queues]
+        if weights:
+            pairs = zip(loads, weights, strict=True)
+            loads = [(choices / weight, tokens / weight) for (choices, tokens), weight in pairs]
         return loads.index(min(loads))
 
 

@@ -10,6 +10,7 @@ An executor needs plans, and there are none. This is for simulations, which know
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
 from headway.policy.accounting import StepTimes
@@ -44,11 +45,12 @@ class SteadyDecodes:
         self._known = [0] * len(self._draws)  # steps that each has been brought up to date with
         self._count, self._context = len(self._draws), len(self._draws)
         # Before which step sequences need blocks, and after which something is to be done with their tokens.
-        self._growing: dict[int, list[int]] = {}
-        self._due: dict[int, list[int]] = {}
+        self._growing = defaultdict[int, list[int]](list)
+        self._due = defaultdict[int, list[int]](list)
         for at, sequence in enumerate(scheduler.running):
             self._context += sequence.num_computed
-            self._growing.setdefault(max(0, sequence.room - sequence.num_computed), []).append(at)
+            left = sequence.room - sequence.num_computed
+            self._growing[left if left > 0 else 0].append(at)
             self._expect(at, sequence)
         self._work, self._planned_ns, self._sampled_ns = StepWork(), 0, 0
 
@@ -77,8 +79,7 @@ class SteadyDecodes:
             steps = until_longest
         if (until_full := (sequence.num_registered + 1) * self._block_size - sequence.num_computed) < steps:
             steps = until_full
-        due = self._due.setdefault(self.num_steps + (steps if steps > 0 else 1), [])
-        due.append(at)
+        self._due[self.num_steps + (steps if steps > 0 else 1)].append(at)
 
     def work_of_step(self, now: int) -> StepWork | None:
         """The work of the next step, whose sequences have blocks then; None where it must be scheduled."""
@@ -111,7 +112,7 @@ class SteadyDecodes:
             if (sequence := self._sequences[at]) is not None:
                 self._catch_up(at, sequence)
                 manager.extend(sequence, 1, plan)
-                self._growing.setdefault(self.num_steps + sequence.room - sequence.num_computed, []).append(at)
+                self._growing[self.num_steps + sequence.room - sequence.num_computed].append(at)
         del self._growing[self.num_steps]
 
     def complete(self, times: StepTimes) -> list[Sequence]:

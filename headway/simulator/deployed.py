@@ -21,8 +21,9 @@ from headway.policy.quota import Quotas
 from headway.policy.scheduler import Scheduler
 from headway.policy.sizing import PoolSize, pool_size
 from headway.policy.swap import NO_SWAP, SwapSpace
+from headway.simulator.engine import Host, NextEngine
 from headway.simulator.profiles import HEADWAY, PROFILES, VLLM, scheduler_of, with_defaults
-from headway.simulator.server import Host, NextEngine, Server
+from headway.simulator.server import Server
 from headway.simulator.timing import DecodeTiming, Predicted
 from headway.tenant_file import TenantFile, read_tenant_file
 

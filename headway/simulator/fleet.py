@@ -205,9 +205,9 @@ class Fleet:
                 when, _, event = heapq.heappop(self._coming)
                 event(when)
             else:
-                heapq.heappop(self._waits)
                 self.replicas[at].server.receive(until)
-                self._go_on(at, until)
+                until = self._until[at] = self._lives[at].send(until)
+                heapq.heapreplace(self._waits, (until, at))
 
     def _at(self, when: int, event: Callable[[int], None]) -> None:
         heapq.heappush(self._coming, (when, next(self._numbers), event))

@@ -10,8 +10,12 @@ from headway.policy.scheduler import Scheduler
 from headway.policy.step_time import StepWork
 
 
-def _column() -> array[int]:
+def _times() -> array[int]:
     return array("q")
+
+
+def _counts() -> array[int]:
+    return array("i")
 
 
 @dataclass(slots=True)
@@ -28,16 +32,16 @@ class StepLog:
         engines_lost: that died in a step, which is not in the log.
     """
 
-    planned_ns: array[int] = field(default_factory=_column)
-    launched_ns: array[int] = field(default_factory=_column)
-    computed_ns: array[int] = field(default_factory=_column)
-    sampled_ns: array[int] = field(default_factory=_column)
-    tokens: array[int] = field(default_factory=_column)
-    sequences: array[int] = field(default_factory=_column)
-    running: array[int] = field(default_factory=_column)
-    waiting: array[int] = field(default_factory=_column)
-    blocks: array[int] = field(default_factory=_column)
-    preempted: array[int] = field(default_factory=_column)
+    planned_ns: array[int] = field(default_factory=_times)
+    launched_ns: array[int] = field(default_factory=_times)
+    computed_ns: array[int] = field(default_factory=_times)
+    sampled_ns: array[int] = field(default_factory=_times)
+    tokens: array[int] = field(default_factory=_counts)
+    sequences: array[int] = field(default_factory=_counts)
+    running: array[int] = field(default_factory=_counts)
+    waiting: array[int] = field(default_factory=_counts)
+    blocks: array[int] = field(default_factory=_counts)
+    preempted: array[int] = field(default_factory=_counts)
     engines_lost: int = 0
 
     def __len__(self) -> int:

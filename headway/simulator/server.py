@@ -8,52 +8,29 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from headway.policy.intake import check, fit_to_class, fit_to_context, sequences_of, taken_up
+from headway.policy.intake import check, fit_to_class, fit_to_context
 from headway.policy.ledger import Ledger, Phase
 from headway.policy.queue_bound import QueueLimits, Queues
 from headway.policy.quota import OverLimit, Quotas
-from headway.policy.request import NEVER, FinishReason, Sequence, Status
+from headway.policy.request import NEVER, FinishReason
 from headway.policy.scheduler import Scheduler
-from headway.policy.steady import Draws, SteadyDecodes
-from headway.policy.step_time import StepWork
-from headway.simulator.answers import Answer, Choice, EngineDied, Present, Stuck, in_words, over_in_words
+from headway.simulator.answers import Answer, Present, in_words, over_in_words
+from headway.simulator.engine import Engine, Host, NextEngine
 from headway.simulator.log import StepLog
-from headway.simulator.timing import DecodeTiming, Timing
-from headway.simulator.traffic import EOS, Arrival
+from headway.simulator.timing import Timing
+from headway.simulator.traffic import Arrival
 
-# While sequences wait and nothing can run, the scheduler is asked so often; and in the end for so long.
-IDLE_NS, STUCK_NS = 1_000_000, 600_000_000_000
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """What a server does beside its steps, in nanoseconds.
-
-    Args:
-        request_ns: of a request until the engine has it, tokenizing apart.
-        token_ns: of a prompt's token to be tokenized. Prompts are tokenized one after the other.
-        message_ns: of a message that the engine takes up between two steps.
-    """
-
-    request_ns: int = 0
-    token_ns: float = 0.0
-    message_ns: int = 0
-
-
 NO_LIMITS, NO_TIME = QueueLimits(), Host()
-
 
 # Is told of the answers to each request when it has ended; returns what is sent next, then or later.
 After = Callable[[list[Answer]], Iterable[Arrival]]
 # Is asked of each request when its time has come; a client that says no sends it later, by what `After` returns.
 Sends = Callable[[Arrival, int], bool]
-NextEngine = Callable[[], Scheduler]
 
 
 @dataclass(slots=True)
@@ -103,11 +80,10 @@ def simulate(
     return Simulated(server.answers, server.steps, server.now)
 
 
-class Server:
-    """The API process, which goes on beside the steps, and the engine, which takes up messages between them.
+class Server(Engine):
+    """An engine, and the API process before it, which goes on beside the steps.
 
     Attributes:
-        now: of the engine.
         answers: to all that came, in order of arrival; none where it `keeps_answers` not.
         queues: what counts requests, and refuses those that are too many.
         quotas: what tenants may use; None where there are none.
@@ -124,32 +100,18 @@ class Server:
         next_engine: NextEngine | None = None,
         quotas: Quotas | None = None,
     ) -> None:
-        self.scheduler = scheduler
+        super().__init__(scheduler, timing, host, next_engine)
         self.answers: list[Answer] = []
         self.keeps_answers = True
-        self.steps = StepLog()
-        self.now = 0
-        self._ran_ns = 0  # when a step was last run
-        self._timing = timing
-        self._decode_timing = timing if isinstance(timing, DecodeTiming) else None
-        self._steady: SteadyDecodes | None = None  # a run of steps that is under way
-        self._first_steady = 0  # its first step in the log
-        self._host = host
         self.after = after
-        self.is_idle = False  # it goes on as soon as something comes
         self._sends = sends
-        self._next_engine = next_engine
-        self._engine_back_ns = 0
         self.queues = Queues(limits, scheduler.config.classes)
         self.quotas = quotas
         self.queues.set_tenants(scheduler.config.weights or (None if quotas is None else {}))
         self._coming: list[tuple[int, int, Callable[[int], None]]] = []  # to the API process: when, and what
         self._numbers = itertools.count()
         self._tokenizer_free_ns = 0
-        self._inbox: deque[tuple[Callable[[Present], None], Present]] = deque()  # of the engine
         self._present: dict[int, Present] = {}  # that have not ended
-        self._choices: dict[int, Choice] = {}  # that have not ended, by seq_id
-        self._drawn: dict[int, list[int]] = {}  # what is drawn of each next
 
     def run(self) -> None:
         """Until nothing is left to do. Raises Stuck."""
@@ -159,33 +121,6 @@ class Server:
             self.receive(until)
             until = life.send(until)
 
-    def life(self) -> Generator[int, int, None]:
-        """What the engine does, for ever. Raises Stuck.
-
-        Yields:
-            The time up to which all that comes must have come before it goes on: NEVER when it has nothing to do. It is
-            sent the time at which it goes on, which is earlier where something has come that it had not known of.
-        """
-        while True:
-            yield self.now
-            if self._inbox:
-                self._catch_up()
-                for do, present in taken_up(self._messages(), lambda: self.now):
-                    do(present)
-            if self.scheduler.has_work:
-                yield from self._step()
-            elif not self._inbox:
-                yield from self._idle(NEVER)
-
-    def _idle(self, until: int) -> Generator[int, int, None]:
-        """Let time go by until then, or until something comes."""
-        self.is_idle = True
-        next_ns = max(self.now, self._coming[0][0]) if self._coming else NEVER
-        self.now = max(self.now, (yield min(until, next_ns)))
-        self.is_idle = False
-
-    # --- the API process ----------------------------------------------------------------------------
-
     def expect(self, arrivals: Iterator[Arrival]) -> None:
         """Requests come, in order of time."""
         coming = next(arrivals, None)
@@ -194,6 +129,9 @@ class Server:
 
     def _at(self, when: int, event: Callable[[int], None]) -> None:
         heapq.heappush(self._coming, (when, next(self._numbers), event))
+
+    def _next_ns(self) -> int:
+        return self._coming[0][0] if self._coming else NEVER
 
     def receive(self, until: int) -> None:
         """What comes to the API process until then."""
@@ -234,7 +172,7 @@ class Server:
         except ValueError as error:
             self._refuse(present, str(error), True, now)
             return answers
-        if now < self._engine_back_ns:
+        if now < self._back_ns:
             self._refuse(present, "the engine has died, and the next one is not ready yet", False, now)
             return answers
         over = self.quotas.over_limit(request.tenant, None, now) if self.quotas is not None else None
@@ -305,137 +243,6 @@ class Server:
         for arrival in self.after(present.answers) if self.after is not None else ():
             self._at(max(now, arrival.at_ns), partial(self._arrive, arrival, iter(())))
 
-    # --- the engine ---------------------------------------------------------------------------------
-
-    def _messages(self) -> Iterator[tuple[Callable[[Present], None], Present]]:
-        while self._inbox:
-            self.now += self._host.message_ns
-            yield self._inbox.popleft()
-
-    def _add(self, present: Present) -> None:
-        if not present.left:
-            return
-        arrival = present.arrival
-        config = self.scheduler.config
-        sequences = sequences_of(arrival.request, config.max_model_len, config.classes)
-        for sequence in sequences:
-            self.scheduler.add(sequence, self.now)
-            answer = next(each for each in present.answers if each.index == sequence.index)
-            answer.ledger.mark(Phase.ENGINE_RESTART, arrival.request.sent_ns)
-            longest, known = sequence.max_len - sequence.prompt_len, len(answer.token_ns)
-            until_last = longest if arrival.output_len is None else min(longest, arrival.output_len) - 1
-            choice = Choice(present, answer, sequence, until_last, until_last if known else 1)
-            present.choices.append(choice)
-            self._choices[sequence.seq_id] = choice
-            self._drawn[sequence.seq_id] = [arrival.answer if known < until_last else EOS]
-        arrival.request.prompt_token_ids = []  # the sequences have them; those of all requests would fill the memory
-
-    def _abort(self, present: Present) -> None:
-        for choice in list(present.choices):
-            if choice.sequence.finish_reason is None:
-                self.scheduler.abort(choice.sequence, self.now)
-                self._end(choice)
-
-    def _step(self) -> Generator[int, int, None]:
-        planned = self.now
-        if self._decode_timing is not None and (work := self._steady_work(planned)) is not None:
-            return (yield from self._decode(self._decode_timing, work))
-        plan = self.scheduler.schedule(planned)
-        for seq_id in plan.expired:
-            self._end(self._choices[seq_id])
-        if not plan.scheduled:
-            return (yield from self._wait(plan.wait_until_ns))
-        try:
-            times = self._timing.times(plan, planned + self.scheduler.config.swap.one_way_ns(plan.swaps))
-        except EngineDied as died:
-            if self._next_engine is None:
-                raise
-            yield died.at_ns
-            return self._go_on(died, self._next_engine())
-        yield times.sampled_ns - 1  # what comes during a step finds the queue as it was before its end
-        changed = self.scheduler.complete(plan, self._drawn, times)
-        self.now = self._ran_ns = now = times.sampled_ns
-        self.steps.add(planned, plan.work, len(plan.scheduled), len(plan.preempted), times, self.scheduler)
-        choices = self._choices
-        for sequence, _ in changed:
-            choice = choices[sequence.seq_id]
-            token_ns = choice.answer.token_ns
-            token_ns.append(now)
-            if len(token_ns) == choice.until_next:
-                self._heed(choice, now)
-            if sequence.finish_reason is not None:
-                self._end(choice)
-
-    def _heed(self, choice: Choice, now: int) -> None:
-        """A choice has had its first token, or its last one is due."""
-        if choice.until_next == 1:
-            choice.of.place.had_output(0, now)
-        if len(choice.answer.token_ns) == choice.until_last:
-            self._drawn[choice.sequence.seq_id] = [EOS]
-        choice.until_next = choice.until_last
-
-    def _steady_work(self, now: int) -> StepWork | None:
-        """Of the next step, where the same choices decode in it as before and nothing is to be decided."""
-        if self._steady is None:
-            self._steady, self._first_steady = SteadyDecodes.of(self.scheduler, self._draws), len(self.steps)
-        work = None if self._steady is None else self._steady.work_of_step(now)
-        if work is None:
-            self._catch_up()
-        return work
-
-    def _draws(self, sequence: Sequence) -> Draws:
-        choice = self._choices[sequence.seq_id]
-        left = choice.until_last - len(choice.answer.token_ns)
-        return choice.of.arrival.answer, left if left > 0 else 0, EOS
-
-    def _decode(self, timing: DecodeTiming, work: StepWork) -> Generator[int, int, None]:
-        """A step with this work of the choices that decode."""
-        planned, steady = self.now, self._steady
-        assert steady is not None
-        times = timing.decode_times(work, steady.contexts, planned)
-        yield times.sampled_ns - 1
-        ended = steady.complete(times)
-        self.now = self._ran_ns = times.sampled_ns
-        self.steps.add(planned, work, work.decode_tokens, 0, times, self.scheduler)
-        for sequence in ended:
-            choice = self._choices[sequence.seq_id]
-            choice.answer.token_ns += self.steps.sampled_ns[self._first_steady :]
-            self._end(choice)
-
-    def _catch_up(self) -> None:
-        """A run of steady steps is over, if one was under way."""
-        if self._steady is None:
-            return
-        self._steady.catch_up()
-        self._steady = None
-        tokens_ns = self.steps.sampled_ns[self._first_steady :]
-        for choice in self._choices.values() if tokens_ns else ():
-            if choice.sequence.status is Status.RUNNING:
-                choice.answer.token_ns += tokens_ns
-                if len(choice.answer.token_ns) == choice.until_last:
-                    self._drawn[choice.sequence.seq_id] = [EOS]
-
-    def _go_on(self, died: EngineDied, scheduler: Scheduler) -> None:
-        """Requests of an engine that has died go on in the next one after their tokens, as `engine.requests` has it.
-
-        What it had not taken up is lost with it: requests are handed over again, and those given up have ended.
-        """
-        self.steps.engines_lost += 1
-        self._engine_back_ns = died.back_ns
-        inside = {id(choice.of): choice.of for choice in self._choices.values()}
-        inside |= {id(present): present for do, present in self._inbox if do == self._add}
-        given_up = {id(present) for do, present in self._inbox if do == self._abort}
-        lost, self.scheduler = self._choices, scheduler
-        self._choices, self._drawn = {}, {}
-        self._inbox.clear()
-        for present in inside.values():
-            present.resume([choice for choice in lost.values() if choice.of is present], died)
-            if id(present) in given_up:
-                self._give_up(present, died.at_ns)
-            else:
-                self._inbox.append((self._add, present))
-        self.now = self._ran_ns = died.back_ns
-
     def fail(self, now: int) -> list[Present]:
         """The server is gone with all that it had, and begins anew with nothing, whenever something comes to it.
 
@@ -446,7 +253,7 @@ class Server:
         self.steps.engines_lost += 1
         lost, self._present = list(self._present.values()), {}
         self.scheduler, self.now = self._next_engine(), now
-        self.is_idle, self._tokenizer_free_ns, self._engine_back_ns = False, 0, 0
+        self.is_idle, self._tokenizer_free_ns, self._back_ns = False, 0, 0
         for kept in (self._choices, self._drawn, self._inbox, self._coming):
             kept.clear()
         unbegun = []
@@ -469,28 +276,3 @@ class Server:
         for answer in open_:
             answer.finish_reason = reason
         self._ended(present, len(open_), now)
-
-    def _wait(self, until: int) -> Generator[int, int, None]:
-        """Nothing could run: until then, or until something comes for the engine.
-
-        Args:
-            until: 0 where the scheduler does not say.
-        """
-        if not self.scheduler.has_work:
-            return
-        if not self._coming and self.now - self._ran_ns > STUCK_NS:
-            raise Stuck(f"{len(self.scheduler.waiting)} sequences wait, and for {STUCK_NS / 1e9:g} s none could run")
-        until = max(until, self.now + 1) if until else self.now + IDLE_NS
-        while not self._inbox and self.now < until:
-            yield from self._idle(until)
-
-    def _end(self, choice: Choice) -> None:
-        """The scheduler has ended it."""
-        sequence, answer = choice.sequence, choice.answer
-        del self._choices[sequence.seq_id], self._drawn[sequence.seq_id]
-        answer.finish_reason = sequence.finish_reason
-        answer.ledger.mark_parts(sequence.ledger.phases_ns)
-        answer.cached_tokens = sequence.cached_tokens
-        answer.preemptions, answer.steps = answer.preemptions + sequence.preemptions, answer.steps + sequence.steps
-        answer.passed_over += sequence.passed_over
-        self._ended(choice.of, 1, answer.ledger.last_ns)

@@ -38,12 +38,12 @@ from headway.report.console import print_table
 from headway.report.parts import Table, cells
 from headway.report.style import number
 from headway.simulator.deployed import Deployed
+from headway.simulator.engine import Host
 from headway.simulator.learnt import Learnt, RecordedStep, steps_of, teach
 from headway.simulator.options import VerifyOptions
 from headway.simulator.prompts import SketchSource
 from headway.simulator.recording import Recording, read_recordings
 from headway.simulator.run import answer
-from headway.simulator.server import Host
 
 EQUIVALENT = 0.10
 CONFIDENCE = 0.90  # of the interval that must lie within EQUIVALENT: two one-sided tests at 5 %

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headway.policy.accounting import StepTimes
-from headway.policy.eviction import BRANCHES, HASTE, LIFETIME
+from headway.policy.eviction import BRANCHES, HASTE, LIFETIME, Queue
 from headway.policy.intake import sequences_of
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.service_class import BUILT_IN
@@ -29,7 +29,7 @@ def begin(pool: KVBlocks, tokens: list[int], owner: str = "") -> list[int]:
     node: int | str = pool.node_of(table[-1]) if table else ""
     for token in tokens[len(table) : -1]:
         table += pool.allocate(1, owner)
-        node = pool.register(table[-1], node, (token,))
+        node = pool.register(table[-1:], node, (token,))
     return table
 
 
@@ -151,7 +151,7 @@ def test_ten_thousand_sessions_leave_nothing_behind() -> None:
         run(sim)
     pool = sim.scheduler.blocks
     assert pool.num_free == pool.num_blocks and pool.used.total() == 0 and len(sim.scheduler.sequences) == 0
-    assert len(pool._index) == len(pool._key_of) == pool.cached.num_cached <= pool.num_blocks
+    assert sum(map(bool, pool._index.nodes)) == pool.cached.num_cached <= pool.num_blocks
     assert max(sizes[2:]) <= 1.1 * sizes[1], sizes
 
 
@@ -167,9 +167,11 @@ def run(sim: Simulation) -> None:
 def footprint(sim: Simulation) -> int:
     """Entries in everything that the pool, its queues and the scheduler keep."""
     pool = sim.scheduler.blocks
-    kept = (pool._index, pool._key_of, pool._free, pool.used, pool.cached.evictions, pool.prefix_stats.hits_of_class)
-    queues = pool.cached._queues.values()
-    return sum(map(len, (*kept, *queues, pool.cached._protected, sim.scheduler.sequences, sim.scheduler.decisions)))
+    kept = (pool._free, pool.used, pool.cached.evictions, pool.prefix_stats.hits_of_class, pool.cached._branches)
+    branching = [each for each in pool._index._children.values() if isinstance(each, dict)]
+    queues = [each._order for each in (pool.cached._protected, *pool.cached._queues.values())]
+    of_scheduler = (sim.scheduler.sequences, sim.scheduler.decisions)
+    return sum(map(len, (*kept, pool._index._children, *branching, *queues, *of_scheduler)))
 
 
 class EvictionMachine(RuleBasedStateMachine):
@@ -183,9 +185,7 @@ class EvictionMachine(RuleBasedStateMachine):
         cached, choose = self.pool.cached, self.pool.cached.evict
 
         def evict(count: int) -> list[int]:
-            since = {
-                block: at for queue in (cached._protected, *cached._queues.values()) for block, at in queue.items()
-            }
+            since = {block: cached.since[block] for block in cached}
             before, protected = list(since), {block for block in since if cached._is_protected[block]}
             held = {name: self.pool.used[name] for name in OWNERS}
             for block in since.keys() - protected:
@@ -253,3 +253,40 @@ class EvictionMachine(RuleBasedStateMachine):
 
 EvictionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestEviction = EvictionMachine.TestCase
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """A queue is like an ordered dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue, self.wanted = Queue(), dict[int, None]()
+
+    @rule(block=st.integers(0, 9))
+    def add(self, block: int) -> None:
+        if block not in self.wanted:
+            self.queue.add(block)
+            self.wanted[block] = None
+
+    @rule(block=st.integers(0, 9))
+    def remove(self, block: int) -> None:
+        if block in self.wanted:
+            self.queue.remove(block)
+            del self.wanted[block]
+
+    @rule(count=st.integers(0, 4))
+    def take(self, count: int) -> None:
+        first = list(self.wanted)[:count]
+        assert self.queue.take(len(first)) == first
+        for block in first:
+            del self.wanted[block]
+
+    @invariant()
+    def is_as_wanted(self) -> None:
+        assert list(self.queue) == list(self.wanted)
+        assert len(self.queue) == len(self.wanted)
+        assert not self.wanted or self.queue.first() == next(iter(self.wanted))
+
+
+QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueue = QueueMachine.TestCase

@@ -7,16 +7,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headway.policy.kv_blocks import KVBlocks, OutOfBlocks, PrefixMatch
+from headway.policy.kv_blocks import KVBlocks, OutOfBlocks
+from headway.policy.prefix_index import PrefixMatch
 
 
 def fill(pool: KVBlocks, tokens: list[int], salt: str = "") -> list[int]:
     """Allocate and register the blocks of a sequence, as the scheduler does."""
     table = pool.allocate(pool.blocks_for(len(tokens)))
-    node: int | str = salt
-    for at in range(len(tokens) // pool.block_size):
-        content = tuple(tokens[at * pool.block_size : (at + 1) * pool.block_size])
-        node = pool.register(table[at], node, content)
+    full = len(tokens) // pool.block_size
+    pool.register(table[:full], salt, tuple(tokens[: full * pool.block_size]))
     return table
 
 
@@ -76,8 +75,7 @@ def test_a_shared_block_whose_known_beginning_was_evicted_is_found_again() -> No
     pool.release(short)
     pool.allocate(2)  # evicts it
     pool.share(table)  # by another choice of the same request, which registers the prompt as its own
-    node = pool.register(table[0], "", (1, 2))
-    pool.register(table[1], node, (3, 4))
+    pool.register(table, "", (1, 2, 3, 4))
     assert pool.match([1, 2, 3, 4, 5], "") == table
     pool.check([table, table, [b for b in range(4) if b not in table]])
 
@@ -125,7 +123,7 @@ class PoolMachine(RuleBasedStateMachine):
         prefix = self.pool.match(tokens, "")
         assert len(prefix) * 2 < len(tokens)
         for block, at in zip(prefix, range(len(prefix)), strict=True):
-            assert self.pool._key_of[block][1] == tuple(tokens[at * 2 : at * 2 + 2])
+            assert self.pool._index._tokens[block] == tuple(tokens[at * 2 : at * 2 + 2])
         revived = sum(1 for block in prefix if self.pool.references[block] == 0)
         missing = self.pool.blocks_for(len(tokens)) - len(prefix)
         if missing + revived > self.pool.num_free:
@@ -133,8 +131,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.share(prefix)
         table = prefix + self.pool.allocate(missing)
         node: int | str = self.pool.node_of(prefix[-1]) if prefix else ""
-        for at in range(len(prefix), len(tokens) // 2):
-            node = self.pool.register(table[at], node, tuple(tokens[at * 2 : at * 2 + 2]))
+        full = len(tokens) // 2
+        self.pool.register(table[len(prefix) : full], node, tuple(tokens[len(prefix) * 2 : full * 2]))
         self.live.append((tokens, table))
 
     @precondition(lambda self: self.live)
@@ -142,9 +140,7 @@ class PoolMachine(RuleBasedStateMachine):
     def fork(self, which: int) -> None:
         tokens, table = self.live[which % len(self.live)]
         self.pool.share(table)
-        node: int | str = ""
-        for at in range(len(tokens) // 2):
-            node = self.pool.register(table[at], node, tuple(tokens[at * 2 : at * 2 + 2]))
+        self.pool.register(table[: len(tokens) // 2], "", tuple(tokens[: len(tokens) // 2 * 2]))
         self.live.append((tokens, list(table)))
 
     @precondition(lambda self: self.live)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from headway.policy import order
 from headway.policy.ledger import Phase
 from headway.policy.order import AGEING_NS, ORDERS
+from headway.policy.prefix_index import PrefixIndex
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.service_class import ClassTable, ServiceClass
 from tests.policy.simulation import Simulation
@@ -247,30 +249,27 @@ def test_choices_of_a_request_expire_together_or_not_at_all() -> None:
 # --- a prefix that is known already ---------------------------------------------------------------
 
 
-class CountingIndex(dict[Any, Any]):
-    """Counts how often a prefix is looked up in it."""
-
-    lookups = 0
-
-    def get(self, *args: Any) -> Any:
-        self.lookups += 1
-        return super().get(*args)
-
-
-def test_a_blocked_candidates_prefix_is_not_matched_again_in_every_step() -> None:
+def test_a_blocked_candidates_prefix_is_not_matched_again_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     sim = Simulation(num_blocks=32, block_size=4, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128)
     prompt = list(range(60))
     sim.submit(prompt, 60)
     sim.step()
     blocked = sim.submit([*prompt, *range(64)], 2)  # shares 15 blocks
-    index = sim.scheduler.blocks._index = CountingIndex(sim.scheduler.blocks._index)
+    lookups = Counter[int | str]()
+    child = PrefixIndex.child
+
+    def counted(index: PrefixIndex, parent: int | str, tokens: tuple[int, ...]) -> int | None:
+        lookups[parent] += 1
+        return child(index, parent, tokens)
+
+    monkeypatch.setattr(PrefixIndex, "child", counted)
     sim.step()
-    assert index.lookups >= 15 and blocked.prefix_match is not None and len(blocked.prefix_match.blocks) == 15
-    index.lookups = 0
+    assert lookups.total() >= 15 and blocked.prefix_match is not None and len(blocked.prefix_match.blocks) == 15
+    lookups.clear()
     for _ in range(40):  # in which ten blocks are registered, each of which might be the next of the prefix
         sim.step()
     assert blocked.status is Status.WAITING
-    assert index.lookups <= 2 * 10
+    assert lookups.total() <= 2 * 10
     sim.run_until_done()
     assert blocked.cached_tokens == 60
     sim.check_all_closed()

@@ -19,7 +19,7 @@ from headway.policy.request import FinishReason
 from headway.policy.scheduler import Scheduler
 from headway.policy.sizing import PoolSize
 from headway.policy.slo import SloPolicy
-from headway.simulator import server
+from headway.simulator import engine
 from headway.simulator.answers import EngineDied
 from headway.simulator.server import Server, Simulated, simulate
 from headway.simulator.traffic import Arrival, arrival
@@ -137,6 +137,6 @@ def test_what_is_planted_is_found(
     owner: type, name: str, planted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, planted(getattr(owner, name)))
-    monkeypatch.setattr(server, "STUCK_NS", 10_000_000_000)
+    monkeypatch.setattr(engine, "STUCK_NS", 10_000_000_000)
     with pytest.raises(Violation, match="seed "):
         campaign(3000, first_seed=0)

@@ -19,9 +19,10 @@ from headway.policy.routing import ROUTERS
 from headway.policy.scaling import Scaler, ScalingRule
 from headway.policy.sizing import PoolSize
 from headway.simulator.answers import Answer
+from headway.simulator.engine import Host
 from headway.simulator.fleet import Fleet, Scaling
 from headway.simulator.replicas import MOST_REPLICAS, fewest_replicas
-from headway.simulator.server import Host, Server, simulate
+from headway.simulator.server import Server, simulate
 from headway.simulator.timing import Fixed
 from headway.simulator.traffic import Arrival, arrival, made_prompt
 from tests.simulator.test_run import LOAD, MODEL

@@ -24,10 +24,11 @@ from headway.policy.sizing import PoolSize
 from headway.policy.step_time import StepWork
 from headway.simulator.answers import Answer
 from headway.simulator.deployed import ServerOptions, deploy
+from headway.simulator.engine import Host
 from headway.simulator.fleet import Failure, Fleet, Handover, Replica
 from headway.simulator.fleet_file import FleetFile, read_fleet_file
 from headway.simulator.members import members
-from headway.simulator.server import Host, Server
+from headway.simulator.server import Server
 from headway.simulator.timing import OfReceivedPrompts
 from headway.simulator.traffic import Arrival, arrival
 from tests.simulator.test_run import LOAD, MODEL, simulate

@@ -21,11 +21,12 @@ from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.sizing import PoolSize
 from headway.policy.swap import NO_SWAP, SwapSpace
-from headway.simulator import server
+from headway.simulator import engine
 from headway.simulator.answers import Answer, Stuck
+from headway.simulator.engine import Host
 from headway.simulator.recording import Recording
 from headway.simulator.replay import replay
-from headway.simulator.server import Host, Simulated, simulate
+from headway.simulator.server import Simulated, simulate
 from headway.simulator.timing import Fixed
 from headway.simulator.traffic import Arrival, arrival, made_prompt
 
@@ -293,6 +294,6 @@ def test_waiting_too_long_ends_a_request() -> None:
 def test_what_can_never_run_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     made = scheduler()
     monkeypatch.setattr(made, "schedule", lambda now: StepPlan())
-    monkeypatch.setattr(server, "STUCK_NS", 10 * MS)
+    monkeypatch.setattr(engine, "STUCK_NS", 10 * MS)
     with pytest.raises(Stuck, match="1 sequences wait"):
         simulate(made, [arrival(0, 0, 10, 20)], Fixed(MS))

@@ -23,7 +23,8 @@ from headway.policy.scheduler import Scheduler
 from headway.policy.sizing import PoolSize
 from headway.policy.step_time import StepWork
 from headway.simulator.deployed import ServerOptions, deploy
-from headway.simulator.server import Host, Server, simulate
+from headway.simulator.engine import Host
+from headway.simulator.server import Server, simulate
 from headway.simulator.timing import Timing
 from headway.simulator.traffic import arrival
 
@@ -98,7 +99,7 @@ def state(server: Server) -> dict[str, Any]:
         "stalls": accounting.take_stalls(),
         "clocks": (accounting._decode.phases_ns, accounting._queue.phases_ns, accounting._steps),
         "learnt": vars(accounting.step_time),
-        "pool": (pool._free, pool._index, pool.references, pool._nodes, list(pool.cached), pool.cached.evictions),
+        "pool": (pool._free, vars(pool._index), pool.references, list(pool.cached), pool.cached.evictions),
         "preemptions": scheduler.num_preemptions,
         "promises": promises and (promises.between_steps_ns, promises._passes, promises.are_prompts_promised),
     }

@@ -29,12 +29,12 @@ from headway.policy.sizing import PoolSize
 from headway.policy.step_time import StepWork
 from headway.simulator.clients import BEGAN_NS
 from headway.simulator.deployed import Deployed
+from headway.simulator.engine import Host
 from headway.simulator.learnt import Learnt, RecordedStep, TooFewSteps, steps_of
 from headway.simulator.options import VerifyOptions
 from headway.simulator.prompts import SketchSource
 from headway.simulator.recording import Recording
 from headway.simulator.run import answer
-from headway.simulator.server import Host
 from headway.simulator.verify import Measured, Round, Verification, _flags, print_verification, verify
 
 MS = 1_000_000

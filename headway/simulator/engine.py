@@ -1,0 +1,274 @@
+"""The engine of a simulated server: takes up messages, plans steps, and lets them take as long as a `Timing` says."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+
+from headway.policy.intake import sequences_of, taken_up
+from headway.policy.ledger import Phase
+from headway.policy.request import NEVER, Sequence, Status
+from headway.policy.scheduler import Scheduler
+from headway.policy.steady import Draws, SteadyDecodes
+from headway.policy.step_time import StepWork
+from headway.simulator.answers import Choice, EngineDied, Present, Stuck
+from headway.simulator.log import StepLog
+from headway.simulator.timing import DecodeTiming, Timing
+from headway.simulator.traffic import EOS
+
+# While sequences wait and nothing can run, the scheduler is asked so often; and in the end for so long.
+IDLE_NS, STUCK_NS = 1_000_000, 600_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What a server does beside its steps, in nanoseconds.
+
+    Args:
+        request_ns: of a request until the engine has it, tokenizing apart.
+        token_ns: of a prompt's token to be tokenized. Prompts are tokenized one after the other.
+        message_ns: of a message that the engine takes up between two steps.
+    """
+
+    request_ns: int = 0
+    token_ns: float = 0.0
+    message_ns: int = 0
+
+
+NextEngine = Callable[[], Scheduler]
+
+
+class Engine(ABC):
+    """Runs steps, and takes up messages between them. `Server` sends these, and is told what has ended.
+
+    Attributes:
+        now: the time.
+        steps: that were run.
+        is_idle: it goes on as soon as something comes.
+    """
+
+    def __init__(self, scheduler: Scheduler, timing: Timing, host: Host, next_engine: NextEngine | None) -> None:
+        self.scheduler = scheduler
+        self.steps = StepLog()
+        self.now = 0
+        self.is_idle = False
+        self._ran_ns = 0  # when a step was last run
+        self._timing = timing
+        self._decode_timing = timing if isinstance(timing, DecodeTiming) else None
+        self._steady: SteadyDecodes | None = None  # a run of steps that is under way
+        self._first_steady = 0  # its first step in the log
+        self._host = host
+        self._next_engine = next_engine
+        self._back_ns = 0  # when it was there after one had died
+        self._inbox: deque[tuple[Callable[[Present], None], Present]] = deque()
+        self._choices: dict[int, Choice] = {}  # that have not ended, by seq_id
+        self._drawn: dict[int, list[int]] = {}  # what is drawn of each next
+
+    @abstractmethod
+    def _next_ns(self) -> int:
+        """When something comes next, as far as it is known; NEVER where nothing is."""
+
+    @abstractmethod
+    def _ended(self, present: Present, choices: int, now: int) -> None:
+        """So many choices of a request have ended."""
+
+    @abstractmethod
+    def _give_up(self, present: Present, now: int) -> None:
+        """No engine has a request any more."""
+
+    def life(self) -> Generator[int, int, None]:
+        """What the engine does, for ever. Raises Stuck.
+
+        Yields:
+            The time up to which all that comes must have come before it goes on: NEVER when it has nothing to do. It is
+            sent the time at which it goes on, which is earlier where something has come that it had not known of.
+        """
+        yield self.now
+        while True:
+            if self._inbox:
+                self._catch_up()
+                for do, present in taken_up(self._messages(), lambda: self.now):
+                    do(present)
+            if self.scheduler.has_work:
+                if (yield from self._decode()):
+                    continue
+                yield from self._step()
+            elif not self._inbox:
+                yield from self._idle(NEVER)
+            yield self.now
+
+    def _idle(self, until: int) -> Generator[int, int, None]:
+        """Let time go by until then, or until something comes."""
+        self.is_idle = True
+        self.now = max(self.now, (yield min(until, max(self.now, self._next_ns()))))
+        self.is_idle = False
+
+    # --- messages -----------------------------------------------------------------------------------
+
+    def _messages(self) -> Iterator[tuple[Callable[[Present], None], Present]]:
+        while self._inbox:
+            self.now += self._host.message_ns
+            yield self._inbox.popleft()
+
+    def _add(self, present: Present) -> None:
+        if not present.left:
+            return
+        arrival = present.arrival
+        config = self.scheduler.config
+        sequences = sequences_of(arrival.request, config.max_model_len, config.classes)
+        for sequence in sequences:
+            self.scheduler.add(sequence, self.now)
+            answer = next(each for each in present.answers if each.index == sequence.index)
+            answer.ledger.mark(Phase.ENGINE_RESTART, arrival.request.sent_ns)
+            longest, known = sequence.max_len - sequence.prompt_len, len(answer.token_ns)
+            until_last = longest if arrival.output_len is None else min(longest, arrival.output_len) - 1
+            choice = Choice(present, answer, sequence, until_last, until_last if known else 1)
+            present.choices.append(choice)
+            self._choices[sequence.seq_id] = choice
+            self._drawn[sequence.seq_id] = [arrival.answer if known < until_last else EOS]
+        arrival.request.prompt_token_ids = []  # the sequences have them; those of all requests would fill the memory
+
+    def _abort(self, present: Present) -> None:
+        for choice in list(present.choices):
+            if choice.sequence.finish_reason is None:
+                self.scheduler.abort(choice.sequence, self.now)
+                self._end(choice)
+
+    # --- steps --------------------------------------------------------------------------------------
+
+    def _step(self) -> Generator[int, int, None]:
+        """A step with a plan."""
+        planned = self.now
+        plan = self.scheduler.schedule(planned)
+        for seq_id in plan.expired:
+            self._end(self._choices[seq_id])
+        if not plan.scheduled:
+            return (yield from self._wait(plan.wait_until_ns))
+        try:
+            times = self._timing.times(plan, planned + self.scheduler.config.swap.one_way_ns(plan.swaps))
+        except EngineDied as died:
+            if self._next_engine is None:
+                raise
+            yield died.at_ns
+            return self._go_on(died, self._next_engine())
+        yield times.sampled_ns - 1  # what comes during a step finds the queue as it was before its end
+        changed = self.scheduler.complete(plan, self._drawn, times)
+        self.now = self._ran_ns = now = times.sampled_ns
+        self.steps.add(planned, plan.work, len(plan.scheduled), len(plan.preempted), times, self.scheduler)
+        choices = self._choices
+        for sequence, _ in changed:
+            choice = choices[sequence.seq_id]
+            token_ns = choice.answer.token_ns
+            token_ns.append(now)
+            if len(token_ns) == choice.until_next:
+                self._heed(choice, now)
+            if sequence.finish_reason is not None:
+                self._end(choice)
+
+    def _heed(self, choice: Choice, now: int) -> None:
+        """A choice has had its first token, or its last one is due."""
+        if choice.until_next == 1:
+            choice.of.place.had_output(0, now)
+        if len(choice.answer.token_ns) == choice.until_last:
+            self._drawn[choice.sequence.seq_id] = [EOS]
+        choice.until_next = choice.until_last
+
+    def _steady_step(self) -> tuple[SteadyDecodes, StepWork] | None:
+        """The next step, where the same choices decode in it as before and nothing is to be decided."""
+        if self._steady is None:
+            self._steady, self._first_steady = SteadyDecodes.of(self.scheduler, self._draws), len(self.steps)
+        if self._steady is not None and (work := self._steady.work_of_step(self.now)) is not None:
+            return self._steady, work
+        self._catch_up()
+        return None
+
+    def _draws(self, sequence: Sequence) -> Draws:
+        choice = self._choices[sequence.seq_id]
+        left = choice.until_last - len(choice.answer.token_ns)
+        return choice.of.arrival.answer, left if left > 0 else 0, EOS
+
+    def _decode(self) -> Generator[int, int, bool]:
+        """Steps that need no plan.
+
+        Returns:
+            False when the next step needs one; True when something has come, or nothing is left to do.
+        """
+        timing = self._decode_timing
+        while timing is not None and (step := self._steady_step()) is not None:
+            planned, (steady, work) = self.now, step
+            times = timing.decode_times(work, steady.contexts, planned)
+            yield times.sampled_ns - 1
+            ended = steady.complete(times)
+            self.now = self._ran_ns = times.sampled_ns
+            self.steps.add(planned, work, work.decode_tokens, 0, times, self.scheduler)
+            for sequence in ended:
+                choice = self._choices[sequence.seq_id]
+                choice.answer.token_ns += self.steps.sampled_ns[self._first_steady :]
+                self._end(choice)
+            yield self.now
+            if self._inbox or not self.scheduler.has_work:
+                return True
+        return False
+
+    def _catch_up(self) -> None:
+        """A run of steady steps is over, if one was under way."""
+        if self._steady is None:
+            return
+        self._steady.catch_up()
+        self._steady = None
+        tokens_ns = self.steps.sampled_ns[self._first_steady :]
+        for choice in self._choices.values() if tokens_ns else ():
+            if choice.sequence.status is Status.RUNNING:
+                choice.answer.token_ns += tokens_ns
+                if len(choice.answer.token_ns) == choice.until_last:
+                    self._drawn[choice.sequence.seq_id] = [EOS]
+
+    def _wait(self, until: int) -> Generator[int, int, None]:
+        """Nothing could run: until then, or until something comes for the engine.
+
+        Args:
+            until: 0 where the scheduler does not say.
+        """
+        if not self.scheduler.has_work:
+            return
+        if self._next_ns() >= NEVER and self.now - self._ran_ns > STUCK_NS:
+            raise Stuck(f"{len(self.scheduler.waiting)} sequences wait, and for {STUCK_NS / 1e9:g} s none could run")
+        until = max(until, self.now + 1) if until else self.now + IDLE_NS
+        while not self._inbox and self.now < until:
+            yield from self._idle(until)
+
+    def _end(self, choice: Choice) -> None:
+        """The scheduler has ended it."""
+        sequence, answer = choice.sequence, choice.answer
+        del self._choices[sequence.seq_id], self._drawn[sequence.seq_id]
+        answer.finish_reason = sequence.finish_reason
+        answer.ledger.mark_parts(sequence.ledger.phases_ns)
+        answer.cached_tokens = sequence.cached_tokens
+        answer.preemptions, answer.steps = answer.preemptions + sequence.preemptions, answer.steps + sequence.steps
+        answer.passed_over += sequence.passed_over
+        self._ended(choice.of, 1, answer.ledger.last_ns)
+
+    # --- engines that die ---------------------------------------------------------------------------
+
+    def _go_on(self, died: EngineDied, scheduler: Scheduler) -> None:
+        """Requests of an engine that has died go on in the next one after their tokens, as `engine.requests` has it.
+
+        What it had not taken up is lost with it: requests are handed over again, and those given up have ended.
+        """
+        self.steps.engines_lost += 1
+        self._back_ns = died.back_ns
+        inside = {id(choice.of): choice.of for choice in self._choices.values()}
+        inside |= {id(present): present for do, present in self._inbox if do == self._add}
+        given_up = {id(present) for do, present in self._inbox if do == self._abort}
+        lost, self.scheduler = self._choices, scheduler
+        self._choices, self._drawn = {}, {}
+        self._inbox.clear()
+        for present in inside.values():
+            present.resume([choice for choice in lost.values() if choice.of is present], died)
+            if id(present) in given_up:
+                self._give_up(present, died.at_ns)
+            else:
+                self._inbox.append((self._add, present))
+        self.now = self._ran_ns = died.back_ns
