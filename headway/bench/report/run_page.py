@@ -35,6 +35,7 @@ DEFINITIONS = (
     ("needs N+", "The sample is too small for this percentile; it needs at least N samples."),
     ("steady state", "The part of the run between ramp-up and drain, detected from the data."),
     ("goodput", "Requests per second that met all their objectives; failed requests count as missed."),
+    ("refused", "Met a limit that the server keeps on purpose: missed its objectives, but the run stays valid."),
     (
         "cancelled",
         "Cancelled by its client as planned: not a failure, and judged only if it had already missed an objective.",
