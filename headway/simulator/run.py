@@ -107,7 +107,7 @@ class Simulation(Runner):
         asked, about = options.server, servers[0].deployed.about
         said = names_taken(asked.model, about["model"], asked.hardware, about["hardware"])
         if said and options.fleet is None:  # a fleet's file may name other hardware
-            progress.print(said, highlight=False)
+            progress.print(Text(said), soft_wrap=True)
 
     def _members(self, how: Deploy, replicas: int | None = None, one_of_each: bool = False) -> list[Member]:
         """The servers that were asked for, or so many, each deployed like this; or one of each kind."""

@@ -85,6 +85,12 @@ def test_what_makes_no_sense_is_one_line(arguments: list[str], says: str) -> Non
     assert code == 2 and says in said and len(said.strip().splitlines()) == 1
 
 
+def test_what_other_names_are_taken_for_is_said() -> None:
+    code, said = simulate("llama-3-8b", "--hardware", "H100", "--num-prompts", "2", "--no-save-result")
+    assert code == 0 and "llama-3-8b is taken as llama-3.1-8b, and H100 is taken as H100-SXM." in said
+    assert "is taken as" not in simulate(*MODEL, "--num-prompts", "2", "--no-save-result")[1]
+
+
 def test_a_change_has_the_type_of_its_flag() -> None:
     (change,) = parse_what_ifs(["kv-cache-memory=2G,enable-prefix-caching=false,max-prefill-stall-ms=5,hardware=H200"])
     assert change.server == {"kv_cache_memory": 2 * 2**30, "hardware": "H200"}
