@@ -68,7 +68,7 @@ def kv_pool_bytes(
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
     shape = model.shape
-    widest = max(2 * shape.ffn, shape.hidden, shape.heads * max(cache.key_dim for cache in model.caches))
+    widest = max(2 * shape.ffn, shape.hidden, shape.heads * max(cache.key_dim for cache in shape.caches))
     if (experts := shape.experts) is not None:  # a result for each of a token's experts, and of the shared one
         widest = max(widest, (experts.per_token + 1) * shape.hidden, 2 * experts.width, 2 * experts.shared_width)
     step = batched_tokens * widest * 2 * ACTIVATION_COPIES

@@ -54,7 +54,7 @@ class LayerCache:
 
     @property
     def is_latent(self) -> bool:
-        return self.values.shape[3] < self.keys.shape[3]
+        return self.values.shape[3] < self.keys.shape[3] and self.values.data_ptr() == self.keys.data_ptr()
 
     @property
     def tensors(self) -> list[Tensor]:

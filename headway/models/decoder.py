@@ -1,8 +1,8 @@
 """One decoder for every supported family.
 
 Each layer: RMS norm, a mixer of tokens, RMS norm, gated MLP or several as experts, each pair added to a residual
-stream. The mixer is attention with rotary positions over the paged cache. What differs between families (biases,
-further norms, windows, sinks, RoPE, gates) is data.
+stream. The mixer is attention with rotary positions over the paged cache, of keys and values or of latents. What
+differs between families (biases, further norms, windows, sinks, RoPE, gates) is data.
 """
 
 from __future__ import annotations

@@ -27,6 +27,12 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Digits in threes, then Chinese characters and kana, then words.
+_DEEPSEEK3_WORDS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_WORDS)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _LLAMA3, _QWEN2, _SINGLE_DIGITS = (_words(r"\p{N}{1,3}"),), (_words(r"\p{N}"),), (r"\p{N}", _GPT2)
 # What cuts a text before its bytes are merged, one after the other, by the names that llama.cpp gives them.
@@ -39,6 +45,7 @@ _CUTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt2", "olmo", "mpt", "phi-2", "jais", "gigachat"), (_GPT2,)),
     **dict.fromkeys(("gpt-4o", "llama4", "o200k"), (_O200K,)),
     "tekken": (_TEKKEN,),
+    "deepseek-v3": _DEEPSEEK3,
 }
 _NORMALIZED = ("qwen2", "deepseek-r1-qwen")  # to NFC, as their Hugging Face tokenizers do
 # Those that take a word that is a token as it is, and begin a text with BOS unless the file says otherwise.

@@ -46,7 +46,10 @@ def test_a_latent_is_kept_once_for_all_heads() -> None:
     shape = read_shape(published.DEEPSEEK_V2_LITE)
     assert memory.bytes_per_block(shape.caches, 1, torch.bfloat16) == 27 * (512 + 64) * 2
     cache = memory.zero_caches(shape.caches[:1], 3, 16, torch.bfloat16, torch.device("cpu"))[0]
-    assert (tuple(cache.keys.shape), cache.values.numel()) == ((3, 1, 16, 576), 0)
+    assert (tuple(cache.keys.shape), tuple(cache.values.shape)) == ((3, 1, 16, 576), (3, 1, 16, 512))
+    assert len(cache.tensors) == 1
+    cache.keys.fill_(2.0)
+    assert (cache.values == 2).all()
 
 
 def test_half_of_the_memory_is_the_pool_s_where_a_step_fits_into_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,9 @@ def hugging_face(folder: Path, case: str) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe_every_second", "qwen3_moe_some_dense"])
+@pytest.mark.parametrize(
+    "case", ["mixtral", "qwen2_moe_every_second", "qwen3_moe_some_dense", "deepseek_v3", "glm4_moe"]
+)
 def test_greedy_tokens_are_those_of_hugging_face(tmp_path: Path, case: str) -> None:
     """In one batch."""
     expected = hugging_face(tmp_path, case)

@@ -13,7 +13,7 @@ from headway.bundled import STORY
 from headway.cost.values import ModelError
 from headway.engine.build import EngineError, build_engine
 from headway.engine.config import EngineConfig
-from tests.engine.models import write_config
+from tests.engine.models import TINY_LATENT, write_config
 
 TEXT = (
     "The old house stood at the end of the lane, and nobody had lived in it for many years. In the evening the "
@@ -79,6 +79,13 @@ def test_an_unknown_scheme(tmp_path: Path) -> None:
 def test_an_unknown_cache(tmp_path: Path) -> None:
     config = EngineConfig(write_config(tmp_path), kv_cache_dtype="fp8", load_format="dummy", device="cpu")
     with pytest.raises(EngineError, match="kv_cache_dtype is 'fp8'; it must be one of auto, int8"):
+        build_engine(config)
+
+
+def test_latents_are_not_kept_in_8_bits(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, **TINY_LATENT)
+    config = EngineConfig(folder, kv_cache_dtype="int8", load_format="dummy", device="cpu")
+    with pytest.raises(EngineError, match="kv_cache_dtype is int8, which attention over latents does not support;"):
         build_engine(config)
 
 
