@@ -107,6 +107,8 @@ ROOMS = {
             "calibration.samples",
             "engine.config",
             "flags",
+            "models.gguf",
+            "models.gguf_config",
             "policy.objectives",
             "policy.sizing",
         },

@@ -85,7 +85,7 @@ def parse_slo(texts: Sequence[str]) -> dict[str, float]:
 ModelName = Annotated[
     str,
     Flag(
-        "A name such as llama-3.1-8b, a folder with a config.json, or a config.json.",
+        "A name such as llama-3.1-8b, a folder with a config.json, a config.json, or a GGUF file.",
         positional=True,
         metavar="MODEL",
     ),

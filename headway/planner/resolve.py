@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,13 @@ from headway.policy.sizing import CPU_SHARE, default_batched_tokens, sampling_by
 _METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", "moe_wna16": "int4-experts"}
 # Of checkpoints, as this engine keeps them, where its own schemes have the same name or it has no such arithmetic.
 _AS_PACKED = {"int4": "int4-weight-only", "fp8": "fp8-weight-only"}
+# Types of GGUF's tensors that are no narrower than this, by the scheme that they are planned as; all others are q4_k.
+_GGUF_TYPES = {
+    **dict.fromkeys(("F32", "F16", "BF16"), "none"),
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K"), "q6_k"),
+    "Q8_0": "q8_0",
+    "MXFP4": "mxfp4",
+}
 # Of config.json and of --dtype.
 _DTYPES = {
     "float32": "float32",
@@ -122,16 +130,18 @@ def resolve(request: PlanRequest) -> Resolved:
 
 
 def find_model(name: str, quantization: str = "auto") -> Model:
-    """A folder with a config.json or such a file, the bundled model, or a name of the catalogue, in that order.
+    """A GGUF file, a folder with a config.json or such a file, the bundled model, or a name of the catalogue.
 
     Args:
-        quantization: unless it is "auto", what the config.json says of it does not count.
+        quantization: unless it is "auto", what the files say of it does not count.
 
     Raises:
         PlanError: a path without a config.json that can be read.
-        ValueError: no such name, or a config.json that describes no known model.
+        ValueError: no such name, or a file that describes no known model.
     """
     path = Path(name).expanduser()
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        return _model_of_gguf(path, quantization)
     if not path.exists() and (bundled := bundled_folder(name)) is not None:
         return replace(_model_of_files(bundled, quantization), name=name.strip().lower())
     if path.is_file() or (path / "config.json").is_file() or name.startswith(("/", ".", "~")):
@@ -185,6 +195,29 @@ def _model_of_files(path: Path, quantization: str) -> Model:
         shape=read_shape(config, str(file)),
         dtype=_DTYPES.get(str(named), "bfloat16"),
         quantization=_published_quantization(config, str(file)) if quantization == "auto" else quantization,
+    )
+
+
+def _model_of_gguf(path: Path, quantization: str) -> Model:
+    """What the file says of itself; kept as most of its layers' weights are, or in the next wider type that is known.
+
+    Raises:
+        ValueError: it is damaged, or its architecture is not supported.
+    """
+    from headway.models.gguf import read_gguf  # not at the top: few plans are of such files
+    from headway.models.gguf_config import config_of
+
+    model = read_gguf(path)
+    config = config_of(model)
+    weights: Counter[str] = Counter()
+    for name, tensor in model.tensors.items():
+        if name.startswith("blk.") and len(tensor.shape) > 1:
+            weights[_GGUF_TYPES.get(tensor.kind, "q4_k")] += math.prod(tensor.shape)
+    return Model(
+        name=path.stem,
+        shape=read_shape(config, str(path)),
+        dtype=config["dtype"],
+        quantization=weights.most_common(1)[0][0] if quantization == "auto" and weights else quantization,
     )
 
 
