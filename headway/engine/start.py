@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 # The least bytes that a packed weight takes.
 _PACKED_BYTES = {
-    "int8": 1.0, "int8-weight-only": 1.0, "int4": 0.53, "int4-weight-only": 0.5, "float8-weight-only": 1.0,
+    "int8": 1.0, "int8-weight-only": 1.0, "int4": 0.53, "int4-weight-only": 0.5, "float4-weight-only": 0.5,
+    "float8-weight-only": 1.0,
 }  # fmt: skip
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 _POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE, of Linux 5.14; it changes nothing that is written meanwhile
@@ -98,7 +99,9 @@ def packed_bytes(config: EngineConfig, model: ModelConfig) -> int:
     if model.packed is not None and model.packed.scheme == "gguf":  # panels are larger than blocks
         return sum(path.stat().st_size for path in gguf_files(Path(config.model)))
     dtype = model.dtype or "float32" if config.dtype == "auto" else config.dtype
-    scheme = config.quantization if model.packed is None else model.packed.scheme
+    packed = model.packed
+    # Of gpt-oss in MXFP4, only the experts are packed, which are not counted here.
+    scheme = config.quantization if packed is None or packed.layout == "mxfp4" else packed.scheme
     size = _PACKED_BYTES.get(scheme, _DTYPE_BYTES.get(dtype, 0.0))
     shapes = expected_tensors(replace(model, packed=None))
     if not model.shape.tied_embeddings:

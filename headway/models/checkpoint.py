@@ -30,7 +30,7 @@ _PACKED = {
     "weight_shape": ("I64", "I32"),
 }
 # Tensors beside packed matrices that are not needed: of activations that are not rounded, and of parts that are plain.
-_UNUSED = ("input_scale", "input_zero_point", "weight_shape", "g_idx", "rotary_emb.inv_freq")
+_UNUSED = ("input_scale", "input_zero_point", "input_global_scale", "weight_shape", "g_idx", "rotary_emb.inv_freq")
 DUMMY_STD = 0.02
 DUMMY_POOL = 1_048_573  # a prime, so that rows of a matrix do not repeat
 
@@ -126,13 +126,13 @@ class Checkpoint:
     def lend(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """The mapped tensor. Its pages come into memory when they are read."""
         with self._clock.measure("storage_read"):
-            mapped = self._mapped(name)
+            mapped = self.stored(name)
         return mapped if mapped.dtype == dtype else None
 
     def copy_into(self, name: str, out: Tensor) -> None:
         """Fill `out` from the mapped tensor, one pass over the file's pages and one over `out`."""
         with self._clock.measure("storage_read"):
-            mapped = self._mapped(name)
+            mapped = self.stored(name)
             mapped.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()
         if out.device.type != "cpu":
             with self._clock.measure("convert"):
@@ -148,11 +148,12 @@ class Checkpoint:
         if self._packed is None or not self._packed.in_groups or not self._packed.covers(layer):
             return None
         with self._clock.measure("storage_read"):
-            tensors = {part: self._mapped(f"{layer}.{part}") for part in self._packed.parts}
+            tensors = {part: self.stored(f"{layer}.{part}") for part in self._packed.parts}
         with self._clock.measure("convert"):
             return packed_layer(self._packed, layer, tensors, dtype)
 
-    def _mapped(self, name: str) -> Tensor:
+    def stored(self, name: str) -> Tensor:
+        """The mapped tensor, in the file's dtype."""
         mapped: Tensor = self._handles[self._file_of[name]].get_tensor(name)
         return mapped
 
@@ -201,6 +202,8 @@ class Checkpoint:
         part = name.rpartition(".")[2]
         if part.endswith(("_blocks", "_scales")):
             return ("U8",)
+        if self._packed and f"{name.removesuffix(part)}weight_scale" in self._expected and part in self._packed.kinds:
+            return (self._packed.kinds[part],)
         if part == "weight" and self._packed and f"{name}{self._packed.scale[6:]}" in self._expected:
             return ("F8_E4M3",) if self._packed.layout == "fp8" else ("I8",)
         return _PACKED.get(part, LOADABLE)

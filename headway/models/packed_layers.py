@@ -25,6 +25,8 @@ def packed_layer(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tenso
         ModelError: the tensors contradict each other, or its inputs cannot be cut into groups of a multiple of 8.
     """
     order: Tensor | None = None
+    if packed.scheme == "float4-weight-only":
+        return _float4(packed, layer, tensors, dtype)
     if packed.layout == "fp8":
         values, scales, zeros = _float8(packed, layer, tensors)
     elif packed.layout == "awq":
@@ -58,9 +60,28 @@ def mxfp4_matrix(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weigh
     """A matrix of MXFP4, as gpt-oss holds experts: uint8 [out, groups, 16], the first of two in the low bits, and
     uint8 [out, groups].
     """
-    values = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
-    factors = torch.ones(exponents.shape, dtype=torch.int8)
-    groups = Groups(32, factors, torch.zeros_like(factors), powers_of_two(exponents))
+    return _of_codes(blocks.flatten(1), powers_of_two(exponents), dtype)
+
+
+def _float4(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
+    """A matrix of e2m1, two in a byte, the first in the low bits."""
+    codes, scales = tensors["weight" if packed.layout == "nvfp4-modelopt" else "weight_packed"], tensors["weight_scale"]
+    if packed.layout == "mxfp4-packed":
+        return _of_codes(codes, powers_of_two(scales), dtype)
+    if packed.layout == "nvfp4":  # by which scales were multiplied, to make use of e4m3's range
+        scales = scales.float() / tensors["weight_global_scale"].float()
+    else:
+        scales = scales.float() * tensors["weight_scale_2"].float()
+    if not scales.isfinite().all():
+        raise ModelError(f"{layer}.weight_scale holds what is not a number; download the checkpoint again")
+    return _of_codes(codes, scales, dtype)
+
+
+def _of_codes(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Weight:
+    """Of bytes [out, in / 2] of e2m1, and a scale for each group of inputs."""
+    values = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)
+    factors = torch.ones(scales.shape, dtype=torch.int8)
+    groups = Groups(values.shape[1] // scales.shape[1], factors, torch.zeros_like(factors), scales.contiguous())
     return Weight(values, "float4-weight-only", groups=groups, dtype=dtype)
 
 

@@ -17,6 +17,12 @@ _LEFT_PLAIN = ("lm_head", *(rf"re:.*\.{router}$" for router in ROUTERS))
 _PLAIN_ONLY = "use the unquantised checkpoint"
 # What a checkpoint of compressed-tensors must say, so that its numbers mean what the kernels take them for.
 _ROW_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+# Of layouts of e2m1: what the tensor of codes is called, and that of the scale of all groups, where there is one.
+_FLOAT4 = {
+    "nvfp4": ("weight_packed", "weight_global_scale"),
+    "nvfp4-modelopt": ("weight", "weight_scale_2"),
+    "mxfp4-packed": ("weight_packed",),
+}
 _ROW_ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
@@ -28,7 +34,8 @@ class PackedMatrices:
         scheme: int8 or int8-weight-only with a scale for each row; gguf, whose tensors say themselves how they are
             packed; or int4-weight-only, int8-weight-only, float8-weight-only or float4-weight-only in groups.
         ignored: names of the layers that are not packed; "re:" begins an expression that matches the start of names.
-        layout: of the tensors: rows, gguf, awq, gptq, gptq_v2, pack-quantized, fp8, or mxfp4, of experts alone.
+        layout: of the tensors: rows, gguf, awq, gptq, gptq_v2, pack-quantized, fp8, nvfp4, nvfp4-modelopt,
+            mxfp4-packed, or mxfp4, of experts alone.
         group_size: inputs that share a scale; None: all of a row.
         zero_points: there are some.
         ordered: groups are of inputs that a tensor names.
@@ -58,6 +65,13 @@ class PackedMatrices:
         """What the tensors of a layer are called."""
         return tuple(self.tensors(32, 32 * (self.group_size or 1)))
 
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Of the tensors of a layer of e2m1, those that hold no plain numbers: how safetensors calls what they hold."""
+        if self.layout not in _FLOAT4:
+            return {}
+        return {_FLOAT4[self.layout][0]: "U8", "weight_scale": "U8" if self.layout == "mxfp4-packed" else "F8_E4M3"}
+
     def covers(self, layer: str) -> bool:
         """Whether the matrix of a linear layer is packed. The embedding is not one."""
         return layer != EMBEDDING and not any(
@@ -77,11 +91,15 @@ class PackedMatrices:
         if self.layout == "fp8":
             blocks = -(-rows // self.block_rows) if self.block_rows else 1
             return {"weight": (rows, columns), self.scale: (blocks, groups)}
-        if columns % size or columns % in_word or rows % in_word:
+        is_float4 = self.layout in _FLOAT4
+        if columns % size or (not is_float4 and (columns % in_word or rows % in_word)):
             raise ModelError(
                 f"quantization_config has group_size {size}, which does not fit a matrix of {rows} rows and {columns} "
                 "inputs; use the unquantised checkpoint"
             )
+        if is_float4:
+            weight, *of_all = _FLOAT4[self.layout]
+            return {weight: (rows, columns // 2), "weight_scale": (rows, groups), **dict.fromkeys(of_all, (1,))}
         if self.layout == "awq":
             zeros = (groups, rows // in_word)
             return {"qweight": (columns, rows // in_word), "qzeros": zeros, "scales": (groups, rows)}
@@ -167,10 +185,12 @@ def _compressed_tensors(section: ConfigValues) -> PackedMatrices:
     form = group.get("format") or section.get("format")
     if form == "pack-quantized":
         return _pack_quantized(group, weights, ignored)
+    if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
+        return _float4(weights, ignored, str(form))
     if form == "float-quantized":
         return _float_quantized(weights, ignored)
     if form != "int-quantized":
-        known = "int-quantized, pack-quantized and float-quantized"
+        known = "int-quantized, pack-quantized, float-quantized, nvfp4-pack-quantized and mxfp4-pack-quantized"
         raise section.error("format", f"is not supported, only {known} are; {_PLAIN_ONLY}")
     _check(weights, _ROW_WEIGHTS)
     if group.get("input_activations") is None:
@@ -210,12 +230,32 @@ def _float_quantized(weights: ConfigValues, ignored: tuple[str, ...]) -> PackedM
     return PackedMatrices("float8-weight-only", ignored, "fp8", columns, block_rows=rows)
 
 
+def _float4(weights: ConfigValues, ignored: tuple[str, ...], form: str) -> PackedMatrices:
+    """Activations in four bits, which some of these checkpoints ask for, are not rounded."""
+    is_nvfp4 = form.startswith("nvfp4")
+    size, strategy = (16, "tensor_group") if is_nvfp4 else (32, "group")
+    wanted = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": strategy, "group_size": size}
+    _check(weights, wanted | {"dynamic": False})
+    return PackedMatrices("float4-weight-only", ignored, "nvfp4" if is_nvfp4 else "mxfp4-packed", size)
+
+
+def _modelopt(section: ConfigValues) -> PackedMatrices:
+    """NVIDIA's Model Optimizer; names may have a star at their ends."""
+    _check(section, {"quant_algo": "NVFP4"})
+    names = [*_names(section, "ignore"), *_names(section, "exclude_modules")]
+    plain = tuple(rf"re:{re.escape(name).replace(re.escape('*'), '.*')}(\.|$)" for name in names)
+    return PackedMatrices("float4-weight-only", (*_LEFT_PLAIN, *plain), "nvfp4-modelopt", 16)
+
+
 def _mxfp4(section: ConfigValues) -> PackedMatrices:
     """gpt-oss's experts; what is not converted are all other matrices."""
     return PackedMatrices("float4-weight-only", ("re:",), "mxfp4", 32)
 
 
-_METHODS = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "fp8": _fp8, "mxfp4": _mxfp4}
+_METHODS = {
+    "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "fp8": _fp8, "mxfp4": _mxfp4,
+    "modelopt": _modelopt,
+}  # fmt: skip
 
 
 def _group_size(section: ConfigValues) -> int | None:

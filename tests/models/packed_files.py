@@ -154,3 +154,29 @@ def fp8(block: tuple[int, int] | None, **more: Any) -> Format:
         return {"weight": stored["weight"], "weight_scale_inv": stored["weight_scale"]}, dense
 
     return Format(said | {"weight_block_size": list(block)} | more, make)
+
+
+FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def nvfp4(modelopt: bool = False, **more: Any) -> Format:
+    """e2m1 with a scale of e4m3 for 16 inputs, and one for all, which compressed-tensors stores as its inverse."""
+    described = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    said = compressed("nvfp4-pack-quantized", described, described | {"dynamic": "local"})
+    if modelopt:
+        said = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+
+    def make(generator: torch.Generator, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor]:
+        codes = _numbers(generator, rows, columns, below=16).to(torch.uint8)
+        scales = (50 + 400 * torch.rand(rows, columns // 16, generator=generator)).to(torch.float8_e4m3fn)
+        of_all = torch.tensor([2.0**-12]) * (1 + rows / 1000)
+        stored = {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}
+        stored |= {"weight_global_scale": 1 / of_all, "input_global_scale": torch.ones(1)}
+        each = scales.float() / (1 / of_all)
+        if modelopt:
+            stored = {"weight": stored["weight_packed"], "weight_scale": scales}
+            stored |= {"weight_scale_2": of_all.squeeze(), "input_scale": torch.ones(())}
+            each = scales.float() * of_all
+        return stored, FLOAT4[codes.int()] * each.repeat_interleave(16, 1)
+
+    return Format(said | more, make)

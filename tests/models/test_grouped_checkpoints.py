@@ -52,6 +52,9 @@ FORMATS = {
     "fp8": packed_files.fp8(None),
     "fp8_blocks": packed_files.fp8((32, 32)),
     "fp8_but": packed_files.fp8((16, 16), modules_to_not_convert=["model.layers.1", "q_proj"]),
+    "nvfp4": packed_files.nvfp4(),
+    "nvfp4_modelopt": packed_files.nvfp4(modelopt=True),
+    "nvfp4_but": packed_files.nvfp4(modelopt=True, ignore=["lm_head", "model.layers.1*", "*down_proj"]),
 }
 # Whose experts have 24 inputs.
 MIXTURES = {
@@ -110,7 +113,7 @@ def test_logits_are_those_of_the_dense_matrices(name: str, tmp_path: Path) -> No
     down = decoder.weights.layers[0].mlp.down
     assert isinstance(down, PackedLinear)
     assert torch.equal(down.rows(torch.arange(48)), dense["model.layers.0.mlp.down_proj.weight"])
-    if name != "awq_but":  # rows of a panel, and two bytes for each 16 inputs
+    if name not in ("awq_but", "nvfp4_but"):  # rows of a panel, and two bytes for each 16 inputs
         assert down._packed.nbytes == 64 * 80 * (read(FORMATS[name].said).bits + 1) // 8
 
 
@@ -157,8 +160,9 @@ def test_dummy_weights_need_no_packed_tensors(tmp_path: Path) -> None:
     assert all(each.isfinite().all() for each in whole(load(tmp_path, load_format="dummy"), PROMPTS))
 
 
-def test_the_memory_that_is_prepared_is_that_of_the_bits(tmp_path: Path) -> None:
-    dense = save(tmp_path, FORMATS["awq"], "qwen2_tied")
+@pytest.mark.parametrize("name", ["awq", "nvfp4"])
+def test_the_memory_that_is_prepared_is_that_of_the_bits(name: str, tmp_path: Path) -> None:
+    dense = save(tmp_path, FORMATS[name], "qwen2_tied")
     matrices = sum(each.numel() for each in dense.values() if each.dim() == 2)
     config = EngineConfig(str(tmp_path), dtype="float32")
     assert packed_bytes(config, ModelConfig.from_folder(tmp_path)) == matrices // 2
@@ -198,6 +202,39 @@ def test_what_compressed_tensors_writes(form: str, strategy: str, symmetric: boo
     assert torch.equal(expanded(packed_layer(packed, "layer", stored, torch.float32)), expected.float())
 
 
+@pytest.mark.parametrize(("form", "size"), [("nvfp4", 16), ("mxfp4", 32)])
+def test_what_compressed_tensors_writes_in_four_bits_of_float(form: str, size: int) -> None:
+    """Its package makes bfloat16 of the numbers."""
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    described = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": size}
+    described["strategy"] = "tensor_group" if form == "nvfp4" else "group"
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    largest = weight.view(64, -1, size).abs().amax(2)
+    layer = {"weight": weight, "weight_scale": torch.exp2((largest / 6).log2().ceil())}
+    if form == "nvfp4":
+        layer["weight_global_scale"] = torch.tensor([6 * 448 / weight.abs().max()])
+        layer["weight_scale"] = (largest / 6 * layer["weight_global_scale"]).to(torch.float8_e4m3fn).float()
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=quantization.QuantizationArgs(**described))
+    compressor = {
+        "nvfp4": compressors.NVFP4PackedCompressor, "mxfp4": compressors.MXFP4PackedCompressor,
+    }[form]  # fmt: skip
+    stored = compressor.compress(layer, scheme)
+    expected = compressor.decompress(dict(stored), scheme)["weight"]
+    packed = read(packed_files.compressed(f"{form}-pack-quantized", described))
+    assert {name: tuple(each.shape) for name, each in stored.items()} == packed.tensors(64, 128)
+    ours = packed_layer(packed, "layer", stored, torch.float32)
+    torch.testing.assert_close(expanded(ours), expected.float(), rtol=2**-7, atol=0)
+    linear = kernels_for("cpu", torch.float32).linear(ours, None)
+    assert torch.equal(linear.rows(torch.arange(64)), expanded(ours))
+    stored["weight_scale"] = torch.full_like(stored["weight_scale"].view(torch.uint8), 127).view(
+        stored["weight_scale"].dtype
+    )
+    if form == "nvfp4":
+        with pytest.raises(ModelError, match=r"layer\.weight_scale holds what is not a number"):
+            packed_layer(packed, "layer", stored, torch.float32)
+
+
 def test_an_order_that_leaves_groups_uneven_is_refused() -> None:
     form = FORMATS["gptq_ordered"]
     stored, _ = form.layer(16, 64, 0)
@@ -230,7 +267,9 @@ def test_an_order_that_leaves_groups_uneven_is_refused() -> None:
         ("packed", "config_groups.group_0.weights.group_size", -1),
         ("packed", "config_groups.group_0.input_activations", {"num_bits": 8}),
         ("packed", "config_groups.group_0.weights.actorder", "other"),
-        ("packed", "format", "nvfp4-pack-quantized"),
+        ("packed", "format", "mxfp8-quantized"),
+        ("nvfp4", "config_groups.group_0.weights.group_size", 32),
+        ("nvfp4_modelopt", "quant_algo", "FP8"),
         ("float_rows", "config_groups.group_0.weights.strategy", "group"),
         ("float_rows", "config_groups.group_0.weights.num_bits", 4),
     ],
