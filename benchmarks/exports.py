@@ -59,7 +59,15 @@ def _openvino(checkpoint: Path, precision: str, python: str) -> Path:
 def _gguf(source: Path, precision: str, python: str) -> Path:
     if precision == "bf16":
         return source
-    kind = _LLAMA_CPP_KINDS.get(precision, precision)
+    return quantized_gguf(source, _LLAMA_CPP_KINDS.get(precision, precision), python)
+
+
+def quantized_gguf(source: Path, kind: str, python: str) -> Path:
+    """A GGUF file beside `source`, quantised by llama.cpp to a kind as q4_k_m, unless it is there already.
+
+    Raises:
+        SystemExit: the conversion failed; with the tail of its log.
+    """
     target = source.with_name(f"{kind}.gguf")
     if target.exists():
         return target

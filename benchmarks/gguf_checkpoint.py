@@ -161,15 +161,21 @@ def write_gguf(shape: str, folder: Path) -> Path:
     target = checkpoint / "bf16.gguf"
     if target.exists():
         return target
+    write_gguf_of(config, checkpoint, shape, target)
+    return target
+
+
+def write_gguf_of(config: dict[str, Any], checkpoint: Path, name: str, target: Path) -> None:
+    """Write a checkpoint folder in bfloat16 to a file; `name` is for the file's metadata."""
     vocabulary: dict[str, int] = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
     contents = list(tensors(config, read_weights(checkpoint)))
     partial = target.with_suffix(".partial")
     with partial.open("wb") as file:
-        file.write(_header(metadata(config, sorted(vocabulary, key=vocabulary.__getitem__), shape), contents))
+        file.write(_header(metadata(config, sorted(vocabulary, key=vocabulary.__getitem__), name), contents))
         for tensor in contents:
             file.write(np.ascontiguousarray(tensor.values).data)
             file.write(_padding(tensor.values.nbytes))
-    return partial.replace(target)
+    partial.replace(target)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -23,8 +23,8 @@ from pathlib import Path
 from headway import LLM, SamplingParams
 from headway.files import write_files
 from headway.kernels.interface import KV_CACHE_DTYPES, QUANTIZATIONS
+from headway.quantize.calibration import windows
 
-_CHARACTERS = 12  # of a token at most, on average over a window
 _RESULTS = Path(__file__).parent / "results" / "perplexity.json"
 
 
@@ -53,33 +53,6 @@ def row(quantization: str, kv_cache_dtype: str, logs: list[float], plain: list[f
     return Row(quantization, kv_cache_dtype, math.exp(-statistics.fmean(logs)), change, error)
 
 
-def excerpts(text: str, count: int, characters: int) -> list[str]:
-    """So many pieces of a text, evenly spread over it, each beginning with a word.
-
-    Raises:
-        ValueError: the text is too short for them.
-    """
-    if len(text) < count * characters:
-        raise ValueError(
-            f"the text has {len(text):,} characters; {count} windows may take {count * characters:,}: "
-            "give a longer one, or fewer or shorter windows"
-        )
-    found = []
-    for number in range(count):
-        piece = text[number * len(text) // count :][:characters]
-        found.append(piece.partition(" ")[2] if number else piece)
-    return found
-
-
-def windows(llm: LLM, text: str, count: int, tokens: int) -> list[list[int]]:
-    """Token ids. Raises ValueError for a text that is too short, or has too few tokens by the character."""
-    assert llm.tokenizer is not None
-    found = [llm.tokenizer.encode(piece)[:tokens] for piece in excerpts(text, count, tokens * _CHARACTERS)]
-    if short := [len(ids) for ids in found if len(ids) < tokens]:
-        raise ValueError(f"{tokens * _CHARACTERS:,} characters of the text became {min(short)} tokens, not {tokens}")
-    return found
-
-
 def mean_logs(llm: LLM, prompts: list[list[int]]) -> list[float]:
     """The mean log-probability of each prompt's tokens after its first."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
@@ -105,7 +78,8 @@ def measure(model: str, text: str, count: int, tokens: int, dtype: str) -> Itera
                 enable_prefix_caching=False,
                 kv_cache_memory=1 << 30,
             )
-            prompts = prompts or windows(llm, text, count, tokens)
+            assert llm.tokenizer is not None
+            prompts = prompts or windows(llm.tokenizer, text, count, tokens)
             logs = mean_logs(llm, prompts)
             plain = plain or logs
             yield row(quantization, kv_cache_dtype, logs, plain)

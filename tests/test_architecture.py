@@ -95,6 +95,20 @@ ROOMS = {
         },
         forbidden=NO_DEVICE,
     ),
+    "quantize": Room(
+        ours={
+            "quantize",
+            "models",
+            "kernels",
+            "cost.values",
+            "engine.memory",
+            "flags",
+            "llm",
+            "policy.sampling_params",
+            "text.tokenizer",
+        },
+        forbidden=NO_SERVER,
+    ),
     "report": Room(ours={"report", "files"}, forbidden=NO_DEVICE | NO_SERVER),
     "bench": Room(ours=None, forbidden=NO_DEVICE),
     "planner": Room(
@@ -348,7 +362,7 @@ def test_version_is_said_once() -> None:
 
 
 # Rooms of the extra `serve`; all others do with what `pip install headway` brings.
-OF_THE_EXTRA = {"batch.py", "calibration", "engine", "kernels", "llm.py", "models", "server"}
+OF_THE_EXTRA = {"batch.py", "calibration", "engine", "kernels", "llm.py", "models", "quantize", "server"}
 # Other halves of declared dependencies, which pin them: of torch's CUDA build, numba and pydantic.
 BROUGHT_ALONG = {"triton", "llvmlite", "pydantic_core"}
 

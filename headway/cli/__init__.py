@@ -21,6 +21,7 @@ COMMANDS = {
     "batch": "Answer a file of requests, with its own engine or a running server.",
     "chat": "Talk to a model in the terminal, and see the timings of each answer.",
     "models": "List the models that can be served here, or that a server serves.",
+    "quantize": "Write a quantised checkpoint of a model, for Headway and vLLM.",
     "calibrate": "Measure this machine (one to three minutes), so that `headway plan` can plan for it.",
     "keys": "Manage the API keys of tenants: add, list, revoke.",
     "bench": "Measure any OpenAI-compatible server, and show where the time goes.",

@@ -110,7 +110,7 @@ def load_model(
     if load_format != "dummy":
         read_ahead(folder)
     with _open(folder, expected, config, load_format, seed, clock) as opened:
-        assembler = _Assembler(opened, expected, config, kernels, dtype, torch.device(device), clock, quantization)
+        assembler = Assembler(opened, expected, config, kernels, dtype, torch.device(device), clock, quantization)
         weights = assembler.decoder_weights()
     if on_stage is not None:
         for stage, elapsed_ns in clock.ns.items():
@@ -128,7 +128,7 @@ def _open(
     return Checkpoint(folder, expected, clock, config.packed, config.left_out)
 
 
-class _Assembler:
+class Assembler:
     """Lays out tensors of a source for the kernels of a device."""
 
     def __init__(

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import perplexity
-from benchmarks.perplexity import excerpts, row
+from benchmarks.perplexity import row
 from headway.bundled import STORY
 from headway.kernels.interface import KV_CACHE_DTYPES, QUANTIZATIONS
+from headway.quantize.calibration import excerpts
 
 SENTENCE = "The old house stood at the end of the lane, and nobody had lived in it for many years. "
 

@@ -1,0 +1,1 @@
+"""From a checkpoint to one whose matrices are rounded: `headway quantize`."""

@@ -1,0 +1,215 @@
+"""A matrix on the grid of a scheme: to the nearest, or such that its products with known inputs change least.
+
+Matrices are [out, in]. What is known of the inputs x of a product is the sum of x x^T over tokens, [in, in] float32,
+here called the moments: the squared error of all products of a matrix that is off by D is the trace of D moments D^T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway.quantize.schemes import Scheme
+
+# By how much the range of a group is made narrower, at most and in steps, where outliers would cost the others much.
+_SHRINKS = tuple(1 - step / 20 for step in range(10))
+_POWERS = tuple(step / 20 for step in range(1, 20))  # of the size of inputs, that AWQ tries
+_MOST_ROWS = 512  # that AWQ tries them on
+_DAMPING, _DAMPINGS = 0.01, 5  # of the mean of the moments' diagonal; tenfold where that does not suffice
+_BLOCK = 128  # columns that GPTQ corrects one by one, before it corrects all that follow
+
+
+@dataclass(slots=True)
+class Rounded:
+    """A matrix as it is stored: scale * (code - zero point).
+
+    Args:
+        codes: [out, in]: int8, float8_e4m3fn, or the numbers of e2m1 as float32.
+        scales: [out, groups], in the dtype of the checkpoint; of e2m1 as float32.
+        zeros: int8, the same; None where all are 0.
+        of_all: what scales were multiplied with to be stored as e4m3 [1]; None where they are stored as they are.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    of_all: Tensor | None = None
+
+    @property
+    def dense(self) -> Tensor:
+        """The numbers that it stands for, float32."""
+        return (self.codes.float() - _each(self.zeros, self.codes)) * _each(self.scales, self.codes)
+
+
+def _each(of_groups: Tensor | None, like: Tensor) -> Tensor | float:
+    """What groups share, for each of their inputs."""
+    if of_groups is None:
+        return 0.0
+    return of_groups.float().repeat_interleave(like.shape[1] // of_groups.shape[1], 1)
+
+
+class Grid:
+    """The numbers that the weights of a matrix may become.
+
+    Args:
+        weight: float32 [out, in].
+        dtype: of scales.
+        importance: [in], of the squared error of each input's weights: ranges are narrowed where that makes their sum
+            less. None: the whole range of a group.
+    """
+
+    def __init__(self, weight: Tensor, scheme: Scheme, dtype: torch.dtype, importance: Tensor | None = None) -> None:
+        self._scheme = scheme
+        rows, inputs = weight.shape
+        grouped = weight.view(rows, -1, scheme.group_size or inputs)
+        self._of_all: Tensor | None = None
+        if scheme.format == "nvfp4-pack-quantized":
+            self._of_all = (6 * 448 / weight.abs().max().clamp(min=1e-30)).view(1)
+        self.scales, self.zeros = self._of(grouped, 1.0, dtype)
+        if importance is None:
+            return
+        weighted = importance.view(grouped.shape[1:])
+        best = torch.full(self.scales.shape, torch.inf)
+        chosen = self.scales, self.zeros
+        for shrink in _SHRINKS:
+            self.scales, self.zeros = self._of(grouped, shrink, dtype)
+            error = ((self.dense(weight).view(grouped.shape) - grouped).square_() * weighted).sum(2)
+            better = error < best
+            best = torch.where(better, error, best)
+            chosen = torch.where(better, self.scales, chosen[0]), torch.where(better, self.zeros, chosen[1])
+        self.scales, self.zeros = chosen
+
+    def _of(self, grouped: Tensor, shrink: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Scales, as they are stored, and zero points [out, groups]."""
+        low, high = self._scheme.limits
+        if self._scheme.symmetric:
+            scales = grouped.abs().amax(2) * shrink / ((high - low) / 2)
+            return self._stored(scales, dtype), torch.zeros_like(scales)
+        least, most = grouped.amin(2).clamp(max=0) * shrink, grouped.amax(2).clamp(min=0) * shrink
+        scales = self._stored((most - least) / (high - low), dtype)
+        return scales, (low - least / scales).round().clamp(low, high)
+
+    def _stored(self, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """As they will be read, and such that one can divide by them."""
+        if self._scheme.format == "mxfp4-pack-quantized":  # powers of two; the largest weights become at least 3.5
+            return torch.exp2(torch.floor(torch.log2(scales.clamp(min=2.0**-120) * 6 * 8 / 7)) - 2)
+        if self._of_all is not None:
+            return (scales * self._of_all).clamp(2.0**-9, 448).to(torch.float8_e4m3fn).float() / self._of_all
+        return scales.clamp(min=torch.finfo(torch.float16).tiny).to(dtype).float()
+
+    def codes(self, weight: Tensor, column: int | None = None) -> Tensor:
+        """The nearest of a matrix, or of one column [out], as float32."""
+        scales, zeros = self._for(weight, column)
+        codes = weight / scales + zeros
+        low, high = self._scheme.limits
+        if self._scheme.floats:
+            return codes.clamp(low, high).to(torch.float8_e4m3fn).float() if self._scheme.bits == 8 else _e2m1(codes)
+        return codes.round().clamp(low, high)
+
+    def dense(self, weight: Tensor, column: int | None = None) -> Tensor:
+        """The same as the numbers that it stands for."""
+        scales, zeros = self._for(weight, column)
+        return (self.codes(weight, column) - zeros) * scales
+
+    def _for(self, weight: Tensor, column: int | None) -> tuple[Tensor, Tensor]:
+        if column is not None:
+            group = column // (self._scheme.group_size or column + 1)
+            return self.scales[:, group], self.zeros[:, group]
+        wide = weight.shape[1] // self.scales.shape[1]
+        return self.scales.repeat_interleave(wide, 1), self.zeros.repeat_interleave(wide, 1)
+
+    def rounded(self, codes: Tensor, dtype: torch.dtype) -> Rounded:
+        """Of codes as they are stored."""
+        if self._scheme.floats and self._scheme.bits == 4:
+            return Rounded(codes, self.scales, None, self._of_all)
+        stored = codes.to(torch.float8_e4m3fn if self._scheme.floats else torch.int8)
+        return Rounded(stored, self.scales.to(dtype), None if self._scheme.symmetric else self.zeros.to(torch.int8))
+
+
+def _e2m1(numbers: Tensor) -> Tensor:
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; of two as near, that with an even code."""
+    sizes = numbers.abs().clamp(max=6)
+    steps = torch.where(sizes < 2, 0.5, torch.where(sizes < 4, 1.0, 2.0))
+    return ((sizes / steps).round() * steps).copysign(numbers)
+
+
+def nearest(weight: Tensor, scheme: Scheme, dtype: torch.dtype, importance: Tensor | None = None) -> Rounded:
+    """Each weight rounded by itself."""
+    grid = Grid(weight, scheme, dtype, importance)
+    return grid.rounded(grid.codes(weight), dtype)
+
+
+def gptq(weight: Tensor, moments: Tensor, scheme: Scheme, dtype: torch.dtype, act_order: bool) -> Rounded:
+    """Column by column, each column's error made up for by those that follow (Frantar et al., 2022).
+
+    Args:
+        act_order: the inputs of the largest moments first. Groups stay as they are.
+    """
+    inputs = weight.shape[1]
+    grid = Grid(weight, scheme, dtype, moments.diagonal())
+    order = moments.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(inputs)
+    factor = _inverse_factor(moments[order][:, order])
+    if factor is None:
+        return grid.rounded(grid.codes(weight), dtype)
+    left, codes = weight[:, order], torch.empty_like(weight)
+    columns = order.tolist()
+    for start in range(0, inputs, _BLOCK):
+        end = min(start + _BLOCK, inputs)
+        block, corner = left[:, start:end].clone(), factor[start:end, start:end]
+        errors = torch.zeros_like(block)
+        for place in range(end - start):
+            column = columns[start + place]
+            now = block[:, place]
+            codes[:, column] = grid.codes(now, column)
+            errors[:, place] = (now - grid.dense(now, column)) / corner[place, place]
+            block[:, place + 1 :] -= torch.outer(errors[:, place], corner[place, place + 1 :])
+        left[:, end:] -= errors @ factor[start:end, end:]
+    return grid.rounded(codes, dtype)
+
+
+def _inverse_factor(moments: Tensor) -> Tensor | None:
+    """The upper Cholesky factor of the inverse of the damped moments; None where they have none, or are all zero."""
+    mean = moments.diagonal().mean()
+    if not mean > 0:
+        return None
+    for power in range(_DAMPINGS):
+        damped = moments + torch.eye(len(moments)) * (mean * _DAMPING * 10**power)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if failed.item() == 0:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if failed.item() == 0:
+                return upper
+    return None
+
+
+def awq_scales(
+    weight: Tensor, moments: Tensor, scheme: Scheme, dtype: torch.dtype, alike: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What to multiply the weights of each input with before they are rounded: more where inputs are large.
+
+    Powers of the inputs' size, of which that one is taken whose products err least (Lin et al., 2023).
+
+    Args:
+        alike: makes those numbers of inputs equal that must have one scale.
+    """
+    some = weight[:: -(-len(weight) // _MOST_ROWS)]
+    sizes = alike(moments.diagonal()).sqrt()
+    sizes = (sizes / sizes.mean().clamp(min=1e-30)).clamp(min=1e-4)
+    best = torch.ones_like(sizes)
+    least = _error(some, best, moments, scheme, dtype)
+    for power in _POWERS:
+        scales = sizes**power
+        scales = scales / (scales.amax() * scales.amin()).sqrt()
+        error = _error(some, scales, moments, scheme, dtype)
+        if error < least:
+            best, least = scales, error
+    return best
+
+
+def _error(weight: Tensor, scales: Tensor, moments: Tensor, scheme: Scheme, dtype: torch.dtype) -> float:
+    scaled = weight * scales
+    off = Grid(scaled, scheme, dtype).dense(scaled) / scales - weight
+    return ((off @ moments) * off).sum().item()

@@ -1,0 +1,357 @@
+"""Quantise a checkpoint: each matrix in turn, with the inputs that it has behind those that were quantised before."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headway.cost.values import ConfigValues, ModelError
+from headway.engine.memory import zero_caches
+from headway.kernels.interface import LayerCache, StepGeometry
+from headway.models.checkpoint import Checkpoint, StageClock, has_stacked_experts
+from headway.models.config import ModelConfig, read_json
+from headway.models.decoder import Decoder
+from headway.models.loading import Assembler, resolve_dtype
+from headway.models.quantization import ROUTERS, PackedMatrices, read_packed
+from headway.models.tensors import Shapes, attention_names, dense_names, expected_tensors, mixture_names
+from headway.quantize.calibration import Calibration
+from headway.quantize.folder import FolderDraft, check_place, new_folder, packed_tensors
+from headway.quantize.rounding import Rounded, awq_scales, gptq, nearest
+from headway.quantize.schemes import Recipe, Scheme
+from headway.quantize.watched import NamedWeights, WatchedKernels, WatchedLinear
+
+_ROWS = 4096  # of inputs that are summed up at once
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Bytes of the tensors before and after, and how many matrices were quantised."""
+
+    before: int
+    after: int
+    matrices: int
+
+
+def quantize(
+    folder: Path,
+    output: Path,
+    recipe: Recipe,
+    calibration: Calibration,
+    on_progress: Callable[[float, str], None],
+) -> Result:
+    """Write a quantised checkpoint of the one in `folder`.
+
+    Memory: a matrix and the moments of its inputs; with a method that looks at text, a few activations of all of its
+    tokens; and what is to be written, up to the size of a file.
+
+    Args:
+        on_progress: called with the share that is done, and what is being done.
+
+    Raises:
+        ValueError: the checkpoint, the text or the output is none that this can be done with.
+    """
+    check_place(output)
+    config = ModelConfig.from_folder(folder)
+    raw = read_json(folder / "config.json", "")
+    plain = [*(ROUTERS if config.routing else ()), *(["kv_b_proj"] if config.shape.latent else ())]
+    ignored = ["lm_head", *(rf"re:.*\.{each}$" for each in plain)]
+    if config.packed is not None:
+        raise ModelError(f"{folder}: is quantised already; take the unquantised checkpoint")
+    if has_stacked_experts(folder):
+        raise ModelError(f"{folder}: the experts of a layer are one tensor, which `headway quantize` cannot take apart")
+    said = recipe.said(ignored)
+    packed = read_packed(ConfigValues({"quantization_config": said}, "config.json"))
+    assert packed is not None
+    shapes = expected_tensors(config)
+    layers = _matrices(shapes, packed, recipe.scheme)
+    windows = []
+    if recipe.method != "rtn":
+        on_progress(0.0, "reading the text" if calibration.calibration else "writing a text")
+        windows = calibration.windows(folder, config.longest_model_len)
+        gc.collect()
+    dtype = resolve_dtype("auto", config)
+    checkpoint = Checkpoint(folder, shapes, StageClock(), left_out=config.left_out)
+    with checkpoint, new_folder(output) as draft, torch.inference_mode():
+        weights = NamedWeights(checkpoint)
+        kernels = WatchedKernels(weights)
+        device = torch.device("cpu")
+        assembler = Assembler(weights, shapes, config, kernels, dtype, device, StageClock(), "none")
+        decoder = Decoder(config, kernels, dtype, device, assembler.decoder_weights())
+        quantizer = _Quantizer(config, checkpoint, shapes, draft, recipe, packed, layers, on_progress)
+        linears = [each for each in kernels.layers if set(each.names) & quantizer.wanted]
+        for each in linears:
+            each.exchange = quantizer.exchange
+        if windows:
+            _run(decoder, windows)
+        for each in linears:  # those that no token came to
+            if each.exchange is not None:
+                quantizer.exchange(each, None)
+        quantizer.finish()
+        after = draft.finish(folder, raw | {"quantization_config": said})
+    before = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
+    return Result(before, after, len(layers))
+
+
+def _matrices(shapes: Shapes, packed: PackedMatrices, scheme: Scheme) -> Shapes:
+    """Layers that are to be quantised, with their shapes. Raises ModelError for one that the scheme does not fit."""
+    found: Shapes = {}
+    for name, shape in shapes.items():
+        layer = name.removesuffix(".weight")
+        if len(shape) == 2 and layer != name and packed.covers(layer):
+            size = scheme.group_size or 8
+            if shape[1] % size:
+                fitting = [each for each in (128, 64, 32, 16) if shape[1] % each == 0]
+                way_out = f"--group-size {fitting[0]}" if scheme.group_size and fitting else "another --scheme"
+                raise ModelError(f"{layer} has {shape[1]} inputs, which groups of {size} do not divide; use {way_out}")
+            packed.tensors(*shape)
+            found[layer] = shape
+    return found
+
+
+def _run(decoder: Decoder, windows: list[list[int]]) -> None:
+    """All windows in one step, so that each layer is done with before the next. Layers share a cache."""
+    count, tokens = len(windows), len(windows[0])
+    specs = decoder.config.caches
+    one: dict[object, LayerCache] = {
+        spec: zero_caches([spec], count, tokens, decoder.dtype, decoder.device)[0] for spec in set(specs)
+    }
+    ids = torch.tensor([token for window in windows for token in window])
+    decoder.forward(ids, _one_step(count, tokens), [one[spec] for spec in specs])
+
+
+class _Quantizer:
+    """Quantises what a decoder comes to, and writes it when the layers that follow cannot change it any more."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        tensors: Shapes,
+        draft: FolderDraft,
+        recipe: Recipe,
+        packed: PackedMatrices,
+        layers: Shapes,
+        on_progress: Callable[[float, str], None],
+    ) -> None:
+        self._config, self._checkpoint, self._tensors, self._draft = config, checkpoint, tensors, draft
+        self._recipe, self._scheme, self._packed = recipe, recipe.scheme, packed
+        self._dtype = resolve_dtype("auto", config)
+        self._shapes, self._on_progress = layers, on_progress
+        self._total, self._done = sum(torch.Size(shape).numel() for shape in layers.values()), 0
+        self._changed: dict[str, Tensor] = {}  # tensors that are written in another way than they were read
+        self._rounded: dict[str, Rounded] = {}  # by layer; of this block of the model, not yet written
+        self._scales: dict[str, Tensor] = {}  # by norm: what its outputs were divided by
+        self._written: set[str] = set()
+        self.folds = _Folds(config) if recipe.method == "awq" else None
+        self.wanted = set(layers) | (self.folds.routers if self.folds else set())
+
+    def exchange(self, linear: WatchedLinear, x: Tensor | None) -> Tensor:
+        """Quantise the matrix of a linear layer, which has inputs x [T, in]; what it now multiplies with.
+
+        Args:
+            x: None where the inputs are not looked at, or there are none.
+        """
+        linear.exchange = None
+        names = linear.names
+        self._write([name for name in self._rounded if _block(name) != _block(names[0])])
+        moments = None if x is None or self._recipe.method == "rtn" else _moments(x)
+        if not set(names) <= set(self._shapes):
+            self._fold_router(names, moments)
+            return linear.matrix
+        self._on_progress(self._done / max(1, self._total), names[0].removeprefix("model."))
+        weight = torch.cat([self._stored(f"{name}.weight").float() for name in names])
+        scales = self._input_scales(names, weight, moments)
+        rounded = self._round(weight, scales, moments)
+        rows = [self._shapes[name][0] for name in names]
+        parts = (rounded.codes.split(rows), rounded.scales.split(rows))
+        zeros = [None] * len(rows) if rounded.zeros is None else rounded.zeros.split(rows)
+        for name, codes, of_codes, zero in zip(names, *parts, zeros, strict=True):
+            self._rounded[name] = Rounded(codes, of_codes, zero, rounded.of_all)
+        self._done += weight.numel()
+        given = linear.matrix.float()
+        if not torch.equal(given, weight):  # its rows in another order
+            rounded = self._round(given, scales, moments)
+        return rounded.dense / scales
+
+    def finish(self) -> None:
+        """Write what is left, and all that is not quantised."""
+        self._write(list(self._rounded))
+        for name in self._tensors:
+            if name.removesuffix(".weight") not in self._written:
+                self._draft.add(name, self._stored(name))
+        self._on_progress(1.0, "done")
+
+    def _round(self, weight: Tensor, scales: Tensor, moments: Tensor | None) -> Rounded:
+        if moments is None:
+            return nearest(weight * scales, self._scheme, self._dtype)
+        if self._recipe.method == "gptq":
+            return gptq(weight, moments, self._scheme, self._dtype, self._recipe.act_order)
+        return nearest(weight * scales, self._scheme, self._dtype, moments.diagonal() / scales**2)
+
+    def _input_scales(self, names: tuple[str, ...], weight: Tensor, moments: Tensor | None) -> Tensor:
+        """What the weights of each input are multiplied with; what makes the inputs has been changed to match."""
+        plain = torch.ones(weight.shape[1])
+        if self.folds is None:
+            return plain
+        if (norm := self.folds.norms.get(names)) is not None:
+            if norm not in self._scales:
+                self._scales[norm] = plain if moments is None else self._fold_norm(norm, weight, moments)
+            return self._scales[norm]
+        if (feeder := self.folds.feeder(names, self._shapes)) is None or moments is None:
+            return plain
+        scales = awq_scales(weight, moments, self._scheme, self._dtype, feeder.alike)
+        self._divide_rows(feeder, feeder.outputs(scales))
+        return scales
+
+    def _fold_norm(self, norm: str, weight: Tensor, moments: Tensor) -> Tensor:
+        """Choose scales, divide the norm's weights by them, and return what these were divided by when stored."""
+        wanted = awq_scales(weight, moments, self._scheme, self._dtype, lambda sizes: sizes)
+        name, offset = f"{norm}.weight", self._config.traits.norm_offset
+        stored = self._stored(name)
+        self._changed[name] = ((stored.float() + offset) / wanted - offset).to(stored.dtype)
+        divided = self._changed[name].float() + offset
+        scales = (stored.float() + offset) / divided
+        return torch.where(scales.isfinite() & (scales > 0), scales, 1.0)
+
+    def _fold_router(self, names: tuple[str, ...], moments: Tensor | None) -> None:
+        """Routers see what experts see: some rows of all experts decide."""
+        assert self.folds is not None
+        norm, experts = self.folds.norms[names], self.folds.experts[names]
+        if moments is None:
+            return
+        some = [self._stored(f"{name}.weight")[:: len(experts)].float() for name in experts]
+        self._scales[norm] = self._fold_norm(norm, torch.cat(some), moments)
+        for name in names:
+            stored = self._stored(f"{name}.weight")
+            self._changed[f"{name}.weight"] = (stored.float() * self._scales[norm]).to(stored.dtype)
+
+    def _divide_rows(self, feeder: _Feeder, scales: Tensor) -> None:
+        rounded, rows = self._rounded[feeder.layer], slice(feeder.first, feeder.first + len(scales))
+        rounded.scales = rounded.scales.clone()
+        rounded.scales[rows] = (rounded.scales[rows].float() / scales.unsqueeze(1)).to(self._dtype)
+        if (name := f"{feeder.layer}.bias") in self._tensors:
+            bias = self._stored(name).clone()
+            bias[rows] = (bias[rows].float() / scales).to(bias.dtype)
+            self._changed[name] = bias
+
+    def _stored(self, name: str) -> Tensor:
+        changed = self._changed.get(name)
+        return self._checkpoint.stored(name) if changed is None else changed
+
+    def _write(self, layers: list[str]) -> None:
+        for layer in layers:
+            for part, tensor in packed_tensors(self._rounded.pop(layer), self._packed).items():
+                self._draft.add(f"{layer}.{part}", tensor)
+            self._written.add(layer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Feeder:
+    """Rows of a layer that another one's inputs are proportional to: an input for each of `times` rows' heads.
+
+    Args:
+        first: of the rows.
+        heads: that the rows are of, each as long; inputs have `times` heads for each.
+    """
+
+    layer: str
+    first: int
+    heads: int
+    times: int
+
+    def alike(self, inputs: Tensor) -> Tensor:
+        """The same for all inputs that come from one row: the mean."""
+        if self.times == 1:
+            return inputs
+        grouped = inputs.view(self.heads, self.times, -1)
+        return grouped.mean(1, keepdim=True).expand_as(grouped).reshape(-1)
+
+    def outputs(self, inputs: Tensor) -> Tensor:
+        """Of numbers that are alike, those of the rows."""
+        return inputs.view(self.heads, self.times, -1)[:, 0].reshape(-1)
+
+
+class _Folds:
+    """Where the scales of inputs go: into the norm before a product, or the rows of the product before.
+
+    Args:
+        norms: by the names of layers with one input: the norm that makes it.
+        experts: by the names of routers: the layers of experts that have their input.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self.norms: dict[tuple[str, ...], str] = {}
+        self.experts: dict[tuple[str, ...], list[str]] = {}
+        self._feeds: dict[str, str] = {}
+        for index in range(config.shape.layers):
+            layer, norms = f"model.layers.{index}", config.traits.norms
+            if norms.attention:
+                self.norms[attention_names(config, index)] = f"{layer}.{norms.attention}"
+            mixture = mixture_names(config, index, stacked=False)
+            blocks = [dense_names(f"{layer}.mlp", config.traits.fused)]
+            if mixture is not None:
+                blocks = [*mixture.experts, *([mixture.shared] if mixture.shared else [])]
+                self.norms[mixture.router] = f"{layer}.{norms.mlp}"
+                self.experts[mixture.router] = [name for *gated, _ in blocks for name in gated]
+            for *gated, down in blocks:
+                if norms.mlp:
+                    self.norms[tuple(gated)] = f"{layer}.{norms.mlp}"
+                self._feeds[down] = gated[-1]
+
+    @property
+    def routers(self) -> set[str]:
+        return {name for names in self.experts for name in names}
+
+    def feeder(self, names: tuple[str, ...], shapes: Shapes) -> _Feeder | None:
+        """Of a layer with these names."""
+        if len(names) > 1:
+            return None
+        if (up := self._feeds.get(names[0])) is not None:
+            inputs = shapes[names[0]][1]
+            return _Feeder(up, shapes[up][0] - inputs, 1, 1)
+        attention, _, part = names[0].rpartition(".")
+        if part != "o_proj":
+            return None
+        value = f"{attention}.{'qkv' if 'qkv_proj' in self._config.traits.fused else 'v'}_proj"
+        if value not in shapes:
+            return None
+        cache = self._config.caches[int(_block(attention).rpartition(".")[2])]
+        rows = cache.heads * cache.value_dim
+        return _Feeder(value, shapes[value][0] - rows, cache.heads, self._config.shape.heads // cache.heads)
+
+
+def _block(layer: str) -> str:
+    """The part of a name that a transformer block has in common."""
+    return ".".join(layer.split(".")[:3])
+
+
+def _moments(x: Tensor) -> Tensor:
+    """The sum of x x^T over tokens, of x [T, in], float32."""
+    total = torch.zeros(x.shape[1], x.shape[1])
+    for some in x.split(_ROWS):
+        wide = some.float()
+        total.addmm_(wide.T, wide)
+    return total
+
+
+def _one_step(count: int, tokens: int) -> StepGeometry:
+    """All windows in one step, a block for each."""
+    lens = [tokens] * count
+    return StepGeometry(
+        query_start=torch.arange(count + 1, dtype=torch.int32) * tokens,
+        context_lens=torch.tensor(lens, dtype=torch.int32),
+        block_tables=torch.arange(count, dtype=torch.int32).unsqueeze(1),
+        slots=torch.arange(count * tokens),
+        positions=torch.arange(tokens).repeat(count),
+        num_sequences=count,
+        max_query_len=tokens,
+        max_context_len=tokens,
+        query_lens_host=lens,
+        context_lens_host=lens,
+    )

@@ -1,0 +1,217 @@
+"""`headway quantize`: what it writes is loaded by Headway and by Hugging Face, and is the model that it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from headway.cli import main
+from headway.kernels import kernels_for
+from headway.models.checkpoint import INDEX_FILE, SINGLE_FILE
+from headway.models.loading import load_model
+from headway.quantize import folder as folders
+from headway.quantize import run
+from headway.quantize.calibration import Calibration
+from headway.quantize.run import Result, quantize
+from headway.quantize.schemes import SCHEMES, Recipe
+from tests.kernels.test_cpu_linear import relative_error
+from tests.models import tiny
+from tests.models.paging import whole
+
+pytestmark = pytest.mark.timeout(600)
+
+PROMPTS = tiny.prompts([29, 1, 17])
+# One of each kind of layer, norm, fusion, bias and order of rows.
+CASES = [
+    "llama", "llama_all_heads", "llama_mlp_bias", "qwen2_tied", "qwen3", "gemma3", "glm4", "granite_biases", "phi3",
+    "mixtral", "qwen2_moe", "qwen3_moe_some_dense", "smollm3", "llama_wide_head", "gemma2", "olmo2", "deepseek_v2",
+    "deepseek_v3", "glm4_moe",
+]  # fmt: skip
+
+
+class Windows(Calibration):
+    """Random tokens in place of a text."""
+
+    def windows(self, folder: Path, longest: int) -> list[list[int]]:
+        return tiny.prompts([32] * 24)
+
+
+def quantized(case: str, folder: Path, *recipe: object) -> tuple[Path, Path, Result]:
+    source, target = folder / "plain", folder / "quantised"
+    tiny.save(case, source, {"q_lora_rank": 24} if "deepseek" in case else None)  # a multiple of 8
+    return source, target, quantize(source, target, Recipe.of(*recipe), Windows(), lambda done, what: None)
+
+
+def logits(folder: Path) -> Tensor:
+    return torch.cat(whole(load_model(folder, torch.float32, kernels_for("cpu", torch.float32)), PROMPTS))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_eight_bits_of_every_family_are_nearly_the_model(case: str, method: str, tmp_path: Path) -> None:
+    """So scales are folded into all and only that which makes the inputs, and every matrix is in its place."""
+    source, target, _ = quantized(case, tmp_path, "W8A16", method, None)
+    assert of_tokens(logits(target), logits(source).double()) < 0.05
+    written, read = load_file(target / SINGLE_FILE), load_file(source / SINGLE_FILE)
+    norms = [name for name in read if "layernorm" in name and name.endswith("weight")]
+    changed = [name for name in norms if not torch.equal(written[name], read[name])]
+    assert bool(changed) == (method == "awq" and case != "olmo2")  # which has no norms before its layers
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
+def test_calibration_is_better_than_rounding_to_the_nearest(scheme: str, tmp_path: Path) -> None:
+    """On the tokens that it was calibrated with."""
+    tiny.save("llama", tmp_path / "plain")
+    prompts = Windows().windows(tmp_path, 64)
+    load = lambda folder: load_model(folder, torch.float32, kernels_for("cpu", torch.float32))  # noqa: E731
+    expected = torch.cat(whole(load(tmp_path / "plain"), prompts)).double()
+    errors = {}
+    for method in ("rtn", "awq", "gptq"):
+        quantize(
+            tmp_path / "plain", tmp_path / method, Recipe.of(scheme, method, 16), Windows(), lambda done, what: None
+        )
+        errors[method] = relative_error(torch.cat(whole(load(tmp_path / method), prompts)), expected)
+    assert errors["gptq"] < 0.85 * errors["rtn"]
+    assert errors["awq"] < 0.95 * errors["rtn"]
+
+
+@pytest.mark.parametrize(
+    ("case", "recipe"),
+    [
+        ("llama", ("W4A16", "gptq", 16)),
+        ("qwen2", ("W4A16", "awq", 16)),
+        ("qwen3_moe", ("W8A16", "rtn", None)),
+        ("llama_tied", ("W8A16", "awq", None)),
+        ("llama", ("FP8_DYNAMIC", "rtn", None)),
+        ("llama", ("W8A8", "gptq", None)),
+    ],
+)
+def test_hugging_face_loads_it(case: str, recipe: tuple[object, ...], tmp_path: Path) -> None:
+    """And has the same logits but for what rounding activations adds."""
+    pytest.importorskip("compressed_tensors")
+    _, target, result = quantized(case, tmp_path, *recipe)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    expected = torch.cat([tiny.logits(model, prompt) for prompt in PROMPTS]).double()
+    of_activations = {"W8A8": 0.05, "FP8_DYNAMIC": 0.15}.get(str(recipe[0]), 0.0)
+    assert relative_error(logits(target), expected) < 2e-3 + of_activations
+    config = json.loads((target / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert {file.name for file in target.iterdir()} >= {"config.json", "generation_config.json", SINGLE_FILE}
+    assert result.after < 0.6 * result.before
+
+
+def test_many_tensors_go_to_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, one, _ = quantized("qwen2_moe", tmp_path / "one", "W8A16", "rtn", None)
+    monkeypatch.setattr(folders, "_SHARD_BYTES", 40_000)
+    _, several, _ = quantized("qwen2_moe", tmp_path / "several", "W8A16", "rtn", None)
+    files = {file.name for file in several.glob("*.safetensors")}
+    index = json.loads((several / INDEX_FILE).read_text())
+    assert len(files) > 2
+    assert set(index["weight_map"].values()) == files
+    assert torch.equal(logits(several), logits(one))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_what_is_interrupted_leaves_nothing(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def fail(*_: object) -> None:
+        calls.append(1)
+        if len(calls) > 5:
+            raise error
+
+    monkeypatch.setattr(run, "gptq", lambda *given: fail() or run.nearest(*given[:1], *given[2:4]))
+    with pytest.raises(error):
+        quantized("llama", tmp_path, "W8A16", "gptq", None)
+    assert [file.name for file in tmp_path.iterdir()] == ["plain"]
+
+
+def of_tokens(got: Tensor, expected: Tensor) -> float:
+    """The median over tokens of the relative error: a router may choose another expert for a few."""
+    return ((got.double() - expected).norm(dim=1) / expected.norm(dim=1)).median().item()
+
+
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    capsys.readouterr()
+    monkeypatch.setattr("sys.argv", ["headway", "quantize", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    captured = capsys.readouterr()
+    return int(str(ended.value.code)), captured.out + captured.err
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path / "plain")
+    arguments = [tmp_path / "plain", "--output", tmp_path / "new", "--group-size", 16]
+    code, out = said(monkeypatch, capsys, *arguments)
+    assert code == 0
+    assert out.startswith(f"{tmp_path / 'new'}: 21 matrices in W4A16 by rtn; 0.")
+    assert logits(tmp_path / "new").isfinite().all()
+    code, out = said(monkeypatch, capsys, *arguments)
+    assert (code, out) == (
+        2,
+        f"headway: --output {tmp_path / 'new'} is there already; remove it, or name another folder\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "model.layers.0.self_attn.q_proj has 48 inputs, which groups of 128 do not divide; use --group-size 16"),
+        (
+            ["--scheme", "int4"],
+            f"--scheme is 'int4'; choose one of {', '.join(SCHEMES)}",
+        ),
+        (["--scheme", "W8A16", "--group-size", "64"], "--group-size 64: W8A16 has one scale for each row"),
+        (["--scheme", "FP8_DYNAMIC", "--method", "awq"], "--method awq: FP8_DYNAMIC has only rtn"),
+        (
+            ["--group-size", "16", "--method", "gptq", "--calibration", "no.txt", "--sample-tokens", "32"],
+            "--calibration no.txt cannot be read: No such file or directory",
+        ),
+        (["--group-size", "16", "--method", "awq", "--sample-tokens", "65"], "65 is more than the model takes, 64"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    tiny.save("llama", tmp_path / "plain")
+    code, out = said(monkeypatch, capsys, tmp_path / "plain", "--output", tmp_path / "new", *arguments)
+    assert code == 2
+    assert out.startswith("headway: ") and message in out and out.count("\n") == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["plain"]
+
+
+def test_what_is_quantised_already_is_refused(tmp_path: Path) -> None:
+    _, target, _ = quantized("llama", tmp_path, "W8A16", "rtn", None)
+    with pytest.raises(ValueError, match="is quantised already; take the unquantised checkpoint"):
+        quantize(target, tmp_path / "again", Recipe.of("W8A8", "rtn", None), Windows(), lambda done, what: None)
+    tiny.save("gpt_oss", tmp_path / "gpt_oss")
+    with pytest.raises(ValueError, match="the experts of a layer are one tensor"):
+        quantize(tmp_path / "gpt_oss", tmp_path / "o", Recipe.of("W8A8", "rtn", None), Windows(), lambda *_: None)
+
+
+def test_a_text_and_what_the_model_writes(tmp_path: Path) -> None:
+    """Windows of a file, of one length; and texts of the bundled model, each its own."""
+    from headway.bundled import STORY
+
+    text = tmp_path / "text"
+    text.write_text("The old house stood at the end of the lane, and nobody had lived in it for many years. " * 50)
+    found = Calibration(text, samples=3, sample_tokens=50).windows(STORY, 1024)
+    assert [len(each) for each in found] == [50] * 3
+    with pytest.raises(ValueError, match="the text has"):
+        Calibration(text, samples=30, sample_tokens=500).windows(STORY, 1024)
+    written = Calibration(samples=3, sample_tokens=16).windows(STORY, 1024)
+    assert [len(each) for each in written] == [16] * 3
+    assert len({tuple(each) for each in written}) == 3
