@@ -70,7 +70,7 @@ class LiveEngine:
             engine = build_engine(settings)
         self._core, self.runner, self.startup_ns = engine.core, engine.runner, engine.startup_ns
         for cache in self.runner.caches:
-            for blocks in (cache.keys, cache.values):
+            for blocks in cache.tensors:
                 blocks.copy_(torch.randn(blocks.shape[1:]).to(blocks))
 
     def decode(self, context: int, batch: int, budget_s: float) -> tuple[list[float], int]:

@@ -141,7 +141,7 @@ def capacity(deployment: Deployment, prompt: int, output: int, settings: Setting
     one = sequence_bytes(d, prompt + output, block_size, settings.rolling)
     apart = room // one
     together = _sharing(d, cached, prompt - cached + output, room, settings) if cached else apart
-    in_stage = stage_layers(d.shape.layers, d.parallelism.pipeline) * d.device.kv_elements_per_layer
+    in_stage = stage_layers(d.shape.attention_layers, d.parallelism.pipeline) * d.device.kv_elements_per_layer
     return Capacity(
         memory=d.hardware.memory_bytes,
         usable=usable,
@@ -214,6 +214,8 @@ def remedies(
 def _stages(deployment: Deployment) -> list[ModelShape]:
     """The layers of each pipeline stage as one device has them, as far as their cache goes."""
     shape = deployment.device
+    if shape.recurrent:  # there are no stages
+        return [shape]
     length = stage_layers(shape.layers, deployment.parallelism.pipeline)
     groups = {shape.sliding_windows[first : first + length] for first in range(0, shape.layers, length)}
     return [replace(shape, layers=len(windows), sliding_windows=windows, experts=None) for windows in groups]

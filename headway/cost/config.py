@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headway.cost.shape import Experts, Latent, ModelShape
+from headway.cost.shape import Experts, Latent, ModelShape, StateSpec
 from headway.cost.values import ConfigValues, ModelError
 
 
@@ -21,6 +21,9 @@ class _Family:
         layer_norms: norms in a layer, with the whole hidden state.
         experts: the names of the keys that describe a mixture of experts, or None.
         latent: attention is of the kind with a latent.
+        recurrent: what `layer_types` calls layers that have no attention: linear_attention, of Gated DeltaNet, or conv,
+            of short convolutions; None where there are none.
+        output_gate: see ModelShape.
         refused: switches of parts that are not counted, which no published model has.
         defaults: what the architecture assumes for keys that are missing.
     """
@@ -32,6 +35,8 @@ class _Family:
     windows: str = "none"
     experts: _ExpertKeys | None = None
     latent: bool = False
+    recurrent: str | None = None
+    output_gate: bool = False
     sinks: bool = False
     layer_norms: int = 2
     refused: tuple[str, ...] = ()
@@ -172,6 +177,38 @@ _FAMILIES: dict[str, _Family] = {
         qkv_bias="attention_bias", layer_norms=4, defaults={"attention_bias": True, "head_dim": 128}
     ),
 }
+_DELTA_NET = _Family(
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    recurrent="linear_attention",
+    output_gate=True,
+    defaults={
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+)
+_SHARED_EXPERT = replace(_QWEN_EXPERTS, shared_width="shared_expert_intermediate_size")
+_FAMILIES |= {
+    "Qwen3NextForCausalLM": replace(_DELTA_NET, experts=_SHARED_EXPERT),
+    "Qwen3_5ForCausalLM": _DELTA_NET,
+    "Qwen3_5MoeForCausalLM": replace(_DELTA_NET, experts=_SHARED_EXPERT),
+    "Lfm2ForCausalLM": _Family(
+        qk_norm=True,
+        recurrent="conv",
+        defaults={"tie_word_embeddings": True, "conv_L_cache": 3, "block_multiple_of": 256},
+    ),
+}
+# Of models that read images too, the part that reads text.
+_TEXT_PARTS = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
 _GPTJ = "GPTJForCausalLM"
 
 # Keys whose presence means that a model is not what its architecture says.
@@ -202,6 +239,7 @@ def read_shape(raw: Mapping[str, Any], source: str = "config.json", among: Colle
     Raises:
         ModelError: the architecture is not one of them, or a key is missing or of the wrong kind.
     """
+    raw = text_part(raw)
     name = _architecture(raw, source, known_architectures() if among is None else among)
     if name == _GPTJ:
         return _gpt_j(ConfigValues(raw, source))
@@ -209,6 +247,17 @@ def read_shape(raw: Mapping[str, Any], source: str = "config.json", among: Colle
     values = ConfigValues(raw, source, family.defaults)
     _refuse_other_kinds(values, family, name)
     return _decoder(values, family)
+
+
+def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a parsed config.json says of the part that reads text; all of it, where a model has no other part."""
+    named, text = raw.get("architectures"), raw.get("text_config")
+    named = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
+    found = [_TEXT_PARTS[each] for each in named if each in _TEXT_PARTS]
+    if not found or not isinstance(text, Mapping):
+        return raw
+    whole = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config", "torch_dtype") if key in raw}
+    return whole | dict(text) | {"architectures": found}
 
 
 def _architecture(raw: Mapping[str, Any], source: str, among: Collection[str]) -> str:
@@ -225,6 +274,7 @@ def _decoder(values: ConfigValues, family: _Family) -> ModelShape:
     latent = _latent(values) if family.latent else None
     kv_heads, head_dim = (heads, latent.nope_dim + latent.rope_dim) if latent else _heads(values, heads, hidden)
     experts = _experts(values, family.experts, layers) if family.experts else None
+    recurrent = _recurrent(values, family.recurrent, layers) if family.recurrent else ()
     # Where every layer has experts, "intermediate_size" may be left out or stand for the experts' own.
     fallback = experts.width if experts and experts.layers == layers else None
     return ModelShape(
@@ -233,20 +283,62 @@ def _decoder(values: ConfigValues, family: _Family) -> ModelShape:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn=values.positive_int("intermediate_size", fallback),
+        ffn=_adjusted_ffn(values) if family.recurrent == "conv" else values.positive_int("intermediate_size", fallback),
         vocab=values.positive_int("vocab_size"),
-        tied_embeddings=values.boolean("tie_word_embeddings"),
+        tied_embeddings=values.boolean("tie_embedding", values.boolean("tie_word_embeddings")),
         qkv_bias=_switch(family.qkv_bias, values),
         o_bias=_switch(family.o_bias, values),
         mlp_bias=_switch(family.mlp_bias, values),
         qk_norm="whole" if family.qk_norm == "whole" else _switch(family.qk_norm, values),
-        sliding_windows=_windows(values, family, layers),
+        sliding_windows=_windows(values, family, layers - len(recurrent)),
         max_positions=_count(values, "max_position_embeddings", _MOST_POSITIONS),
         layer_norms=family.layer_norms,
         sinks=family.sinks,
+        output_gate=family.output_gate,
         latent=latent,
         experts=experts,
+        state=_state(values, hidden, is_delta=family.output_gate) if recurrent else None,
+        recurrent=recurrent,
     )
+
+
+def _recurrent(values: ConfigValues, kind: str, layers: int) -> tuple[int, ...]:
+    """Numbers of the layers of this kind: listed by name, or all but every n-th (Qwen), or but those listed (LFM2)."""
+    if values.get("layer_types") is not None:
+        names = _layer_types(values, layers, ("full_attention", kind))
+        found = tuple(layer for layer, name in enumerate(names) if name == kind)
+    elif kind == "conv":
+        others = values.get("full_attn_idxs")
+        if others is not None and not isinstance(others, list):
+            raise values.error("full_attn_idxs", "is not a list of layers")
+        found = tuple(layer for layer in range(layers) if others is not None and layer not in others)
+    else:
+        interval = values.positive_int("full_attention_interval")
+        found = tuple(layer for layer in range(layers) if (layer + 1) % interval)
+    if len(found) == layers:
+        raise ModelError(f"{values.source}: no layer has full_attention, which models without are not supported for")
+    return found
+
+
+def _state(values: ConfigValues, hidden: int, is_delta: bool) -> StateSpec:
+    if not is_delta:
+        return StateSpec(hidden, values.positive_int("conv_L_cache"), bias=values.boolean("conv_bias", False))
+    heads, key_heads = (values.positive_int(f"linear_num_{kind}_heads") for kind in ("value", "key"))
+    value_dim, key_dim = (values.positive_int(f"linear_{kind}_head_dim") for kind in ("value", "key"))
+    if heads % key_heads:
+        raise values.error("linear_num_value_heads", f"is not a multiple of linear_num_key_heads, {key_heads}")
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    return StateSpec(channels, values.positive_int("linear_conv_kernel_dim"), heads, key_heads, key_dim, value_dim)
+
+
+def _adjusted_ffn(values: ConfigValues) -> int:
+    """LFM2: two thirds of what is said, times a factor, up to a multiple."""
+    width = values.positive_int("block_ff_dim", values.positive_int("intermediate_size", 12_288))
+    if not values.boolean("block_auto_adjust_ff_dim", True):
+        return width
+    width = int(values.positive_number("block_ffn_dim_multiplier", 1.0) * (2 * width // 3))
+    step = values.positive_int("block_multiple_of")
+    return -(-width // step) * step
 
 
 def _gpt_j(values: ConfigValues) -> ModelShape:
@@ -346,6 +438,7 @@ def _shared_width(values: ConfigValues, keys: _ExpertKeys, width: int) -> int:
 
 def layers_with_experts(raw: Mapping[str, Any], source: str = "config.json") -> tuple[int, ...]:
     """Numbers of the layers that have experts, of a parsed config.json that read_shape() takes."""
+    raw = text_part(raw)
     family = _FAMILIES[_architecture(raw, source, known_architectures())]
     keys, values = family.experts, ConfigValues(raw, source, family.defaults)
     return _layers_with_experts(values, keys, values.positive_int("num_hidden_layers")) if keys else ()
@@ -383,7 +476,12 @@ def _windows(values: ConfigValues, family: _Family, layers: int) -> tuple[int | 
     if family.windows in ("all", "switched"):
         return (window,) * layers
     if values.get("layer_types") is not None:
-        kinds = _layer_types(values, layers, window)
+        kinds = _layer_types(values, layers, ("full_attention", "sliding_attention"))
+        if window is None and "sliding_attention" in kinds:
+            raise ModelError(
+                f"{values.source}: layer_types has sliding_attention but use_sliding_window is false or "
+                "sliding_window is missing; correct either"
+            )
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     if family.windows == "types":
         pattern = values.positive_int("sliding_window_pattern")
@@ -392,18 +490,11 @@ def _windows(values: ConfigValues, family: _Family, layers: int) -> tuple[int | 
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
-def _layer_types(values: ConfigValues, layers: int, window: int | None) -> list[str]:
+def _layer_types(values: ConfigValues, layers: int, known: tuple[str, str]) -> list[str]:
     kinds = values.get("layer_types")
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise ModelError(f"{values.source}: layer_types must be a list of num_hidden_layers, {layers}, names")
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ModelError(
-                f"{values.source}: layer_types has {kind!r}; only full_attention and sliding_attention are supported"
-            )
-    if window is None and "sliding_attention" in kinds:
-        raise ModelError(
-            f"{values.source}: layer_types has sliding_attention but use_sliding_window is false or "
-            "sliding_window is missing; correct either"
-        )
+        if kind not in known:
+            raise ModelError(f"{values.source}: layer_types has {kind!r}; only {' and '.join(known)} are supported")
     return kinds

@@ -30,7 +30,7 @@ def kv_cache_bytes(
     sequences: int = 1,
     rolling: bool = False,
 ) -> int:
-    """Bytes of cache for sequences of `tokens` tokens each, rounded up to whole blocks.
+    """Bytes of cache for sequences of `tokens` tokens each, rounded up to whole blocks; with their recurrent states.
 
     Args:
         rolling: layers with a sliding window keep no more than the window (document 002), to the block; otherwise
@@ -45,7 +45,7 @@ def kv_cache_bytes(
         )
     kept = (min(tokens, window or tokens) if rolling else tokens for window in shape.sliding_windows)
     elements = shape.kv_elements_per_layer * sum(-(-each // block_size) * block_size for each in kept)
-    return sequences * (precision or Precision()).kv.bytes_of(elements)
+    return sequences * ((precision or Precision()).kv.bytes_of(elements) + shape.state_bytes)
 
 
 def shared_prefix_kv_bytes(
@@ -53,7 +53,8 @@ def shared_prefix_kv_bytes(
 ) -> int:
     """Bytes of cache for sequences that have their first `prefix` tokens in common, and `rest` of their own.
 
-    Whole blocks of the prefix are held once; what the last of its blocks only fills in part, each holds for itself.
+    Whole blocks of the prefix are held once, and a state; what the last of its blocks only fills in part, each holds
+    for itself.
     """
     whole = prefix // block_size * block_size
     own = kv_cache_bytes(shape, prefix - whole + rest, precision, block_size, sequences)
@@ -81,5 +82,7 @@ def activation_bytes(
     if (experts := shape.experts) is not None:
         widths.append(experts.per_token * experts.width + experts.shared_width)
     ffn = tokens * (shape.hidden + shape.ffn_matrices * max(widths))
+    if (state := shape.state) is not None:
+        attention = max(attention, tokens * (shape.hidden + state.projected + state.channels + state.mixed))
     widest = max(attention, ffn, tokens * shape.hidden + logit_rows * shape.vocab)
     return (precision or Precision()).activations.bytes_of(tokens * shape.hidden + widest)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from headway.cost.hardware import Link
 from headway.cost.memory import weight_bytes
 from headway.cost.precision import Precision
-from headway.cost.shape import Experts, ModelShape, ShapeError
+from headway.cost.shape import Experts, ModelShape, ShapeError, StateSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,15 @@ def check(shape: ModelShape, parallelism: Parallelism, link: Link | None = None)
             f"tensor_parallel_size is {tensor}, which neither divides {shape.kv_heads} key/value heads nor is a "
             "multiple of them"
         )
+    if (state := shape.state) is not None:
+        if pipeline > 1:
+            raise ShapeError(
+                f"pipeline_parallel_size is {pipeline}, but models with recurrent layers are not divided into stages"
+            )
+        if (state.heads or state.channels) % tensor or state.key_heads % tensor:
+            raise ShapeError(
+                f"tensor_parallel_size is {tensor}, which does not divide the heads or channels of recurrent layers"
+            )
     if pipeline > shape.layers:
         raise ShapeError(f"pipeline_parallel_size is {pipeline}, but there are only {shape.layers} layers to divide")
     if parallelism.experts and shape.experts is None:
@@ -91,7 +100,13 @@ def device_shape(shape: ModelShape, parallelism: Parallelism) -> ModelShape:
         ffn=-(-shape.ffn // tensor),
         vocab=-(-shape.vocab // tensor),
         experts=_share(shape.experts, parallelism) if shape.experts else None,
+        state=_state_share(shape.state, tensor) if shape.state else None,
     )
+
+
+def _state_share(state: StateSpec, tensor: int) -> StateSpec:
+    heads, key_heads = state.heads // tensor, state.key_heads // tensor
+    return replace(state, channels=state.channels // tensor, heads=heads, key_heads=key_heads)
 
 
 def _share(experts: Experts, parallelism: Parallelism) -> Experts:

@@ -46,6 +46,57 @@ class CacheSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What one recurrent layer keeps of each sequence, however long it is, in float32.
+
+    A causal convolution of each channel sees the last `width` tokens, and keeps the inputs of all but one. Gated
+    DeltaNet (Yang et al., 2024) has a matrix [key_dim, value_dim] for each head beside it.
+
+    Args:
+        channels: that are convolved.
+        heads: of values; 0 for a layer that is nothing but a convolution (LFM2).
+        key_heads: of queries and keys, each for as many heads of values.
+        bias: the convolution and the projections around it have one.
+    """
+
+    channels: int
+    width: int
+    heads: int = 0
+    key_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads % max(1, self.key_heads):
+            raise ShapeError(f"{self.heads} heads of values are no multiple of {self.key_heads} heads of keys")
+
+    @property
+    def elements(self) -> int:
+        return self.channels * (self.width - 1) + self.heads * self.key_dim * self.value_dim
+
+    @property
+    def bytes(self) -> int:
+        return 4 * self.elements
+
+    @property
+    def mixed(self) -> int:
+        """Elements of the layer's result for a token, before the last projection."""
+        return self.heads * self.value_dim or self.channels
+
+    @property
+    def projected(self) -> int:
+        """Outputs of the first projections: what is convolved and two gates; or that, a gate and two numbers a head."""
+        return self.channels + self.mixed + 2 * self.heads if self.heads else 3 * self.channels
+
+    def parameters(self, hidden: int) -> int:
+        """Of a layer: two projections, the convolution, and of a delta net two numbers a head and a norm."""
+        of_heads = 2 * self.heads + self.value_dim
+        biases = (self.projected + hidden + self.channels) * self.bias
+        return hidden * (self.projected + self.mixed) + self.channels * self.width + of_heads + biases
+
+
+@dataclass(frozen=True, slots=True)
 class Latent:
     """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are made of one short vector for each token.
 
@@ -153,7 +204,7 @@ class ModelShape:
 
     Args:
         tied_embeddings: the head is the embedding, held once.
-        sliding_windows: for each layer, how many positions a query sees (itself included), or None for all.
+        sliding_windows: for each layer with attention, how many positions a query sees, itself included; None for all.
         max_positions: what max_position_embeddings says.
         gated: the feed-forward layer has a gate, so three matrices and not two.
         qk_norm: queries and keys have a norm, each head by itself or, as "whole", all heads together.
@@ -161,7 +212,10 @@ class ModelShape:
         norm_bias: norms have a bias (LayerNorm).
         head_bias: the output projection has one.
         sinks: each query head has a learnt number that takes part in its softmax (gpt-oss).
+        output_gate: a head's result is multiplied with the sigmoid of as many outputs of the query projection.
         latent: None for attention with G key/value heads.
+        state: of the recurrent layers.
+        recurrent: their numbers; the others have attention.
         experts: None where every layer has the plain feed-forward layer.
     """
 
@@ -184,8 +238,11 @@ class ModelShape:
     norm_bias: bool = False
     head_bias: bool = False
     sinks: bool = False
+    output_gate: bool = False
     latent: Latent | None = None
     experts: Experts | None = None
+    state: StateSpec | None = None
+    recurrent: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
@@ -195,18 +252,25 @@ class ModelShape:
         if self.heads % self.kv_heads:
             raise ShapeError(f"heads is {self.heads}, which is not a multiple of kv_heads, {self.kv_heads}")
         if not self.sliding_windows:
-            object.__setattr__(self, "sliding_windows", (None,) * self.layers)
-        if len(self.sliding_windows) != self.layers:
-            raise ShapeError(f"sliding_windows has {len(self.sliding_windows)} entries for {self.layers} layers")
+            object.__setattr__(self, "sliding_windows", (None,) * self.attention_layers)
+        if len(self.sliding_windows) != self.attention_layers:
+            raise ShapeError(
+                f"sliding_windows has {len(self.sliding_windows)} entries for {self.attention_layers} layers"
+            )
         if self.experts is not None and self.experts.layers > self.layers:
             raise ShapeError(f"{self.experts.layers} layers have experts, but there are {self.layers} layers")
 
     @property
+    def attention_layers(self) -> int:
+        """Layers that are not recurrent."""
+        return self.layers - len(self.recurrent)
+
+    @property
     def qkv_rows(self) -> int:
-        """Outputs of the query, key and value projections, all of them: (H + 2 G) D without a latent."""
+        """Outputs of the query, key and value projections, all of them: (H + 2 G) D without a latent or a gate."""
         if self.latent is not None:
             return self.heads * self.head_dim + self.latent.kv_rank + self.latent.rope_dim
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return (self.heads * (1 + self.output_gate) + 2 * self.kv_heads) * self.head_dim
 
     @property
     def attended(self) -> int:
@@ -214,9 +278,18 @@ class ModelShape:
         return self.heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     @property
-    def caches(self) -> tuple[CacheSpec, ...]:
+    def caches(self) -> tuple[CacheSpec | StateSpec, ...]:
         """What each layer keeps."""
-        return tuple(self._cache(window) for window in self.sliding_windows)
+        windows = iter(self.sliding_windows)
+        return tuple(
+            self.state if self.state is not None and layer in self.recurrent else self._cache(next(windows))
+            for layer in range(self.layers)
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a sequence in all recurrent layers."""
+        return len(self.recurrent) * self.state.bytes if self.state is not None else 0
 
     def _cache(self, window: int | None) -> CacheSpec:
         if self.latent is not None:
@@ -231,7 +304,7 @@ class ModelShape:
     @property
     def kv_elements_per_token(self) -> int:
         """Elements of cache for one token in all layers, sliding windows apart."""
-        return self.layers * self.kv_elements_per_layer
+        return self.attention_layers * self.kv_elements_per_layer
 
     @property
     def dense_layers(self) -> int:
@@ -244,10 +317,13 @@ class ModelShape:
 
     @property
     def attention_kind(self) -> str:
-        """MLA, MHA, MQA or GQA (document 002), with a note of sliding windows."""
+        """MLA, MHA, MQA or GQA (document 002), with a note of recurrent layers or of sliding windows."""
         if self.latent is not None:
             return "MLA"
         kind = "MHA" if self.kv_heads == self.heads else "MQA" if self.kv_heads == 1 else "GQA"
+        if self.state is not None:
+            other = "DeltaNet" if self.state.heads else "convolution"
+            return f"{kind} in {self.attention_layers} layers, {other} in {len(self.recurrent)}"
         windows = [window for window in self.sliding_windows if window is not None]
         if not windows:
             return kind
@@ -257,11 +333,13 @@ class ModelShape:
         """Parameters by component; a tied head has none of its own. Experts have components of their own."""
         parts = {
             "embedding": self.vocab * self.hidden,
-            "attention": self.layers * self._attention_parameters(),
+            "attention": self.attention_layers * self._attention_parameters(),
             "ffn": self.dense_layers * self.ffn_parameters(self.ffn),
             "norms": self._norm_parameters(),
             "head": self.vocab * (self.hidden * (not self.tied_embeddings) + self.head_bias),
         }
+        if self.state is not None:
+            parts["recurrent"] = len(self.recurrent) * self.state.parameters(self.hidden)
         if (experts := self.experts) is not None:
             parts["router"] = experts.layers * experts.router_rows * (self.hidden + experts.router_bias)
             parts["shared_experts"] = experts.layers * (
@@ -305,11 +383,14 @@ class ModelShape:
 
     def projections(self) -> dict[str, list[Matrix]]:
         """What tokens are multiplied with, by linear, experts and head, as in `matrices`; what is fused is one."""
-        latent, linear, routed = self.latent, [(self.layers, self.hidden, self.attended)], list[Matrix]()
+        latent, linear, routed = self.latent, [(self.attention_layers, self.hidden, self.attended)], list[Matrix]()
         if latent is None:
-            linear.append((self.layers, self.qkv_rows, self.hidden))
+            linear.append((self.attention_layers, self.qkv_rows, self.hidden))
         else:
             linear += latent.projections(self.layers, self.hidden, self.heads)
+        if (state := self.state) is not None:
+            count = len(self.recurrent)
+            linear += [(count, state.projected, self.hidden), (count, self.hidden, state.mixed)]
         linear += self._ffn_projections(self.dense_layers, self.ffn)
         if (experts := self.experts) is not None:
             linear += self._ffn_projections(experts.layers, experts.shared_width)
@@ -341,4 +422,5 @@ class ModelShape:
     def _norm_parameters(self) -> int:
         of_latent = self.latent.norm_parameters if self.latent is not None else 0
         each = self.hidden * (1 + self.norm_bias)
-        return self.layers * (self.layer_norms * each + self.qk_norm_parameters + of_latent) + each
+        inner = self.attention_layers * (self.qk_norm_parameters + of_latent)
+        return self.layers * self.layer_norms * each + inner + each

@@ -43,6 +43,8 @@ LINEAR = (
     Operation.QKV,
     Operation.LATENT,
     Operation.OUTPUT,
+    Operation.RECURRENT_IN,
+    Operation.RECURRENT_OUT,
     Operation.GATE_UP,
     Operation.DOWN,
     Operation.ROUTER,
@@ -62,6 +64,9 @@ KERNELS_A_LAYER = {
     Operation.LATENT: 2,
     Operation.SCORES: 1,
     Operation.OUTPUT: 1,
+    Operation.RECURRENT_IN: 2,
+    Operation.RECURRENT: 2,
+    Operation.RECURRENT_OUT: 1,
     Operation.GATE_UP: 1,
     Operation.ACTIVATION: 1,
     Operation.DOWN: 1,
@@ -279,8 +284,10 @@ class Deployment:
         s = self.shape
         if operation is Operation.NORMS:
             of_latent = (1 if s.latent.q_rank is None else 2) if s.latent else 0
-            return s.layers * (s.layer_norms + bool(s.qk_norm) + of_latent)
-        layers = s.layers
+            return s.layers * s.layer_norms + s.attention_layers * (bool(s.qk_norm) + of_latent)
+        layers = s.attention_layers
+        if operation in (Operation.RECURRENT_IN, Operation.RECURRENT, Operation.RECURRENT_OUT):
+            layers = len(s.recurrent)
         if operation in (Operation.GATE_UP, Operation.ACTIVATION, Operation.DOWN):
             layers = s.dense_layers
         if operation in (Operation.ROUTER, Operation.SHARED_EXPERTS, Operation.EXPERTS):

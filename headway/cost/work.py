@@ -29,6 +29,9 @@ class Operation(StrEnum):
     SCORES = "scores"
     VALUES = "values"
     OUTPUT = "output"
+    RECURRENT_IN = "recurrent_in"  # the first projections of recurrent layers
+    RECURRENT = "recurrent"  # their convolutions and matrices
+    RECURRENT_OUT = "recurrent_out"
     GATE_UP = "gate_up"
     ACTIVATION = "activation"
     DOWN = "down"
@@ -47,12 +50,23 @@ RMS_NORM_FLOPS, LAYER_NORM_FLOPS = 4, 7
 
 # Operations that only models of some kinds have; they are left out of a step where they do nothing.
 _OF_SOME_KINDS = (
+    Operation.RECURRENT_IN,
+    Operation.RECURRENT_OUT,
     Operation.GATE_UP,
     Operation.ACTIVATION,
     Operation.DOWN,
     Operation.ROUTER,
     Operation.SHARED_EXPERTS,
     Operation.EXPERTS,
+)
+_LINEAR = (
+    Operation.QKV,
+    Operation.OUTPUT,
+    Operation.RECURRENT_IN,
+    Operation.RECURRENT_OUT,
+    Operation.GATE_UP,
+    Operation.DOWN,
+    Operation.SHARED_EXPERTS,
 )
 
 
@@ -99,7 +113,7 @@ def total(parts: Iterable[Work]) -> Work:
 
 def compute_format(operation: Operation, precision: Precision) -> str:
     """The arithmetic that an operation's products are done in: a key of `Hardware.flops_per_s`."""
-    if operation in (Operation.QKV, Operation.OUTPUT, Operation.GATE_UP, Operation.DOWN, Operation.SHARED_EXPERTS):
+    if operation in _LINEAR:
         return precision.linear.compute
     if operation is Operation.EXPERTS:
         return precision.of_experts.compute
@@ -112,7 +126,7 @@ def weight_format(operation: Operation, precision: Precision) -> Format:
     """The format in which an operation's matrices are kept."""
     if operation is Operation.EXPERTS:
         return precision.of_experts
-    if operation in (Operation.HEAD, Operation.ROUTER):
+    if operation in (Operation.HEAD, Operation.ROUTER, Operation.RECURRENT):
         return precision.head if operation is Operation.HEAD else precision.rest
     return precision.linear
 
@@ -178,11 +192,12 @@ class _Counter:
             Operation.EMBEDDING: self._elements(min(tokens, s.vocab) * s.hidden, tokens * s.hidden),
             Operation.NORMS: self._norms(),
             Operation.QKV: self._qkv(),
-            Operation.ROTARY: self._elements(activations=2 * s.layers * tokens * turned),
+            Operation.ROTARY: self._elements(activations=2 * s.attention_layers * tokens * turned),
             Operation.KV_STORE: Work(
                 activation_bytes=p.activations.bytes_of(stored), kv_write_bytes=p.kv.bytes_of(stored)
             ),
-            Operation.OUTPUT: self._linear(s.layers, tokens, s.attended, s.hidden, s.o_bias),
+            Operation.OUTPUT: self._linear(s.attention_layers, tokens, s.attended, s.hidden, s.o_bias),
+            **self._recurrent_projections(),
             **self._feed_forward(s.dense_layers, s.ffn, s.mlp_bias),
             **self._experts(),
             Operation.FINAL_NORM: self._norm(s.hidden * (1 + s.norm_bias), 4 * tokens * s.hidden, tokens * s.hidden),
@@ -198,9 +213,9 @@ class _Counter:
         norms = s.layer_norms * s.layers
         of_heads = (s.heads + s.kv_heads) * s.head_dim if s.qk_norm else 0
         of_latent = s.latent.norm_parameters if s.latent else 0
-        weights = norms * s.hidden * (1 + s.norm_bias) + s.layers * (s.qk_norm_parameters + of_latent)
+        weights = norms * s.hidden * (1 + s.norm_bias) + s.attention_layers * (s.qk_norm_parameters + of_latent)
         activations = (2 + (norms - 1) * 4) * self.tokens * s.hidden
-        inner = s.layers * self.tokens * (of_heads + of_latent)
+        inner = s.attention_layers * self.tokens * (of_heads + of_latent)
         return self._norm(weights, activations + 2 * inner, norms * self.tokens * s.hidden + inner)
 
     def _norm(self, weights: int, activations: int, normalised: int) -> Work:
@@ -211,7 +226,7 @@ class _Counter:
     def _qkv(self) -> Work:
         s = self.shape
         if s.latent is None:
-            return self._linear(s.layers, self.tokens, s.hidden, s.qkv_rows, s.qkv_bias)
+            return self._linear(s.attention_layers, self.tokens, s.hidden, s.qkv_rows, s.qkv_bias)
         weights = s.latent.query_parameters(s.hidden, s.heads) + s.latent.compress_parameters(s.hidden)
         between = 2 * (s.latent.q_rank or 0)
         elements = self.tokens * (s.hidden + between + s.qkv_rows)
@@ -220,6 +235,40 @@ class _Counter:
             self.precision.linear.bytes_of(s.layers * weights),
             self.precision.activations.bytes_of(s.layers * elements),
         )
+
+    def _recurrent_projections(self) -> dict[Operation, Work]:
+        s = self.shape
+        if (state := s.state) is None:
+            return {}
+        layers = len(s.recurrent)
+        return {
+            Operation.RECURRENT_IN: self._linear(layers, self.tokens, s.hidden, state.projected, state.bias),
+            Operation.RECURRENT_OUT: self._linear(layers, self.tokens, state.mixed, s.hidden, state.bias),
+        }
+
+    def _recurrence(self, chunks: Sequence[Chunk]) -> dict[Operation, Work]:
+        """A head's matrix is read with the key and with the query, and written: three products for each token.
+
+        States are read and written once for each sequence, between its tokens they stay on the chip.
+        """
+        s, p = self.shape, self.precision
+        if (state := s.state) is None:
+            return {}
+        layers, sequences = len(s.recurrent), sum(chunk.sequences for chunk in chunks)
+        products = state.channels * state.width + 3 * state.heads * state.key_dim * state.value_dim
+        elements = state.projected + state.mixed + 2 * state.channels * (state.heads > 0)
+        kept = state.parameters(s.hidden) - s.hidden * (state.projected + state.mixed)
+        kept -= (state.projected + s.hidden) * state.bias
+        moved = sequences * s.state_bytes
+        return {
+            Operation.RECURRENT: Work(
+                2 * layers * self.tokens * products,
+                p.rest.bytes_of(layers * kept),
+                p.activations.bytes_of(layers * self.tokens * elements),
+                kv_read_bytes=moved,
+                kv_write_bytes=moved,
+            )
+        }
 
     def _linear(self, layers: int, tokens: int, inputs: int, outputs: int, bias: bool) -> Work:
         p = self.precision
@@ -277,19 +326,23 @@ class _Counter:
         s, p = self.shape, self.precision
         done = attention(s, chunks, flash)
         half = SCORE_PASSES // 2 * done.score_elements
+        written = (
+            s.attention_layers * s.attended * (1 + 3 * s.output_gate)
+        )  # with a gate, read with it and written again
         expand = s.layers * s.latent.expand_parameters(s.heads) if s.latent else 0
         turned = Work(done.latent_flops, p.linear.bytes_of(expand), p.activations.bytes_of(2 * done.expanded_elements))
         return {
             **({Operation.LATENT: turned} if s.latent else {}),
+            **self._recurrence(chunks),
             Operation.SCORES: Work(
                 flops=done.score_flops,
-                weight_bytes=p.rest.bytes_of(s.layers * s.heads * s.sinks),
-                activation_bytes=p.activations.bytes_of(s.layers * self.tokens * s.heads * s.head_dim + half),
+                weight_bytes=p.rest.bytes_of(s.attention_layers * s.heads * s.sinks),
+                activation_bytes=p.activations.bytes_of(s.attention_layers * self.tokens * s.heads * s.head_dim + half),
                 kv_read_bytes=p.kv.bytes_of(done.key_elements),
             ),
             Operation.VALUES: Work(
                 flops=done.value_flops,
-                activation_bytes=p.activations.bytes_of(s.layers * self.tokens * s.attended + half),
+                activation_bytes=p.activations.bytes_of(written * self.tokens + half),
                 kv_read_bytes=p.kv.bytes_of(done.value_elements),
             ),
         }

@@ -100,9 +100,11 @@ def build_engine(
     block_bytes = bytes_per_block(model_config.caches, config.block_size, cache_dtype)
     pool_bytes = kv_pool_bytes(config, device, model_config, batched, asked_len)
     shrinks = config.max_model_len is None
-    pool = pool_size(pool_bytes, block_bytes, config.block_size, config.max_num_seqs, asked_len, shrinks)
+    states, shared = model_config.shape.state_bytes, config.enable_prefix_caching
+    seats, size = config.max_num_seqs, config.block_size
+    pool = pool_size(pool_bytes, block_bytes, size, seats, asked_len, shrinks, states, shared)
     num_blocks, max_model_len = pool.num_blocks, pool.max_model_len
-    host_blocks = _host_blocks(config, device, block_bytes)
+    host_blocks = _host_blocks(config, device, block_bytes) if pool.checkpoints is None else _no_host_blocks(config)
     runner = Runner(
         model,
         kernels,
@@ -110,9 +112,10 @@ def build_engine(
         cache_dtype,
         num_blocks,
         config.block_size,
-        config.max_num_seqs,
+        pool.max_num_seqs or seats,
         max_model_len,
         host_blocks,
+        pool.checkpoints or 0,
     )
     shown = str(cache_dtype).removeprefix("torch.")
     make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
@@ -191,6 +194,14 @@ def _host_blocks(config: EngineConfig, device: torch.device, block_bytes: int) -
             f"{available / 2**30:.1f} GiB of memory are free; choose something between, or 0 to swap nothing"
         )
     return wanted // block_bytes
+
+
+def _no_host_blocks(config: EngineConfig) -> int:
+    if config.swap_space:
+        raise EngineError(
+            f"swap_space is {config.swap_space:g} GiB, but states of recurrent layers are not swapped; leave it out"
+        )
+    return 0
 
 
 def _asked_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -130,8 +130,10 @@ class SchedulingOptions:
         Raises:
             ValueError: the settings contradict each other, or one sequence does not fit in the pool.
         """
+        if pool.checkpoints is not None:
+            swap = NO_SWAP  # states are not swapped, and without them blocks are of no use
         config = SchedulerConfig(
-            self.max_num_seqs,
+            pool.max_num_seqs or self.max_num_seqs,
             self.batched_tokens(device),
             pool.max_model_len,
             self.enable_chunked_prefill,
@@ -143,7 +145,8 @@ class SchedulingOptions:
             weights=self.weights,
             swap=swap,
         )
-        return make(config, KVBlocks(pool.num_blocks, self.block_size, self.enable_prefix_caching, self.protected_kv))
+        caching, share = self.enable_prefix_caching, self.protected_kv
+        return make(config, KVBlocks(pool.num_blocks, self.block_size, caching, share, pool.checkpoints))
 
     def batched_tokens(self, device: str) -> int:
         """Tokens of a step on cpu or cuda."""

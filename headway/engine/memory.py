@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headway.cost.shape import CacheSpec
+from headway.cost.shape import CacheSpec, StateSpec
 from headway.engine.config import EngineConfig
 from headway.engine.host import available_memory
 from headway.kernels.cpu_memory import LargePages
-from headway.kernels.interface import LayerCache
+from headway.kernels.interface import LayerCache, LayerState
 from headway.models.config import ModelConfig
 from headway.policy.sizing import cpu_pool_bytes, gpu_pool_bytes, sampling_bytes
 
@@ -31,16 +31,22 @@ def _cache_parts(
     return parts + [(blocks, SCALE_DTYPE)] * 2 if dtype == torch.int8 else parts
 
 
-def bytes_per_block(caches: Sequence[CacheSpec], block_size: int, dtype: torch.dtype) -> int:
+def bytes_per_block(caches: Sequence[CacheSpec | StateSpec], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block in all layers, with the scales of an int8 cache."""
-    parts = [part for spec in caches for part in _cache_parts(spec, 1, block_size, dtype)]
+    paged = [spec for spec in caches if isinstance(spec, CacheSpec)]
+    parts = [part for spec in paged for part in _cache_parts(spec, 1, block_size, dtype)]
     return sum(math.prod(shape) * of.itemsize for shape, of in parts)
 
 
 def zero_caches(
-    caches: Sequence[CacheSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> list[LayerCache]:
-    """An empty cache for each layer: keys and values [N, G, B, D], and the scales of an int8 cache.
+    caches: Sequence[CacheSpec | StateSpec],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_states: int = 0,
+) -> list[LayerCache | LayerState]:
+    """An empty cache for each layer: keys and values [N, G, B, D], and the scales of an int8 cache; or its states.
 
     On a CPU the system gives their memory page by page when it is first written, not all at start-up.
     """
@@ -55,7 +61,13 @@ def zero_caches(
         tensors = [zeros(*part) for part in _cache_parts(spec, num_blocks, block_size, dtype)]
         return LayerCache(tensors[0], tensors[0][..., : spec.latent]) if spec.latent else LayerCache(*tensors)
 
-    return [cache(spec) for spec in caches]
+    def states(spec: StateSpec) -> LayerState:
+        inputs = zeros((num_states, spec.width - 1, spec.channels), torch.float32)
+        if not spec.heads:
+            return LayerState(inputs, None)
+        return LayerState(inputs, zeros((num_states, spec.heads, spec.key_dim, spec.value_dim), torch.float32))
+
+    return [states(spec) if isinstance(spec, StateSpec) else cache(spec) for spec in caches]
 
 
 def kv_pool_bytes(
@@ -68,9 +80,12 @@ def kv_pool_bytes(
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
     shape = model.shape
-    widest = max(2 * shape.ffn, shape.hidden, shape.heads * max(cache.key_dim for cache in shape.caches))
+    widths = [each.key_dim for each in shape.caches if isinstance(each, CacheSpec)]
+    widest = max(2 * shape.ffn, shape.hidden, shape.heads * max(widths))
     if (experts := shape.experts) is not None:  # a result for each of a token's experts, and of the shared one
         widest = max(widest, (experts.per_token + 1) * shape.hidden, 2 * experts.width, 2 * experts.shared_width)
+    if shape.state is not None:
+        widest = max(widest, shape.state.projected)
     step = batched_tokens * widest * 2 * ACTIVATION_COPIES
     step += sampling_bytes(config.max_num_seqs, shape.vocab, max_model_len)
     if device.type == "cpu":

@@ -75,6 +75,7 @@ class Ready(_Message):
     max_num_seqs: int  # that run at once
     pinned_blocks: int = 0  # of preloaded prompts
     left_out: list[str] = []  # of prompts that were not preloaded, why
+    checkpoints: int | None = None  # slots for states of prefixes; None for a model without recurrent layers
 
 
 class Failed(_Message):

@@ -109,7 +109,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
     quiet_garbage_collector()
     shape = engine.num_blocks, engine.block_size, engine.max_model_len
     seats = engine.core.scheduler.config.max_num_seqs
-    pinned = len(engine.core.scheduler.blocks.pinned)
+    pinned, checkpoints = len(engine.core.scheduler.blocks.pinned), engine.core.scheduler.blocks.checkpoints
     channel.send(
         Ready(
             PROTOCOL_VERSION,
@@ -120,6 +120,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
             seats,
             pinned,
             engine.left_out,
+            None if checkpoints is None else checkpoints.num_slots,
         )
     )
     return _step_loop(channel, engine.core, parent)

@@ -9,16 +9,20 @@ import torch
 from torch import Tensor
 
 from headway.engine.executor import EngineFault, StepOutcome
-from headway.engine.layout import StepLayout
+from headway.engine.layout import ModelInput, StepLayout
 from headway.engine.logprobs import prompt_logprobs
 from headway.engine.memory import zero_caches
 from headway.engine.sampler import BAD_TOKEN, Sampler
+from headway.engine.states import StateSlots
 from headway.engine.swap import HostBlocks
-from headway.kernels.interface import Kernels
+from headway.kernels.interface import Kernels, LayerCache
 from headway.models.decoder import Decoder
 from headway.policy.accounting import StepTimes
+from headway.policy.checkpoints import Checkpoint
 from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan
 from headway.policy.sizing import PROMPT_LOGPROB_ROWS
+
+_CAUGHT_UP = 256  # tokens at a time, of those that are computed again for their states
 
 
 class Runner:
@@ -29,6 +33,7 @@ class Runner:
         num_blocks, block_size: shape of the KV pool.
         max_num_seqs, max_model_len: bounds of the block table array.
         host_blocks: that preempted sequences may be swapped out to.
+        checkpoints: states of recurrent layers that may be kept beside those of running sequences.
 
     Attributes:
         host: these blocks; None without any.
@@ -45,14 +50,19 @@ class Runner:
         max_num_seqs: int,
         max_model_len: int,
         host_blocks: int = 0,
+        checkpoints: int = 0,
     ) -> None:
         config = model.config
         self.model = model
         self.vocab_size = config.shape.vocab
         self.kernels = kernels
         self.device = device
-        self.caches = zero_caches(config.caches, num_blocks, block_size, cache_dtype, device)
-        self.host = HostBlocks(self.caches, host_blocks) if host_blocks else None
+        self.caches = zero_caches(
+            config.caches, num_blocks, block_size, cache_dtype, device, max_num_seqs + checkpoints
+        )
+        self._paged = [cache for cache in self.caches if isinstance(cache, LayerCache)]
+        self.host = HostBlocks(self._paged, host_blocks) if host_blocks else None
+        self._states = StateSlots(max_num_seqs, device) if config.shape.recurrent else None
         self.sampler = Sampler(config.shape.vocab, device, kernels.most_likely if device.type == "cpu" else None)
         self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len)
         self._has_experts = config.routing is not None
@@ -64,10 +74,12 @@ class Runner:
         if plan.swaps or plan.copies:
             self._copy_blocks(plan)
         sequences = self._apply(plan)
+        if self._states is not None:
+            self._catch_up(plan.scheduled, sequences, self._states)
         step = self.layout.lay_out(plan.scheduled, sequences)
         routed = self.kernels.routing_counts() if self._has_experts else None
         launched = time.monotonic_ns()
-        hidden = self.model.forward(step.token_ids, step.geometry, self.caches)
+        hidden = self._forward(step, plan.scheduled, sequences, plan.checkpoints)
         outcome = StepOutcome(StepTimes(launched, launched, launched))
         if any(item.logit_rows for item in plan.scheduled):
             self._prompt_logprobs(hidden, plan.scheduled, outcome)
@@ -84,10 +96,40 @@ class Runner:
         outcome.times = StepTimes(launched, max(launched, computed), max(launched, sampled))
         return outcome
 
+    def _forward(
+        self,
+        step: ModelInput,
+        scheduled: list[ScheduledSequence],
+        sequences: list[SequenceState],
+        checkpoints: list[Checkpoint],
+    ) -> Tensor:
+        states = self._states
+        if states is not None:
+            step.geometry.spans = states.lay_out(scheduled, sequences, checkpoints)
+        hidden = self.model.forward(step.token_ids, step.geometry, self.caches)
+        if states is not None:
+            states.advance(scheduled)
+        return hidden
+
+    def _catch_up(self, scheduled: list[ScheduledSequence], sequences: list[SequenceState], states: StateSlots) -> None:
+        """Compute the states of sequences that are not those before this step's tokens, from their first token on.
+
+        So it is after a step that failed. Keys and values are written again with the same numbers.
+        """
+        for item, sequence in zip(scheduled, sequences, strict=True):
+            if states.has(item, sequence):
+                continue
+            for start in range(0, item.start, _CAUGHT_UP):
+                tokens = sequence.tokens[start : min(start + _CAUGHT_UP, item.start)]
+                part = [ScheduledSequence(item.seq_id, start, tokens, False, 0)]
+                self._forward(self.layout.lay_out(part, [sequence]), part, [sequence], [])
+
     def forget(self, seq_id: int) -> None:
         """The sequence finished or was preempted."""
         sequence = self._known.pop(seq_id, None)
         if sequence is not None:
+            if self._states is not None:
+                self._states.forget(seq_id)
             self.layout.tables.forget(seq_id)
             self.sampler.forget(sequence)
 
@@ -102,7 +144,7 @@ class Runner:
                 self.host.run(plan.swaps)
             if plan.copies:
                 sources, targets = zip(*plan.copies, strict=True)
-                self.kernels.copy_blocks(self.caches, list(sources), list(targets))
+                self.kernels.copy_blocks(self._paged, list(sources), list(targets))
         except Exception as error:
             raise EngineFault(f"the KV blocks of a step could not be copied: {error!r}") from error
 

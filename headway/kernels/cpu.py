@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.kernels import cpu_attention, cpu_cache, cpu_experts, cpu_rows
+from headway.kernels import cpu_attention, cpu_cache, cpu_experts, cpu_recurrent, cpu_rows
 from headway.kernels.cpu_arithmetic import WIDE_INT8, arithmetic_of
 from headway.kernels.cpu_attention_plan import AttentionPlan
 from headway.kernels.cpu_cache import is_arranged
@@ -24,9 +24,11 @@ from headway.kernels.interface import (
     SILU,
     SOFTMAX,
     AttentionShape,
+    DeltaRule,
     Gate,
     HeadLinear,
     LayerCache,
+    LayerState,
     Linear,
     Mixture,
     Product,
@@ -242,6 +244,53 @@ class CpuKernels:
         self._team.run(code, cpu_attention.ATTEND, arguments)
         return out
 
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate), both [T, H, D], in the memory of x."""
+        x = x.contiguous()
+        check_heads("gate", gate)
+        arguments = (x.data_ptr(), gate.data_ptr(), gate.stride(0), x[0].numel())
+        self._team.share(cpu_recurrent.gate_job(KINDS[x.dtype]), cpu_recurrent.GATE, len(x), x.numel(), arguments)
+        return x
+
+    def convolve(
+        self,
+        x: Tensor,
+        gates: tuple[Tensor, Tensor] | None,
+        taps: Tensor,
+        bias: Tensor | None,
+        state: LayerState,
+        step: StepGeometry,
+    ) -> Tensor:
+        """See Kernels; a thread takes some channels of a sequence."""
+        width, channels = taps.shape
+        out = self._team.empty(tuple(x.shape), x.dtype)
+        before, behind, gate_stride = (0, 0, 0)
+        if gates is not None:
+            before, behind, gate_stride = gates[0].data_ptr(), gates[1].data_ptr(), gates[0].stride(0)
+        arguments = (
+            _spans(step).data_ptr(), x.data_ptr(), x.stride(0), before, behind, gate_stride, taps.data_ptr(), width,
+            channels, 0 if bias is None else bias.data_ptr(), state.inputs.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        self._team.run(cpu_recurrent.convolve_job(KINDS[x.dtype]), cpu_recurrent.CONVOLVE, arguments)
+        return out
+
+    def delta_rule(
+        self, mixed: Tensor, gate: Tensor, numbers: Tensor, rule: DeltaRule, state: LayerState, step: StepGeometry
+    ) -> Tensor:
+        """See Kernels; a thread takes a head of a sequence."""
+        matrices = state.matrices
+        if matrices is None:
+            raise ValueError("a layer whose state has no matrices has no delta rule")
+        heads, key_dim, value_dim = matrices.shape[1:]
+        out = self._team.empty((len(mixed), heads * value_dim), mixed.dtype)
+        arguments = (
+            _spans(step).data_ptr(), heads, rule.key_heads, key_dim, value_dim, mixed.data_ptr(), gate.data_ptr(),
+            gate.stride(0), numbers.data_ptr(), rule.rate.data_ptr(), rule.offset.data_ptr(), rule.norm.data_ptr(),
+            matrices.data_ptr(), out.data_ptr(), rule.eps,
+        )  # fmt: skip
+        self._team.run(cpu_recurrent.delta_rule_job(KINDS[mixed.dtype]), cpu_recurrent.DELTA_RULE, arguments)
+        return out
+
     def route(
         self, logits: Tensor, per_token: int, normalized: bool, shared: bool, scores: Scores = SOFTMAX
     ) -> tuple[Tensor, Tensor]:
@@ -294,6 +343,12 @@ def _scale_addresses(cache: LayerCache) -> tuple[int, int]:
     if cache.key_scales is None or cache.value_scales is None:
         return 0, 0
     return cache.key_scales.data_ptr(), cache.value_scales.data_ptr()
+
+
+def _spans(step: StepGeometry) -> Tensor:
+    if step.spans is None:
+        raise ValueError("a step of a model with recurrent layers has no spans")
+    return step.spans
 
 
 def _match(weight: Tensor, x: Tensor) -> Tensor:

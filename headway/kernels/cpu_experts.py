@@ -52,7 +52,8 @@ def _next(kind, logits, count, last, value):
 
 
 @compiled()
-def _sigmoid(value):
+def sigmoid_of(value):
+    """Of a float32, within some units in the last place; NaN of NaN."""
     if value != value:
         return value
     small = exp_of_negative(-abs(value))
@@ -90,7 +91,7 @@ def _score_row(kind, logits, count, per_token, normalized, scoring, choices, cho
     known = total == total
     for e in range(count):
         value = load(logits, e, kind)
-        score = _sigmoid(value) if sigmoid else exp_of_negative(value - greatest) / total
+        score = sigmoid_of(value) if sigmoid else exp_of_negative(value - greatest) / total
         store(choices, e, score + load(bias, e, FLOAT32) if bias != 0 else score, FLOAT32)
     if groups > 1:
         _limit(choices, count, groups, best_groups, sigmoid, choices + count * 4)
@@ -99,7 +100,7 @@ def _score_row(kind, logits, count, per_token, normalized, scoring, choices, cho
         if known:
             last, value = _next(FLOAT32, choices, count, last, value)
             logit = load(logits, last, kind)
-            weight = _sigmoid(logit) if sigmoid else exp_of_negative(logit - greatest) / total
+            weight = sigmoid_of(logit) if sigmoid else exp_of_negative(logit - greatest) / total
         else:
             last, weight = k, _NAN
         of_chosen += weight
@@ -154,7 +155,7 @@ def route_job(kind: Any) -> int:
                     _score_row(kind, logits, count, per_token, normalized, scoring, choices, chosen, weights)
                 if shared:
                     write_integer(chosen, per_token, np.int64(count), 64)
-                    weight = _sigmoid(load(logits, count, kind)) if gated else _ONE
+                    weight = sigmoid_of(load(logits, count, kind)) if gated else _ONE
                     store(weights, per_token, weight, FLOAT32)
             first = take_rows(a, step)
         give_back(choices)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class StepGeometry:
     max_context_len: int
     query_lens_host: list[int]  # [S], the same lengths on the host, so that dispatch needs no sync
     context_lens_host: list[int]  # [S]
+    spans: Tensor | None = None  # [1 + S, 6] int64, of recurrent layers, see Span; the first entry is S
     repeatable: bool = False  # whether steps of as many tokens have their tensors at these addresses too
 
 
@@ -61,6 +62,59 @@ class LayerCache:
         """All tensors of the cache; each has a part of every block."""
         values = None if self.is_latent else self.values
         return [t for t in (self.keys, values, self.key_scales, self.value_scales) if t is not None]
+
+
+@dataclass(slots=True)
+class LayerState:
+    """The states of one recurrent layer, in slots; float32.
+
+    Args:
+        inputs: [N, width - 1, channels], the last that the convolution has seen.
+        matrices: [N, H, key dimension, value dimension] of a delta net.
+    """
+
+    inputs: Tensor
+    matrices: Tensor | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the states."""
+        return [self.inputs] if self.matrices is None else [self.inputs, self.matrices]
+
+
+class Span(NamedTuple):
+    """A sequence's part of a step, and the slots of its states. A row of `StepGeometry.spans`.
+
+    Args:
+        first, tokens: of the step's tokens.
+        source: the slot that has the state before them; -1: there is none before a sequence's first token.
+        target: the slot for the state behind them.
+        kept_tokens: behind so many of them the state is copied to `kept`; 0: it is not.
+    """
+
+    first: int
+    tokens: int
+    source: int
+    target: int
+    kept_tokens: int = 0
+    kept: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """What a gated delta net has beside its projections; all tensors are float32.
+
+    Args:
+        key_heads: heads of queries and keys; each is that of as many heads of values, H together.
+        rate, offset: [H]. A token's number a makes a head forget to exp(-rate * softplus(a + offset)).
+        norm: [value dimension], of each head's result.
+    """
+
+    key_heads: int
+    rate: Tensor
+    offset: Tensor
+    norm: Tensor
+    eps: float
 
 
 KV_CACHE_DTYPES = ("auto", "int8")
@@ -335,6 +389,44 @@ class Kernels(Protocol):
         to positions p - w + 1 .. p. Sinks, a float32 logit [H] for each head, take part in the softmax's denominator
         as a key of no value that every query sees (gpt-oss); they are not scaled. With a softcap, a scaled product s
         becomes softcap * tanh(s / softcap) (Gemma 2).
+        """
+        ...
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate), both [T, H, D], gate strided along T; may reuse the memory of x."""
+        ...
+
+    def convolve(
+        self,
+        x: Tensor,
+        gates: tuple[Tensor, Tensor] | None,
+        taps: Tensor,
+        bias: Tensor | None,
+        state: LayerState,
+        step: StepGeometry,
+    ) -> Tensor:
+        """The causal convolution of each channel of x [T, C] with taps [width, C] -> [T, C], and its states go on.
+
+        With gates, x is multiplied with the first before, and the result with the second; without, the result y is
+        y * sigmoid(y). x and gates may be strided along T. What a token gets depends on its sequence alone, however
+        steps divide it.
+        """
+        ...
+
+    def delta_rule(
+        self, mixed: Tensor, gate: Tensor, numbers: Tensor, rule: DeltaRule, state: LayerState, step: StepGeometry
+    ) -> Tensor:
+        """The gated delta rule (Yang et al., 2024), its result normed and gated -> [T, H * value dimension].
+
+        For each token a head's matrix S becomes f S + k (beta (v - f S^T k))^T, and its result is S^T q, with f what
+        it keeps (see DeltaRule), beta = sigmoid(b), and q and k of length 1, q divided by the root of their dimension.
+        That is normed, and multiplied with the gate g as g * sigmoid(g). What a token gets depends on its sequence
+        alone, however steps divide it.
+
+        Args:
+            mixed: [T, C], dense: queries, keys and values of all heads.
+            gate: [T, H * value dimension], strided along T or not.
+            numbers: [T, 2 * H], dense: b of all heads, then a.
         """
         ...
 

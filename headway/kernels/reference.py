@@ -13,14 +13,17 @@ from headway.kernels.interface import (
     SILU,
     SOFTMAX,
     AttentionShape,
+    DeltaRule,
     Gate,
     HeadLinear,
     LayerCache,
+    LayerState,
     Linear,
     Mixture,
     Product,
     RoutingCounts,
     Scores,
+    Span,
     StepGeometry,
     Weight,
 )
@@ -192,6 +195,69 @@ class TorchKernels:
         """See Kernels."""
         return (x.float() / cap).tanh_().mul_(cap).to(x.dtype)
 
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See Kernels."""
+        return (x.float() * gate.float().sigmoid()).to(x.dtype)
+
+    def convolve(
+        self,
+        x: Tensor,
+        gates: tuple[Tensor, Tensor] | None,
+        taps: Tensor,
+        bias: Tensor | None,
+        state: LayerState,
+        step: StepGeometry,
+    ) -> Tensor:
+        """See Kernels; all tokens of a sequence together."""
+        seen, out = (
+            x.float() if gates is None else x.float() * gates[0].float(),
+            torch.empty_like(x, dtype=torch.float32),
+        )
+        before = len(taps) - 1
+        for span in spans_of(step):
+            tokens = slice(span.first, span.first + span.tokens)
+            known = state.inputs[span.source] if span.source >= 0 else torch.zeros_like(state.inputs[0])
+            line = torch.cat([known, seen[tokens]])
+            total = sum(line[at : at + span.tokens] * tap for at, tap in enumerate(taps))
+            out[tokens] = total if bias is None else total + bias
+            state.inputs[span.target] = line[span.tokens :]
+            if span.kept_tokens:
+                state.inputs[span.kept] = line[span.kept_tokens :][:before]
+        return (out * out.sigmoid() if gates is None else out * gates[1].float()).to(x.dtype)
+
+    def delta_rule(
+        self, mixed: Tensor, gate: Tensor, numbers: Tensor, rule: DeltaRule, state: LayerState, step: StepGeometry
+    ) -> Tensor:
+        """See Kernels; token after token."""
+        matrices = state.matrices
+        if matrices is None:
+            raise ValueError("a layer whose state has no matrices has no delta rule")
+        heads, key_dim, value_dim = matrices.shape[1:]
+        sizes = [rule.key_heads * key_dim, rule.key_heads * key_dim, heads * value_dim]
+        query, key, value = (
+            part.float().unflatten(1, (-1, dim))
+            for part, dim in zip(mixed.split(sizes, 1), (key_dim, key_dim, value_dim), strict=True)
+        )
+        query, key = (_of_length_one(part).repeat_interleave(heads // rule.key_heads, 1) for part in (query, key))
+        writes, forgets = numbers.float().chunk(2, 1)
+        writes, kept = writes.sigmoid(), torch.exp(-rule.rate * F.softplus(forgets + rule.offset))
+        out = torch.empty_like(value)
+        for span in spans_of(step):
+            matrix = matrices[span.source].clone() if span.source >= 0 else torch.zeros_like(matrices[0])
+            for number in range(span.tokens):
+                at = span.first + number
+                matrix *= kept[at, :, None, None]
+                found = (matrix * key[at].unsqueeze(2)).sum(1)
+                written = writes[at].unsqueeze(1) * (value[at] - found)
+                matrix += key[at].unsqueeze(2) * written.unsqueeze(1)
+                out[at] = (matrix * query[at].unsqueeze(2)).sum(1) * key_dim**-0.5
+                if number + 1 == span.kept_tokens:
+                    matrices[span.kept] = matrix
+            matrices[span.target] = matrix
+        out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + rule.eps) * rule.norm
+        wide = gate.float()
+        return (out.flatten(1) * wide * wide.sigmoid()).to(mixed.dtype)
+
     def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
         """See Kernels; argmax does not promise the first of equals."""
         best = logits.amax(dim=1, keepdim=True)
@@ -289,6 +355,18 @@ def _choice(logits: Tensor, scores: Scores) -> Tensor:
             torch.zeros_like(of_group, dtype=torch.bool).scatter(1, order, True)[..., None], float("-inf")
         ).flatten(1)
     return choice
+
+
+def spans_of(step: StepGeometry) -> list[Span]:
+    """The step's sequences as recurrent layers see them; waits for the device."""
+    if step.spans is None:
+        raise ValueError("a step of a model with recurrent layers has no spans")
+    (count, *_), *rows = step.spans.tolist()
+    return [Span(*row) for row in rows[:count]]
+
+
+def _of_length_one(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
 def _gather(blocks: Tensor, table: Tensor, context_len: int) -> Tensor:

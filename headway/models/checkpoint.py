@@ -103,11 +103,13 @@ class Checkpoint:
         clock: StageClock,
         packed: PackedMatrices | None = None,
         left_out: tuple[str, ...] = (),
+        stored: tuple[tuple[str, str], ...] = (),
     ) -> None:
         self._clock = clock
         self._left_out = left_out
         self._packed = packed
-        self._expected = expected
+        self._names = stored
+        self._expected = expected = {self._name_of(name): shape for name, shape in expected.items()}
         self._stack = ExitStack()
         try:
             self._file_of = self._locate(folder, expected)
@@ -154,8 +156,15 @@ class Checkpoint:
 
     def stored(self, name: str) -> Tensor:
         """The mapped tensor, in the file's dtype."""
+        name = self._name_of(name)
         mapped: Tensor = self._handles[self._file_of[name]].get_tensor(name)
         return mapped
+
+    def _name_of(self, name: str) -> str:
+        """What the checkpoint calls a tensor."""
+        for ours, theirs in self._names:
+            name = name.replace(ours, theirs, 1)
+        return name
 
     def _locate(self, folder: Path, expected: Shapes) -> dict[str, Path]:
         if (folder / INDEX_FILE).is_file():

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway.cost.config import read_shape
-from headway.cost.shape import CacheSpec, Latent, ModelShape
+from headway.cost.config import read_shape, text_part
+from headway.cost.shape import CacheSpec, Latent, ModelShape, StateSpec
 from headway.cost.values import ConfigValues, ModelError
 from headway.models.quantization import PackedMatrices, read_packed
-from headway.models.rope_config import RopeConfig, read_rope, read_two_ropes
+from headway.models.rope_config import RopeConfig, read_rope, read_two_ropes, without_image_positions
 from headway.models.routing import Routing, read_routing
 
 __all__ = ["ARCHITECTURES", "ModelConfig", "ModelError", "RopeConfig"]
@@ -51,22 +51,44 @@ class Traits:
 
     Args:
         gate: what the gate of a feed-forward layer does: silu, gelu_tanh, or clamped, as gpt-oss's experts have it.
-        act: the key of the gate's name.
+        act, eps: the keys of the gate's name, and of the norms' epsilon.
         fused: tensors that hold the rows of several projections: qkv_proj, gate_up_proj.
         norm_offset: how much more the weights of norms are than what is stored.
+        stored: parts of tensors' names as the decoder has them, and as the checkpoint does.
+        unused: how names of tensors begin that the decoder does not need.
         turns_neighbours: of queries and keys, neighbours are turned together, not halves of what is turned.
     """
 
     norms: NormNames = _PLAIN_NORMS
     gate: str = "silu"
     act: str = "hidden_act"
+    eps: str = "rms_norm_eps"
     fused: tuple[str, ...] = ()
     norm_offset: float = 0.0
+    stored: tuple[tuple[str, str], ...] = ()
+    unused: tuple[str, ...] = ()
     turns_neighbours: bool = False
 
 
 _GEMMA = Traits(_GEMMA_NORMS, "gelu_tanh", "hidden_activation", norm_offset=1.0)
 _NEIGHBOURS = Traits(turns_neighbours=True)
+_NEXT = Traits(norm_offset=1.0, unused=("mtp.",), fused=("in_proj_qkvz", "in_proj_ba"))
+_QWEN_3_5 = replace(_NEXT, fused=())
+_LFM2 = Traits(
+    norms=NormNames("operator_norm", mlp="ffn_norm"),
+    eps="norm_eps",
+    stored=(
+        (".mlp.gate_proj.", ".feed_forward.w1."),
+        (".mlp.up_proj.", ".feed_forward.w3."),
+        (".mlp.down_proj.", ".feed_forward.w2."),
+        (".self_attn.o_proj.", ".self_attn.out_proj."),
+        (".self_attn.q_norm.", ".self_attn.q_layernorm."),
+        (".self_attn.k_norm.", ".self_attn.k_layernorm."),
+        ("model.norm.", "model.embedding_norm."),
+    ),
+)
+# Of a checkpoint that reads images too.
+_WITHIN_ALL = Traits(stored=(("model.", "model.language_model."),), unused=("mtp.", "model.visual."))
 _GLM = Traits(fused=("gate_up_proj",), turns_neighbours=True)
 # Of those that are known, the ones whose tensors and operations the decoder has.
 ARCHITECTURES: dict[str, Traits] = {
@@ -91,6 +113,10 @@ ARCHITECTURES: dict[str, Traits] = {
     "Glm4MoeLiteForCausalLM": _NEIGHBOURS,
     "DeepseekV2ForCausalLM": _NEIGHBOURS,
     "DeepseekV3ForCausalLM": _NEIGHBOURS,
+    "Qwen3NextForCausalLM": _NEXT,
+    "Qwen3_5ForCausalLM": _QWEN_3_5,
+    "Qwen3_5MoeForCausalLM": _QWEN_3_5,
+    "Lfm2ForCausalLM": _LFM2,
 }
 # What known families need that the decoder does not have.
 _LACKING = {
@@ -100,12 +126,13 @@ _LACKING = {
     "GlmMoeDsaForCausalLM": "a sparse indexer",
     "KimiK25ForConditionalGeneration": "an encoder of images",
     "KimiLinearForCausalLM": "layers of Kimi Delta Attention",
-    "Lfm2ForCausalLM": "layers of short convolutions",
+    "Lfm2MoeForCausalLM": "routing by sigmoid scores beside short convolutions",
+    "Lfm2VlForConditionalGeneration": "an encoder of images",
     "Llama4ForConditionalGeneration": "an encoder of images",
-    "Qwen3NextForCausalLM": "layers of Gated DeltaNet",
 }
 # What config.json calls what gates do.
 _ACTS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+_QWEN_DEFAULTS = {"partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "norm_topk_prob": True}
 # What architectures assume for keys that only the decoder reads.
 _GEMMA_DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256}
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -114,6 +141,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
     "Olmo3ForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
     "GptOssForCausalLM": {"torch_dtype": "bfloat16"},
+    "Qwen3NextForCausalLM": _QWEN_DEFAULTS,
+    "Qwen3_5ForCausalLM": _QWEN_DEFAULTS,
+    "Qwen3_5MoeForCausalLM": _QWEN_DEFAULTS,
+    "Lfm2ForCausalLM": {"norm_eps": 1e-5, "rope_theta": 1_000_000.0},
     "GlmForCausalLM": {"partial_rotary_factor": 0.5},
     "Glm4ForCausalLM": {"partial_rotary_factor": 0.5},
     "Glm4MoeForCausalLM": {"partial_rotary_factor": 0.5},
@@ -157,7 +188,7 @@ class ModelConfig:
 
     Args:
         shape: its sizes, the same that the cost model has.
-        caches: what each layer keeps of a token.
+        caches: what each layer keeps of a token, or of a sequence.
         routing: None where every layer has the plain feed-forward layer.
         packed: the matrices that the checkpoint holds as whole numbers; None where there are none.
         dtype: the checkpoint's own dtype by name, None where config.json does not say.
@@ -170,7 +201,7 @@ class ModelConfig:
     """
 
     shape: ModelShape
-    caches: tuple[CacheSpec, ...]
+    caches: tuple[CacheSpec | StateSpec, ...]
     routing: Routing | None
     packed: PackedMatrices | None
     rms_norm_eps: float
@@ -203,9 +234,18 @@ class ModelConfig:
         named = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
         if lacking := next((each for each in named if each in _LACKING), None):
             raise ModelError(f"{source}: {lacking} needs {_LACKING[lacking]}, which this version does not have")
-        shape = read_shape(raw, source, tuple(ARCHITECTURES))
-        name = next(each for each in named if each in ARCHITECTURES)
-        values, traits = ConfigValues(raw, source, _DEFAULTS.get(name, {})), ARCHITECTURES[name]
+        text = text_part(raw)
+        shape = read_shape(text, source, tuple(ARCHITECTURES))
+        name = next(each for each in text["architectures"] if each in ARCHITECTURES)
+        values, traits = ConfigValues(text, source, _DEFAULTS.get(name, {})), ARCHITECTURES[name]
+        if name.startswith("Qwen3_5"):
+            values = replace(values, raw=without_image_positions(text))
+        packed = read_packed(values)
+        if text is not raw:
+            traits = replace(traits, stored=_WITHIN_ALL.stored, unused=_WITHIN_ALL.unused)
+            if packed is not None:
+                ours, theirs = _WITHIN_ALL.stored[0]
+                packed = replace(packed, ignored=tuple(name.replace(theirs, ours) for name in packed.ignored))
         acts = _ACTS.get(traits.gate, _ACTS["silu"])
         if values.get(traits.act, "silu") not in acts:
             raise values.error(traits.act, f"is not supported; only {acts[0]} is")
@@ -231,8 +271,8 @@ class ModelConfig:
             shape=shape,
             caches=shape.caches,
             routing=None if shape.experts is None else read_routing(values, shape.experts),
-            packed=read_packed(values),
-            rms_norm_eps=values.positive_number("rms_norm_eps"),
+            packed=packed,
+            rms_norm_eps=values.positive_number(traits.eps),
             rope=rope,
             dtype=_dtype(values),
             rotated=_rotated(values, shape.layers) if name == "SmolLM3ForCausalLM" else (True,) * shape.layers,
@@ -240,7 +280,7 @@ class ModelConfig:
             multipliers=multipliers,
             local_rope=local_rope,
             softcaps=softcaps,
-            left_out=_left_out(values, shape.layers),
+            left_out=(*traits.unused, *_left_out(values, shape.layers)),
             by_heads=values.boolean("kv_b_by_heads"),
         )
 

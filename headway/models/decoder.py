@@ -1,22 +1,24 @@
 """One decoder for every supported family.
 
 Each layer: RMS norm, a mixer of tokens, RMS norm, gated MLP or several as experts, each pair added to a residual
-stream. The mixer is attention with rotary positions over the paged cache, of keys and values or of latents. What
-differs between families (biases, further norms, windows, sinks, RoPE, gates) is data.
+stream. The mixer is attention with rotary positions over the paged cache, of keys and values or of latents, or a part
+with a state (`recurrent`). What differs between families (biases, further norms, windows, sinks, RoPE, gates) is data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headway.cost.shape import CacheSpec
-from headway.kernels.interface import SOFTMAX, Kernels, LayerCache, Linear, Mixture, Scores, StepGeometry
+from headway.kernels.interface import SOFTMAX, Kernels, LayerCache, LayerState, Linear, Mixture, Scores, StepGeometry
 from headway.models.config import ModelConfig
 from headway.models.latent_attention import LatentAttention, LatentWeights
+from headway.models.recurrent import DeltaNet, ShortConvolution
 from headway.models.rope import rope_tables
 
 
@@ -61,7 +63,10 @@ class MixtureMLP:
 
 @dataclass(slots=True)
 class AttentionWeights:
-    """What makes queries, keys and values, and the result of what they find; qkv stacks the rows of all three."""
+    """What makes queries, keys and values, and the result of what they find; qkv stacks the rows of all three.
+
+    Where results have gates, their rows come last.
+    """
 
     qkv: Linear
     query_norm: Tensor | None  # [head_dim], or of all heads together
@@ -90,11 +95,13 @@ class Attention:
         self._scale = config.multipliers.attention or weights.cache.key_dim**-0.5
         self._softcap = config.softcaps.attention
         self._heads = _head_split(config.shape.heads, weights.cache)
+        if config.shape.output_gate:
+            self._heads.append(config.shape.heads)
 
     def __call__(self, x: Tensor, cache: LayerCache, step: StepGeometry) -> Tensor:
         """x [T, hidden] -> [T, hidden]; its keys and values are stored."""
         weights, kernels, heads = self._weights, self._kernels, self._heads
-        query, key, value = weights.qkv(x).view(len(x), sum(heads), weights.cache.key_dim).split(heads, 1)
+        query, key, value, *gate = weights.qkv(x).view(len(x), sum(heads), weights.cache.key_dim).split(heads, 1)
         if weights.query_norm is not None and weights.key_norm is not None:
             query = self._norm(query, weights.query_norm)
             key = self._norm(key, weights.key_norm)
@@ -104,6 +111,8 @@ class Attention:
         attended = kernels.attention(
             query, cache, step, self._scale, weights.cache.window, weights.sinks, self._softcap
         )
+        if gate:
+            attended = kernels.sigmoid_gate(attended, gate[0])
         return weights.o(attended.flatten(1))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -116,7 +125,7 @@ class LayerWeights:
     """One layer, laid out by the device's kernels."""
 
     mixer_norm: Tensor | None  # [hidden]; None where its input is the residual stream itself
-    mixer: AttentionWeights | LatentWeights
+    mixer: AttentionWeights | LatentWeights | DeltaNet | ShortConvolution
     mlp_norm: Tensor | None  # [hidden]; None likewise
     mlp: Callable[[Tensor], Tensor]  # [T, hidden] -> [T, hidden]
     mixed_norm: Tensor | None = None  # [hidden], of what the mixer adds to the residual stream
@@ -166,17 +175,19 @@ class Decoder:
         self._identity = object()
         tables = rope_tables(config.rope, self.max_model_len, self.device)
         local = tables if config.local_rope is None else rope_tables(config.local_rope, self.max_model_len, self.device)
-        mixers = [
-            _mixer(layer.mixer, config, kernels, tables if layer.mixer.cache.window is None else local)
-            for layer in weights.layers
+        attending = [each.mixer for each in weights.layers if isinstance(each.mixer, AttentionWeights | LatentWeights)]
+        mixers: list[Callable[[Tensor, Any, StepGeometry], Tensor]] = [
+            _attention(mixer, config, kernels, tables if mixer.cache.window is None else local)
+            if isinstance(mixer, AttentionWeights | LatentWeights)
+            else mixer
+            for mixer in (layer.mixer for layer in weights.layers)
         ]
         # Each layer with the norm that follows it: a layer's closing residual addition is fused with the next norm.
         next_norms = [layer.mixer_norm for layer in weights.layers[1:]] + [weights.final_norm]
         self._layers = list(zip(weights.layers, mixers, next_norms, strict=True))
-        caches = [layer.mixer.cache for layer in weights.layers]
-        self._attentions = sorted({(config.shape.heads, cache.heads, cache.key_dim) for cache in caches})
+        self._attentions = sorted({(config.shape.heads, each.cache.heads, each.cache.key_dim) for each in attending})
 
-    def forward(self, token_ids: Tensor, step: StepGeometry, caches: list[LayerCache]) -> Tensor:
+    def forward(self, token_ids: Tensor, step: StepGeometry, caches: Sequence[LayerCache | LayerState]) -> Tensor:
         """Run token_ids [T] int64 through all layers, storing their keys and values -> [T, hidden], final norm applied.
 
         Args:
@@ -189,7 +200,7 @@ class Decoder:
         key = (self._identity, len(token_ids))
         return self.kernels.repeat(key, step, self._attentions, lambda: self._layers_of(token_ids, step, caches))
 
-    def _layers_of(self, token_ids: Tensor, step: StepGeometry, caches: list[LayerCache]) -> Tensor:
+    def _layers_of(self, token_ids: Tensor, step: StepGeometry, caches: Sequence[LayerCache | LayerState]) -> Tensor:
         rms_norm, eps = self.kernels.rms_norm, self.config.rms_norm_eps
         residual = self.weights.embedding(token_ids)
         first = self.weights.layers[0].mixer_norm
@@ -218,7 +229,7 @@ class Decoder:
         return logits if cap is None else self.kernels.soft_cap(logits, cap)
 
 
-def _mixer(
+def _attention(
     weights: AttentionWeights | LatentWeights, config: ModelConfig, kernels: Kernels, rope: tuple[Tensor, Tensor]
 ) -> Attention | LatentAttention:
     if isinstance(weights, LatentWeights):

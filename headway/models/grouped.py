@@ -56,6 +56,12 @@ def with_rows(product: Product, rows: Tensor) -> Product:
     return moved, None if bias is None else bias[rows]
 
 
+def grouped_rows(groups: int, *sizes: int) -> Tensor:
+    """The order of rows, in groups with parts of these sizes, that brings the first part of all together, and so on."""
+    rows = torch.arange(groups * sum(sizes)).view(groups, -1)
+    return torch.cat([part.flatten() for part in rows.split(sizes, 1)])
+
+
 def _taken(values: Tensor, rows: Tensor) -> Tensor:
     """Rows of a matrix; torch takes none of float8."""
     if values.dtype == torch.float8_e4m3fn:

@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headway.cost.shape import CacheSpec, Experts, Latent
+from headway.cost.shape import CacheSpec, Experts, Latent, StateSpec
 from headway.kernels.interface import (
     CLAMPED,
     GELU_TANH,
     QUANTIZATIONS,
     SILU,
+    DeltaRule,
     HeadLinear,
     Kernels,
     Linear,
@@ -31,10 +32,11 @@ from headway.models.folder import read_ahead
 from headway.models.folder import resolve_model as resolve_model
 from headway.models.gguf_checkpoint import GGUFCheckpoint
 from headway.models.gguf_config import gguf_files
-from headway.models.grouped import expanded, stacked_groups, with_rows
+from headway.models.grouped import expanded, grouped_rows, stacked_groups, with_rows
 from headway.models.latent_attention import LatentWeights
 from headway.models.packed_layers import mxfp4_matrix
 from headway.models.quantization import EMBEDDING, scheme_of
+from headway.models.recurrent import DeltaNet, ShortConvolution
 from headway.models.routing import Routing
 from headway.models.tensors import (
     STACKED,
@@ -44,6 +46,7 @@ from headway.models.tensors import (
     dense_names,
     expected_tensors,
     mixture_names,
+    recurrent_names,
 )
 
 GATES = {"silu": SILU, "gelu_tanh": GELU_TANH, "clamped": CLAMPED}
@@ -125,7 +128,7 @@ def _open(
         return nullcontext(RandomWeights(seed, clock))
     if load_format == "auto" and gguf_files(folder):
         return GGUFCheckpoint(folder, expected, config, clock)
-    return Checkpoint(folder, expected, clock, config.packed, config.left_out)
+    return Checkpoint(folder, expected, clock, config.packed, config.left_out, config.traits.stored)
 
 
 class Assembler:
@@ -170,17 +173,25 @@ class Assembler:
         with self._clock.measure("layout"):
             return self._kernels.linear(packed, None).rows
 
-    def _layer(self, index: int, cache: CacheSpec) -> LayerWeights:
+    def _layer(self, index: int, cache: CacheSpec | StateSpec) -> LayerWeights:
         layer, norms, added = f"model.layers.{index}", self._config.traits.norms, self._config.multipliers.added
-        shape = self._config.shape
         return LayerWeights(
             mixer_norm=self._norm(f"{layer}.{norms.attention}") if norms.attention else None,
-            mixer=self._attention(index, cache) if shape.latent is None else self._latent_attention(index, cache),
+            mixer=self._mixer(index, cache),
             mixed_norm=self._norm(f"{layer}.{norms.attended}", added) if norms.attended else None,
             mlp_norm=self._norm(f"{layer}.{norms.mlp}") if norms.mlp else None,
             mlp_out_norm=self._norm(f"{layer}.{norms.mlp_out}", added) if norms.mlp_out else None,
             mlp=self._mlp(index),
         )
+
+    def _mixer(
+        self, index: int, cache: CacheSpec | StateSpec
+    ) -> AttentionWeights | LatentWeights | DeltaNet | ShortConvolution:
+        if isinstance(cache, StateSpec):
+            return self._delta_net(index, cache) if cache.heads else self._short_convolution(index, cache)
+        if self._config.shape.latent is not None:
+            return self._latent_attention(index, cache)
+        return self._attention(index, cache)
 
     def _attention(self, index: int, cache: CacheSpec) -> AttentionWeights:
         attention, shape = f"model.layers.{index}.self_attn", self._config.shape
@@ -236,11 +247,51 @@ class Assembler:
                 self._kernels.head_linear((Weight(each.contiguous(), scheme) for each in values), heads),
             )
 
+    def _short_convolution(self, index: int, state: StateSpec) -> ShortConvolution:
+        block = f"model.layers.{index}.conv"
+        return ShortConvolution(
+            self._kernels,
+            projection=self._linear(f"{block}.in_proj"),
+            taps=self._taps(f"{block}.conv"),
+            bias=self._stack(f"{block}.conv.bias", dtype=torch.float32) if state.bias else None,
+            o=self._linear(f"{block}.out_proj", factor=self._config.multipliers.added),
+        )
+
+    def _delta_net(self, index: int, state: StateSpec) -> DeltaNet:
+        (mixed, rest), block = recurrent_names(self._config, index), f"model.layers.{index}.linear_attn"
+        if len(mixed) == 1:  # the rows of each key head are together
+            groups, each = state.key_heads, state.heads // state.key_heads
+            sizes = (state.key_dim, state.key_dim, each * state.value_dim, each * state.value_dim)
+            projection = self._rows_of(grouped_rows(groups, *sizes), *mixed)
+            heads_projection = self._rows_of(grouped_rows(groups, each, each), *rest)
+        else:
+            projection, heads_projection = self._linear(*mixed), self._linear(*rest)
+        rule = DeltaRule(
+            key_heads=state.key_heads,
+            rate=self._stack(f"{block}.A_log", dtype=torch.float32).exp_(),
+            offset=self._stack(f"{block}.dt_bias", dtype=torch.float32),
+            norm=self._stack(f"{block}.norm.weight", dtype=torch.float32),
+            eps=self._config.rms_norm_eps,
+        )
+        taps, o = (
+            self._taps(f"{block}.conv1d"),
+            self._linear(f"{block}.out_proj", factor=self._config.multipliers.added),
+        )
+        return DeltaNet(self._kernels, projection, heads_projection, taps, rule, o)
+
+    def _taps(self, name: str) -> Tensor:
+        """What a convolution multiplies with, [width, channels]."""
+        return self._stack(f"{name}.weight", dtype=torch.float32).squeeze(1).T.contiguous()
+
     def _norm(self, name: str, factor: float = 1.0) -> Tensor:
         return self._stack(f"{name}.weight").add_(self._config.traits.norm_offset).mul_(factor)
 
     def _qkv(self, index: int, cache: CacheSpec) -> Linear:
-        names = attention_names(self._config, index)
+        names, shape = attention_names(self._config, index), self._config.shape
+        if shape.output_gate:  # beside the query of each head: behind everything
+            width, others = cache.key_dim, 2 * cache.heads * cache.key_dim
+            queries, gates = grouped_rows(shape.heads, width, width).chunk(2)
+            return self._rows_of(torch.cat([queries, torch.arange(others) + 2 * len(queries), gates]), *names)
         if self._config.traits.turns_neighbours:
             return self._rows_of(self._in_halves(self._config.shape.heads, cache), *names)
         return self._linear(*names)

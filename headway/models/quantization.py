@@ -12,7 +12,9 @@ from headway.cost.values import ConfigValues, ModelError
 EMBEDDING = "model.embed_tokens"
 # Routers, by the last part of their name: few numbers that decide much.
 ROUTERS = ("gate", "shared_expert_gate", "router")
-# Those and the head, which AWQ, GPTQ and FP8 leave plain without saying so.
+# Of delta nets, how much each head writes and forgets: the same.
+_FEW_NUMBERS = (*ROUTERS, "in_proj_a", "in_proj_b", "in_proj_ba")
+# Routers and the head, which AWQ, GPTQ and FP8 leave plain without saying so.
 _LEFT_PLAIN = ("lm_head", *(rf"re:.*\.{router}$" for router in ROUTERS))
 _PLAIN_ONLY = "use the unquantised checkpoint"
 # What a checkpoint of compressed-tensors must say, so that its numbers mean what the kernels take them for.
@@ -301,12 +303,12 @@ def _check(section: ConfigValues, wanted: Mapping[str, Any]) -> None:
 def scheme_of(layer: str, quantization: str, packed: PackedMatrices | None) -> str:
     """The scheme of a linear layer's matrix where --quantization asks for `quantization`.
 
-    Packed matrices keep theirs, and routers are not quantised. The head, and with tied embeddings every token's first
-    vector, suffers most from few bits.
+    Packed matrices keep theirs, and routers and the like are not quantised. The head, and with tied embeddings every
+    token's first vector, suffers most from few bits.
     """
     if packed is not None and packed.covers(layer):
         return packed.scheme
-    if layer.rpartition(".")[2] in ROUTERS:
+    if layer.rpartition(".")[2] in _FEW_NUMBERS:
         return "none"
     is_head = layer in ("lm_head", EMBEDDING)
     return "int8" if is_head and quantization == "int4" else quantization

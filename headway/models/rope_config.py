@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from headway.cost.values import ConfigValues, ModelError
 
@@ -95,6 +96,15 @@ def read_rope(values: ConfigValues, head_dim: int, max_positions: int) -> RopeCo
     if kind == "yarn":
         return _yarn(scaling, theta, dim, factor, original)
     return RopeConfig(kind, theta, dim, factor, max_positions)
+
+
+def without_image_positions(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config whose rotary sections are turned by places in an image (Qwen3.5): of text, all by the same position."""
+    said = raw.get("rope_parameters")
+    if not isinstance(said, Mapping):
+        return dict(raw)
+    plain = {key: value for key, value in said.items() if key not in ("mrope_section", "mrope_interleaved")}
+    return {**raw, "rope_parameters": plain}
 
 
 def read_two_ropes(

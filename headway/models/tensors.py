@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headway.cost.shape import CacheSpec, Experts, ModelShape
+from headway.cost.shape import CacheSpec, Experts, ModelShape, StateSpec
 from headway.models.config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
@@ -40,6 +40,21 @@ def attention_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     if config.shape.latent is not None:
         parts = ("q_proj" if config.shape.latent.q_rank is None else "q_a_proj", "kv_a_proj_with_mqa")
     return tuple(f"model.layers.{layer}.self_attn.{part}" for part in parts)
+
+
+def recurrent_names(config: ModelConfig, layer: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the linear layers at the beginning of a recurrent layer: of what is mixed and its gate, and of the rest.
+
+    The rest are two numbers for each head of a delta net: how much it writes, and how much it forgets.
+    """
+    if config.shape.state is None or not config.shape.state.heads:
+        return (f"model.layers.{layer}.conv.in_proj",), ()
+    split = "in_proj_qkvz" not in config.traits.fused
+    parts = (
+        (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")) if split else (("in_proj_qkvz",), ("in_proj_ba",))
+    )
+    mixed, rest = (tuple(f"model.layers.{layer}.linear_attn.{part}" for part in each) for each in parts)
+    return mixed, rest
 
 
 def mixture_names(config: ModelConfig, layer: int, stacked: bool) -> MixtureNames | None:
@@ -82,31 +97,53 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
             linear(name, 2 * width // len(gated), c.hidden, bias)
         linear(down, c.hidden, width, bias)
 
+    def recurrent(index: int, state: StateSpec) -> None:
+        names, layer = recurrent_names(config, index), f"model.layers.{index}"
+        for name, rows in zip((*names[0], *names[1]), _recurrent_rows(state, *map(len, names)), strict=True):
+            linear(name, rows, c.hidden, state.bias)
+        if not state.heads:
+            shapes[f"{layer}.conv.conv.weight"] = (state.channels, 1, state.width)
+            if state.bias:
+                shapes[f"{layer}.conv.conv.bias"] = (state.channels,)
+            linear(f"{layer}.conv.out_proj", c.hidden, state.mixed, state.bias)
+            return
+        block = f"{layer}.linear_attn"
+        shapes[f"{block}.conv1d.weight"] = (state.channels, 1, state.width)
+        shapes.update({f"{block}.A_log": (state.heads,), f"{block}.dt_bias": (state.heads,)})
+        shapes[f"{block}.norm.weight"] = (state.value_dim,)
+        linear(f"{block}.out_proj", c.hidden, state.mixed, bias=False)
+
+    def attention(index: int, cache: CacheSpec) -> None:
+        names, block = attention_names(config, index), f"model.layers.{index}.self_attn"
+        for name, rows in zip(names, _attention_rows(c, cache, len(names)), strict=True):
+            linear(name, rows, c.hidden, c.qkv_bias)
+        if (latent := c.latent) is not None:
+            shapes[f"{block}.kv_a_layernorm.weight"] = (latent.kv_rank,)
+            if config.by_heads:
+                for head in range(c.heads):
+                    linear(f"{block}.heads.{head}.k_b_proj", latent.kv_rank, latent.nope_dim, False)
+                    linear(f"{block}.heads.{head}.v_b_proj", latent.value_dim, latent.kv_rank, False)
+            else:
+                linear(f"{block}.kv_b_proj", c.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank, False)
+            if latent.q_rank is not None:
+                shapes[f"{block}.q_a_layernorm.weight"] = (latent.q_rank,)
+                linear(f"{block}.q_b_proj", c.heads * c.head_dim, latent.q_rank, False)
+        if c.sinks:
+            shapes[f"{block}.sinks"] = (c.heads,)
+        if c.qk_norm:
+            whole = c.qk_norm == "whole"
+            shapes[f"{block}.q_norm.weight"] = ((c.heads if whole else 1) * cache.key_dim,)
+            shapes[f"{block}.k_norm.weight"] = ((cache.heads if whole else 1) * cache.key_dim,)
+        linear(f"{block}.o_proj", c.hidden, c.attended, c.o_bias)
+
     for i, cache in enumerate(config.caches):
         layer = f"model.layers.{i}"
         for norm in filter(None, config.traits.norms):
             shapes[f"{layer}.{norm}.weight"] = (c.hidden,)
-        names, attention = attention_names(config, i), f"{layer}.self_attn"
-        for name, rows in zip(names, _attention_rows(c, cache, len(names)), strict=True):
-            linear(name, rows, c.hidden, c.qkv_bias)
-        if (latent := c.latent) is not None:
-            shapes[f"{attention}.kv_a_layernorm.weight"] = (latent.kv_rank,)
-            if config.by_heads:
-                for head in range(c.heads):
-                    linear(f"{attention}.heads.{head}.k_b_proj", latent.kv_rank, latent.nope_dim, False)
-                    linear(f"{attention}.heads.{head}.v_b_proj", latent.value_dim, latent.kv_rank, False)
-            else:
-                linear(f"{attention}.kv_b_proj", c.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank, False)
-            if latent.q_rank is not None:
-                shapes[f"{attention}.q_a_layernorm.weight"] = (latent.q_rank,)
-                linear(f"{attention}.q_b_proj", c.heads * c.head_dim, latent.q_rank, False)
-        if c.sinks:
-            shapes[f"{attention}.sinks"] = (c.heads,)
-        if c.qk_norm:
-            whole = c.qk_norm == "whole"
-            shapes[f"{attention}.q_norm.weight"] = ((c.heads if whole else 1) * cache.key_dim,)
-            shapes[f"{attention}.k_norm.weight"] = ((cache.heads if whole else 1) * cache.key_dim,)
-        linear(f"{attention}.o_proj", c.hidden, c.attended, c.o_bias)
+        if isinstance(cache, StateSpec):
+            recurrent(i, cache)
+        else:
+            attention(i, cache)
         mixture = mixture_names(config, i, stacked)
         if mixture is None or c.experts is None:
             feed_forward(dense_names(f"{layer}.mlp", config.traits.fused), c.ffn, c.mlp_bias)
@@ -136,7 +173,15 @@ def _attention_rows(shape: ModelShape, cache: CacheSpec, parts: int) -> tuple[in
     queries, keys, values = shape.heads * shape.head_dim, cache.heads * cache.key_dim, cache.heads * cache.value_dim
     if shape.latent is not None:
         return shape.latent.q_rank or queries, keys
+    queries *= 1 + shape.output_gate
     return (queries + keys + values,) if parts == 1 else (queries, keys, values)
+
+
+def _recurrent_rows(state: StateSpec, mixed: int, rest: int) -> tuple[int, ...]:
+    """Of the linear layers that recurrent_names() names, so many of both kinds."""
+    of_heads = (2 * state.heads // rest,) * rest if rest else ()
+    first = state.projected - 2 * state.heads
+    return (first, *of_heads) if mixed == 1 else (state.channels, state.mixed, *of_heads)
 
 
 def _experts_by_turns(layer: str, experts: Experts, hidden: int, packed: bool) -> Shapes:

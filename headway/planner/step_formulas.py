@@ -8,6 +8,7 @@ from headway.cost.attention import Chunk
 from headway.cost.capacity import sequence_bytes
 from headway.cost.parallel import stage_layers
 from headway.cost.precision import Format
+from headway.cost.shape import ModelShape
 from headway.cost.timing import LINEAR, PartTime
 from headway.cost.work import (
     LAYER_NORM_FLOPS,
@@ -75,7 +76,7 @@ def of_cache(plan: Plan) -> Iterator[Formula]:
     shape, bits = plan.deployment.shape, plain(plan.deployment.precision.kv.bits_per_element)
     if shape.latent is None:
         rule = "2 × layers × KV heads × head dimension × bytes of an element"
-        numbers = f"2 * {shape.layers} * {shape.kv_heads} * {shape.head_dim} * {bits} / 8"
+        numbers = f"2 * {shape.attention_layers} * {shape.kv_heads} * {shape.head_dim} * {bits} / 8"
         source = "document 000, KV Cache Formula; document 002, KV Cache Memory Requirements; document 003, 3.3"
     else:
         rule = "layers × (latent + rotary key) × bytes of an element"
@@ -84,15 +85,19 @@ def of_cache(plan: Plan) -> Iterator[Formula]:
     yield Formula("Cache of a token", rule, numbers, plan.kv_bytes_per_token, "bytes", source)
     of_layer = plain(plan.deployment.precision.kv.bytes_of(shape.kv_elements_per_layer))
     work, whole = plan.workload, _shared(plan)
-    numbers = f"{of_layer} * ({_kept(plan, shape.sliding_windows, work.prompt + work.output)}) * {plain(plan.batch)}"
+    state = _states(shape)
+    kept = _kept(plan, shape.sliding_windows, work.prompt + work.output)
+    numbers = f"({of_layer} * ({kept}){state}) * {plain(plan.batch)}"
     if whole:
         prefix = _kept(plan, shape.sliding_windows, whole)
         own = _kept(plan, shape.sliding_windows, work.prompt - whole + work.output)
         groups = min(plan.batch, plan.deployment.parallelism.data)
-        numbers = f"min({numbers}, {of_layer} * (({prefix}) * {groups} + ({own}) * {plain(plan.batch)}))"
+        shared, each = (f"({of_layer} * ({tokens}){state})" for tokens in (prefix, own))
+        numbers = f"min({numbers}, {shared} * {groups} + {each} * {plain(plan.batch)})"
     yield Formula(
         "Cache of the batch",
-        "cache of a token in a layer × tokens in whole blocks, in all layers × sequences; what all share is held once",
+        "(cache of a token in a layer × tokens in whole blocks, in all layers, + states) × sequences; what all share "
+        "is held once",
         numbers,
         plan.kv_cache_bytes,
         "bytes",
@@ -141,7 +146,7 @@ def of_memory(plan: Plan) -> Iterator[Formula]:
     yield Formula(
         "Cache of one request, of a device",
         "cache of a token in a layer of a device × tokens in whole blocks, in the layers of a stage",
-        f"{of_layer} * ({_kept(plan, stage, work.prompt + work.output)})",
+        f"{of_layer} * ({_kept(plan, stage, work.prompt + work.output)}){_states(d.device)}",
         one,
         "bytes",
         "document 000, KV Cache Formula; document 002, Sliding Window Attention",
@@ -162,6 +167,11 @@ def of_memory(plan: Plan) -> Iterator[Formula]:
         "requests",
         "document 002, Memory Limits Batch Size",
     )
+
+
+def _states(shape: ModelShape) -> str:
+    """What recurrent layers add to the cache of a sequence, in bytes."""
+    return f" + {plain(shape.state_bytes)}" if shape.state_bytes else ""
 
 
 def _of_one(plan: Plan, tokens: int) -> int:
@@ -303,7 +313,7 @@ def _attention(plan: Plan, name: str, new: int, flops: int) -> Formula:
     return Formula(
         f"FLOPs of the {name}: attention",
         "4 × layers × query heads × head dimension × pairs of a query and a key that it may see",
-        f"4 * {shape.layers} * {shape.heads} * {shape.head_dim} * {pairs}",
+        f"4 * {shape.attention_layers} * {shape.heads} * {shape.head_dim} * {pairs}",
         flops,
         "FLOP",
         "document 001, chapter 8, where a prompt has all N × N pairs; the causal mask leaves half",

@@ -6,6 +6,7 @@ it is full and all its tokens are final.
 
 from __future__ import annotations
 
+from headway.policy.checkpoints import Checkpoint
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.plan import StepPlan, TableChange
 from headway.policy.prefix_index import PrefixMatch
@@ -30,7 +31,7 @@ class BlockManager:
         """Free blocks that its admission takes: those of all known tokens, less the shared ones that are in use."""
         prefix, references = self._known_prefix(sequence), self._blocks.references
         in_use = sum(1 for block in prefix if references[block])
-        return self._blocks.blocks_for(len(sequence.tokens)) - in_use + _can_fork(sequence)
+        return self._blocks.blocks_for(len(sequence.tokens)) - in_use + self._can_fork(sequence)
 
     def known_tokens(self, sequence: Sequence) -> int:
         """Of a waiting sequence: those that need not be computed."""
@@ -53,11 +54,12 @@ class BlockManager:
             return False
         table = list(self._known_prefix(sequence))
         blocks.share(table, owner)
-        if _can_fork(sequence) and sequence.parent is not None:
+        if sequence.parent is not None and self._can_fork(sequence):
             sequence.num_computed = sequence.prompt_len - 1
             sequence.parent.room = 0
         else:
             sequence.num_computed = len(table) * blocks.block_size
+            self._plan_checkpoints(sequence)
             sequence.num_registered = len(table)
             sequence.cache_node = blocks.node_of(table[-1]) if table else 0
         if sequence.preemptions == 0 and sequence.output_len == 0:
@@ -72,13 +74,64 @@ class BlockManager:
         return True
 
     def _known_prefix(self, sequence: Sequence) -> list[int]:
-        if _can_fork(sequence) and sequence.parent is not None:
+        if sequence.parent is not None and self._can_fork(sequence):
             return sequence.parent.block_table[: self._blocks.blocks_for(sequence.prompt_len)]
         if sequence.logit_rows(0, sequence.prompt_len):
             return []  # every prompt token's logits are wanted, so every one is computed
         if sequence.prefix_match is None:
             sequence.prefix_match = PrefixMatch()
-        return self._blocks.match(sequence.tokens, sequence.cache_salt, sequence.prefix_match)
+        known = self._blocks.match(sequence.tokens, sequence.cache_salt, sequence.prefix_match)
+        if self._blocks.checkpoints is not None:
+            return known[: self._blocks.checkpoints.known(sequence.prefix_match.nodes)]
+        return known
+
+    def _can_fork(self, sequence: Sequence) -> bool:
+        """A further choice of a request takes over the prompt's blocks of the first one; their states are not kept."""
+        parent = sequence.parent
+        runs = parent is not None and parent.status is Status.RUNNING
+        return runs and sequence.output_len == 0 and self._blocks.checkpoints is None
+
+    # --- checkpoints --------------------------------------------------------------------------------
+
+    def _plan_checkpoints(self, sequence: Sequence) -> None:
+        """Note which state an admitted sequence goes on from, and behind which tokens its own is to be kept."""
+        checkpoints, size, found = self._blocks.checkpoints, self._blocks.block_size, sequence.prefix_match
+        if checkpoints is None or not self._blocks.enable_prefix_caching:
+            return
+        computed, nodes = sequence.num_computed, found.nodes if found is not None else []
+        if computed:
+            sequence.checkpoint = checkpoints.read(nodes[computed // size - 1])
+        leaves, ends = len(nodes) * size, (len(sequence.tokens) - 1) // size * size
+        sequence.keeps_at = tuple(at for at in dict.fromkeys((leaves, ends)) if at > computed)
+
+    def keep_state(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
+        """Have the state kept behind one of the next `count` tokens, if that is wanted and there is a slot."""
+        start, checkpoints = sequence.num_computed, self._blocks.checkpoints
+        at = next((at for at in sequence.keeps_at if start < at <= start + count), None)
+        if checkpoints is None or at is None:
+            return
+        slot = checkpoints.promise()
+        if slot is not None:
+            plan.checkpoints.append(Checkpoint(sequence.seq_id, at, slot))
+
+    def settle(self, sequence: Sequence, plan: StepPlan) -> None:
+        """A step of the sequence has ended: the state that was kept is that of a node."""
+        blocks, checkpoints = self._blocks, self._blocks.checkpoints
+        if checkpoints is None:
+            return
+        self._let_go(sequence)
+        for kept in plan.checkpoints:
+            if kept.seq_id == sequence.seq_id:
+                known = PrefixMatch()
+                blocks.match(sequence.tokens[: kept.tokens + 1], sequence.cache_salt, known)
+                if len(known.nodes) * blocks.block_size == kept.tokens:
+                    checkpoints.fill(kept.slot, known.nodes[-1])
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """The sequence has read the state that it goes on from, or never will."""
+        if self._blocks.checkpoints is not None and sequence.checkpoint >= 0:
+            self._blocks.checkpoints.let_go(sequence.checkpoint)
+            sequence.checkpoint = -1
 
     # --- steps --------------------------------------------------------------------------------------
 
@@ -175,13 +228,8 @@ class BlockManager:
         if self._host is not None and sequence.swapped is not None:
             self._host.free(sequence.swapped)
             sequence.swapped = None
+        self._let_go(sequence)
         self._blocks.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = sequence.num_registered = sequence.cache_node = sequence.room = 0
         sequence.in_executor = False
-
-
-def _can_fork(sequence: Sequence) -> bool:
-    """A further choice of a request takes over the prompt's blocks of the first one."""
-    parent = sequence.parent
-    return parent is not None and parent.status is Status.RUNNING and sequence.output_len == 0

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
+from headway.policy.checkpoints import Checkpoints
 from headway.policy.eviction import COMMON, CachedBlocks
 from headway.policy.prefix_index import PrefixIndex, PrefixMatch
 
@@ -48,11 +49,13 @@ class KVBlocks:
 
     Args:
         protected_share: most of the pool, 0 to 1, whose contents are protected from eviction.
+        num_checkpoints: slots for states of recurrent layers; None for a model without such layers.
 
     Attributes:
         used: blocks in use of each class.
         cached: those that nobody holds and that hold a prefix.
         pinned: those that stay in use for good.
+        checkpoints: of prefixes, without which they are not known; None for a model without recurrent layers.
         allocated, runs: blocks given out so far, and the runs of consecutive ones that they are in block tables.
 
     Raises:
@@ -65,6 +68,7 @@ class KVBlocks:
         block_size: int,
         enable_prefix_caching: bool = True,
         protected_share: float = PROTECTED_SHARE,
+        num_checkpoints: int | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens is empty; both must be at least 1")
@@ -72,7 +76,8 @@ class KVBlocks:
             raise ValueError(f"the protected share of the KV pool is {protected_share:g}; give 0 to below 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
+        self.enable_prefix_caching = enable_prefix_caching and num_checkpoints != 0
+        self.checkpoints = None if num_checkpoints is None else Checkpoints(num_checkpoints)
         self.protected_share = protected_share
         self.references = [0] * num_blocks
         self.prefix_stats = PrefixStats()
@@ -118,7 +123,7 @@ class KVBlocks:
         blocks = self._take_free(count) if self._free else []
         if lacking > 0:
             evicted = self.cached.evict(lacking)
-            self._index.forget(evicted)
+            self._forget(evicted)
             blocks += evicted
         owners, references = self.cached.owners, self.references
         for block in blocks:
@@ -204,9 +209,15 @@ class KVBlocks:
     def withdraw(self, blocks: Iterable[int]) -> None:
         """Take blocks that sequences hold out of the index, as their contents can't be trusted."""
         known = [block for block in dict.fromkeys(blocks) if self._index.nodes[block]]
-        self._index.forget(known)
+        self._forget(known)
         for block in known:
             self.cached.forget(block)
+
+    def _forget(self, blocks: list[int]) -> None:
+        if self.checkpoints is not None:
+            for block in blocks:
+                self.checkpoints.drop(self._index.nodes[block])
+        self._index.forget(blocks)
 
     def node_of(self, block: int) -> int:
         """The node of a registered block."""
@@ -218,6 +229,8 @@ class KVBlocks:
         self.pinned.clear()
         self._free.extend(self.cached)
         self.cached.clear()
+        if self.checkpoints is not None:
+            self.checkpoints.clear()
         self._index.clear()
 
     # --- integrity ----------------------------------------------------------------------------------

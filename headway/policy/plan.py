@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headway.policy.checkpoints import Checkpoint
 from headway.policy.request import Sequence
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.step_time import StepWork, pairs
@@ -23,6 +24,7 @@ class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
         stop_ids: ids that end it.
         seed: of its draws.
         block_table: KV blocks in order of position.
+        checkpoint: the slot with the state behind its computed tokens; -1: there are none, or no recurrent layers.
     """
 
     seq_id: int
@@ -32,6 +34,7 @@ class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
     prompt_len: int
     tokens: list[int]
     block_table: list[int]
+    checkpoint: int = -1
 
 
 def state_of(sequence: Sequence) -> SequenceState:
@@ -44,6 +47,7 @@ def state_of(sequence: Sequence) -> SequenceState:
         sequence.prompt_len,
         list(sequence.tokens),
         list(sequence.block_table),
+        sequence.checkpoint,
     )
 
 
@@ -93,6 +97,7 @@ class StepPlan(msgspec.Struct, array_like=True):
         expired: sequences that waited too long or can't be in time, and are finished.
         work: what the scheduled parts come to, as `work_of` says.
         wait_until_ns: nothing runs as the first request waits for others; schedule again then, or when one comes.
+        checkpoints: states of scheduled sequences that are to be kept.
     """
 
     scheduled: list[ScheduledSequence] = []
@@ -104,6 +109,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     expired: list[int] = []
     work: StepWork = NO_WORK
     wait_until_ns: int = 0
+    checkpoints: list[Checkpoint] = []
 
     @property
     def num_tokens(self) -> int:

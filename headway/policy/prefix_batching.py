@@ -9,10 +9,15 @@ _COMPARED_AT_ONCE = 512
 
 
 class PrefixLeaders:
-    """Of prompts that are being computed, one for each beginning of a block."""
+    """Of prompts that are being computed, one for each beginning of a block.
 
-    def __init__(self, block_size: int, order: Order) -> None:
+    Args:
+        keep_states: what two begin with is known only by a checkpoint behind it, which the first is asked for.
+    """
+
+    def __init__(self, block_size: int, order: Order, keep_states: bool = False) -> None:
         self._block_size = block_size
+        self._keep_states = keep_states
         self._order = order
         self._leaders: dict[tuple[str, tuple[int, ...]], Sequence] = {}
         self._common: dict[int, tuple[int, int]] = {}  # by a follower's seq_id: its leader's, and how much they share
@@ -37,8 +42,12 @@ class PrefixLeaders:
             return False
         if sequence.logit_rows(0, sequence.prompt_len) or self._order(sequence) < self._order(leader):
             return False
-        shared = min(self._shared(leader, sequence), len(sequence.tokens) - 1)
-        return leader.num_computed + self._block_size <= shared // self._block_size * self._block_size
+        shared = min(self._shared(leader, sequence), len(sequence.tokens) - 1) // self._block_size * self._block_size
+        if not self._keep_states:
+            return leader.num_computed + self._block_size <= shared
+        if leader.num_computed < shared and shared not in leader.keeps_at:
+            leader.keeps_at = (shared, *leader.keeps_at)
+        return leader.num_computed < shared
 
     def _key(self, sequence: Sequence) -> tuple[str, tuple[int, ...]]:
         return sequence.cache_salt, tuple(sequence.tokens[: self._block_size])

@@ -56,13 +56,15 @@ class RecordedEngine(_Record, tag="engine"):
     began_ns: int
     began_unix_s: float
     protected_share: float = PROTECTED_SHARE
+    num_checkpoints: int | None = None
 
     def scheduler_config(self) -> SchedulerConfig:
         return msgspec.convert(_with_infinities(self.scheduler), SchedulerConfig)
 
     def kv_blocks(self) -> KVBlocks:
         """An empty pool."""
-        return KVBlocks(self.num_blocks, self.block_size, self.enable_prefix_caching, self.protected_share)
+        sizes = self.num_blocks, self.block_size
+        return KVBlocks(*sizes, self.enable_prefix_caching, self.protected_share, self.num_checkpoints)
 
 
 class Arrival(_Record):

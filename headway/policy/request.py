@@ -116,6 +116,8 @@ class Sequence:
     displacements: int = 0  # of its preemptions, those that gave its place to a better priority
     times_bypassed: int = 0
     prefix_match: PrefixMatch | None = None  # while it waits: what was found of its tokens in the prefix index
+    checkpoint: int = -1  # until its first step: the slot of the state behind its computed tokens
+    keeps_at: tuple[int, ...] = ()  # tokens behind which its state is to be kept, if it gets there
     swapped: Swapped | None = None  # while it waits: what the host holds of it
     seq_id: int = 0  # its number at the scheduler, in order of arrival
     in_executor: bool = False  # a plan has told of it since it was last admitted

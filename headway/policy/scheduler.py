@@ -220,6 +220,8 @@ class Scheduler(Sequences):
         if not self.block_manager.extend(sequence, count, plan):
             return
         _tell(sequence, plan)
+        if sequence.keeps_at:
+            self.block_manager.keep_state(sequence, count, plan)
         chunk, rows = sequence.tokens[start : start + count], sequence.logit_rows(start, count)
         samples = int(count == wanted)
         plan.scheduled.append(ScheduledSequence(sequence.seq_id, start, chunk, sequence.is_decoding, samples, rows))

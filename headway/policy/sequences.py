@@ -17,6 +17,7 @@ from headway.policy.fairness import FairSequences
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.order import ORDERS, OrderedSequences
 from headway.policy.plan import StepPlan, work_of
+from headway.policy.prefix_index import PrefixMatch
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.service_class import ClassTable
@@ -137,7 +138,10 @@ class Sequences:
         sequence.finish_reason = reason
 
     def _pin_prompt(self, sequence: Sequence) -> None:
-        self.blocks.pin(self.blocks.match(sequence.tokens[: sequence.num_computed + 1], sequence.cache_salt))
+        known = PrefixMatch()
+        self.blocks.pin(self.blocks.match(sequence.tokens[: sequence.num_computed + 1], sequence.cache_salt, known))
+        if self.blocks.checkpoints is not None:
+            self.blocks.checkpoints.pin(known.nodes)
         if self.slo is not None:
             self.slo.shares.set_classes(self.config.classes)  # whose shares are of what is left
 
@@ -209,7 +213,7 @@ class Sequences:
         changed: list[tuple[Sequence, list[int]]] = []
         fair = self.fair
         size = self.blocks.block_size if self.blocks.enable_prefix_caching else 0
-        sampled_ns = times.sampled_ns
+        sampled_ns, checkpoints = times.sampled_ns, self.blocks.checkpoints
         for sequence, item in zip(sequences, plan.scheduled, strict=True):
             sequence.steps += 1
             reason, samples = None, item.samples
@@ -240,10 +244,14 @@ class Sequences:
                     fair.charge(sequence)
             if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
                 self.block_manager.register_full(sequence)
+            if checkpoints is not None:
+                self.block_manager.settle(sequence, plan)
             if reason is not None:
                 self.finish(sequence, reason, sampled_ns)
             elif sequence.clock_marks is None and samples and sequence.is_decoding:
                 self.accounting.join_decode_clock(sequence)
+        if checkpoints is not None:
+            checkpoints.end_step()
         if fair is not None:
             fair.measure()
         return changed
@@ -259,8 +267,11 @@ class Sequences:
     def propose(self, seq_id: int, drafts: list[int]) -> None:
         """Have the next step try these drafts, if the sequence decodes in it.
 
-        Drafts of a sequence with penalties are dropped: its logits depend on the tokens before them.
+        Drafts of a sequence with penalties are dropped: its logits depend on the tokens before them. So are those of
+        models with recurrent layers, whose states cannot go back behind drafts that were refused.
         """
+        if self.blocks.checkpoints is not None:
+            return
         if seq_id in self.sequences and drafts and not self.sequences[seq_id].params.penalises:
             self._drafts[seq_id] = drafts
 
@@ -285,5 +296,7 @@ class Sequences:
         yield from self.blocks.check_by_parts(sequence.block_table for sequence in self.running)
         if any(sequence.block_table for sequence in self.waiting):
             raise RuntimeError("a waiting sequence holds blocks")
+        if self.blocks.checkpoints is not None:
+            self.blocks.checkpoints.check(sum(sequence.checkpoint >= 0 for sequence in self.running))
         if self.host is not None:
             self.host.check(sequence.swapped for sequence in self.waiting)

@@ -58,8 +58,17 @@ def gpu_pool_bytes(free: int, total: int, utilization: float, step_bytes: int) -
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
+    """What the memory for keys, values and states holds.
+
+    Args:
+        max_num_seqs: sequences that may run, of whom each has a state; None: as many as are configured.
+        checkpoints: slots for states of known prefixes; None for a model without recurrent layers.
+    """
+
     num_blocks: int
     max_model_len: int
+    max_num_seqs: int | None = None
+    checkpoints: int | None = None
 
 
 def pool_size(
@@ -69,24 +78,43 @@ def pool_size(
     max_num_seqs: int,
     max_model_len: int,
     may_shrink: bool,
+    state_bytes: int = 0,
+    keep_checkpoints: bool = True,
 ) -> PoolSize:
     """As many blocks as `pool_bytes` hold, but no more than all sequences of full length need.
+
+    States take at most half of the bytes: one for each of `max_num_seqs` sequences, or fewer sequences run; and as many
+    for checkpoints, if they fit.
 
     Args:
         block_bytes: of one block in all layers.
         max_model_len: longest sequence that is wanted.
         may_shrink: it may be made shorter, to what the pool holds.
+        state_bytes: of a sequence in all recurrent layers; 0 without such layers.
+        keep_checkpoints: prefixes are shared.
 
     Raises:
         ValueError: one such sequence does not fit; the message says what to change.
     """
+    seats = checkpoints = None
+    if state_bytes:
+        slots = min((1 + keep_checkpoints) * max_num_seqs, pool_bytes // 2 // state_bytes)
+        seats = min(max_num_seqs, -(-slots // (1 + keep_checkpoints)))
+        checkpoints = slots - seats
+        pool_bytes -= slots * state_bytes
+        if not seats:
+            raise ValueError(
+                f"the state of one sequence takes {state_bytes / 2**20:.0f} MiB, and all of them half of the pool's "
+                f"{pool_bytes / 2**20:.0f} MiB at most; raise --kv-cache-memory"
+            )
+        max_num_seqs = seats
     blocks_of_one = -(-max_model_len // block_size)
     num_blocks = min(max_num_seqs * blocks_of_one + 1, pool_bytes // block_bytes)
     fits = num_blocks * block_size
     if max_model_len <= fits:
-        return PoolSize(num_blocks, max_model_len)
+        return PoolSize(num_blocks, max_model_len, seats, checkpoints)
     if may_shrink and fits >= 2:
-        return PoolSize(num_blocks, fits)
+        return PoolSize(num_blocks, fits, seats, checkpoints)
     raise ValueError(
         f"one sequence of {max_model_len} tokens needs {blocks_of_one * block_bytes / 2**20:.0f} MiB of KV cache, the "
         f"pool has {num_blocks * block_bytes / 2**20:.0f} MiB; raise --kv-cache-memory or lower --max-model-len"

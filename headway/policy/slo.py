@@ -57,7 +57,7 @@ class SloPolicy:
         self._step_time = step_time
         self._blocks = blocks
         self._lengths = OutputLengths()
-        self._leaders = PrefixLeaders(blocks.block_size, orders.admission)
+        self._leaders = PrefixLeaders(blocks.block_size, orders.admission, blocks.checkpoints is not None)
         self._orders = orders
         self._starved: Sequence | None = None
         self._is_crowded = False  # sequences without a promise would have to be left out

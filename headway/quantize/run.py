@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway.cost.values import ConfigValues, ModelError
 from headway.engine.memory import zero_caches
-from headway.kernels.interface import LayerCache, StepGeometry
+from headway.kernels.interface import LayerCache, LayerState, StepGeometry
 from headway.models.checkpoint import Checkpoint, StageClock, has_stacked_experts
 from headway.models.config import ModelConfig, read_json
 from headway.models.decoder import Decoder
@@ -62,6 +62,8 @@ def quantize(
     ignored = ["lm_head", *(rf"re:.*\.{each}$" for each in plain)]
     if config.packed is not None:
         raise ModelError(f"{folder}: is quantised already; take the unquantised checkpoint")
+    if config.shape.recurrent:
+        raise ModelError(f"{folder}: has recurrent layers, which `headway quantize` does not know yet")
     if has_stacked_experts(folder):
         raise ModelError(f"{folder}: the experts of a layer are one tensor, which `headway quantize` cannot take apart")
     said = recipe.said(ignored)
@@ -117,7 +119,7 @@ def _run(decoder: Decoder, windows: list[list[int]]) -> None:
     """All windows in one step, so that each layer is done with before the next. Layers share a cache."""
     count, tokens = len(windows), len(windows[0])
     specs = decoder.config.caches
-    one: dict[object, LayerCache] = {
+    one: dict[object, LayerCache | LayerState] = {
         spec: zero_caches([spec], count, tokens, decoder.dtype, decoder.device)[0] for spec in set(specs)
     }
     ids = torch.tensor([token for window in windows for token in window])

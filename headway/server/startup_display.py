@@ -80,6 +80,10 @@ class StartupDisplay:
             f"Ready after {total_ns / 1e9:.2f} s on {ready.device}: context {ready.max_model_len:,} tokens, "
             f"KV cache {ready.num_blocks:,} blocks of {ready.block_size} tokens in {ready.kv_cache_dtype}"
         )
+        if ready.checkpoints is not None:
+            self._console.print(
+                f"Recurrent layers: states of {ready.max_num_seqs:,} requests, and {ready.checkpoints:,} checkpoints"
+            )
         self._console.print(f"Serving {self._title} at {url}/v1")
         self._console.print("Next, in another terminal:")
         self._console.print(f"  headway chat {url}")

@@ -121,7 +121,7 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
     scheduler = scheduling.scheduler(device, pool, functools.partial(scheduler_of, profile), swap)
     efficiency, usual = found.deployment.efficiency, math.inf if profile == VLLM else None
     limits = QueueLimits.for_engine(
-        scheduling.max_num_seqs,
+        scheduler.config.max_num_seqs,
         pool.num_blocks * scheduling.block_size,
         options.max_num_queued_reqs or usual,
         options.max_num_queued_tokens or usual,
@@ -137,7 +137,7 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
         "efficiency": "as calibrated" if found.machine is not None else options.engine,
         "scheduler_profile": profile,
         "max_model_len": pool.max_model_len,
-        "max_num_seqs": scheduling.max_num_seqs,
+        "max_num_seqs": scheduler.config.max_num_seqs,
         "max_num_batched_tokens": scheduler.config.max_num_batched_tokens,
         "num_blocks": pool.num_blocks,
         "block_size": scheduling.block_size,
@@ -163,7 +163,8 @@ def _request(options: ServerOptions, scheduling: SchedulingOptions, device: str)
 
 def _block_bytes(found: Resolved, block_size: int) -> int:
     """Of a device's part of a block."""
-    return sequence_bytes(found.deployment, block_size, block_size, rolling=False)
+    deployment = found.deployment
+    return sequence_bytes(deployment, block_size, block_size, rolling=False) - deployment.device.state_bytes
 
 
 def _swap(scheduling: SchedulingOptions, device: str, found: Resolved) -> SwapSpace:
@@ -192,4 +193,6 @@ def _pool(options: ServerOptions, scheduling: SchedulingOptions, found: Resolved
         scheduling.max_num_seqs,
         options.max_model_len or shape.max_positions or shape.vocab,
         may_shrink=options.max_model_len is None,
+        state_bytes=found.deployment.device.state_bytes,
+        keep_checkpoints=scheduling.enable_prefix_caching,
     )

@@ -10,13 +10,14 @@ import torch
 from transformers import GptOssConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from headway.cost.config import read_shape
-from headway.cost.shape import ModelShape, ShapeError
+from headway.cost.shape import CacheSpec, ModelShape, ShapeError, StateSpec
 from headway.cost.values import ModelError
 from headway.kernels.reference import ReferenceKernels
 from headway.models.config import ModelConfig
-from headway.models.decoder import DenseMLP, MixtureMLP
+from headway.models.decoder import AttentionWeights, DenseMLP, MixtureMLP
 from headway.models.latent_attention import LatentWeights
 from headway.models.loading import load_model
+from headway.models.recurrent import DeltaNet
 from tests.cost import published, tiny_families
 from tests.models import tiny
 
@@ -43,7 +44,8 @@ def test_shape_and_parameters_are_those_of_the_decoder(case, tmp_path):
     shape = config.shape
     assert shape == read_shape(json.loads((tmp_path / "config.json").read_text()))
     assert shape.num_parameters == sum(p.numel() for _, p in tiny_families.tensors(model))
-    assert shape.kv_elements_per_token == sum(cache.elements for cache in config.caches)
+    assert shape.kv_elements_per_token == sum(each.elements for each in config.caches if isinstance(each, CacheSpec))
+    assert shape.state_bytes == 4 * sum(each.elements for each in config.caches if isinstance(each, StateSpec))
     assert shape.parameters() == parameters_of(load_model(tmp_path, torch.float32, ReferenceKernels()))
 
 
@@ -63,22 +65,39 @@ def parameters_of(decoder):
             return sum(map(linear, linears)) + mixer.to_keys.weight.numel() + mixer.to_values.weight.numel()
         return linear(mixer.qkv) + linear(mixer.o) + sinks(mixer)
 
+    def recurrent(mixer):
+        parts = [mixer.taps]
+        if isinstance(mixer, DeltaNet):
+            parts += [mixer.rule.rate, mixer.rule.offset, mixer.rule.norm]
+            products = [mixer.projection, mixer.heads_projection, mixer.o]
+        else:
+            parts += [mixer.bias] if mixer.bias is not None else []
+            products = [mixer.projection, mixer.o]
+        return sum(part.numel() for part in parts) + sum(map(linear, products))
+
     def norms(layer):
         mixer = layer.mixer
-        inner = mixer.latent_norm if isinstance(mixer, LatentWeights) else mixer.key_norm
-        parts = (layer.mixer_norm, layer.mlp_norm, mixer.query_norm, inner)
+        parts = (layer.mixer_norm, layer.mlp_norm)
+        if isinstance(mixer, LatentWeights):
+            parts += (mixer.query_norm, mixer.latent_norm)
+        elif isinstance(mixer, AttentionWeights):
+            parts += (mixer.query_norm, mixer.key_norm)
         parts += (layer.mixed_norm, layer.mlp_out_norm)
         return sum(part.numel() for part in parts if part is not None)
 
     def dense(mlp):
         return linear(mlp.gate_up.linear) + linear(mlp.down)
 
+    mixers = [layer.mixer for layer in weights.layers]
+    attending = [mixer for mixer in mixers if isinstance(mixer, AttentionWeights | LatentWeights)]
+    others = [mixer for mixer in mixers if not isinstance(mixer, AttentionWeights | LatentWeights)]
     mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMLP)]
     tied = weights.embedding == weights.lm_head.rows
     table = weights.lm_head.weight if tied else weights.embedding.args[0]
     return {
         "embedding": table.numel(),
-        "attention": sum(attention(layer.mixer) for layer in weights.layers),
+        "attention": sum(map(attention, attending)),
+        **({"recurrent": sum(map(recurrent, others))} if others else {}),
         "ffn": sum(dense(layer.mlp) for layer in weights.layers if isinstance(layer.mlp, DenseMLP)),
         "norms": sum(norms(layer) for layer in weights.layers) + weights.final_norm.numel(),
         "head": 0 if tied else linear(weights.lm_head),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.engine.memory import zero_caches
-from headway.kernels.interface import StepGeometry
+from headway.kernels.interface import Span, StepGeometry
 from headway.models.decoder import Decoder
 
 GARBAGE = 3e4  # finite in float16
@@ -40,13 +40,16 @@ class PagedModel:
         self.sequences = [
             PagedSequence(p, [blocks.pop() for _ in range(n)]) for p, n in zip(prompts, needed, strict=True)
         ]
-        self.caches = zero_caches(decoder.config.caches, sum(needed) + 3, block_size, decoder.dtype, decoder.device)
+        self.caches = zero_caches(
+            decoder.config.caches, sum(needed) + 3, block_size, decoder.dtype, decoder.device, len(prompts) + 1
+        )
         for tensor in itertools.chain.from_iterable(cache.tensors for cache in self.caches):
             tensor.fill_(GARBAGE)
 
     def step(self, work: list[tuple[PagedSequence, int]]) -> None:
         """Compute the given number of tokens of each sequence, in this order, and keep the logits of all of them."""
         step = geometry([(s.num_computed, n, s.block_table) for s, n in work], self.block_size, self.decoder.device)
+        step.spans = self._spans(work)
         ids = [token for s, n in work for token in s.tokens[s.num_computed : s.num_computed + n]]
         with torch.inference_mode():
             hidden = self.decoder.forward(torch.tensor(ids, device=self.decoder.device), step, self.caches)
@@ -54,6 +57,15 @@ class PagedModel:
         for (sequence, count), rows in zip(work, logits.split([n for _, n in work]), strict=True):
             sequence.num_computed += count
             sequence.logits.append(rows.float().cpu())
+
+    def _spans(self, work: list[tuple[PagedSequence, int]]) -> Tensor:
+        """Each sequence has a slot of its own, and reads it from its second step on."""
+        rows, first = [[len(work), 0, 0, 0, 0, 0]], 0
+        for sequence, count in work:
+            slot = next(at for at, each in enumerate(self.sequences) if each is sequence)
+            rows.append([*Span(first, count, slot if sequence.num_computed else -1, slot)])
+            first += count
+        return torch.tensor(rows, device=self.decoder.device)
 
     def all_logits(self) -> list[Tensor]:
         return [torch.cat(sequence.logits) for sequence in self.sequences]

@@ -56,6 +56,23 @@ def test_shards_load_as_one_model(sharded, tmp_path_factory):
     torch.testing.assert_close(whole(load(sharded), PROMPT), whole(load(one), PROMPT), rtol=0, atol=0)
 
 
+def test_of_a_checkpoint_that_reads_images_the_text_part_is_loaded(tmp_path):
+    tiny.save("qwen3_5", tmp_path)
+    expected = whole(load(tmp_path), PROMPT)
+
+    def name_as_a_part(tensors):
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+        tensors.update({name: torch.ones(3) for name in ("model.visual.patch_embed.weight", "mtp.norm.weight")})
+
+    rewrite(tmp_path, name_as_a_part)
+    text = json.loads((tmp_path / "config.json").read_text())
+    text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    raw = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    torch.testing.assert_close(whole(load(tmp_path), PROMPT), expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("stored", [torch.float64, torch.bfloat16, torch.float16])
 def test_weights_are_cast_to_the_dtype_asked_for(single, stored):
     expected = load(single).weights.layers[1].mixer.qkv.weight.to(stored).float()

@@ -28,6 +28,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -45,10 +47,16 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -75,6 +83,10 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "glm": (GlmConfig, GlmForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "lfm2": (Lfm2Config, Lfm2ForCausalLM),
 }
 
 BASE = {
@@ -191,6 +203,17 @@ LATENT_YARN = {
 GLM_MOE = {each: size for each, size in LATENT.items() if not each.startswith(("kv_", "q_", "qk_", "v_", "num_key"))}
 GLM = {"head_dim": 16, "attention_bias": True, "pad_token_id": 0} | rope("default", partial_rotary_factor=0.5)
 
+DELTA_NET = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+LFM2 = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 8}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama_all_heads": ("llama", {"num_key_value_heads": 4}),
@@ -281,6 +304,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss_scaled": ("gpt_oss", GPT_OSS | YARN | {"head_dim": 8, "layer_types": ["full_attention"] * 3}),
     "granite": ("granite", MULTIPLIERS | {"tie_word_embeddings": True}),
     "granite_biases": ("granite", MULTIPLIERS | {"attention_bias": True, "mlp_bias": True}),
+    "qwen3_next": ("qwen3_next", DELTA_NET | SHARED),
+    "qwen3_next_other_sizes": (
+        "qwen3_next",
+        DELTA_NET
+        | SHARED
+        | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1]},
+    ),
+    "qwen3_5": ("qwen3_5", DELTA_NET),
+    "qwen3_5_tied": ("qwen3_5", DELTA_NET | {"tie_word_embeddings": True, "layer_types": None, "attention_bias": True}),
+    "qwen3_5_moe": ("qwen3_5_moe", DELTA_NET | SHARED),
+    "lfm2": ("lfm2", LFM2),
+    "lfm2_biases": ("lfm2", LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
     "phi3": ("phi3", {"pad_token_id": 0, "sliding_window": None}),
     "phi3_long_window": ("phi3", PARTIAL | {"pad_token_id": 0, "sliding_window": 6}),
     "smollm3": ("smollm3", {"pad_token_id": 0, "no_rope_layer_interval": 2}),
@@ -304,7 +339,12 @@ def build(case: str, **changes: Any) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.3 * noise)
+                centre = 0 if family.startswith(("qwen3_next", "qwen3_5")) and "linear_attn" not in name else 1
+                parameter.copy_(centre + 0.3 * noise)
+            elif name.endswith("A_log"):
+                parameter.copy_(noise - 1)
+            elif name.endswith(("conv1d.weight", "conv.weight")):
+                parameter.copy_(0.5 * noise)
             elif name.endswith("sinks"):
                 parameter.copy_(2 * noise)
             elif name.endswith("experts.gate_up_proj"):  # large enough to be cut

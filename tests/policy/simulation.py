@@ -94,8 +94,11 @@ def make_sequence(name: str, prompt: list[int], max_tokens: int, **options: Any)
 class FakeExecutor:
     """Knows only what encoded plans say. Its cache stores, in place of keys and values, the tokens they depend on."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, is_recurrent: bool = False) -> None:
         self.block_size = block_size
+        self.is_recurrent = is_recurrent
+        self.states: dict[int, list[int]] = {}  # by seq_id, in place of a state the tokens that it has seen
+        self.kept: dict[int, list[int]] = {}  # the same of the slots of checkpoints
         self.known: dict[int, SequenceState] = {}
         self.written: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> tokens up to there
         self.host: dict[tuple[int, int], tuple[int, ...]] = {}  # the same of host blocks
@@ -104,9 +107,12 @@ class FakeExecutor:
         plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
         for seq_id in plan.preempted:
             self.known.pop(seq_id, None)
+            self.states.pop(seq_id, None)
         for new in plan.new:
             assert new.seq_id not in self.known
             self.known[new.seq_id] = new
+            if new.checkpoint >= 0:
+                self.states[new.seq_id] = self.kept[new.checkpoint]
         for change in plan.tables:
             self.known[change.seq_id].block_table[change.start :] = change.blocks
         for swap in plan.swaps:
@@ -120,6 +126,8 @@ class FakeExecutor:
             self.copy(self.written, source, self.written, target)
         for item in plan.scheduled:
             self.write(item, self.known[item.seq_id])
+            if self.is_recurrent:
+                self.advance(item, self.known[item.seq_id], plan)
         for item in plan.scheduled:
             self.read(item, self.known[item.seq_id])
 
@@ -140,6 +148,15 @@ class FakeExecutor:
         for position in range(item.start + item.num_tokens):
             known = self.written[self.place(state, position)]
             assert known == tuple(state.tokens[: position + 1]), "attention would read another's KV"
+
+    def advance(self, item: ScheduledSequence, state: SequenceState, plan: StepPlan) -> None:
+        before, end = self.states.get(item.seq_id, []) if item.start else [], item.start + item.num_tokens
+        assert before == state.tokens[: item.start], "a recurrent layer would go on from another state"
+        self.states[item.seq_id] = state.tokens[:end]
+        for kept in plan.checkpoints:
+            if kept.seq_id == item.seq_id:
+                assert item.start < kept.tokens <= end
+                self.kept[kept.slot] = state.tokens[: kept.tokens]
 
     def place(self, state: SequenceState, position: int) -> tuple[int, int]:
         return state.block_table[position // self.block_size], position % self.block_size
@@ -162,6 +179,7 @@ class Simulation:
     chunked: bool = True
     policy: str = "fcfs"
     caching: bool = True
+    num_checkpoints: int | None = None
     lookahead: int = 16
     max_bypasses: int = 32
     max_prefill_stall_ms: float = math.inf
@@ -192,13 +210,13 @@ class Simulation:
         )
         memory = self.num_blocks, 1, self.block_size
         pool = pool_size(*memory, self.max_num_seqs, self.max_model_len, may_shrink=False)
-        blocks = KVBlocks(pool.num_blocks, self.block_size, self.caching)
+        blocks = KVBlocks(pool.num_blocks, self.block_size, self.caching, num_checkpoints=self.num_checkpoints)
         self.scheduler = self.make_scheduler(config, blocks)
         self.sequences: list[Sequence] = []
         self.inbox: deque[tuple[list[int], int]] = deque()  # requests that have not been taken up: prompt, max_tokens
         self.queue = QueueBound(self.limits)
         self.places: list[tuple[Place, list[Sequence]]] = []  # with the choices that have not ended
-        self.executor = FakeExecutor(self.block_size)
+        self.executor = FakeExecutor(self.block_size, self.num_checkpoints is not None)
 
     def make_scheduler(self, config: SchedulerConfig, blocks: KVBlocks) -> Scheduler:
         return Scheduler(config, blocks, self.step_time, self.budget_rule)

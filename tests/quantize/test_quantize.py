@@ -200,6 +200,9 @@ def test_what_is_quantised_already_is_refused(tmp_path: Path) -> None:
     tiny.save("gpt_oss", tmp_path / "gpt_oss")
     with pytest.raises(ValueError, match="the experts of a layer are one tensor"):
         quantize(tmp_path / "gpt_oss", tmp_path / "o", Recipe.of("W8A8", "rtn", None), Windows(), lambda *_: None)
+    tiny.save("lfm2", tmp_path / "lfm2")
+    with pytest.raises(ValueError, match="has recurrent layers, which `headway quantize` does not know yet"):
+        quantize(tmp_path / "lfm2", tmp_path / "o", Recipe.of("W8A8", "rtn", None), Windows(), lambda *_: None)
 
 
 def test_a_text_and_what_the_model_writes(tmp_path: Path) -> None:

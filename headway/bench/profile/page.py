@@ -171,8 +171,9 @@ def _memory(result: ProfileResult) -> Section:
     model, peaks = result.model, result.peaks
     text = (
         f"Weights: {model.shape.num_parameters:,} parameters in {model.kept_in}, {model.weight_bytes / 1e6:,.1f} MB. "
-        f"KV cache: 2 x {model.shape.layers} layers x {model.shape.kv_heads} KV heads x {model.shape.head_dim} "
-        f"dimensions x {model.precision.kv.bits_per_element / 8:g} bytes = {model.kv_bytes_per_token:,} bytes a token."
+        f"KV cache: 2 x {model.shape.attention_layers} layers x {model.shape.kv_heads} KV heads x "
+        f"{model.shape.head_dim} dimensions x {model.precision.kv.bits_per_element / 8:g} bytes = "
+        f"{model.kv_bytes_per_token:,} bytes a token."
     )
     more = (
         f"The server made a cache of {result.startup.num_blocks:,} blocks of {result.startup.block_size} tokens, "

@@ -1,0 +1,123 @@
+"""Checkpoints of recurrent layers: which prefixes have their state kept, and in which slot.
+
+A layer with a state in place of keys and values can go on behind a known prefix only from the state behind it, and that
+is as large as the keys and values of hundreds of tokens. So it is not kept behind each block, but behind the last whole
+block of a prompt, and where a prompt leaves what the prefix index knows, or what another begins with that waits for it.
+A prefix counts as known up to the last block that has a checkpoint.
+
+A checkpoint belongs to a node of the prefix index and is gone with it. Where no slot is free, that which has not been
+used for longest is given up. The executor keeps the states; it is told the slots.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Checkpoint(msgspec.Struct, array_like=True, gc=False):
+    """What a plan asks for: behind so many `tokens` of a sequence in all, its state is copied to a slot."""
+
+    seq_id: int
+    tokens: int
+    slot: int
+
+
+class Checkpoints:
+    """`num_slots` slots, each free, promised to a step that is to fill it, or that of a node.
+
+    Attributes:
+        made: that were filled so far.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.made = 0
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._slot_of: dict[int, int] = {}  # by node, that used last at the end
+        self._readers: dict[int, int] = {}  # of slots that may not be given up
+        self._orphans: set[int] = set()  # of these, slots whose node is gone
+        self._promised: set[int] = set()
+        self._pinned: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def known(self, nodes: list[int]) -> int:
+        """How many of the nodes of a prefix, the first ones, end with one that has a checkpoint."""
+        slots = self._slot_of
+        return next((at + 1 for at in range(len(nodes) - 1, -1, -1) if nodes[at] in slots), 0)
+
+    def read(self, node: int) -> int:
+        """The slot of a node, which stays as it is until it is let go."""
+        slot = self._slot_of[node] = self._slot_of.pop(node)
+        self._readers[slot] = self._readers.get(slot, 0) + 1
+        return slot
+
+    def let_go(self, slot: int) -> None:
+        """One who reads a slot has done so."""
+        left = self._readers[slot] = self._readers[slot] - 1
+        if not left:
+            del self._readers[slot]
+            if slot in self._orphans:
+                self._orphans.remove(slot)
+                self._free.append(slot)
+
+    def promise(self) -> int | None:
+        """A slot for the next step to fill; None where all are in use."""
+        if not self._free:
+            oldest = next((node for node, slot in self._slot_of.items() if slot not in self._readers), None)
+            if oldest is None:
+                return None
+            self.drop(oldest)
+        slot = self._free.pop()
+        self._promised.add(slot)
+        return slot
+
+    def fill(self, slot: int, node: int) -> None:
+        """A promised slot has the state behind a node."""
+        self._promised.remove(slot)
+        if node in self._slot_of:
+            self._free.append(slot)
+            return
+        self._slot_of[node] = slot
+        self.made += 1
+
+    def end_step(self) -> None:
+        """What is still promised was not filled."""
+        self._free += self._promised
+        self._promised.clear()
+
+    def pin(self, nodes: list[int]) -> None:
+        """Keep the last checkpoint of a prefix until all are cleared."""
+        if known := self.known(nodes):
+            self._pinned.append(self.read(nodes[known - 1]))
+
+    def drop(self, node: int) -> None:
+        """The node is gone, or its slot is wanted."""
+        slot = self._slot_of.pop(node, None)
+        if slot is None:
+            return
+        if slot in self._readers:
+            self._orphans.add(slot)
+        else:
+            self._free.append(slot)
+
+    def clear(self) -> None:
+        """Every node is gone."""
+        for slot in self._pinned:
+            self.let_go(slot)
+        self._pinned.clear()
+        for node in list(self._slot_of):
+            self.drop(node)
+
+    def check(self, num_readers: int) -> None:
+        """Verify that each slot is of one kind, with so many readers in all beside what is pinned.
+
+        Raises:
+            RuntimeError: it is not so.
+        """
+        held = sorted([*self._free, *self._promised, *self._slot_of.values(), *self._orphans])
+        if held != list(range(self.num_slots)):
+            raise RuntimeError(f"of {self.num_slots} slots of checkpoints {held} are held")
+        if sum(self._readers.values()) != num_readers + len(self._pinned):
+            raise RuntimeError(f"checkpoints have {self._readers} readers by slot, but {num_readers} are known")
