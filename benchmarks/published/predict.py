@@ -17,6 +17,7 @@ from headway.cost.precision import Format, Precision
 from headway.cost.serving import Limits, RequestShape, Served, benchmark, burst, open_loop
 from headway.cost.timing import Deployment
 from headway.planner.loads import PROMPTS_A_CLIENT
+from headway.planner.resolve import usual_limits
 
 EfficiencyOf = Callable[[Hardware, str], Efficiency]
 MOST_REQUESTS = 1000
@@ -46,13 +47,16 @@ def precision_of(row: Row) -> Precision:
 
 
 def deployment(row: Row, efficiency_of: EfficiencyOf) -> Deployment:
-    """The row's model on its hardware."""
+    """The row's model on its hardware. A batch, or a burst of one, is given to the engine without a server."""
     hardware = find_hardware(row.hardware)
+    efficiency = efficiency_of(hardware, row.engine)
+    if row.load in ("batch", "burst"):
+        efficiency = dataclasses.replace(efficiency, token_s=0.0, request_s=0.0, output_s=0.0)
     return Deployment(
         find_model(row.model).shape,
         precision_of(row),
         hardware,
-        efficiency_of(hardware, row.engine),
+        efficiency,
         Parallelism(tensor=row.tensor_parallel),
     )
 
@@ -63,6 +67,8 @@ def predict(row: Row, efficiency_of: EfficiencyOf) -> Predicted:
     load = RequestShape(row.prompt_tokens, row.output_tokens, 0, row.spread)
     served = _serve(row, found, load, _limits(row))
     ttft = served.ttft_p50_s if row.statistic == "median" else served.ttft_s
+    if row.load == "batch":  # until the last has its first token: how long the batch takes with one output token
+        ttft = served.ttft_p99_s
     rate = served.requests_per_s * row.output_tokens
     return Predicted(
         ttft_ms=None if row.ttft_ms is None else 1e3 * ttft,
@@ -72,16 +78,19 @@ def predict(row: Row, efficiency_of: EfficiencyOf) -> Predicted:
 
 
 def planned_ttft_ms(row: Row, efficiency_of: EfficiencyOf) -> float:
-    """Of a closed loop as `headway plan` has it, which does not know how long somebody measures."""
+    """Of a closed loop as `headway plan` has it, which does not know how, and how long, somebody measures."""
     found, clients = deployment(row, efficiency_of), int(row.load_value)
     load = RequestShape(row.prompt_tokens, row.output_tokens, 0, row.spread or PLAN_SPREAD)
-    served = benchmark(found, load, clients, PROMPTS_A_CLIENT * clients, _limits(row))
+    limits = usual_limits(found.hardware, row.engine)
+    served = benchmark(found, load, clients, PROMPTS_A_CLIENT * clients, limits)
     return 1e3 * (served.ttft_p50_s if row.statistic == "median" else served.ttft_s)
 
 
 def _limits(row: Row) -> Limits:
-    large = find_hardware(row.hardware).memory_bytes > 70 * 2**30
-    return Limits(8192 if large else 2048, 1024 if large else 256)
+    """As its source says, or else the defaults of its engine's server."""
+    usual, source = usual_limits(find_hardware(row.hardware), row.engine), row.source
+    tokens, sequences = source.max_num_batched_tokens, source.max_num_seqs
+    return Limits(tokens or usual.batched_tokens, sequences or usual.sequences, ahead=source.ahead)
 
 
 def _serve(row: Row, found: Deployment, load: RequestShape, limits: Limits) -> Served:
@@ -91,7 +100,8 @@ def _serve(row: Row, found: Deployment, load: RequestShape, limits: Limits) -> S
     if row.load == "burst":
         return burst(found, load, row.num_prompts or count, limits)
     if row.load == "concurrency":
-        return benchmark(found, load, count, min(row.num_prompts or MOST_ROUNDS * count, MOST_ROUNDS * count), limits)
+        prompts = min(row.num_prompts or MOST_ROUNDS * count, MOST_ROUNDS * count)
+        return benchmark(found, load, count, prompts, limits, row.source.ramp_s)
     requests = min(row.num_prompts or 500, MOST_REQUESTS)
     gaps = np.random.default_rng(0).exponential(1.0 / row.load_value, requests)
     return open_loop(found, load, np.cumsum(gaps).tolist(), limits)

@@ -34,8 +34,12 @@ class Efficiency:
         kernel_s: between one kernel and the next.
         step_s: between one step and the next, while the device waits for its host.
         sequence_s: of the host, for each sequence of a step.
+        launch_s: of the host, for each kernel of a step with prompts, which no captured graph holds. The device works
+            meanwhile, so that it counts where the device is faster.
         token_s: of the host, for each prompt token before its step (tokenizing, copying).
         request_s: of the host, for each request before its first token (HTTP, queues, the answer).
+        output_s: of the API process, for each sequence that decodes beside a request's first step: what a step draws is
+            sent one token after the other, and requests are taken up in between.
         linear: (tokens, factor on the time of linear layers) as measured, by tokens in a step, ascending; between them
             it is interpolated over the logarithm. Empty for 1 everywhere.
         linear_of: the same for products with weights of some formats, or in some, where they differ.
@@ -55,8 +59,10 @@ class Efficiency:
     kernel_s: float = 2e-6
     step_s: float = 1e-3
     sequence_s: float = 1e-5
+    launch_s: float = 0.0
     token_s: float = 2e-6
     request_s: float = 1e-2
+    output_s: float = 0.0
     linear: tuple[tuple[int, float], ...] = ()
     linear_of: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
@@ -94,8 +100,10 @@ class Efficiency:
             kernel_s=0.0,
             step_s=0.0,
             sequence_s=0.0,
+            launch_s=0.0,
             token_s=0.0,
             request_s=0.0,
+            output_s=0.0,
         )
 
     def matmul(self, format_: str) -> float:

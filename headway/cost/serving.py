@@ -81,12 +81,14 @@ class Limits:
         prefill_stall_s: by which prompts may make a step longer for those beside them, or by as long as these take
             alone where that is longer (`policy.step_budget`); infinite for no bound but the tokens.
         least_tokens: that the first prompt gets beside decodes whatever they take.
+        ahead: the next step is scheduled when one begins, so that what comes meanwhile waits for a further one.
     """
 
     batched_tokens: int = 8192
     sequences: int = 256
     prefill_stall_s: float = math.inf
     least_tokens: int = 16
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         if self.batched_tokens < 1 or self.sequences < 1 or not self.prefill_stall_s >= 0 or self.least_tokens < 1:
@@ -208,6 +210,7 @@ class _Replica:
         self._deployment = deployment
         self._workload = workload
         self._limits = limits
+        self.sends: deque[float] = deque()  # when requests are sent that nobody's answer brings, ascending
         self._coming: list[tuple[float, float]] = []  # (at the scheduler, sent)
         windows = sorted({window for window in deployment.shape.sliding_windows if window is not None})
         stages = deployment.parallelism.pipeline
@@ -216,6 +219,7 @@ class _Replica:
         self._cost = _PromptCost.of(deployment, workload, limits)
         self._intake_free = 0.0
         self._answered = 0
+        self._began = 0.0  # the last step
         self.now = 0.0
         self.finished: list[_Finished] = []
         self.busy_s = self.prompt_s = self.sequence_s = self.stage_s = 0.0
@@ -229,16 +233,26 @@ class _Replica:
     def run(self, until: int, again: int = 0) -> None:
         """Until so many requests have ended; `again` times the next one is sent whenever one ends."""
         while len(self.finished) < until:
-            if not any(map(len, self._lanes)):
-                self.now = max(self.now, self._coming[0][0])
-            self._admit()
+            self._admit(self._began if self._limits.ahead else self.now)
+            while not any(map(len, self._lanes)):
+                self.now = self._began = max(self.now, self._next_s())
+                self._admit(self.now)
             ended = self._step()
             for _ in range(min(ended, again)):
-                self.arrive(self.now)
+                self.arrive(self.now + self._late_s())
             again -= min(ended, again)
 
-    def _admit(self) -> None:
-        while self._coming and self._coming[0][0] <= self.now:
+    def _next_s(self) -> float:
+        """When the next request comes, or is sent."""
+        return min(
+            self._coming[0][0] if self._coming else math.inf,
+            self.sends[0] if self.sends else math.inf,
+        )
+
+    def _admit(self, until: float) -> None:
+        while self.sends and self.sends[0] <= self.now:
+            self.arrive(self.sends.popleft())
+        while self._coming and self._coming[0][0] <= until:
             arrived, sent = heapq.heappop(self._coming)
             cached = self._workload.cached
             waiting = _Waiting(arrived, sent, self._workload.prompt - cached, cached)
@@ -252,6 +266,7 @@ class _Replica:
         times = self._chunks_alike(steps, took) if with_prompts else self._quiet_steps(steps, took)
         if times > 1:
             took, stages_s = self._round([_later(step.decodes + step.prompts, times // 2) for step in steps])
+        self._began = self.now + (times - 1) * took
         self.now += times * took
         self.busy_s += times * took
         self.stage_s += times * stages_s
@@ -271,8 +286,8 @@ class _Replica:
     def _quiet_steps(self, steps: Sequence[_Step], took: float) -> int:
         """How many steps of this length go by before a sequence ends, or a request that has room comes."""
         times = min(step.lane.decoding.until_one_ends() for step in steps)
-        if self._coming:
-            times = min(times, math.ceil((self._coming[0][0] - self.now) / took))
+        if (next_s := self._next_s()) < math.inf:
+            times = min(times, math.ceil((next_s - self.now) / took))
         return max(1, times)
 
     def _chunks_alike(self, steps: Sequence[_Step], took: float) -> int:
@@ -328,8 +343,9 @@ class _Replica:
         for group in decoding.advance(times):
             self.finished += [_Finished(sent, group.first, self.now, group.output) for sent in group.members]
         begun: dict[int, list[float]] = {}
-        for request in step.firsts:
-            begun.setdefault(self._workload.output_of(self._answered), []).append(request.sent)
+        late_s = self._late_s() if step.firsts else 0.0
+        for request in step.firsts:  # a first token that comes late is as one whose request was sent earlier
+            begun.setdefault(self._workload.output_of(self._answered), []).append(request.sent - late_s)
             self._answered += 1
         for output, members in begun.items():
             if output == 1:
@@ -337,6 +353,10 @@ class _Replica:
             else:
                 decoding.add(output, self.now, members)
         return len(self.finished) - before
+
+    def _late_s(self) -> float:
+        """Seconds until a token of the last step is at its client: those of all who decode are sent before it."""
+        return self._deployment.efficiency.output_s * sum(len(lane.decoding) for lane in self._lanes)
 
     def served(self, skip: int) -> Served:
         """What those saw who ended after the first `skip`; their rate is the whole run's where all ended at once."""
@@ -392,9 +412,17 @@ def closed_loop(
 
 
 def benchmark(
-    deployment: Deployment, workload: RequestShape, concurrency: int, prompts: int, limits: Limits = Limits()
+    deployment: Deployment,
+    workload: RequestShape,
+    concurrency: int,
+    prompts: int,
+    limits: Limits = Limits(),
+    ramp_s: float = 0.0,
 ) -> Served:
     """A closed loop as load generators run it: all clients begin at once, and all of so many prompts count.
+
+    Args:
+        ramp_s: some let clients begin one after the other, over so long, and do not count what ends in that time.
 
     Raises:
         ValueError: there is no client, or no prompt.
@@ -402,10 +430,9 @@ def benchmark(
     if min(concurrency, prompts) < 1:
         raise ValueError(f"concurrency is {concurrency}, prompts are {prompts}; both must be at least 1")
     engine = _Replica(deployment, workload, limits)
-    for _ in range(min(concurrency, prompts)):
-        engine.arrive(0.0)
+    engine.sends.extend(ramp_s * number / concurrency for number in range(min(concurrency, prompts)))
     engine.run(prompts, again=max(0, prompts - concurrency))
-    return engine.served(skip=0)
+    return engine.served(skip=sum(each.last < ramp_s for each in engine.finished[:-1]))
 
 
 def burst(deployment: Deployment, workload: RequestShape, requests: int, limits: Limits = Limits()) -> Served:

@@ -188,8 +188,16 @@ class Deployment:
         work = attention_work(self.device, chunks, self.precision, self.flash)
         work[Operation.SCORES] += work.pop(Operation.VALUES)  # one kernel does both
         parts = tuple(self._part(op, each, tokens) for op, each in work.items())
+        parts = self._by_token(tokens, rows) + parts
         host_s = self.efficiency.step_s + self.efficiency.sequence_s * sequences
-        return TimeBreakdown(self._by_token(tokens, rows) + parts, host_s)
+        if self.efficiency.launch_s and any(chunk.tokens > 1 for chunk in chunks):
+            host_s += max(0.0, self._launches_s - sum([part.seconds for part in parts]))
+        return TimeBreakdown(parts, host_s)
+
+    @cached_property
+    def _launches_s(self) -> float:
+        """Seconds in which the host launches all kernels of a step one by one, which the device overtakes or not."""
+        return sum(map(self._kernels, self.work([Chunk(2)]))) * self.efficiency.launch_s
 
     def _by_token(self, tokens: int, rows: int) -> tuple[PartTime, ...]:
         """All but attention. So many tokens, and so many rows of logits, are in many steps of a run."""

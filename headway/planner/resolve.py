@@ -49,6 +49,9 @@ _DTYPES = {
 }
 _PUBLISHED = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 LARGE_MEMORY = 70 * 2**30
+# Engines that schedule a step while another one runs: vLLM from 0.14 on, SGLang from 0.4, TensorRT-LLM from 1.0.
+SCHEDULE_AHEAD = ("vllm", "sglang", "tensorrt-llm")
+SGLANG_CHUNKS = ((35, 2048), (60, 4096), (160, 8192))  # GiB below which a GPU has so many tokens
 MOST_PROMPT_STEPS = MOST_LAYERS = 10_000
 
 
@@ -378,14 +381,14 @@ def _lengths(request: PlanRequest, model: Model) -> tuple[int, int]:
 
 
 def _limits(request: PlanRequest, hardware: Hardware, prompt_tokens: int) -> Limits:
-    """Of this engine on a calibrated machine; else vLLM's."""
-    tokens, most, stall_ms = _usual_limits(hardware)
+    usual = usual_limits(hardware, request.engine)
+    tokens, stall_s = usual.batched_tokens, usual.prefill_stall_s
     if hardware.measured and request.max_num_batched_tokens is None:
         tokens = max(tokens, request.max_num_seqs or request.batch_size or 1)
     tokens = request.max_num_batched_tokens or tokens
-    sequences = request.max_num_seqs or min(tokens, max(most, request.batch_size or 1))
+    sequences = request.max_num_seqs or min(tokens, max(usual.sequences, request.batch_size or 1))
     if request.max_prefill_stall_ms is not None:
-        stall_ms = request.max_prefill_stall_ms
+        stall_s = request.max_prefill_stall_ms / 1e3
     if sequences > tokens:
         raise PlanError(
             f"max_num_seqs is {sequences}, more than max_num_batched_tokens, {tokens}: each sequence takes a token of "
@@ -401,23 +404,29 @@ def _limits(request: PlanRequest, hardware: Hardware, prompt_tokens: int) -> Lim
             f"a prompt of {prompt_tokens:,} tokens takes {steps:,} steps of max_num_batched_tokens, "
             f"{tokens:,}; at most {MOST_PROMPT_STEPS:,} are planned, so raise --max-num-batched-tokens"
         )
-    return Limits(tokens, sequences, stall_ms / 1e3, request.block_size)
+    return Limits(tokens, sequences, stall_s, request.block_size, usual.ahead)
 
 
-def _usual_limits(hardware: Hardware) -> tuple[int, int, float]:
-    """Tokens and sequences of a step, and ms of a stall.
+def usual_limits(hardware: Hardware, engine: str) -> Limits:
+    """Those of `headway serve` on a calibrated machine, and elsewhere those of an engine's server.
 
-    Those of `headway serve` on a calibrated machine; vLLM's for its server elsewhere (EngineArgs.get_batch_defaults):
-    more on GPUs of 70 GiB and above, A100s apart.
+    vLLM has more tokens and sequences on GPUs of 70 GiB and above, A100s apart (EngineArgs.get_batch_defaults), SGLang
+    cuts prompts by memory (ServerArgs.chunked_prefill_size), TensorRT-LLM has one max_num_tokens.
     """
     if hardware.measured:
-        device = "cpu" if hardware.kind == "cpu" else "cuda"
-        sequences = DEFAULTS.max_num_seqs
-        return default_batched_tokens(device, sequences), sequences, DEFAULTS.max_prefill_stall_ms
+        device, sequences = "cpu" if hardware.kind == "cpu" else "cuda", DEFAULTS.max_num_seqs
+        tokens = default_batched_tokens(device, sequences)
+        return Limits(tokens, sequences, DEFAULTS.max_prefill_stall_ms / 1e3)
+    ahead = engine in SCHEDULE_AHEAD
+    if engine == "tensorrt-llm":
+        return Limits(8192, 2048, ahead=ahead)
+    if engine == "sglang":
+        chunk = next((tokens for below, tokens in SGLANG_CHUNKS if hardware.memory_bytes < below * 2**30), 16384)
+        return Limits(chunk, 1024, ahead=ahead)
     large = (
         hardware.kind == "gpu" and hardware.memory_bytes >= LARGE_MEMORY and not hardware.key.lower().startswith("a100")
     )
-    return (8192, 1024, math.inf) if large else (2048, 256, math.inf)
+    return Limits(8192, 1024, ahead=ahead) if large else Limits(2048, 256, ahead=ahead)
 
 
 def _settings(request: PlanRequest, shape: ModelShape, hardware: Hardware, limits: Limits) -> Settings:

@@ -142,7 +142,8 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
         "num_blocks": pool.num_blocks,
         "block_size": scheduling.block_size,
     }
-    host = Host(round(efficiency.request_s * 1e9), efficiency.token_s * 1e9)
+    per_output_ns = round(efficiency.output_s * 1e9)
+    host = Host(round(efficiency.request_s * 1e9), efficiency.token_s * 1e9, output_ns=per_output_ns)
     return Deployed(scheduler, Predicted(found.deployment), limits, host, about, quotas, found.deployment)
 
 

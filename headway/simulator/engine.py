@@ -30,11 +30,14 @@ class Host:
         request_ns: of a request until the engine has it, tokenizing apart.
         token_ns: of a prompt's token to be tokenized. Prompts are tokenized one after the other.
         message_ns: of a message that the engine takes up between two steps.
+        output_ns: of each sequence that runs when a request comes: what a step draws is sent one token after the other,
+            and requests are taken up in between.
     """
 
     request_ns: int = 0
     token_ns: float = 0.0
     message_ns: int = 0
+    output_ns: int = 0
 
 
 NextEngine = Callable[[], Scheduler]

@@ -182,7 +182,8 @@ class Server(Engine):
         if (refusal := present.place.take(len(answers))) is not None:
             self._refuse(present, in_words(refusal), refusal.is_final, now)
             return answers
-        begun_ns = max(now + self._host.request_ns, self._tokenizer_free_ns)
+        running_ns = self._host.output_ns * len(self.scheduler.running)
+        begun_ns = max(now + self._host.request_ns + running_ns, self._tokenizer_free_ns)
         self._tokenizer_free_ns = begun_ns + round(prompt_len * self._host.token_ns)
         request.sent_ns = self._tokenizer_free_ns
         self._present[id(present)] = present

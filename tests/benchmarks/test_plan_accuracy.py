@@ -111,7 +111,11 @@ LOADS = [
 def measured(values: dict[Parameter, float], **changes: object) -> list[Row]:
     """What would be measured, were these the efficiencies."""
     found = Table(list(values), list(values.values()))
-    made = [replace(ROW, model=model, load_value=n, prompt_tokens=prompt, **changes) for model, n, prompt in LOADS]
+    loads = {1: "concurrency"}  # of one client, whose requests cost a server their time; larger batches have none
+    made = [
+        replace(ROW, model=model, load=loads.get(n, "batch"), load_value=n, prompt_tokens=prompt, **changes)
+        for model, n, prompt in LOADS
+    ]
     exact = [predict(row, found.efficiency) for row in made]
     return [replace(row, ttft_ms=each.ttft_ms, tpot_ms=each.tpot_ms) for row, each in zip(made, exact, strict=True)]
 
@@ -292,6 +296,7 @@ NAMED = {
     "Qwen2.5-72B on two H100": "tenstorrent-gpu-qwen2.5-72b",
     "8B to 405B on H100 and H200": "trtllm-perf-overview-v10",
     "gpt-oss-20b in the month it came out": "sariekr-gpu-conc",
+    "DeepSeek R1 on MI325X": "inferencemax-mi325x-sglang",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -12,13 +13,13 @@ import pytest
 from benchmarks.published import fit as fitting
 from benchmarks.published.fit import Compared, compare, summary
 from benchmarks.published.predict import deployment, precision_of, predict
-from benchmarks.published.rows import sources
+from benchmarks.published.rows import Row, sources
 from headway.cost import catalogue
 from headway.cost.attention import Chunk
 from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware
 from headway.cost.serving import Limits, RequestShape, burst, closed_loop
-from tests.benchmarks.published import ROW, ROWS, compared, figures
+from tests.benchmarks.published import ROW, ROWS, SOURCE, compared, figures
 
 # The table
 
@@ -71,6 +72,20 @@ def test_no_measurement_beats_physics():
             assert row.output_tokens_per_s < row.load_value / min(together, row.load_value * decode_s), row
 
 
+def test_no_longer_prompt_takes_less_time_than_its_further_tokens():
+    """Of one client of one server: where it does, a prefix was cached."""
+    alone: dict[tuple[object, ...], list[Row]] = {}
+    for row in ROWS:
+        if row.ttft_ms is not None and row.load_value == 1 and row.load in ("batch", "concurrency"):
+            key = (row.source.key, row.model, row.hardware, row.engine, row.tensor_parallel, row.quantization, row.load)
+            alone.setdefault(key, []).append(row)
+    for row, longer in itertools.chain(*(itertools.permutations(group, 2) for group in alone.values())):
+        if row.prompt_tokens < longer.prompt_tokens:
+            ideal = deployment(row, lambda hardware, engine: Efficiency.ideal())
+            short_s, long_s = (ideal.step([Chunk(each.prompt_tokens)]).seconds for each in (row, longer))
+            assert longer.ttft_ms - row.ttft_ms > 1e3 * (long_s - short_s), longer
+
+
 # Predictions
 
 
@@ -101,18 +116,45 @@ def test_loads_are_those_of_the_row(statistic, field):
     """A closed loop with fewer prompts than clients is a burst; small memories take smaller steps."""
     row = replace(ROW, statistic=statistic, load_value=12, prompt_tokens=900)
     on, load = deployment(row, catalogue.efficiency), RequestShape(900, 8, 0, 0.0)
-    for changes, served in (
-        ({"load": "batch"}, burst(on, load, 12, Limits(8192, 1024))),
-        ({"load": "burst", "num_prompts": 30}, burst(on, load, 30, Limits(8192, 1024))),
-        ({"load": "concurrency", "num_prompts": 7}, burst(on, load, 7, Limits(8192, 1024))),
-        ({"load": "concurrency", "num_prompts": 36}, closed_loop(on, load, 12, Limits(8192, 1024), 3, skip=0)),
+    bare = deployment(replace(row, load="batch"), catalogue.efficiency)
+    for changes, served, first in (
+        ({"load": "batch"}, burst(bare, load, 12, Limits(8192, 1024)), "ttft_p99_s"),
+        ({"load": "burst", "num_prompts": 30}, burst(bare, load, 30, Limits(8192, 1024)), field),
+        ({"num_prompts": 7}, burst(on, load, 7, Limits(8192, 1024)), field),
+        ({"num_prompts": 36}, closed_loop(on, load, 12, Limits(8192, 1024), 3, skip=0), field),
     ):
         predicted = predict(replace(row, **changes), catalogue.efficiency)
-        assert predicted.ttft_ms == pytest.approx(1e3 * getattr(served, field)), changes
+        assert predicted.ttft_ms == pytest.approx(1e3 * getattr(served, first)), changes
         assert predicted.tpot_ms == pytest.approx(1e3 * served.tpot_s), changes
-    small = replace(row, hardware="A100-40GB", load="batch")
-    served = burst(deployment(small, catalogue.efficiency), load, 12, Limits(2048, 256))
+    small = replace(row, hardware="A100-40GB", num_prompts=7)
+    served = burst(deployment(small, catalogue.efficiency), load, 7, Limits(2048, 256))
     assert predict(small, catalogue.efficiency).ttft_ms == pytest.approx(1e3 * getattr(served, field))
+
+
+def test_a_batch_is_given_to_the_engine_without_a_server():
+    """Its first token is there when the last prompt is done: so long does it take with one token each."""
+    row = replace(ROW, load="batch", load_value=20, prompt_tokens=1000, engine="vllm-v0")
+    on = deployment(row, catalogue.efficiency)
+    steps = [[Chunk(1000, sequences=8), Chunk(192)], [Chunk(808, 192), Chunk(1000, sequences=7), Chunk(384)]]
+    steps.append([Chunk(616, 384), Chunk(1000, sequences=3)])
+    assert on.efficiency.request_s == on.efficiency.token_s == on.efficiency.output_s == 0.0
+    expected = sum(on.step(step).seconds for step in steps)
+    assert predict(row, catalogue.efficiency).ttft_ms == pytest.approx(1e3 * expected, rel=0.02)
+
+
+def test_a_source_says_how_its_servers_and_clients_were_run():
+    """Fewer tokens in a step, steps that are scheduled ahead, and clients that begin one after the other."""
+    row = replace(ROW, load_value=4, prompt_tokens=2000, num_prompts=40, output_tokens=300, spread=0.3)
+
+    def ttft(**said: float) -> float:
+        return predict(replace(row, source=replace(SOURCE, **said)), catalogue.efficiency).ttft_ms
+
+    on = deployment(row, catalogue.efficiency)
+    alone = 1e3 * (on.step([Chunk(2000)]).seconds + on.efficiency.request_s + 2000 * on.efficiency.token_s)
+    ramp = ttft(ramp_s=5.0)
+    assert alone <= ramp < 1.1 * alone < ttft()  # apart from each other
+    assert ttft(ramp_s=5.0, max_num_batched_tokens=512) > 1.1 * ramp
+    assert ramp < ttft(ramp_s=5.0, ahead=True) < ramp + 1e3 * 2 * on.step([Chunk(1, 2300, sequences=4)]).seconds
 
 
 def test_arrivals_that_are_far_apart_are_served_alone():

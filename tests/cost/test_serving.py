@@ -23,7 +23,7 @@ from headway.cost.timing import Deployment
 from tests.cost.machines import DENSE, LATENT, LINK, MACHINE, MIXTURE, WINDOWED, deployment
 
 QUIET = Efficiency(token_s=0.0, request_s=0.0)
-SLOW_HOST = Efficiency(step_s=2e-4, sequence_s=3e-5, token_s=4e-7, request_s=7e-4)
+SLOW_HOST = Efficiency(step_s=2e-4, sequence_s=3e-5, token_s=4e-7, request_s=7e-4, output_s=5e-5)
 DEPLOYMENTS = {
     "dense": deployment(DENSE, efficiency=QUIET),
     "slow host": deployment(DENSE, efficiency=SLOW_HOST),
@@ -32,9 +32,8 @@ DEPLOYMENTS = {
     "latent": deployment(LATENT, efficiency=SLOW_HOST),
 }
 ENDLESS = replace(MACHINE, bytes_per_s=1e30, flops_per_s={"bf16": 1e30})
-CONSTANT = deployment(
-    hardware=ENDLESS, efficiency=replace(Efficiency.ideal(), step_s=1e-3, token_s=2e-6, request_s=7e-4)
-)
+LOSSLESS = replace(Efficiency.ideal(), step_s=1e-3, token_s=2e-6, request_s=7e-4)
+CONSTANT = deployment(hardware=ENDLESS, efficiency=LOSSLESS)
 FIELDS = (
     "ttft_s",
     "ttft_p50_s",
@@ -107,7 +106,7 @@ def simulate(
     on: Deployment, workload: RequestShape, limits: Limits, arrivals: Sequence[float], until: int, again: float
 ) -> Run:
     """One step after the other, each sequence a chunk of its own."""
-    efficiency, intake, sent = on.efficiency, 0.0, 0
+    efficiency, intake, sent, began = on.efficiency, 0.0, 0, 0.0
     coming: list[Request] = []
     waiting: list[Request] = []
     decoding: list[Request] = []
@@ -123,9 +122,10 @@ def simulate(
     for when in arrivals:
         send(when)
     while len(run.ended) < until:
-        if not waiting and not decoding:
-            run.now = max(run.now, coming[0].ready)
-        while coming and coming[0].ready <= run.now:
+        by = began if limits.ahead else run.now
+        if not waiting and not decoding and coming[0].ready > by:
+            by = run.now = max(run.now, coming[0].ready)
+        while coming and coming[0].ready <= by:
             waiting.append(coming.pop(0))
         budget, room = limits.batched_tokens - len(decoding), limits.sequences - len(decoding)
         chunks = [Chunk(1, each.prompt + each.tokens - 1) for each in decoding]
@@ -143,7 +143,8 @@ def simulate(
         begun = [each for each in waiting if each.computed > workload.cached]
         held = len(decoding) + len(prompts) + sum(each not in [one for one, *_ in prompts] for each in begun)
         left = len(prompts) < len(waiting)
-        run.now += seconds
+        late = efficiency.output_s * sum(each.tokens < each.output - 1 for each in decoding)
+        began, run.now = run.now, run.now + seconds
         run.steps.append(Step(run.now, seconds, len(chunks), held, prompt_tokens, len(decoding), left))
         ended = []
         for each in decoding:
@@ -156,7 +157,7 @@ def simulate(
             each.computed += tokens
             if whole:
                 waiting.remove(each)
-                each.tokens, each.first = 1, run.now
+                each.tokens, each.first, each.sent = 1, run.now, each.sent - late
                 if each.output == 1:
                     each.last = run.now
                     ended.append(each)
@@ -165,7 +166,7 @@ def simulate(
         run.ended += ended
         for _ in range(int(min(len(ended), again))):
             again -= 1
-            send(run.now)
+            send(run.now + efficiency.output_s * len(decoding))
     return run
 
 
@@ -182,7 +183,8 @@ workloads = st.builds(
     st.sampled_from([0.0, 0.0, 0.5, 0.99]),
     st.sampled_from([0.0, 0.3, 1.0]),
 )
-limits = st.builds(Limits, st.sampled_from([1, 3, 16, 50, 200, 8192]), st.sampled_from([1, 2, 5, 256]))
+budgets = st.sampled_from([1, 3, 16, 50, 200, 8192])
+limits = st.builds(Limits, budgets, st.sampled_from([1, 2, 5, 256]), ahead=st.booleans())
 
 
 def near_the_end_of_a_step(run: Run, share: float) -> bool:
@@ -267,9 +269,7 @@ def test_the_simulator_keeps_the_rules_of_engines(workload, limits, requests, ag
     """Steps stay within both limits, counting prompts under way, and nothing idles while there is work."""
     assume(few_chunks(workload, limits))
     on = DEPLOYMENTS["slow host"]
-    run = simulate(
-        on, workload, limits, [0.0] * requests, 2 * requests if again else requests, math.inf if again else 0
-    )
+    run = simulate(on, workload, limits, [0.0] * requests, (1 + again) * requests, math.inf if again else 0)
     for step in run.steps:
         assert step.prompt_tokens + step.decoded <= limits.batched_tokens
         assert step.sequences <= step.held <= limits.sequences

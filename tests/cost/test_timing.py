@@ -191,6 +191,18 @@ def test_the_measured_factor_is_of_products_alone(tokens, factor):
     assert ours["qkv"].memory_s == pytest.approx(factor * theirs["qkv"].memory_s)
 
 
+def test_launches_count_where_the_device_is_faster():
+    """Of steps with prompts: a captured graph has those of decodes alone."""
+    plain, slow = (deployment(efficiency=replace(Efficiency.ideal(), launch_s=each)) for each in (0.0, 1e-2))
+    counting = deployment(efficiency=replace(Efficiency.ideal(), kernel_s=1.0))
+    prompt, decodes = [Chunk(64), Chunk(1, 9)], [Chunk(1, 9, sequences=3)]
+    kernels = round(counting.step(prompt).seconds)
+    assert slow.step(prompt).seconds == pytest.approx(kernels * 1e-2)
+    assert slow.step(decodes) == plain.step(decodes)
+    quick = deployment(efficiency=replace(Efficiency.ideal(), launch_s=plain.step(prompt).seconds / kernels / 2))
+    assert quick.step(prompt) == plain.step(prompt)
+
+
 def test_each_format_may_have_a_factor_of_its_own():
     losses = replace(Efficiency.ideal(), linear=((1, 3.0),), linear_of={"fp8": ((1, 2.0),)})
     for quantization, factor in (("none", 3.0), ("fp8", 2.0)):

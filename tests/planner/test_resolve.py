@@ -230,12 +230,22 @@ def test_a_longer_context_than_the_config_says_can_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "tokens", "sequences"),
-    [("H100-SXM", 8192, 1024), ("A100-80GB-SXM", 2048, 256), ("L40S", 2048, 256), ("H200", 8192, 1024)],
+    ("hardware", "engine", "expected"),
+    [
+        ("H100-SXM", "vllm", (8192, 1024, True)),
+        ("A100-80GB-SXM", "vllm", (2048, 256, True)),
+        ("L40S", "vllm", (2048, 256, True)),
+        ("H200", "vllm-v0", (8192, 1024, False)),
+        ("RTX-4090", "sglang", (2048, 1024, True)),
+        ("L40S", "sglang", (4096, 1024, True)),
+        ("H100-SXM", "sglang", (8192, 1024, True)),
+        ("B200", "sglang", (16384, 1024, True)),
+        ("A10", "tensorrt-llm", (8192, 2048, True)),
+    ],
 )
-def test_limits_are_those_of_vllm(hardware: str, tokens: int, sequences: int) -> None:
-    limits = resolve(PlanRequest("llama-3.1-8b", hardware)).limits
-    assert (limits.batched_tokens, limits.sequences) == (tokens, sequences)
+def test_limits_are_those_of_the_engine(hardware: str, engine: str, expected: tuple[int, int, bool]) -> None:
+    limits = resolve(PlanRequest("qwen2.5-0.5b", hardware, engine=engine)).limits
+    assert (limits.batched_tokens, limits.sequences, limits.ahead) == expected
 
 
 def test_a_batch_that_is_asked_for_raises_the_limit() -> None:
@@ -264,4 +274,5 @@ def test_hardware_without_16_bit_products_takes_float32(monkeypatch: pytest.Monk
     monkeypatch.setattr(resolving, "calibrated", lambda _: [Measured(processor, Efficiency())])
     found = resolve(PlanRequest("qwen2.5-0.5b", "old-cpu"))
     assert found.dtype == "float32" and found.deployment.precision.kv.bits == 32
-    assert (found.limits.batched_tokens, found.limits.sequences) == (512, 256)  # of `headway serve` on a CPU
+    limits = found.limits
+    assert (limits.batched_tokens, limits.sequences, limits.ahead) == (512, 256, False)  # of `headway serve` on a CPU

@@ -270,6 +270,12 @@ def test_a_client_that_goes_away_frees_its_place_wherever_the_request_is() -> No
         assert made.blocks.num_free == made.blocks.num_blocks
 
 
+def test_a_request_is_taken_up_between_the_tokens_of_those_that_run() -> None:
+    coming = [arrival(0, 0, 10, 50), arrival(1, 0, 10, 50), arrival(2, 10 * MS, 10, 2)]
+    answers = simulate(scheduler(), coming, Fixed(MS), host=Host(output_ns=3 * MS)).answers
+    assert [each.ttft_ns for each in answers] == [MS, MS, 2 * 3 * MS + MS]
+
+
 def test_an_answer_leads_to_the_next_request() -> None:
     """Two users of a closed loop; each sends again when it has its answer."""
     left = iter(range(2, 20))
