@@ -5,8 +5,8 @@ grouped-query attention reads each key once. A tile goes over its context in chu
 and sum (the online softmax of Milakov and Gimelshein, 2018). A long context with few query tokens is split, and its
 parts merged by their maxima and sums, so that one sequence can occupy every thread.
 
-Splits and chunks start at fixed positions of the context, so a sequence's result does not depend on what else is in the
-step.
+Splits and chunks start at fixed positions of the context, and a tile that is not split joins the same parts in the same
+order, so a result depends neither on what else is in the step nor on how many of a sequence's tokens are.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from headway.kernels.cpu_arithmetic import TILE_TOKENS, WIDE_INT8, arithmetic_of
-from headway.kernels.cpu_attention_plan import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS
+from headway.kernels.cpu_attention_plan import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS, SPLIT
 from headway.kernels.cpu_chunks import (
     ARRANGED,
     CHUNK,
@@ -171,6 +171,56 @@ def _add_scaled(out, sums, width, factor):
         store(out, d, load(out, d, FLOAT32) + np.float32(read_int32(sums, d)) * factor, FLOAT32)
 
 
+@compiled(fastmath=REORDER)
+def _join(out, part, width, decay, part_decay):
+    """out = out times its decay + a part's times its own."""
+    for d in range(width):
+        value = load(out, d, FLOAT32) * decay + load(part, d, FLOAT32) * part_decay
+        store(out, d, value, FLOAT32)
+
+
+@compiled()
+def _join_row(out, part, width, maximum, total, part_maximum, part_total):
+    """The result of a row with one more part of its context; (maximum, sum) of both."""
+    best = larger(maximum, part_maximum)
+    decay, part_decay = exp_of_negative(maximum - best), exp_of_negative(part_maximum - best)
+    _join(out, part, width, decay, part_decay)
+    return best, total * decay + part_total * part_decay
+
+
+@compiled()
+def _close_part(rows, width, out_width, is_first, room):
+    """Add what a tile has of a part of its context to what it has of those before, and begin the next."""
+    for row in range(rows):
+        whole, part = room.whole + row * out_width * 4, room.out + row * out_width * 4
+        maximum, total = load(room.maxima, row, FLOAT32), load(room.sums, row, FLOAT32)
+        if is_first:
+            for d in range(width):
+                store(whole, d, load(part, d, FLOAT32), FLOAT32)
+        else:
+            maximum, total = _join_row(
+                whole, part, width, load(room.whole_maxima, row, FLOAT32), load(room.whole_sums, row, FLOAT32),
+                maximum, total,
+            )  # fmt: skip
+        store(room.whole_maxima, row, maximum, FLOAT32)
+        store(room.whole_sums, row, total, FLOAT32)
+        store(room.maxima, row, _MASKED, FLOAT32)
+        store(room.sums, row, _ZERO, FLOAT32)
+        for d in range(out_width):
+            store(part, d, _ZERO, FLOAT32)
+
+
+@compiled()
+def _take_whole(rows, width, out_width, room):
+    """All parts together as the tile's result."""
+    for row in range(rows):
+        whole, out = room.whole + row * out_width * 4, room.out + row * out_width * 4
+        for d in range(width):
+            store(out, d, load(whole, d, FLOAT32), FLOAT32)
+        store(room.maxima, row, load(room.whole_maxima, row, FLOAT32), FLOAT32)
+        store(room.sums, row, load(room.whole_sums, row, FLOAT32), FLOAT32)
+
+
 @compiled()
 def _begin(kind, x_kind, integer, geometry, width, out_width, item, head, query, sinks, room):
     """Lay out a tile's queries and clear its results; a sink is a key without a value, before all others."""
@@ -235,7 +285,11 @@ def _attend(
     if arranged == ARRANGED:
         find(layout, table, first, min(CHUNK, end - first), kv_heads, head, cache, panels, lines)
         ask_for_all(layout, min(CHUNK, end - first), panels, lines)
+    part = opened = item[4] // SPLIT
     for key in range(first, end, CHUNK):
+        if key // SPLIT != part:
+            _close_part(rows, value_width, out_width, part == opened, room)
+            part = key // SPLIT
         count = min(CHUNK, end - key)
         next_panels, next_lines = panels, lines
         if arranged == LATENT:
@@ -271,6 +325,9 @@ def _attend(
                 place = row * out_width * 4
                 _add_scaled(room.out + place, target + place, value_width, load(room.weight_factors, row, FLOAT32))
         panels, lines = next_panels, next_lines
+    if part != opened:
+        _close_part(rows, value_width, out_width, False, room)
+        _take_whole(rows, value_width, out_width, room)
 
 
 @compiled()
@@ -295,26 +352,18 @@ def _finish(kind, geometry, width, item, head, room, out, partial_out, partial_s
             store(partial_sums, 2 * place + 1, load(room.sums, row, FLOAT32), FLOAT32)
 
 
-@compiled(fastmath=REORDER)
+@compiled()
 def _merge(kind, merge, head, heads, width, out, partial_out, partial_sums):
-    """Combine the parts of a split context: each weighs exp(its maximum - the greatest) in sum and values."""
+    """Join the parts of a split context, in the order in which a tile that is not split does."""
     token, first, parts, stride = merge
-    best, total = _MASKED, _ZERO
-    for part in range(parts):
-        best = larger(best, load(partial_sums, 2 * ((first + part * stride) * heads + head), FLOAT32))
     into = first * heads + head
-    for part in range(parts):
+    best, total = load(partial_sums, 2 * into, FLOAT32), load(partial_sums, 2 * into + 1, FLOAT32)
+    for part in range(1, parts):
         place = (first + part * stride) * heads + head
-        decay = exp_of_negative(load(partial_sums, 2 * place, FLOAT32) - best)
-        total += load(partial_sums, 2 * place + 1, FLOAT32) * decay
-        if part == 0:
-            for d in range(width):
-                store(partial_out, into * width + d, load(partial_out, into * width + d, FLOAT32) * decay, FLOAT32)
-        else:
-            for d in range(width):
-                value = load(partial_out, into * width + d, FLOAT32)
-                value += load(partial_out, place * width + d, FLOAT32) * decay
-                store(partial_out, into * width + d, value, FLOAT32)
+        best, total = _join_row(
+            partial_out + into * width * 4, partial_out + place * width * 4, width, best, total,
+            load(partial_sums, 2 * place, FLOAT32), load(partial_sums, 2 * place + 1, FLOAT32),
+        )  # fmt: skip
     factor = _ONE / total
     for d in range(width):
         store(out, (token * heads + head) * width + d, load(partial_out, into * width + d, FLOAT32) * factor, kind)
@@ -324,7 +373,7 @@ def _merge(kind, merge, head, heads, width, out, partial_out, partial_sums):
 _Room = namedtuple(
     "_Room",
     "queries query_bytes scores weights weight_bytes weight_factors out chunk_out maxima sums factors scales key_room"
-    " value_room line_room panels lines",
+    " value_room line_room panels lines whole whole_maxima whole_sums",
 )
 
 
@@ -348,10 +397,13 @@ def _room(memory, rows, width, value_width, inputs, size):
     maxima = weight_factors + 4 * rows
     sums = maxima + 4 * rows
     factors = sums + 4 * rows
-    queries = factors + 4 * rows
+    whole_maxima = factors + 4 * rows
+    whole_sums = whole_maxima + 4 * rows
+    whole = whole_sums + 4 * rows
+    queries = whole + rows * out_width * 4
     return _Room(
         queries, query_bytes, scores, weights, weight_bytes, weight_factors, out, chunk_out, maxima, sums, factors,
-        scales, key_room, value_room, line_room, panels, lines,
+        scales, key_room, value_room, line_room, panels, lines, whole, whole_maxima, whole_sums,
     )  # fmt: skip
 
 
@@ -359,7 +411,7 @@ def _room(memory, rows, width, value_width, inputs, size):
 def _room_bytes(rows, width):
     """Enough for the parts of a _Room of any kind."""
     out_width = (width + _GROUP - 1) // _GROUP * _GROUP
-    of_row = CHUNK * 8 + out_width * 8 + width * 4 + 32
+    of_row = CHUNK * 8 + out_width * 12 + width * 4 + 40
     return rows * of_row + CHUNK * (width + out_width + 8) * 4 + out_width * 4 + CHUNK * 32 + 1024
 
 

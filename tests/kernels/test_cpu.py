@@ -244,6 +244,24 @@ def test_attention_does_not_depend_on_its_company_or_on_threads() -> None:
         start += count
 
 
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_does_not_depend_on_how_a_long_prompt_is_cut(
+    kernels: CpuKernels, dtype: torch.dtype, cache_dtype: torch.dtype | None
+) -> None:
+    """Bit for bit: many tokens go over their context in one piece, few in parts that are merged."""
+    step, blocks = step_of([200], [1500], 16)
+    cache = operations.empty_cache((blocks, 2, 16, 64), cache_dtype or dtype, "cpu")
+    before, query = step_of([1500], [1500], 16)[0], random(0, dtype, 200, 4, 64)
+    kernels.store(random(1, dtype, 1500, 2, 64), random(2, dtype, 1500, 2, 64), cache, before.slots)
+    for window, sinks in ((None, None), (700, random(3, torch.float32, 4))):
+        whole = kernels.attention(query, cache, step, 0.125, window, sinks)
+        for first, end in ((0, 1), (57, 60), (199, 200)):
+            few, _ = step_of([end - first], [1300 + end], 16)
+            few.block_tables = step.block_tables
+            assert torch.equal(kernels.attention(query[first:end], cache, few, 0.125, window, sinks), whole[first:end])
+
+
 def test_attention_over_latents_does_not_depend_on_its_company_or_on_threads() -> None:
     queries, contexts = [1, 1, 30, 1], [1100, 77, 90, 641]
     step, num_blocks = step_of(queries, contexts, 16)
