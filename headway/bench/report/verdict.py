@@ -131,8 +131,8 @@ def _up_to(attained: dict[float, Attainment], target: float) -> Banner:
         shares = ", ".join(f"{number(load)} ({100 * attained[load].share:.4g} %)" for load in below)
         enough = math.ceil(math.log(0.025) / math.log(target))
         line = (
-            f"Objectives met, by load: {shares}. To be certain of {100 * target:g} % takes at least "
-            f"{enough:,} requests at a load, more if any misses: raise --num-prompts."
+            f"Objectives met, by load: {shares}. To be certain of {100 * target:g} %, each load needs at least "
+            f"{enough:,} requests, and more if any misses its objectives: raise --num-prompts."
         )
         return Banner("Objectives: too few requests to decide", (line,), "warn")
     lowest = min(decided)
