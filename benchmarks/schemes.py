@@ -1,11 +1,13 @@
 """The bundled model in every scheme: perplexity, bytes, and speed, in one table.
 
-    python -m benchmarks.schemes TEXT --llama-cpp PYTHON      # perplexity and bytes, at any time
+    python -m benchmarks.schemes --llama-cpp PYTHON           # perplexity and bytes, at any time
     python -m benchmarks.schemes --speed --llama-cpp PYTHON   # speed, on a quiet machine; it is added to the result
 
-Windows are those of benchmarks.perplexity. Checkpoints are made once, in benchmarks/checkpoints/schemes. Without
---llama-cpp, which quantises GGUF files, their rows are left out. For speed, all engines are in one process and take
-turns: a decode of 128 tokens at batch 1, and 8 prompts of 512 tokens.
+Perplexity is that of texts which the model itself writes: there, the logarithm of a change is the divergence from the
+model (Kullback and Leibler). With a TEXT, it is that of windows of it, as in benchmarks.perplexity. Checkpoints are
+made once, in benchmarks/checkpoints/schemes. Without --llama-cpp, which quantises GGUF files, their rows are left
+out. For speed, all engines are in one process and take turns: a decode of 128 tokens at batch 1, and 8 prompts of 512
+tokens.
 """
 
 from __future__ import annotations
@@ -30,13 +32,15 @@ from headway import LLM, SamplingParams
 from headway.bundled import NAME, STORY
 from headway.kernels.cpu_linear import PackedLinear
 from headway.models.decoder import AttentionWeights, DenseMLP
-from headway.quantize.calibration import Calibration, windows
+from headway.quantize.calibration import Calibration, windows, written
 from headway.quantize.run import quantize
 from headway.quantize.schemes import Recipe
+from headway.text.tokenizer import Tokenizer
 
 _FOLDER = CHECKPOINTS / "schemes"
 _DECODED, _PROMPTS, _PROMPT = 128, 8, 512
 _KV_BYTES = 96 << 20
+_SAMPLES, _OWN_SEED = 32, 1_000_000  # of texts that methods look at; and seeds of the others
 _GGUF = ("bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl")
 
 
@@ -79,7 +83,7 @@ def cases(with_gguf: bool) -> Iterator[Case]:
     yield Case("int8 KV cache", arguments={"kv_cache_dtype": "int8"})
     for scheme in ("int8", "int8-weight-only", "int4"):
         yield Case(f"--quantization {scheme}", arguments={"quantization": scheme})
-    for scheme in ("W8A16", "W8A8", "FP8_DYNAMIC"):
+    for scheme in ("W8A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16"):
         yield Case(f"{scheme} rtn", Recipe.of(scheme, "rtn", None))
     for scheme in ("W4A16", "W4A16_ASYM"):
         for method in ("rtn", "awq", "gptq"):
@@ -122,15 +126,19 @@ def packed_bytes(llm: LLM) -> int:
     return sum(each._packed.nbytes for each in linears if isinstance(each, PackedLinear))
 
 
+def windows_of(arguments: argparse.Namespace) -> list[list[int]]:
+    """Token ids. Raises OSError and ValueError for a text that cannot be read or is too short."""
+    if arguments.text is None:
+        return written(STORY, arguments.windows, arguments.tokens, _OWN_SEED)
+    return windows(Tokenizer.load(STORY), read(arguments.text), arguments.windows, arguments.tokens)
+
+
 def perplexities(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Raises OSError and ValueError for a text that cannot be read or is too short."""
-    text, calibration = read(arguments.text), _Written()
-    prompts, plain = None, None
+    """A row for each case. Raises as windows_of()."""
+    calibration, plain = _Written(samples=_SAMPLES), None
+    prompts = windows_of(arguments)
     for case in cases(arguments.llama_cpp is not None):
         llm = engine(case, calibration, arguments.llama_cpp, arguments.tokens + 1)
-        if prompts is None:
-            assert llm.tokenizer is not None
-            prompts = windows(llm.tokenizer, text, arguments.windows, arguments.tokens)
         logs = mean_logs(llm, prompts)
         plain = plain or logs
         found = row("", "", logs, plain)
@@ -184,22 +192,20 @@ def table(report: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.schemes", description=__doc__.splitlines()[0])
-    parser.add_argument("text", type=Path, nargs="?", help="UTF-8, .gz too")
+    parser.add_argument("text", type=Path, nargs="?", help="UTF-8, .gz too; default: what the model writes")
     parser.add_argument("--speed", action="store_true", help="measure speed, and add it to the result")
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="a Python with llama-cpp-python")
     parser.add_argument("--windows", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=1000, help="of a window")
+    parser.add_argument("--tokens", type=int, default=512, help="of a window")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS / "schemes.json")
     arguments = parser.parse_args(argv)
-    if arguments.speed == (arguments.text is not None):
-        parser.error("give a TEXT for perplexity, or --speed")
     output = own_file(arguments.output)
     report = json.loads(output.read_text()) if output.exists() else {}
     try:
         if arguments.speed:
             if "rows" not in report:
-                parser.error(f"{output} has no perplexities yet; give a TEXT first")
+                parser.error(f"{output} has no perplexities yet; leave --speed out first")
             report["speed"] = speeds(arguments)
         else:
             report = heading(arguments) | {"rows": list(perplexities(arguments))} | {"speed": report.get("speed", {})}

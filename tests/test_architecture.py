@@ -100,6 +100,7 @@ ROOMS = {
             "quantize",
             "models",
             "kernels",
+            "cost.shape",
             "cost.values",
             "engine.memory",
             "flags",

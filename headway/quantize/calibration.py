@@ -38,7 +38,7 @@ class Calibration:
         if self.sample_tokens > longest:
             raise ValueError(f"--sample-tokens {self.sample_tokens} is more than the model takes, {longest}")
         if self.calibration is None:
-            return _written(folder, self.samples, self.sample_tokens)
+            return written(folder, self.samples, self.sample_tokens)
         try:
             text = self.calibration.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -75,8 +75,12 @@ def windows(tokenizer: Tokenizer, text: str, count: int, tokens: int) -> list[li
     return found
 
 
-def _written(folder: Path, count: int, tokens: int) -> list[list[int]]:
-    """What the model writes at temperature 1, each time from the start of a text (Williams et al., 2024)."""
+def written(folder: Path, count: int, tokens: int, first_seed: int = 0) -> list[list[int]]:
+    """What the model writes at temperature 1, each time from the start of a text (Williams et al., 2024).
+
+    Args:
+        first_seed: of so many, one for each window.
+    """
     from headway.llm import LLM
     from headway.policy.sampling_params import SamplingParams
 
@@ -84,6 +88,6 @@ def _written(folder: Path, count: int, tokens: int) -> list[list[int]]:
     assert llm.tokenizer is not None
     first = llm.tokenizer.bos_token_id
     first = llm.tokenizer.eos_token_ids[0] if first is None and llm.tokenizer.eos_token_ids else first or 0
-    params = [SamplingParams(max_tokens=tokens - 1, seed=seed, ignore_eos=True) for seed in range(count)]
+    params = [SamplingParams(max_tokens=tokens - 1, seed=first_seed + each, ignore_eos=True) for each in range(count)]
     found = llm.generate([{"prompt_token_ids": [first]}] * count, params)
     return [[first, *output.outputs[0].token_ids] for output in found]

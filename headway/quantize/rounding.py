@@ -14,8 +14,6 @@ from torch import Tensor
 
 from headway.quantize.schemes import Scheme
 
-# By how much the range of a group is made narrower, at most and in steps, where outliers would cost the others much.
-_SHRINKS = tuple(1 - step / 20 for step in range(10))
 _POWERS = tuple(step / 20 for step in range(1, 20))  # of the size of inputs, that AWQ tries
 _MOST_ROWS = 512  # that AWQ tries them on
 _DAMPING, _DAMPINGS = 0.01, 5  # of the mean of the moments' diagonal; tenfold where that does not suffice
@@ -57,38 +55,23 @@ class Grid:
     Args:
         weight: float32 [out, in].
         dtype: of scales.
-        importance: [in], of the squared error of each input's weights: ranges are narrowed where that makes their sum
-            less. None: the whole range of a group.
     """
 
-    def __init__(self, weight: Tensor, scheme: Scheme, dtype: torch.dtype, importance: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> None:
         self._scheme = scheme
         rows, inputs = weight.shape
-        grouped = weight.view(rows, -1, scheme.group_size or inputs)
         self._of_all: Tensor | None = None
         if scheme.format == "nvfp4-pack-quantized":
             self._of_all = (6 * 448 / weight.abs().max().clamp(min=1e-30)).view(1)
-        self.scales, self.zeros = self._of(grouped, 1.0, dtype)
-        if importance is None:
-            return
-        weighted = importance.view(grouped.shape[1:])
-        best = torch.full(self.scales.shape, torch.inf)
-        chosen = self.scales, self.zeros
-        for shrink in _SHRINKS:
-            self.scales, self.zeros = self._of(grouped, shrink, dtype)
-            error = ((self.dense(weight).view(grouped.shape) - grouped).square_() * weighted).sum(2)
-            better = error < best
-            best = torch.where(better, error, best)
-            chosen = torch.where(better, self.scales, chosen[0]), torch.where(better, self.zeros, chosen[1])
-        self.scales, self.zeros = chosen
+        self.scales, self.zeros = self._of(weight.view(rows, -1, scheme.group_size or inputs), dtype)
 
-    def _of(self, grouped: Tensor, shrink: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _of(self, grouped: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Scales, as they are stored, and zero points [out, groups]."""
         low, high = self._scheme.limits
         if self._scheme.symmetric:
-            scales = grouped.abs().amax(2) * shrink / ((high - low) / 2)
+            scales = grouped.abs().amax(2) / ((high - low) / 2)
             return self._stored(scales, dtype), torch.zeros_like(scales)
-        least, most = grouped.amin(2).clamp(max=0) * shrink, grouped.amax(2).clamp(min=0) * shrink
+        least, most = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
         scales = self._stored((most - least) / (high - low), dtype)
         return scales, (low - least / scales).round().clamp(low, high)
 
@@ -136,9 +119,9 @@ def _e2m1(numbers: Tensor) -> Tensor:
     return ((sizes / steps).round() * steps).copysign(numbers)
 
 
-def nearest(weight: Tensor, scheme: Scheme, dtype: torch.dtype, importance: Tensor | None = None) -> Rounded:
+def nearest(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> Rounded:
     """Each weight rounded by itself."""
-    grid = Grid(weight, scheme, dtype, importance)
+    grid = Grid(weight, scheme, dtype)
     return grid.rounded(grid.codes(weight), dtype)
 
 
@@ -149,7 +132,7 @@ def gptq(weight: Tensor, moments: Tensor, scheme: Scheme, dtype: torch.dtype, ac
         act_order: the inputs of the largest moments first. Groups stay as they are.
     """
     inputs = weight.shape[1]
-    grid = Grid(weight, scheme, dtype, moments.diagonal())
+    grid = Grid(weight, scheme, dtype)
     order = moments.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(inputs)
     factor = _inverse_factor(moments[order][:, order])
     if factor is None:

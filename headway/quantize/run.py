@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headway.cost.shape import CacheSpec
 from headway.cost.values import ConfigValues, ModelError
 from headway.engine.memory import zero_caches
 from headway.kernels.interface import LayerCache, LayerState, StepGeometry
@@ -189,11 +190,9 @@ class _Quantizer:
         self._on_progress(1.0, "done")
 
     def _round(self, weight: Tensor, scales: Tensor, moments: Tensor | None) -> Rounded:
-        if moments is None:
-            return nearest(weight * scales, self._scheme, self._dtype)
-        if self._recipe.method == "gptq":
+        if moments is not None and self._recipe.method == "gptq":
             return gptq(weight, moments, self._scheme, self._dtype, self._recipe.act_order)
-        return nearest(weight * scales, self._scheme, self._dtype, moments.diagonal() / scales**2)
+        return nearest(weight * scales, self._scheme, self._dtype)
 
     def _input_scales(self, names: tuple[str, ...], weight: Tensor, moments: Tensor | None) -> Tensor:
         """What the weights of each input are multiplied with; what makes the inputs has been changed to match."""
@@ -324,6 +323,7 @@ class _Folds:
         if value not in shapes:
             return None
         cache = self._config.caches[int(_block(attention).rpartition(".")[2])]
+        assert isinstance(cache, CacheSpec)
         rows = cache.heads * cache.value_dim
         return _Feeder(value, shapes[value][0] - rows, cache.heads, self._config.shape.heads // cache.heads)
 

@@ -78,7 +78,7 @@ def test_calibration_is_better_than_rounding_to_the_nearest(scheme: str, tmp_pat
         )
         errors[method] = relative_error(torch.cat(whole(load(tmp_path / method), prompts)), expected)
     assert errors["gptq"] < 0.85 * errors["rtn"]
-    assert errors["awq"] < 0.95 * errors["rtn"]
+    assert errors["awq"] < errors["rtn"]
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,8 @@ def test_awq_makes_products_with_known_inputs_better(name: str) -> None:
     plain = nearest(weight, scheme, torch.float32)
     moments = x.T @ x
     scales = awq_scales(weight, moments, scheme, torch.float32, lambda sizes: sizes)
-    found = nearest(weight * scales, scheme, torch.float32, moments.diagonal() / scales**2)
-    assert error(weight, found.dense / scales, x) < 0.75 * error(weight, plain.dense, x)
+    found = nearest(weight * scales, scheme, torch.float32)
+    assert error(weight, found.dense / scales, x) < 0.85 * error(weight, plain.dense, x)
     assert scales.std() > 0.1
 
 
@@ -133,17 +133,9 @@ def test_without_correlations_gptq_has_nothing_to_make_up_for(moments: Tensor) -
     """Inputs of one size, or none at all: each weight is rounded by itself."""
     scheme, weight = SCHEMES["W4A16"], random_weight()
     found = gptq(weight, moments, scheme, torch.float32, act_order=True)
-    plain = nearest(weight, scheme, torch.float32, moments.diagonal())
+    plain = nearest(weight, scheme, torch.float32)
     assert torch.equal(found.codes, plain.codes)
     assert torch.equal(found.scales, plain.scales)
-
-
-def test_a_narrower_range_is_taken_where_it_errs_less() -> None:
-    """One outlier in each group: its own error grows, and that of all weights together shrinks."""
-    scheme, weight = SCHEMES["W4A16"], random_weight()
-    weight[:, ::128] *= 3
-    whole, narrow = (nearest(weight, scheme, torch.float32, each) for each in (None, torch.ones(INPUTS)))
-    assert ((narrow.dense - weight) ** 2).sum() < 0.9 * ((whole.dense - weight) ** 2).sum()
 
 
 @pytest.mark.parametrize("name", SCHEMES)
