@@ -80,12 +80,13 @@ class Queue:
 
     def take(self, count: int) -> list[int]:
         """Take out the first ones. There must be so many."""
+        order = self._order
         if not self._gone:
-            return [self._order.popleft() for _ in range(count)]
-        taken = list[int]()
+            return [order.popleft() for _ in range(count)]
+        taken: list[int] = []
         for _ in range(count):
             taken.append(self.first())
-            self._order.popleft()
+            order.popleft()
         return taken
 
 
@@ -204,7 +205,7 @@ class CachedBlocks:
 
     def evict(self, count: int) -> list[int]:
         """Take out the blocks that are given up next. There must be so many."""
-        given_up = list[int]()
+        given_up: list[int] = []
         left = count
         while left:
             owner, queue, reason, alike = self._next()

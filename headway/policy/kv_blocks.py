@@ -165,7 +165,7 @@ class KVBlocks:
         The last blocks are cached first: a prefix is worth more than what followed it.
         """
         references, owners, nodes = self.references, self.cached.owners, self._index.nodes
-        idle = list[int]()
+        idle: list[int] = []
         for block in reversed(blocks):
             left = references[block] = references[block] - 1
             if left == 0:

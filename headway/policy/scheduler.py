@@ -66,9 +66,10 @@ class Scheduler(Sequences):
         for sequence in self._unserved.expired(now):
             self.finish(sequence, FinishReason.TIMEOUT, now)
             plan.expired.append(sequence.seq_id)
-        decoding, prompts = list[Sequence](), list[Sequence]()
-        for sequence in self.running:
-            (decoding if sequence.is_decoding else prompts).append(sequence)
+        decoding = [sequence for sequence in self.running if sequence.is_decoding]
+        prompts: list[Sequence] = []
+        if len(decoding) < len(self.running):
+            prompts = [sequence for sequence in self.running if not sequence.is_decoding]
         outlook = Outlook()
         if self.slo is not None:
             outlook = self._look_ahead(self.slo, decoding, prompts, plan, decision, now)

@@ -45,8 +45,8 @@ class SteadyDecodes:
         self._known = [0] * len(self._draws)  # steps that each has been brought up to date with
         self._count, self._context = len(self._draws), len(self._draws)
         # Before which step sequences need blocks, and after which something is to be done with their tokens.
-        self._growing = defaultdict[int, list[int]](list)
-        self._due = defaultdict[int, list[int]](list)
+        self._growing: defaultdict[int, list[int]] = defaultdict(list)
+        self._due: defaultdict[int, list[int]] = defaultdict(list)
         for at, sequence in enumerate(scheduler.running):
             self._context += sequence.num_computed
             left = sequence.room - sequence.num_computed

@@ -8,7 +8,6 @@ Identification, 1999, section 11.2). A step makes the model forget only of what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import sqrt
 from typing import Protocol
 
@@ -119,20 +118,26 @@ class StepTimeModel:
         """Learn from one measured step."""
         x = work.features()
         p = self._covariance
+        size = range(len(x))
+        present = [i for i in size if x[i]]
         growth = [_GROWTH if value else 1.0 for value in x]
-        for i, grown in enumerate(growth):
-            p[i] = [value * (grown * other) for value, other in zip(p[i], growth, strict=True)]
-        px = [_product(row, x) for row in p]
-        scale = 1.0 + _product(x, px)
-        predicted = _product(self._milliseconds, x)
+        for i in size:
+            row = p[i]
+            for j in size if x[i] else present:
+                row[j] *= growth[i] * growth[j]
+        px = [sum([row[j] * x[j] for j in present]) for row in p]
+        scale = 1.0 + sum([x[i] * px[i] for i in present])
+        predicted = sum([self._milliseconds[i] * x[i] for i in present])
         error = duration_ns / 1e6 - predicted
         if self.is_trained and predicted > 0.0:
             self._judge(duration_ns / 1e6 / predicted)
-        for i, own in enumerate(px):
-            self._milliseconds[i] += own / scale * error
-            p[i] = [value - own * other / scale for value, other in zip(p[i], px, strict=True)]
+        for i in size:
+            self._milliseconds[i] += px[i] / scale * error
+            row, own = p[i], px[i]
+            for j in size:
+                row[j] -= own * px[j] / scale
         # Without excitation in some direction forgetting lets its variance grow without bound.
-        if max([row[i] for i, row in enumerate(p)]) > _MAX_VARIANCE:
+        if max([p[i][i] for i in size]) > _MAX_VARIANCE:
             self._covariance = _prior()
         self.steps_seen += 1
         self._steps_with_logits += work.logit_rows > 0
@@ -188,10 +193,6 @@ class StepTimeModel:
         if not self.is_trained or whole <= 0.0 or part <= 0.0:
             return without.tokens / work.tokens if work.tokens else 1.0
         return min(1.0, part / whole)
-
-
-def _product(a: Iterable[float], b: Iterable[float]) -> float:
-    return sum([x * y for x, y in zip(a, b, strict=True)])
 
 
 def _prior() -> list[list[float]]:

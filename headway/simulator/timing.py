@@ -99,7 +99,8 @@ class Predicted:
 
     def chunks(self, scheduled: list[ScheduledSequence]) -> list[Chunk]:
         """The work of a step as the cost model takes it."""
-        contexts, chunks = [item.start for item in scheduled if item.decoding and item.samples == 1], list[Chunk]()
+        contexts = [item.start for item in scheduled if item.decoding and item.samples == 1]
+        chunks: list[Chunk] = []
         if len(contexts) < len(scheduled):
             for item in scheduled:
                 if not item.decoding or item.samples > 1:
