@@ -72,6 +72,12 @@ def test_each_block_says_its_language_and_why_it_is_not_run() -> None:
     assert len([b for b in ALL if b.language == "sh" and b.mark.startswith("not run")]) <= 10
 
 
+@pytest.mark.parametrize("example", sorted((REPOSITORY / "examples").glob("*.toml")), ids=lambda file: file.name)
+def test_examples_are_those_that_the_documents_show_and_run(example: Path) -> None:
+    assert example.read_text() in [f"{b.text}\n" for b in ALL if b.language == "toml"]
+    assert any(f"examples/{example.name}" in b.text for b in ALL if b.language == "sh")
+
+
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with every file that a document's commands name."""
@@ -86,14 +92,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("conv.csv", "AzureLLMInferenceTrace_conv.csv"):
         (tmp_path / name).write_text(AZURE)
     (tmp_path / "mooncake.jsonl").write_text(MOONCAKE)
-    tomls = {b.document.name: b.text for b in ALL if b.language == "toml"}
-    (tmp_path / "service.toml").write_text(tomls["workloads.md"])
     shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
     for name, example in (("classes", "classes"), ("tenants", "tenants"), ("other", "tenants")):
         shutil.copy(REPOSITORY / "examples" / f"{example}.toml", tmp_path / f"{name}.toml")
-    fleets = [b.text for b in ALL if b.language == "toml" and b.document.name == "simulate.md"]
-    for name, text in zip(("fleet.toml", "pools.toml"), fleets, strict=True):
-        (tmp_path / name).write_text(text)
     (tmp_path / "tenants.jsonl").write_text(MOONCAKE.replace("{", '{"tenant": "acme", '))
     return tmp_path
 
