@@ -126,9 +126,9 @@ def server_over_time(gauges: Mapping[str, Sequence[float | None]]) -> Figure:
     return figure
 
 
-def _edges(seconds: float) -> Floats:
-    """Bins of a round width, about BINS of them."""
-    raw = seconds / BINS
+def _edges(seconds: float, bins: int = BINS) -> Floats:
+    """Bins of a round width, about so many of them."""
+    raw = seconds / bins
     scale = 10.0 ** np.floor(np.log10(raw))
     width = next(step * scale for step in (1, 2, 5, 10) if step * scale >= raw)
     return np.arange(0, int(np.ceil(seconds / width)) + 1) * width
@@ -170,7 +170,8 @@ def _rolling_lines(axes: Axes, times: Floats, values: Floats) -> None:
     """The median of each bin of time, and as high a percentile as its few values bear: P99 of 100, P90 of 10."""
     if len(values) < 2 * ENOUGH_FOR_P90:
         return
-    edges = _edges(max(float(times.max()), 1e-3))
+    # Twice as many values to a bin as a P90 takes, so that hardly any bin has too few and the line has no gaps.
+    edges = _edges(max(float(times.max()), 1e-3), min(BINS, len(values) // (2 * ENOUGH_FOR_P90)))
     counts, _ = np.histogram(times, bins=edges)
     tail, least = (0.99, ENOUGH_FOR_P99) if np.median(counts) >= ENOUGH_FOR_P99 else (0.9, ENOUGH_FOR_P90)
     middles = (edges[:-1] + edges[1:]) / 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +35,7 @@ WAIT = Part("wait", "until the first token", "queue-capacity", "unknown")
 STREAM = Part("stream", "first to last token", "decode-compute", "unknown")
 CLOSE = Part("close", "last token to end", "network", "unknown")
 FAILED = Part("failed", "failed", "ink", "unknown")
-SERVER_REST = Part("server_rest", "steps, sampling and processes", "server-rest", "other")
+SERVER_REST = Part("server_rest", "other phases, up to the first token", "server-rest", "other")
 
 BEFORE_FIRST_TOKEN = (
     Part("intake", "reading and tokenizing", "intake", "other", ("receive", "tokenize")),
@@ -70,7 +70,7 @@ GROUP_WORDS: dict[Group, str] = {
     "compute": "computing",
     "queue": "waiting in the queue",
     "stall": "stalled by other requests",
-    "other": "between the processes, in sampling and on the network",
+    "other": "in other work",
     "client": "late in the client",
 }
 
@@ -79,6 +79,11 @@ Lengths = dict[Part, int]  # nanoseconds
 
 _BY_PHASE = {phase: part for part in (*BEFORE_FIRST_TOKEN, *AFTER) for phase in part.phases}
 _BY_PHASE |= {measured.START_LAG: CLIENT, measured.NETWORK_AND_CLIENT: NETWORK, measured.SERVER_REST: SERVER_REST}
+
+
+def part_of(phase: str) -> Part:
+    """What pictures show a phase as, one of the ledger's or the client's."""
+    return _BY_PHASE.get(phase, SERVER_REST)
 
 
 def lengths(record: RequestRecord) -> Lengths:
@@ -99,7 +104,7 @@ def lengths(record: RequestRecord) -> Lengths:
     else:
         parts = {CLIENT: _late(record)}
         for phase, length in known.items():
-            part = _BY_PHASE.get(phase, SERVER_REST)
+            part = part_of(phase)
             parts[part] = parts.get(part, 0) + length
         parts[NETWORK] = record.end_ns - record.sent_ns - sum(known.values())
     return {part: parts[part] for part in PARTS if parts.get(part, 0) > 0}
@@ -156,7 +161,7 @@ def _mean_parts(done: list[RequestRecord], low: float, high: float, metric: meas
     by_phase = measured.phase_composition(done, low, high, metric)
     means: dict[Part, float] = {}
     for phase, ms in by_phase.items():
-        part = _BY_PHASE.get(phase, SERVER_REST)
+        part = part_of(phase)
         means[part] = means.get(part, 0.0) + max(ms, 0.0)
     if not by_phase:
         seen = [_from_outside(record) if metric == "ttft" else lengths(record) for record in done]
@@ -168,9 +173,23 @@ def _mean_parts(done: list[RequestRecord], low: float, high: float, metric: meas
 
 
 def in_words(part: Slice) -> str:
-    """Where most of a slice's time went: "62 % of it waiting in the queue"; "" where the server does not say."""
-    share, words = max((part.share(group), words) for group, words in GROUP_WORDS.items())
+    """Where most of a slice's time went, as in `most_in_words`; "" where the server does not say."""
+    words, share = most_in_words(part.parts_ms)
     return "" if part.share("unknown") > share else f"{100 * share:.0f} % of it {words}"
+
+
+def most_in_words(totals: Mapping[Part, float]) -> tuple[str, float]:
+    """The group with the largest share of the known time, with its largest part: "computing, most of it “decode”".
+
+    Returns:
+        The words, and the share of all time, 0 to 1.
+    """
+    groups = {group: sum(total for part, total in totals.items() if part.group == group) for group in GROUP_WORDS}
+    group = max(groups, key=lambda each: groups[each])
+    words, mine = GROUP_WORDS[group], {part: total for part, total in totals.items() if part.group == group}
+    if len(mine) > 1:
+        words += f", most of it “{max(mine, key=lambda each: mine[each]).label}”"
+    return words, groups[group] / (sum(totals.values()) or 1)
 
 
 def growth_in_words(median: Slice, slowest: Slice) -> str:

@@ -12,7 +12,16 @@ from headway.bench.measures.phases import phases_of
 from headway.bench.record import RequestRecord, RunResult
 from headway.bench.report import figures, figures_rates, figures_requests, figures_time, samples
 from headway.bench.report.figures_rates import LoadPoint
-from headway.bench.report.phases import GROUP_WORDS, Slice, growth_in_words, in_words, lengths, median_and_slowest
+from headway.bench.report.phases import (
+    GROUP_WORDS,
+    Part,
+    Slice,
+    growth_in_words,
+    in_words,
+    lengths,
+    median_and_slowest,
+    most_in_words,
+)
 from headway.bench.report.verdict import outcome
 from headway.bench.report.views import main_views
 from headway.report.parts import Picture
@@ -219,11 +228,11 @@ def _timeline_caption(result: RunResult) -> str:
     rows, first = figures_requests.timeline_rows(result.records)
     if not rows:
         return "No request was sent."
-    totals: dict[str, int] = {}
+    totals: dict[Part, float] = {}
     for record in rows:
         for each, length in lengths(record).items():
             if each.group in GROUP_WORDS:
-                totals[GROUP_WORDS[each.group]] = totals.get(GROUP_WORDS[each.group], 0) + length
+                totals[each] = totals.get(each, 0) + length
     sent = len(samples.sent(result.records))
     part = f"Shown are {len(rows)} of {sent:,} requests, from the {first + 1:,}th on: those around the slowest one. "
     shown = part if len(rows) < sent else ""
@@ -231,9 +240,8 @@ def _timeline_caption(result: RunResult) -> str:
         return f"{shown}None of them was answered."
     if not any(phases_of(record) for record in rows):
         return f"{shown}The server sends no timings, so only the wait and the stream are shown separately."
-    words, most = max(totals.items(), key=lambda item: item[1])
-    share = f"{100 * most / sum(totals.values()):.0f} %"
-    return f"{shown}Most of their accounted time was spent {words} ({share})."
+    words, share = most_in_words(totals)
+    return f"{shown}{100 * share:.0f} % of their accounted time was spent {words}."
 
 
 def _ttft_caption(result: RunResult) -> str:

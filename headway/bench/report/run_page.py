@@ -166,7 +166,9 @@ def _client_sections(result: RunResult) -> list[Section]:
 
 
 def _answered_sections(result: RunResult, summaries: Sequence[Summary]) -> list[Section]:
-    phases = _present(tables.phase_table(summaries[0]), tables.metrics_table(result.server.get("metrics") or {}))
+    phases = _present(
+        tables.phase_table(summaries[0], pictured=True), tables.metrics_table(result.server.get("metrics") or {})
+    )
     tail = tuple(pictures.tail_pictures(result))
     return [
         Section("Latency", pictures=tuple(pictures.latency_pictures(result, summaries[0])), anchor="latency"),

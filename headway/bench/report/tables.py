@@ -11,6 +11,7 @@ import numpy as np
 from headway.bench.measures.client_effect import SPOILT, is_spoilt
 from headway.bench.measures.numbers import Attainment, Distribution, Percentile, Summary
 from headway.bench.record import ClientHealth, RunResult
+from headway.bench.report.phases import part_of
 from headway.bench.report.verdict import METRIC_NAMES, failures_by_kind, is_valid, objectives_in_words, outcome
 from headway.bench.report.views import load_of, main_views, part_views, probe_view, steady_or_whole
 from headway.report.parts import Cell, Table, Tone, cells
@@ -21,7 +22,8 @@ Row = tuple[str, Sequence[str | Cell]]  # its label, and a value for each column
 NOTHING = Cell("–", "quiet")
 LATENCY_NOTE = (
     "Milliseconds, with the 95 % interval below each percentile. Schedule: counted from when a request was due; send: "
-    "from when it was sent. Needs N+: this percentile needs at least N samples."
+    "from when it was sent. Needs N+: this percentile needs at least N samples; more if requests depend on each other, "
+    "so the whole run may have a percentile that its steady state lacks."
 )
 CLIENT_NOTE = (
     " Client: the largest share of a figure that this client's own delays may have added; above 10 % the figure is not "
@@ -188,24 +190,39 @@ def _claim_cell(view: Summary, metric: str, p: float) -> Cell:
     return percentile_cell(found.percentile(p)) if found else NOTHING
 
 
-def phase_table(view: Summary) -> Table | None:
-    """Where the server says that time went; None where it does not say."""
+SUMS = {"queue": "All queue phases", "stall": "All stalls"}
+
+
+def phase_table(view: Summary, pictured: bool = False) -> Table | None:
+    """Where the server says that time went; None where it does not say.
+
+    Args:
+        pictured: a column says what each phase is called in the pictures.
+    """
     if not view.phases_ms:
         return None
-    sums = ("queue", "stall")
-    whole = sum(found.mean for name, found in view.phases_ms.items() if name not in sums)
+    phases = {name: found for name, found in view.phases_ms.items() if name not in SUMS}
+    whole = sum(found.mean for found in phases.values())
     rows = []
-    for name, found in view.phases_ms.items():
-        label = f"{name} (sum)" if name in sums else name
+    for name, found in phases.items():
+        called = (Cell(part_of(name).label),) if pictured else ()
         claims = [_without_interval(percentile_cell(found.percentile(p))) for p in (50.0, 99.0)]
         share = f"{100 * found.mean / whole:.1f} %" if whole else "–"
-        rows.append((Cell(plain(label)), Cell(share), Cell(number(found.mean)), *claims, Cell(number(found.maximum))))
+        figures = (Cell(share), Cell(number(found.mean)), *claims, Cell(number(found.maximum)))
+        rows.append((Cell(plain(name)), *called, *figures))
     return Table(
         f"Where the server says the time went, {plain(view.name)}",
-        ("phase", "share", "mean", "P50", "P99", "most"),
+        ("phase", *(("in the pictures",) if pictured else ()), "share", "mean", "P50", "P99", "most"),
         tuple(rows),
-        note="Milliseconds per request. Shares are of the mean; the sums repeat the rows above them.",
+        left=frozenset({0, 1} if pictured else {0}),
+        note=f"Milliseconds per request. Shares are of the mean. {_sums_in_words(view, whole)}".strip(),
     )
+
+
+def _sums_in_words(view: Summary, whole: float) -> str:
+    """What the phases of the queue, and those of stalls, sum to."""
+    sums = {words: view.phases_ms[name].mean for name, words in SUMS.items() if name in view.phases_ms}
+    return " ".join(f"{words}: {number(mean)} ms, {100 * mean / (whole or 1):.1f} %." for words, mean in sums.items())
 
 
 def _without_interval(cell: Cell) -> Cell:

@@ -259,8 +259,10 @@ def test_phases_have_shares_that_sum_to_one() -> None:
     assert [(row[0].text, row[1].text) for row in table.rows] == [
         ("receive", "25.0 %"),
         ("decode_compute", "75.0 %"),
-        ("queue (sum)", "0.0 %"),
     ]
+    assert "All queue phases: 0 ms, 0.0 %." in table.note
+    pictured = tables.phase_table(view, pictured=True)
+    assert pictured is not None and [row[1].text for row in pictured.rows] == ["reading and tokenizing", "decode"]
     assert tables.phase_table(dataclasses.replace(view, phases_ms={})) is None
 
 

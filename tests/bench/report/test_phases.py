@@ -20,6 +20,7 @@ from headway.bench.report.phases import (
     in_words,
     lengths,
     median_and_slowest,
+    part_of,
 )
 from headway.policy.ledger import Phase
 from tests.bench.report.simulated import simulated_run
@@ -82,6 +83,9 @@ def test_words_name_the_largest_group() -> None:
     assert "waiting in the queue" in in_words(slowest)
     _, unknown = median_and_slowest(simulated_run(100, ledger=False).records, "e2el")
     assert in_words(unknown) == ""
+    schedule, sampling = (part_of(each) for each in ("schedule", "sampling"))
+    words = in_words(Slice("slowest", {NETWORK: 10.0, schedule: 30.0, sampling: 50.0, part_of("decode_compute"): 10.0}))
+    assert words == "90 % of it in other work, most of it “sampling”"
 
 
 def test_words_name_the_part_that_grew_most() -> None:
