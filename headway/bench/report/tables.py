@@ -11,7 +11,7 @@ import numpy as np
 from headway.bench.measures.client_effect import SPOILT, is_spoilt
 from headway.bench.measures.numbers import Attainment, Distribution, Percentile, Summary
 from headway.bench.record import ClientHealth, RunResult
-from headway.bench.report.phases import part_of
+from headway.bench.report.phases import SERVER_REST, part_of
 from headway.bench.report.verdict import METRIC_NAMES, failures_by_kind, is_valid, objectives_in_words, outcome
 from headway.bench.report.views import load_of, main_views, part_views, probe_view, steady_or_whole
 from headway.report.parts import Cell, Table, Tone, cells
@@ -190,6 +190,7 @@ def _claim_cell(view: Summary, metric: str, p: float) -> Cell:
     return percentile_cell(found.percentile(p)) if found else NOTHING
 
 
+KEY_NOTE = f" “{SERVER_REST.label}” in a picture of TTFT: transport, schedule and sampling together."
 SUMS = {"queue": "All queue phases", "stall": "All stalls"}
 
 
@@ -215,7 +216,7 @@ def phase_table(view: Summary, pictured: bool = False) -> Table | None:
         ("phase", *(("in the pictures",) if pictured else ()), "share", "mean", "P50", "P99", "most"),
         tuple(rows),
         left=frozenset({0, 1} if pictured else {0}),
-        note=f"Milliseconds per request. Shares are of the mean. {_sums_in_words(view, whole)}".strip(),
+        note=f"Milliseconds per request. Shares are of the mean. {_sums_in_words(view, whole)}{KEY_NOTE * pictured}",
     )
 
 
