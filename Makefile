@@ -30,17 +30,18 @@ $(BIN)/python:
 		" $(PYTHON) is %d.%d. Name another with PYTHON=/path/to/python3" % v[:2])'
 	@$(PYTHON) -m venv $(VENV)
 
-# setuptools comes first and the build uses it, so that it too is the pinned one.
+# setuptools comes first and the build uses it, so that it too is the pinned one. `compat` puts the clone on the path:
+# the finder of the default comes after it, and a script beside a clone named headway would import that folder.
 $(VENV)/.installed-serve: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Headway into $(VENV) ..."
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[serve]'
+	@$(PIP) --no-build-isolation --config-settings editable_mode=compat --editable '.[serve]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Headway and its development tools into $(VENV) ..."
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[serve,test,dev]'
+	@$(PIP) --no-build-isolation --config-settings editable_mode=compat --editable '.[serve,test,dev]'
 	@touch $@ $(VENV)/.installed-serve
 
 install: $(VENV)/.installed-serve

@@ -46,6 +46,7 @@ class BatchOptions:
     service_class: Annotated[
         str | None, _flag("Service class of the requests, such as offline, if the server is Headway.", common=True)
     ] = None
+    overwrite: Annotated[bool, _flag("Replace the file of answers if it exists.", common=True)] = False
     max_concurrency: Annotated[int, _flag("Maximum requests at that server at once.", min=1, common=True)] = 64
 
 
@@ -64,6 +65,8 @@ def batch(options: BatchOptions, engine: EngineConfig) -> None:
 
     if options.url is not None and (options.model or options.served_model_name):
         fail("--url uses the model of the server; leave out --model and --served-model-name")
+    if options.output.exists() and not options.overwrite:
+        fail(f"{options.output} already exists; choose another file, or replace it with --overwrite")
     try:
         asyncio.run(_run(options, engine))
     except (BatchFailed, StoreError, TextError) as error:

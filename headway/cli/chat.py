@@ -60,6 +60,8 @@ def chat(
 
 
 def _hint(error: str, target: str | None) -> str:
+    if error.startswith(("401", "403")):
+        return "; give one with --api-key"
     if "no server" in error and target is None:
         return "; start one with `headway serve`, or name a model: `headway chat headway/story`"
     return "; wait until the server prints that it serves" if "is loading" in error else ""
@@ -92,10 +94,10 @@ def _address(target: str | None) -> Iterator[str]:
 
 def _talk(conversation: Conversation, message: str | None) -> int:
     if message is None and not sys.stdin.isatty():
-        message = sys.stdin.read().strip()
-        if not message:
-            fail("the input is empty; pipe a message, or give one with --message")
+        message = sys.stdin.read()
     if message is not None:
+        if not message.strip():
+            fail("the message is empty; pipe a message, or give one with --message")
         return 0 if _answer(conversation, message) else 130
     print(f"{conversation.model}. Ctrl-C ends an answer; Ctrl-D ends the conversation.", file=sys.stderr)
     while True:

@@ -91,7 +91,9 @@ def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | No
         engine = EngineClient(config, display.on_progress, replay)
         display.start()
         can_reload = settings.service_classes is not None or settings.tenants is not None
-        on_ready = functools.partial(display.on_ready, can_reload=can_reload, is_open=settings.is_open)
+        on_ready = functools.partial(
+            display.on_ready, can_reload=can_reload, is_open=settings.is_open, asks_for_key=settings.asks_for_key
+        )
         run_server(engine, tokenizer, settings, template, on_ready)
     except (TextError, StartupError) as error:
         display.stop()

@@ -39,8 +39,8 @@ def _too_large(plan: Plan) -> str:
     )
     return (
         f"{plan.model} does not fit: each device has {gigabytes(held.usable)} of usable memory; weights need "
-        f"{gigabytes(held.weights)}, activations and workspace {gigabytes(held.activations + held.workspace)}, and one "
-        f"request of {work.prompt + work.output:,} tokens lacks {gigabytes(held.shortfall)}. "
+        f"{gigabytes(held.weights)}, activations and workspace {gigabytes(held.activations + held.workspace)}, and "
+        f"{gigabytes(held.shortfall)} are missing, even for one request of {work.prompt + work.output:,} tokens. "
         + (f"It would fit with {'; or with '.join(helps)}." if helps else "No known option makes it fit.")
     )
 

@@ -95,9 +95,16 @@ class ClientGone(Exception):
     """The client closed its connection; there is nobody to answer."""
 
 
+def _allowed(error: HTTPException) -> str:
+    methods = (error.headers or {}).get("Allow", "")
+    return f"; use {methods}" if methods else ""
+
+
 def _of_http_exception(request: Request, error: HTTPException) -> Response:
     path = f"{request.method} {request.url.path}"
-    message = {404: f"there is no {path}", 405: f"{path} is not allowed"}.get(error.status_code, str(error.detail))
+    message = {404: f"there is no {path}", 405: f"{path} is not allowed{_allowed(error)}"}.get(
+        error.status_code, str(error.detail)
+    )
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     return ApiError(error.status_code, message, code=code, headers=error.headers).response()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -74,14 +76,15 @@ def check_body(model: type[B], content: dict[str, Any]) -> B:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        raise _of_validation(error.errors(include_url=False)[0]) from None
+        raise _of_validation(error.errors(include_url=False)[0], model.model_fields) from None
 
 
-def _of_validation(detail: ErrorDetails) -> ApiError:
+def _of_validation(detail: ErrorDetails, fields: Iterable[str]) -> ApiError:
     name = _path(detail["loc"])
     kind, message, given = detail["type"], detail["msg"], detail["input"]
     if kind == "extra_forbidden":
-        return bad_request(f"unknown field {name}", name)
+        near = difflib.get_close_matches(name, fields, n=1)
+        return bad_request(f"unknown field {name}" + (f"; did you mean {near[0]}?" if near else ""), name)
     if kind == "missing":
         return bad_request(f"{name} is missing", name)
     reason = message.removeprefix("Value error, ").removeprefix("Input should be ")

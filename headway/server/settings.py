@@ -133,7 +133,11 @@ class ServerSettings:
         return f"{self.tenants.path}.journal" if self.tenants.path else ""
 
     @property
+    def asks_for_key(self) -> bool:
+        """Whether clients must give an API key."""
+        return bool(self.api_keys) or (self.tenants is not None and bool(self.tenants.keys))
+
+    @property
     def is_open(self) -> bool:
         """Whether other machines may use the server without an API key."""
-        has_keys = bool(self.api_keys) or (self.tenants is not None and bool(self.tenants.keys))
-        return not has_keys and self.host not in ("localhost", "::1") and not self.host.startswith("127.")
+        return not self.asks_for_key and self.host not in ("localhost", "::1") and not self.host.startswith("127.")

@@ -56,11 +56,14 @@ class StartupDisplay:
             self._console.print(f"  {line}")
             self._printed.add(stage)
 
-    def on_ready(self, ready: Ready, url: str, can_reload: bool = False, is_open: bool = False) -> None:
+    def on_ready(
+        self, ready: Ready, url: str, can_reload: bool = False, is_open: bool = False, asks_for_key: bool = False
+    ) -> None:
         """Print the stages that were not printed yet, and where the server is.
 
         Args:
             can_reload: the server reads files again at SIGHUP.
+            asks_for_key: clients must give an API key.
             is_open: other machines reach the server without an API key.
         """
         self.stop()
@@ -86,7 +89,7 @@ class StartupDisplay:
             )
         self._console.print(f"Serving {self._title} at {url}/v1")
         self._console.print("Next, in another terminal:")
-        self._console.print(f"  headway chat {url}")
+        self._console.print(f"  headway chat {url}" + (" --api-key KEY" if asks_for_key else ""))
         self._console.print(f"  headway bench --base-url {url} --request-rate 4 --num-prompts 80")
         self._console.print(f"The API is described at {url}/docs; Ctrl-C ends the server (process {os.getpid()}).")
         if can_reload:

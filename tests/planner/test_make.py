@@ -220,7 +220,11 @@ def test_the_replicas_that_it_says_are_enough() -> None:
 def test_a_model_that_does_not_fit_says_by_how_much_and_predicts_nothing() -> None:
     plan = planned("llama-3.1-70b")
     assert not plan.fits and plan.problem is not None
-    assert "does not fit" in plan.problem and "tokens lacks" in plan.problem and "It would fit with" in plan.problem
+    assert (
+        "does not fit" in plan.problem
+        and "missing, even for one" in plan.problem
+        and "It would fit with" in plan.problem
+    )
     assert (plan.ttft, plan.tpot, plan.output_tokens_per_s, plan.served) == (None, None, None, None)
     assert plan.costs.per_million_output_tokens is None and plan.saturation_rate == 0.0
     assert plan.weights_bytes > plan.capacity.usable

@@ -230,7 +230,12 @@ def test_unknown_route_and_wrong_method(server: LiveServer) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
     wrong = server.client.get("/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-    assert wrong.json()["error"]["code"] == "method_not_allowed"
+    assert wrong.json()["error"]["code"] == "method_not_allowed" and "use POST" in wrong.json()["error"]["message"]
+
+
+def test_a_misspelt_field_is_told_the_right_one(server: LiveServer) -> None:
+    answer = server.client.post("/v1/completions", json={"prompt": "a", "max_token": 3})
+    assert answer.status_code == 400 and "did you mean max_tokens?" in answer.json()["error"]["message"]
 
 
 def test_bad_tokens_to_detokenize(server: LiveServer) -> None:

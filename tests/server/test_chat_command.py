@@ -68,7 +68,8 @@ def test_the_address_is_taken_in_every_spelling(headway: Headway, server: LiveSe
 def test_what_is_piped_in_is_one_message(headway: Headway, server: LiveServer, engine: FakeEngine) -> None:
     code, out, _ = headway("chat", f"{server.url}/v1", piped="two\nlines\n")
     assert code == 0 and out == TEXT + "\n" and len(engine.requests) == 1
-    assert "the input is empty" in headway("chat", server.url, piped=" \n")[2]
+    assert "the message is empty" in headway("chat", server.url, piped=" \n")[2]
+    assert "the message is empty" in headway("chat", server.url, "--message", " ")[2]
 
 
 def test_a_conversation_remembers_what_was_said(headway: Headway, server: LiveServer, engine: FakeEngine) -> None:

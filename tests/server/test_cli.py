@@ -145,6 +145,7 @@ def test_a_start_names_its_process_and_warns_where_it_is_open() -> None:
     closed, open_ = started(), started(can_reload=True, is_open=True)
     assert f"(process {os.getpid()})" in closed and "kill -HUP" not in closed and "Warning" not in closed
     assert f"`kill -HUP {os.getpid()}` reads the files" in open_ and "without an API key" in open_
+    assert "--api-key KEY" in started(asks_for_key=True) and "--api-key KEY" not in open_
 
 
 @pytest.mark.parametrize(

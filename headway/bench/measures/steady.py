@@ -18,6 +18,7 @@ from headway.bench.measures.numbers import Window
 from headway.bench.measures.probability import t_tail
 from headway.bench.record import RequestRecord
 
+OVERLOAD = "the offered load exceeds what the server can do"
 _BATCH = 5  # of MSER-5
 _LONGEST_RAMP_UP = 0.5  # of the requests
 _CLOSE = 0.05  # of its level: a series that close has reached it
@@ -257,7 +258,7 @@ def _describe(series: _Series, trend: _Trend, backlog: bool) -> str:
     if trend.per_s <= 0:
         why = "the server had not settled in time"
     elif backlog:
-        why = "the offered load exceeds what the server can do"
+        why = OVERLOAD
     else:
         why = "the server, or the machine that it runs on, became slower"
     return f"{_way(series, trend)}: {why}"

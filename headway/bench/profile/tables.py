@@ -156,6 +156,6 @@ def _loading_note(result: ProfileResult) -> str:
         note += (
             f" {result.model.checkpoint_bytes / 1e6:,.0f} MB of weights were read, converted and laid out in "
             f"{number(brought * 1e3)} ms, {number(rate)} GB/s; memory is read at "
-            f"{number(result.peaks.memory_read.best / 1e9)}."
+            f"{number(result.peaks.memory_read.best / 1e9)} GB/s."
         )
     return note

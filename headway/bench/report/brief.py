@@ -8,6 +8,7 @@ from typing import Any
 
 from headway.bench.measures.client_effect import SPOILT
 from headway.bench.measures.numbers import Percentile, Summary
+from headway.bench.measures.steady import OVERLOAD
 from headway.bench.measures.summary import STEADY_STATE
 from headway.bench.record import FailureKind, RunResult
 from headway.bench.report import verdict
@@ -46,7 +47,9 @@ def _lines(result: RunResult, summaries: Sequence[Summary], target: float, most_
         if (found := each.attainment) is not None and found.total:
             tones: dict[str, Tone] = {"held": "good", "missed": "bad", "undecided": "warn"}
             decision = verdict.outcome(found, target)
-            said = f"{verdict.objectives_in_words(found.objectives)}: met by {100 * found.share:.4g} % ({decision})"
+            judged = "too few requests to decide" if decision == "undecided" else decision
+            said = f"{verdict.objectives_in_words(found.objectives)}: met by {100 * found.share:.4g} % "
+            said += f"(target {100 * target:g} %: {judged})"
             yield Line(plain(name, 12), said, tones[decision])
     yield _good(result, summaries, most_failed)
     yield Line("Next", _next(result, summaries, target, most_failed))
@@ -60,7 +63,7 @@ def _asked(settings: dict[str, Any]) -> str:
 
 
 def _answered(result: RunResult, whole: Summary) -> str:
-    asked = whole.completed + whole.failed
+    asked = result.settings.get("num_prompts", 0) if result.interrupted else whole.completed + whole.failed
     said = (
         f"{whole.completed:,} of {verdict.count(asked, 'request')} in {number(result.duration_s)} s: "
         f"{number(whole.rates.get('request_throughput', 0.0))} requests/s, "
@@ -89,8 +92,8 @@ def _latency(view: Summary, metric: str) -> str:
     )
     refused = next((claim for claim in claims if claim.value is None), None)
     if refused is not None and refused.needs:
-        there = f"{found.count:,} are steady" if view.name == STEADY_STATE else f"there are {found.count:,}"
-        said += f"  (P{refused.p:g} needs {refused.needs:,} samples, {there})"
+        kind = ("steady " if view.name == STEADY_STATE else "") + ("samples" if metric == "itl_ms" else "requests")
+        said += f"  (P{refused.p:g} needs {refused.needs:,} {kind}; this run had {found.count:,})"
     return said + _added(known)
 
 
@@ -99,8 +102,8 @@ def _added(claims: Sequence[Percentile]) -> str:
     most = max(claims, key=lambda claim: claim.client_share, default=None)
     if most is None or most.client_share < 0.01:
         return ""
-    mark = " – not valid" if most.client_share > SPOILT else ""
-    return f"  (client: up to {most.client_share:.0%} of P{most.p:g}{mark})"
+    mark = ", which is not valid" if most.client_share > SPOILT else ""
+    return f"  (client: up to {100 * most.client_share:.0f} % of P{most.p:g}{mark})"
 
 
 def _cached(settings: dict[str, Any], cached: int, prompt: int) -> str:
@@ -112,14 +115,16 @@ def _cached(settings: dict[str, Any], cached: int, prompt: int) -> str:
 def _good(result: RunResult, summaries: Sequence[Summary], most_failed: float) -> Line:
     """Whether the numbers can be quoted, and the gravest thing against it."""
     valid = verdict.is_valid(result, summaries, max_failed_share=most_failed)
-    grave = [each for each in verdict.banners(result, summaries, max_failed_share=most_failed) if each.title.isupper()]
-    figures = verdict.spoilt_figures(summaries)
+    grave = [each for each in verdict.banners(result, summaries, max_failed_share=most_failed) if each.tone == "bad"]
+    figures = verdict.spoilt_figures(summaries, SHOWN)
     if not valid:
         why = " ".join(grave[0].lines[:2]) if grave else "The run measured nothing."
         return Line("Not valid", why, "bad")
     if figures:
         return Line("Valid", f"but for {', '.join(figures[:4])}: this client may have added more than 10 %", "warn")
     notes = [note for note in summaries[0].notes if note.startswith("no steady state: ")]
+    if notes and OVERLOAD in notes[0]:
+        return Line("Overloaded", f"{notes[0]}; the figures are of the whole run", "warn")
     steady = steady_or_whole(summaries)
     said = f"the figures are the server's, of the {verdict.count(steady.completed, 'request')} in its steady state"
     if notes:
@@ -135,7 +140,13 @@ def _next(result: RunResult, summaries: Sequence[Summary], target: float, most_f
         return f"--verbose shows what failed and how{log}"
     if result.client.bound:
         return "run the client on another machine, or at a lower --request-rate"
+    if result.interrupted:
+        return "let the run end, or make it shorter: --num-prompts"
     if not verdict.is_valid(result, summaries, max_failed_share=most_failed):
+        return "--verbose shows what failed and how"
+    if any(OVERLOAD in note for note in summaries[0].notes):
+        return "a lower load or more replicas; --find-max-rate with --goodput finds the highest rate that holds"
+    if (found is None or not found.total) and summaries[0].failed > summaries[0].refused:
         return "--verbose shows what failed and how"
     if found is None or not found.total:
         return (
@@ -143,8 +154,12 @@ def _next(result: RunResult, summaries: Sequence[Summary], target: float, most_f
         )
     decision = verdict.outcome(found, target)
     if decision == "undecided":
-        enough = max(math.ceil(math.log(0.025) / math.log(target)), 2 * found.total)
-        return f"to be certain of {100 * target:g} %, raise --num-prompts to {enough:,} or more"
+        unsteady = max(summaries[0].completed + summaries[0].failed - found.total, 0)
+        enough = max(math.ceil(math.log(0.025) / math.log(target)), 2 * found.total) + unsteady
+        return (
+            f"to show that {100 * target:g} % of the requests meet the objectives, raise --num-prompts to at least "
+            f"{enough:,}; more if slow requests come together"
+        )
     if decision == "missed" and summaries[0].refused:
         return "refused requests count as missed; raise the limit that refused them, or send fewer requests"
     if decision == "missed":

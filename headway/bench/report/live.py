@@ -199,14 +199,16 @@ class LiveView(LoadListener):
 
     def line(self, now_ns: int | None = None) -> str:
         """The state in one line."""
-        requests_per_s, tokens_per_s = self.rates()
-        ttft = _milliseconds(self.ttft_ms.quantiles(0.5, 0.99))
         failures = f", not answered: {_counts(self.failures)}" if self.failures else ""
         waiting = f", {self._waiting} waiting for a place" if self._waiting else ""
         label = f"{self._label}: " if self._label else ""
+        said = f"{label}{self._stage}, {_clock(self._elapsed_s(now_ns))}: {self.done}/{self.total} done{failures}"
+        if self._stage == STAGES[LoadStage.DONE]:
+            return said  # the figures of the last seconds would be taken for the run's
+        requests_per_s, tokens_per_s = self.rates()
+        ttft = _milliseconds(self.ttft_ms.quantiles(0.5, 0.99))
         return (
-            f"{label}{self._stage}, {_clock(self._elapsed_s(now_ns))}: {self.done}/{self.total} done{failures}, "
-            f"{len(self._in_flight)} in flight{waiting}, {number(requests_per_s)} requests/s, "
+            f"{said}, {len(self._in_flight)} in flight{waiting}, {number(requests_per_s)} requests/s, "
             f"{number(tokens_per_s)} tokens/s, TTFT P50 {ttft[0]} P99 {ttft[1]} ms"
         )
 

@@ -48,9 +48,9 @@ def banners(
     """
     found = [
         _nothing(result),
+        _interrupted(result),
         _client_bound(result),
         _spoilt(result, summaries),
-        _interrupted(result),
         _failures(result, max_failed_share),
         _refused(result),
         *(_objectives(view, target) for view in _main_views(summaries)),
@@ -90,9 +90,14 @@ def is_valid(
     return bool(whole.completed) and few_failed and not result.client.bound and not result.interrupted
 
 
-def spoilt_figures(summaries: Sequence[Summary]) -> list[str]:
-    """Figures of the main view of which the client may be more than a tenth, as "TPOT P99"; the most spoilt first."""
+def spoilt_figures(summaries: Sequence[Summary], shown: Sequence[float] = ()) -> list[str]:
+    """Figures of the main view of which the client may be more than a tenth, as "TPOT P99", in the tables' order.
+
+    Those of the percentiles `shown` come first.
+    """
+    metrics = list(METRIC_NAMES)
     found = spoilt(steady_or_whole(summaries).from_schedule)
+    found.sort(key=lambda each: (each[1].p not in shown, metrics.index(each[0]), each[1].p))
     return [f"{METRIC_NAMES[metric]} P{claim.p:g}" for metric, claim in found]
 
 
@@ -214,9 +219,13 @@ def _spoilt(result: RunResult, summaries: Sequence[Summary]) -> Banner | None:
 def _interrupted(result: RunResult) -> Banner | None:
     if not result.interrupted:
         return None
-    return Banner(
-        "INTERRUPTED", ("The run was stopped before all requests were done; the figures are of those that were.",)
+    sent = sum(record.sent_ns > 0 for record in result.records)
+    asked = result.settings.get("num_prompts", len(result.records))
+    line = (
+        f"Interrupted after {number(result.duration_s)} s: {sent:,} of {asked:,} sent; the "
+        "figures are of those that were answered."
     )
+    return Banner("INTERRUPTED", (line,))
 
 
 def _failures(result: RunResult, most: float) -> Banner | None:

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from headway.bench.measures.numbers import Attainment
+from headway.bench.measures.steady import OVERLOAD
 from headway.bench.measures.summary import summarise_all
 from headway.bench.record import Failure, FailureKind, RunResult
 from headway.bench.report.brief import brief
@@ -33,7 +34,7 @@ def test_a_good_run_is_ten_lines() -> None:
 
 
 def test_a_refused_percentile_says_how_many_samples_there_are() -> None:
-    assert "(P90 needs 36 samples, there are 30)" in lines_of(simulated_run(30))["TTFT"]
+    assert "(P90 needs 36 requests; this run had 30)" in lines_of(simulated_run(30))["TTFT"]
 
 
 def test_refused_requests_are_named_and_leave_the_run_valid() -> None:
@@ -58,7 +59,7 @@ def test_a_client_that_adds_a_little_is_said_beside_the_figure() -> None:
     assert "client: up to" in found["TTFT"]
     run.client.loop_lag_ms = [400.0] * 1000
     assert "not valid" in lines_of(run)["ITL"]
-    assert lines_of(run)["Valid"].startswith("but for ")
+    assert lines_of(run)["Valid"].startswith("but for TTFT P50, ")
 
 
 def test_what_is_wrong_is_said_with_what_helps() -> None:
@@ -70,12 +71,33 @@ def test_what_is_wrong_is_said_with_what_helps() -> None:
     assert lines_of(simulated_run(300, failures=60))["Next"] == "--verbose shows what failed and how"
 
 
+def test_an_interrupted_run_says_how_far_it_came() -> None:
+    run = simulated_run(300)
+    run.interrupted, run.settings["num_prompts"] = True, 1000
+    run.client.loop_lag_ms = [400.0] * 1000
+    found = lines_of(run)
+    assert found["Not valid"].startswith("Interrupted after ") and ": 300 of 1,000 sent" in found["Not valid"]
+    assert "300 of 1,000 requests" in found["Answered"] and "failed" not in found["Next"]
+
+
+def test_an_overloaded_server_is_no_good_run() -> None:
+    run = simulated_run(300)
+    views = summarise_all(run)[:1]
+    views[0].notes.append(f"no steady state: TTFT grows by 85 ms per second: {OVERLOAD}")
+    found = {line.label: line.text for line in brief(run, views)}
+    assert "Valid" not in found and OVERLOAD in found["Overloaded"] and "a lower load" in found["Next"]
+
+
 @pytest.mark.parametrize(
     ("low", "high", "says"),
     [
         (0.992, 1.0, "--find-max-rate finds the highest rate"),
         (0.9, 0.97, "why the slowest requests took longer"),
-        (0.97, 0.995, "raise --num-prompts to 368 or more"),
+        (
+            0.97,
+            0.995,
+            "99 % of the requests meet the objectives, raise --num-prompts to at least 368; more",
+        ),
     ],
 )
 def test_what_to_do_next_follows_the_objectives(low: float, high: float, says: str) -> None:

@@ -108,6 +108,8 @@ def test_without_a_terminal_there_is_a_line_every_ten_seconds(monkeypatch: pytes
             view.refresh()
         assert len(file.getvalue().splitlines()) == 2
     assert len(file.getvalue().splitlines()) == 3 and "\x1b" not in file.getvalue()
+    view.stage(LoadStage.DONE)
+    assert "done, " in view.line() and "requests/s" not in view.line()  # not those of the last seconds
 
 
 def test_it_leaves_nothing_behind_in_a_terminal() -> None:
@@ -150,7 +152,7 @@ async def test_the_load_generator_feeds_it() -> None:
     with view:
         outcome = await run_load(Answers(), requests, mode=LoadMode.OPEN, listener=view)
     assert len(outcome.records) == view.sent == view.done == view.ttft_ms.count == 40
-    assert "0 in flight" in view.line() and "measuring" in file.getvalue()
+    assert "40/40 done" in view.line() and "measuring" in file.getvalue()
 
 
 def test_a_frame_costs_little() -> None:

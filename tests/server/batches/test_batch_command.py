@@ -76,6 +76,8 @@ def test_a_file_becomes_a_file_in_order(model_folder: Path, tmp_path: Path) -> N
     assert rows[1]["error"]["code"] == "invalid_json_line"
     assert [each["response"]["status_code"] for each in rows if each["response"]] == [200, 200, 400, 200]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+    code, _, errors = Command(source, "-o", output, "--model", model_folder).end()
+    assert code == 2 and "--overwrite" in errors and read(output) == rows
 
 
 def test_an_interrupted_run_goes_on(model_folder: Path, tmp_path: Path) -> None:
