@@ -97,6 +97,8 @@ def _in_our_words(error: Any, message: str) -> str:
         return said
     if message == "Missing option '--hardware'.":
         return "give --hardware, such as H100-SXM; `headway plan --list` lists all"
+    if message.startswith("Missing option"):
+        return f"give {message.removeprefix('Missing option ').rstrip('.').replace(chr(39), '').split(' / ')[0]}"
     option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if option is None or context is None or not hasattr(error, "possibilities"):
         return message

@@ -49,7 +49,7 @@ def add(
         changed = file.with_key(key, Access(tenant, default, best, created, note), new_tenant)
         write_files({path.resolve(): changed.text.encode()})
     print(key)
-    _tell("a running server accepts the key after SIGHUP; the key is not shown again")
+    _tell("a running server accepts the key after `kill -HUP PID` (SIGHUP); the key is not shown again")
 
 
 @app.command("list", cls=Command)
@@ -76,7 +76,7 @@ def revoke(
     with _editing(path) as file:
         digest = _find(file, key)
         write_files({path.resolve(): file.without_key(digest).text.encode()})
-    _tell(f"revoked {digest.hex()[:SHOWN_DIGITS]}; a running server refuses it after SIGHUP")
+    _tell(f"revoked {digest.hex()[:SHOWN_DIGITS]}; a running server refuses it after `kill -HUP PID` (SIGHUP)")
 
 
 def _find(file: TenantFile, key: str) -> bytes:

@@ -82,6 +82,11 @@ OPTIONS = {
     "--dataset": ("--dataset-name",),
     "--output-file": ("--result-filename", "--output"),
 }
+NOT_SUPPORTED = {
+    "--tensor-parallel-size": "several devices are not supported yet",
+    "--pipeline-parallel-size": "several devices are not supported yet",
+    "--percentile-metrics": "all latencies are shown; --metric-percentiles chooses their percentiles",
+}
 POSITIONAL = ("--model", "--model-path", "--model-id", "-m")
 
 
@@ -103,6 +108,8 @@ def hint(given: str, known: Iterable[str], takes_model: bool = False) -> str:
     ours = next((each for each in OPTIONS.get(spelled, ()) if each in options), None)
     if ours is not None:
         return f"it is called {ours} here"
+    if spelled in NOT_SUPPORTED:
+        return NOT_SUPPORTED[spelled]
     near = get_close_matches(spelled, options, 1)
     return f"did you mean {near[0]}?" if near else ""
 
