@@ -136,7 +136,7 @@ def _up_to(attained: dict[float, Attainment], target: float) -> Banner:
         shares = ", ".join(f"{number(load)} ({100 * attained[load].share:.4g} %)" for load in below)
         enough = math.ceil(math.log(0.025) / math.log(target))
         line = (
-            f"Objectives met, by load: {shares}. To be certain of {100 * target:g} %, each load needs at least "
+            f"Objectives met, by load: {shares}. To show {100 * target:g} %, each load needs at least "
             f"{enough:,} requests, and more if any misses its objectives: raise --num-prompts."
         )
         return Banner("Objectives: too few requests to decide", (line,), "warn")
