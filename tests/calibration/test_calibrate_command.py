@@ -92,7 +92,7 @@ def test_plans_use_it(
     more: str,
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(measured[0]))
-    ran = headway("plan", "llama-3.2-1b", "--hardware", "HERE", *more.split())
+    ran = headway("plan", "llama-3.2-1b", "--hardware", "HERE", "--verbose", *more.split())
     assert (ran.code, ran.err) == (0, "")
     assert ran.out.startswith("llama-3.2-1b on 1 × here, ")
     assert "of steps were measured on this machine" in " ".join(ran.out.split())
