@@ -39,7 +39,7 @@ from headway.report.parts import Table, cells
 from headway.report.style import number
 from headway.simulator.deployed import Deployed
 from headway.simulator.engine import Host
-from headway.simulator.learnt import Learnt, RecordedStep, steps_of, teach
+from headway.simulator.learnt import FEWEST_STEPS, Learnt, RecordedStep, steps_of, teach
 from headway.simulator.options import VerifyOptions
 from headway.simulator.prompts import SketchSource
 from headway.simulator.recording import Recording, read_recordings
@@ -130,11 +130,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A measured run and its predictions: from the runs around it, and from its own steps."""
+    """A measured run and its predictions: from the runs around it, and from its own steps, where these are enough."""
 
     measured: RunResult
     predicted: RunResult
-    by_own_steps: RunResult
+    by_own_steps: RunResult | None
     slower: float
 
     @classmethod
@@ -142,7 +142,8 @@ class Round:
         learning = [before, after]
         steps, own = _steps(recording, learning), _steps(recording, [measured])
         host = _host(recording, learning, steps)
-        predicted, by_own_steps = (_simulated(recording, each, measured.load, host) for each in (steps, own))
+        predicted = _simulated(recording, steps, measured.load, host)
+        by_own_steps = _simulated(recording, own, measured.load, host) if len(own) >= FEWEST_STEPS else None
         return cls(measured.result, predicted, by_own_steps, Learnt.of(steps).slower(own))
 
 
@@ -236,16 +237,16 @@ def _simulated(recording: Recording, steps: list[RecordedStep], load: Load, host
 
 def verify(rounds: Sequence[Round]) -> Verification:
     """Over the requests of all rounds. Raises BenchError where one of the runs has no answers."""
-    measured, predicted, by_own_steps = (
-        _pooled([getattr(each, name) for each in rounds]) for name in ("measured", "predicted", "by_own_steps")
-    )
+    measured, predicted = (_pooled([getattr(each, name) for each in rounds]) for name in ("measured", "predicted"))
     found = _shown(compare(measured, predicted, confidence=CONFIDENCE))
     latencies = [Latencies.of(result.records).metrics("schedule") for result in (measured, predicted)]
     distances = {name: _distance(*(each[name] for each in latencies)) for name in METRICS}
     own: dict[str, dict[str, float]] = {}
-    for each in _shown(compare(measured, by_own_steps, confidence=CONFIDENCE)):
-        if each.ratio is not None:
-            own.setdefault(each.metric, {})[each.statistic] = each.ratio
+    by_own_steps = [each.by_own_steps for each in rounds if each.by_own_steps is not None]
+    if len(by_own_steps) == len(rounds):
+        for each in _shown(compare(measured, _pooled(by_own_steps), confidence=CONFIDENCE)):
+            if each.ratio is not None:
+                own.setdefault(each.metric, {})[each.statistic] = each.ratio
     throughput = _throughput([each.measured for each in rounds]), _throughput([each.predicted for each in rounds])
     return Verification(found, distances, throughput, tuple(each.slower for each in rounds), own)
 
