@@ -44,8 +44,6 @@ def check_places(output: Output) -> None:
             f"--result-filename is {output.result_filename}, and so is the table of --csv; end it in .json"
         )
     for flag, path in places.items():
-        if flag == "--report" and not path.absolute().parent.is_dir():
-            raise BenchError(f"cannot write {path}: there is no folder {path.parent}; choose another place with {flag}")
         check_place(flag, path)
 
 

@@ -77,7 +77,6 @@ BAD_ALONE = """
 --no-save-result --label a | only with --save-result or --report
 --csv --result-filename a.csv | end it in .json
 --report /dev/null/report.html | --report
---report /nosuch/run.html | there is no folder /nosuch
 --report / | --report
 extra | extra
 --prompts words | token-ids
