@@ -3,230 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headway.cost.families import FAMILIES, OTHER_KINDS, TEXT_PARTS, ExpertKeys, Family
 from headway.cost.shape import Experts, Latent, ModelShape, StateSpec
 from headway.cost.values import ConfigValues, ModelError
 
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What an architecture fixes; a bias that is a string is the config key that switches it on.
-
-    Args:
-        windows: none, all (when sliding_window is set), switched (all, with use_sliding_window), layers
-            (use_sliding_window, then layer_types or max_window_layers), or types (layer_types alone, or of as many
-            layers as sliding_window_pattern says all but the last).
-        layer_norms: norms in a layer, with the whole hidden state.
-        experts: the names of the keys that describe a mixture of experts, or None.
-        latent: attention is of the kind with a latent.
-        recurrent: what `layer_types` calls layers that have no attention: linear_attention, of Gated DeltaNet, or conv,
-            of short convolutions; None where there are none.
-        output_gate: see ModelShape.
-        refused: switches of parts that are not counted, which no published model has.
-        defaults: what the architecture assumes for keys that are missing.
-    """
-
-    qkv_bias: bool | str = False
-    o_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: bool | str = False
-    windows: str = "none"
-    experts: _ExpertKeys | None = None
-    latent: bool = False
-    recurrent: str | None = None
-    output_gate: bool = False
-    sinks: bool = False
-    layer_norms: int = 2
-    refused: tuple[str, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _ExpertKeys:
-    """Where an architecture keeps the numbers of its experts.
-
-    Args:
-        count: key of how many there are, and `other` another name of it.
-        width: key of an expert's F.
-        step, first, but, types: keys that say which layers have experts: every n-th, from which on, a list of those
-            that do not, and a list of each layer's kind, sparse or dense.
-        shared: key of how many further experts every token goes through.
-        shared_width: key of the F of a further expert with a gate, which every token goes through.
-    """
-
-    count: str
-    per_token: str
-    width: str
-    bias: bool = False
-    router_bias: bool = False
-    step: str | None = None
-    first: str | None = None
-    but: str | None = None
-    types: str | None = None
-    shared: str | None = None
-    shared_width: str | None = None
-    other: str | None = None
-
-
-_DEEPSEEK_EXPERTS = _ExpertKeys(
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    router_bias=True,
-    step="moe_layer_freq",
-    first="first_k_dense_replace",
-    shared="n_shared_experts",
-)
-_DEEPSEEK = _Family(latent=True, experts=_DEEPSEEK_EXPERTS, refused=("attention_bias", "mlp_bias"))
-_QWEN_EXPERTS = _ExpertKeys(
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    step="decoder_sparse_step",
-    but="mlp_only_layers",
-    other="num_local_experts",
-)
-_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-_GEMMA = _Family(
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
-    windows="types",
-    layer_norms=4,
-    refused=("use_bidirectional_attention",),
-)
-_GEMMA_DEFAULTS: dict[str, Any] = {"head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True}
-_OLMO = _Family(
-    qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="whole", defaults={"num_key_value_heads": None}
-)
-_FAMILIES: dict[str, _Family] = {
-    "LlamaForCausalLM": _Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        defaults={"num_key_value_heads": None},
-    ),
-    "MistralForCausalLM": _Family(windows="all", defaults={"sliding_window": 4096}),
-    "MixtralForCausalLM": _Family(
-        windows="all", experts=_ExpertKeys("num_local_experts", "num_experts_per_tok", "intermediate_size")
-    ),
-    "Qwen2ForCausalLM": _Family(qkv_bias=True, windows="layers", defaults=_QWEN_WINDOWS),
-    "Qwen2MoeForCausalLM": _Family(
-        qkv_bias="qkv_bias",
-        experts=replace(_QWEN_EXPERTS, shared_width="shared_expert_intermediate_size"),
-        refused=("use_sliding_window",),
-        defaults={"qkv_bias": True},
-    ),
-    "Qwen3ForCausalLM": _Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=True,
-        windows="layers",
-        defaults={**_QWEN_WINDOWS, "head_dim": 128},
-    ),
-    "Qwen3MoeForCausalLM": _Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=True,
-        windows="switched",
-        experts=_QWEN_EXPERTS,
-        defaults=_QWEN_WINDOWS,
-    ),
-    "GraniteForCausalLM": _Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
-    "Phi3ForCausalLM": _Family(windows="all"),
-    "SmolLM3ForCausalLM": _Family(
-        qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias", refused=("use_sliding_window",)
-    ),
-    "DeepseekV2ForCausalLM": replace(_DEEPSEEK, experts=replace(_DEEPSEEK_EXPERTS, router_bias=False)),
-    "DeepseekV3ForCausalLM": _DEEPSEEK,
-    "Glm4MoeForCausalLM": _Family(
-        qkv_bias="attention_bias",
-        qk_norm="use_qk_norm",
-        experts=_DEEPSEEK_EXPERTS,
-        defaults={"head_dim": 128, "first_k_dense_replace": 1},
-    ),
-    "Glm4MoeLiteForCausalLM": replace(
-        _DEEPSEEK,
-        experts=replace(_DEEPSEEK_EXPERTS, types="mlp_layer_types"),
-        defaults={"first_k_dense_replace": 1},
-    ),
-    "GptOssForCausalLM": _Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        windows="types",
-        sinks=True,
-        experts=_ExpertKeys(
-            "num_local_experts", "num_experts_per_tok", "intermediate_size", bias=True, router_bias=True
-        ),
-        defaults={"attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2},
-    ),
-    "Gemma2ForCausalLM": replace(_GEMMA, defaults=_GEMMA_DEFAULTS | {"sliding_window_pattern": 2}),
-    "Gemma3ForCausalLM": replace(
-        _GEMMA,
-        qk_norm=True,
-        defaults=_GEMMA_DEFAULTS
-        | {"sliding_window_pattern": 6, "vocab_size": 262_208, "max_position_embeddings": 131_072},
-    ),
-    "Olmo2ForCausalLM": _OLMO,
-    "Olmo3ForCausalLM": replace(
-        _OLMO, windows="types", defaults={**_OLMO.defaults, "sliding_window": 4096, "sliding_window_pattern": 4}
-    ),
-    "GlmForCausalLM": _Family(qkv_bias="attention_bias", defaults={"attention_bias": True, "head_dim": 128}),
-    "Glm4ForCausalLM": _Family(
-        qkv_bias="attention_bias", layer_norms=4, defaults={"attention_bias": True, "head_dim": 128}
-    ),
-}
-_DELTA_NET = _Family(
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
-    qk_norm=True,
-    recurrent="linear_attention",
-    output_gate=True,
-    defaults={
-        "head_dim": 256,
-        "full_attention_interval": 4,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-    },
-)
-_SHARED_EXPERT = replace(_QWEN_EXPERTS, shared_width="shared_expert_intermediate_size")
-_FAMILIES |= {
-    "Qwen3NextForCausalLM": replace(_DELTA_NET, experts=_SHARED_EXPERT),
-    "Qwen3_5ForCausalLM": _DELTA_NET,
-    "Qwen3_5MoeForCausalLM": replace(_DELTA_NET, experts=_SHARED_EXPERT),
-    "Lfm2ForCausalLM": _Family(
-        qk_norm=True,
-        recurrent="conv",
-        defaults={"tie_word_embeddings": True, "conv_L_cache": 3, "block_multiple_of": 256},
-    ),
-}
-# Of models that read images too, the part that reads text.
-_TEXT_PARTS = {
-    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
-}
 _GPTJ = "GPTJForCausalLM"
-
-# Keys whose presence means that a model is not what its architecture says.
-_OTHER_KINDS = {
-    "num_local_experts": "a mixture of experts",
-    "num_experts": "a mixture of experts",
-    "n_routed_experts": "a mixture of experts",
-    "kv_lora_rank": "multi-head latent attention",
-}
-
-
 # A damaged file can hold any number.
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_POSITIONS = 1000, 4096, 1 << 24
 
 
 def known_architectures() -> tuple[str, ...]:
     """Names that `architectures` may hold."""
-    return (*_FAMILIES, _GPTJ)
+    return (*FAMILIES, _GPTJ)
 
 
 def read_shape(raw: Mapping[str, Any], source: str = "config.json", among: Collection[str] | None = None) -> ModelShape:
@@ -243,7 +33,7 @@ def read_shape(raw: Mapping[str, Any], source: str = "config.json", among: Colle
     name = _architecture(raw, source, known_architectures() if among is None else among)
     if name == _GPTJ:
         return _gpt_j(ConfigValues(raw, source))
-    family = _FAMILIES[name]
+    family = FAMILIES[name]
     values = ConfigValues(raw, source, family.defaults)
     _refuse_other_kinds(values, family, name)
     return _decoder(values, family)
@@ -253,7 +43,7 @@ def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a parsed config.json says of the part that reads text; all of it, where a model has no other part."""
     named, text = raw.get("architectures"), raw.get("text_config")
     named = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
-    found = [_TEXT_PARTS[each] for each in named if each in _TEXT_PARTS]
+    found = [TEXT_PARTS[each] for each in named if each in TEXT_PARTS]
     if not found or not isinstance(text, Mapping):
         return raw
     whole = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config", "torch_dtype") if key in raw}
@@ -268,7 +58,7 @@ def _architecture(raw: Mapping[str, Any], source: str, among: Collection[str]) -
     raise ModelError(f"{source}: architectures is {named!r}; it must name one of {', '.join(among)}")
 
 
-def _decoder(values: ConfigValues, family: _Family) -> ModelShape:
+def _decoder(values: ConfigValues, family: Family) -> ModelShape:
     heads, hidden = values.positive_int("num_attention_heads"), values.positive_int("hidden_size")
     layers = _count(values, "num_hidden_layers", _MOST_LAYERS)
     latent = _latent(values) if family.latent else None
@@ -364,14 +154,14 @@ def _gpt_j(values: ConfigValues) -> ModelShape:
     )
 
 
-def _refuse_other_kinds(values: ConfigValues, family: _Family, name: str) -> None:
+def _refuse_other_kinds(values: ConfigValues, family: Family, name: str) -> None:
     keys = family.experts
     own = {keys.count, keys.other} if keys else set()
     own |= {"kv_lora_rank"} if family.latent else set()
     for key in family.refused:
         if values.boolean(key):
             raise values.error(key, f"is not supported for {name}")
-    for key, kind in _OTHER_KINDS.items():
+    for key, kind in OTHER_KINDS.items():
         if values.get(key) and key not in own:
             raise ModelError(f"{values.source}: {key} says that the model has {kind}, which {name} has not")
 
@@ -408,7 +198,7 @@ def _latent(values: ConfigValues) -> Latent:
     )
 
 
-def _experts(values: ConfigValues, keys: _ExpertKeys, layers: int) -> Experts | None:
+def _experts(values: ConfigValues, keys: ExpertKeys, layers: int) -> Experts | None:
     """None where no layer has experts."""
     with_experts = len(_layers_with_experts(values, keys, layers))
     count_key = keys.other if keys.other in values.raw and keys.count not in values.raw else keys.count
@@ -430,7 +220,7 @@ def _experts(values: ConfigValues, keys: _ExpertKeys, layers: int) -> Experts | 
     )
 
 
-def _shared_width(values: ConfigValues, keys: _ExpertKeys, width: int) -> int:
+def _shared_width(values: ConfigValues, keys: ExpertKeys, width: int) -> int:
     if keys.shared_width is not None:
         return values.positive_int(keys.shared_width)
     return width * values.non_negative_int(keys.shared, 0) if keys.shared else 0
@@ -439,12 +229,12 @@ def _shared_width(values: ConfigValues, keys: _ExpertKeys, width: int) -> int:
 def layers_with_experts(raw: Mapping[str, Any], source: str = "config.json") -> tuple[int, ...]:
     """Numbers of the layers that have experts, of a parsed config.json that read_shape() takes."""
     raw = text_part(raw)
-    family = _FAMILIES[_architecture(raw, source, known_architectures())]
+    family = FAMILIES[_architecture(raw, source, known_architectures())]
     keys, values = family.experts, ConfigValues(raw, source, family.defaults)
     return _layers_with_experts(values, keys, values.positive_int("num_hidden_layers")) if keys else ()
 
 
-def _layers_with_experts(values: ConfigValues, keys: _ExpertKeys, layers: int) -> tuple[int, ...]:
+def _layers_with_experts(values: ConfigValues, keys: ExpertKeys, layers: int) -> tuple[int, ...]:
     if keys.types and values.get(keys.types) is not None:
         kinds = values.get(keys.types)
         if (
@@ -466,7 +256,7 @@ def _layers_with_experts(values: ConfigValues, keys: _ExpertKeys, layers: int) -
     return tuple(layer for layer in range(first, layers) if layer % step == 0)
 
 
-def _windows(values: ConfigValues, family: _Family, layers: int) -> tuple[int | None, ...]:
+def _windows(values: ConfigValues, family: Family, layers: int) -> tuple[int | None, ...]:
     """Of each layer; Mixtral's files say null or nothing: without the key there is no window."""
     if family.windows == "none":
         return (None,) * layers

@@ -1,0 +1,215 @@
+"""What each architecture fixes of a model's sizes, and which keys of its config.json say the rest: a row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What an architecture fixes; a bias that is a string is the config key that switches it on.
+
+    Args:
+        windows: none, all (when sliding_window is set), switched (all, with use_sliding_window), layers
+            (use_sliding_window, then layer_types or max_window_layers), or types (layer_types alone, or of as many
+            layers as sliding_window_pattern says all but the last).
+        layer_norms: norms in a layer, with the whole hidden state.
+        experts: the names of the keys that describe a mixture of experts, or None.
+        latent: attention is of the kind with a latent.
+        recurrent: what `layer_types` calls layers that have no attention: linear_attention, of Gated DeltaNet, or conv,
+            of short convolutions; None where there are none.
+        output_gate: see ModelShape.
+        refused: switches of parts that are not counted, which no published model has.
+        defaults: what the architecture assumes for keys that are missing.
+    """
+
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool | str = False
+    windows: str = "none"
+    experts: ExpertKeys | None = None
+    latent: bool = False
+    recurrent: str | None = None
+    output_gate: bool = False
+    sinks: bool = False
+    layer_norms: int = 2
+    refused: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKeys:
+    """Where an architecture keeps the numbers of its experts.
+
+    Args:
+        count: key of how many there are, and `other` another name of it.
+        width: key of an expert's F.
+        step, first, but, types: keys that say which layers have experts: every n-th, from which on, a list of those
+            that do not, and a list of each layer's kind, sparse or dense.
+        shared: key of how many further experts every token goes through.
+        shared_width: key of the F of a further expert with a gate, which every token goes through.
+    """
+
+    count: str
+    per_token: str
+    width: str
+    bias: bool = False
+    router_bias: bool = False
+    step: str | None = None
+    first: str | None = None
+    but: str | None = None
+    types: str | None = None
+    shared: str | None = None
+    shared_width: str | None = None
+    other: str | None = None
+
+
+_DEEPSEEK_EXPERTS = ExpertKeys(
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    router_bias=True,
+    step="moe_layer_freq",
+    first="first_k_dense_replace",
+    shared="n_shared_experts",
+)
+_DEEPSEEK = Family(latent=True, experts=_DEEPSEEK_EXPERTS, refused=("attention_bias", "mlp_bias"))
+_QWEN_EXPERTS = ExpertKeys(
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    step="decoder_sparse_step",
+    but="mlp_only_layers",
+    other="num_local_experts",
+)
+_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_GEMMA = Family(
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    windows="types",
+    layer_norms=4,
+    refused=("use_bidirectional_attention",),
+)
+_GEMMA_DEFAULTS: dict[str, Any] = {"head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True}
+_OLMO = Family(
+    qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="whole", defaults={"num_key_value_heads": None}
+)
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        defaults={"num_key_value_heads": None},
+    ),
+    "MistralForCausalLM": Family(windows="all", defaults={"sliding_window": 4096}),
+    "MixtralForCausalLM": Family(
+        windows="all", experts=ExpertKeys("num_local_experts", "num_experts_per_tok", "intermediate_size")
+    ),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, windows="layers", defaults=_QWEN_WINDOWS),
+    "Qwen2MoeForCausalLM": Family(
+        qkv_bias="qkv_bias",
+        experts=replace(_QWEN_EXPERTS, shared_width="shared_expert_intermediate_size"),
+        refused=("use_sliding_window",),
+        defaults={"qkv_bias": True},
+    ),
+    "Qwen3ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=True,
+        windows="layers",
+        defaults={**_QWEN_WINDOWS, "head_dim": 128},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=True,
+        windows="switched",
+        experts=_QWEN_EXPERTS,
+        defaults=_QWEN_WINDOWS,
+    ),
+    "GraniteForCausalLM": Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "Phi3ForCausalLM": Family(windows="all"),
+    "SmolLM3ForCausalLM": Family(
+        qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias", refused=("use_sliding_window",)
+    ),
+    "DeepseekV2ForCausalLM": replace(_DEEPSEEK, experts=replace(_DEEPSEEK_EXPERTS, router_bias=False)),
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Glm4MoeForCausalLM": Family(
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        experts=_DEEPSEEK_EXPERTS,
+        defaults={"head_dim": 128, "first_k_dense_replace": 1},
+    ),
+    "Glm4MoeLiteForCausalLM": replace(
+        _DEEPSEEK,
+        experts=replace(_DEEPSEEK_EXPERTS, types="mlp_layer_types"),
+        defaults={"first_k_dense_replace": 1},
+    ),
+    "GptOssForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        windows="types",
+        sinks=True,
+        experts=ExpertKeys(
+            "num_local_experts", "num_experts_per_tok", "intermediate_size", bias=True, router_bias=True
+        ),
+        defaults={"attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2},
+    ),
+    "Gemma2ForCausalLM": replace(_GEMMA, defaults=_GEMMA_DEFAULTS | {"sliding_window_pattern": 2}),
+    "Gemma3ForCausalLM": replace(
+        _GEMMA,
+        qk_norm=True,
+        defaults=_GEMMA_DEFAULTS
+        | {"sliding_window_pattern": 6, "vocab_size": 262_208, "max_position_embeddings": 131_072},
+    ),
+    "Olmo2ForCausalLM": _OLMO,
+    "Olmo3ForCausalLM": replace(
+        _OLMO, windows="types", defaults={**_OLMO.defaults, "sliding_window": 4096, "sliding_window_pattern": 4}
+    ),
+    "GlmForCausalLM": Family(qkv_bias="attention_bias", defaults={"attention_bias": True, "head_dim": 128}),
+    "Glm4ForCausalLM": Family(
+        qkv_bias="attention_bias", layer_norms=4, defaults={"attention_bias": True, "head_dim": 128}
+    ),
+}
+_DELTA_NET = Family(
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    recurrent="linear_attention",
+    output_gate=True,
+    defaults={
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+)
+_SHARED_EXPERT = replace(_QWEN_EXPERTS, shared_width="shared_expert_intermediate_size")
+FAMILIES |= {
+    "Qwen3NextForCausalLM": replace(_DELTA_NET, experts=_SHARED_EXPERT),
+    "Qwen3_5ForCausalLM": _DELTA_NET,
+    "Qwen3_5MoeForCausalLM": replace(_DELTA_NET, experts=_SHARED_EXPERT),
+    "Lfm2ForCausalLM": Family(
+        qk_norm=True,
+        recurrent="conv",
+        defaults={"tie_word_embeddings": True, "conv_L_cache": 3, "block_multiple_of": 256},
+    ),
+}
+# Of models that read images too, the part that reads text.
+TEXT_PARTS = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
+# Keys whose presence means that a model is not what its architecture says.
+OTHER_KINDS = {
+    "num_local_experts": "a mixture of experts",
+    "num_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+    "kv_lora_rank": "multi-head latent attention",
+}
