@@ -95,7 +95,7 @@ def _decoder(values: ConfigValues, family: Family) -> ModelShape:
 def _recurrent(values: ConfigValues, kind: str, layers: int) -> tuple[int, ...]:
     """Numbers of the layers of this kind: listed by name, or all but every n-th (Qwen), or but those listed (LFM2)."""
     if values.get("layer_types") is not None:
-        names = _layer_types(values, layers, ("full_attention", kind))
+        names = _layer_kinds(values, "layer_types", layers, ("full_attention", kind))
         found = tuple(layer for layer, name in enumerate(names) if name == kind)
     elif kind == "conv":
         others = values.get("full_attn_idxs")
@@ -236,15 +236,7 @@ def layers_with_experts(raw: Mapping[str, Any], source: str = "config.json") -> 
 
 def _layers_with_experts(values: ConfigValues, keys: ExpertKeys, layers: int) -> tuple[int, ...]:
     if keys.types and values.get(keys.types) is not None:
-        kinds = values.get(keys.types)
-        if (
-            not isinstance(kinds, list)
-            or len(kinds) != layers
-            or not all(each in ("sparse", "dense") for each in kinds)
-        ):
-            raise ModelError(
-                f"{values.source}: {keys.types} must be a list of num_hidden_layers, {layers}, times sparse or dense"
-            )
+        kinds = _layer_kinds(values, keys.types, layers, ("sparse", "dense"))
         return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
     step = values.positive_int(keys.step, 1) if keys.step else 1
     first = values.non_negative_int(keys.first, 0) if keys.first else 0
@@ -266,7 +258,7 @@ def _windows(values: ConfigValues, family: Family, layers: int) -> tuple[int | N
     if family.windows in ("all", "switched"):
         return (window,) * layers
     if values.get("layer_types") is not None:
-        kinds = _layer_types(values, layers, ("full_attention", "sliding_attention"))
+        kinds = _layer_kinds(values, "layer_types", layers, ("full_attention", "sliding_attention"))
         if window is None and "sliding_attention" in kinds:
             raise ModelError(
                 f"{values.source}: layer_types has sliding_attention but use_sliding_window is false or "
@@ -280,11 +272,11 @@ def _windows(values: ConfigValues, family: Family, layers: int) -> tuple[int | N
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
-def _layer_types(values: ConfigValues, layers: int, known: tuple[str, str]) -> list[str]:
-    kinds = values.get("layer_types")
+def _layer_kinds(values: ConfigValues, key: str, layers: int, known: tuple[str, str]) -> list[str]:
+    kinds = values.get(key)
     if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ModelError(f"{values.source}: layer_types must be a list of num_hidden_layers, {layers}, names")
+        raise ModelError(f"{values.source}: {key} must be a list of num_hidden_layers, {layers}, names")
     for kind in kinds:
         if kind not in known:
-            raise ModelError(f"{values.source}: layer_types has {kind!r}; only {' and '.join(known)} are supported")
+            raise ModelError(f"{values.source}: {key} has {kind!r}; only {' and '.join(known)} are supported")
     return kinds

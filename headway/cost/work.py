@@ -326,9 +326,8 @@ class _Counter:
         s, p = self.shape, self.precision
         done = attention(s, chunks, flash)
         half = SCORE_PASSES // 2 * done.score_elements
-        written = (
-            s.attention_layers * s.attended * (1 + 3 * s.output_gate)
-        )  # with a gate, read with it and written again
+        # With a gate, the result is read with it and written again.
+        written = s.attention_layers * s.attended * (1 + 3 * s.output_gate)
         expand = s.layers * s.latent.expand_parameters(s.heads) if s.latent else 0
         turned = Work(done.latent_flops, p.linear.bytes_of(expand), p.activations.bytes_of(2 * done.expanded_elements))
         return {

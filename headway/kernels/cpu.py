@@ -264,7 +264,7 @@ class CpuKernels:
         """See Kernels; a thread takes some channels of a sequence."""
         width, channels = taps.shape
         out = self._team.empty(tuple(x.shape), x.dtype)
-        before, behind, gate_stride = (0, 0, 0)
+        before = behind = gate_stride = 0
         if gates is not None:
             before, behind, gate_stride = gates[0].data_ptr(), gates[1].data_ptr(), gates[0].stride(0)
         arguments = (
@@ -301,7 +301,7 @@ class CpuKernels:
         chosen, weights = self._team.empty((rows, width), torch.int64), self._team.empty((rows, width), torch.float32)
         arguments = (
             logits.data_ptr(), logits.element_size(), columns - (shared and scores.gated), per_token, int(normalized),
-            int(shared), chosen.data_ptr(), weights.data_ptr(), int(scores.is_plain), int(scores.gated),
+            int(shared), chosen.data_ptr(), weights.data_ptr(), int(scores.gated),
             int(scores.sigmoid), 0 if scores.bias is None else scores.bias.data_ptr(), scores.groups,
             scores.best_groups, scores.factor,
         )  # fmt: skip

@@ -41,11 +41,11 @@ def _total(kind, logits, count):
 
 
 @compiled()
-def _next(kind, logits, count, last, value):
-    """The greatest of the logits that come after number `last`, of this value: less, or as much and further on."""
+def _next(choices, count, last, value):
+    """The greatest of the choices that come after number `last`, of this value: less, or as much and further on."""
     place, best = -1, _LOWEST
     for e in range(count):
-        found = load(logits, e, kind)
+        found = load(choices, e, FLOAT32)
         if (found < value or (found == value and e > last)) and (place < 0 or found > best):
             place, best = e, found
     return place, best
@@ -84,75 +84,54 @@ def _limit(choices, count, groups, best_groups, sums_two, of_groups):
 
 
 @compiled()
-def _score_row(kind, logits, count, per_token, normalized, scoring, choices, chosen, weights):
+def _route_row(kind, logits, count, per_token, normalized, scoring, choices, chosen, weights):
     """See Scores: whether sigmoid, bias or 0, groups, best groups, factor. choices has room for count + groups."""
     sigmoid, bias, groups, best_groups, factor = scoring
     greatest, total = _total(kind, logits, count)
     known = total == total
-    for e in range(count):
-        value = load(logits, e, kind)
-        score = sigmoid_of(value) if sigmoid else exp_of_negative(value - greatest) / total
-        store(choices, e, score + load(bias, e, FLOAT32) if bias != 0 else score, FLOAT32)
+    for e in range(count):  # without a bias, a softmax chooses as its logits do
+        choice = load(logits, e, kind)
+        if sigmoid:
+            choice = sigmoid_of(choice)
+        elif bias != 0:
+            choice = exp_of_negative(choice - greatest) / total
+        store(choices, e, choice + load(bias, e, FLOAT32) if bias != 0 else choice, FLOAT32)
     if groups > 1:
         _limit(choices, count, groups, best_groups, sigmoid, choices + count * 4)
     last, value, of_chosen = -1, np.float32(np.inf), np.float32(1e-20)
     for k in range(per_token):
         if known:
-            last, value = _next(FLOAT32, choices, count, last, value)
+            last, value = _next(choices, count, last, value)
             logit = load(logits, last, kind)
-            weight = sigmoid_of(logit) if sigmoid else exp_of_negative(logit - greatest) / total
+            weight = sigmoid_of(logit) if sigmoid else exp_of_negative(logit - greatest)
         else:
             last, weight = k, _NAN
         of_chosen += weight
         write_integer(chosen, k, np.int64(last), 64)
         store(weights, k, weight, FLOAT32)
+    whole = of_chosen if normalized else _ONE if sigmoid else total
     for k in range(per_token):
-        weight = load(weights, k, FLOAT32)
-        store(weights, k, (weight / of_chosen if normalized else weight) * factor, FLOAT32)
+        store(weights, k, load(weights, k, FLOAT32) / whole * factor, FLOAT32)
 
 
-@compiled()
-def _route_row(kind, logits, count, per_token, normalized, chosen, weights):
-    greatest, total = _total(kind, logits, count)
-    known = total == total
-    last, value, of_chosen = -1, np.float32(np.inf), _ZERO
-    for k in range(per_token):
-        if known:
-            last, value = _next(kind, logits, count, last, value)
-            weight = exp_of_negative(value - greatest)
-        else:
-            last, weight = k, _NAN
-        of_chosen += weight
-        write_integer(chosen, k, np.int64(last), 64)
-        store(weights, k, weight, FLOAT32)
-    for k in range(per_token):
-        store(weights, k, load(weights, k, FLOAT32) / (of_chosen if normalized else total), FLOAT32)
-
-
-# Of Scores: whether they are plain, then its fields.
-ROUTE = struct.Struct("16qd")
+# The fields of Scores come last.
+ROUTE = struct.Struct("15qd")
 
 
 @once_per_kind
 def route_job(kind: Any) -> int:
     def rows(a: int) -> None:
         step, rows, count, per_token = arg(a, 0), arg(a, 1), arg(a, 4), arg(a, 5)
-        normalized, shared, plain, gated = arg(a, 6), arg(a, 7), arg(a, 10), arg(a, 11)
-        scoring = (arg(a, 12), arg(a, 13), arg(a, 14), arg(a, 15), np.float32(real_arg(a, 16)))
+        normalized, shared, gated = arg(a, 6), arg(a, 7), arg(a, 10)
+        scoring = (arg(a, 11), arg(a, 12), arg(a, 13), arg(a, 14), np.float32(real_arg(a, 15)))
         stride, width = (count + shared * gated) * arg(a, 3), per_token + shared
-        choices = take_memory((count + arg(a, 14)) * 4)
+        choices = take_memory((count + arg(a, 13)) * 4)
         first = take_rows(a, step)
         while first < rows:
             for row in range(first, min(first + step, rows)):
-                logits, chosen, weights = (
-                    arg(a, 2) + row * stride,
-                    arg(a, 8) + row * width * 8,
-                    arg(a, 9) + row * width * 4,
-                )
-                if plain:
-                    _route_row(kind, logits, count, per_token, normalized, chosen, weights)
-                else:
-                    _score_row(kind, logits, count, per_token, normalized, scoring, choices, chosen, weights)
+                logits = arg(a, 2) + row * stride
+                chosen, weights = arg(a, 8) + row * width * 8, arg(a, 9) + row * width * 4
+                _route_row(kind, logits, count, per_token, normalized, scoring, choices, chosen, weights)
                 if shared:
                     write_integer(chosen, per_token, np.int64(count), 64)
                     weight = sigmoid_of(load(logits, count, kind)) if gated else _ONE

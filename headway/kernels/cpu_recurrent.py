@@ -18,9 +18,10 @@ from headway.kernels.cpu_experts import sigmoid_of
 from headway.kernels.cpu_rows import REORDER
 from headway.kernels.cpu_simd import FLOAT32, load, read_int64, store
 from headway.kernels.cpu_team import arg, job, once_per_kind, real_arg, take_rows
+from headway.kernels.interface import Span
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
-_SPAN = 6  # numbers of a Span
+_SPAN = len(Span._fields)  # numbers
 _CHANNELS = 512  # that a thread takes at a time
 _SMALL = np.float32(1e-6)  # beside the squared length of queries and keys
 

@@ -241,6 +241,12 @@ def _most_likely_row(kind, logits, count):
     return _place_of(kind, logits, begin, min(begin + _SEARCHED, count), best), best
 
 
+@compiled()
+def _copy(source, target, elements, size):
+    for element in range(elements):
+        copy_element(source, element, target, element, size)
+
+
 JOIN = struct.Struct("13q")
 
 
@@ -256,11 +262,9 @@ def join_job() -> int:
             for row in range(first, min(first + step, count)):
                 to, token, head = out + row * (width + other_width) * size, row // heads, row % heads
                 source = arg(a, 5) + (token * arg(a, 6) + head * arg(a, 7)) * size
-                for element in range(width):
-                    copy_element(source, element, to, element, size)
+                _copy(source, to, width, size)
                 source = arg(a, 9) + (token * arg(a, 10) + head * arg(a, 11)) * size
-                for element in range(other_width):
-                    copy_element(source, element, to, width + element, size)
+                _copy(source, to + width * size, other_width, size)
             first = take_rows(a, step)
 
     return job(rows)
@@ -280,8 +284,7 @@ def take_job() -> int:
         while first < count:
             for index in range(first, min(first + step, count)):
                 source, target = table + read_int64(numbers, index) * elements * size, out + index * elements * size
-                for element in range(elements):
-                    copy_element(source, element, target, element, size)
+                _copy(source, target, elements, size)
             first = take_rows(a, step)
 
     return job(rows)

@@ -232,11 +232,6 @@ class Scores:
     factor: float = 1.0
     gated: bool = True
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether logits alone choose, and their softmax is the weights."""
-        return not self.sigmoid and self.bias is None and self.groups == 1 and self.factor == 1.0
-
 
 SOFTMAX = Scores()
 

@@ -174,12 +174,9 @@ class TorchKernels:
         wide = logits.float()
         routed = wide[:, :-1] if shared and scores.gated else wide
         chosen = _choice(routed, scores).argsort(dim=1, descending=True, stable=True)[:, :per_token]
-        if scores.is_plain and normalized:
-            weights = routed.gather(1, chosen).softmax(1)
-        else:
-            weights = (routed.sigmoid() if scores.sigmoid else routed.softmax(1)).gather(1, chosen)
-            if normalized:
-                weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+        weights = (routed.sigmoid() if scores.sigmoid else routed.softmax(1)).gather(1, chosen)
+        if normalized:
+            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
         weights = weights * scores.factor
         if not shared:
             return chosen, weights
@@ -209,10 +206,8 @@ class TorchKernels:
         step: StepGeometry,
     ) -> Tensor:
         """See Kernels; all tokens of a sequence together."""
-        seen, out = (
-            x.float() if gates is None else x.float() * gates[0].float(),
-            torch.empty_like(x, dtype=torch.float32),
-        )
+        seen = x.float() if gates is None else x.float() * gates[0].float()
+        out = torch.empty_like(seen)
         before = len(taps) - 1
         for span in spans_of(step):
             tokens = slice(span.first, span.first + span.tokens)
@@ -342,11 +337,9 @@ class ReferenceKernels(TorchKernels):
 
 def _choice(logits: Tensor, scores: Scores) -> Tensor:
     """By what experts are chosen, [T, E]."""
-    if scores.is_plain:
-        return logits
-    choice = logits.sigmoid() if scores.sigmoid else logits.softmax(1)
+    choice = logits.sigmoid() if scores.sigmoid else logits
     if scores.bias is not None:
-        choice = choice + scores.bias
+        choice = (choice if scores.sigmoid else logits.softmax(1)) + scores.bias
     if scores.groups > 1:
         grouped = choice.unflatten(1, (scores.groups, -1))
         of_group = grouped.sort(dim=2, descending=True).values[..., : 1 + scores.sigmoid].sum(2)

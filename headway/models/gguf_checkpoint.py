@@ -33,16 +33,17 @@ class GGUFCheckpoint:
         model = read_gguf(gguf_files(folder)[0])
         self._turned, self._adds_one, family = turns_neighbours(model), adds_one(model), family_of(model)
         self._tensors: dict[str, tuple[GGUFTensor, int | None]] = {}
+        used: set[str] = set()
         for name, shape in expected.items():
             theirs, expert = gguf_name(name, family)
             if theirs not in model.tensors:
                 raise ModelError(f"{model.path}: tensor {theirs} is missing; use a file that holds a whole model")
+            used.add(theirs)
             tensor = model.tensors[theirs]
             self._tensors[name] = tensor, expert
             found = tensor.shape if expert is None else tensor.shape[1:]
             if found != shape and (1, *found) != shape:
                 raise ModelError(f"{model.path}: tensor {theirs} has shape {list(found)}, but {list(shape)} is needed")
-        used = {gguf_name(name, family)[0] for name in expected}
         for name in left_over(model, used):
             raise ModelError(f"{model.path}: tensor {name} has no place in the model that the file describes")
         try:

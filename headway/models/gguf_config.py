@@ -341,8 +341,10 @@ def gguf_name(name: str, family: str = "llama") -> tuple[str, int | None]:
     expert = _EXPERT.search(stem)
     stem = _EXPERT.sub(r"\1.", stem)
     layer = _LAYER.fullmatch(stem)
-    names = TENSORS | _NORMS.get(family, {})
-    found = f"blk.{layer[1]}.{names[layer[2]]}" if layer else names[stem]
+    if layer is None:
+        found = TENSORS[stem]
+    else:
+        found = f"blk.{layer[1]}.{_NORMS.get(family, {}).get(layer[2]) or TENSORS[layer[2]]}"
     return f"{found}.{ending}", int(expert[2]) if expert else None
 
 

@@ -273,11 +273,8 @@ class Assembler:
             norm=self._stack(f"{block}.norm.weight", dtype=torch.float32),
             eps=self._config.rms_norm_eps,
         )
-        taps, o = (
-            self._taps(f"{block}.conv1d"),
-            self._linear(f"{block}.out_proj", factor=self._config.multipliers.added),
-        )
-        return DeltaNet(self._kernels, projection, heads_projection, taps, rule, o)
+        o = self._linear(f"{block}.out_proj", factor=self._config.multipliers.added)
+        return DeltaNet(self._kernels, projection, heads_projection, self._taps(f"{block}.conv1d"), rule, o)
 
     def _taps(self, name: str) -> Tensor:
         """What a convolution multiplies with, [width, channels]."""

@@ -85,7 +85,7 @@ def quantize(
         device = torch.device("cpu")
         assembler = Assembler(weights, shapes, config, kernels, dtype, device, StageClock(), "none")
         decoder = Decoder(config, kernels, dtype, device, assembler.decoder_weights())
-        quantizer = _Quantizer(config, checkpoint, shapes, draft, recipe, packed, layers, on_progress)
+        quantizer = _Quantizer(config, checkpoint, shapes, draft, recipe, packed, layers, dtype, on_progress)
         linears = [each for each in kernels.layers if set(each.names) & quantizer.wanted]
         for each in linears:
             each.exchange = quantizer.exchange
@@ -139,11 +139,12 @@ class _Quantizer:
         recipe: Recipe,
         packed: PackedMatrices,
         layers: Shapes,
+        dtype: torch.dtype,
         on_progress: Callable[[float, str], None],
     ) -> None:
         self._config, self._checkpoint, self._tensors, self._draft = config, checkpoint, tensors, draft
         self._recipe, self._scheme, self._packed = recipe, recipe.scheme, packed
-        self._dtype = resolve_dtype("auto", config)
+        self._dtype = dtype
         self._shapes, self._on_progress = layers, on_progress
         self._total, self._done = sum(torch.Size(shape).numel() for shape in layers.values()), 0
         self._changed: dict[str, Tensor] = {}  # tensors that are written in another way than they were read
