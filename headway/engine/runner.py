@@ -18,7 +18,6 @@ from headway.engine.swap import HostBlocks
 from headway.kernels.interface import Kernels, LayerCache
 from headway.models.decoder import Decoder
 from headway.policy.accounting import StepTimes
-from headway.policy.checkpoints import Checkpoint
 from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan
 from headway.policy.sizing import PROMPT_LOGPROB_ROWS
 
@@ -62,7 +61,7 @@ class Runner:
         )
         self._paged = [cache for cache in self.caches if isinstance(cache, LayerCache)]
         self.host = HostBlocks(self._paged, host_blocks) if host_blocks else None
-        self._states = StateSlots(max_num_seqs, device) if config.shape.recurrent else None
+        self._states = StateSlots(max_num_seqs, checkpoints, device) if config.shape.recurrent else None
         self.sampler = Sampler(config.shape.vocab, device, kernels.most_likely if device.type == "cpu" else None)
         self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len)
         self._has_experts = config.routing is not None
@@ -79,7 +78,7 @@ class Runner:
         step = self.layout.lay_out(plan.scheduled, sequences)
         routed = self.kernels.routing_counts() if self._has_experts else None
         launched = time.monotonic_ns()
-        hidden = self._forward(step, plan.scheduled, sequences, plan.checkpoints)
+        hidden = self._forward(step, plan.scheduled, sequences)
         outcome = StepOutcome(StepTimes(launched, launched, launched))
         if any(item.logit_rows for item in plan.scheduled):
             self._prompt_logprobs(hidden, plan.scheduled, outcome)
@@ -96,16 +95,10 @@ class Runner:
         outcome.times = StepTimes(launched, max(launched, computed), max(launched, sampled))
         return outcome
 
-    def _forward(
-        self,
-        step: ModelInput,
-        scheduled: list[ScheduledSequence],
-        sequences: list[SequenceState],
-        checkpoints: list[Checkpoint],
-    ) -> Tensor:
+    def _forward(self, step: ModelInput, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> Tensor:
         states = self._states
         if states is not None:
-            step.geometry.spans = states.lay_out(scheduled, sequences, checkpoints)
+            step.geometry.spans = states.lay_out(scheduled, sequences)
         hidden = self.model.forward(step.token_ids, step.geometry, self.caches)
         if states is not None:
             states.advance(scheduled)
@@ -122,7 +115,7 @@ class Runner:
             for start in range(0, item.start, _CAUGHT_UP):
                 tokens = sequence.tokens[start : min(start + _CAUGHT_UP, item.start)]
                 part = [ScheduledSequence(item.seq_id, start, tokens, False, 0)]
-                self._forward(self.layout.lay_out(part, [sequence]), part, [sequence], [])
+                self._forward(self.layout.lay_out(part, [sequence]), part, [sequence])
 
     def forget(self, seq_id: int) -> None:
         """The sequence finished or was preempted."""

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from headway.kernels.host import to_device
 from headway.kernels.interface import Span
-from headway.policy.checkpoints import Checkpoint
 from headway.policy.plan import ScheduledSequence, SequenceState
 
 _UNKNOWN = -1  # tokens of a state that a step may have changed, and has not been seen to end
@@ -21,28 +20,25 @@ class StateSlots:
         num_slots: of sequences that run at a time. The slots of checkpoints follow them.
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, num_checkpoints: int, device: torch.device) -> None:
         self._device = device
         self._num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: dict[int, int] = {}  # by seq_id
         self._seen: dict[int, int] = {}  # tokens, by seq_id
-        self._spans = np.zeros((1 + num_slots, len(Span._fields)), np.int64)
+        self._spans = np.zeros((1 + num_slots + num_checkpoints, len(Span._fields)), np.int64)
 
     def has(self, item: ScheduledSequence, sequence: SequenceState) -> bool:
         """Whether the state before the item's first token is there."""
         begins = item.seq_id not in self._slots and sequence.checkpoint >= 0
         return item.start == 0 or begins or self._seen.get(item.seq_id) == item.start
 
-    def lay_out(
-        self, scheduled: list[ScheduledSequence], sequences: list[SequenceState], checkpoints: list[Checkpoint]
-    ) -> Tensor:
+    def lay_out(self, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> Tensor:
         """StepGeometry.spans of a step of sequences whose states are there. It holds until the next step is laid out.
 
         Until `advance` is told that the step has ended, nothing is known of their states.
         """
-        kept = {each.seq_id: each for each in checkpoints}
-        first, spans = 0, [[len(scheduled), 0, 0, 0, 0, 0]]
+        first, spans, further = 0, [[len(scheduled), 0, 0, 0, 0, 0, 0]], []
         for item, sequence in zip(scheduled, sequences, strict=True):
             number, count = item.seq_id, len(item.token_ids)
             slot = source = self._slots.get(number, -1)
@@ -50,11 +46,17 @@ class StateSlots:
                 slot = self._slots[number] = self._free.pop()
                 source = self._num_slots + sequence.checkpoint
             self._seen[number] = _UNKNOWN
-            span = [first, count, source if item.start else -1, slot, 0, 0]
-            if number in kept and item.start < kept[number].tokens <= item.start + count:
-                span[4:] = kept[number].tokens - item.start, self._num_slots + kept[number].slot
-            spans.append(span)
+            spans.append([first, count, source if item.start else -1, slot, 0, 0, 0])
+            if item.keeps:
+                further.append((len(spans) - 1, item))
             first += count
+        for at, item in further:
+            for number, kept in enumerate(item.keeps):
+                if number:
+                    spans[at][6] = len(spans) - at
+                    at = len(spans)
+                    spans.append([0] * 7)
+                spans[at][4:6] = kept.tokens - item.start, self._num_slots + kept.slot
         filled = self._spans[: len(spans)]
         filled[:] = spans
         return to_device(filled if self._device.type == "cpu" else filled.copy(), self._device)

@@ -68,6 +68,7 @@ def _convolve(
     size = lines * channels * 4
     state = states + read_int64(span, 3) * size
     row = channels * 4
+    keep = span
     if read_int64(span, 3) != source:
         for line in range(lines):
             _copy(states + source * size + line * row if source >= 0 else 0, state + line * row, first, last)
@@ -84,10 +85,11 @@ def _convolve(
             _copy(state + line * row, state + (line - 1) * row, first, last)
         if lines:
             _copy(newest, state + (lines - 1) * row, first, last)
-        if number + 1 == read_int64(span, 4):
-            kept = states + read_int64(span, 5) * size
+        if number + 1 == read_int64(keep, 4):
+            kept = states + read_int64(keep, 5) * size
             for line in range(lines):
                 _copy(state + line * row, kept + line * row, first, last)
+            keep += read_int64(keep, 6) * _SPAN * 8
 
 
 CONVOLVE = struct.Struct("12q")
@@ -213,6 +215,7 @@ def _delta_rule(
     channels = 2 * key_heads * key_dim + heads * value_dim
     key_head = head * key_heads // heads
     root = _ONE / np.sqrt(np.float32(key_dim))
+    keep = span
     for number in range(tokens):
         token = begin + number
         at = token * channels
@@ -227,8 +230,9 @@ def _delta_rule(
         _write(matrix, key, found, kept, key_dim, value_dim)
         gate_at, out_at = token * gate_stride + head * value_dim, (token * heads + head) * value_dim
         _norm_and_gate(kind, result, norm, eps, gate, gate_at, value_dim, out, out_at)
-        if number + 1 == read_int64(span, 4):
-            _copy(matrix, states + (read_int64(span, 5) * heads + head) * elements * 4, 0, elements)
+        if number + 1 == read_int64(keep, 4):
+            _copy(matrix, states + (read_int64(keep, 5) * heads + head) * elements * 4, 0, elements)
+            keep += read_int64(keep, 6) * _SPAN * 8
 
 
 DELTA_RULE = struct.Struct("14qd")

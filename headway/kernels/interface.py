@@ -35,7 +35,7 @@ class StepGeometry:
     max_context_len: int
     query_lens_host: list[int]  # [S], the same lengths on the host, so that dispatch needs no sync
     context_lens_host: list[int]  # [S]
-    spans: Tensor | None = None  # [1 + S, 6] int64, of recurrent layers, see Span; the first entry is S
+    spans: Tensor | None = None  # [1 + S or more, 7] int64, of recurrent layers, see Span; the first entry is S
     repeatable: bool = False  # whether steps of as many tokens have their tensors at these addresses too
 
 
@@ -90,6 +90,7 @@ class Span(NamedTuple):
         source: the slot that has the state before them; -1: there is none before a sequence's first token.
         target: the slot for the state behind them.
         kept_tokens: behind so many of them the state is copied to `kept`; 0: it is not.
+        further: so many rows on are the `kept_tokens`, `kept` and `further` of a later copy; 0: there is none.
     """
 
     first: int
@@ -98,6 +99,7 @@ class Span(NamedTuple):
     target: int
     kept_tokens: int = 0
     kept: int = 0
+    further: int = 0
 
 
 @dataclass(frozen=True, slots=True)

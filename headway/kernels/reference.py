@@ -209,15 +209,15 @@ class TorchKernels:
         seen = x.float() if gates is None else x.float() * gates[0].float()
         out = torch.empty_like(seen)
         before = len(taps) - 1
-        for span in spans_of(step):
+        for span, keeps in spans_of(step):
             tokens = slice(span.first, span.first + span.tokens)
             known = state.inputs[span.source] if span.source >= 0 else torch.zeros_like(state.inputs[0])
             line = torch.cat([known, seen[tokens]])
             total = sum(line[at : at + span.tokens] * tap for at, tap in enumerate(taps))
             out[tokens] = total if bias is None else total + bias
             state.inputs[span.target] = line[span.tokens :]
-            if span.kept_tokens:
-                state.inputs[span.kept] = line[span.kept_tokens :][:before]
+            for count, slot in keeps.items():
+                state.inputs[slot] = line[count:][:before]
         return (out * out.sigmoid() if gates is None else out * gates[1].float()).to(x.dtype)
 
     def delta_rule(
@@ -237,7 +237,7 @@ class TorchKernels:
         writes, forgets = numbers.float().chunk(2, 1)
         writes, kept = writes.sigmoid(), torch.exp(-rule.rate * F.softplus(forgets + rule.offset))
         out = torch.empty_like(value)
-        for span in spans_of(step):
+        for span, keeps in spans_of(step):
             matrix = matrices[span.source].clone() if span.source >= 0 else torch.zeros_like(matrices[0])
             for number in range(span.tokens):
                 at = span.first + number
@@ -246,8 +246,8 @@ class TorchKernels:
                 written = writes[at].unsqueeze(1) * (value[at] - found)
                 matrix += key[at].unsqueeze(2) * written.unsqueeze(1)
                 out[at] = (matrix * query[at].unsqueeze(2)).sum(1) * key_dim**-0.5
-                if number + 1 == span.kept_tokens:
-                    matrices[span.kept] = matrix
+                if number + 1 in keeps:
+                    matrices[keeps[number + 1]] = matrix
             matrices[span.target] = matrix
         out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + rule.eps) * rule.norm
         wide = gate.float()
@@ -350,12 +350,24 @@ def _choice(logits: Tensor, scores: Scores) -> Tensor:
     return choice
 
 
-def spans_of(step: StepGeometry) -> list[Span]:
-    """The step's sequences as recurrent layers see them; waits for the device."""
+def spans_of(step: StepGeometry) -> list[tuple[Span, dict[int, int]]]:
+    """The step's sequences as recurrent layers see them, and the slots of copies by the tokens that they are behind.
+
+    Waits for the device.
+    """
     if step.spans is None:
         raise ValueError("a step of a model with recurrent layers has no spans")
     (count, *_), *rows = step.spans.tolist()
-    return [Span(*row) for row in rows[:count]]
+    spans = [Span(*row) for row in rows]
+    found = []
+    for at, span in enumerate(spans[:count]):
+        keeps, copy = {}, span
+        while copy.kept_tokens:
+            keeps[copy.kept_tokens] = copy.kept
+            at += copy.further
+            copy = spans[at] if copy.further else Span(0, 0, 0, 0)
+        found.append((span, keeps))
+    return found
 
 
 def _of_length_one(x: Tensor) -> Tensor:

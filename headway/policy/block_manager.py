@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from headway.policy.checkpoints import Checkpoint
 from headway.policy.kv_blocks import KVBlocks
-from headway.policy.plan import StepPlan, TableChange
+from headway.policy.plan import ScheduledSequence, StepPlan, TableChange
 from headway.policy.prefix_index import PrefixMatch
 from headway.policy.request import Sequence, Status
 from headway.policy.swap import HostPool, Swapped
@@ -102,30 +102,44 @@ class BlockManager:
         if computed:
             sequence.checkpoint = checkpoints.read(nodes[computed // size - 1])
         leaves, ends = len(nodes) * size, (len(sequence.tokens) - 1) // size * size
-        sequence.keeps_at = tuple(at for at in dict.fromkeys((leaves, ends)) if at > computed)
+        worth_it = leaves - computed >= checkpoints.spacing
+        sequence.keeps_at = tuple(at for at in sorted({leaves, ends}) if at > computed and (worth_it or at == ends))
 
-    def keep_state(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
-        """Have the state kept behind one of the next `count` tokens, if that is wanted and there is a slot."""
+    def keep_states(self, sequence: Sequence, count: int) -> tuple[Checkpoint, ...]:
+        """The states that are to be kept of a prompt's next `count` tokens, as far as there are slots."""
         start, checkpoints = sequence.num_computed, self._blocks.checkpoints
-        at = next((at for at in sequence.keeps_at if start < at <= start + count), None)
-        if checkpoints is None or at is None:
-            return
-        slot = checkpoints.promise()
-        if slot is not None:
-            plan.checkpoints.append(Checkpoint(sequence.seq_id, at, slot))
+        if checkpoints is None:
+            return ()
+        wanted = [at for at in sequence.keeps_at if start < at <= start + count]
+        return tuple([Checkpoint(at, slot) for at in wanted if (slot := checkpoints.promise()) is not None])
 
-    def settle(self, sequence: Sequence, plan: StepPlan) -> None:
-        """A step of the sequence has ended: the state that was kept is that of a node."""
+    def roll(self, sequence: Sequence, tokens: int) -> int | None:
+        """A slot for the state behind so many tokens of a sequence that decodes then, if it is to be kept."""
+        checkpoints = self._blocks.checkpoints
+        if checkpoints is None or not self._blocks.enable_prefix_caching or tokens % checkpoints.spacing:
+            return None
+        return checkpoints.roll(sequence.rolling)
+
+    def rolled(self, sequence: Sequence, slot: int) -> None:
+        """The slot has the state behind all computed tokens, which end a block."""
+        checkpoints, node = self._blocks.checkpoints, sequence.cache_node
+        if checkpoints is not None:
+            sequence.rolling = node if checkpoints.fill(slot, node, rolls=True) else 0
+
+    def settle(self, sequence: Sequence, item: ScheduledSequence) -> None:
+        """A step of the sequence has ended: the states that were kept are those of nodes."""
         blocks, checkpoints = self._blocks, self._blocks.checkpoints
         if checkpoints is None:
             return
         self._let_go(sequence)
-        for kept in plan.checkpoints:
-            if kept.seq_id == sequence.seq_id:
-                known = PrefixMatch()
-                blocks.match(sequence.tokens[: kept.tokens + 1], sequence.cache_salt, known)
-                if len(known.nodes) * blocks.block_size == kept.tokens:
-                    checkpoints.fill(kept.slot, known.nodes[-1])
+        for kept in item.keeps:
+            if kept.tokens == sequence.num_computed and kept.tokens not in sequence.keeps_at:
+                self.rolled(sequence, kept.slot)
+                continue
+            known = PrefixMatch()
+            blocks.match(sequence.tokens[: kept.tokens + 1], sequence.cache_salt, known)
+            if len(known.nodes) * blocks.block_size == kept.tokens:
+                checkpoints.fill(kept.slot, known.nodes[-1])
 
     def _let_go(self, sequence: Sequence) -> None:
         """The sequence has read the state that it goes on from, or never will."""
@@ -229,6 +243,9 @@ class BlockManager:
             self._host.free(sequence.swapped)
             sequence.swapped = None
         self._let_go(sequence)
+        if sequence.rolling and self._blocks.checkpoints is not None:
+            self._blocks.checkpoints.settle(sequence.rolling)
+            sequence.rolling = 0
         self._blocks.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = sequence.num_registered = sequence.cache_node = sequence.room = 0

@@ -5,6 +5,10 @@ is as large as the keys and values of hundreds of tokens. So it is not kept behi
 block of a prompt, and where a prompt leaves what the prefix index knows, or what another begins with that waits for it.
 A prefix counts as known up to the last block that has a checkpoint.
 
+A sequence that decodes has its state kept every `spacing` tokens, each time in the slot of the time before. So when it
+ends or is preempted, less than that is computed again, and it never has more than one such slot. All who decode have
+half of the slots at most; the other half is for prompts.
+
 A checkpoint belongs to a node of the prefix index and is gone with it. Where no slot is free, that which has not been
 used for longest is given up. The executor keeps the states; it is told the slots.
 """
@@ -13,11 +17,13 @@ from __future__ import annotations
 
 import msgspec
 
+# A state is read and written for each token. So keeping it this often adds a thirty-second to that.
+LEAST_SPACING = 32
+
 
 class Checkpoint(msgspec.Struct, array_like=True, gc=False):
     """What a plan asks for: behind so many `tokens` of a sequence in all, its state is copied to a slot."""
 
-    seq_id: int
     tokens: int
     slot: int
 
@@ -26,17 +32,21 @@ class Checkpoints:
     """`num_slots` slots, each free, promised to a step that is to fill it, or that of a node.
 
     Attributes:
+        spacing: of the tokens behind which the states of sequences that decode are kept; of whole blocks.
         made: that were filled so far.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, block_size: int) -> None:
         self.num_slots = num_slots
+        self.spacing = -(-LEAST_SPACING // block_size) * block_size
         self.made = 0
         self._free = list(range(num_slots - 1, -1, -1))
         self._slot_of: dict[int, int] = {}  # by node, that used last at the end
         self._readers: dict[int, int] = {}  # of slots that may not be given up
         self._orphans: set[int] = set()  # of these, slots whose node is gone
         self._promised: set[int] = set()
+        self._rolling: set[int] = set()  # nodes behind which sequences still decode, and that nobody has read
+        self._num_rolled = 0  # of the promised slots, those of sequences that decode
         self._pinned: list[int] = []
 
     def __len__(self) -> int:
@@ -50,6 +60,7 @@ class Checkpoints:
     def read(self, node: int) -> int:
         """The slot of a node, which stays as it is until it is let go."""
         slot = self._slot_of[node] = self._slot_of.pop(node)
+        self._rolling.discard(node)
         self._readers[slot] = self._readers.get(slot, 0) + 1
         return slot
 
@@ -73,19 +84,43 @@ class Checkpoints:
         self._promised.add(slot)
         return slot
 
-    def fill(self, slot: int, node: int) -> None:
-        """A promised slot has the state behind a node."""
+    def roll(self, node: int) -> int | None:
+        """The same for a sequence that decodes: the slot of its last checkpoint, at `node`, unless that was read."""
+        slot: int | None = None
+        if node in self._rolling:
+            self._rolling.remove(node)
+            slot = self._slot_of.pop(node)
+            self._promised.add(slot)
+        elif len(self._rolling) + self._num_rolled < self.num_slots // 2:
+            slot = self.promise()
+        self._num_rolled += slot is not None
+        return slot
+
+    def fill(self, slot: int, node: int, rolls: bool = False) -> bool:
+        """A promised slot has the state behind a node; False where another slot has it already.
+
+        Args:
+            rolls: the slot is to be had again by `roll`, until `settle`.
+        """
         self._promised.remove(slot)
         if node in self._slot_of:
             self._free.append(slot)
-            return
+            return False
         self._slot_of[node] = slot
+        if rolls:
+            self._rolling.add(node)
         self.made += 1
+        return True
+
+    def settle(self, node: int) -> None:
+        """The sequence whose last checkpoint is at the node decodes no more: it is kept as any other."""
+        self._rolling.discard(node)
 
     def end_step(self) -> None:
         """What is still promised was not filled."""
         self._free += self._promised
         self._promised.clear()
+        self._num_rolled = 0
 
     def pin(self, nodes: list[int]) -> None:
         """Keep the last checkpoint of a prefix until all are cleared."""
@@ -97,6 +132,7 @@ class Checkpoints:
         slot = self._slot_of.pop(node, None)
         if slot is None:
             return
+        self._rolling.discard(node)
         if slot in self._readers:
             self._orphans.add(slot)
         else:
@@ -119,5 +155,7 @@ class Checkpoints:
         held = sorted([*self._free, *self._promised, *self._slot_of.values(), *self._orphans])
         if held != list(range(self.num_slots)):
             raise RuntimeError(f"of {self.num_slots} slots of checkpoints {held} are held")
+        if len(self._rolling) > self.num_slots // 2 or not self._rolling <= self._slot_of.keys():
+            raise RuntimeError(f"{len(self._rolling)} of {self.num_slots} slots are of sequences that decode")
         if sum(self._readers.values()) != num_readers + len(self._pinned):
             raise RuntimeError(f"checkpoints have {self._readers} readers by slot, but {num_readers} are known")

@@ -77,7 +77,7 @@ class KVBlocks:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching and num_checkpoints != 0
-        self.checkpoints = None if num_checkpoints is None else Checkpoints(num_checkpoints)
+        self.checkpoints = None if num_checkpoints is None else Checkpoints(num_checkpoints, block_size)
         self.protected_share = protected_share
         self.references = [0] * num_blocks
         self.prefix_stats = PrefixStats()

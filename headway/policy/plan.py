@@ -67,6 +67,7 @@ class ScheduledSequence(msgspec.Struct, array_like=True, gc=False):
         samples: how many of the last tokens have their logits sampled: the newest known one and the drafts. None where
             known tokens are left for later steps.
         logit_rows: how many of the first tokens need their logits for prompt_logprobs.
+        keeps: behind which tokens the state of recurrent layers is to be kept; in order, no two behind the same.
     """
 
     seq_id: int
@@ -75,6 +76,7 @@ class ScheduledSequence(msgspec.Struct, array_like=True, gc=False):
     decoding: bool
     samples: int
     logit_rows: int = 0
+    keeps: tuple[Checkpoint, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -97,7 +99,6 @@ class StepPlan(msgspec.Struct, array_like=True):
         expired: sequences that waited too long or can't be in time, and are finished.
         work: what the scheduled parts come to, as `work_of` says.
         wait_until_ns: nothing runs as the first request waits for others; schedule again then, or when one comes.
-        checkpoints: states of scheduled sequences that are to be kept.
     """
 
     scheduled: list[ScheduledSequence] = []
@@ -109,7 +110,6 @@ class StepPlan(msgspec.Struct, array_like=True):
     expired: list[int] = []
     work: StepWork = NO_WORK
     wait_until_ns: int = 0
-    checkpoints: list[Checkpoint] = []
 
     @property
     def num_tokens(self) -> int:

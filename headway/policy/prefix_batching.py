@@ -46,7 +46,7 @@ class PrefixLeaders:
         if not self._keep_states:
             return leader.num_computed + self._block_size <= shared
         if leader.num_computed < shared and shared not in leader.keeps_at:
-            leader.keeps_at = (shared, *leader.keeps_at)
+            leader.keeps_at = tuple(sorted((shared, *leader.keeps_at)))
         return leader.num_computed < shared
 
     def _key(self, sequence: Sequence) -> tuple[str, tuple[int, ...]]:

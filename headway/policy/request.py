@@ -117,7 +117,8 @@ class Sequence:
     times_bypassed: int = 0
     prefix_match: PrefixMatch | None = None  # while it waits: what was found of its tokens in the prefix index
     checkpoint: int = -1  # until its first step: the slot of the state behind its computed tokens
-    keeps_at: tuple[int, ...] = ()  # tokens behind which its state is to be kept, if it gets there
+    keeps_at: tuple[int, ...] = ()  # tokens of its prompt behind which its state is to be kept, in order
+    rolling: int = 0  # node of the last checkpoint that was made while it decodes
     swapped: Swapped | None = None  # while it waits: what the host holds of it
     seq_id: int = 0  # its number at the scheduler, in order of arrival
     in_executor: bool = False  # a plan has told of it since it was last admitted

@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from itertools import islice
 
+from headway.policy.checkpoints import Checkpoint
 from headway.policy.decisions import Decision
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.ledger import Phase
@@ -99,6 +100,8 @@ class Scheduler(Sequences):
         reason = Phase.QUEUE_BLOCKS if out_of_blocks else self._admit(plan, budget, now)
         if outlook.left_out and not plan.scheduled:
             self._schedule_decodes([s for s in outlook.left_out if s.status is Status.RUNNING], plan, now)
+        if self.blocks.checkpoints is not None:
+            self._keep_decoded(plan)
         added = plan.scheduled[decodes:]
         plan.work = beside + work_of(added) if added else beside
         if not len(self.waiting):
@@ -197,6 +200,15 @@ class Scheduler(Sequences):
                 item.samples += len(proposed)
                 spare -= len(proposed)
 
+    def _keep_decoded(self, plan: StepPlan) -> None:
+        """Have the states kept of sequences that sample, now and then."""
+        for item in plan.scheduled:
+            tokens = item.start + len(item.token_ids)
+            if item.samples and not (item.keeps and item.keeps[-1].tokens == tokens):
+                slot = self.block_manager.roll(self.sequences[item.seq_id], tokens)
+                if slot is not None:
+                    item.keeps = (*item.keeps, Checkpoint(tokens, slot))
+
     def _victim(self, plan: StepPlan) -> Sequence:
         """The next to be preempted, of those who have no token of this step yet."""
         scheduled = {item.seq_id for item in plan.scheduled}
@@ -221,11 +233,11 @@ class Scheduler(Sequences):
         if not self.block_manager.extend(sequence, count, plan):
             return
         _tell(sequence, plan)
-        if sequence.keeps_at:
-            self.block_manager.keep_state(sequence, count, plan)
         chunk, rows = sequence.tokens[start : start + count], sequence.logit_rows(start, count)
+        keeps = self.block_manager.keep_states(sequence, count) if sequence.keeps_at else ()
         samples = int(count == wanted)
-        plan.scheduled.append(ScheduledSequence(sequence.seq_id, start, chunk, sequence.is_decoding, samples, rows))
+        item = ScheduledSequence(sequence.seq_id, start, chunk, sequence.is_decoding, samples, rows, keeps)
+        plan.scheduled.append(item)
         budget.spend(start, count, rows)
         if self.slo is not None:
             self.slo.shares.give_tokens(sequence.service.name, count)

@@ -245,7 +245,7 @@ class Sequences:
             if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
                 self.block_manager.register_full(sequence)
             if checkpoints is not None:
-                self.block_manager.settle(sequence, plan)
+                self.block_manager.settle(sequence, item)
             if reason is not None:
                 self.finish(sequence, reason, sampled_ns)
             elif sequence.clock_marks is None and samples and sequence.is_decoding:

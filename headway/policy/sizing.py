@@ -83,8 +83,8 @@ def pool_size(
 ) -> PoolSize:
     """As many blocks as `pool_bytes` hold, but no more than all sequences of full length need.
 
-    States take at most half of the bytes: one for each of `max_num_seqs` sequences, or fewer sequences run; and as many
-    for checkpoints, if they fit.
+    States take at most half of the bytes: one for each of `max_num_seqs` sequences, with as many for checkpoints, or
+    fewer sequences run; and as many again for checkpoints, if they fit.
 
     Args:
         block_bytes: of one block in all layers.
@@ -98,7 +98,7 @@ def pool_size(
     """
     seats = checkpoints = None
     if state_bytes:
-        slots = min((1 + keep_checkpoints) * max_num_seqs, pool_bytes // 2 // state_bytes)
+        slots = min((1 + 2 * keep_checkpoints) * max_num_seqs, pool_bytes // 2 // state_bytes)
         seats = min(max_num_seqs, -(-slots // (1 + keep_checkpoints)))
         checkpoints = slots - seats
         pool_bytes -= slots * state_bytes

@@ -52,6 +52,7 @@ class SteadyDecodes:
             left = sequence.room - sequence.num_computed
             self._growing[left if left > 0 else 0].append(at)
             self._expect(at, sequence)
+        self._rolled: dict[int, int] = {}  # the slots for states of this step
         self._work, self._planned_ns, self._sampled_ns = StepWork(), 0, 0
 
     @classmethod
@@ -93,6 +94,8 @@ class SteadyDecodes:
             return None
         if growing is not None:
             self._grow(sorted(growing))
+        if scheduler.blocks.checkpoints is not None:
+            self._roll()
         if scheduler.slo is not None:
             scheduler.slo.promises.has_no_prompts()
         scheduler.accounting.queue_stands_at(Phase.QUEUE_CAPACITY, now)
@@ -115,6 +118,16 @@ class SteadyDecodes:
                 self._growing[self.num_steps + sequence.room - sequence.num_computed].append(at)
         del self._growing[self.num_steps]
 
+    def _roll(self) -> None:
+        """Those that fill a block may have their states kept."""
+        manager = self._scheduler.block_manager
+        for at in sorted(self._due.get(self.num_steps + 1, ())):
+            sequence = self._sequences[at]
+            assert sequence is not None
+            computed = sequence.num_computed + self.num_steps - self._known[at]
+            if (slot := manager.roll(sequence, computed + 1)) is not None:
+                self._rolled[at] = slot
+
     def complete(self, times: StepTimes) -> list[Sequence]:
         """Apply the step's results, as Scheduler.complete(). Returns the sequences that have ended."""
         scheduler = self._scheduler
@@ -126,7 +139,10 @@ class SteadyDecodes:
         self._context += self._count
         self._sampled_ns = times.sampled_ns
         due = self._due.pop(self.num_steps, None)
-        return [] if due is None else self._heed(sorted(due))
+        ended = [] if due is None else self._heed(sorted(due))
+        if scheduler.blocks.checkpoints is not None:
+            scheduler.blocks.checkpoints.end_step()
+        return ended
 
     def _heed(self, due: list[int]) -> list[Sequence]:
         """In these blocks are full, or their ends have come."""
@@ -137,6 +153,8 @@ class SteadyDecodes:
             self._catch_up(at, sequence)
             if (sequence.num_registered + 1) * self._block_size <= sequence.num_computed:
                 scheduler.block_manager.register_full(sequence)
+            if (slot := self._rolled.pop(at, None)) is not None:
+                scheduler.block_manager.rolled(sequence, slot)
             reason = finish_reason(sequence, sequence.tokens[-1])
             if reason is None:
                 self._expect(at, sequence)

@@ -60,7 +60,7 @@ class PagedModel:
 
     def _spans(self, work: list[tuple[PagedSequence, int]]) -> Tensor:
         """Each sequence has a slot of its own, and reads it from its second step on."""
-        rows, first = [[len(work), 0, 0, 0, 0, 0]], 0
+        rows, first = [[len(work), *[0] * (len(Span._fields) - 1)]], 0
         for sequence, count in work:
             slot = next(at for at, each in enumerate(self.sequences) if each is sequence)
             rows.append([*Span(first, count, slot if sequence.num_computed else -1, slot)])

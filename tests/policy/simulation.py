@@ -153,10 +153,11 @@ class FakeExecutor:
         before, end = self.states.get(item.seq_id, []) if item.start else [], item.start + item.num_tokens
         assert before == state.tokens[: item.start], "a recurrent layer would go on from another state"
         self.states[item.seq_id] = state.tokens[:end]
-        for kept in plan.checkpoints:
-            if kept.seq_id == item.seq_id:
-                assert item.start < kept.tokens <= end
-                self.kept[kept.slot] = state.tokens[: kept.tokens]
+        behind = [kept.tokens for kept in item.keeps]
+        assert behind == sorted(set(behind)) and all(item.start < tokens <= end for tokens in behind)
+        for kept in item.keeps:
+            assert all(kept.slot != new.checkpoint for new in plan.new), "a state is read while it is written"
+            self.kept[kept.slot] = state.tokens[: kept.tokens]
 
     def place(self, state: SequenceState, position: int) -> tuple[int, int]:
         return state.block_table[position // self.block_size], position % self.block_size
@@ -211,6 +212,8 @@ class Simulation:
         memory = self.num_blocks, 1, self.block_size
         pool = pool_size(*memory, self.max_num_seqs, self.max_model_len, may_shrink=False)
         blocks = KVBlocks(pool.num_blocks, self.block_size, self.caching, num_checkpoints=self.num_checkpoints)
+        if blocks.checkpoints is not None:
+            blocks.checkpoints.spacing = 2 * self.block_size  # as by default, where blocks are larger
         self.scheduler = self.make_scheduler(config, blocks)
         self.sequences: list[Sequence] = []
         self.inbox: deque[tuple[list[int], int]] = deque()  # requests that have not been taken up: prompt, max_tokens

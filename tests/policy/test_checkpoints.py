@@ -37,6 +37,8 @@ def test_states_are_those_of_the_tokens_before(seed: int, slots: int, blocks: in
     sim.fails = lambda sequence: rng.random() < 0.02  # type: ignore[method-assign]
     for number in range(rng.randrange(4, 14)):
         prompt = rng.choice(beginnings) + [rng.randrange(3, 9) for _ in range(rng.randrange(1, 20))]
+        if sim.sequences and rng.random() < 0.4:  # the next turn of a conversation, or one that another began too
+            prompt = (rng.choice(sim.sequences).tokens + prompt)[:48]
         sim.submit_choices(prompt, rng.randrange(1, 16), n=rng.choice([1, 1, 2]))
         for _ in range(rng.randrange(0, 5)):
             sim.step()
@@ -59,6 +61,49 @@ def test_a_prompt_is_known_up_to_its_last_whole_block_and_a_beginning_once_two_h
     assert cached(sim, SYSTEM + [7] * 5) == 0  # 20 tokens are in blocks that are known, but no state is behind them
     assert cached(sim, SYSTEM + [8] * 5) == 20
     assert cached(sim, SYSTEM + [8] * 5) == 24
+
+
+def test_the_next_turn_goes_on_near_the_end_of_the_answer() -> None:
+    """Of a state every second block of four tokens, the last is that of token 56, 5 before the end."""
+    sim = simulation()
+    first = sim.submit(SYSTEM, 40)
+    sim.run_until_done()
+    assert cached(sim, first.tokens[:61]) == 56
+    assert cached(sim, [*first.tokens[:40], 1]) == 20, "the states before are given up"
+
+
+def test_decoding_takes_one_slot_each_and_half_of_all_at_most() -> None:
+    sim = simulation(num_checkpoints=4, max_num_seqs=3, num_blocks=64)
+    checkpoints = sim.scheduler.blocks.checkpoints
+    assert checkpoints is not None
+    prompts = [[number] * 6 for number in range(3)]
+    sequences = [sim.submit(prompt, 50) for prompt in prompts]
+    while any(sequence.output_len < 45 for sequence in sequences):
+        sim.step()
+    rolling = [sequence for sequence in sequences if sequence.rolling]
+    assert len(rolling) == 2 and len(checkpoints) == 4 and checkpoints.made > 12
+    sim.run_until_done()
+    assert [cached(sim, sequence.tokens) for sequence in rolling] == [48, 48]
+
+
+def test_who_is_preempted_computes_little_again() -> None:
+    sim = simulation(policy="priority", max_num_seqs=1)
+    first, computed = sim.submit(SYSTEM, 40, priority=1), 0
+    while first.output_len < 39:
+        sim.step()
+    sim.submit([1], 2, priority=-9)
+    while sim.scheduler.has_work:
+        computed += sum(item.num_tokens for item in sim.step() if sim.sequence_of(item) is first)
+    assert first.preemptions == 1 and computed == 61 - 56 - 1
+
+
+def test_a_chunk_keeps_each_state_that_is_wanted() -> None:
+    """Where it leaves what was known, and at its end."""
+    sim = simulation()
+    prompts = [SYSTEM + [number] * 17 for number in range(2)]
+    assert [cached(sim, prompt) for prompt in prompts] == [0, 0]
+    assert cached(sim, prompts[1]) == 36
+    assert cached(sim, [*SYSTEM, 5]) == 20
 
 
 def test_without_slots_no_prefix_is_known() -> None:
@@ -92,7 +137,7 @@ def test_drafts_are_dropped() -> None:
 
 
 def test_a_slot_that_is_read_is_not_given_up() -> None:
-    checkpoints = Checkpoints(1)
+    checkpoints = Checkpoints(1, 4)
     slot = checkpoints.promise()
     assert slot == 0
     checkpoints.fill(slot, node=7)

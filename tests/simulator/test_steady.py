@@ -78,7 +78,9 @@ def world(seed: int, timing: Timing) -> Decided:
     config = replace(scheduler.config, max_num_seqs=4 * scheduler.config.max_num_seqs, max_num_batched_tokens=256)
     if rng.random() < 0.9:
         config = replace(config, weights={})
-    pool = KVBlocks(scheduler.blocks.num_blocks, scheduler.blocks.block_size, rng.random() < 0.8)
+    checkpoints = rng.choice([None, 2, 12, 100])
+    sizes = scheduler.blocks.num_blocks, scheduler.blocks.block_size
+    pool = KVBlocks(*sizes, rng.random() < 0.8, num_checkpoints=checkpoints)
     limits = QueueLimits(rng.choice([8, 100, math.inf]))
     host = Host(rng.choice([0, 10**6]), rng.choice([0.0, 1e4]), rng.choice([0, 1000]))
     server = Decided(Scheduler(config, pool), timing, limits, host, None, None)
@@ -100,6 +102,7 @@ def state(server: Server) -> dict[str, Any]:
         "clocks": (accounting._decode.phases_ns, accounting._queue.phases_ns, accounting._steps),
         "learnt": vars(accounting.step_time),
         "pool": (pool._free, vars(pool._index), pool.references, list(pool.cached), pool.cached.evictions),
+        "checkpoints": None if pool.checkpoints is None else vars(pool.checkpoints),
         "preemptions": scheduler.num_preemptions,
         "promises": promises and (promises.between_steps_ns, promises._passes, promises.are_prompts_promised),
     }
