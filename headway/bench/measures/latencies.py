@@ -29,7 +29,7 @@ class Latencies:
         start_lag_ms: from when it was due until it was sent.
         ttft_ms: from the send to the first token.
         e2el_ms: from the send to the last token.
-        tpot_ms: (E2EL - TTFT) / (output tokens - 1); NaN for answers of one token, or that came in one chunk.
+        tpot_ms: (E2EL - TTFT) / (output tokens - 1); NaN for answers of one token, or that the client read at once.
         output_tokens: by the server's `usage`, else by chunks.
         itl_ms: shape (gaps,), the gaps between chunks that brought tokens, of all requests.
         itl_request: shape (gaps,), the position in `records` that each gap belongs to.
@@ -53,7 +53,7 @@ class Latencies:
         last = _integers(completed, lambda record: record.last_token_ns)
         tokens = _integers(completed, lambda record: record.tokens)
         chunks = _integers(completed, lambda record: len(record.chunk_ns))
-        several = (tokens > 1) & (chunks > 1)
+        several = (tokens > 1) & (last > first)
         tpot_ms = np.full(len(completed), np.nan)
         tpot_ms[several] = (last - first)[several] / (tokens[several] - 1) / NS_PER_MS
         itl_ms, itl_request = _gaps(completed, chunks)

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 import headway
 from headway.bench.client.load import LoadOutcome
@@ -46,7 +54,7 @@ async def run_profile(options: ProfileOptions, console: Console, stop: asyncio.E
     No server is left behind, however it ends.
 
     Args:
-        console: gets the progress and, at the end, the tables.
+        console: gets the tables at the end; the progress goes to standard error.
         stop: set it to end early (Ctrl-C): what was measured by then is written.
 
     Raises:
@@ -61,7 +69,7 @@ async def run_profile(options: ProfileOptions, console: Console, stop: asyncio.E
     folder = options.result_dir / (options.result_name or _folder_name(model, began))
     _check_place(folder)
     try:
-        with _progress(console) as progress:
+        with _progress(Console(stderr=True)) as progress:
             result = await _measure(options, model, began, progress, stop)
     except Interrupted:
         raise BenchError("stopped before anything was measured; nothing was written") from None
@@ -76,7 +84,7 @@ async def _measure(
     options: ProfileOptions, model: ProfiledModel, began: datetime, progress: Progress, stop: asyncio.Event
 ) -> ProfileResult:
     peaks = await unless_stopped(stop, _peaks(options, model, progress))
-    task = progress.add_task("starting the server", total=None)
+    task = _stage(progress, "starting the server")
 
     def say(line: str) -> None:
         progress.update(task, description=f"starting the server: {' '.join(line.split())}"[:70])
@@ -133,7 +141,7 @@ async def _peaks(options: ProfileOptions, model: ProfiledModel, progress: Progre
                 f"{model.products}; measure again with --dtype {model.products}"
             )
         return peaks
-    task = progress.add_task("measuring the machine", total=None)
+    task = _stage(progress, "measuring the machine")
     try:
         return await measure_peaks(
             options.device,
@@ -156,9 +164,16 @@ async def _send(
     warm_ups, requests = await asyncio.to_thread(
         plan_requests, model.folder, lengths, options.repeats, options.output_len, options.seed
     )
-    task = progress.add_task(f"{len(lengths)} prompt lengths, {options.repeats} requests each", total=len(requests))
+    task = _stage(progress, f"{len(lengths)} prompt lengths, {options.repeats} requests each", len(requests))
     url = server.startup.url
     return await send_all(url, warm_ups, requests, options.request_timeout_s, stop, lambda: progress.advance(task))
+
+
+def _stage(progress: Progress, title: str, total: int | None = None) -> TaskID:
+    """Begin to show a stage. Where there is no terminal it is a line, so that a log shows signs of life."""
+    if not progress.console.is_terminal:
+        progress.console.print(f"{title} ...")
+    return progress.add_task(title, total=total)
 
 
 @contextlib.asynccontextmanager
@@ -231,6 +246,7 @@ def _progress(console: Console) -> Progress:
         TimeRemainingColumn(),
         console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
 
 

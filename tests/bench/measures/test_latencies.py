@@ -32,8 +32,9 @@ def test_tokens_are_the_servers_and_not_the_chunks() -> None:
     assert Latencies.of([without_usage]).tpot_ms.tolist() == [100]
 
 
-@pytest.mark.parametrize("record", [request(0, [100]), request(0, [100], tokens=8), request(0, [100, 110], tokens=1)])
-def test_no_tpot_of_one_token_or_one_chunk(record) -> None:
+@pytest.mark.parametrize(("chunks", "tokens"), [([100], 1), ([100], 8), ([100, 110], 1), ([100, 100, 100], 3)], ids=str)
+def test_no_tpot_of_one_token_or_of_chunks_that_were_read_together(chunks: list[float], tokens: int) -> None:
+    record = request(0, chunks, tokens=tokens)
     assert np.isnan(Latencies.of([record]).tpot_ms).all()
 
 

@@ -146,10 +146,11 @@ async def test_cancelled_it_leaves_no_server(options, servers):
     assert not is_running(servers[0].had_pid)
 
 
-async def test_a_server_that_refuses_is_quoted(options):
+async def test_a_server_that_refuses_is_quoted(options, capsys):
     wrong = dataclasses.replace(options, serve_arguments=("--max-num-batched-tokens", "3", "--max-num-seqs", "8"))
-    with pytest.raises(BenchError, match=r"^the server did not start: .*max_num_batched_tokens"):
+    with pytest.raises(BenchError, match=r"^the server did not start: .*--max-num-batched-tokens is 3"):
         await run_profile(wrong, quiet())
+    assert "starting the server ...\n" in capsys.readouterr().err  # a sign of life without a terminal
 
 
 @pytest.mark.parametrize(
