@@ -74,7 +74,7 @@ def model_folder(model: str) -> Path:
 
 def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | None, replay: bool) -> None:
     from headway.engine.client import EngineClient
-    from headway.server.lifecycle import StartupError, run_server
+    from headway.server.lifecycle import StartupError, bind, run_server
     from headway.server.prompts import preloaded
     from headway.server.startup_display import StartupDisplay
     from headway.text.chat_template import ChatTemplate
@@ -83,6 +83,7 @@ def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | No
     display = StartupDisplay(settings.served_model_names[0], _BEGAN_NS)
     display.on_server_stage("imports", time.monotonic_ns() - _BEGAN_NS)
     try:
+        listener = bind(settings.host, settings.port)
         began = time.monotonic_ns()
         tokenizer = Tokenizer.load(config.model)
         template = ChatTemplate.load(tokenizer, chat_template)
@@ -94,7 +95,7 @@ def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | No
         on_ready = functools.partial(
             display.on_ready, can_reload=can_reload, is_open=settings.is_open, asks_for_key=settings.asks_for_key
         )
-        run_server(engine, tokenizer, settings, template, on_ready)
+        run_server(listener, engine, tokenizer, settings, template, on_ready)
     except (TextError, StartupError) as error:
         display.stop()
         fail(str(error))

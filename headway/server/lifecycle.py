@@ -189,6 +189,7 @@ class Server(uvicorn.Server):
 
 
 def run_server(
+    listener: socket.socket,
     engine: EngineClient,
     tokenizer: Tokenizer,
     settings: ServerSettings,
@@ -199,12 +200,13 @@ def run_server(
 
     SIGHUP has the files of service classes and of tenants read again, where there are any.
 
+    Args:
+        listener: of `bind`; it is closed at the end.
+
     Raises:
-        StartupError: the port can't be had, the journal of quotas or the data folder can't be used, or the engine could
-            not start.
+        StartupError: the journal of quotas or the data folder can't be used, or the engine could not start.
         TextError: as create_app().
     """
-    listener = bind(settings.host, settings.port)
     share_cores(tokenizer)
     try:
         app = create_app(engine, tokenizer, settings, template)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any, TypeVar
 
@@ -44,6 +45,8 @@ BODIES = (CompletionBody, ChatBody, TokenizeText, TokenizeChat, DetokenizeBody)
 MAX_CHOICES_OF_ALL_PROMPTS = 4096
 # Enough for a prompt of 131,072 tokens with the most alternatives; some 200 MB of JSON.
 MAX_PROMPT_LOGPROBS = 3_000_000
+# Of an id of 32 digits, as many as tell requests apart in a line for people.
+_LONG_ID = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{24}\b")
 _WORKING = responses.errors(400, 401, 404, 408, 413, 429, 500, 503)
 _GENERATING = responses.errors(403) | _WORKING
 
@@ -113,6 +116,7 @@ class Routes:
             methods=["GET"],
             responses={200: {"model": responses.Health}, **responses.errors(503)},
         )
+        add("/", self.root, methods=["GET"], include_in_schema=False)
         add("/version", self.version, methods=["GET"], responses={200: {"model": responses.Version}})
         add(
             "/load",
@@ -313,6 +317,11 @@ class Routes:
             "max_model_len": None if ready is None else ready.max_model_len,
         }
 
+    async def root(self) -> Response:
+        """Where to go from here."""
+        places = {"api": "/docs", "models": "/v1/models", "health": "/health", "metrics": "/metrics"}
+        return _json({"server": f"headway {__version__}"} | places)
+
     async def models(self) -> Response:
         names = self._service.settings.served_model_names
         return _json({"object": "list", "data": [self._card(name) for name in names]})
@@ -351,7 +360,7 @@ class Routes:
         if form == "json":
             return _json({"steps": decisions})
         lines = (f"{each['ago_ms']:.1f} ms ago: {each['decision']}\n" for each in decisions)
-        return Response("".join(lines), media_type="text/plain")
+        return Response(_LONG_ID.sub(r"\1", "".join(lines)), media_type="text/plain")
 
     async def metrics(self) -> Response:
         return Response(self._service.metrics.exposition(), media_type=CONTENT_TYPE)

@@ -102,7 +102,9 @@ class FakeEngine:
     async def explain(self, most: int) -> list[ExplainedStep]:
         if self.state != "ready":
             raise EngineDead(self.last_error)
-        return [ExplainedStep(time.monotonic_ns(), f"step {number}.") for number in range(100 - most, 100)]
+        return [
+            ExplainedStep(time.monotonic_ns(), f"step {number} of {'6f1f' * 8}-0.") for number in range(100 - most, 100)
+        ]
 
     def set_classes(self, classes: ClassTable, weights: dict[str, float]) -> None:
         self.classes, self.weights = classes, weights

@@ -329,11 +329,11 @@ def test_requests_that_are_refused_are_counted_by_reason(server: LiveServer) -> 
 def test_the_last_steps_in_words(server: LiveServer) -> None:
     key = {"authorization": f"Bearer {ANY}"}
     found = server.client.get("/debug/schedule?steps=2", headers=key).json()["steps"]
-    assert [each["decision"] for each in found] == ["step 98.", "step 99."]
+    assert [each["decision"] for each in found] == [f"step {number} of {'6f1f' * 8}-0." for number in (98, 99)]
     assert all(each["ago_ms"] >= 0 for each in found)
     text = server.client.get("/debug/schedule?format=text", headers=key)
     assert text.headers["content-type"].startswith("text/plain")
-    assert len(text.text.splitlines()) == 50 and text.text.endswith(" ms ago: step 99.\n")
+    assert len(text.text.splitlines()) == 50 and text.text.endswith(" ms ago: step 99 of 6f1f6f1f-0.\n")
     for query, says in (("steps=0", "steps is '0'"), ("steps=x", "1 to 256"), ("format=xml", "must be json or text")):
         assert says in error_of(server.client.get(f"/debug/schedule?{query}", headers=key), 400)["message"]
     assert server.client.get("/debug/schedule").status_code == 401

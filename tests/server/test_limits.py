@@ -202,6 +202,9 @@ def test_headers_without_effect_are_named(client: openai.OpenAI) -> None:
 
 def test_api_key(start_server: StartServer) -> None:
     server = start_server(api_keys=["sk-one", "sk-two"])
+    places = server.client.get("/").json()
+    assert places.pop("server").startswith("headway ") and len(places) == 4
+    assert all(server.client.get(place).status_code != 404 for place in places.values())
     for path in ("/v1/models", "/tokenize", "/load", "/debug/schedule", "/v1/completions", "/nothing"):
         for headers in (
             {},

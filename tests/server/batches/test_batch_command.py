@@ -71,6 +71,7 @@ def test_a_file_becomes_a_file_in_order(model_folder: Path, tmp_path: Path) -> N
     code, out, errors = Command(source, "-o", output, "--model", model_folder).end()
     assert code == 0, errors
     assert "3 answered, 2 failed" in out
+    assert "failed: request 2: the line is not a valid request" in errors and "failed: r1: temperature" in errors
     rows = read(output)
     assert [each["custom_id"] for each in rows] == ["r0", None, "chat", "r1", "r2"]
     assert rows[1]["error"]["code"] == "invalid_json_line"
