@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import filecmp
+import itertools
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
@@ -221,6 +222,26 @@ async def run_batch(source: Path, output: Path, by: Answerer, console: Console) 
         await batches.stop()
     shutil.rmtree(folder)
     return batch
+
+
+def first_failures(output: Path, most: int = 3) -> list[str]:
+    """Who the first failed requests of a file of answers are, and why they failed."""
+    with output.open("rb") as answers:
+        failures = (said for number, raw in enumerate(answers, 1) if (said := _failure(number, raw)))
+        return list(itertools.islice(failures, most))
+
+
+def _failure(number: int, raw: bytes) -> str:
+    """What a line of answers says of its error; empty where there is none."""
+    answer = msgspec.json.decode(raw)
+    error, response = answer["error"], answer["response"]
+    if response is not None and response["status_code"] != 200:
+        body = response["body"]
+        error = (isinstance(body, dict) and body.get("error")) or body
+    elif error is None:
+        return ""
+    message = error.get("message") if isinstance(error, dict) else error
+    return f"{answer['custom_id'] or f'request {number}'}: {str(message)[:300]}"
 
 
 async def _begun(batches: Batches, source: Path, folder: Path) -> Batch:

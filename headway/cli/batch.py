@@ -79,7 +79,7 @@ def batch(options: BatchOptions, engine: EngineConfig) -> None:
 async def _run(options: BatchOptions, engine: EngineConfig) -> None:
     from rich.console import Console
 
-    from headway.batch import check_files, own_engine, run_batch, server_at
+    from headway.batch import check_files, first_failures, own_engine, run_batch, server_at
     from headway.server.startup_display import StartupDisplay
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -102,3 +102,8 @@ async def _run(options: BatchOptions, engine: EngineConfig) -> None:
     counts, tokens = done.request_counts, done.usage.output_tokens
     seconds = time.monotonic() - began
     print(f"{options.output}: {counts.completed} answered, {counts.failed} failed; {tokens} tokens in {seconds:.1f} s")
+    failures = first_failures(options.output) if counts.failed else []
+    for said in failures:
+        console.print(f"failed: {said}", markup=False)
+    if counts.failed > len(failures):
+        console.print(f"{counts.failed - len(failures)} more failed; {options.output} has their errors", markup=False)

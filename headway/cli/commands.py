@@ -10,6 +10,7 @@ import sys
 import tomllib
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -23,10 +24,29 @@ from headway.flags import Flag, flags_of, option
 _OBJECTIVE = re.compile(r"\w+:[^@=]*|(ttft|tpot|e2el)\b[^@]*|[\d.]+(ms|s)?")
 
 
+# The options of the command that runs, by the names of their fields.
+_options: ContextVar[dict[str, str]] = ContextVar("options", default={})  # noqa: B039
+
+
 def fail(message: str) -> NoReturn:
     """End the command with one line on standard error and exit code 2."""
-    print(f"headway: {' '.join(message.split())}", file=sys.stderr)
+    print(f"headway: {' '.join(_with_options(message).split())}", file=sys.stderr)
     raise typer.Exit(2)
+
+
+def _with_options(message: str) -> str:
+    """The message with options in place of the fields that it names, as `max_model_len is 0`.
+
+    A name of one word can be any word, so it must begin the message. A line of a file has keys of its own.
+    """
+    if re.search(r", line \d+: ", message):
+        return message
+
+    def named(found: re.Match[str]) -> str:
+        is_name = "_" in found[0] or (found.start() == 0 and re.match(" (is|and) ", message[found.end() :]))
+        return _options.get().get(found[0], found[0]) if is_name else found[0]
+
+    return re.sub(r"(?<![\w./'\"-])[a-z]\w*(?![\w/'\"=-]|\.\w)", named, message)
 
 
 def fold_objectives(arguments: Sequence[str]) -> list[str]:
@@ -68,6 +88,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**values: Any) -> None:
         said = _said(values[asked_for or "context"])
+        _options.set(dict(_named(hints)))
         try:
             for name, hint in hints.items():
                 if dataclasses.is_dataclass(hint):
@@ -100,6 +121,16 @@ def _common(hints: dict[str, Any]) -> Iterator[str]:
                 yield from _common({"": inner})
             elif flag.common:
                 yield _key(option(field, flag))
+
+
+def _named(hints: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Fields of dataclasses, and their options."""
+    for hint in filter(dataclasses.is_dataclass, hints.values()):
+        for field, inner, flag in flags_of(typing.cast(type, hint)):
+            if flag is None:
+                yield from _named({"": inner})
+            elif not flag.positional:
+                yield field.name, option(field, flag)
 
 
 def _key(option: str) -> str:

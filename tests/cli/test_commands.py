@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from headway.bench.options import BenchOptions
 from headway.bench.profile.options import ProfileOptions
 from headway.cli import COMMANDS, main
-from headway.cli.commands import with_flags
+from headway.cli.commands import fail, with_flags
 from headway.engine.config import EngineConfig
 from headway.flags import Flag, flags_of, size
 from headway.planner.request import PlanRequest
@@ -195,6 +195,27 @@ def modules_of(command: str) -> set[str]:
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     return set(ran.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("memory is 7; memory of 8", "--memory-size is 7; memory of 8"),
+        ("tags and count are 'x' and 2", "--tag and count are 'x' and 2"),
+        ("more than num_threads, 4; leave num_threads='x' out", "more than --threads, 4; leave num_threads='x' out"),
+        ("a.toml, line 3: num_threads is 0", "a.toml, line 3: num_threads is 0"),
+    ],
+)
+def test_errors_name_options_and_not_fields(message: str, said: str) -> None:
+    app = typer.Typer(add_completion=False)
+
+    @app.command()
+    @with_flags
+    def run(options: Options, engine: EngineConfig) -> None:
+        fail(message)
+
+    ran = CliRunner().invoke(app, ["here"])
+    assert (ran.exit_code, ran.stderr) == (2, f"headway: {said}\n")
 
 
 def test_no_file(command: Command, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from headway.policy.request import NEVER
 from headway.policy.routing import ROUTERS
 from headway.policy.scaling import Scaler, ScalingRule
 from headway.policy.sizing import PoolSize
+from headway.report import style
 from headway.simulator.answers import Answer
 from headway.simulator.engine import Host
 from headway.simulator.fleet import Fleet, Scaling
@@ -152,10 +153,13 @@ def test_a_replica_that_leaves_ends_what_it_has() -> None:
 def test_the_command_scales_and_counts_what_was_there(tmp_path: Path) -> None:
     files = ["--result-dir", tmp_path, "--result-filename", "run.json", "--price-per-hour", "2"]
     grows = ["--max-replicas", "5", "--scale-at", "1", "--startup-seconds", "0.2", "--scale-down-seconds", "1"]
-    code, _ = command(*MODEL, *LOAD, *files, *grows)
+    code, said = command(*MODEL, *LOAD, *files, *grows)
     server = load_json(tmp_path / "run.json").server
     hours = load_json(tmp_path / "run.json").duration_s / 3600
     assert code == 0 and 1 < server["replicas"] <= 5 and hours < server["replica_hours"] < server["replicas"] * hours
+    fleet = f"{server['replicas']} replicas, {style.number(server['replica_hours'])} replica-hours, "
+    assert f"{fleet}{style.number(server['price_per_hour'])} an hour" in " ".join(said.split())
+    assert " per 1M output tokens" in said
     for wrong, says in (
         (["--scale-at", "3"], "needs --max-replicas"),
         (["--max-replicas", "2", "--replicas", "3"], "--replicas is 3 and --max-replicas 2"),

@@ -241,6 +241,8 @@ def test_the_command_simulates_a_fleet(tmp_path: Path) -> None:
     assert run.server["price_per_hour"] == pytest.approx(6.0)
     weights = [kind["weight"] for kind in run.server["kinds"]]
     assert 2 < weights[0] / weights[1] < 6
+    words = " ".join(said.split())
+    assert "3 replicas (1 x H100-SXM, 2 x L40S)" in words and "replica 0 failed 1 time" in words
     cut = [record for record in run.records if not record.ok]
     assert all(record.failure is not None and record.failure.kind == "cut" for record in cut)
 

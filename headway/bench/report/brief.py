@@ -41,6 +41,10 @@ def _lines(result: RunResult, summaries: Sequence[Summary], target: float, most_
             yield Line(name, said)
     if cached := whole.tokens.get("cached", 0):
         yield Line("Cached", _cached(result.settings, cached, whole.tokens.get("prompt", 0)))
+    if fleet := fleet_line(result.server):
+        yield fleet
+    if whole.cost_per_million_output_tokens is not None:
+        yield Line("Cost", f"{number(whole.cost_per_million_output_tokens)} per 1M output tokens")
     for name, each in part_views(summaries, "tenant"):
         yield Line(plain(name, 12), _of_tenant(each), "bad" if each.failed > each.refused else "")
     for name, each in [("Objectives", view), *part_views(summaries, "class_name")]:
@@ -73,6 +77,21 @@ def _answered(result: RunResult, whole: Summary) -> str:
     kinds = ", ".join(f"{kind} {times:,}" for kind, times in failed)
     said += f"; refused by a limit: {whole.refused:,}" * bool(whole.refused)
     return said + f"; failed: {kinds}" * bool(kinds) + f"; cancelled: {whole.cancelled:,}" * bool(whole.cancelled)
+
+
+def fleet_line(server: dict[str, Any]) -> Line | None:
+    """Of a simulation with several servers, or with failures; None elsewhere."""
+    replicas, failures = server.get("replicas", 1), server.get("failures", [])
+    if replicas == 1 and not any(failures):
+        return None
+    kinds = [f"{each['count']} x {each['hardware']}" for each in server["kinds"]]
+    said = verdict.count(replicas, "replica") + f" ({', '.join(kinds)})" * (len(kinds) > 1)
+    said += f", {number(server['replica_hours'])} replica-hours"
+    if server.get("price_per_hour") is not None:
+        said += f", {number(server['price_per_hour'])} an hour"
+    failed = [f"replica {place} failed {verdict.count(times, 'time')}" for place, times in enumerate(failures) if times]
+    more = f" and {len(failed) - 4} more" * (len(failed) > 4)
+    return Line("Fleet", "; ".join([said, *failed[:4]]) + more)
 
 
 def _of_tenant(view: Summary) -> str:

@@ -12,7 +12,7 @@ from headway.bench.measures.numbers import Summary
 from headway.bench.measures.search import SearchResult
 from headway.bench.record import RunResult
 from headway.bench.report import tables, verdict
-from headway.bench.report.brief import brief
+from headway.bench.report.brief import brief, fleet_line
 from headway.bench.report.comparison import comparison_banners, comparison_table, settings_table
 from headway.bench.report.search import search_banners, search_table
 from headway.bench.report.views import load_name, load_of
@@ -58,6 +58,8 @@ def print_summary(
     for table in parts:
         if table is not None:
             print_table(console, table)
+    if fleet := fleet_line(result.server):
+        print_lines(console, [fleet])
     for note in verdict.other_notes(summaries[0]):
         console.print(Text(f"note: {note}", style="yellow"))
     console.print()
@@ -82,13 +84,13 @@ def print_runs(
 
 
 def print_comparison(console: Console, comparison: Comparison, a: str = "a", b: str = "b") -> None:
-    """Which differences between two sides are real; a and b are what to call them."""
+    """Which differences between two sides are real: the conclusion, then the table. a and b are what to call them."""
+    for banner in comparison_banners(comparison, a, b):
+        print_banner(console, banner)
     print_table(console, comparison_table(comparison, a, b))
     settings = settings_table(comparison)
     if settings is not None:
         print_table(console, settings)
-    for banner in reversed(comparison_banners(comparison, a, b)):
-        print_banner(console, banner)
 
 
 def print_search(console: Console, found: SearchResult, target: float = 0.99) -> None:

@@ -25,7 +25,7 @@ class ArrivalFlags:
 
     request_rate: Annotated[
         float | None,
-        _load("Requests per second, or inf for all at once. Poisson arrivals by default.", min=0, common=True),
+        _load("Requests per second, or inf for all at once. Poisson arrivals by default.", common=True),
     ] = None
     arrival: Annotated[
         str | None, _load("Arrival process. Default: chosen from the other flags.", choices=ARRIVALS)

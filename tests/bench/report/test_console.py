@@ -241,7 +241,9 @@ def test_a_search_says_its_rate_and_what_it_doubts() -> None:
 def test_a_comparison_tells_real_differences_from_noise() -> None:
     a, b = simulated_run(150, rate=8, seed=1, seats=12), simulated_run(150, rate=8, seed=1, seats=3)
     found = compare(a, b, objectives=OBJECTIVES, resamples=300)
-    words = " ".join(printed(print_comparison, found, "a.json", "b.json").split())
+    said = printed(print_comparison, found, "a.json", "b.json")
+    words = " ".join(said.split())
+    assert said.index("a is a.json") < said.index("Differences")  # the conclusion is first
     assert "TTFT mean" in words and "noise" in words and "a is a.json, b is b.json." in words
     same = compare(a, simulated_run(150, rate=8, seed=1, seats=12), resamples=300)
     assert comparison_banners(same, "a", "b")[0].title == "No difference is real"
