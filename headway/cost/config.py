@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from headway.cost.families import FAMILIES, OTHER_KINDS, TEXT_PARTS, ExpertKeys, Family
+from headway.cost.families import FAMILIES, OTHER_KINDS, TEXT_TYPES, WRAPPERS, ExpertKeys, Family
 from headway.cost.shape import Experts, Latent, ModelShape, StateSpec
 from headway.cost.values import ConfigValues, ModelError
 
@@ -43,11 +43,15 @@ def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a parsed config.json says of the part that reads text; all of it, where a model has no other part."""
     named, text = raw.get("architectures"), raw.get("text_config")
     named = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
-    found = [TEXT_PARTS[each] for each in named if each in TEXT_PARTS]
-    if not found or not isinstance(text, Mapping):
+    found = next((WRAPPERS[each] for each in named if each in WRAPPERS), None)
+    if found is None:
         return raw
-    whole = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config", "torch_dtype") if key in raw}
-    return whole | dict(text) | {"architectures": found}
+    if not isinstance(text, Mapping):
+        return {**raw, "architectures": [found]}
+    whole = {key: raw[key] for key in ("quantization_config", "torch_dtype", "dtype") if key in raw}
+    tied = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
+    stated = TEXT_TYPES.get(str(text.get("model_type")), found)
+    return whole | dict(text) | tied | {"architectures": [stated]}
 
 
 def _architecture(raw: Mapping[str, Any], source: str, among: Collection[str]) -> str:
@@ -73,7 +77,7 @@ def _decoder(values: ConfigValues, family: Family) -> ModelShape:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn=_adjusted_ffn(values) if family.recurrent == "conv" else values.positive_int("intermediate_size", fallback),
+        ffn=_adjusted_ffn(values) if family.recurrent == "conv" else values.positive_int(family.ffn, fallback),
         vocab=values.positive_int("vocab_size"),
         tied_embeddings=values.boolean("tie_embedding", values.boolean("tie_word_embeddings")),
         qkv_bias=_switch(family.qkv_bias, values),
@@ -159,8 +163,11 @@ def _refuse_other_kinds(values: ConfigValues, family: Family, name: str) -> None
     own = {keys.count, keys.other} if keys else set()
     own |= {"kv_lora_rank"} if family.latent else set()
     for key in family.refused:
-        if values.boolean(key):
+        if values.get(key):
             raise values.error(key, f"is not supported for {name}")
+    kinds = values.get("layer_types")
+    if name == "GraniteMoeHybridForCausalLM" and isinstance(kinds, list) and {"mamba", "linear_attention"} & {*kinds}:
+        raise ModelError(f"{values.source}: layer_types has layers of Mamba, which are not supported")
     for key, kind in OTHER_KINDS.items():
         if values.get(key) and key not in own:
             raise ModelError(f"{values.source}: {key} says that the model has {kind}, which {name} has not")
@@ -216,7 +223,7 @@ def _experts(values: ConfigValues, keys: ExpertKeys, layers: int) -> Experts | N
         shared_width=_shared_width(values, keys, width),
         shared_gate=keys.shared_width is not None,
         bias=keys.bias,
-        router_bias=keys.router_bias,
+        router_bias=_switch(keys.router_bias, values),
     )
 
 
@@ -243,9 +250,9 @@ def _layers_with_experts(values: ConfigValues, keys: ExpertKeys, layers: int) ->
     without = values.get(keys.but) or [] if keys.but else []
     if not isinstance(without, list):
         raise values.error(str(keys.but), "is not a list of layers")
-    if keys.step == "decoder_sparse_step":  # Qwen counts layers from 1
-        return tuple(layer for layer in range(step - 1, layers, step) if layer not in without)
-    return tuple(layer for layer in range(first, layers) if layer % step == 0)
+    last = values.get(keys.last, -1) if keys.last else -1
+    end = layers if last == -1 else min(layers, values.non_negative_int(str(keys.last)) + 1)
+    return tuple(layer for layer in range(first, end) if (layer + keys.from_one) % step == 0 and layer not in without)
 
 
 def _windows(values: ConfigValues, family: Family, layers: int) -> tuple[int | None, ...]:

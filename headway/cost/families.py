@@ -16,12 +16,13 @@ class Family:
             (use_sliding_window, then layer_types or max_window_layers), or types (layer_types alone, or of as many
             layers as sliding_window_pattern says all but the last).
         layer_norms: norms in a layer, with the whole hidden state.
+        ffn: the key of F.
         experts: the names of the keys that describe a mixture of experts, or None.
         latent: attention is of the kind with a latent.
         recurrent: what `layer_types` calls layers that have no attention: linear_attention, of Gated DeltaNet, or conv,
             of short convolutions; None where there are none.
         output_gate: see ModelShape.
-        refused: switches of parts that are not counted, which no published model has.
+        refused: keys that switch on parts that are not counted, which no published model has.
         defaults: what the architecture assumes for keys that are missing.
     """
 
@@ -36,6 +37,7 @@ class Family:
     output_gate: bool = False
     sinks: bool = False
     layer_norms: int = 2
+    ffn: str = "intermediate_size"
     refused: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -47,8 +49,9 @@ class ExpertKeys:
     Args:
         count: key of how many there are, and `other` another name of it.
         width: key of an expert's F.
-        step, first, but, types: keys that say which layers have experts: every n-th, from which on, a list of those
-            that do not, and a list of each layer's kind, sparse or dense.
+        step, first, last, but, types: keys that say which layers have experts: every n-th, from which on and up to
+            which (-1: to the end), a list of those that do not, and a list of each layer's kind, sparse or dense.
+        from_one: n-th layers are counted from 1.
         shared: key of how many further experts every token goes through.
         shared_width: key of the F of a further expert with a gate, which every token goes through.
     """
@@ -57,9 +60,11 @@ class ExpertKeys:
     per_token: str
     width: str
     bias: bool = False
-    router_bias: bool = False
+    router_bias: bool | str = False
     step: str | None = None
+    from_one: bool = False
     first: str | None = None
+    last: str | None = None
     but: str | None = None
     types: str | None = None
     shared: str | None = None
@@ -82,9 +87,12 @@ _QWEN_EXPERTS = ExpertKeys(
     "num_experts_per_tok",
     "moe_intermediate_size",
     step="decoder_sparse_step",
+    from_one=True,
     but="mlp_only_layers",
     other="num_local_experts",
 )
+_MIXTRAL_EXPERTS = ExpertKeys("num_local_experts", "num_experts_per_tok", "intermediate_size")
+_ERNIE_DEFAULTS = {"num_key_value_heads": None, "tie_word_embeddings": True}
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _GEMMA = Family(
     qkv_bias="attention_bias",
@@ -105,9 +113,8 @@ FAMILIES: dict[str, Family] = {
         defaults={"num_key_value_heads": None},
     ),
     "MistralForCausalLM": Family(windows="all", defaults={"sliding_window": 4096}),
-    "MixtralForCausalLM": Family(
-        windows="all", experts=ExpertKeys("num_local_experts", "num_experts_per_tok", "intermediate_size")
-    ),
+    "Ministral3ForCausalLM": Family(windows="all", defaults={"head_dim": 128}),
+    "MixtralForCausalLM": Family(windows="all", experts=_MIXTRAL_EXPERTS),
     "Qwen2ForCausalLM": Family(qkv_bias=True, windows="layers", defaults=_QWEN_WINDOWS),
     "Qwen2MoeForCausalLM": Family(
         qkv_bias="qkv_bias",
@@ -129,6 +136,54 @@ FAMILIES: dict[str, Family] = {
         windows="switched",
         experts=_QWEN_EXPERTS,
         defaults=_QWEN_WINDOWS,
+    ),
+    "OlmoeForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="whole",
+        experts=ExpertKeys("num_experts", "num_experts_per_tok", "intermediate_size"),
+        refused=("clip_qkv",),
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        qk_norm="whole",
+        experts=replace(_MIXTRAL_EXPERTS, router_bias=True),
+        defaults={"head_dim": 128},
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", defaults=_ERNIE_DEFAULTS | {"head_dim": 128}
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        experts=ExpertKeys(
+            "moe_num_experts",
+            "moe_k",
+            "moe_intermediate_size",
+            router_bias=True,
+            step="moe_layer_interval",
+            from_one=True,
+            first="moe_layer_start_index",
+            last="moe_layer_end_index",
+            shared="moe_num_shared_experts",
+        ),
+        refused=("use_bias",),
+        defaults=_ERNIE_DEFAULTS | {"moe_layer_start_index": 1, "moe_num_shared_experts": 2},
+    ),
+    "SeedOssForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+        defaults={"attention_bias": True, "head_dim": 128},
+    ),
+    "GraniteMoeForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        experts=_MIXTRAL_EXPERTS,
+        defaults={"num_key_value_heads": None},
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        ffn="shared_intermediate_size",
+        defaults={"num_key_value_heads": None},
     ),
     "GraniteForCausalLM": Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
     "Phi3ForCausalLM": Family(windows="all"),
@@ -163,7 +218,13 @@ FAMILIES: dict[str, Family] = {
         _GEMMA,
         qk_norm=True,
         defaults=_GEMMA_DEFAULTS
-        | {"sliding_window_pattern": 6, "vocab_size": 262_208, "max_position_embeddings": 131_072},
+        | {
+            "sliding_window_pattern": 6,
+            "vocab_size": 262_208,
+            "max_position_embeddings": 131_072,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
     ),
     "Olmo2ForCausalLM": _OLMO,
     "Olmo3ForCausalLM": replace(
@@ -200,16 +261,60 @@ FAMILIES |= {
         recurrent="conv",
         defaults={"tie_word_embeddings": True, "conv_L_cache": 3, "block_multiple_of": 256},
     ),
+    "Lfm2MoeForCausalLM": Family(
+        qk_norm=True,
+        recurrent="conv",
+        experts=replace(
+            _MIXTRAL_EXPERTS,
+            count="num_experts",
+            width="moe_intermediate_size",
+            first="num_dense_layers",
+            router_bias="use_expert_bias",
+        ),
+        defaults={
+            "tie_word_embeddings": True,
+            "conv_L_cache": 3,
+            "block_auto_adjust_ff_dim": False,
+            "num_dense_layers": 2,
+            "use_expert_bias": True,
+        },
+    ),
 }
-# Of models that read images too, the part that reads text.
-TEXT_PARTS = {
+# Models that read images or sounds too, and the family of the part that reads text where it does not say itself.
+WRAPPERS = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "InternVLForConditionalGeneration": "Qwen2ForCausalLM",
+    "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "Kimi_K25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "LlavaForConditionalGeneration": "LlamaForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
+# What config.json calls that part.
+TEXT_TYPES = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+}
+
 # Keys whose presence means that a model is not what its architecture says.
 OTHER_KINDS = {
     "num_local_experts": "a mixture of experts",
     "num_experts": "a mixture of experts",
+    "moe_num_experts": "a mixture of experts",
     "n_routed_experts": "a mixture of experts",
     "kv_lora_rank": "multi-head latent attention",
 }

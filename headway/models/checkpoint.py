@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headway.kernels.interface import Weight
 from headway.models.config import ModelError, read_json
+from headway.models.families import WITHIN, Traits
 from headway.models.packed_layers import packed_layer
 from headway.models.quantization import PackedMatrices
 from headway.models.tensors import STACKED, Shapes
@@ -73,17 +74,39 @@ class WeightSource(Protocol):
         ...
 
 
-def has_stacked_experts(folder: Path) -> bool:
-    """Whether the experts of a layer are one tensor. Checkpoint says what is wrong with the files."""
+def has_stacked_experts(folder: Path, traits: Traits) -> bool:
+    """Whether the experts of a layer are one tensor."""
+    return any(name.endswith(tuple(stored_name(each, traits.stored) for each in STACKED)) for name in _names_in(folder))
+
+
+def found_traits(folder: Path, traits: Traits) -> Traits:
+    """The traits with the names that the folder's checkpoint has, if other parts lie beside the one that reads text."""
+    if not traits.within:
+        return traits
+    names = _names_in(folder)
+    ways = ((*pairs, *traits.stored) for pairs in WITHIN)
+    return replace(
+        traits, stored=next(way for way in ways if stored_name("model.norm.weight", way) in names or not way)
+    )
+
+
+def _names_in(folder: Path) -> Collection[str]:
+    """Names of the tensors; none where files are damaged: Checkpoint says what is wrong with them."""
     try:
         if (folder / INDEX_FILE).is_file():
             names = read_json(folder / INDEX_FILE, "").get("weight_map")
-        else:
-            with safe_open(str(folder / SINGLE_FILE), framework="pt") as file:
-                names = file.keys()
+            return names if isinstance(names, dict) else ()
+        with safe_open(str(folder / SINGLE_FILE), framework="pt") as file:
+            return set(file.keys())
     except (ModelError, SafetensorError, OSError):
-        return False
-    return any(str(name).endswith(STACKED) for name in names or ())
+        return ()
+
+
+def stored_name(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """What a checkpoint calls a tensor."""
+    for ours, theirs in pairs:
+        name = name.replace(ours, theirs, 1)
+    return name
 
 
 class Checkpoint:
@@ -134,7 +157,7 @@ class Checkpoint:
     def copy_into(self, name: str, out: Tensor) -> None:
         """Fill `out` from the mapped tensor, one pass over the file's pages and one over `out`."""
         with self._clock.measure("storage_read"):
-            mapped = self.stored(name)
+            mapped = self.stored(name).view(out.shape)
             mapped.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()
         if out.device.type != "cpu":
             with self._clock.measure("convert"):
@@ -161,10 +184,7 @@ class Checkpoint:
         return mapped
 
     def _name_of(self, name: str) -> str:
-        """What the checkpoint calls a tensor."""
-        for ours, theirs in self._names:
-            name = name.replace(ours, theirs, 1)
-        return name
+        return stored_name(name, self._names)
 
     def _locate(self, folder: Path, expected: Shapes) -> dict[str, Path]:
         if (folder / INDEX_FILE).is_file():
@@ -191,7 +211,7 @@ class Checkpoint:
             if name not in names_in[path]:
                 raise ModelError(f"{path}: tensor {name} is missing; the checkpoint does not fit config.json")
             found = self._handles[path].get_slice(name)
-            if tuple(found.get_shape()) != shape and math.prod(found.get_shape()) * math.prod(shape) != 1:
+            if [n for n in found.get_shape() if n != 1] != [n for n in shape if n != 1]:
                 raise ModelError(
                     f"{path}: tensor {name} has shape {list(found.get_shape())}, but config.json asks for {list(shape)}"
                 )

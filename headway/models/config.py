@@ -16,7 +16,17 @@ from typing import Any, NamedTuple
 from headway.cost.config import read_shape, text_part
 from headway.cost.shape import CacheSpec, Latent, ModelShape, StateSpec
 from headway.cost.values import ConfigValues, ModelError
-from headway.models.families import ACTS, ARCHITECTURES, DEFAULTS, LACKING, LOCAL_THETAS, PLAIN, WITHIN_ALL, Traits
+from headway.models.families import (
+    ACTS,
+    ARCHITECTURES,
+    DEFAULTS,
+    LACKING,
+    LOCAL_THETAS,
+    OTHER_PARTS,
+    PLAIN,
+    WITHIN,
+    Traits,
+)
 from headway.models.quantization import PackedMatrices, read_packed
 from headway.models.rope_config import RopeConfig, read_rope, read_two_ropes, without_image_positions
 from headway.models.routing import Routing, read_routing
@@ -111,14 +121,13 @@ class ModelConfig:
         shape = read_shape(text, source, tuple(ARCHITECTURES))
         name = next(each for each in text["architectures"] if each in ARCHITECTURES)
         values, traits = ConfigValues(text, source, DEFAULTS.get(name, {})), ARCHITECTURES[name]
-        if name.startswith("Qwen3_5"):
+        if text is not raw:
             values = replace(values, raw=without_image_positions(text))
         packed = read_packed(values)
         if text is not raw:
-            traits = replace(traits, stored=WITHIN_ALL.stored, unused=WITHIN_ALL.unused)
+            traits = replace(traits, within=True, unused=(*traits.unused, *OTHER_PARTS))
             if packed is not None:
-                ours, theirs = WITHIN_ALL.stored[0]
-                packed = replace(packed, ignored=tuple(name.replace(theirs, ours) for name in packed.ignored))
+                packed = replace(packed, ignored=tuple(map(_outside, packed.ignored)))
         acts = ACTS.get(traits.gate, ACTS["silu"])
         if values.get(traits.act, "silu") not in acts:
             raise values.error(traits.act, f"is not supported; only {acts[0]} is")
@@ -134,7 +143,7 @@ class ModelConfig:
             _check_latent(values, shape.latent)
             traits = replace(traits, turns_neighbours=values.boolean("rope_interleave", True))
             multipliers = Multipliers(attention=shape.head_dim**-0.5 * rope.depth_factor**2)
-        if name == "GraniteForCausalLM":
+        if name.startswith("Granite"):
             multipliers = _multipliers(values)
         if name == "GptOssForCausalLM":
             _check_gpt_oss(values, shape)
@@ -148,7 +157,7 @@ class ModelConfig:
             rms_norm_eps=values.positive_number(traits.eps),
             rope=rope,
             dtype=_dtype(values),
-            rotated=_rotated(values, shape.layers) if name == "SmolLM3ForCausalLM" else (True,) * shape.layers,
+            rotated=_rotated(values, name, shape.layers),
             traits=traits,
             multipliers=multipliers,
             local_rope=local_rope,
@@ -240,8 +249,20 @@ def _softcaps(values: ConfigValues) -> SoftCaps:
     return SoftCaps(*(None if values.get(key) is None else values.positive_number(key) for key in keys))
 
 
-def _rotated(values: ConfigValues, layers: int) -> tuple[bool, ...]:
-    """SmolLM3: `no_rope_layers` has 1 for layers that do have rotary positions."""
+def _outside(name: str) -> str:
+    """The name of a tensor without what it lies in."""
+    for pairs in WITHIN:
+        for ours, theirs in pairs:
+            name = name.replace(theirs, ours)
+    return name
+
+
+def _rotated(values: ConfigValues, architecture: str, layers: int) -> tuple[bool, ...]:
+    """SmolLM3: `no_rope_layers` has 1 for layers that do have rotary positions. Granite 4: all have, or none."""
+    if architecture == "GraniteMoeHybridForCausalLM":
+        return (values.get("position_embedding_type") == "rope",) * layers
+    if architecture != "SmolLM3ForCausalLM":
+        return (True,) * layers
     stated = values.get("no_rope_layers")
     if stated is None:
         interval = values.positive_int("no_rope_layer_interval", 4)

@@ -19,7 +19,7 @@ from headway.kernels.interface import SOFTMAX, Kernels, LayerCache, LayerState, 
 from headway.models.config import ModelConfig
 from headway.models.latent_attention import LatentAttention, LatentWeights
 from headway.models.recurrent import DeltaNet, ShortConvolution
-from headway.models.rope import rope_tables
+from headway.models.rope import query_factors, rope_tables
 
 
 @dataclass(slots=True)
@@ -82,15 +82,21 @@ class Attention:
 
     Args:
         rope: tables of cosines and sines.
+        factors: what queries are multiplied with, by position (see `rope.query_factors`).
 
     Raises:
         ValueError: it cannot attend to a cache of that kind.
     """
 
     def __init__(
-        self, weights: AttentionWeights, config: ModelConfig, kernels: Kernels, rope: tuple[Tensor, Tensor]
+        self,
+        weights: AttentionWeights,
+        config: ModelConfig,
+        kernels: Kernels,
+        rope: tuple[Tensor, Tensor],
+        factors: Tensor | None = None,
     ) -> None:
-        self._weights, self._kernels, self._rope = weights, kernels, rope
+        self._weights, self._kernels, self._rope, self._factors = weights, kernels, rope, factors
         self._eps = config.rms_norm_eps
         self._scale = config.multipliers.attention or weights.cache.key_dim**-0.5
         self._softcap = config.softcaps.attention
@@ -107,6 +113,8 @@ class Attention:
             key = self._norm(key, weights.key_norm)
         if weights.rotated:
             kernels.rotate(query, key, *self._rope, step.positions)
+        if self._factors is not None:
+            query.mul_(self._factors[step.positions])
         kernels.store(key, value, cache, step.slots)
         attended = kernels.attention(
             query, cache, step, self._scale, weights.cache.window, weights.sinks, self._softcap
@@ -174,10 +182,11 @@ class Decoder:
         self.max_model_len = max_model_len or config.max_model_len
         self._identity = object()
         tables = rope_tables(config.rope, self.max_model_len, self.device)
+        factors = query_factors(config.rope, self.max_model_len, self.device)
         local = tables if config.local_rope is None else rope_tables(config.local_rope, self.max_model_len, self.device)
         attending = [each.mixer for each in weights.layers if isinstance(each.mixer, AttentionWeights | LatentWeights)]
         mixers: list[Callable[[Tensor, Any, StepGeometry], Tensor]] = [
-            _attention(mixer, config, kernels, tables if mixer.cache.window is None else local)
+            _attention(mixer, config, kernels, tables if mixer.cache.window is None else local, factors)
             if isinstance(mixer, AttentionWeights | LatentWeights)
             else mixer
             for mixer in (layer.mixer for layer in weights.layers)
@@ -230,11 +239,15 @@ class Decoder:
 
 
 def _attention(
-    weights: AttentionWeights | LatentWeights, config: ModelConfig, kernels: Kernels, rope: tuple[Tensor, Tensor]
+    weights: AttentionWeights | LatentWeights,
+    config: ModelConfig,
+    kernels: Kernels,
+    rope: tuple[Tensor, Tensor],
+    factors: Tensor | None,
 ) -> Attention | LatentAttention:
     if isinstance(weights, LatentWeights):
         return LatentAttention(weights, config, kernels, rope)
-    return Attention(weights, config, kernels, rope)
+    return Attention(weights, config, kernels, rope, factors)
 
 
 def _head_split(heads: int, cache: CacheSpec) -> list[int]:

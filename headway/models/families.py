@@ -38,6 +38,7 @@ class Traits:
         stored: parts of tensors' names as the decoder has them, and as the checkpoint does.
         unused: how names of tensors begin that the decoder does not need.
         turns_neighbours: of queries and keys, neighbours are turned together, not halves of what is turned.
+        within: the checkpoint has parts that read images too.
     """
 
     norms: NormNames = _PLAIN_NORMS
@@ -49,6 +50,7 @@ class Traits:
     stored: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
     turns_neighbours: bool = False
+    within: bool = False
 
 
 PLAIN = Traits()
@@ -69,19 +71,64 @@ _LFM2 = Traits(
         ("model.norm.", "model.embedding_norm."),
     ),
 )
-# Of a checkpoint that reads images too.
-WITHIN_ALL = Traits(stored=(("model.", "model.language_model."),), unused=("mtp.", "model.visual."))
+_LFM2_MOE = replace(
+    _LFM2,
+    stored=(
+        *_LFM2.stored,
+        (".mlp.gate.", ".feed_forward.gate."),
+        (".mlp.expert_bias", ".feed_forward.expert_bias"),
+        (".mlp.experts.", ".feed_forward.experts."),
+    ),
+)
+# What a checkpoint that reads images too calls the parts that read text; it has one of these ways.
+WITHIN: tuple[tuple[tuple[str, str], ...], ...] = (
+    (("model.", "model.language_model."),),
+    (("model.", "language_model.model."), ("lm_head", "language_model.lm_head")),
+    (),
+)
+# How names of its other parts begin.
+OTHER_PARTS = (
+    "mm_projector.",
+    "model.mm_projector.",
+    "model.multi_modal_projector.",
+    "model.vision_tower.",
+    "model.visual.",
+    "mtp.",
+    "multi_modal_projector.",
+    "vision_tower.",
+    "visual.",
+)
 _GLM = Traits(fused=("gate_up_proj",), turns_neighbours=True)
 # Of those that are known, the ones whose tensors and operations the decoder has.
 ARCHITECTURES: dict[str, Traits] = {
     "LlamaForCausalLM": Traits(),
     "MistralForCausalLM": Traits(),
     "MixtralForCausalLM": Traits(),
+    "Ministral3ForCausalLM": Traits(),
     "Qwen2ForCausalLM": Traits(),
     "Qwen2MoeForCausalLM": Traits(),
     "Qwen3ForCausalLM": Traits(),
     "Qwen3MoeForCausalLM": Traits(),
+    "OlmoeForCausalLM": Traits(),
+    "MiniMaxM2ForCausalLM": Traits(),
+    "Ernie4_5ForCausalLM": _NEIGHBOURS,
+    "Ernie4_5_MoeForCausalLM": replace(_NEIGHBOURS, unused=("model.mtp_",)),
+    "SeedOssForCausalLM": Traits(),
     "GraniteForCausalLM": Traits(),
+    "GraniteMoeForCausalLM": Traits(
+        stored=(
+            ("mlp.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
+            ("mlp.experts.down_proj", "block_sparse_moe.output_linear.weight"),
+            (".mlp.gate.", ".block_sparse_moe.router.layer."),
+        )
+    ),
+    "GraniteMoeHybridForCausalLM": Traits(
+        fused=("gate_up_proj",),
+        stored=(
+            (".mlp.gate_up_proj.", ".shared_mlp.input_linear."),
+            (".mlp.down_proj.", ".shared_mlp.output_linear."),
+        ),
+    ),
     "Phi3ForCausalLM": Traits(fused=("qkv_proj", "gate_up_proj")),
     "SmolLM3ForCausalLM": Traits(),
     "GptOssForCausalLM": Traits(gate="clamped"),
@@ -99,18 +146,41 @@ ARCHITECTURES: dict[str, Traits] = {
     "Qwen3_5ForCausalLM": _QWEN_3_5,
     "Qwen3_5MoeForCausalLM": _QWEN_3_5,
     "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": _LFM2_MOE,
 }
+_MAMBA = "layers of Mamba"
+_LAYER_NORM = "LayerNorm and feed-forward layers without a gate"
+_PARALLEL = "attention and feed-forward layers side by side"
+_GEMMA_4 = "embeddings of each layer"
 # What known families need that the decoder does not have.
 LACKING = {
+    "BambaForCausalLM": _MAMBA,
+    "Cohere2ForCausalLM": _PARALLEL,
+    "CohereForCausalLM": _PARALLEL,
     "DeepseekV32ForCausalLM": "a sparse indexer",
     "DeepseekV4ForCausalLM": "hyper-connections",
-    "Gemma3ForConditionalGeneration": "an encoder of images",
+    "FalconH1ForCausalLM": _MAMBA,
+    "GPTNeoXForCausalLM": _LAYER_NORM,
+    "Gemma3nForConditionalGeneration": "several residual streams",
+    "Gemma4ForCausalLM": _GEMMA_4,
+    "Gemma4ForConditionalGeneration": _GEMMA_4,
     "GlmMoeDsaForCausalLM": "a sparse indexer",
-    "KimiK25ForConditionalGeneration": "an encoder of images",
+    "HunYuanDenseV1ForCausalLM": "norms of queries and keys behind their rotation",
+    "HunYuanMoEV1ForCausalLM": "norms of queries and keys behind their rotation",
+    "JambaForCausalLM": _MAMBA,
     "KimiLinearForCausalLM": "layers of Kimi Delta Attention",
-    "Lfm2MoeForCausalLM": "routing by sigmoid scores beside short convolutions",
-    "Lfm2VlForConditionalGeneration": "an encoder of images",
-    "Llama4ForConditionalGeneration": "an encoder of images",
+    "Lfm2VlForConditionalGeneration": "the names of its part that reads text",
+    "Llama4ForCausalLM": "attention in chunks",
+    "Llama4ForConditionalGeneration": "attention in chunks",
+    "MambaForCausalLM": _MAMBA,
+    "MllamaForConditionalGeneration": "attention to images between layers",
+    "NemotronForCausalLM": _LAYER_NORM,
+    "NemotronHForCausalLM": _MAMBA,
+    "Phi4MMForCausalLM": "adapters for images and sounds",
+    "PhiForCausalLM": _LAYER_NORM,
+    "PhiMoEForCausalLM": "routing by sparse mixing",
+    "Qwen3VLMoeForConditionalGeneration": "experts with inputs before outputs",
+    "Starcoder2ForCausalLM": _LAYER_NORM,
 }
 # What config.json calls what gates do.
 ACTS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
@@ -127,6 +197,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3_5ForCausalLM": _QWEN_DEFAULTS,
     "Qwen3_5MoeForCausalLM": _QWEN_DEFAULTS,
     "Lfm2ForCausalLM": {"norm_eps": 1e-5, "rope_theta": 1_000_000.0},
+    "Lfm2MoeForCausalLM": {
+        "norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+    },
+    "MiniMaxM2ForCausalLM": {"rms_norm_eps": 1e-6, "rope_theta": 5_000_000.0},
+    "Ernie4_5ForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
+    "Ernie4_5_MoeForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
+    "OlmoeForCausalLM": {"rms_norm_eps": 1e-5},
+    "SeedOssForCausalLM": {"rms_norm_eps": 1e-6},
+    "Ministral3ForCausalLM": {"rms_norm_eps": 1e-5},
     "GlmForCausalLM": {"partial_rotary_factor": 0.5},
     "Glm4ForCausalLM": {"partial_rotary_factor": 0.5},
     "Glm4MoeForCausalLM": {"partial_rotary_factor": 0.5},

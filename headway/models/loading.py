@@ -25,7 +25,14 @@ from headway.kernels.interface import (
     Scores,
     Weight,
 )
-from headway.models.checkpoint import Checkpoint, RandomWeights, StageClock, WeightSource, has_stacked_experts
+from headway.models.checkpoint import (
+    Checkpoint,
+    RandomWeights,
+    StageClock,
+    WeightSource,
+    found_traits,
+    has_stacked_experts,
+)
 from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import AttentionWeights, Decoder, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP
 from headway.models.folder import read_ahead
@@ -108,7 +115,8 @@ def load_model(
         quantization = "int4" if config.packed.bits == 4 else "int8-weight-only"
         config = replace(config, packed=None)
     clock = StageClock()
-    stacked = config.routing is not None and load_format != "dummy" and has_stacked_experts(folder)
+    config = replace(config, traits=found_traits(folder, config.traits))
+    stacked = config.routing is not None and load_format != "dummy" and has_stacked_experts(folder, config.traits)
     expected = expected_tensors(config, stacked)
     if load_format != "dummy":
         read_ahead(folder)
@@ -331,13 +339,14 @@ class Assembler:
             mixture = self._kernels.mixture(gate_up, down, experts.count, GATES[self._config.traits.gate])
         shared = self._dense(names.shared) if names.shared is not None else None
         router = self._linear(*names.router)
-        scores = self._scores(f"{layer}.mlp", routing, experts)
+        scores = self._scores(names.block, routing, experts)
         return MixtureMLP(self._kernels, router, mixture, experts.per_token, routing.normalized, shared, scores)
 
     def _scores(self, block: str, routing: Routing, experts: Experts) -> Scores:
         bias = None if routing.bias is None else self._stack(f"{block}.{routing.bias}", dtype=torch.float32)
         limits = routing.groups, routing.best_groups
-        return Scores(routing.sigmoid, bias, *limits, routing.factor, gated=experts.shared_gate)
+        added = 1.0 if self._config.traits.norms.mlp_out else self._config.multipliers.added
+        return Scores(routing.sigmoid, bias, *limits, routing.factor * added, gated=experts.shared_gate)
 
     def _dense(self, parts: Parts) -> DenseMLP:
         *gated, down = parts

@@ -49,6 +49,14 @@ def rope_tables(rope: RopeConfig, context_len: int, device: torch.device | str =
     return cos, sin
 
 
+def query_factors(rope: RopeConfig, context_len: int, device: torch.device | str = "cpu") -> Tensor | None:
+    """What queries are multiplied with (RopeConfig.query_growth), float32 [context_len, 1, 1]; None where all are 1."""
+    if not rope.query_growth or context_len <= rope.original_max_position:
+        return None
+    times = torch.arange(context_len, device=device) // rope.original_max_position
+    return (1 + rope.query_growth * torch.log1p(times.float())).view(-1, 1, 1)
+
+
 def inverse_frequencies(rope: RopeConfig, context_len: int) -> Tensor:
     """Radians per position of each rotated pair, float32 [rope.dim // 2]; context_len is for dynamic and longrope."""
     if rope.kind == "dynamic":

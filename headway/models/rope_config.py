@@ -31,6 +31,8 @@ _KEYS: dict[str, set[str]] = {
         "mscale_all_dim",
         "truncate",
         "finetuned",  # says how the checkpoint was made; changes nothing
+        "llama_4_scaling_beta",
+        "max_position_embeddings",  # that of the model once more
     },
     "longrope": {"factor", "short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"},
 }
@@ -48,6 +50,8 @@ class RopeConfig:
             scaled (dynamic).
         attention_factor: multiplies both tables (yarn, longrope).
         depth_factor: multiplies queries and keys of latent attention, all of them (yarn's mscale_all_dim).
+        query_growth: queries at position p are multiplied with 1 + query_growth * ln(1 + p // original_max_position)
+            (Ministral 3).
         short_factors, long_factors: what each pair's frequency is divided by, for a context of up to
             original_max_position and for a longer one (longrope).
     """
@@ -64,6 +68,7 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    query_growth: float = 0.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -99,12 +104,13 @@ def read_rope(values: ConfigValues, head_dim: int, max_positions: int) -> RopeCo
 
 
 def without_image_positions(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config whose rotary sections are turned by places in an image (Qwen3.5): of text, all by the same position."""
-    said = raw.get("rope_parameters")
-    if not isinstance(said, Mapping):
-        return dict(raw)
-    plain = {key: value for key, value in said.items() if key not in ("mrope_section", "mrope_interleaved")}
-    return {**raw, "rope_parameters": plain}
+    """A config whose rotary sections are turned by places in an image (Qwen-VL): of text, all by the same position."""
+    plain = dict(raw)
+    for section in ("rope_parameters", "rope_scaling"):
+        if isinstance(said := raw.get(section), Mapping):
+            kept = {key: value for key, value in said.items() if key not in ("mrope_section", "mrope_interleaved")}
+            plain[section] = {key: "default" if value == "mrope" else value for key, value in kept.items()}
+    return plain
 
 
 def read_two_ropes(
@@ -151,7 +157,8 @@ def _refuse_unknown(scaling: ConfigValues, kind: str) -> None:
 
 
 def _rotated(values: ConfigValues, scaling: ConfigValues, head_dim: int, kind: str) -> int:
-    share = scaling.positive_number("partial_rotary_factor", values.positive_number("partial_rotary_factor", 1.0))
+    whole = 1.0 if values.get("rotary_dim") is None else values.positive_int("rotary_dim") / head_dim
+    share = scaling.positive_number("partial_rotary_factor", values.positive_number("partial_rotary_factor", whole))
     dim = int(head_dim * share)
     smallest = 4 if kind == "dynamic" else 2
     if share > 1 or dim % 2 or dim < smallest:
@@ -216,6 +223,7 @@ def _yarn(scaling: ConfigValues, theta: float, dim: int, factor: float, original
         beta_fast=scaling.positive_number("beta_fast", 32.0),
         beta_slow=scaling.positive_number("beta_slow", 1.0),
         truncate=scaling.boolean("truncate", True),
+        query_growth=scaling.positive_number("llama_4_scaling_beta") if scaling.get("llama_4_scaling_beta") else 0.0,
     )
 
 

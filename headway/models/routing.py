@@ -16,6 +16,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "topk_group": (None, 1),
     "routed_scaling_factor": (None, 1),
 }
+_BY_NUMBER = ("w1", "w3", "w2")
 _SOFTMAX = {"scoring_func": (None, "softmax"), "topk_method": (None, "greedy", "group_limited_greedy")}
 _SIGMOID = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
 
@@ -55,15 +56,28 @@ def read_routing(values: ConfigValues, experts: Experts) -> Routing:
         _allow(values, _SOFTMAX | {"norm_topk_prob": (None, False)})
         limited = values.get("topk_method") == "group_limited_greedy"
         return _in_groups(values, experts, Routing(layers, False, shared="shared_experts"), limited)
+    if "Lfm2MoeForCausalLM" in named:
+        routing = Routing(layers, values.boolean("norm_topk_prob"), "feed_forward", _BY_NUMBER, sigmoid=True)
+        bias = "expert_bias" if values.boolean("use_expert_bias") else None
+        return _in_groups(values, experts, replace(routing, bias=bias), False)
     if any(name.startswith(("DeepseekV3", "Glm4Moe")) for name in named):
         _allow(values, _SIGMOID)
         normalized = values.boolean("norm_topk_prob", True)
         bias = "gate.e_score_correction_bias"
         routing = Routing(layers, normalized, shared="shared_experts", bias=bias, sigmoid=True)
         return _in_groups(values, experts, routing, True)
+    if "MiniMaxM2ForCausalLM" in named:
+        _allow(values, _SIGMOID)
+        bias = "e_score_correction_bias"
+        return Routing(layers, True, "block_sparse_moe", _BY_NUMBER, bias=bias, sigmoid=True)
     _allow(values, _PLAIN)
     if "MixtralForCausalLM" in named:
-        return Routing(layers, normalized=True, block="block_sparse_moe", parts=("w1", "w3", "w2"))
+        return Routing(layers, normalized=True, block="block_sparse_moe", parts=_BY_NUMBER)
+    if "GraniteMoeForCausalLM" in named:
+        return Routing(layers, normalized=True)
+    if "Ernie4_5_MoeForCausalLM" in named:
+        bias = "moe_statics.e_score_correction_bias"
+        return Routing(layers, normalized=True, shared="shared_experts", bias=bias)
     if "GptOssForCausalLM" in named:
         return Routing(layers, normalized=True, by_turns=not values.boolean("experts_one_by_one"))
     return Routing(layers, values.boolean("norm_topk_prob"))

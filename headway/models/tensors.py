@@ -18,11 +18,13 @@ class MixtureNames(NamedTuple):
     """Names of the linear layers of a mixture of experts.
 
     Args:
+        block: what the mixture is called.
         router: what makes the logits of the experts, and of the shared one where there is one.
         experts: those to choose from; none where they are stacked.
         shared: the one that every token goes through.
     """
 
+    block: str
     router: tuple[str, ...]
     experts: tuple[Parts, ...]
     shared: Parts | None
@@ -63,14 +65,15 @@ def mixture_names(config: ModelConfig, layer: int, stacked: bool) -> MixtureName
     if experts is None or routing is None or layer not in routing.layers:
         return None
     if routing.by_turns:
-        return MixtureNames((f"model.layers.{layer}.mlp.router",), (), None)
+        block = f"model.layers.{layer}.mlp"
+        return MixtureNames(block, (f"{block}.router",), (), None)
     block = f"model.layers.{layer}.{'mlp' if stacked else routing.block}"
     prefixes = (f"{block}.experts.{number}" for number in range(0 if stacked else experts.count))
     gate, up, down = routing.parts
     named = tuple((f"{prefix}.{gate}", f"{prefix}.{up}", f"{prefix}.{down}") for prefix in prefixes)
     shared = dense_names(f"{block}.{routing.shared}") if experts.shared_width else None
     gates = ("gate", "shared_expert_gate") if experts.shared_gate else ("gate",)
-    return MixtureNames(tuple(f"{block}.{each}" for each in gates), named, shared)
+    return MixtureNames(block, tuple(f"{block}.{each}" for each in gates), named, shared)
 
 
 def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
@@ -152,7 +155,7 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
         for name, rows in zip(mixture.router, (c.experts.count, 1), strict=False):
             linear(name, rows, c.hidden, c.experts.router_bias and bias is None)
         if bias is not None:
-            shapes[f"{layer}.mlp.{bias}"] = (c.experts.count,)
+            shapes[f"{mixture.block}.{bias}"] = (c.experts.count,)
         if config.routing and config.routing.by_turns:
             shapes.update(_experts_by_turns(layer, c.experts, c.hidden, config.packed is not None))
         elif stacked:

@@ -65,7 +65,9 @@ def quantize(
         raise ModelError(f"{folder}: is quantised already; take the unquantised checkpoint")
     if config.shape.recurrent:
         raise ModelError(f"{folder}: has recurrent layers, which `headway quantize` does not know yet")
-    if has_stacked_experts(folder):
+    if config.traits.within or config.traits.stored:
+        raise ModelError(f"{folder}: names its tensors in a way that `headway quantize` does not know yet")
+    if has_stacked_experts(folder, config.traits):
         raise ModelError(f"{folder}: the experts of a layer are one tensor, which `headway quantize` cannot take apart")
     said = recipe.said(ignored)
     packed = read_packed(ConfigValues({"quantization_config": said}, "config.json"))

@@ -121,4 +121,8 @@ def config_json(model: PreTrainedModel) -> dict[str, Any]:
 def tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Parameters by name, with DeepSeek-V3's expert biases: published checkpoints hold them, here they are buffers."""
     yield from model.named_parameters()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    yield from (
+        (name, buffer)
+        for name, buffer in model.named_buffers()
+        if name.endswith(("e_score_correction_bias", "expert_bias"))
+    )

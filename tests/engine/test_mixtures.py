@@ -25,7 +25,16 @@ def hugging_face(folder: Path, case: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "case", ["mixtral", "qwen2_moe_every_second", "qwen3_moe_some_dense", "deepseek_v3", "glm4_moe"]
+    "case",
+    [
+        "mixtral",
+        "qwen2_moe_every_second",
+        "qwen3_moe_some_dense",
+        "deepseek_v3",
+        "glm4_moe",
+        "granite_moe",
+        "minimax_m2",
+    ],
 )
 def test_greedy_tokens_are_those_of_hugging_face(tmp_path: Path, case: str) -> None:
     """In one batch."""

@@ -17,7 +17,10 @@ PROMPTS = [[(7 * i + 3 * j) % 120 + 5 for j in range(9 + 5 * i)] for i in range(
 PROMPTS += [SYSTEM + prompt[:15] for prompt in PROMPTS[:8]]
 
 
-@pytest.fixture(scope="module", params=[("qwen3_5", "float32"), ("qwen3_next", "bfloat16"), ("lfm2", "float32")])
+@pytest.fixture(
+    scope="module",
+    params=[("qwen3_5", "float32"), ("qwen3_next", "bfloat16"), ("lfm2", "float32"), ("lfm2_moe", "float32")],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     case, dtype = request.param
     folder: Path = tmp_path_factory.mktemp(case)

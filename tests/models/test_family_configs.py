@@ -192,6 +192,66 @@ GPT_OSS = GPT_OSS_20B | {
     "swiglu_limit": 7.0,
 }
 
+MINIMAX_M2 = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 196608,
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "quantization_config": FP8 | {"modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+LFM2_8B_A1B = {
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "hidden_size": 2048,
+    "intermediate_size": 7168,
+    "layer_types": ["full_attention" if n in (2, 6, 10, 14, 18, 21) else "conv" for n in range(24)],
+    "max_position_embeddings": 128000,
+    "moe_intermediate_size": 1792,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_dense_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "routed_scaling_factor": 1.0,
+    "tie_embedding": True,
+    "torch_dtype": "bfloat16",
+    "use_expert_bias": True,
+    "vocab_size": 65536,
+}
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+
 
 def read(raw: dict, **changes) -> ModelConfig:
     return ModelConfig.from_dict({**raw, **changes}, "folder/config.json")
@@ -282,6 +342,31 @@ def test_gpt_oss_20b():
     assert expected["model.layers.3.self_attn.sinks"] == (64,)
 
 
+def test_minimax_m2():
+    """Half of a head of 128 is turned; norms of all heads together; 230 billion parameters, 10 of them active."""
+    config = read(MINIMAX_M2)
+    assert 228.5e9 < config.shape.num_parameters < 229.5e9 and 9.5e9 < config.shape.active_parameters < 10.5e9
+    assert config.rope.dim == 64 and config.max_model_len == 196608
+    expected = expected_tensors(config)
+    assert expected["model.layers.0.block_sparse_moe.e_score_correction_bias"] == (256,)
+    assert expected["model.layers.0.block_sparse_moe.experts.255.w1.weight_scale_inv"] == (12, 24)
+    assert expected["model.layers.0.self_attn.q_norm.weight"] == (6144,)
+    assert "model.layers.0.block_sparse_moe.gate.weight_scale_inv" not in expected
+
+
+def test_lfm2_8b_a1b():
+    config = read(LFM2_8B_A1B)
+    assert 8.3e9 < config.shape.num_parameters < 8.4e9 and 1.4e9 < config.shape.active_parameters < 1.6e9
+    assert config.routing is not None and config.routing.layers == tuple(range(2, 24)) and config.routing.sigmoid
+
+
+def test_gemma_3_4b_without_its_eyes():
+    """What its config.json leaves out is what the family has."""
+    config = read(GEMMA3_4B)
+    assert config.shape.num_parameters == 3_880_263_168
+    assert (config.shape.heads, config.shape.kv_heads, config.rope.factor, config.dtype) == (8, 4, 8.0, "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("raw", "changes", "said"),
     [
@@ -297,6 +382,13 @@ def test_gpt_oss_20b():
         (GEMMA2, {"final_logit_softcapping": -30.0}, "final_logit_softcapping is -30.0, which is not a number"),
         (GEMMA3, {"hidden_activation": "silu"}, "hidden_activation is 'silu', which is not supported; only gelu_pyt"),
         (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention is True, which is not supported"),
+        (LFM2_8B_A1B, {"architectures": ["NemotronHForCausalLM"]}, "NemotronHForCausalLM needs layers of Mamba, which"),
+        (
+            GEMMA3,
+            {"architectures": ["Llama4ForConditionalGeneration"]},
+            "needs attention in chunks, which this version",
+        ),
+        (MINIMAX_M2, {"scoring_func": "softmax"}, "scoring_func is 'softmax', which is not supported, only 'sigmoid'"),
         (GPT_OSS, {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5, which is not supported, only 1.702 is"),
     ],
 )

@@ -12,6 +12,10 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -28,10 +32,20 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -40,6 +54,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -57,6 +73,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -87,6 +105,15 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM),
+    "lfm2_moe": (Lfm2MoeConfig, Lfm2MoeForCausalLM),
+    "granite_moe": (GraniteMoeConfig, GraniteMoeForCausalLM),
+    "granite_hybrid": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM),
+    "olmoe": (OlmoeConfig, OlmoeForCausalLM),
+    "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
+    "ministral3": (Ministral3Config, Ministral3ForCausalLM),
+    "ernie4_5": (Ernie4_5Config, Ernie4_5ForCausalLM),
+    "ernie4_5_moe": (Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM),
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
 }
 
 BASE = {
@@ -213,6 +240,29 @@ DELTA_NET = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
 LFM2 = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 8}
+GRANITE_4 = MULTIPLIERS | {
+    "num_local_experts": 0,
+    "shared_intermediate_size": 56,
+    "layer_types": ["full_attention"] * 3,
+    "mamba_n_heads": 6,
+    "mamba_expand": 2,
+}
+MINISTRAL = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.4,
+}
+ERNIE_MOE = {
+    "moe_num_experts": 5,
+    "moe_k": 2,
+    "moe_intermediate_size": 24,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -316,6 +366,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe", DELTA_NET | SHARED),
     "lfm2": ("lfm2", LFM2),
     "lfm2_biases": ("lfm2", LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": ("lfm2_moe", LFM2 | EXPERTS | {"num_dense_layers": 1}),
+    "lfm2_moe_scaled": (
+        "lfm2_moe",
+        LFM2 | EXPERTS | {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.7},
+    ),
+    "granite_moe": ("granite_moe", MULTIPLIERS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite_4": ("granite_hybrid", GRANITE_4 | {"position_embedding_type": "rope"}),
+    "granite_4_unturned": ("granite_hybrid", GRANITE_4 | {"tie_word_embeddings": True}),
+    "olmoe": ("olmoe", {"num_experts": 5, "num_experts_per_tok": 2}),
+    "minimax_m2": (
+        "minimax_m2",
+        {"num_local_experts": 5, "num_experts_per_tok": 2} | rope("default", partial_rotary_factor=0.5),
+    ),
+    "ministral3": ("ministral3", {"rope_parameters": MINISTRAL}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "ernie4_5_moe": ("ernie4_5_moe", ERNIE_MOE),
+    "ernie4_5_moe_one": ("ernie4_5_moe", ERNIE_MOE | {"moe_layer_end_index": 1, "moe_num_shared_experts": 0}),
+    "seed_oss": ("seed_oss", {"head_dim": 16, "pad_token_id": 0}),
+    "seed_oss_biases": ("seed_oss", {"head_dim": 16, "pad_token_id": 0, "attention_out_bias": True, "mlp_bias": True}),
     "phi3": ("phi3", {"pad_token_id": 0, "sliding_window": None}),
     "phi3_long_window": ("phi3", PARTIAL | {"pad_token_id": 0, "sliding_window": 6}),
     "smollm3": ("smollm3", {"pad_token_id": 0, "no_rope_layer_interval": 2}),
@@ -334,7 +403,7 @@ def build(case: str, **changes: Any) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
