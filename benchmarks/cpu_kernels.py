@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+
+# Torch's threads would look for work for a while after each of their turns, on cores that ours need in the next.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import torch.nn.functional as F

@@ -6,7 +6,7 @@
 Perplexity is that of texts which the model itself writes: there, the logarithm of a change is the divergence from the
 model (Kullback and Leibler). With a TEXT, it is that of windows of it, as in benchmarks.perplexity. Checkpoints are
 made once, in benchmarks/checkpoints/schemes. Without --llama-cpp, which quantises GGUF files, their rows are left
-out. For speed, all engines are in one process and take turns: a decode of 128 tokens at batch 1, and 8 prompts of 512
+out. For speed, all engines are in one process and take turns: a decode of 384 tokens at batch 1, and 8 prompts of 512
 tokens.
 """
 
@@ -38,7 +38,7 @@ from headway.quantize.schemes import Recipe
 from headway.text.tokenizer import Tokenizer
 
 _FOLDER = CHECKPOINTS / "schemes"
-_DECODED, _PROMPTS, _PROMPT = 128, 8, 512
+_DECODED, _PROMPTS, _PROMPT = 384, 8, 512
 _KV_BYTES = 96 << 20
 _SAMPLES, _OWN_SEED = 32, 1_000_000  # of texts that methods look at; and seeds of the others
 _GGUF = ("bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl")
