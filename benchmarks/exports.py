@@ -1,7 +1,8 @@
-"""The model's files as each engine reads them, made once of the one checkpoint: OpenVINO's IR and llama.cpp's GGUF.
+"""The model's files as each engine reads them, made once of the one checkpoint: OpenVINO's IR, GGUF, packed weights.
 
-Precisions are bf16, int8 and int4, each as the engine rounds weights itself, and kinds of GGUF, of which Headway and
-llama.cpp read the same file. What was chosen where an engine leaves a choice is in benchmarks/README.md.
+Precisions are bf16, int8 and int4, each as the engine rounds weights itself; kinds of GGUF, of which Headway and
+llama.cpp read the same file; and packed checkpoints, which Headway and vLLM both read. What was chosen where an engine
+leaves a choice is in benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ import shutil
 import sys
 from pathlib import Path
 
+from benchmarks.awq_checkpoint import write_awq
 from benchmarks.gguf_checkpoint import write_gguf
 from benchmarks.processes import finish
 from benchmarks.weights import write_weights
+from headway.quantize.calibration import Calibration
+from headway.quantize.run import quantize
+from headway.quantize.schemes import Recipe
 
 PRECISIONS = ("bf16", "int8", "int4")
 GGUF_KINDS = ("q8_0", "q4_0", "q4_k_m", "q6_k")
+PACKED_KINDS = ("awq", "w4a16")
 _OPENVINO_FLAGS = {
     "bf16": ["--weight-format", "fp16"],
     "int8": ["--weight-format", "int8", "--sym"],
@@ -36,11 +42,25 @@ def model_for(engine: str, precision: str, shape: str, python: str, folder: Path
         ValueError: weights of this shape are not known here.
     """
     checkpoint = write_weights(shape, folder)
+    if precision == "awq":
+        return write_awq(checkpoint)
+    if precision == "w4a16":
+        return _quantized(checkpoint, precision)
     if engine == "openvino":
         return _openvino(checkpoint, precision, python)
     if engine == "llama.cpp" or precision in GGUF_KINDS:
         return _gguf(write_gguf(shape, folder), precision, python)
     return checkpoint
+
+
+def _quantized(checkpoint: Path, precision: str) -> Path:
+    """As `headway quantize` writes it."""
+    target = checkpoint / precision
+    if not target.exists():
+        quantize(
+            checkpoint, target, Recipe.of(precision.upper(), "rtn", None), Calibration(), lambda _done, _what: None
+        )
+    return target
 
 
 def _openvino(checkpoint: Path, precision: str, python: str) -> Path:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from benchmarks.checkpoint import SHAPES
 from benchmarks.engines.worker import ENGINES
-from benchmarks.exports import GGUF_KINDS, PRECISIONS
+from benchmarks.exports import GGUF_KINDS, PACKED_KINDS, PRECISIONS
 from benchmarks.machine import RESULTS, about, own_file, save
 from benchmarks.points import Point, decode, held, named, prefill, product
 from benchmarks.sitting import Sitting, entries, sit, sit_held
@@ -62,8 +62,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["qwen2.5-0.5b"])
     parser.add_argument(
-        "--precisions", choices=PRECISIONS + GGUF_KINDS, nargs="+", default=list(PRECISIONS),
-        help="of the weights as each engine rounds them, or a GGUF file that Headway and llama.cpp both read; "
+        "--precisions", choices=PRECISIONS + GGUF_KINDS + PACKED_KINDS, nargs="+", default=list(PRECISIONS),
+        help="of the weights as each engine rounds them, a GGUF file that Headway and llama.cpp both read, or a "
+        "packed checkpoint that Headway and vLLM both read; "
         "default: " + " ".join(PRECISIONS),
     )  # fmt: skip
     parser.add_argument(

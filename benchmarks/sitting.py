@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.checkpoint import SHAPES
 from benchmarks.engines.interface import Settings
-from benchmarks.exports import GGUF_KINDS, model_for
+from benchmarks.exports import GGUF_KINDS, PACKED_KINDS, model_for
 from benchmarks.points import Point
 from benchmarks.processes import Child, Died, running
 from benchmarks.steal import MOST, undisturbed
@@ -51,7 +51,8 @@ def entries(
 ) -> list[Entry]:
     """Headway first, then the peers (name, python) that have this precision and a KV cache of so many bits.
 
-    vLLM's CPU build has bf16 alone; a GGUF file is for Headway and llama.cpp, which makes it.
+    vLLM's CPU build does not round weights itself, and reads packed checkpoints beside bf16; a GGUF file is for Headway
+    and llama.cpp, which makes it.
     """
     listed = [("headway", sys.executable)] * headway + peers
     if precision in GGUF_KINDS:
@@ -61,6 +62,8 @@ def entries(
             for name, python in listed
             if name in ("headway", "llama.cpp")
         ]
+    if precision in PACKED_KINDS:
+        return [Entry(name, name, python, kv_bits=kv_bits) for name, python in listed if name in ("headway", "vllm")]
     found = []
     for name, python in listed:
         quantization = _HEADWAY[precision] if name == "headway" else "none"

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.exports import GGUF_KINDS
+from benchmarks.exports import GGUF_KINDS, PACKED_KINDS
 from benchmarks.points import Point
 from headway.cost.attention import Chunk
 from headway.cost.config import read_shape
@@ -31,8 +31,9 @@ from headway.cost.shape import ModelShape
 from headway.cost.work import step_work, total
 
 _GGUF_BYTES = {kind: int(kind[1]) / 8 for kind in GGUF_KINDS}
-_WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5, **_GGUF_BYTES}
+_WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5, **_GGUF_BYTES, **dict.fromkeys(PACKED_KINDS, 0.5)}
 _HEAD_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 1.0, **{kind: max(0.75, size) for kind, size in _GGUF_BYTES.items()}}
+_HEAD_BYTES |= dict.fromkeys(PACKED_KINDS, 2.0)
 _GEMM = {precision: "bf16" if precision == "bf16" else "int8" for precision in _WEIGHT_BYTES}
 _KV_BYTES = 2
 

@@ -132,6 +132,8 @@ def test_each_precision_has_its_engines() -> None:
         "int8": ["headway", "openvino", "llama.cpp"],
         "int4": ["headway", "openvino", "llama.cpp"],
     }
+    packed = sitting.entries("awq", peers, headway=True, variants=False)
+    assert [entry.label for entry in packed] == ["headway", "vllm"]
     same_file = sitting.entries("q4_k_m", peers, headway=True, variants=False)
     assert [(each.label, each.exporter) for each in same_file] == [("headway", "b"), ("llama.cpp", "b")]
     more = sitting.entries("int8", peers, headway=True, variants=True)
