@@ -95,6 +95,21 @@ ROOMS = {
         },
         forbidden=NO_DEVICE,
     ),
+    "llm": Room(
+        ours={
+            "llm",
+            "choices",
+            "engine.client",
+            "engine.config",
+            "engine.core",
+            "engine.messages",
+            "engine.start",
+            "models.folder",
+            "policy",
+            "text",
+        },
+        forbidden=NO_SERVER,
+    ),
     "quantize": Room(
         ours={
             "quantize",
@@ -142,6 +157,7 @@ ROOMS = {
             "files",
             "flags",
             "planner.request",
+            "planner.models",
             "planner.resolve",
             "planner.words",
             "report",
@@ -363,7 +379,7 @@ def test_version_is_said_once() -> None:
 
 
 # Rooms of the extra `serve`; all others do with what `pip install headway` brings.
-OF_THE_EXTRA = {"batch.py", "calibration", "engine", "kernels", "llm.py", "models", "quantize", "server"}
+OF_THE_EXTRA = {"batch.py", "calibration", "engine", "kernels", "llm", "models", "quantize", "server"}
 # Other halves of declared dependencies, which pin them: of torch's CUDA build, numba and pydantic.
 BROUGHT_ALONG = {"triton", "llvmlite", "pydantic_core"}
 

@@ -14,7 +14,8 @@ from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware
 from headway.cost.parallel import Parallelism
 from headway.cost.precision import Format, Precision
-from headway.cost.serving import Limits, RequestShape, Served, benchmark, burst, open_loop
+from headway.cost.requests import Limits, RequestShape
+from headway.cost.serving import Served, benchmark, burst, open_loop
 from headway.cost.timing import Deployment
 from headway.planner.loads import PROMPTS_A_CLIENT
 from headway.planner.resolve import usual_limits

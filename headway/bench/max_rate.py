@@ -12,9 +12,10 @@ from rich.text import Text
 from headway.bench.client.load import LoadMode
 from headway.bench.errors import BenchError
 from headway.bench.interrupts import Interrupted
-from headway.bench.measures.search import ProbeOutcome, SearchOptions, SearchResult, Stop, Trial, find_max_rate
+from headway.bench.measures.search import SearchOptions, SearchResult, Stop, find_max_rate
 from headway.bench.measures.slo import slowness
 from headway.bench.measures.steady import falls_behind
+from headway.bench.measures.trials import ProbeOutcome, Trial
 from headway.bench.options import Claims
 from headway.bench.record import RunResult
 from headway.bench.report import verdict

@@ -20,82 +20,15 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 from headway.cost.attention import Chunk, append_alike, attended_pairs
 from headway.cost.decoding import Decoding
+from headway.cost.requests import USUAL, Limits, RequestShape
 from headway.cost.timing import Deployment
 
 _UNBOUNDED = 2**31
 MOST_CHUNKS_ALIKE = 16
 PERCENTILES = (50, 90, 99)
-
-
-@cache
-def _random_shares() -> list[float]:
-    import numpy as np  # not at the top: `--help` reads this module's limits, and does without
-
-    shares: list[float] = np.random.default_rng(0).random(65_537).tolist()
-    return shares
-
-
-@dataclass(frozen=True, slots=True)
-class RequestShape:
-    """Requests that are alike, in tokens.
-
-    Args:
-        output: of an answer, on average.
-        cached: of the prompt, found in the prefix cache; at least one token of a prompt is always computed.
-        spread: answers are evenly spread between output * (1 - spread) and output * (1 + spread). At 0 requests that
-            begin together end together and their successors come together: bursts that never dissolve.
-    """
-
-    prompt: int
-    output: int
-    cached: int = 0
-    spread: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.prompt < 1 or self.output < 1:
-            raise ValueError(f"prompt_tokens is {self.prompt} and output_tokens {self.output}; both must be at least 1")
-        if not 0 <= self.cached < self.prompt:
-            raise ValueError(f"cached tokens are {self.cached}; they must be fewer than the prompt's {self.prompt}")
-        if not 0.0 <= self.spread <= 1.0:
-            raise ValueError(f"spread is {self.spread}; it must be between 0 and 1")
-
-    def output_of(self, number: int) -> int:
-        """Tokens of the answer to the request of this number: drawn at random, and the same in every run.
-
-        Lengths that are more even than random ones keep requests apart, whose prompts meet on a real server.
-        """
-        shares = _random_shares()
-        share = 2.0 * shares[number % len(shares)] - 1.0
-        return max(1, round(self.output * (1.0 + self.spread * share)))
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of the engine: tokens in a step, and sequences at once.
-
-    Args:
-        prefill_stall_s: by which prompts may make a step longer for those beside them, or by as long as these take
-            alone where that is longer (`policy.step_budget`); infinite for no bound but the tokens.
-        least_tokens: that the first prompt gets beside decodes whatever they take.
-        ahead: the next step is scheduled when one begins, so that what comes meanwhile waits for a further one.
-    """
-
-    batched_tokens: int = 8192
-    sequences: int = 256
-    prefill_stall_s: float = math.inf
-    least_tokens: int = 16
-    ahead: bool = False
-
-    def __post_init__(self) -> None:
-        if self.batched_tokens < 1 or self.sequences < 1 or not self.prefill_stall_s >= 0 or self.least_tokens < 1:
-            raise ValueError(
-                f"max_num_batched_tokens is {self.batched_tokens}, max_num_seqs {self.sequences} and least_tokens "
-                f"{self.least_tokens}; they must be at least 1, and prefill_stall_s, {self.prefill_stall_s}, at least 0"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +321,7 @@ def closed_loop(
     deployment: Deployment,
     workload: RequestShape,
     concurrency: int,
-    limits: Limits = Limits(),
+    limits: Limits = USUAL,
     rounds: int = 4,
     skip: int = 1,
 ) -> Served:
@@ -416,7 +349,7 @@ def benchmark(
     workload: RequestShape,
     concurrency: int,
     prompts: int,
-    limits: Limits = Limits(),
+    limits: Limits = USUAL,
     ramp_s: float = 0.0,
 ) -> Served:
     """A closed loop as load generators run it: all clients begin at once, and all of so many prompts count.
@@ -435,7 +368,7 @@ def benchmark(
     return engine.served(skip=sum(each.last < ramp_s for each in engine.finished[:-1]))
 
 
-def burst(deployment: Deployment, workload: RequestShape, requests: int, limits: Limits = Limits()) -> Served:
+def burst(deployment: Deployment, workload: RequestShape, requests: int, limits: Limits = USUAL) -> Served:
     """All requests at once, and no more after them. Raises ValueError when there are none."""
     if requests < 1:
         raise ValueError(f"requests is {requests}; it must be at least 1")
@@ -443,7 +376,7 @@ def burst(deployment: Deployment, workload: RequestShape, requests: int, limits:
 
 
 def open_loop(
-    deployment: Deployment, workload: RequestShape, arrivals: Iterable[float], limits: Limits = Limits(), skip: int = 0
+    deployment: Deployment, workload: RequestShape, arrivals: Iterable[float], limits: Limits = USUAL, skip: int = 0
 ) -> Served:
     """Requests sent at these times, in seconds, ascending; the first `skip` are not counted.
 

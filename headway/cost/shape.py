@@ -315,20 +315,6 @@ class ModelShape:
     def ffn_matrices(self) -> int:
         return 3 if self.gated else 2
 
-    @property
-    def attention_kind(self) -> str:
-        """MLA, MHA, MQA or GQA (document 002), with a note of recurrent layers or of sliding windows."""
-        if self.latent is not None:
-            return "MLA"
-        kind = "MHA" if self.kv_heads == self.heads else "MQA" if self.kv_heads == 1 else "GQA"
-        if self.state is not None:
-            other = "DeltaNet" if self.state.heads else "convolution"
-            return f"{kind} in {self.attention_layers} layers, {other} in {len(self.recurrent)}"
-        windows = [window for window in self.sliding_windows if window is not None]
-        if not windows:
-            return kind
-        return f"{kind}, window {max(windows)}" + ("" if len(windows) == self.layers else f" in {len(windows)} layers")
-
     def parameters(self) -> dict[str, int]:
         """Parameters by component; a tied head has none of its own. Experts have components of their own."""
         parts = {

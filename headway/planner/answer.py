@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from headway.planner.models import names_taken
 from headway.planner.plan import Estimate, Plan
-from headway.planner.resolve import names_taken
 from headway.planner.words import bar, dollars, gigabytes, many, milliseconds, seconds
 from headway.report.parts import Line
 from headway.report.style import number

@@ -16,10 +16,10 @@ from rich.text import Text
 
 from headway.planner.answer import headline
 from headway.planner.json import as_object
+from headway.planner.models import names_taken
 from headway.planner.numbers import missed_by, numbers_of, shortened
 from headway.planner.plan import Estimate, Plan
 from headway.planner.request import PlanError, PlanOptions, PlanRequest, SpeculationFlags
-from headway.planner.resolve import names_taken
 from headway.planner.words import bar, dollars, gigabytes, letter
 from headway.report.console import print_table
 from headway.report.parts import Cell, Table, cells
@@ -103,7 +103,7 @@ def _option(text: str, name: str, value: str | None) -> dict[str, Any]:
         hint = f"did you mean {near[0]}?" if near else "use flags of headway plan, such as quantization=fp8, or tp=2"
         raise PlanError(f"plan {text!r} sets {name!r}, which is no flag of one plan; {hint}")
     if value is None and known[name] is not bool:
-        raise PlanError(f"plan {text!r} gives {name} no value; write {name}=VALUE")
+        raise PlanError(f"plan {text!r} gives {name!r} no value; write {name}=VALUE")
     return {name: True if value is None else _value(text, name, value, known[name])}
 
 

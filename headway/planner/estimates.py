@@ -14,7 +14,7 @@ from headway.calibration.samples import Kind
 from headway.calibration.store import CalibratedMachine
 from headway.cost.catalogue import uncertainty
 from headway.cost.hardware import Hardware
-from headway.cost.serving import RequestShape
+from headway.cost.requests import RequestShape
 from headway.cost.timing import LINEAR, TimeBreakdown
 from headway.planner.loads import Outcome
 from headway.planner.plan import Bars, Estimate

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from headway.planner.answer import headline
 from headway.planner.levers import Lever, Levers
+from headway.planner.models import names_taken
 from headway.planner.numbers import Numbers, missed_by, value_of
-from headway.planner.resolve import names_taken
 from headway.planner.words import dollars, seconds
 from headway.report.console import print_table
 from headway.report.parts import Cell, Table, cells

@@ -8,7 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from headway.cost.serving import Limits, RequestShape, Served, benchmark, closed_loop, open_loop
+from headway.cost.requests import Limits, RequestShape
+from headway.cost.serving import Served, benchmark, closed_loop, open_loop
 from headway.cost.timing import Deployment, TimeBreakdown
 from headway.planner.request import PlanError
 from headway.planner.steps import decode_step, prompt_steps, steps_s

@@ -10,17 +10,18 @@ from headway.cost.capacity import Capacity, capacity
 from headway.cost.loading import loading
 from headway.cost.memory import kv_cache_bytes, weight_bytes
 from headway.cost.parallel import Parallelism, check
-from headway.cost.serving import Limits, RequestShape
+from headway.cost.requests import Limits, RequestShape
 from headway.cost.shape import ShapeError
 from headway.cost.timing import Deployment
 from headway.planner import estimates
 from headway.planner.assumptions import assumptions
 from headway.planner.estimates import Estimates
 from headway.planner.loads import Lanes, Outcome, intake_s, per_lane
+from headway.planner.models import find_model
 from headway.planner.plan import Bars, Costs, Estimate, Plan, PlannedStep, Speculated
 from headway.planner.problems import problem, warnings
 from headway.planner.request import PlanError, PlanRequest
-from headway.planner.resolve import Resolved, find_model, resolve
+from headway.planner.resolve import Resolved, resolve
 from headway.planner.steps import compute_bound_batch, compute_bound_weights, decode_step, mean_context, prefill_step
 
 

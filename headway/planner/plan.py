@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from headway.cost.capacity import Capacity, Settings
 from headway.cost.loading import Loading
-from headway.cost.serving import Limits, RequestShape, Served
+from headway.cost.requests import Limits, RequestShape
+from headway.cost.serving import Served
 from headway.cost.timing import Deployment, TimeBreakdown
 from headway.cost.work import Operation, Work
 from headway.planner.request import PlanRequest

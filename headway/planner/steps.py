@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from headway.cost.attention import Chunk, append_alike
-from headway.cost.serving import RequestShape
+from headway.cost.requests import RequestShape
 from headway.cost.timing import LINEAR, Deployment, PartTime, TimeBreakdown
 from headway.cost.work import Operation, step_work, total
 from headway.planner.plan import PlannedStep

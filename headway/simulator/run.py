@@ -13,7 +13,7 @@ from headway.bench.client.load import collector_off
 from headway.bench.interrupts import Interrupted
 from headway.bench.jobs import carry_out, with_arrivals
 from headway.bench.max_rate import has_objectives, outcome_of
-from headway.bench.measures.search import ProbeOutcome
+from headway.bench.measures.trials import ProbeOutcome
 from headway.bench.options import BenchOptions, Target
 from headway.bench.record import ClientHealth, RunResult
 from headway.bench.report.tables import sweep_table
@@ -22,7 +22,7 @@ from headway.bench.runs import Load, Runner, load_of
 from headway.bench.settings import settings_of_load
 from headway.bench.tokens import load_tokenizer
 from headway.bench.workload.build import Workload, build_workload
-from headway.planner.resolve import names_taken
+from headway.planner.models import names_taken
 from headway.planner.words import letter
 from headway.policy.quota import TOTAL
 from headway.policy.routing import ROUTERS

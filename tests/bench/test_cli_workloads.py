@@ -47,7 +47,7 @@ def test_ignore_eos(headway: CommandLine, scripted: ScriptedServer, flags: tuple
 def test_ignore_eos_is_refused(headway: CommandLine) -> None:
     with ScriptedServer(kind="openai") as server:
         error = headway("bench", "--base-url", server.url, *SHORT, "--num-prompts", 2, "--ignore-eos").error()
-        assert "refuses the field ignore_eos" in error
+        assert "refuses the field 'ignore_eos'" in error
         assert headway("bench", "--base-url", server.url, *SHORT, "--num-prompts", 2).code == 0
 
 

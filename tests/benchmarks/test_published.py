@@ -18,7 +18,8 @@ from headway.cost import catalogue
 from headway.cost.attention import Chunk
 from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware
-from headway.cost.serving import Limits, RequestShape, burst, closed_loop
+from headway.cost.requests import Limits, RequestShape
+from headway.cost.serving import burst, closed_loop
 from tests.benchmarks.published import ROW, ROWS, SOURCE, compared, figures
 
 # The table

@@ -11,7 +11,8 @@ from headway.cost.attention import Chunk
 from headway.cost.catalogue import find_hardware, find_model
 from headway.cost.memory import activation_bytes, kv_bytes_per_token, kv_cache_bytes, weight_bytes
 from headway.cost.precision import Precision
-from headway.cost.serving import RequestShape, burst, closed_loop, open_loop
+from headway.cost.requests import RequestShape
+from headway.cost.serving import burst, closed_loop, open_loop
 from headway.cost.shape import ModelShape
 from headway.cost.work import Operation, Work, step_work, total
 from tests.cost.machines import MACHINE, deployment

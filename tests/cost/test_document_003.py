@@ -16,7 +16,8 @@ from headway.cost.memory import activation_bytes, kv_bytes_per_token, kv_cache_b
 from headway.cost.parallel import Parallelism, device_weight_bytes, pipeline_bubble
 from headway.cost.precision import Precision
 from headway.cost.price import cost_per_million, tokens_per_s_per_watt
-from headway.cost.serving import Limits, RequestShape, burst, closed_loop, open_loop
+from headway.cost.requests import Limits, RequestShape
+from headway.cost.serving import burst, closed_loop, open_loop
 from headway.cost.timing import Deployment
 from headway.cost.work import Operation, Work, step_work, total
 from tests.cost.machines import LINK, MACHINE, deployment

@@ -294,20 +294,6 @@ def test_a_missing_bias_key_of_gpt_oss_means_biases():
 
 
 @pytest.mark.parametrize(
-    ("case", "kind"),
-    [
-        ("mixtral", "GQA"),
-        ("mixtral_window", "GQA, window 5"),
-        ("gpt_oss", "GQA, window 3 in 2 layers"),
-        ("deepseek_v2", "MLA"),
-        ("gpt_j", "MHA"),
-    ],
-)
-def test_attention_has_a_name(case, kind):
-    assert read_shape(tiny_families.config_json(tiny_families.build(case))).attention_kind == kind
-
-
-@pytest.mark.parametrize(
     ("case", "change", "said"),
     [
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, which is more than num_local_experts, 5"),

@@ -21,10 +21,10 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headway import LLM, SamplingParams
 from headway.cost.values import ModelError
 from headway.kernels import kernels_for
 from headway.kernels.cpu import CpuKernels
-from headway.llm import LLM, SamplingParams
 from headway.models.decoder import Decoder
 from headway.models.folder import resolve_model
 from headway.models.gguf import read_gguf

@@ -78,7 +78,7 @@ def test_own_flags_go_before_shared_ones_and_an_own_load_replaces_theirs() -> No
         (["llama-3.1-8b", "@H100-SXM"], "has no hardware"),
         (["@H100-SXM", "@H200"], "has no model"),
         (["llama-3.1-8b@H100-SXM:", "@H200"], "nothing after its colon"),
-        (["llama-3.1-8b@H100-SXM:tp", "@H200"], "gives tensor_parallel_size no value"),
+        (["llama-3.1-8b@H100-SXM:tp", "@H200"], "gives 'tensor_parallel_size' no value"),
         (["llama-3.1-8b@H100-SXM:tp=two", "@H200"], "is not a whole number"),
         (["llama-3.1-8b@H100-SXM:gpu-memory-utilization=most", "@H200"], "is not a number"),
         (["llama-3.1-8b@H100-SXM:flash-attention=maybe", "@H200"], "give true or false"),
@@ -89,7 +89,7 @@ def test_own_flags_go_before_shared_ones_and_an_own_load_replaces_theirs() -> No
         (["llama-3.1-8b@H100-SXM", "@0xH200"], "count is 0"),
         (["llama-3.1-8b@H100-SXMx4", "@H200"], "goes first: 4xH100-SXM"),
         (["llama-3.1-8b@H100-SXM", "llama-9@H200"], "plan 'llama-9@H200': model 'llama-9' is not known"),
-        (["llama-3.1-8b@H100-SXM", "@H200:tp=3,count=3"], "plan '@H200:tp=3,count=3': tensor_parallel_size is 3"),
+        (["llama-3.1-8b@H100-SXM", "@H200:tp=3,count=3"], "plan '@H200:tp=3,count=3': --tensor-parallel-size is 3"),
     ],
 )
 def test_bad_input_is_one_line(headway: CommandLine, typed: list[str], says: str) -> None:

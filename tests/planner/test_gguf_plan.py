@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from headway.models.gguf_config import folder_of
+from headway.planner.models import find_model
 from headway.planner.request import PlanError, PlanRequest
-from headway.planner.resolve import find_model, resolve
+from headway.planner.resolve import resolve
 from tests.models import gguf_files, tiny
 
 WIDE = {

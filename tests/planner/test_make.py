@@ -13,14 +13,14 @@ from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Price
 from headway.cost.precision import Precision
 from headway.cost.price import cost_per_million
-from headway.cost.serving import RequestShape
+from headway.cost.requests import RequestShape
 from headway.cost.speculative import tpot_s
 from headway.cost.timing import Deployment
 from headway.planner import resolve as resolving
 from headway.planner.make import make_plan
+from headway.planner.models import find_model
 from headway.planner.plan import Plan
 from headway.planner.request import PlanError, PlanRequest, Speculation
-from headway.planner.resolve import find_model
 from headway.planner.steps import prompt_steps
 
 

@@ -142,18 +142,18 @@ nope --hardware H100-SXM | model 'nope' is not known
 llama3.1-9b --hardware H100-SXM | llama-3.1-8b
 llama-3.1-8b --hardware H101-SXM | H100-SXM
 llama-3.1-8b --hardware Z80 | known are
-llama-3.1-8b --hardware H100-SXM --prompt-tokens 0 | prompt_tokens is 0
-llama-3.1-8b --hardware H100-SXM --output-tokens -5 | output_tokens is -5
+llama-3.1-8b --hardware H100-SXM --prompt-tokens 0 | --prompt-tokens is 0
+llama-3.1-8b --hardware H100-SXM --output-tokens -5 | --output-tokens is -5
 llama-3.1-8b --hardware H100-SXM --prompt-tokens many | --prompt-tokens
-llama-3.1-8b --hardware H100-SXM --batch-size 0 | batch_size is 0
+llama-3.1-8b --hardware H100-SXM --batch-size 0 | --batch-size is 0
 llama-3.1-8b --hardware H100-SXM --concurrency 0 | concurrency is 0
-llama-3.1-8b --hardware H100-SXM --request-rate 0 | request_rate is 0
-llama-3.1-8b --hardware H100-SXM --request-rate nan | request_rate is nan
+llama-3.1-8b --hardware H100-SXM --request-rate 0 | --request-rate is 0
+llama-3.1-8b --hardware H100-SXM --request-rate nan | --request-rate is nan
 llama-3.1-8b --hardware H100-SXM --batch-size 1 --request-rate 2 | give only one
 llama-3.1-8b --hardware H100-SXM --count 0 | count is 0
 llama-3.1-8b --hardware H100-SXM --tensor-parallel-size 3 | use 1, 2, 4, 8
 llama-3.1-8b --hardware H100-SXM --tensor-parallel-size 64 | does not divide both
-llama-3.1-8b --hardware H100-SXM --storage-gb-per-s 0 | storage_gb_per_s is 0
+llama-3.1-8b --hardware H100-SXM --storage-gb-per-s 0 | --storage-gb-per-s is 0
 llama-3.1-8b --hardware H100-SXM --quantization int4-experts | has no experts
 llama-3.1-8b --hardware H100-SXM --tensor-parallel-size 2 --count 3 | a multiple of that
 llama-3.1-8b --hardware H100-SXM --pipeline-parallel-size 64 | 32 layers
@@ -165,9 +165,9 @@ llama-3.1-8b --hardware H100-SXM --slo ttft:-1 | slo: ttft:-1.0 is not a limit; 
 llama-3.1-8b --hardware H100-SXM --concurrency 1000000000 | at most 1,000,000
 llama-3.1-8b --hardware H100-SXM --draft-model= --num-speculative-tokens 2 --acceptance-rate 0.5 | draft model ''
 llama-3.1-8b --hardware H100-SXM --slo speed:1 | ttft, tpot, e2el
-llama-3.1-8b --hardware H100-SXM --price-per-hour 0 | price_per_hour is 0
+llama-3.1-8b --hardware H100-SXM --price-per-hour 0 | --price-per-hour is 0
 llama-3.1-8b --hardware H100-SXM --prompt-tokens 200000 | max_position_embeddings, 131,072
-llama-3.1-8b --hardware H100-SXM --gpu-memory-utilization 2 | gpu_memory_utilization is 2
+llama-3.1-8b --hardware H100-SXM --gpu-memory-utilization 2 | --gpu-memory-utilization is 2
 llama-3.1-8b --hardware H100-SXM --acceptance-rate 0.5 | --num-speculative-tokens
 llama-3.1-8b --hardware H100-SXM --num-speculative-tokens 3 | --acceptance-rate
 llama-3.1-8b --hardware H100-SXM --num-speculative-tokens 3 --acceptance-rate 2 | give 0 to 1

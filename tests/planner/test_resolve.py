@@ -13,8 +13,9 @@ from headway.cost import catalogue
 from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware
 from headway.planner import resolve as resolving
+from headway.planner.models import find_model
 from headway.planner.request import PlanError, PlanRequest
-from headway.planner.resolve import find_hardware, find_model, resolve
+from headway.planner.resolve import find_hardware, resolve
 
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from headway.cost.serving import Limits, RequestShape, benchmark
+from headway.cost.requests import Limits, RequestShape
+from headway.cost.serving import benchmark
 from headway.engine.config import SchedulingOptions
 from headway.simulator.answers import Answer
 from headway.simulator.deployed import ServerOptions, deploy

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.bench.measures.search import ProbeOutcome
+from headway.bench.measures.trials import ProbeOutcome
 from headway.bench.results import load_json
 from headway.engine.config import SchedulingOptions
 from headway.policy.ledger import Phase

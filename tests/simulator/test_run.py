@@ -76,7 +76,7 @@ def test_a_sweep_is_a_run_at_each_load(tmp_path: Path) -> None:
         (["llama-3.1-8b", "--hardware", "H1000"], "hardware 'H1000' is not known"),
         (["llama-3.1-70b", "--hardware", "H100-SXM"], "llama-3.1-70b does not fit"),
         ([*MODEL, "--kv-cache-memory", "1M"], "raise --kv-cache-memory"),
-        ([*MODEL, "--max-num-seqs", "300", "--max-num-batched-tokens", "200"], "max_num_seqs is 300"),
+        ([*MODEL, "--max-num-seqs", "300", "--max-num-batched-tokens", "200"], "--max-num-seqs is 300"),
         ([*MODEL, "--dataset-name", "azure"], "needs --dataset-path"),
         ([*MODEL, "--dataset-name", "azure", "--dataset-path", "TRACE"], "line 3"),
         ([*MODEL, "--report", "TRACE/is.html"], "no file can be made there"),

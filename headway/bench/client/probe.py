@@ -89,7 +89,7 @@ async def probe(wanted: Endpoint, ready_timeout_s: float = 0.0, may_ignore_eos: 
         )
         accepted, record = await negotiate_stream(asker, wishes)
         if wanted.ignore_eos and not accepted.ignore_eos:
-            raise BenchError("--ignore-eos was given, and the server refuses the field ignore_eos; leave it out")
+            raise BenchError("--ignore-eos was given, and the server refuses the field 'ignore_eos'; leave it out")
         if kind == "headway":
             cards = await _cards(asker)  # while it loads, it does not know its max_model_len
         version, max_model_len = await _version_and_length(asker, kind, cards, model)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headway.bench.measures.anytime import least_blocks
-from headway.bench.measures.search import SearchResult, Stop, Trial, Verdict
+from headway.bench.measures.search import SearchResult, Stop
+from headway.bench.measures.trials import Trial, Verdict
 from headway.bench.report.verdict import count
 from headway.report import style
 from headway.report.parts import Banner, Cell, Picture, Section, Table, Tone, cells

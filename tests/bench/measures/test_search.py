@@ -11,18 +11,8 @@ import pytest
 from benchmarks.search_errors import PROCESSES, searched, stalls
 from headway.bench.errors import BenchError
 from headway.bench.measures.anytime import anytime_interval, least_blocks
-from headway.bench.measures.search import (
-    ProbeOutcome,
-    SearchOptions,
-    Stop,
-    Trial,
-    Verdict,
-    blocks_of,
-    contradictions,
-    find_max_rate,
-    isotonic,
-    memory,
-)
+from headway.bench.measures.search import SearchOptions, Stop, find_max_rate
+from headway.bench.measures.trials import ProbeOutcome, Trial, Verdict, blocks_of, contradictions, isotonic, memory
 from headway.bench.report.search import search_banners
 
 CHUNK = 400

@@ -12,9 +12,10 @@ from rich.console import Console
 
 from headway.bench.measures.compare import compare
 from headway.bench.measures.numbers import Attainment, Distribution, Percentile
-from headway.bench.measures.search import ProbeOutcome, SearchResult, Stop, Trial
-from headway.bench.measures.search import Verdict as RateVerdict
+from headway.bench.measures.search import SearchResult, Stop
 from headway.bench.measures.summary import summarise_all
+from headway.bench.measures.trials import ProbeOutcome, Trial
+from headway.bench.measures.trials import Verdict as RateVerdict
 from headway.bench.record import Failure, FailureKind, RunResult
 from headway.bench.report import tables, verdict
 from headway.bench.report.comparison import comparison_banners

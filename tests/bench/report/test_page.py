@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from headway.bench.measures.compare import compare
-from headway.bench.measures.search import ProbeOutcome, SearchResult, Stop, Trial, Verdict
+from headway.bench.measures.search import SearchResult, Stop
 from headway.bench.measures.summary import summarise_all
+from headway.bench.measures.trials import ProbeOutcome, Trial, Verdict
 from headway.bench.report import run_page
 from headway.bench.report.run_page import comparison_page, report_page
 from headway.bench.report.search import search_section

@@ -1,0 +1,77 @@
+"""Requests that are alike, and what an engine that serves them has room for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+
+@cache
+def _random_shares() -> list[float]:
+    import numpy as np  # not at the top: `--help` reads this module's limits, and does without
+
+    shares: list[float] = np.random.default_rng(0).random(65_537).tolist()
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class RequestShape:
+    """Requests that are alike, in tokens.
+
+    Args:
+        output: of an answer, on average.
+        cached: of the prompt, found in the prefix cache; at least one token of a prompt is always computed.
+        spread: answers are evenly spread between output * (1 - spread) and output * (1 + spread). At 0 requests that
+            begin together end together and their successors come together: bursts that never dissolve.
+    """
+
+    prompt: int
+    output: int
+    cached: int = 0
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.prompt < 1 or self.output < 1:
+            raise ValueError(f"prompt_tokens is {self.prompt} and output_tokens {self.output}; both must be at least 1")
+        if not 0 <= self.cached < self.prompt:
+            raise ValueError(f"cached tokens are {self.cached}; they must be fewer than the prompt's {self.prompt}")
+        if not 0.0 <= self.spread <= 1.0:
+            raise ValueError(f"spread is {self.spread}; it must be between 0 and 1")
+
+    def output_of(self, number: int) -> int:
+        """Tokens of the answer to the request of this number: drawn at random, and the same in every run.
+
+        Lengths that are more even than random ones keep requests apart, whose prompts meet on a real server.
+        """
+        shares = _random_shares()
+        share = 2.0 * shares[number % len(shares)] - 1.0
+        return max(1, round(self.output * (1.0 + self.spread * share)))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of the engine: tokens in a step, and sequences at once.
+
+    Args:
+        prefill_stall_s: by which prompts may make a step longer for those beside them, or by as long as these take
+            alone where that is longer (`policy.step_budget`); infinite for no bound but the tokens.
+        least_tokens: that the first prompt gets beside decodes whatever they take.
+        ahead: the next step is scheduled when one begins, so that what comes meanwhile waits for a further one.
+    """
+
+    batched_tokens: int = 8192
+    sequences: int = 256
+    prefill_stall_s: float = math.inf
+    least_tokens: int = 16
+    ahead: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batched_tokens < 1 or self.sequences < 1 or not self.prefill_stall_s >= 0 or self.least_tokens < 1:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.batched_tokens}, max_num_seqs {self.sequences} and least_tokens "
+                f"{self.least_tokens}; they must be at least 1, and prefill_stall_s, {self.prefill_stall_s}, at least 0"
+            )
+
+
+USUAL = Limits()

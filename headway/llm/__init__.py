@@ -1,0 +1,159 @@
+"""The engine as a library: `LLM` in this process, `AsyncLLM` with the engine in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from numbers import Integral
+from typing import Any
+
+from headway.engine.client import EngineClient
+from headway.engine.config import EngineConfig
+from headway.llm.batch import Batch, Call
+from headway.llm.requests import CompletionOutput, Front, Message, PromptType, RequestOutput
+from headway.policy.sampling_params import SamplingParams
+from headway.policy.service_class import BUILT_IN
+from headway.text.tokenizer import Tokenizer
+
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput"]
+
+_process: int | None = None  # that made the first LLM
+
+
+def _check_process() -> None:
+    """Refuse to run in a fork of the process that made an LLM: it has neither the engine's threads nor torch's."""
+    if _process not in (None, os.getpid()):
+        raise RuntimeError(
+            f"process {os.getpid()} is a fork of {_process}, and an LLM cannot be used after a fork; create the LLM "
+            "in the child, and start the child with multiprocessing's 'spawn' method or before the first LLM is created"
+        )
+
+
+class LLM:
+    """A model in this process, for batches of prompts. Calls from several threads share one batch.
+
+    Args:
+        model: folder or hub id of a checkpoint.
+        skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs carry no text.
+        engine_args: fields of EngineConfig, as dtype, max_model_len, load_format. Nobody reads a batch while it
+            runs, so prompts are computed as fast as possible unless max_prefill_stall_ms is given.
+
+    Raises:
+        ValueError: the model or a setting cannot be used; one line that says why.
+        RuntimeError: here or in a call, in a fork of a process that made an LLM.
+    """
+
+    def __init__(self, model: str, *, skip_tokenizer_init: bool = False, **engine_args: Any) -> None:
+        global _process
+        from headway.engine.start import start_engine
+
+        _check_process()
+        self._front = Front(model, skip_tokenizer_init, engine_args.get("classes", BUILT_IN))
+        engine_args = {"max_prefill_stall_ms": math.inf, "scheduling_policy": "fcfs", **engine_args}
+        _process = os.getpid()
+        self.engine = start_engine(EngineConfig(model=str(self._front.folder), **engine_args))
+        self._batch = Batch(self.engine.core)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._front.tokenizer
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_progress: bool = False,
+        service_class: str = "",
+    ) -> list[RequestOutput]:
+        """Complete every prompt, batched together; results are in the order of the prompts.
+
+        A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids".
+        """
+        _check_process()
+        listed = _as_prompts(prompts)
+        params = sampling_params if sampling_params is not None else self._front.default_params()
+        each = [params] * len(listed) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(listed):
+            raise ValueError(f"{len(listed)} prompts, but {len(each)} sampling_params; give one, or one for each")
+        collectors = [self._front.collector(p, s, service_class) for p, s in zip(listed, each, strict=True)]
+        with _progress(len(collectors), use_progress) as advance:
+            self._batch.run(Call(collectors, advance))
+        return [c.output for c in collectors]
+
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_progress: bool = False,
+        service_class: str = "",
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, with the checkpoint's chat template."""
+        _check_process()
+        conversations: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
+        prompts = [{"prompt_token_ids": self._front.render(conversation)} for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_progress, service_class)
+
+
+class AsyncLLM:
+    """A model in a process of its own, for asyncio programs. Use as `async with AsyncLLM(model) as llm`."""
+
+    def __init__(self, model: str, *, skip_tokenizer_init: bool = False, **engine_args: Any) -> None:
+        self._front = Front(model, skip_tokenizer_init, engine_args.get("classes", BUILT_IN))
+        self.engine = EngineClient(EngineConfig(model=str(self._front.folder), **engine_args))
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+    async def start(self) -> None:
+        """Start the engine and wait until it serves."""
+        await self.engine.start()
+        await self.engine.wait_ready()
+
+    async def shutdown(self) -> None:
+        await self.engine.stop()
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        service_class: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the growing RequestOutput after every step; the last one has finished=True.
+
+        Leaving the iteration early aborts the request.
+        """
+        params = sampling_params or self._front.default_params()
+        collector = await asyncio.to_thread(self._front.collector, prompt, params, service_class, request_id)
+        async with aclosing(self.engine.generate(collector.request)) as outputs:
+            async for output in outputs:
+                if collector.take(output):
+                    self.engine.abort(output.request_id, output.index)
+                yield collector.output
+
+
+def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if prompts and isinstance(prompts[0], Integral):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _progress(total: int, shown: bool) -> Iterator[Any]:
+    if not shown:
+        yield lambda: None
+        return
+    from rich.progress import Progress
+
+    with Progress() as bar:
+        task = bar.add_task("Prompts", total=total)
+        yield lambda: bar.advance(task)
