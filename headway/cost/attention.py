@@ -118,7 +118,7 @@ def _of_chunk(shape: ModelShape, chunk: Chunk, window: int | None, times: int, f
 
 
 def _latent(latent: Latent, heads: int, tokens: int, keys: int, pairs: int, times: int, stored: int) -> Attended:
-    """The cheaper of two ways that give the same result (DeepSeek-V2, 2024, section 2.1).
+    """The cheaper of two ways that give the same result (DeepSeek-V2, 2024, section 2.1), or the first of them.
 
     Absorbed: queries and results are turned into the space of the latents, for each new token. Expanded: keys and
     values are made of all latents in sight, and attention goes on as usual.
@@ -132,6 +132,8 @@ def _latent(latent: Latent, heads: int, tokens: int, keys: int, pairs: int, time
         latent_flops=times * tokens * turn,
         score_elements=stored,
     )
+    if latent.always_absorbed:
+        return absorbed
     expanded = Attended(
         2 * times * heads * (latent.nope_dim + latent.rope_dim) * pairs,
         2 * times * heads * latent.value_dim * pairs,

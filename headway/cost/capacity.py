@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from headway.cost.memory import activation_bytes, kv_cache_bytes
-from headway.cost.parallel import device_weight_bytes, stage_layers
+from headway.cost.parallel import device_weight_bytes, stages
 from headway.cost.precision import FP8, Precision
 from headway.cost.shape import ModelShape, ShapeError
 from headway.cost.timing import Deployment
@@ -141,7 +141,7 @@ def capacity(deployment: Deployment, prompt: int, output: int, settings: Setting
     one = sequence_bytes(d, prompt + output, block_size, settings.rolling)
     apart = room // one
     together = _sharing(d, cached, prompt - cached + output, room, settings) if cached else apart
-    in_stage = stage_layers(d.shape.attention_layers, d.parallelism.pipeline) * d.device.kv_elements_per_layer
+    in_stage = max(stage.attention_layers for stage in _stages(d)) * d.device.kv_elements_per_layer
     return Capacity(
         memory=d.hardware.memory_bytes,
         usable=usable,
@@ -212,13 +212,8 @@ def remedies(
 
 
 def _stages(deployment: Deployment) -> list[ModelShape]:
-    """The layers of each pipeline stage as one device has them, as far as their cache goes."""
-    shape = deployment.device
-    if shape.recurrent:  # there are no stages
-        return [shape]
-    length = stage_layers(shape.layers, deployment.parallelism.pipeline)
-    groups = {shape.sliding_windows[first : first + length] for first in range(0, shape.layers, length)}
-    return [replace(shape, layers=len(windows), sliding_windows=windows, experts=None) for windows in groups]
+    """The layers of each pipeline stage as one device has them."""
+    return stages(deployment.device, deployment.parallelism.pipeline)
 
 
 def _held(deployment: Deployment, stage: ModelShape, tokens: int, block_size: int, rolling: bool) -> int:
@@ -239,7 +234,7 @@ def _quantized(deployment: Deployment) -> Iterator[tuple[str, Deployment]]:
     precision, hardware = deployment.precision, deployment.hardware
     for name in ("fp8" if "fp8" in hardware.flops_per_s and not hardware.measured else "int8", "int4"):
         fewer = _named(deployment, name)
-        changed = replace(precision, linear=fewer.linear, head=fewer.head, experts=None)
+        changed = replace(precision, linear=fewer.linear, head=fewer.head, experts=None, latent=fewer.latent)
         yield f"--quantization {name}", replace(deployment, precision=changed)
 
 

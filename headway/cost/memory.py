@@ -11,6 +11,7 @@ def weight_bytes(shape: ModelShape, precision: Precision | None = None) -> int:
     p, parts, matrices = precision or Precision(), shape.matrices(), shape.projections()
     return (
         p.linear.bytes_of_matrices(matrices["linear"])
+        + p.of_latent.bytes_of_matrices(matrices["latent"])
         + p.of_experts.bytes_of_matrices(matrices["experts"])
         + p.head.bytes_of_matrices(matrices["head"])
         + p.rest.bytes_of(parts["embedding"] + parts["rest"])

@@ -64,15 +64,11 @@ def check(shape: ModelShape, parallelism: Parallelism, link: Link | None = None)
             f"tensor_parallel_size is {tensor}, which neither divides {shape.kv_heads} key/value heads nor is a "
             "multiple of them"
         )
-    if (state := shape.state) is not None:
-        if pipeline > 1:
-            raise ShapeError(
-                f"pipeline_parallel_size is {pipeline}, but models with recurrent layers are not divided into stages"
-            )
-        if (state.heads or state.channels) % tensor or state.key_heads % tensor:
-            raise ShapeError(
-                f"tensor_parallel_size is {tensor}, which does not divide the heads or channels of recurrent layers"
-            )
+    state = shape.state
+    if state is not None and ((state.heads or state.channels) % tensor or state.key_heads % tensor):
+        raise ShapeError(
+            f"tensor_parallel_size is {tensor}, which does not divide the heads or channels of recurrent layers"
+        )
     if pipeline > shape.layers:
         raise ShapeError(f"pipeline_parallel_size is {pipeline}, but there are only {shape.layers} layers to divide")
     if parallelism.experts and shape.experts is None:
@@ -129,17 +125,34 @@ def device_weight_bytes(shape: ModelShape, precision: Precision, parallelism: Pa
         return weight_bytes(local, precision)
     head = precision.head.bytes_of_matrices(local.projections()["head"])
     embedding = precision.rest.bytes_of(local.vocab * local.hidden)
-    stage = _fullest_stage(local, stage_layers(shape.layers, parallelism.pipeline))
+    fullest = max(weight_bytes(stage, precision) for stage in stages(local, parallelism.pipeline))
     tables = head + (0 if shape.tied_embeddings else embedding)
-    return weight_bytes(stage, precision) - tables + (head if shape.tied_embeddings else max(head, embedding))
+    return fullest - tables + (head if shape.tied_embeddings else max(head, embedding))
 
 
-def _fullest_stage(shape: ModelShape, layers: int) -> ModelShape:
-    """So many layers of a model, as many of them with experts as there are: those weigh most."""
+def stages(shape: ModelShape, pipeline: int) -> list[ModelShape]:
+    """The different stages of a pipeline, with equal ones once.
+
+    Of the layers of each, as many have experts as there are in all: those weigh most.
+    """
+    length = stage_layers(shape.layers, pipeline)
+    return list(dict.fromkeys(_stage(shape, first, length) for first in range(0, shape.layers, length)))
+
+
+def _stage(shape: ModelShape, first: int, length: int) -> ModelShape:
+    layers = range(first, min(first + length, shape.layers))
+    attending = [layer for layer in range(shape.layers) if layer not in shape.recurrent]
+    windows = zip(attending, shape.sliding_windows, strict=True)
     experts = shape.experts
     if experts is not None:
-        experts = replace(experts, layers=min(layers, experts.layers))
-    return replace(shape, layers=layers, sliding_windows=shape.sliding_windows[:layers], experts=experts)
+        experts = replace(experts, layers=min(len(layers), experts.layers))
+    return replace(
+        shape,
+        layers=len(layers),
+        sliding_windows=tuple(window for layer, window in windows if layer in layers),
+        recurrent=tuple(layer - first for layer in shape.recurrent if layer in layers),
+        experts=experts,
+    )
 
 
 def pipeline_bubble(stages: int, micro_batches: int) -> float:

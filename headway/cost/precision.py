@@ -114,6 +114,7 @@ _ENGINE_PACKED: dict[str, tuple[int, int, int, str | None]] = {
     "q6_k": (8, 16, 16 + 32 // 16, "q6_k"),
     "q8_0": (8, 32, 16 + 32, "q8_0"),
 }
+_GGUF_TYPES = ("q4_k", "q6_k", "q8_0")
 _ROW_SCALES = {"fp8-weight-only": 64}  # bits of a row; in others 32, which are always there
 ENGINE_QUANTIZATIONS = ("none", *_ENGINE_WEIGHTS)
 ENGINE_CHECKPOINTS = tuple(_ENGINE_PACKED)
@@ -128,6 +129,7 @@ class Precision:
     Args:
         linear: of the layers' matrices.
         experts: of the experts' matrices; None: like `linear`.
+        latent: of the matrices between latents and the keys and values of heads; None: like `linear`.
         head: of the output projection; an embedding that is tied to it is kept like it.
         rest: of norms, biases, routers and the embedding.
         activations: of what layers hand to each other; it is also the dtype of attention's products.
@@ -140,6 +142,7 @@ class Precision:
     rest: Format = BF16
     activations: Format = BF16
     kv: Format = BF16
+    latent: Format | None = None
 
     @classmethod
     def of(cls, dtype: str) -> Precision:
@@ -191,7 +194,9 @@ class Precision:
         if quantization in _ENGINE_PACKED:
             head_format = _ENGINE_PACKED[quantization][3]
             head_ = found.head if head_format is None else _in_groups(head_format, found.activations)
-            return replace(found, linear=_in_groups(quantization, found.activations), head=head_)
+            # GGUF's files have a matrix for each head; of others one is divided by heads, and no longer packed.
+            latent = None if quantization in _GGUF_TYPES else found.activations
+            return replace(found, linear=_in_groups(quantization, found.activations), head=head_, latent=latent)
         if quantization not in _ENGINE_WEIGHTS:
             return found
         head = _ENGINE_HEAD.get(quantization, quantization)
@@ -204,6 +209,10 @@ class Precision:
     @property
     def of_experts(self) -> Format:
         return self.experts or self.linear
+
+    @property
+    def of_latent(self) -> Format:
+        return self.latent or self.linear
 
 
 def is_for_experts(quantization: str) -> bool:

@@ -85,9 +85,14 @@ class StateSpec:
         return self.heads * self.value_dim or self.channels
 
     @property
+    def numbers(self) -> int:
+        """Of the outputs of the first projections, those that are two numbers a head, by a matrix that stays plain."""
+        return 2 * self.heads
+
+    @property
     def projected(self) -> int:
         """Outputs of the first projections: what is convolved and two gates; or that, a gate and two numbers a head."""
-        return self.channels + self.mixed + 2 * self.heads if self.heads else 3 * self.channels
+        return self.channels + self.mixed + self.numbers if self.heads else 3 * self.channels
 
     def parameters(self, hidden: int) -> int:
         """Of a layer: two projections, the convolution, and of a delta net two numbers a head and a norm."""
@@ -106,6 +111,8 @@ class Latent:
         nope_dim, rope_dim: of a head's query and key, without and with positions. The part with positions is cached
             once for all heads.
         value_dim: of a head's value.
+        always_absorbed: prompts are computed in the space of latents too, as this engine does, and not in the cheaper
+            of both ways.
     """
 
     q_rank: int | None
@@ -113,6 +120,7 @@ class Latent:
     nope_dim: int
     rope_dim: int
     value_dim: int
+    always_absorbed: bool = False
 
     def query_parameters(self, hidden: int, heads: int) -> int:
         """Weights between the hidden state and all queries."""
@@ -132,13 +140,14 @@ class Latent:
         return (self.q_rank or 0) + self.kv_rank
 
     def projections(self, layers: int, hidden: int, heads: int) -> list[Matrix]:
-        """The matrices of all three counts above; those of keys and values are of a head each."""
+        """The matrices of the first two counts above."""
         rows, cached = heads * (self.nope_dim + self.rope_dim), self.kv_rank + self.rope_dim
         matrices = [(layers, (self.q_rank or rows) + cached, hidden)]
-        if self.q_rank is not None:
-            matrices.append((layers, rows, self.q_rank))
-        of_heads = (self.kv_rank, self.nope_dim), (self.value_dim, self.kv_rank)
-        return matrices + [(layers * heads, *sizes) for sizes in of_heads]
+        return matrices if self.q_rank is None else [*matrices, (layers, rows, self.q_rank)]
+
+    def of_heads(self, layers: int, heads: int) -> list[Matrix]:
+        """Those of the third: of the keys and of the values of each head."""
+        return [(layers * heads, self.kv_rank, self.nope_dim), (layers * heads, self.value_dim, self.kv_rank)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +368,9 @@ class ModelShape:
         return sum(parts.values())
 
     def matrices(self) -> dict[str, int]:
-        """Parameters by the field of `Precision` that says how they are kept: linear, experts, head, embedding, rest.
+        """Parameters by the field of `Precision` that says how they are kept.
+
+        They are linear, latent, experts, head, embedding and rest.
 
         A tied embedding counts as the head.
         """
@@ -368,20 +379,21 @@ class ModelShape:
         return parts | {"rest": self.num_parameters - sum(parts.values())}
 
     def projections(self) -> dict[str, list[Matrix]]:
-        """What tokens are multiplied with, by linear, experts and head, as in `matrices`; what is fused is one."""
+        """What tokens are multiplied with, by linear, latent, experts and head; what is fused is one."""
         latent, linear, routed = self.latent, [(self.attention_layers, self.hidden, self.attended)], list[Matrix]()
+        of_heads = [] if latent is None else latent.of_heads(self.layers, self.heads)
         if latent is None:
             linear.append((self.attention_layers, self.qkv_rows, self.hidden))
         else:
             linear += latent.projections(self.layers, self.hidden, self.heads)
         if (state := self.state) is not None:
             count = len(self.recurrent)
-            linear += [(count, state.projected, self.hidden), (count, self.hidden, state.mixed)]
+            linear += [(count, state.projected - state.numbers, self.hidden), (count, self.hidden, state.mixed)]
         linear += self._ffn_projections(self.dense_layers, self.ffn)
         if (experts := self.experts) is not None:
-            linear += self._ffn_projections(experts.layers, experts.shared_width)
+            linear += self._ffn_projections(experts.layers if experts.shared_width else 0, experts.shared_width)
             routed += self._ffn_projections(experts.layers * experts.here, experts.width)
-        return {"linear": linear, "experts": routed, "head": [(1, self.vocab, self.hidden)]}
+        return {"linear": linear, "latent": of_heads, "experts": routed, "head": [(1, self.vocab, self.hidden)]}
 
     def _ffn_projections(self, count: int, width: int) -> list[Matrix]:
         return [(count, (self.ffn_matrices - 1) * width, self.hidden), (count, self.hidden, width)]

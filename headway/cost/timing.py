@@ -19,7 +19,7 @@ from headway.cost.parallel import (
     device_shape,
     device_weight_bytes,
     machines,
-    stage_layers,
+    stages,
     traffic,
 )
 from headway.cost.precision import Precision
@@ -52,6 +52,8 @@ LINEAR = (
     Operation.EXPERTS,
     Operation.HEAD,
 )
+OF_RECURRENT = (Operation.RECURRENT_IN, Operation.RECURRENT, Operation.RECURRENT_OUT)
+OF_ATTENTION = (Operation.QKV, Operation.ROTARY, Operation.KV_STORE, Operation.LATENT, "attention", Operation.OUTPUT)
 AFTER_LAYERS = (Operation.FINAL_NORM, Operation.HEAD, Operation.SAMPLING)
 NO_WORK = Work()
 MOST_KNOWN = 10_000  # steps of different sizes that a deployment remembers
@@ -294,7 +296,7 @@ class Deployment:
             of_latent = (1 if s.latent.q_rank is None else 2) if s.latent else 0
             return s.layers * s.layer_norms + s.attention_layers * (bool(s.qk_norm) + of_latent)
         layers = s.attention_layers
-        if operation in (Operation.RECURRENT_IN, Operation.RECURRENT, Operation.RECURRENT_OUT):
+        if operation in OF_RECURRENT:
             layers = len(s.recurrent)
         if operation in (Operation.GATE_UP, Operation.ACTIVATION, Operation.DOWN):
             layers = s.dense_layers
@@ -349,12 +351,24 @@ class Deployment:
     def pace(self, step: TimeBreakdown) -> float:
         """Seconds that the slowest stage of the pipeline is busy with this step, or the host: none comes faster.
 
-        The stages have the layers between them, `stage_layers` of them the longest; the last one also has what comes
-        after the layers. Without a pipeline it is the step.
+        Each of `stages` has its layers' part of the step; the last one also has what comes after the layers. Without a
+        pipeline it is the step.
         """
-        stages, layers = self.parallelism.pipeline, self.shape.layers
-        if stages == 1:
+        count, layers = self.parallelism.pipeline, self.shape.layers
+        if count == 1:
             return step.seconds
         after = sum(part.seconds for part in step.parts if part.name in AFTER_LAYERS)
-        each = (step.device_s - after) / layers
-        return max(each * stage_layers(layers, stages), each * (layers // stages) + after, step.host_s)
+        of_recurrent = sum(part.seconds for part in step.parts if part.name in OF_RECURRENT)
+        of_attention = sum(part.seconds for part in step.parts if part.name in OF_ATTENTION)
+        of_all = step.device_s - after - of_recurrent - of_attention
+        busiest = max(
+            of_all * stage.layers / layers
+            + of_recurrent * len(stage.recurrent) / max(1, len(self.shape.recurrent))
+            + of_attention * stage.attention_layers / max(1, self.shape.attention_layers)
+            for stage in self._stages
+        )
+        return max(busiest, (step.device_s - after) * (layers // count) / layers + after, step.host_s)
+
+    @cached_property
+    def _stages(self) -> list[ModelShape]:
+        return stages(self.shape, self.parallelism.pipeline)

@@ -126,6 +126,8 @@ def weight_format(operation: Operation, precision: Precision) -> Format:
     """The format in which an operation's matrices are kept."""
     if operation is Operation.EXPERTS:
         return precision.of_experts
+    if operation is Operation.LATENT:
+        return precision.of_latent
     if operation in (Operation.HEAD, Operation.ROUTER, Operation.RECURRENT):
         return precision.head if operation is Operation.HEAD else precision.rest
     return precision.linear
@@ -228,11 +230,12 @@ class _Counter:
         if s.latent is None:
             return self._linear(s.attention_layers, self.tokens, s.hidden, s.qkv_rows, s.qkv_bias)
         weights = s.latent.query_parameters(s.hidden, s.heads) + s.latent.compress_parameters(s.hidden)
+        matrices = s.latent.projections(s.layers, s.hidden, s.heads)
         between = 2 * (s.latent.q_rank or 0)
         elements = self.tokens * (s.hidden + between + s.qkv_rows)
         return Work(
             2 * s.layers * self.tokens * weights,
-            self.precision.linear.bytes_of(s.layers * weights),
+            self.precision.linear.bytes_of_matrices(matrices),
             self.precision.activations.bytes_of(s.layers * elements),
         )
 
@@ -241,8 +244,11 @@ class _Counter:
         if (state := s.state) is None:
             return {}
         layers = len(s.recurrent)
+        projections = self._linear(layers, self.tokens, s.hidden, state.projected - state.numbers, state.bias)
+        inputs, outputs = layers * self.tokens * s.hidden, layers * self.tokens * state.numbers
+        plain = self._elements(layers * s.hidden * state.numbers, outputs)
         return {
-            Operation.RECURRENT_IN: self._linear(layers, self.tokens, s.hidden, state.projected, state.bias),
+            Operation.RECURRENT_IN: projections + Work(2 * inputs * state.numbers) + plain,
             Operation.RECURRENT_OUT: self._linear(layers, self.tokens, state.mixed, s.hidden, state.bias),
         }
 
@@ -328,8 +334,12 @@ class _Counter:
         half = SCORE_PASSES // 2 * done.score_elements
         # With a gate, the result is read with it and written again.
         written = s.attention_layers * s.attended * (1 + 3 * s.output_gate)
-        expand = s.layers * s.latent.expand_parameters(s.heads) if s.latent else 0
-        turned = Work(done.latent_flops, p.linear.bytes_of(expand), p.activations.bytes_of(2 * done.expanded_elements))
+        of_heads = s.latent.of_heads(s.layers, s.heads) if s.latent else []
+        turned = Work(
+            done.latent_flops,
+            p.of_latent.bytes_of_matrices(of_heads),
+            p.activations.bytes_of(2 * done.expanded_elements),
+        )
         return {
             **({Operation.LATENT: turned} if s.latent else {}),
             **self._recurrence(chunks),

@@ -68,7 +68,8 @@ def resolve(request: PlanRequest) -> Resolved:
             quantization = _AS_PACKED.get(quantization, quantization)
         precision = _precision(model, dtype, quantization, request.kv_cache_dtype, hardware)
         parallelism = _parallelism(request, model.shape, hardware)
-        deployment = Deployment(model.shape, precision, hardware, efficiency, parallelism, request.flash_attention)
+        shape = _absorbed(model.shape) if hardware.measured else model.shape
+        deployment = Deployment(shape, precision, hardware, efficiency, parallelism, request.flash_attention)
     except ValueError as error:
         raise PlanError(str(error)) from None
     _check_flags(request, parallelism)
@@ -155,6 +156,12 @@ def _precision(model: Model, dtype: str, quantization: str, kv_cache_dtype: str,
     else:
         precision = Precision.named(dtype, quantization, kv_cache_dtype)
     return precision.for_experts_only() if quantization == "mxfp4" and model.shape.experts else precision
+
+
+def _absorbed(shape: ModelShape) -> ModelShape:
+    """As this engine computes prompts over latents."""
+    latent = shape.latent
+    return shape if latent is None else replace(shape, latent=replace(latent, always_absorbed=True))
 
 
 def _parallelism(request: PlanRequest, shape: ModelShape, hardware: Hardware) -> Parallelism:

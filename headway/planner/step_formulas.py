@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from headway.cost.attention import Chunk
 from headway.cost.capacity import sequence_bytes
-from headway.cost.parallel import stage_layers
+from headway.cost.memory import kv_cache_bytes
+from headway.cost.parallel import stages
 from headway.cost.precision import Format
 from headway.cost.shape import ModelShape
 from headway.cost.timing import LINEAR, PartTime
@@ -43,6 +44,7 @@ def of_weights(plan: Plan) -> Iterator[Formula]:
     )
     kept = {
         "linear": precision.linear,
+        "latent": precision.of_latent,
         "experts": precision.of_experts,
         "head": precision.head,
         "embedding": precision.rest,
@@ -140,13 +142,17 @@ def of_memory(plan: Plan) -> Iterator[Formula]:
         "bytes",
         "document 002, Memory Limits Batch Size",
     )
-    d, one = plan.deployment, _of_one(plan, work.prompt + work.output)
+    d, tokens = plan.deployment, work.prompt + work.output
+    one, block, rolling = _of_one(plan, tokens), plan.settings.block_size, plan.settings.rolling
     of_layer = plain(d.precision.kv.bytes_of(d.device.kv_elements_per_layer))
-    stage = d.device.sliding_windows[: stage_layers(d.shape.layers, d.parallelism.pipeline)]
+    stage = max(
+        stages(d.device, d.parallelism.pipeline),
+        key=lambda each: kv_cache_bytes(each, tokens, d.precision, block, rolling=rolling),
+    )
     yield Formula(
         "Cache of one request, of a device",
         "cache of a token in a layer of a device × tokens in whole blocks, in the layers of a stage",
-        f"{of_layer} * ({_kept(plan, stage, work.prompt + work.output)}){_states(d.device)}",
+        f"{of_layer} * ({_kept(plan, stage.sliding_windows, tokens) or '0'}){_states(stage)}",
         one,
         "bytes",
         "document 000, KV Cache Formula; document 002, Sliding Window Attention",

@@ -7,13 +7,16 @@ from dataclasses import replace
 import pytest
 
 from headway.cost.attention import Chunk
+from headway.cost.capacity import sequence_bytes
 from headway.cost.config import read_shape
-from headway.cost.memory import kv_cache_bytes
-from headway.cost.parallel import Parallelism, device_shape
+from headway.cost.memory import kv_cache_bytes, weight_bytes
+from headway.cost.parallel import Parallelism, device_shape, device_weight_bytes, stages
 from headway.cost.parallel import check as check_parallel
+from headway.cost.precision import Precision
 from headway.cost.shape import ShapeError
 from headway.cost.values import ModelError
 from headway.cost.work import Operation, step_work
+from tests.cost.machines import deployment
 
 QWEN3_5 = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -57,13 +60,35 @@ def test_a_step_reads_and_writes_the_state_of_each_sequence_once() -> None:
     assert inputs.flops == 24 * 2 * 4096 * (8192 + 4096 + 64)
 
 
-def test_devices_share_heads_and_no_stages() -> None:
+def test_devices_share_heads() -> None:
     shape = read_shape(QWEN3_5)
     assert device_shape(shape, Parallelism(tensor=2)).state_bytes == STATE // 2
-    with pytest.raises(ShapeError, match="recurrent layers are not divided into stages"):
-        check_parallel(shape, Parallelism(pipeline=2), None)
     with pytest.raises(ShapeError, match="does not divide the heads or channels"):
         check_parallel(replace(shape, heads=96, kv_heads=96), Parallelism(tensor=3), None)
+
+
+def test_stages_have_their_part_of_both_kinds_of_layers() -> None:
+    """Of LFM2's layers 2, 5, 8, 10, 12 and 14 have attention: two of the first half, and four of the second."""
+    shape = read_shape(LFM2)
+    first, second = stages(shape, 2)
+    assert (first.attention_layers, first.recurrent) == (2, (0, 1, 3, 4, 6, 7))
+    assert (second.attention_layers, second.recurrent) == (4, (1, 3, 5, 7))
+    run = deployment(shape, parallelism=Parallelism(pipeline=2))
+    token = 2 * 2 * 8 * 64  # bytes of a key and a value
+    assert sequence_bytes(run, 160) == 4 * 160 * token + 4 * 4 * 2 * 2048
+    assert sequence_bytes(run, 1, 1) == max(2 * token + 6 * 4 * 2 * 2048, 4 * token + 4 * 4 * 2 * 2048)
+    tables = 2 * (65536 * 2048 + 2048)
+    parts = [weight_bytes(stage) - tables for stage in (first, second)]
+    assert sum(parts) == weight_bytes(shape) - tables
+    assert device_weight_bytes(shape, Precision(), run.parallelism) == max(parts) + tables
+    assert len(stages(read_shape(QWEN3_5), 8)) == 1
+
+
+def test_the_pace_of_stages_is_that_of_the_kinds_of_their_layers() -> None:
+    run = deployment(read_shape(LFM2), parallelism=Parallelism(pipeline=2))
+    step = run.step([Chunk(1, 30_000, sequences=64)])
+    seconds = {part.name: part.seconds for part in step.parts}
+    assert run.pace(step) >= seconds["attention"] * 4 / 6 > step.seconds / 2
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,8 @@ def test_every_parameter_is_kept_in_some_format(case):
         elif "embed_tokens" in name or "wte" in name:
             kept["head" if shape.tied_embeddings else "embedding"] += tensor.numel()
         else:
-            kind = "head" if "lm_head" in name else "experts" if "mlp.experts" in name else "linear"
+            parts = {"lm_head": "head", "mlp.experts": "experts", "kv_b_proj": "latent"}
+            kind = next((kind for part, kind in parts.items() if part in name), "linear")
             kept[kind] += tensor.numel()
     assert Counter({name: count for name, count in shape.matrices().items() if count}) == kept
 

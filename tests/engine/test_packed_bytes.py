@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,15 +19,18 @@ from headway.cost.precision import ENGINE_CHECKPOINTS, ENGINE_QUANTIZATIONS, Pre
 from headway.cost.work import Operation, step_work
 from headway.engine.memory import bytes_per_block, zero_caches
 from headway.kernels import kernels_for
-from headway.kernels.cpu_experts import PackedExperts
+from headway.kernels.cpu import CpuKernels
 from headway.kernels.cpu_linear import PackedLinear
 from headway.kernels.cpu_memory import LargePages
+from headway.kernels.cpu_simd import BFLOAT16
 from headway.kernels.cpu_team import Team
 from headway.models.config import ModelConfig
-from headway.models.decoder import Decoder, DenseMLP, MixtureMLP
-from headway.models.latent_attention import LatentWeights
+from headway.models.decoder import Decoder, MixtureMLP
 from headway.models.loading import QUANTIZATIONS, load_model
 from tests.kernels.grouped import random_weight
+from tests.models import tiny
+from tests.models.packed_files import float_quantized, pack_quantized
+from tests.models.test_grouped_checkpoints import save
 
 # Sizes that fill neither panels of 64 rows nor groups of 32 inputs.
 CONFIG = {
@@ -82,42 +86,100 @@ def bytes_of(linear: PackedLinear) -> int:
     return size
 
 
-def attention(mixer: Any) -> list[Any]:
-    if isinstance(mixer, LatentWeights):
-        return [mixer.lowered, mixer.raised, mixer.o, mixer.to_keys.linear, mixer.to_values.linear]
-    return [mixer.qkv, mixer.o]
+def products(part: Any, seen: set[int]) -> Iterator[PackedLinear]:
+    """All matrices that are part of a decoder's weights, each once."""
+    if id(part) in seen or isinstance(part, torch.Tensor | CpuKernels | str | int | float | None):
+        return
+    seen.add(id(part))
+    if isinstance(part, PackedLinear):
+        yield part
+        return
+    inner = part if isinstance(part, list | tuple) else [getattr(part, name, None) for name in fields_of(part)]
+    for each in inner:
+        yield from products(each, seen)
 
 
-def packed(model: Decoder) -> Iterator[PackedLinear]:
-    linears: list[Any] = [model.weights.lm_head]
-    for layer in model.weights.layers:
-        linears += attention(layer.mixer)
-        mlps = [layer.mlp.experts, layer.mlp.shared] if isinstance(layer.mlp, MixtureMLP) else [layer.mlp]
-        for mlp in mlps:
-            assert isinstance(mlp, DenseMLP | PackedExperts)
-            linears += [mlp.gate_up, mlp.down]
-    for linear in linears:
-        assert isinstance(linear, PackedLinear)
-        yield linear
+def fields_of(part: Any) -> list[str]:
+    slots = [name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*slots, *getattr(part, "__dict__", ())] if type(part).__module__.startswith("headway.") else []
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"tie_word_embeddings": False}, EXPERTS, LATENT],
-    ids=["tied", "untied", "experts", "latent"],
-)
+def matrices_of(model: Decoder) -> tuple[list[PackedLinear], list[PackedLinear]]:
+    """Those that are packed in some scheme, and the others."""
+    found = list(products([model.weights.layers, model.weights.lm_head], set()))
+    plain = [linear for linear in found if linear._kind is BFLOAT16]
+    return [linear for linear in found if linear._kind is not BFLOAT16], plain
+
+
+@functools.cache
+def family(case: str) -> dict[str, Any]:
+    name, settings = tiny.CASES[case]
+    config_class, model_class = tiny.FAMILIES[name]
+    described = config_class(**{**tiny.BASE, **settings}).to_dict()
+    return {**described, "architectures": [model_class.__name__], "torch_dtype": "bfloat16"}
+
+
+# One row of each kind: another attention, mixture, recurrent layer, or norms, gates and biases.
+ROWS = [
+    "llama_tied", "llama_mlp_bias", "qwen2", "qwen3", "mixtral", "qwen2_moe_every_second", "qwen3_moe_some_dense",
+    "granite", "phi3", "smollm3", "gemma2", "gemma3", "olmo2", "olmo3", "deepseek_v2", "deepseek_v2_lite",
+    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm4", "gpt_oss", "qwen3_next", "qwen3_next_other_sizes", "qwen3_5",
+    "qwen3_5_moe", "lfm2", "lfm2_biases",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["sizes", "experts", "latent", *ROWS])
 @pytest.mark.parametrize("quantization", [each for each in ENGINE_QUANTIZATIONS if each != "none"])
-def test_the_planner_counts_what_the_engine_packs(tmp_path: Path, quantization: str, changes: dict[str, Any]) -> None:
-    """Panels, groups and the scales of both; norms, routers, and an embedding beside a head stay in bfloat16."""
-    config = CONFIG | changes
+def test_the_planner_counts_what_the_engine_packs(tmp_path: Path, quantization: str, case: str) -> None:
+    """Panels, groups and the scales of both; norms, routers, and an embedding beside a head stay in bfloat16.
+
+    A decode of one token reads all of it, but for the rows of an embedding and the experts of other tokens.
+    """
+    own = {"sizes": CONFIG, "experts": CONFIG | EXPERTS, "latent": CONFIG | LATENT}
+    config = own.get(case) or family(case)
     (tmp_path / "config.json").write_text(json.dumps(config))
     kernels = kernels_for("cpu", torch.bfloat16)
     model = load_model(tmp_path, torch.bfloat16, kernels, load_format="dummy", quantization=quantization)
-    weights = sum(map(bytes_of, packed(model)))
+    packed = sum(map(bytes_of, matrices_of(model)[0]))
     shape = read_shape(config)
     parts = shape.matrices()
-    plain = 2 * (parts["rest"] + parts["embedding"])
-    assert weight_bytes(shape, Precision.of_engine("bfloat16", quantization, "auto", 24)) == weights + plain
+    precision = Precision.of_engine("bfloat16", quantization, "auto", shape.head_dim)
+    whole = weight_bytes(shape, precision)
+    assert whole == packed + 2 * (parts["rest"] + parts["embedding"])
+    read = sum(part.weight_bytes for part in step_work(shape, [Chunk(1)], precision).values())
+    left = 2 * parts["embedding"] - 2 * shape.hidden
+    if (experts := shape.experts) is not None:
+        biases = (
+            experts.layers
+            * experts.count
+            * (shape.expert_parameters() - shape.ffn_matrices * shape.hidden * experts.width)
+        )
+        held = precision.of_experts.bytes_of_matrices(shape.projections()["experts"]) + 2 * biases
+        left += held * (experts.count - experts.per_token) // experts.count
+    assert read == pytest.approx(whole - left, abs=len(ROWS))
+
+
+@pytest.mark.parametrize("scheme", ["int4-weight-only", "fp8-weight-only"])
+def test_a_packed_checkpoint_of_latents_is_counted_as_the_engine_keeps_it(tmp_path: Path, scheme: str) -> None:
+    """Matrices between latents and heads are divided by heads, and plain from then on."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "q_lora_rank": 128}
+    sizes |= {"kv_lora_rank": 128, "num_attention_heads": 8, "num_key_value_heads": 8, "v_head_dim": 32}
+    save(
+        tmp_path,
+        pack_quantized(4, 128) if scheme == "int4-weight-only" else float_quantized("channel"),
+        "deepseek_v3",
+        sizes,
+    )
+    model = load_model(tmp_path, torch.bfloat16, kernels_for("cpu", torch.bfloat16))
+    packed, plain = matrices_of(model)
+    shape = read_shape(json.loads((tmp_path / "config.json").read_text()))
+    precision = Precision.of_engine("bfloat16", scheme, "auto", shape.head_dim)
+    kept, parts = shape.projections(), shape.matrices()
+    in_groups = sum(map(bytes_of, packed))
+    assert in_groups == precision.linear.bytes_of_matrices(kept["linear"] + kept["experts"])
+    rest = sum(parts[each] for each in ("latent", "head", "embedding", "rest"))
+    assert weight_bytes(shape, precision) == in_groups + 2 * rest
+    assert {linear.in_features for linear in plain} == {12, 128, 256}, "of keys, of values, and of routers and head"
 
 
 def test_the_planner_knows_the_engine_s_schemes() -> None:
