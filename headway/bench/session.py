@@ -111,17 +111,23 @@ class Session:
             about = self.server.about | {"on_this_machine": surroundings.is_here}
         if outcome.gave_up is not None:
             raise BenchError(f"{endpoint.base_url}: {outcome.gave_up}")
-        return RunResult(
-            settings={**settings, **_what_happened(outcome)},
-            records=outcome.records,
-            began_ns=outcome.began_ns,
-            ended_ns=outcome.ended_ns,
-            client=outcome.client,
-            interrupted=outcome.interrupted,
-            server=about | ({"metrics": metrics} if metrics else {}),
-            energy_joules=joules,
-            probes=outcome.probes,
-        )
+        return _result(outcome, settings, about | ({"metrics": metrics} if metrics else {}), joules)
+
+
+def _result(
+    outcome: LoadOutcome, settings: dict[str, Any], server: dict[str, Any], energy_joules: float | None
+) -> RunResult:
+    return RunResult(
+        settings={**settings, **_what_happened(outcome)},
+        records=outcome.records,
+        began_ns=outcome.began_ns,
+        ended_ns=outcome.ended_ns,
+        client=outcome.client,
+        interrupted=outcome.interrupted,
+        server=server,
+        energy_joules=energy_joules,
+        probes=outcome.probes,
+    )
 
 
 def _what_happened(outcome: LoadOutcome) -> dict[str, Any]:

@@ -39,6 +39,11 @@ class RequestShape:
         if not 0.0 <= self.spread <= 1.0:
             raise ValueError(f"spread is {self.spread}; it must be between 0 and 1")
 
+    @property
+    def mean_context(self) -> int:
+        """Tokens before a decode step halfway through an answer."""
+        return self.prompt + self.output // 2
+
     def output_of(self, number: int) -> int:
         """Tokens of the answer to the request of this number: drawn at random, and the same in every run.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,7 +27,7 @@ from headway.policy.request import Request
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.sizing import BATCHED_TOKENS, pool_size
+from headway.policy.sizing import BATCHED_TOKENS, PoolSize, pool_size
 from headway.policy.swap import NO_SWAP
 
 StageListener = Callable[[str, int], None]
@@ -66,73 +67,79 @@ def build_engine(
     Raises:
         EngineError, ModelError, ValueError: one line naming the value, the limit and what to do.
     """
-    startup: dict[str, int] = {}
-
-    def done(stage: str, elapsed_ns: int) -> None:
-        startup[stage] = elapsed_ns
-        if on_stage is not None:
-            on_stage(stage, elapsed_ns)
-
-    began = time.monotonic_ns()
-    recording = RecordFile(config.record_steps) if config.record_steps is not None else None
-    device = _device(config.device)
-    if device.type == "cpu":
-        torch.set_num_threads(config.num_threads or usable_threads())
-    folder = resolve_model(config.model)
-    model_config = ModelConfig.from_folder(folder)
-    dtype = resolve_dtype(config.dtype, model_config)
-    if config.quantization != "none" and device.type != "cpu":
-        raise EngineError(
-            f"quantization is {config.quantization}, which {device.type} does not support yet; leave it out"
-        )
-    cache_dtype = _cache_dtype(config.kv_cache_dtype, dtype, device)
-    if cache_dtype == torch.int8 and model_config.shape.latent is not None:
-        raise EngineError("kv_cache_dtype is int8, which attention over latents does not support; leave it out")
-    kernels = kernels_for(str(device), dtype, memory)
-    done("prepare", time.monotonic_ns() - began)
+    stages = _Stages(on_stage)
+    with stages.timed("prepare"):
+        recording = RecordFile(config.record_steps) if config.record_steps is not None else None
+        device = _device(config.device)
+        if device.type == "cpu":
+            torch.set_num_threads(config.num_threads or usable_threads())
+        folder = resolve_model(config.model)
+        model_config = ModelConfig.from_folder(folder)
+        dtype = resolve_dtype(config.dtype, model_config)
+        cache_dtype = _cache_dtype(config, model_config, dtype, device)
+        kernels = kernels_for(str(device), dtype, memory)
     asked_len = _asked_model_len(config, model_config)
     model = load_model(
-        folder, dtype, kernels, device, config.load_format, config.seed, done, asked_len, config.quantization
+        folder, dtype, kernels, device, config.load_format, config.seed, stages.done, asked_len, config.quantization
     )
-
-    began = time.monotonic_ns()
-    batched = config.batched_tokens(device.type)
-    block_bytes = bytes_per_block(model_config.caches, config.block_size, cache_dtype)
-    pool_bytes = kv_pool_bytes(config, device, model_config, batched, asked_len)
-    shrinks = config.max_model_len is None
-    states, shared = model_config.shape.state_bytes, config.enable_prefix_caching
-    seats, size = config.max_num_seqs, config.block_size
-    pool = pool_size(pool_bytes, block_bytes, size, seats, asked_len, shrinks, states, shared)
-    num_blocks, max_model_len = pool.num_blocks, pool.max_model_len
-    host_blocks = _host_blocks(config, device, block_bytes) if pool.checkpoints is None else _no_host_blocks(config)
-    runner = Runner(
-        model,
-        kernels,
-        device,
-        cache_dtype,
-        num_blocks,
-        config.block_size,
-        pool.max_num_seqs or seats,
-        max_model_len,
-        host_blocks,
-        pool.checkpoints or 0,
-    )
-    shown = str(cache_dtype).removeprefix("torch.")
-    make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
-    swap = NO_SWAP if runner.host is None else runner.host.measured()
-    scheduler = config.scheduler(device.type, pool, make, swap)
-    done("kv_allocation", time.monotonic_ns() - began)
-
-    began = time.monotonic_ns()
-    warm_up(scheduler.config, runner, config.block_size, num_blocks)
-    done("warm_up", time.monotonic_ns() - began)
+    with stages.timed("kv_allocation"):
+        block_bytes = bytes_per_block(model_config.caches, config.block_size, cache_dtype)
+        pool = _pool(config, device, model_config, block_bytes, asked_len)
+        runner = Runner(
+            model,
+            kernels,
+            device,
+            cache_dtype,
+            pool.num_blocks,
+            config.block_size,
+            pool.max_num_seqs or config.max_num_seqs,
+            pool.max_model_len,
+            _host_blocks(config, device, block_bytes, has_states=pool.checkpoints is not None),
+            pool.checkpoints or 0,
+        )
+        shown = str(cache_dtype).removeprefix("torch.")
+        make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
+        swap = NO_SWAP if runner.host is None else runner.host.measured()
+        scheduler = config.scheduler(device.type, pool, make, swap)
+    with stages.timed("warm_up"):
+        warm_up(scheduler.config, runner, config.block_size, pool.num_blocks)
     core, left_out = EngineCore(scheduler, runner), []
     if config.preloaded:
+        with stages.timed("preload"):
+            left_out = core.preload(config.preloaded, config.preload_what_fits)
+    sizes = (pool.max_model_len, pool.num_blocks, config.block_size)
+    return LoadedEngine(core, runner, *sizes, str(device), shown, stages.ns, left_out)
+
+
+class _Stages:
+    """How long each stage of a start took."""
+
+    def __init__(self, listener: StageListener | None) -> None:
+        self.ns: dict[str, int] = {}
+        self._listener = listener
+
+    def done(self, stage: str, elapsed_ns: int) -> None:
+        self.ns[stage] = elapsed_ns
+        if self._listener is not None:
+            self._listener(stage, elapsed_ns)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
         began = time.monotonic_ns()
-        left_out = core.preload(config.preloaded, config.preload_what_fits)
-        done("preload", time.monotonic_ns() - began)
-    return LoadedEngine(
-        core, runner, max_model_len, num_blocks, config.block_size, str(device), shown, startup, left_out
+        yield
+        self.done(stage, time.monotonic_ns() - began)
+
+
+def _pool(config: EngineConfig, device: torch.device, model: ModelConfig, block_bytes: int, asked_len: int) -> PoolSize:
+    return pool_size(
+        kv_pool_bytes(config, device, model, config.batched_tokens(device.type), asked_len),
+        block_bytes,
+        config.block_size,
+        config.max_num_seqs,
+        asked_len,
+        config.max_model_len is None,
+        model.shape.state_bytes,
+        config.enable_prefix_caching,
     )
 
 
@@ -169,19 +176,32 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype that --kv-cache-dtype names; auto is the model's."""
+def _cache_dtype(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype that --kv-cache-dtype names; auto is the model's. Raises EngineError where the device lacks a type."""
+    name = config.kv_cache_dtype
+    if config.quantization != "none" and device.type != "cpu":
+        raise EngineError(
+            f"quantization is {config.quantization}, which {device.type} does not support yet; leave it out"
+        )
     if name not in KV_CACHE_DTYPES:
         raise EngineError(f"kv_cache_dtype is {name!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}")
     if name == "auto":
         return dtype
     if device.type != "cpu":
         raise EngineError(f"kv_cache_dtype is {name}, which {device.type} does not support yet; leave it out")
+    if model.shape.latent is not None:
+        raise EngineError("kv_cache_dtype is int8, which attention over latents does not support; leave it out")
     return torch.int8
 
 
-def _host_blocks(config: EngineConfig, device: torch.device, block_bytes: int) -> int:
+def _host_blocks(config: EngineConfig, device: torch.device, block_bytes: int, has_states: bool) -> int:
     """Blocks that can be swapped out; by default they take no more than a quarter of the memory that is free."""
+    if has_states:
+        if config.swap_space:
+            raise EngineError(
+                f"swap_space is {config.swap_space:g} GiB, but states of recurrent layers are not swapped; leave it out"
+            )
+        return 0
     wanted = config.swap_bytes(device.type)
     if not wanted:
         return 0
@@ -194,14 +214,6 @@ def _host_blocks(config: EngineConfig, device: torch.device, block_bytes: int) -
             f"{available / 2**30:.1f} GiB of memory are free; choose something between, or 0 to swap nothing"
         )
     return wanted // block_bytes
-
-
-def _no_host_blocks(config: EngineConfig) -> int:
-    if config.swap_space:
-        raise EngineError(
-            f"swap_space is {config.swap_space:g} GiB, but states of recurrent layers are not swapped; leave it out"
-        )
-    return 0
 
 
 def _asked_model_len(config: EngineConfig, model: ModelConfig) -> int:

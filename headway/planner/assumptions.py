@@ -89,7 +89,7 @@ def _of_load(plan: Plan) -> Iterator[str]:
     if plan.load == "batch":
         yield (
             f"A batch of {many(plan.batch, 'prompt')}, then one token of each per step. All answers are equally long; "
-            f"the decode step is the one halfway, with a context of {plan.context:,} tokens."
+            f"the decode step is the one halfway, with a context of {plan.workload.mean_context:,} tokens."
         )
     elif plan.load == "concurrency":
         yield (

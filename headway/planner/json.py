@@ -64,7 +64,7 @@ def _what(plan: Plan) -> dict[str, Any]:
         "load": plan.load,
         "load_value": plan.load_value,
         "batch": plan.batch,
-        "context": plan.context,
+        "context": plan.workload.mean_context,
         "max_num_batched_tokens": plan.limits.batched_tokens,
         "max_num_seqs": plan.limits.sequences,
         "max_prefill_stall_ms": stall_ms if math.isfinite(stall_ms) else None,

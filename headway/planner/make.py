@@ -22,7 +22,7 @@ from headway.planner.plan import Bars, Costs, Estimate, Plan, PlannedStep, Specu
 from headway.planner.problems import problem, warnings
 from headway.planner.request import PlanError, PlanRequest
 from headway.planner.resolve import Resolved, resolve
-from headway.planner.steps import compute_bound_batch, compute_bound_weights, decode_step, mean_context, prefill_step
+from headway.planner.steps import compute_bound_batch, compute_bound_weights, decode_step, prefill_step
 
 
 def make_plan(request: PlanRequest, brief: bool = False) -> Plan:
@@ -72,7 +72,6 @@ def _plan(
     return Plan(
         request=request,
         model=found.model.name,
-        hardware_key=deployment.hardware.key,
         dtype=found.dtype,
         quantization=found.quantization,
         kv_cache_dtype=found.kv_cache_dtype,
@@ -86,10 +85,8 @@ def _plan(
         load_value=value,
         batch=batch,
         lane_batch=lane_batch,
-        context=mean_context(workload),
         settings=found.settings,
         capacity=held,
-        max_batch=held.max_batch * deployment.parallelism.data,
         weights_bytes=weights,
         kv_bytes_per_token=deployment.precision.kv.bytes_of(deployment.shape.kv_elements_per_token),
         kv_cache_bytes=_kv_cache_bytes(found, workload, batch),
@@ -104,18 +101,14 @@ def _plan(
         ttlt=found_estimates.ttlt,
         output_tokens_per_s=found_estimates.output_tokens_per_s,
         saturation_rate=_saturation_rate(lanes, held, brief and load != "rate"),
-        compute_bound_batch=compute_bound_batch(deployment, mean_context(workload)),
+        compute_bound_batch=compute_bound_batch(deployment, workload.mean_context),
         compute_bound_weights=compute_bound_weights(deployment),
         loading=loading(weights, held.weights, deployment.hardware, request.storage_gb_per_s * 1e9),
-        storage_bytes_per_s=request.storage_gb_per_s * 1e9,
         price_per_hour=hour,
         price_source=source,
         costs=_costs(hour, outcome, lanes, found.devices),
         slo_met=_slo_met(request, found_estimates),
         speculated=_speculated(request, found, workload, lane_batch),
-        assumptions=(),
-        warnings=(),
-        problem=None,
     )
 
 
@@ -228,7 +221,7 @@ def _speculated(request: PlanRequest, found: Resolved, workload: RequestShape, b
     if (asked := request.speculation) is None:
         return None
     draft = _draft(asked.draft, found) if asked.draft is not None else None
-    target, context = found.deployment, mean_context(workload)
+    target, context = found.deployment, workload.mean_context
     plain = speculative.tpot_s(target, None, batch, context, 0, 0.0)
     tpot = speculative.tpot_s(target, draft, batch, context, asked.tokens, asked.acceptance)
     return Speculated(

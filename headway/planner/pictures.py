@@ -327,7 +327,7 @@ def times(plan: Plan) -> Figure:
     decode = many(plan.lane_batch, "sequence")
     titles = {
         "prefill": f"A prompt of {plan.workload.prompt - plan.workload.cached:,} tokens",
-        "decode": f"A decode step of {decode} at a context of {plan.context:,}",
+        "decode": f"A decode step of {decode} at a context of {plan.workload.mean_context:,}",
     }
     for axes, (key, title) in zip(panels, titles.items(), strict=True):
         _stacked(axes, getattr(plan, key))

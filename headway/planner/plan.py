@@ -125,14 +125,13 @@ class Plan:
     """Everything that is said of one deployment. Times in seconds, sizes in bytes.
 
     Args:
-        model: its name as shown; `hardware_key` likewise.
+        model: its name as shown.
         dtype, quantization, kv_cache_dtype: what "auto" came to.
         replicas: of the deployment, on `devices` devices in all.
         lanes: engines that go on beside each other: of each data-parallel group of each replica.
         load: "batch", "concurrency" or "rate", of `load_value`.
         batch: sequences in the decode step that `decode` describes: what was asked for, or as many as run on average
             under the load, for each replica; `lane_batch` those of one stage of a lane, whose step `decode.time` is.
-        context: of each of them, halfway through its answer.
         settings: of the engine, for its memory.
         capacity: what fits into memory.
         served: under a concurrency or a rate, by one lane; None for a batch.
@@ -145,7 +144,6 @@ class Plan:
         compute_bound_weights: from which on the products with weights take longer than reading them.
         price_per_hour: of all devices; None where none is known. The same holds for what follows from it.
         slo_met: by name of the objective, whether the estimate meets it.
-        storage_bytes_per_s: at which the checkpoint is read.
         assumptions: sentences, each one thing that the figures rest on.
         warnings: sentences, each one thing that may well make it worse than is said.
         problem: why it cannot work (it does not fit) and what would help; None where it can.
@@ -153,7 +151,6 @@ class Plan:
 
     request: PlanRequest
     model: str
-    hardware_key: str
     dtype: str
     quantization: str
     kv_cache_dtype: str
@@ -167,10 +164,8 @@ class Plan:
     load_value: float
     batch: int
     lane_batch: int
-    context: int
     settings: Settings
     capacity: Capacity
-    max_batch: int
     weights_bytes: int
     kv_bytes_per_token: int
     kv_cache_bytes: int
@@ -188,15 +183,28 @@ class Plan:
     compute_bound_batch: int | None
     compute_bound_weights: int | None
     loading: Loading
-    storage_bytes_per_s: float
     price_per_hour: float | None
     price_source: str
     costs: Costs
     slo_met: dict[str, bool]
     speculated: Speculated | None
-    assumptions: tuple[str, ...]
-    warnings: tuple[str, ...]
-    problem: str | None
+    assumptions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    problem: str | None = None
+
+    @property
+    def hardware_key(self) -> str:
+        return self.deployment.hardware.key
+
+    @property
+    def max_batch(self) -> int:
+        """Sequences that fit in a replica."""
+        return self.capacity.max_batch * self.deployment.parallelism.data
+
+    @property
+    def storage_bytes_per_s(self) -> float:
+        """At which the checkpoint is read."""
+        return self.request.storage_gb_per_s * 1e9
 
     @property
     def fits(self) -> bool:

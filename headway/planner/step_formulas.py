@@ -238,7 +238,7 @@ def of_step(plan: Plan, name: str, step: PlannedStep) -> Iterator[Formula]:
 
 
 def of_cache_saved(plan: Plan) -> Formula:
-    d, tokens = plan.deployment, plan.context + 1
+    d, tokens = plan.deployment, plan.workload.mean_context + 1
     naive = total(step_work(d.shape, [Chunk(tokens)], d.precision, d.flash).values()).flops
     return Formula(
         "Arithmetic that the cache saves",
@@ -252,7 +252,7 @@ def of_cache_saved(plan: Plan) -> Formula:
 
 
 def _flops(plan: Plan, name: str, step: PlannedStep) -> Iterator[Formula]:
-    shape, work, context = plan.deployment.shape, step.work, plan.context
+    shape, work, context = plan.deployment.shape, step.work, plan.workload.mean_context
     prompt, cached = plan.workload.prompt, plan.workload.cached
     new = prompt - cached if name == "prefill" else plan.batch
     layers = [op for op in LINEAR if op in work and op is not Operation.HEAD]
@@ -314,7 +314,7 @@ def _attention(plan: Plan, name: str, new: int, flops: int) -> Formula:
     pairs = (
         f"({new:,} * {cached:,} + {new:,} * ({new:,} + 1) / 2)"
         if name == "prefill"
-        else f"{new:,} * ({plan.context:,} + 1)"
+        else f"{new:,} * ({plan.workload.mean_context:,} + 1)"
     )
     return Formula(
         f"FLOPs of the {name}: attention",

@@ -38,11 +38,6 @@ def steps_s(deployment: Deployment, steps: Sequence[Sequence[Chunk]]) -> float:
     return sum(count * deployment.step(step).seconds for step, count in kinds.items())
 
 
-def mean_context(workload: RequestShape) -> int:
-    """Tokens before a decode step halfway through an answer."""
-    return workload.prompt + workload.output // 2
-
-
 def prefill_step(deployment: Deployment, workload: RequestShape, budget: int) -> PlannedStep:
     """The prompt of one request alone."""
     whole = Chunk(workload.prompt - workload.cached, workload.cached)
@@ -51,7 +46,7 @@ def prefill_step(deployment: Deployment, workload: RequestShape, budget: int) ->
 
 def decode_step(deployment: Deployment, workload: RequestShape, batch: int, lane_batch: int) -> PlannedStep:
     """One token of each of `batch` sequences of a replica, of which a device works on `lane_batch` at a time."""
-    context = mean_context(workload)
+    context = workload.mean_context
     return _planned(deployment, Chunk(1, context, 1, batch), [[Chunk(1, context, 1, lane_batch)]])
 
 

@@ -99,7 +99,7 @@ def _phase_title(plan: Plan, name: str) -> str:
         return f"Prefill of one prompt, {computed:,} tokens" + (
             f" after {plan.workload.cached:,} cached" if plan.workload.cached else ""
         )
-    title = f"A decode step of {plan.batch:,} at a context of {plan.context:,}"
+    title = f"A decode step of {plan.batch:,} at a context of {plan.workload.mean_context:,}"
     return title if plan.lane_batch == plan.batch else f"{title}, {plan.lane_batch:,} at a time"
 
 

@@ -265,8 +265,8 @@ def test_a_decode_step_turns_compute_bound_where_it_says() -> None:
     plan = planned("llama-3.1-70b", count=4, prompt_tokens=128, output_tokens=128)
     batch = plan.compute_bound_batch
     assert batch is not None
-    assert plan.deployment.step([Chunk(1, plan.context, 1, batch)]).bound == "compute"
-    assert plan.deployment.step([Chunk(1, plan.context, 1, batch - 1)]).bound != "compute"
+    assert plan.deployment.step([Chunk(1, plan.workload.mean_context, 1, batch)]).bound == "compute"
+    assert plan.deployment.step([Chunk(1, plan.workload.mean_context, 1, batch - 1)]).bound != "compute"
     assert planned("llama-2-7b", prompt_tokens=3000).compute_bound_batch is None  # all heads' keys, for each sequence
 
 
@@ -352,7 +352,9 @@ def test_a_draft_is_kept_in_the_plain_dtype() -> None:
         find_model("llama-3.2-1b").shape, Precision(), plan.deployment.hardware, plan.deployment.efficiency
     )
     assert plan.speculated is not None
-    assert plan.speculated.tpot_s == pytest.approx(tpot_s(plan.deployment, draft, 1, plan.context, 3, 0.7))
+    assert plan.speculated.tpot_s == pytest.approx(
+        tpot_s(plan.deployment, draft, 1, plan.workload.mean_context, 3, 0.7)
+    )
 
 
 @pytest.mark.parametrize(

@@ -113,16 +113,12 @@ async def run_load(
     _check(requests, mode, max_concurrency, users, limits)
     conversations = Conversations(requests)
     dispatch = Dispatch(client, conversations, mode, max_concurrency, duration_s, as_messages, listener, users)
-    stream = ProbeStream(client, probes or iter(()))
-    failures: list[Failure] = []
+    stream, watch = ProbeStream(client, probes or iter(())), LoopWatch(sockets)
     if warm_ups:
         listener.stage(LoadStage.WARM_UP)
-        failures = await _warm_up(client, warm_ups, max_concurrency or WARM_UPS_AT_ONCE, stop)
-    watch = LoopWatch(sockets)
-    gave_up = None
-    if failures and len(failures) == len(warm_ups):
-        gave_up = f"all {len(failures)} warm-up requests failed, the first: {failures[0].message}"
-    else:
+    failures = await _warm_up(client, warm_ups, max_concurrency or WARM_UPS_AT_ONCE, stop)
+    gives_up = bool(failures) and len(failures) == len(warm_ups)
+    if not gives_up:
         if before_load is not None:
             await before_load()
         with collector_off(), watch:
@@ -130,7 +126,9 @@ async def run_load(
                 await dispatch.go(stop, drain_s, grace_s)
     listener.stage(LoadStage.DONE)
     outcome = _outcome(dispatch, watch, len(requests))
-    outcome.warm_up_failures, outcome.gave_up, outcome.probes = failures, gave_up, stream.records
+    outcome.warm_up_failures, outcome.probes = failures, stream.records
+    if gives_up:
+        outcome.gave_up = f"all {len(failures)} warm-up requests failed, the first: {failures[0].message}"
     return outcome
 
 
