@@ -32,9 +32,9 @@ BAD_ALONE = """
 --extra-body {a} | not JSON
 --num-prompts 0 | --num-prompts
 --duration 0 | --duration
---request-rate -1 | --request-rate is -1; it must be above 0
---request-rate nan | --request-rate is nan; it must be above 0
---request-rate 0 | --request-rate is 0; it must be above 0
+--request-rate -1 | the request rate is -1; it must be a finite number above 0
+--request-rate nan | the request rate is nan; it must be a finite number above 0
+--request-rate 0 | the request rate is 0; it must be a finite number above 0
 --arrival sometimes | poisson
 --arrival gamma --request-rate 2 | --burstiness
 --arrival trace | dataset with times

@@ -91,7 +91,7 @@ def test_a_long_word_is_never_broken(monkeypatch: pytest.MonkeyPatch) -> None:
         ("serve --port x", "--port is 'x'; it must be a whole number"),
         ("serve --port 99999", "--port is '99999'; it must be at most 65535"),
         ("serve --device tpu", "--device is 'tpu'; choose one of auto, cpu, cuda"),
-        ("bench --request-rate -1", "--request-rate is -1; it must be above 0"),
+        ("bench --request-rate -1", "the request rate is -1; it must be a finite number above 0"),
         ("plan llama-3.1-8b", "give --hardware, such as H100-SXM; `headway plan --list` lists all"),
     ],
 )

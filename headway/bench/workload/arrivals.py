@@ -286,8 +286,6 @@ def make_arrival(flags: ArrivalFlags, dataset_name: str | None = None) -> Arriva
         BenchError: naming a flag that is missing, or one that does not belong to the process.
     """
     kind = flags.arrival
-    if flags.request_rate is not None and not flags.request_rate > 0:
-        raise BenchError(f"--request-rate is {flags.request_rate:g}; it must be above 0")
     said = {f"--{name.replace('_', '-')}": value for name, value in asdict(flags).items() if name != "arrival"}
     if flags.burstiness == 1 and kind != "gamma":
         del said["--burstiness"]
