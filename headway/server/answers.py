@@ -94,6 +94,23 @@ class Answer(ABC):
     def entire(self, choice: ServedChoice) -> dict[str, Any]:
         """The entry of `choices` of an answer in one piece."""
 
+    def entry(
+        self,
+        choice: ServedChoice,
+        content: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        of: Piece | ServedChoice | None = None,
+    ) -> dict[str, Any]:
+        """An entry of `choices`: of a piece, or of a whole choice; without either there is no token yet."""
+        entry = {
+            "index": choice.index,
+            **content,
+            "logprobs": logprobs,
+            "finish_reason": of and of.finish_reason,
+            "stop_reason": of and of.stop_reason,
+        }
+        return entry | ({"token_ids": of.token_ids if of else []} if self.with_token_ids else {})
+
     def opening_extras(self) -> dict[str, Any]:
         """Further keys of the chunks that opening() makes."""
         return {}

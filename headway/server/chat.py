@@ -26,10 +26,7 @@ class ChatAnswer(Answer):
         self._with_prompt_logprobs = body.prompt_logprobs is not None
 
     def opening(self, choice: ServedChoice) -> list[dict[str, Any]]:
-        entry = self._entry(choice, {"delta": {"role": "assistant", "content": ""}}, None, None, None)
-        if self.with_token_ids:
-            entry["token_ids"] = []
-        return [entry]
+        return [self.entry(choice, {"delta": {"role": "assistant", "content": ""}})]
 
     def opening_extras(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.generation.prompts[0].token_ids} if self.with_token_ids else {}
@@ -37,40 +34,18 @@ class ChatAnswer(Answer):
     def growth(self, choice: ServedChoice, piece: Piece) -> dict[str, Any]:
         delta = {"content": piece.text} if piece.text else {}
         logprobs = None if piece.logprobs is None else self._logprobs(scored_tokens(piece))
-        entry = self._entry(choice, {"delta": delta}, logprobs, piece.finish_reason, piece.stop_reason)
-        if self.with_token_ids:
-            entry["token_ids"] = piece.token_ids
-        return entry
+        return self.entry(choice, {"delta": delta}, logprobs, piece)
 
     def entire(self, choice: ServedChoice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         logprobs = self._logprobs(choice.logprobs) if self._with_logprobs else None
-        entry = self._entry(choice, {"message": message}, logprobs, choice.finish_reason, choice.stop_reason)
-        if self.with_token_ids:
-            entry["token_ids"] = choice.token_ids
-        return entry
+        return self.entry(choice, {"message": message}, logprobs, choice)
 
     def extras(self) -> dict[str, Any]:
         extras = self.opening_extras()
         if self._with_prompt_logprobs:
             extras["prompt_logprobs"] = self.prompt_logprobs(self.generation.choices[0])
         return extras
-
-    def _entry(
-        self,
-        choice: ServedChoice,
-        content: dict[str, Any],
-        logprobs: dict[str, Any] | None,
-        finish_reason: str | None,
-        stop_reason: str | int | None,
-    ) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            **content,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-            "stop_reason": stop_reason,
-        }
 
     def _logprobs(self, tokens: list[ScoredToken]) -> dict[str, Any]:
         content = written(

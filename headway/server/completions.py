@@ -30,17 +30,12 @@ class CompletionAnswer(Answer):
     def opening(self, choice: ServedChoice) -> list[dict[str, Any]]:
         if not (self._echo or self.with_token_ids):
             return []
-        entry = self._entry(choice, self._prompt_text(choice) if self._echo else "", None, None, None)
-        if self.with_token_ids:
-            entry |= {"prompt_token_ids": choice.prompt.token_ids, "token_ids": []}
-        return [entry]
+        text = self._prompt_text(choice) if self._echo else ""
+        return [self.entry(choice, {"text": text} | self._prompt_ids(choice))]
 
     def growth(self, choice: ServedChoice, piece: Piece) -> dict[str, Any]:
         logprobs = self._logprobs(scored_tokens(piece)) if piece.logprobs is not None else None
-        entry = self._entry(choice, piece.text, logprobs, piece.finish_reason, piece.stop_reason)
-        if self.with_token_ids:
-            entry["token_ids"] = piece.token_ids
-        return entry
+        return self.entry(choice, {"text": piece.text}, logprobs, piece)
 
     def entire(self, choice: ServedChoice) -> dict[str, Any]:
         prompt_text = self._prompt_text(choice) if self._echo else ""
@@ -48,28 +43,13 @@ class CompletionAnswer(Answer):
         if logprobs is not None and self._echo:
             before = self._logprobs_of_prompt(choice)
             logprobs = {name: before[name] + values for name, values in logprobs.items()}
-        entry = self._entry(choice, prompt_text + choice.text, logprobs, choice.finish_reason, choice.stop_reason)
+        content = {"text": prompt_text + choice.text} | self._prompt_ids(choice)
         if self._with_prompt_logprobs:
-            entry["prompt_logprobs"] = self.prompt_logprobs(choice)
-        if self.with_token_ids:
-            entry |= {"prompt_token_ids": choice.prompt.token_ids, "token_ids": choice.token_ids}
-        return entry
+            content["prompt_logprobs"] = self.prompt_logprobs(choice)
+        return self.entry(choice, content, logprobs, choice)
 
-    def _entry(
-        self,
-        choice: ServedChoice,
-        text: str,
-        logprobs: dict[str, Any] | None,
-        finish_reason: str | None,
-        stop_reason: str | int | None,
-    ) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-            "stop_reason": stop_reason,
-        }
+    def _prompt_ids(self, choice: ServedChoice) -> dict[str, Any]:
+        return {"prompt_token_ids": choice.prompt.token_ids} if self.with_token_ids else {}
 
     def _prompt_text(self, choice: ServedChoice) -> str:
         if choice.prompt.text is None:
