@@ -105,8 +105,7 @@ async def _sweep(bench: Runner) -> int:
         runs.append(run)
     if not runs:
         raise Interrupted
-    claims = bench.options.claims
-    print_runs(bench.out, *zip(*runs, strict=True), target=claims.attainment, most_failed=claims.max_failed_share)
+    print_runs(bench.out, runs, bench.options.claims)
     bench.report(runs)
     return NOT_VALID if lost else bench.exit_code(runs)
 

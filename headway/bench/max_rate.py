@@ -53,12 +53,7 @@ async def search(bench: Runner) -> int:
         on_trial=prober.say,
     )
     if prober.runs and bench.output.verbose:
-        print_runs(
-            bench.out,
-            *zip(*prober.runs, strict=True),
-            target=claims.attainment,
-            most_failed=claims.max_failed_share,
-        )
+        print_runs(bench.out, prober.runs, claims)
     print_search(bench.out, found, claims.attainment)
     prober.save(found)
     bench.report(prober.runs, extra=[search_section(found, claims.attainment)])

@@ -149,31 +149,22 @@ class Reporting:
 
     def report(self, runs: Sequence[Run], extra: Sequence[Section] = ()) -> None:
         """Write the HTML report, where one was asked for."""
-        path, claims = self.output.report, self.claims
+        path = self.output.report
         if path is None or not runs:
             return
         try:
             with self.progress.status("Drawing the report ..."), self.stoppable():
-                page = report_page(
-                    *zip(*runs, strict=True),
-                    extra=extra,
-                    title=self.title,
-                    target=claims.attainment,
-                    max_failed_share=claims.max_failed_share,
-                )
-                write_page(path, page)
+                write_page(path, report_page(runs, extra=extra, title=self.title, claims=self.claims))
         except Interrupted:
             self.progress.print("Stopped: there is no report.")
             return
         self.out.print(Text(f"Report: {path}", style="dim"), soft_wrap=True)
 
     def print(self, result: RunResult, summaries: Sequence[Summary]) -> None:
-        claims = self.claims
         show = print_summary if self.output.verbose else print_brief
-        show(self.out, result, summaries, target=claims.attainment, most_failed=claims.max_failed_share)
+        show(self.out, result, summaries, self.claims)
 
     def exit_code(self, runs: Sequence[Run]) -> int:
         if self.stop.is_set():
             return INTERRUPTED
-        most = self.claims.max_failed_share
-        return VALID if all(verdict.is_valid(*run, max_failed_share=most) for run in runs) else NOT_VALID
+        return VALID if all(verdict.is_valid(*run, self.claims) for run in runs) else NOT_VALID

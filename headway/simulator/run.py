@@ -153,10 +153,9 @@ class Simulation(Runner):
         for number, (name, how) in enumerate(servers.items(), start=1):
             runs.append(self.run_on(how, load, name))
             self.save(*runs[-1], number=number)
-        claims = self.claims
         letters = [letter(place) for place in range(len(runs))]
         legend = tuple(f"{each}  {name}" for each, name in zip(letters, servers, strict=True))
-        table = sweep_table(runs, "", claims.attainment, claims.max_failed_share, intervals=False, names=letters)
+        table = sweep_table(runs, "", self.claims, intervals=False, names=letters)
         for line in legend:
             self.out.print(Text(line), soft_wrap=True)
         print_table(self.out, table)

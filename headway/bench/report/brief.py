@@ -10,6 +10,7 @@ from headway.bench.measures.client_effect import SPOILT
 from headway.bench.measures.numbers import Percentile, Summary
 from headway.bench.measures.steady import OVERLOAD
 from headway.bench.measures.summary import STEADY_STATE
+from headway.bench.options import Claims
 from headway.bench.record import FailureKind, RunResult
 from headway.bench.report import verdict
 from headway.bench.report.views import part_views, steady_or_whole
@@ -20,20 +21,9 @@ LATENCIES = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2el
 SHOWN = (50.0, 90.0, 99.0)
 
 
-def brief(
-    result: RunResult, summaries: Sequence[Summary], *, target: float = 0.99, most_failed: float = 0.01
-) -> tuple[Line, ...]:
-    """The lines. Latencies are from the schedule, of the steady state where there is one.
-
-    Args:
-        summaries: of `summarise_all`.
-        target, most_failed: see `verdict.banners`.
-    """
-    return tuple(_lines(result, summaries, target, most_failed))
-
-
-def _lines(result: RunResult, summaries: Sequence[Summary], target: float, most_failed: float) -> Iterator[Line]:
-    whole, view = summaries[0], steady_or_whole(summaries)
+def brief(result: RunResult, summaries: Sequence[Summary], claims: Claims = verdict.USUAL) -> Iterator[Line]:
+    """The lines. Latencies are from the schedule, of the steady state where there is one."""
+    whole, view, target = summaries[0], steady_or_whole(summaries), claims.attainment
     yield Line("Asked", _asked(result.settings))
     yield Line("Answered", _answered(result, whole), "bad" if whole.failed > whole.refused else "")
     for metric, name in LATENCIES:
@@ -55,8 +45,8 @@ def _lines(result: RunResult, summaries: Sequence[Summary], target: float, most_
             said = f"{verdict.objectives_in_words(found.objectives)}: met by {100 * found.share:.4g} % "
             said += f"(target {100 * target:g} %: {judged})"
             yield Line(plain(name, 12), said, tones[decision])
-    yield _good(result, summaries, most_failed)
-    yield Line("Next", _next(result, summaries, target, most_failed))
+    yield _good(result, summaries, claims)
+    yield Line("Next", _next(result, summaries, claims))
 
 
 def _asked(settings: dict[str, Any]) -> str:
@@ -131,10 +121,10 @@ def _cached(settings: dict[str, Any], cached: int, prompt: int) -> str:
     return f"{share} of the prompt tokens came from the prefix cache, {whose}"
 
 
-def _good(result: RunResult, summaries: Sequence[Summary], most_failed: float) -> Line:
+def _good(result: RunResult, summaries: Sequence[Summary], claims: Claims) -> Line:
     """Whether the numbers can be quoted, and the gravest thing against it."""
-    valid = verdict.is_valid(result, summaries, max_failed_share=most_failed)
-    grave = [each for each in verdict.banners(result, summaries, max_failed_share=most_failed) if each.tone == "bad"]
+    valid = verdict.is_valid(result, summaries, claims)
+    grave = [each for each in verdict.banners(result, summaries, claims) if each.tone == "bad"]
     figures = verdict.spoilt_figures(summaries, SHOWN)
     if not valid:
         why = " ".join(grave[0].lines[:2]) if grave else "The run measured nothing."
@@ -151,8 +141,9 @@ def _good(result: RunResult, summaries: Sequence[Summary], most_failed: float) -
     return Line("Valid", said, "good")
 
 
-def _next(result: RunResult, summaries: Sequence[Summary], target: float, most_failed: float) -> str:
+def _next(result: RunResult, summaries: Sequence[Summary], claims: Claims) -> str:
     """The one thing that helps most."""
+    target = claims.attainment
     found = steady_or_whole(summaries).attainment
     if not any(record.ok for record in result.records):
         log = "" if result.settings.get("backend") == "simulate" else "; see also the server's log"
@@ -161,7 +152,7 @@ def _next(result: RunResult, summaries: Sequence[Summary], target: float, most_f
         return "run the client on another machine, or at a lower --request-rate"
     if result.interrupted:
         return "let the run end, or make it shorter: --num-prompts"
-    if not verdict.is_valid(result, summaries, max_failed_share=most_failed):
+    if not verdict.is_valid(result, summaries, claims):
         return "--verbose shows what failed and how"
     if any(OVERLOAD in note for note in summaries[0].notes):
         return "a lower load or more replicas; --find-max-rate with --goodput finds the highest rate that holds"

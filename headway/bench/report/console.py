@@ -10,41 +10,27 @@ from rich.text import Text
 from headway.bench.measures.compare import Comparison
 from headway.bench.measures.numbers import Summary
 from headway.bench.measures.search import SearchResult
+from headway.bench.options import Claims
 from headway.bench.record import RunResult
 from headway.bench.report import tables, verdict
 from headway.bench.report.brief import brief, fleet_line
 from headway.bench.report.comparison import comparison_banners, comparison_table, settings_table
 from headway.bench.report.search import search_banners, search_table
-from headway.bench.report.views import load_name, load_of
+from headway.bench.report.views import Run, load_name, load_of
 from headway.report.console import print_banner, print_lines, print_table
 
 
 def print_brief(
-    console: Console,
-    result: RunResult,
-    summaries: Sequence[Summary],
-    *,
-    target: float = 0.99,
-    most_failed: float = 0.01,
+    console: Console, result: RunResult, summaries: Sequence[Summary], claims: Claims = verdict.USUAL
 ) -> None:
-    """A run in about ten lines. Arguments are those of `print_summary`."""
-    print_lines(console, brief(result, summaries, target=target, most_failed=most_failed))
+    """A run in about ten lines; the summaries are those of `summarise_all`."""
+    print_lines(console, list(brief(result, summaries, claims)))
 
 
 def print_summary(
-    console: Console,
-    result: RunResult,
-    summaries: Sequence[Summary],
-    *,
-    target: float = 0.99,
-    most_failed: float = 0.01,
+    console: Console, result: RunResult, summaries: Sequence[Summary], claims: Claims = verdict.USUAL
 ) -> None:
-    """Everything that a run says, the verdict last, where the eye ends.
-
-    Args:
-        summaries: of `summarise_all`.
-        target, most_failed: see `verdict.banners`.
-    """
+    """Everything that a run says, the verdict last, where the eye ends."""
     parts = [
         tables.overview(summaries),
         *tables.latency_tables(summaries),
@@ -63,23 +49,16 @@ def print_summary(
     for note in verdict.other_notes(summaries[0]):
         console.print(Text(f"note: {note}", style="yellow"))
     console.print()
-    for banner in reversed(verdict.banners(result, summaries, target=target, max_failed_share=most_failed)):
+    for banner in reversed(verdict.banners(result, summaries, claims)):
         print_banner(console, banner)
-    console.print(Text(verdict.headline(result, summaries, max_failed_share=most_failed), style="bold"))
+    console.print(Text(verdict.headline(result, summaries, claims), style="bold"))
 
 
-def print_runs(
-    console: Console,
-    results: Sequence[RunResult],
-    summaries: Sequence[Sequence[Summary]],
-    *,
-    target: float = 0.99,
-    most_failed: float = 0.01,
-) -> None:
+def print_runs(console: Console, runs: Sequence[Run], claims: Claims = verdict.USUAL) -> None:
     """A sweep: a row for each run, by rising load, and up to which load the objectives held."""
-    runs = sorted(zip(results, summaries, strict=True), key=lambda run: load_of(run[0]))
-    print_table(console, tables.sweep_table(runs, load_name(results), target, most_failed, intervals=False))
-    for banner in reversed(verdict.of_runs(runs, target)):
+    ordered, load = sorted(runs, key=lambda run: load_of(run[0])), load_name([result for result, _ in runs])
+    print_table(console, tables.sweep_table(ordered, load, claims, intervals=False))
+    for banner in reversed(verdict.of_runs(ordered, claims.attainment)):
         print_banner(console, banner)
 
 

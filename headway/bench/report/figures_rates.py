@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headway.bench.measures.numbers import Distribution, Percentile, Summary
-from headway.bench.record import RunResult
-from headway.bench.report.views import load_of, steady_or_whole
+from headway.bench.report.views import Run, load_of, steady_or_whole
 from headway.report import style
 
 if TYPE_CHECKING:
@@ -36,13 +35,13 @@ class LoadPoint:
     client_bound: bool = False
 
 
-def load_points(results: Sequence[RunResult], summaries: Sequence[Sequence[Summary]]) -> list[LoadPoint]:
-    """A point for each run, by rising load; the summaries of a run are those of `summarise_all`."""
-    points = []
-    for result, views in zip(results, summaries, strict=True):
-        load = load_of(result)
-        points.append(LoadPoint(load, steady_or_whole(views), style.number(load), result.client.bound))
-    return sorted(points, key=lambda point: point.load)
+def load_points(runs: Sequence[Run]) -> list[LoadPoint]:
+    """A point for each run, by rising load."""
+    loads = sorted(((load_of(run[0]), *run) for run in runs), key=lambda each: each[0])
+    return [
+        LoadPoint(load, steady_or_whole(views), style.number(load), result.client.bound)
+        for load, result, views in loads
+    ]
 
 
 @style.drawing()

@@ -151,8 +151,8 @@ class LiveView(LoadListener):
             self.failures[str(record.failure.kind)] += 1
         elif record.ok:
             self.e2el_ms.add((record.chunk_ns[-1] - record.scheduled_ns) / NS_PER_MS)
-            if record.tokens > 1 and len(record.chunk_ns) > 1:
-                self.tpot_ms.add((record.chunk_ns[-1] - record.chunk_ns[0]) / NS_PER_MS / (record.tokens - 1))
+            if record.tokens > 1 and record.last_token_ns > record.first_token_ns:
+                self.tpot_ms.add((record.last_token_ns - record.first_token_ns) / NS_PER_MS / (record.tokens - 1))
 
     def _note_first_token(self, record: RequestRecord) -> None:
         if record.chunk_ns and record.index not in self._first_seen:

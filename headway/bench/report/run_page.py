@@ -12,11 +12,12 @@ from typing import Any
 import headway
 from headway.bench.measures.compare import Comparison
 from headway.bench.measures.numbers import Summary
+from headway.bench.options import Claims
 from headway.bench.record import RunResult
 from headway.bench.report import pictures, tables, verdict
 from headway.bench.report.comparison import comparison_banners, comparison_section
 from headway.bench.report.figures_rates import load_points
-from headway.bench.report.views import load_name, load_of, steady_or_whole
+from headway.bench.report.views import Run, load_name, load_of, steady_or_whole
 from headway.report.parts import Banner, Page, Section, Table
 from headway.report.style import number, plain, sentence
 
@@ -52,13 +53,12 @@ def comparison_page(
     sides: Mapping[str, tuple[RunResult, Sequence[Summary]]],
     *,
     environment: Mapping[str, Any] | None = None,
-    date: datetime | None = None,
 ) -> Page:
     """The report of a comparison.
 
     Args:
         sides: by what it is called, one run of each side, a first, with what `summarise_all` makes of it.
-        environment, date: see `report_page`.
+        environment: see `report_page`.
 
     Raises:
         ValueError: there are not two sides.
@@ -78,7 +78,7 @@ def comparison_page(
         subtitle=_subtitle(results),
         verdict=comparison_banners(comparison, a, b),
         sections=(*sections, *_closing(results, environment)),
-        footer=_footer(date),
+        footer=_footer(),
     )
 
 
@@ -86,56 +86,42 @@ def _anchor(before: Sequence[Section]) -> str:
     return f"part-{len(before)}"
 
 
-def _footer(date: datetime | None) -> str:
-    return f"Written by headway {headway.__version__} on {(date or datetime.now()).strftime('%Y-%m-%d %H:%M')}."
+def _footer() -> str:
+    return f"Written by headway {headway.__version__} on {datetime.now():%Y-%m-%d %H:%M}."
 
 
 def report_page(
-    results: Sequence[RunResult],
-    summaries: Sequence[Sequence[Summary]],
+    runs: Sequence[Run],
     *,
     extra: Sequence[Section] = (),
     title: str | None = None,
-    target: float = verdict.TARGET,
-    max_failed_share: float = verdict.MAX_FAILED_SHARE,
+    claims: Claims = verdict.USUAL,
     environment: Mapping[str, Any] | None = None,
-    date: datetime | None = None,
 ) -> Page:
     """The report of one run, or of several runs of one workload.
 
     Args:
-        results, summaries: each run, and what `summarise_all` makes of it.
         extra: sections that come first. Their banners, such as the outcome of a search, are the verdict of the page.
-        target: share of requests that must meet their objectives.
-        max_failed_share: a run with a larger share of failed requests is not valid.
         environment: where the client ran; None describes this machine.
-        date: of the report; None is now.
-
-    Raises:
-        ValueError: there is no run, or not one row of summaries for each.
     """
-    if not results or len(results) != len(summaries):
-        raise ValueError(f"{len(results)} results and {len(summaries)} rows of summaries: give one row for each result")
-    limits = {"target": target, "max_failed_share": max_failed_share}
-    result, views = results[0], summaries[0]
-    single = len(results) == 1
+    results = [result for result, _ in runs]
+    result, views = runs[0]
+    single = len(runs) == 1
     outcome = tuple(banner for section in extra for banner in section.banners)
     sections = [replace(section, banners=()) for section in extra]
     if single:
         sections += run_sections(result, views)
+        banners = (*outcome, *_run_verdict(result, views, claims))
     else:
-        sections += _sweep_sections(results, summaries, target, max_failed_share)
-    if single:
-        banners = (*outcome, *_run_verdict(result, views, limits))
-    else:
-        banners = outcome or verdict.of_runs(list(zip(results, summaries, strict=True)), target)
+        sections += _sweep_sections(runs, claims)
+        banners = outcome or verdict.of_runs(runs, claims.attainment)
     return Page(
         title=title or f"headway bench: {plain(_model(result), 120)}",
         subtitle=_subtitle(results),
         verdict=banners,
         key_figures=_key_figures(views) if single else (),
         sections=(*sections, *_closing(results, environment)),
-        footer=_footer(date),
+        footer=_footer(),
     )
 
 
@@ -193,42 +179,28 @@ def _present(*found: Table | None) -> tuple[Table, ...]:
     return tuple(table for table in found if table is not None)
 
 
-def _sweep_sections(
-    results: Sequence[RunResult], summaries: Sequence[Sequence[Summary]], target: float, max_failed_share: float
-) -> list[Section]:
-    load = load_name(results)
-    points = load_points(results, summaries)
-    order = sorted(range(len(results)), key=lambda place: load_of(results[place]))
-    table = tables.sweep_table([(results[place], summaries[place]) for place in order], load, target, max_failed_share)
-    sections = [
-        Section(
-            f"{len(results)} runs",
-            tables=(table,),
-            pictures=tuple(pictures.load_pictures(points, load, target)),
-            anchor="runs",
-        )
-    ]
-    for place in _most_telling(results, summaries, order, target):
-        name = f"{number(load_of(results[place]))} {'requests/s' if '1/s' in load else 'in flight'}"
-        banners = verdict.banners(results[place], summaries[place], target=target, max_failed_share=max_failed_share)
+def _sweep_sections(runs: Sequence[Run], claims: Claims) -> list[Section]:
+    load = load_name([result for result, _ in runs])
+    drawn = tuple(pictures.load_pictures(load_points(runs), load, claims.attainment))
+    runs = sorted(runs, key=lambda run: load_of(run[0]))
+    table = tables.sweep_table(runs, load, claims)
+    sections = [Section(f"{len(runs)} runs", tables=(table,), pictures=drawn, anchor="runs")]
+    for place in _most_telling(runs, claims.attainment):
+        result, summaries = runs[place]
+        name = f"{number(load_of(result))} {'requests/s' if '1/s' in load else 'in flight'}"
+        banners = verdict.banners(result, summaries, claims)
         sections.append(Section(f"Run at {name}", banners=banners, anchor=f"run-{place + 1}"))
-        sections += run_sections(results[place], summaries[place], prefix=name)
+        sections += run_sections(result, summaries, prefix=name)
     return sections
 
 
-def _most_telling(
-    results: Sequence[RunResult], summaries: Sequence[Sequence[Summary]], order: Sequence[int], target: float
-) -> list[int]:
+def _most_telling(runs: Sequence[Run], target: float) -> list[int]:
     """All of a few runs; else the lightest, the heaviest, and the heaviest that holds its objectives."""
-    if len(results) <= MOST_DETAILED:
-        return list(order)
-    chosen = {order[0], order[-1]}
-    for place in reversed(order):
-        found = steady_or_whole(summaries[place]).attainment
-        if found is not None and found.total and verdict.outcome(found, target) == "held":
-            chosen.add(place)
-            break
-    return [place for place in order if place in chosen]
+    if len(runs) <= MOST_DETAILED:
+        return list(range(len(runs)))
+    found = [steady_or_whole(summaries).attainment for _, summaries in runs]
+    held = [place for place, a in enumerate(found) if a and a.total and verdict.outcome(a, target) == "held"]
+    return sorted({0, len(runs) - 1, *held[-1:]})
 
 
 def _closing(results: Sequence[RunResult], environment: Mapping[str, Any] | None) -> list[Section]:
@@ -260,10 +232,10 @@ def this_machine() -> dict[str, Any]:
     }
 
 
-def _run_verdict(result: RunResult, views: Sequence[Summary], limits: dict[str, float]) -> tuple[Banner, ...]:
-    valid = verdict.is_valid(result, views, max_failed_share=limits["max_failed_share"])
-    opening = Banner(verdict.headline(result, views, **limits), (), "good" if valid else "bad")
-    return (opening, *verdict.banners(result, views, **limits))
+def _run_verdict(result: RunResult, views: Sequence[Summary], claims: Claims) -> tuple[Banner, ...]:
+    valid = verdict.is_valid(result, views, claims)
+    opening = Banner(verdict.headline(result, views, claims), (), "good" if valid else "bad")
+    return (opening, *verdict.banners(result, views, claims))
 
 
 def _model(result: RunResult) -> str:

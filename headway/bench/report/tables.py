@@ -10,10 +10,11 @@ import numpy as np
 
 from headway.bench.measures.client_effect import SPOILT, is_spoilt
 from headway.bench.measures.numbers import Attainment, Distribution, Percentile, Summary
+from headway.bench.options import Claims
 from headway.bench.record import ClientHealth, RunResult
 from headway.bench.report.phases import SERVER_REST, part_of
 from headway.bench.report.verdict import METRIC_NAMES, failures_by_kind, is_valid, objectives_in_words, outcome
-from headway.bench.report.views import load_of, main_views, part_views, probe_view, steady_or_whole
+from headway.bench.report.views import Run, load_of, main_views, part_views, probe_view, steady_or_whole
 from headway.report.parts import Cell, Table, Tone, cells
 from headway.report.style import number, plain
 
@@ -318,10 +319,9 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def sweep_table(
-    runs: Sequence[tuple[RunResult, Sequence[Summary]]],
+    runs: Sequence[Run],
     load: str,
-    target: float,
-    max_failed_share: float,
+    claims: Claims,
     intervals: bool = True,
     names: Sequence[str] | None = None,
 ) -> Table:
@@ -335,10 +335,10 @@ def sweep_table(
     any_failed, any_refused = any(each.failed > each.refused for each in wholes), any(each.refused for each in wholes)
     for at, (result, summaries) in enumerate(runs):
         view = steady_or_whole(summaries)
-        valid = is_valid(result, summaries, max_failed_share=max_failed_share)
+        valid = is_valid(result, summaries, claims)
         word = "client" if result.client.bound else "valid" if valid else "not valid"
         found = view.attainment
-        decision = outcome(found, target) if found is not None and found.total else ""
+        decision = outcome(found, claims.attainment) if found is not None and found.total else ""
         tone: Tone = {"held": "good", "missed": "bad"}.get(decision, "quiet")  # type: ignore[assignment]
         rows.append(
             cells(

@@ -9,13 +9,13 @@ from typing import Literal
 
 from headway.bench.measures.client_effect import spoilt
 from headway.bench.measures.numbers import Attainment, Summary
+from headway.bench.options import Claims
 from headway.bench.record import FailureKind, RunResult
-from headway.bench.report.views import load_of, steady_or_whole
+from headway.bench.report.views import Run, load_of, steady_or_whole
 from headway.report.parts import Banner
 from headway.report.style import number, plain, sentence
 
-MAX_FAILED_SHARE = 0.01
-TARGET = 0.99
+USUAL = Claims()
 OMISSION_RATIO = 1.1  # of P99 from the schedule to that from the send, from where on the difference is pointed out
 OMISSION_MS = 5.0
 MOST_SPOILT_SHOWN = 4
@@ -32,39 +32,27 @@ def count(number_: int, thing: str) -> str:
     return f"{number_:,} {thing}{'' if number_ == 1 else 's'}"
 
 
-def banners(
-    result: RunResult,
-    summaries: Sequence[Summary],
-    *,
-    target: float = TARGET,
-    max_failed_share: float = MAX_FAILED_SHARE,
-) -> tuple[Banner, ...]:
-    """The verdict, the gravest first.
-
-    Args:
-        summaries: of `summarise_all`: the whole run first.
-        target: share of requests that must meet their objectives.
-        max_failed_share: a run with a larger share of failed requests is not valid.
-    """
+def banners(result: RunResult, summaries: Sequence[Summary], claims: Claims = USUAL) -> tuple[Banner, ...]:
+    """The verdict, the gravest first. The summaries are those of `summarise_all`: the whole run first."""
     found = [
         _nothing(result),
         _interrupted(result),
         _client_bound(result),
         _spoilt(result, summaries),
-        _failures(result, max_failed_share),
+        _failures(result, claims.max_failed_share),
         _refused(result),
-        *(_objectives(view, target) for view in _main_views(summaries)),
+        *(_objectives(view, claims.attainment) for view in _main_views(summaries)),
         _steady(summaries),
         _omission(summaries),
     ]
     return tuple(banner for banner in found if banner is not None)
 
 
-def headline(result: RunResult, summaries: Sequence[Summary], **limits: float) -> str:
+def headline(result: RunResult, summaries: Sequence[Summary], claims: Claims = USUAL) -> str:
     """One sentence for the top of a page."""
     whole = summaries[0]
     asked = whole.completed + whole.failed
-    valid = "Valid" if is_valid(result, summaries, **limits) else "Not valid"
+    valid = "Valid" if is_valid(result, summaries, claims) else "Not valid"
     figures = spoilt_figures(summaries)
     if valid == "Valid" and figures:
         valid = f"Valid but for {figures[0]}" + (f" and {len(figures) - 1} more" if len(figures) > 1 else "")
@@ -76,9 +64,7 @@ def headline(result: RunResult, summaries: Sequence[Summary], **limits: float) -
     )
 
 
-def is_valid(
-    result: RunResult, summaries: Sequence[Summary], *, max_failed_share: float = MAX_FAILED_SHARE, **_: float
-) -> bool:
+def is_valid(result: RunResult, summaries: Sequence[Summary], claims: Claims = USUAL) -> bool:
     """Whether requests were answered, few failed, and the client offered the load and did not spoil every figure.
 
     Requests that the server refused on purpose do not count as failed. Single figures may be spoilt all the same
@@ -86,7 +72,7 @@ def is_valid(
     """
     whole = summaries[0]
     asked = whole.completed + whole.failed
-    few_failed = bool(asked) and whole.failed - whole.refused <= max_failed_share * asked
+    few_failed = bool(asked) and whole.failed - whole.refused <= claims.max_failed_share * asked
     return bool(whole.completed) and few_failed and not result.client.bound and not result.interrupted
 
 
@@ -101,7 +87,7 @@ def spoilt_figures(summaries: Sequence[Summary], shown: Sequence[float] = ()) ->
     return [f"{METRIC_NAMES[metric]} P{claim.p:g}" for metric, claim in found]
 
 
-def of_runs(runs: Sequence[tuple[RunResult, Sequence[Summary]]], target: float = TARGET) -> tuple[Banner, ...]:
+def of_runs(runs: Sequence[Run], target: float = USUAL.attainment) -> tuple[Banner, ...]:
     """Of several runs of one workload: which were client-bound, and up to what load the objectives held.
 
     A client only ever adds to latencies, so objectives that were met by its clock were met. Only a run in which the

@@ -9,6 +9,8 @@ from headway.bench.measures.numbers import Summary
 from headway.bench.measures.summary import PARTS, PROBE_STREAM, STEADY_STATE
 from headway.bench.record import RunResult
 
+Run = tuple[RunResult, Sequence[Summary]]  # and what `summarise_all` makes of it
+
 
 def main_views(summaries: Sequence[Summary]) -> list[Summary]:
     """The whole run and its steady state; without classes, tenants and probes."""

@@ -16,6 +16,7 @@ from headway.bench.measures.search import SearchResult, Stop
 from headway.bench.measures.summary import summarise_all
 from headway.bench.measures.trials import ProbeOutcome, Trial
 from headway.bench.measures.trials import Verdict as RateVerdict
+from headway.bench.options import Claims
 from headway.bench.record import Failure, FailureKind, RunResult
 from headway.bench.report import tables, verdict
 from headway.bench.report.comparison import comparison_banners
@@ -94,7 +95,7 @@ def test_failures_are_listed_by_kind_with_an_example() -> None:
 def test_few_failures_are_allowed_and_said() -> None:
     run = simulated_run(300, failures=2)
     views = summarise_all(run)
-    assert verdict.is_valid(run, views) and not verdict.is_valid(run, views, max_failed_share=0.001)
+    assert verdict.is_valid(run, views) and not verdict.is_valid(run, views, Claims(max_failed_share=0.001))
     assert "2 REQUESTS FAILED (0.667 %)" in summary_of(run)
 
 
@@ -144,14 +145,16 @@ def test_objectives_of_classes_carry_their_names() -> None:
 
 def test_a_sweep_names_the_load_up_to_which_objectives_held() -> None:
     runs, summaries = sweep()
-    text = printed(print_runs, runs, summaries)
+    text = printed(print_runs, list(zip(runs, summaries, strict=True)))
     lines = [line.split()[0] for line in text.splitlines() if line.strip().endswith("valid")]
     assert lines == ["4", "8", "16", "40"]
     held = [view for view in map(tables.steady_or_whole, summaries) if verdict.outcome(view.attainment, 0.99) == "held"]
     assert ("Objectives held up to" in text) == bool(held)
     runs[3].client.reasons.append("late")
     try:
-        assert "At a load of 40 this client was the limit" in printed(print_runs, runs, summaries)
+        assert "At a load of 40 this client was the limit" in printed(
+            print_runs, list(zip(runs, summaries, strict=True))
+        )
     finally:
         runs[3].client.reasons.clear()
 

@@ -32,7 +32,7 @@ def all_pictures(result: RunResult) -> Iterator[Picture]:
     yield from pictures.tail_pictures(result)
     yield from pictures.time_pictures(result, summaries)
     yield pictures.client_picture(result)
-    yield from pictures.load_pictures(load_points([result], [summaries]), load_name([result]))
+    yield from pictures.load_pictures(load_points([(result, summaries)]), load_name([result]))
 
 
 def check_axes(figure: Figure) -> None:
@@ -134,7 +134,7 @@ def test_lag_keeps_its_peaks() -> None:
 
 def test_runs_are_points_by_rising_load() -> None:
     runs, summaries = sweep()
-    points = load_points(runs, summaries)
+    points = load_points(list(zip(runs, summaries, strict=True)))
     assert [point.load for point in points] == [4.0, 8.0, 16.0, 40.0]
     assert load_name(runs) == "Request rate (1/s)"
     good = figures_rates.goodput_against_load(points)
@@ -155,7 +155,7 @@ def test_the_load_of_closed_and_of_unpaced_runs() -> None:
 
 def test_the_front_joins_runs_that_no_other_beats() -> None:
     runs, summaries = sweep()
-    points = load_points(runs, summaries)
+    points = load_points(list(zip(runs, summaries, strict=True)))
     axes = figures_rates.throughput_against_latency(points).axes[0]
     (front,) = [line for line in axes.get_lines() if line.get_label() == "Pareto front"]
     known = [

@@ -86,7 +86,7 @@ def check(html: str) -> Checker:
 def test_the_report_of_a_run(tmp_path: Path) -> None:
     run, summaries = usual()
     path = tmp_path / "new" / "report.html"
-    written = write_page(path, report_page([run], [summaries]), tmp_path / "figures")
+    written = write_page(path, report_page([(run, summaries)]), tmp_path / "figures")
     assert written[0] == path and all(each.stat().st_size > 5000 for each in written)
     assert {each.name for each in written[1:]} >= {"latency-cdf.png", "tail-composition.png", "timeline.png"}
     assert sorted(each.name for each in path.parent.iterdir()) == ["report.html"]
@@ -118,26 +118,26 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
 
 def test_texts_of_others_are_never_markup() -> None:
     run = nasty()
-    html = render(report_page([run], [summarise_all(run)], title=NASTY, environment={NASTY: NASTY}))
+    html = render(report_page([(run, summarise_all(run))], title=NASTY, environment={NASTY: NASTY}))
     page = check(html)
     assert "{{7*7}}" in page.text and "49 49" not in page.text
     assert "alert(1)" in page.text  # as text
 
 
 def test_a_run_without_requests_has_a_report() -> None:
-    page = check(render(report_page([empty()], [summarise_all(empty())])))
+    page = check(render(report_page([(empty(), summarise_all(empty()))])))
     assert "NO ANSWER" in page.text and "Not valid" in page.text and "over time" not in page.text
 
 
 def test_a_run_without_answers_shows_when_they_failed_and_no_empty_pictures() -> None:
     run = failed_only()
-    names = [p.name for section in report_page([run], [summarise_all(run)]).sections for p in section.pictures]
+    names = [p.name for section in report_page([(run, summarise_all(run))]).sections for p in section.pictures]
     assert names == ["timeline", "load-over-time", "client-lag"]
 
 
 def test_a_sweep_shows_all_runs_and_details_of_some() -> None:
     runs, summaries = sweep()
-    page = report_page(runs, summaries)
+    page = report_page(list(zip(runs, summaries, strict=True)))
     titles = [section.title for section in page.sections]
     assert titles[0] == "4 runs"
     detailed = [title for title in titles if title.startswith("Run at ")]
@@ -155,7 +155,7 @@ def test_a_search_comes_first() -> None:
     curve = ((4.0, 1.0), (8.0, 0.6))
     found = SearchResult(4.0, 8.0, None, trials, Stop.PRECISE, "that is all", (NASTY,), curve, confidence=0.975)
     run, summaries = usual()
-    page = report_page([run], [summaries], extra=[search_section(found)])
+    page = report_page([(run, summaries)], extra=[search_section(found)])
     assert page.sections[0].title == "The highest rate" and not page.sections[0].banners
     assert page.verdict[0].title == "Highest rate: 4 requests/s"
     shown = check(render(dataclasses.replace(page, sections=page.sections[:1])))
@@ -197,14 +197,6 @@ def test_a_row_has_a_cell_for_every_column() -> None:
         Table("T", ("a", "b"), (cells("only one"),))
 
 
-def test_runs_and_summaries_go_together() -> None:
-    run, summaries = usual()
-    with pytest.raises(ValueError, match="one row for each"):
-        report_page([run], [summaries, summaries])
-    with pytest.raises(ValueError, match="one row for each"):
-        report_page([], [])
-
-
 def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Page("Title")
     path = tmp_path / "report.html"
@@ -228,7 +220,7 @@ def test_a_browser_shows_it_in_the_dark(tmp_path: Path) -> None:
     from PIL import Image
 
     run, summaries = usual()
-    page = report_page([run], [summaries])
+    page = report_page([(run, summaries)])
     latency = next(section for section in page.sections if section.title == "Latency")
     write_page(tmp_path / "page.html", Page("Title", sections=(latency,)))
     shot = tmp_path / "shot.png"
