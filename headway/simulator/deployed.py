@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 from headway.class_file import ClassFile, read_class_file
 from headway.cost.capacity import Capacity, capacity, remedies, sequence_bytes
+from headway.cost.hardware import Hardware
 from headway.cost.loading import HOST_LINK_SHARE
 from headway.cost.timing import Deployment
 from headway.engine.config import SchedulingOptions
@@ -16,17 +18,21 @@ from headway.flags import Flag, limit, size
 from headway.planner.request import DeploymentOptions, HardwareName, ModelName, PlanError, PlanRequest
 from headway.planner.resolve import Resolved, find_hardware, resolve
 from headway.planner.words import gigabytes
+from headway.policy.kv_blocks import KVBlocks
 from headway.policy.queue_bound import QueueLimits
 from headway.policy.quota import Quotas
 from headway.policy.scheduler import Scheduler
+from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.sizing import PoolSize, pool_size
 from headway.policy.swap import NO_SWAP, SwapSpace
 from headway.simulator.engine import Host, NextEngine
-from headway.simulator.profiles import HEADWAY, PROFILES, VLLM, scheduler_of, with_defaults
 from headway.simulator.server import Server
 from headway.simulator.timing import DecodeTiming, Predicted
 from headway.tenant_file import TenantFile, read_tenant_file
 
+HEADWAY, VLLM = PROFILES = ("headway", "vllm")
+# vLLM has larger defaults on GPUs with as much memory, but for A100 (vllm-project/vllm, pull requests 17073, 17885).
+_LARGE_GIB = 70
 _deployment, _engine = functools.partial(Flag, panel="Deployment"), functools.partial(Flag, panel="Engine")
 _server = functools.partial(Flag, panel="Server")
 _limit = functools.partial(_server, parse=limit, metavar="N|none")
@@ -197,3 +203,29 @@ def _pool(options: ServerOptions, scheduling: SchedulingOptions, found: Resolved
         state_bytes=found.deployment.device.state_bytes,
         keep_checkpoints=scheduling.enable_prefix_caching,
     )
+
+
+def with_defaults(
+    scheduling: SchedulingOptions, profile: str, hardware: Hardware, given: AbstractSet[str]
+) -> SchedulingOptions:
+    """The options with the defaults of a profile, but for fields that were `given`."""
+    if profile == HEADWAY:
+        return scheduling
+    is_gpu, is_ampere = hardware.kind == "gpu", hardware.architecture == "ampere"
+    is_large = is_gpu and not is_ampere and hardware.memory_bytes >= _LARGE_GIB * 2**30
+    tokens, seqs = (8192, 1024) if is_large else (2048, 256 if is_gpu else 128)
+    defaults: dict[str, Any] = {
+        "scheduling_policy": "fcfs",
+        "max_num_seqs": seqs,
+        "max_num_batched_tokens": tokens,
+        "max_prefill_stall_ms": math.inf,
+        "watermark": 0.0,
+        "protected_kv": 0.0,
+        "swap_space": 0.0,
+    }
+    return replace(scheduling, **{name: value for name, value in defaults.items() if name not in given})
+
+
+def scheduler_of(profile: str, config: SchedulerConfig, blocks: KVBlocks) -> Scheduler:
+    """As Scheduler(). With vLLM's rule, one that does not fit lets nobody past it."""
+    return Scheduler(config if profile == HEADWAY else replace(config, lookahead=0), blocks)

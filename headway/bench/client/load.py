@@ -13,13 +13,12 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headway.bench.client.conversations import Conversations
 from headway.bench.client.dispatch import Dispatch, LoadListener, LoadMode, LoadStage, Sender
-from headway.bench.client.probe_stream import ProbeStream
 from headway.bench.client.watch import LoopWatch, OpenSockets
 from headway.bench.errors import BenchError
 from headway.bench.record import ClientHealth, Failure, RequestRecord
@@ -89,16 +88,14 @@ async def run_load(
         requests: of one run; in mode OPEN every first turn has an arrival_s, unless its class is a closed loop.
         mode: see LoadMode.
         max_concurrency: most requests under way; in mode CLOSED the number of users, and needed.
-        users: in mode OPEN, of classes that are closed loops of their own: name to number of users.
-        probes: requests without end, each with an arrival_s, that are sent beside these until the last of these has
-            ended. They wait for nothing, take nobody's place, and are not among the outcome's records.
+        users: in mode OPEN, of classes that are closed loops of their own.
+        probes: requests without end, each with an arrival_s; see ProbeStream.
         warm_ups: sent first, a few at a time, and not recorded. Where all of them fail, the run is not begun.
         duration_s: what is due later is not sent; what is under way then is awaited.
         drain_s: when nothing is left to send, and for so long no request was sent or has ended, the run ends and the
             requests in flight fail with DRAIN_LIMIT. None sets no limit.
         grace_s: how long requests under way are awaited after `stop`.
-        as_messages: later turns go out as messages, as a chat needs them; else text that follows text goes out as one
-            text.
+        as_messages: later turns go out as messages, as a chat needs them; else text goes out as one with what follows.
         before_load: awaited between the warm-ups and the first request that is measured.
         stop: set it to end the run early (Ctrl-C); what was measured is returned.
         listener: is told what happens.
@@ -107,17 +104,14 @@ async def run_load(
     Raises:
         BenchError: an argument or the workload makes no sense.
     """
-    listener, stop = listener or LoadListener(), stop or asyncio.Event()
-    users = users or {}
+    listener, stop, users = listener or LoadListener(), stop or asyncio.Event(), users or {}
     limits = {"duration": duration_s, "drain time": drain_s, "grace time": grace_s}
     _check(requests, mode, max_concurrency, users, limits)
     conversations = Conversations(requests)
     dispatch = Dispatch(client, conversations, mode, max_concurrency, duration_s, as_messages, listener, users)
     stream, watch = ProbeStream(client, probes or iter(())), LoopWatch(sockets)
-    if warm_ups:
-        listener.stage(LoadStage.WARM_UP)
-    failures = await _warm_up(client, warm_ups, max_concurrency or WARM_UPS_AT_ONCE, stop)
-    gives_up = bool(failures) and len(failures) == len(warm_ups)
+    failures = await _warm_up(client, warm_ups, max_concurrency or WARM_UPS_AT_ONCE, stop, listener)
+    gives_up = 0 < len(failures) == len(warm_ups)
     if not gives_up:
         if before_load is not None:
             await before_load()
@@ -172,9 +166,12 @@ def _check(
 
 
 async def _warm_up(
-    client: Sender, warm_ups: Sequence[PlannedRequest], at_once: int, stop: asyncio.Event
+    client: Sender, warm_ups: Sequence[PlannedRequest], at_once: int, stop: asyncio.Event, listener: LoadListener
 ) -> list[Failure]:
     """The failures, in the order of the warm-ups; those that `stop` ended are none."""
+    if not warm_ups:
+        return []
+    listener.stage(LoadStage.WARM_UP)
     places = asyncio.Semaphore(at_once)
 
     async def send(planned: PlannedRequest) -> Failure | None:
@@ -217,3 +214,63 @@ def collector_off() -> Iterator[None]:
             gc.unfreeze()
         if enabled:
             gc.enable()
+
+
+class ProbeStream:
+    """Sends requests at their times, whatever becomes of those before them, for as long as something else goes on.
+
+    Args:
+        requests: in order of their arrival_s, which all have; there may be no end of them.
+
+    Attributes:
+        records: of those that were due.
+    """
+
+    def __init__(self, client: Sender, requests: Iterator[PlannedRequest]) -> None:
+        self.records: list[RequestRecord] = []
+        self._client = client
+        self._requests = requests
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
+
+    @contextlib.asynccontextmanager
+    async def beside(self, grace_s: float) -> AsyncIterator[None]:
+        """Time 0 is now. At the end of the block nothing more is sent; what is under way has `grace_s` left.
+
+        Raises:
+            Whatever is raised in the client.
+        """
+        sending = asyncio.create_task(self._send_on_time(time.monotonic_ns()))
+        sending.add_done_callback(self._done)
+        try:
+            yield
+            sending.cancel()
+            if self._under_way:
+                await asyncio.wait(self._under_way, timeout=grace_s)
+        finally:
+            left = {sending, *self._under_way}
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left)
+        await asyncio.sleep(0)  # their callbacks
+        if self._error is not None:
+            raise self._error
+
+    async def _send_on_time(self, began_ns: int) -> None:
+        for planned in self._requests:
+            due_ns = began_ns + round((planned.arrival_s or 0.0) * 1e9)
+            while (left_ns := due_ns - time.monotonic_ns()) > 0:  # a loop may wake up a moment too early
+                await asyncio.sleep(left_ns / 1e9)
+            task = asyncio.create_task(self._send(planned, due_ns))
+            self._under_way.add(task)
+            task.add_done_callback(self._done)
+
+    async def _send(self, planned: PlannedRequest, due_ns: int) -> None:
+        record = RequestRecord.of(planned, due_ns)
+        self.records.append(record)
+        await self._client.send(planned, record)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            self._error = self._error or task.exception()

@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -25,25 +25,30 @@ from rich.progress import (
 )
 
 import headway
-from headway.bench.client.load import LoadOutcome
+from headway.bench.client.endpoint import Endpoint
+from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, run_load
+from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.errors import BenchError
 from headway.bench.interrupts import Interrupted, unless_stopped
 from headway.bench.measures.server_metrics import parse_metrics
 from headway.bench.profile import tables
 from headway.bench.profile.local_server import LocalServer
 from headway.bench.profile.machine import measure_peaks, read_peaks
-from headway.bench.profile.measure import plan_requests, send_all
 from headway.bench.profile.model import ProfiledModel, find_model
 from headway.bench.profile.options import ProfileOptions, check_options, fitting_lengths
 from headway.bench.profile.page import banners, page_of
 from headway.bench.profile.result import ProfileResult, profile_length
 from headway.bench.record import FailureKind, RequestRecord
+from headway.bench.request import PlannedRequest
 from headway.bench.results import write_json
+from headway.bench.workload.prompts import PromptMaker
+from headway.bench.workload.token_sources import TokenizerSource
 from headway.calibration.peaks import MachinePeaks
 from headway.engine.config import ModelOptions
 from headway.flags import flags_of, option
 from headway.report.console import print_banner, print_table
 from headway.report.page import write_page
+from headway.text.tokenizer import TextError, Tokenizer
 
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -262,3 +267,73 @@ def print_profile(console: Console, result: ProfileResult) -> None:
         print_banner(console, banner)
     if result.folder is not None:
         console.print(f"Report: {result.folder / 'profile.html'}", highlight=False, soft_wrap=True)
+
+
+def plan_requests(
+    folder: Path, lengths: Sequence[int], repeats: int, output_len: int, seed: int = 0
+) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
+    """Warm-ups, one of each length, and the requests themselves, round by round.
+
+    Prompts are text, so that tokenizing them is measured; no two share a beginning, so that no prefix cache helps.
+
+    Raises:
+        BenchError: the model's tokenizer is missing or can make no prompts.
+    """
+    try:
+        maker = PromptMaker(TokenizerSource(Tokenizer.load(folder)), seed)
+    except TextError as error:
+        raise BenchError(str(error)) from None
+
+    def plan(index: int, length: int) -> PlannedRequest:
+        made = maker.make(length)
+        return PlannedRequest(index, made.prompt, length, output_len)
+
+    warm_ups = [plan(index, length) for index, length in enumerate(lengths)]
+    rounds = [length for _ in range(repeats) for length in lengths]
+    return warm_ups, [plan(index, length) for index, length in enumerate(rounds)]
+
+
+async def send_all(
+    base_url: str,
+    warm_ups: Sequence[PlannedRequest],
+    requests: Sequence[PlannedRequest],
+    timeout_s: float,
+    stop: asyncio.Event,
+    on_done: Callable[[], None],
+) -> LoadOutcome:
+    """Send them to the server and see how each went; `stop` ends it with what there is by then.
+
+    Raises:
+        BenchError: every warm-up failed, so that there is nothing to measure.
+    """
+    endpoint = Endpoint(
+        base_url,
+        ignore_eos=True,
+        extra_body={"temperature": 0.0},
+        include_timings=True,
+        continuous_usage=True,
+        timeout_s=timeout_s,
+    )
+    async with OpenAIClient(endpoint) as client:
+        outcome = await run_load(
+            client,
+            requests,
+            mode=LoadMode.CLOSED,
+            max_concurrency=1,
+            warm_ups=warm_ups,
+            grace_s=0.0,
+            stop=stop,
+            listener=_Progress(on_done),
+            sockets=client.busy_sockets,
+        )
+    if outcome.gave_up is not None:
+        raise BenchError(outcome.gave_up)
+    return outcome
+
+
+class _Progress(LoadListener):
+    def __init__(self, on_done: Callable[[], None]) -> None:
+        self._on_done = on_done
+
+    def ended(self, record: RequestRecord) -> None:
+        self._on_done()

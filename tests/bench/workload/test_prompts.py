@@ -14,8 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from headway.bench.errors import BenchError
 from headway.bench.workload.prompts import PromptMaker, TokenSource
-from headway.bench.workload.token_sources import TokenIdSource, TokenizerSource, WordSource
-from headway.bench.workload.words import WORDS
+from headway.bench.workload.token_sources import WORDS, TokenIdSource, TokenizerSource, WordSource
 from headway.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizers import byte_level, save, sentencepiece_style
 
