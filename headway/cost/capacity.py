@@ -142,6 +142,8 @@ def capacity(deployment: Deployment, prompt: int, output: int, settings: Setting
     apart = room // one
     together = _sharing(d, cached, prompt - cached + output, room, settings) if cached else apart
     in_stage = max(stage.attention_layers for stage in _stages(d)) * d.device.kv_elements_per_layer
+    if d.shape.kinds:  # there is one stage
+        in_stage = d.device.kv_elements_per_token
     return Capacity(
         memory=d.hardware.memory_bytes,
         usable=usable,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from headway.cost.families import FAMILIES, OTHER_KINDS, TEXT_TYPES, WRAPPERS, ExpertKeys, Family
+from headway.cost.layer_kinds import with_kinds
 from headway.cost.shape import Experts, Latent, ModelShape, StateSpec
 from headway.cost.values import ConfigValues, ModelError
 
@@ -63,6 +65,8 @@ def _architecture(raw: Mapping[str, Any], source: str, among: Collection[str]) -
 
 
 def _decoder(values: ConfigValues, family: Family) -> ModelShape:
+    if family.kinds and not values.boolean("enable_moe_block"):
+        family = replace(family, experts=None)
     heads, hidden = values.positive_int("num_attention_heads"), values.positive_int("hidden_size")
     layers = _count(values, "num_hidden_layers", _MOST_LAYERS)
     latent = _latent(values) if family.latent else None
@@ -71,7 +75,7 @@ def _decoder(values: ConfigValues, family: Family) -> ModelShape:
     recurrent = _recurrent(values, family.recurrent, layers) if family.recurrent else ()
     # Where every layer has experts, "intermediate_size" may be left out or stand for the experts' own.
     fallback = experts.width if experts and experts.layers == layers else None
-    return ModelShape(
+    shape = ModelShape(
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -94,6 +98,7 @@ def _decoder(values: ConfigValues, family: Family) -> ModelShape:
         state=_state(values, hidden, is_delta=family.output_gate) if recurrent else None,
         recurrent=recurrent,
     )
+    return with_kinds(values, shape) if family.kinds else shape
 
 
 def _recurrent(values: ConfigValues, kind: str, layers: int) -> tuple[int, ...]:
@@ -163,7 +168,7 @@ def _refuse_other_kinds(values: ConfigValues, family: Family, name: str) -> None
     own = {keys.count, keys.other} if keys else set()
     own |= {"kv_lora_rank"} if family.latent else set()
     for key in family.refused:
-        if values.get(key):
+        if values.get(key) and values.get(key) != "vision":  # what only images need is left to them
             raise values.error(key, f"is not supported for {name}")
     kinds = values.get("layer_types")
     if name == "GraniteMoeHybridForCausalLM" and isinstance(kinds, list) and {"mamba", "linear_attention"} & {*kinds}:

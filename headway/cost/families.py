@@ -17,6 +17,7 @@ class Family:
             layers as sliding_window_pattern says all but the last).
         layer_norms: norms in a layer, with the whole hidden state.
         ffn: the key of F.
+        kinds: layers with a window and layers without have sizes of their own, as Gemma 4's.
         experts: the names of the keys that describe a mixture of experts, or None.
         latent: attention is of the kind with a latent.
         recurrent: what `layer_types` calls layers that have no attention: linear_attention, of Gated DeltaNet, or conv,
@@ -38,6 +39,7 @@ class Family:
     sinks: bool = False
     layer_norms: int = 2
     ffn: str = "intermediate_size"
+    kinds: bool = False
     refused: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -226,6 +228,23 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 4,
         },
     ),
+    "Gemma4ForCausalLM": replace(
+        _GEMMA,
+        qk_norm=True,
+        kinds=True,
+        experts=ExpertKeys("num_experts", "top_k_experts", "moe_intermediate_size", router_bias=True),
+        defaults={
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "tie_word_embeddings": True,
+            "vocab_size": 262_144,
+            "max_position_embeddings": 131_072,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262_144,
+        },
+    ),
     "Olmo2ForCausalLM": _OLMO,
     "Olmo3ForCausalLM": replace(
         _OLMO, windows="types", defaults={**_OLMO.defaults, "sliding_window": 4096, "sliding_window_pattern": 4}
@@ -283,6 +302,7 @@ FAMILIES |= {
 # Models that read images or sounds too, and the family of the part that reads text where it does not say itself.
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
     "InternVLForConditionalGeneration": "Qwen2ForCausalLM",
     "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
     "Kimi_K25ForConditionalGeneration": "DeepseekV3ForCausalLM",
@@ -296,6 +316,7 @@ WRAPPERS = {
 # What config.json calls that part.
 TEXT_TYPES = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",

@@ -44,6 +44,8 @@ def kv_cache_bytes(
         raise ValueError(
             f"tokens is {tokens}, sequences {sequences}, block_size {block_size}; they can't be less than 0, 0, 1"
         )
+    if shape.kinds:
+        return sum(kv_cache_bytes(part, tokens, precision, block_size, sequences, rolling) for part in shape.parts)
     kept = (min(tokens, window or tokens) if rolling else tokens for window in shape.sliding_windows)
     elements = shape.kv_elements_per_layer * sum(-(-each // block_size) * block_size for each in kept)
     return sequences * ((precision or Precision()).kv.bytes_of(elements) + shape.state_bytes)
@@ -76,6 +78,8 @@ def activation_bytes(
     `flash` the scores of all heads with the `context` before them), or the feed-forward layer (its input, gate, up and
     their product; of experts those of each token's k), or the logits.
     """
+    if shape.kinds:
+        return max(activation_bytes(part, tokens, logit_rows, precision, flash, context) for part in shape.parts)
     attention = tokens * (shape.hidden + shape.qkv_rows + shape.attended)
     if not flash:
         attention += shape.heads * tokens * (context + tokens)

@@ -69,6 +69,8 @@ def check(shape: ModelShape, parallelism: Parallelism, link: Link | None = None)
         raise ShapeError(
             f"tensor_parallel_size is {tensor}, which does not divide the heads or channels of recurrent layers"
         )
+    if shape.kinds and (tensor > 1 or pipeline > 1):
+        raise ShapeError("models whose layers have different sizes are not divided among devices")
     if pipeline > shape.layers:
         raise ShapeError(f"pipeline_parallel_size is {pipeline}, but there are only {shape.layers} layers to divide")
     if parallelism.experts and shape.experts is None:

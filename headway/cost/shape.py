@@ -7,7 +7,9 @@ the feed-forward layer, V vocabulary, E experts of which each token takes k.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from headway.cost.layers import LayerInputs, LayerKind
 
 # Matrices that are alike: how many, rows (outputs), and numbers in a row (inputs).
 Matrix = tuple[int, int, int]
@@ -32,6 +34,7 @@ class CacheSpec:
             the key, as of a latent.
         window: how many positions a query sees, itself included; None for all.
         latent: how many of the first elements of a latent values are made of; 0 where there are values.
+        source: the layer whose keys and values this one attends to; None: its own.
     """
 
     heads: int
@@ -39,10 +42,12 @@ class CacheSpec:
     value_dim: int
     window: int | None = None
     latent: int = 0
+    source: int | None = None
 
     @property
     def elements(self) -> int:
-        return self.heads * (self.key_dim + self.value_dim)
+        """Of a token; none where they are another layer's."""
+        return 0 if self.source is not None else self.heads * (self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +231,10 @@ class ModelShape:
         state: of the recurrent layers.
         recurrent: their numbers; the others have attention.
         experts: None where every layer has the plain feed-forward layer.
+        kinds: of layers whose sizes differ, all layers; none where they are alike, as kv_heads, head_dim and ffn say.
+        projected_kv: projections beside that of queries: 2, 1 where keys are values, 0 where both are another layer's.
+        inputs: None where layers get nothing but the residual stream.
+        layer_scalars: each layer's result is multiplied with a number.
     """
 
     layers: int
@@ -252,6 +261,10 @@ class ModelShape:
     experts: Experts | None = None
     state: StateSpec | None = None
     recurrent: tuple[int, ...] = ()
+    kinds: tuple[LayerKind, ...] = ()
+    projected_kv: int = 2
+    inputs: LayerInputs | None = None
+    layer_scalars: bool = False
 
     def __post_init__(self) -> None:
         sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
@@ -279,7 +292,35 @@ class ModelShape:
         """Outputs of the query, key and value projections, all of them: (H + 2 G) D without a latent or a gate."""
         if self.latent is not None:
             return self.heads * self.head_dim + self.latent.kv_rank + self.latent.rope_dim
-        return (self.heads * (1 + self.output_gate) + 2 * self.kv_heads) * self.head_dim
+        return (self.heads * (1 + self.output_gate) + self.projected_kv * self.kv_heads) * self.head_dim
+
+    @property
+    def parts(self) -> tuple[ModelShape, ...]:
+        """Shapes whose layers are alike, together those of this one; embeddings and head stand in each."""
+        if not self.kinds:
+            return (self,)
+        return tuple(
+            replace(
+                self,
+                layers=len(kind.layers),
+                kv_heads=kind.kv_heads,
+                head_dim=kind.head_dim,
+                ffn=kind.ffn,
+                sliding_windows=(kind.window,) * len(kind.layers),
+                experts=replace(self.experts, layers=len(kind.layers)) if self.experts else None,
+                kinds=(),
+                projected_kv=0 if kind.source is not None else 2 - kind.keys_are_values,
+                inputs=None,
+            )
+            for kind in self.kinds
+        )
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """The sizes of a layer; ShapeError where all layers are alike."""
+        found = next((kind for kind in self.kinds if layer in kind.layers), None)
+        if found is None:
+            raise ShapeError(f"layer {layer} has no sizes of its own")
+        return found
 
     @property
     def attended(self) -> int:
@@ -289,6 +330,9 @@ class ModelShape:
     @property
     def caches(self) -> tuple[CacheSpec | StateSpec, ...]:
         """What each layer keeps."""
+        if self.kinds:
+            kinds = map(self.kind_of, range(self.layers))
+            return tuple(CacheSpec(k.kv_heads, k.head_dim, k.head_dim, k.window, source=k.source) for k in kinds)
         windows = iter(self.sliding_windows)
         return tuple(
             self.state if self.state is not None and layer in self.recurrent else self._cache(next(windows))
@@ -308,11 +352,13 @@ class ModelShape:
     @property
     def kv_elements_per_layer(self) -> int:
         """Elements of cache for one token in one layer."""
-        return self._cache(None).elements
+        return self._cache(None).elements if self.projected_kv else 0
 
     @property
     def kv_elements_per_token(self) -> int:
         """Elements of cache for one token in all layers, sliding windows apart."""
+        if self.kinds:
+            return sum(part.kv_elements_per_token for part in self.parts)
         return self.attention_layers * self.kv_elements_per_layer
 
     @property
@@ -326,6 +372,14 @@ class ModelShape:
 
     def parameters(self) -> dict[str, int]:
         """Parameters by component; a tied head has none of its own. Experts have components of their own."""
+        if self.kinds:
+            each = [part.parameters() for part in self.parts]
+            whole = {name: sum(part[name] for part in each) for name in each[0]}
+            whole |= {name: each[0][name] for name in ("embedding", "head")}
+            whole["norms"] -= (len(each) - 1) * self.hidden  # the last one of all
+            if self.inputs is not None:
+                whole["inputs"] = self.inputs.parameters(self.layers, self.hidden)
+            return whole
         parts = {
             "embedding": self.vocab * self.hidden,
             "attention": self.attention_layers * self._attention_parameters(),
@@ -348,7 +402,9 @@ class ModelShape:
         """Of the norms of queries and keys in a layer."""
         if not self.qk_norm:
             return 0
-        return (self.heads + self.kv_heads if self.qk_norm == "whole" else 2) * self.head_dim
+        if self.qk_norm == "whole":
+            return (self.heads + self.kv_heads) * self.head_dim
+        return (2 if self.projected_kv else 1) * self.head_dim
 
     @property
     def num_parameters(self) -> int:
@@ -363,6 +419,8 @@ class ModelShape:
         parts = self.parameters()
         if not self.tied_embeddings:
             parts["embedding"] = 0
+        if self.inputs is not None:
+            parts["inputs"] -= self.inputs.vocab * self.layers * self.inputs.width
         if self.experts is not None:
             parts["experts"] = self.experts.layers * self.experts.per_token * self.expert_parameters()
         return sum(parts.values())
@@ -380,6 +438,14 @@ class ModelShape:
 
     def projections(self) -> dict[str, list[Matrix]]:
         """What tokens are multiplied with, by linear, latent, experts and head; what is fused is one."""
+        if self.kinds:
+            each = [part.projections() for part in self.parts]
+            whole = {name: [size for part in each for size in part[name]] for name in ("linear", "latent", "experts")}
+            if self.inputs is not None:
+                width = self.inputs.width
+                whole["linear"].append((1, self.layers * width, self.hidden))
+                whole["linear"] += [(self.layers, width, self.hidden), (self.layers, self.hidden, width)]
+            return whole | {"head": each[0]["head"]}
         latent, linear, routed = self.latent, [(self.attention_layers, self.hidden, self.attended)], list[Matrix]()
         of_heads = [] if latent is None else latent.of_heads(self.layers, self.heads)
         if latent is None:
@@ -421,4 +487,4 @@ class ModelShape:
         of_latent = self.latent.norm_parameters if self.latent is not None else 0
         each = self.hidden * (1 + self.norm_bias)
         inner = self.attention_layers * (self.qk_norm_parameters + of_latent)
-        return self.layers * self.layer_norms * each + inner + each
+        return self.layers * (self.layer_norms * each + self.layer_scalars) + inner + each

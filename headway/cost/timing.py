@@ -50,6 +50,7 @@ LINEAR = (
     Operation.ROUTER,
     Operation.SHARED_EXPERTS,
     Operation.EXPERTS,
+    Operation.LAYER_INPUTS,
     Operation.HEAD,
 )
 OF_RECURRENT = (Operation.RECURRENT_IN, Operation.RECURRENT, Operation.RECURRENT_OUT)
@@ -75,6 +76,7 @@ KERNELS_A_LAYER = {
     Operation.ROUTER: 2,
     Operation.SHARED_EXPERTS: 3,
     Operation.EXPERTS: 4,
+    Operation.LAYER_INPUTS: 5,
 }
 KERNELS_A_STEP = {Operation.EMBEDDING: 1, Operation.FINAL_NORM: 1, Operation.HEAD: 1, Operation.SAMPLING: 3}
 

@@ -13,6 +13,7 @@ from enum import StrEnum
 import msgspec
 
 from headway.cost.attention import SCORE_PASSES, Chunk, attention
+from headway.cost.layers import LayerInputs
 from headway.cost.precision import Format, Precision
 from headway.cost.shape import Experts, ModelShape
 
@@ -37,6 +38,7 @@ class Operation(StrEnum):
     DOWN = "down"
     ROUTER = "router"
     SHARED_EXPERTS = "shared_experts"
+    LAYER_INPUTS = "layer_inputs"  # projections of the second embedding, of which each layer gets a part
     EXPERTS = "experts"
     FINAL_NORM = "final_norm"
     HEAD = "head"
@@ -67,6 +69,7 @@ _LINEAR = (
     Operation.GATE_UP,
     Operation.DOWN,
     Operation.SHARED_EXPERTS,
+    Operation.LAYER_INPUTS,
 )
 
 
@@ -186,12 +189,40 @@ class _Counter:
         self.rows = rows
 
     def by_token(self) -> dict[Operation, Work]:
+        s = self.shape
+        first = {
+            Operation.EMBEDDING: self._embedding(),
+            Operation.FINAL_NORM: self._norm(
+                s.hidden * (1 + s.norm_bias), 4 * self.tokens * s.hidden, self.tokens * s.hidden
+            ),
+        }
+        parts = [_Counter(part, self.precision, self.tokens, 0)._of_layers() for part in s.parts]
+        if s.inputs is not None:
+            parts.append(self._inputs(s.inputs))
+        return first | {op: total(part[op] for part in parts if op in part) for part in parts for op in part}
+
+    def _embedding(self) -> Work:
+        s, width = (
+            self.shape,
+            self.shape.hidden + (self.shape.inputs.width * self.shape.layers if self.shape.inputs else 0),
+        )
+        return self._elements(min(self.tokens, s.vocab) * width, self.tokens * width)
+
+    def _inputs(self, inputs: LayerInputs) -> dict[Operation, Work]:
+        """Two projections beside those of a layer's mixer, and one for all layers; their norms are those of layers."""
+        s, width = self.shape, inputs.width
+        whole = self._linear(1, self.tokens, s.hidden, s.layers * width, False)
+        norms = self._norm(s.layers * s.hidden + width, 2 * self.tokens * s.layers * (s.hidden + width), 0)
+        each = self._linear(s.layers, self.tokens, s.hidden, width, False)
+        back = self._linear(s.layers, self.tokens, width, s.hidden, False)
+        return {Operation.LAYER_INPUTS: total([whole, norms, each, back])}
+
+    def _of_layers(self) -> dict[Operation, Work]:
         s, tokens, p = self.shape, self.tokens, self.precision
         stored = tokens * s.kv_elements_per_token
         turned = s.heads * (s.latent.rope_dim if s.latent else s.head_dim)
-        turned += s.latent.rope_dim if s.latent else s.kv_heads * s.head_dim
+        turned += s.latent.rope_dim if s.latent else s.kv_heads * s.head_dim * (s.projected_kv > 0)
         work = {
-            Operation.EMBEDDING: self._elements(min(tokens, s.vocab) * s.hidden, tokens * s.hidden),
             Operation.NORMS: self._norms(),
             Operation.QKV: self._qkv(),
             Operation.ROTARY: self._elements(activations=2 * s.attention_layers * tokens * turned),
@@ -202,7 +233,6 @@ class _Counter:
             **self._recurrent_projections(),
             **self._feed_forward(s.dense_layers, s.ffn, s.mlp_bias),
             **self._experts(),
-            Operation.FINAL_NORM: self._norm(s.hidden * (1 + s.norm_bias), 4 * tokens * s.hidden, tokens * s.hidden),
         }
         return {op: part for op, part in work.items() if op not in _OF_SOME_KINDS or part.bytes}
 
@@ -213,9 +243,13 @@ class _Counter:
         """The first norm reads one tensor and writes one; each later one reads and writes the residual as well."""
         s = self.shape
         norms = s.layer_norms * s.layers
-        of_heads = (s.heads + s.kv_heads) * s.head_dim if s.qk_norm else 0
+        of_heads = (s.heads + s.kv_heads * (s.projected_kv > 0)) * s.head_dim if s.qk_norm else 0
         of_latent = s.latent.norm_parameters if s.latent else 0
-        weights = norms * s.hidden * (1 + s.norm_bias) + s.attention_layers * (s.qk_norm_parameters + of_latent)
+        weights = (
+            norms * s.hidden * (1 + s.norm_bias)
+            + s.layers * s.layer_scalars
+            + s.attention_layers * (s.qk_norm_parameters + of_latent)
+        )
         activations = (2 + (norms - 1) * 4) * self.tokens * s.hidden
         inner = s.attention_layers * self.tokens * (of_heads + of_latent)
         return self._norm(weights, activations + 2 * inner, norms * self.tokens * s.hidden + inner)
@@ -330,6 +364,9 @@ class _Counter:
     def attention(self, chunks: Sequence[Chunk], flash: bool) -> dict[Operation, Work]:
         """Scores read the queries and the keys; values read the values and write the result."""
         s, p = self.shape, self.precision
+        if s.kinds:
+            parts = [_Counter(part, p, self.tokens, 0).attention(chunks, flash) for part in s.parts]
+            return {op: total(part[op] for part in parts) for op in parts[0]}
         done = attention(s, chunks, flash)
         half = SCORE_PASSES // 2 * done.score_elements
         # With a gate, the result is read with it and written again.

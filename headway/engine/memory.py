@@ -33,7 +33,7 @@ def _cache_parts(
 
 def bytes_per_block(caches: Sequence[CacheSpec | StateSpec], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block in all layers, with the scales of an int8 cache."""
-    paged = [spec for spec in caches if isinstance(spec, CacheSpec)]
+    paged = [spec for spec in caches if isinstance(spec, CacheSpec) and spec.source is None]
     parts = [part for spec in paged for part in _cache_parts(spec, 1, block_size, dtype)]
     return sum(math.prod(shape) * of.itemsize for shape, of in parts)
 
@@ -67,7 +67,13 @@ def zero_caches(
             return LayerState(inputs, None)
         return LayerState(inputs, zeros((num_states, spec.heads, spec.key_dim, spec.value_dim), torch.float32))
 
-    return [states(spec) if isinstance(spec, StateSpec) else cache(spec) for spec in caches]
+    made: list[LayerCache | LayerState] = []
+    for spec in caches:
+        if isinstance(spec, StateSpec):
+            made.append(states(spec))
+        else:
+            made.append(cache(spec) if spec.source is None else made[spec.source])
+    return made
 
 
 def kv_pool_bytes(
@@ -81,7 +87,7 @@ def kv_pool_bytes(
         return config.kv_cache_memory
     shape = model.shape
     widths = [each.key_dim for each in shape.caches if isinstance(each, CacheSpec)]
-    widest = max(2 * shape.ffn, shape.hidden, shape.heads * max(widths))
+    widest = max(2 * max(part.ffn for part in shape.parts), shape.hidden, shape.heads * max(widths))
     if (experts := shape.experts) is not None:  # a result for each of a token's experts, and of the shared one
         widest = max(widest, (experts.per_token + 1) * shape.hidden, 2 * experts.width, 2 * experts.shared_width)
     if shape.state is not None:

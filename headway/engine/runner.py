@@ -59,7 +59,8 @@ class Runner:
         self.caches = zero_caches(
             config.caches, num_blocks, block_size, cache_dtype, device, max_num_seqs + checkpoints
         )
-        self._paged = [cache for cache in self.caches if isinstance(cache, LayerCache)]
+        caches = {id(cache): cache for cache in self.caches if isinstance(cache, LayerCache)}
+        self._paged = list(caches.values())  # some layers have one together
         self.host = HostBlocks(self._paged, host_blocks) if host_blocks else None
         self._states = StateSlots(max_num_seqs, checkpoints, device) if config.shape.recurrent else None
         self.sampler = Sampler(config.shape.vocab, device, kernels.most_likely if device.type == "cpu" else None)

@@ -174,10 +174,10 @@ class CpuKernels:
         self._team.share(cpu_rows.add_rms_norm_job(KINDS[x.dtype]), cpu_rows.ADD_RMS_NORM, rows, x.numel(), arguments)
         return x, residual
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x + residual, in the memory of residual."""
+    def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
+        """(x + residual) * factor, in the memory of residual."""
         x, residual = x.contiguous(), residual.contiguous()
-        size, arguments = x.numel(), (x.data_ptr(), residual.data_ptr())
+        size, arguments = x.numel(), (x.data_ptr(), residual.data_ptr(), factor)
         self._team.share(cpu_rows.add_job(KINDS[x.dtype]), cpu_rows.ADD, size, size, arguments)
         return residual
 
@@ -250,6 +250,13 @@ class CpuKernels:
         check_heads("gate", gate)
         arguments = (x.data_ptr(), gate.data_ptr(), gate.stride(0), x[0].numel())
         self._team.share(cpu_recurrent.gate_job(KINDS[x.dtype]), cpu_recurrent.GATE, len(x), x.numel(), arguments)
+        return x
+
+    def gated(self, x: Tensor, up: Tensor, gate: Gate) -> Tensor:
+        """The gate's f(x) * up, both [T, F], in the memory of x."""
+        x = x.contiguous()
+        arguments = (x.data_ptr(), up.data_ptr(), up.stride(0), x.shape[1], gate.slope, gate.cubic)
+        self._team.share(cpu_recurrent.gated_job(KINDS[x.dtype]), cpu_recurrent.GATED, len(x), x.numel(), arguments)
         return x
 
     def convolve(

@@ -278,3 +278,29 @@ def gate_job(kind: Any) -> int:
             first = take_rows(a, step)
 
     return job(rows)
+
+
+@compiled(fastmath=REORDER)
+def _gated_rows(kind, first, last, x, up, up_stride, width, slope, cubic):
+    for i in range(first, last):
+        for c in range(width):
+            by = load(x, i * width + c, kind)
+            opened = by * sigmoid_of(by * (slope + cubic * by * by))
+            store(x, i * width + c, opened * load(up, i * up_stride + c, kind), kind)
+
+
+GATED = struct.Struct("6q2d")
+
+
+@once_per_kind
+def gated_job(kind: Any) -> int:
+    def rows(a: int) -> None:
+        step, count = arg(a, 0), arg(a, 1)
+        slope, cubic = np.float32(real_arg(a, 6)), np.float32(real_arg(a, 7))
+        first = take_rows(a, step)
+        while first < count:
+            last = min(first + step, count)
+            _gated_rows(kind, first, last, arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5), slope, cubic)
+            first = take_rows(a, step)
+
+    return job(rows)

@@ -119,19 +119,19 @@ def add_rms_norm_job(kind: Any) -> int:
     return job(rows)
 
 
-ADD = struct.Struct("4q")
+ADD = struct.Struct("4qd")
 
 
 @once_per_kind
 def add_job(kind: Any) -> int:
-    """residual += x, both dense."""
+    """residual = (residual + x) * factor, both dense."""
 
     def elements(a: int) -> None:
-        step, count, x, residual = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3)
+        step, count, x, residual, factor = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3), np.float32(real_arg(a, 4))
         first = take_rows(a, step)
         while first < count:
             for i in range(first, min(first + step, count)):
-                store(residual, i, load(x, i, kind) + load(residual, i, kind), kind)
+                store(residual, i, (load(x, i, kind) + load(residual, i, kind)) * factor, kind)
             first = take_rows(a, step)
 
     return job(elements)

@@ -347,8 +347,12 @@ class Kernels(Protocol):
         """(rms_norm(x + residual), x + residual); may reuse the memory of both arguments."""
         ...
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x + residual; may reuse the memory of residual."""
+    def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
+        """(x + residual) * factor; may reuse the memory of residual."""
+        ...
+
+    def gated(self, x: Tensor, up: Tensor, gate: Gate) -> Tensor:
+        """The gate's f(x) * up, both [T, F], up strided along T; may reuse the memory of x."""
         ...
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:

@@ -184,9 +184,13 @@ class TorchKernels:
         weight = wide[:, -1:].sigmoid() if scores.gated else torch.ones_like(weights[:, :1])
         return torch.cat([chosen, number], 1), torch.cat([weights, weight], 1)
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
         """See Kernels."""
-        return x + residual
+        return (x + residual).mul_(factor) if factor != 1.0 else x + residual
+
+    def gated(self, x: Tensor, up: Tensor, gate: Gate) -> Tensor:
+        """See Kernels."""
+        return self.apply_gate(torch.cat([x, up], 1), gate)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """See Kernels."""

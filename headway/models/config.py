@@ -78,7 +78,7 @@ class ModelConfig:
         rms_norm_eps: of norms, those of the residual stream apart (see `residual_eps`).
         rotated: for each layer, whether queries and keys have rotary positions.
         local_rope: of layers with a window, where it is another one.
-        left_out: how names of a checkpoint's tensors begin that are of other use (layers that predict further tokens).
+        left_out: how names of tensors begin that are of other use (layers that predict further tokens).
         by_heads: what turns latents into keys and values is a matrix of each head, that of keys the other way round
             (GGUF).
     """
@@ -135,10 +135,16 @@ class ModelConfig:
             raise ModelError(f"{source}: head_dim is {shape.head_dim}; rotary embeddings need an even number")
         multipliers, local_rope, softcaps = Multipliers(), None, _NO_CAPS
         if name in LOCAL_THETAS:
-            rope, local_rope = read_two_ropes(values, LOCAL_THETAS[name], shape.head_dim, shape.max_positions)
+            of_kinds = [part.head_dim for part in shape.parts if part.sliding_windows[0] is None]
+            head_dims = of_kinds[0] if shape.kinds else shape.head_dim, shape.head_dim
+            rope, local_rope = read_two_ropes(values, LOCAL_THETAS[name], head_dims, shape.max_positions)
         else:
             turned = shape.head_dim if shape.latent is None else shape.latent.rope_dim
             rope = read_rope(values, turned, shape.max_positions)
+        if rope.query_growth and rope.dim != shape.head_dim:
+            raise values.error(
+                "rope_parameters", "scales queries of which only a part is turned; that is not supported"
+            )
         if shape.latent is not None:
             _check_latent(values, shape.latent)
             traits = replace(traits, turns_neighbours=values.boolean("rope_interleave", True))
@@ -162,7 +168,7 @@ class ModelConfig:
             multipliers=multipliers,
             local_rope=local_rope,
             softcaps=softcaps,
-            left_out=(*traits.unused, *_left_out(values, shape.layers)),
+            left_out=(*_left_out(values, shape.layers), *_borrowed(shape)),
             by_heads=values.boolean("kv_b_by_heads"),
         )
 
@@ -228,7 +234,8 @@ def _multipliers(values: ConfigValues) -> Multipliers:
 
 def _gemma(values: ConfigValues, shape: ModelShape) -> Multipliers:
     """Embeddings are multiplied with sqrt(h), and attention's products with a number of their own."""
-    return Multipliers(embedding=shape.hidden**0.5, attention=values.positive_number("query_pre_attn_scalar") ** -0.5)
+    attention = 1.0 if shape.kinds else values.positive_number("query_pre_attn_scalar") ** -0.5
+    return Multipliers(embedding=shape.hidden**0.5, attention=attention)
 
 
 def _check_latent(values: ConfigValues, latent: Latent) -> None:
@@ -242,6 +249,12 @@ def _left_out(values: ConfigValues, layers: int) -> tuple[str, ...]:
     key = "num_nextn_predict_layers"
     further = 0 if values.get(key) is None else values.non_negative_int(key, 0)
     return tuple(f"model.layers.{number}." for number in range(layers, layers + min(further, 100)))
+
+
+def _borrowed(shape: ModelShape) -> tuple[str, ...]:
+    """Of layers that attend to keys and values of others, checkpoints hold their own all the same."""
+    layers = [layer for kind in shape.kinds if kind.source is not None for layer in kind.layers]
+    return tuple(f"model.layers.{layer}.self_attn.{part}_" for layer in layers for part in ("k", "v"))
 
 
 def _softcaps(values: ConfigValues) -> SoftCaps:

@@ -18,6 +18,7 @@ from headway.cost.shape import CacheSpec
 from headway.kernels.interface import SOFTMAX, Kernels, LayerCache, LayerState, Linear, Mixture, Scores, StepGeometry
 from headway.models.config import ModelConfig
 from headway.models.latent_attention import LatentAttention, LatentWeights
+from headway.models.layer_inputs import LayerEnd, LayerInputs
 from headway.models.recurrent import DeltaNet, ShortConvolution
 from headway.models.rope import query_factors, rope_tables
 
@@ -75,6 +76,8 @@ class AttentionWeights:
     cache: CacheSpec
     rotated: bool = True  # whether queries and keys have rotary positions
     sinks: Tensor | None = None  # [heads] float32
+    value_norm: Tensor | None = None  # [head_dim]
+    projected_kv: int = 2  # see ModelShape
 
 
 class Attention:
@@ -82,7 +85,7 @@ class Attention:
 
     Args:
         rope: tables of cosines and sines.
-        factors: what queries are multiplied with, by position (see `rope.query_factors`).
+        factors: what queries are multiplied with, by position (see `rope.query_factors`); all of a head is turned then.
 
     Raises:
         ValueError: it cannot attend to a cache of that kind.
@@ -96,26 +99,34 @@ class Attention:
         rope: tuple[Tensor, Tensor],
         factors: Tensor | None = None,
     ) -> None:
-        self._weights, self._kernels, self._rope, self._factors = weights, kernels, rope, factors
+        self._weights, self._kernels, self._rope = weights, kernels, rope
+        self._query_rope = None if factors is None else (rope[0] * factors, rope[1] * factors)
         self._eps = config.rms_norm_eps
         self._scale = config.multipliers.attention or weights.cache.key_dim**-0.5
         self._softcap = config.softcaps.attention
-        self._heads = _head_split(config.shape.heads, weights.cache)
+        self._heads = _head_split(config.shape.heads, weights.cache)[: 1 + weights.projected_kv]
         if config.shape.output_gate:
             self._heads.append(config.shape.heads)
 
     def __call__(self, x: Tensor, cache: LayerCache, step: StepGeometry) -> Tensor:
         """x [T, hidden] -> [T, hidden]; its keys and values are stored."""
         weights, kernels, heads = self._weights, self._kernels, self._heads
-        query, key, value, *gate = weights.qkv(x).view(len(x), sum(heads), weights.cache.key_dim).split(heads, 1)
-        if weights.query_norm is not None and weights.key_norm is not None:
+        query, *rest = weights.qkv(x).view(len(x), sum(heads), weights.cache.key_dim).split(heads, 1)
+        if weights.query_norm is not None:
             query = self._norm(query, weights.query_norm)
+        key = rest[0] if weights.projected_kv else query[:, :0]
+        value, gate = (rest[1], rest[2:]) if weights.projected_kv == 2 else (key, rest[1:])
+        if weights.value_norm is not None:
+            value = self._norm(value, weights.value_norm)
+        if weights.key_norm is not None:
             key = self._norm(key, weights.key_norm)
-        if weights.rotated:
+        if weights.rotated and self._query_rope is None:
             kernels.rotate(query, key, *self._rope, step.positions)
-        if self._factors is not None:
-            query.mul_(self._factors[step.positions])
-        kernels.store(key, value, cache, step.slots)
+        elif self._query_rope is not None:
+            kernels.rotate(query, query[:, :0], *self._query_rope, step.positions)
+            kernels.rotate(key, key[:, :0], *self._rope, step.positions)
+        if weights.projected_kv:
+            kernels.store(key, value, cache, step.slots)
         attended = kernels.attention(
             query, cache, step, self._scale, weights.cache.window, weights.sinks, self._softcap
         )
@@ -138,6 +149,7 @@ class LayerWeights:
     mlp: Callable[[Tensor], Tensor]  # [T, hidden] -> [T, hidden]
     mixed_norm: Tensor | None = None  # [hidden], of what the mixer adds to the residual stream
     mlp_out_norm: Tensor | None = None  # [hidden], of what the MLP adds to it
+    end: LayerEnd | None = None
 
 
 @dataclass(slots=True)
@@ -148,6 +160,7 @@ class DecoderWeights:
     layers: list[LayerWeights]
     final_norm: Tensor  # [hidden]
     lm_head: Linear
+    inputs: LayerInputs | None = None
 
 
 class Decoder:
@@ -212,9 +225,10 @@ class Decoder:
     def _layers_of(self, token_ids: Tensor, step: StepGeometry, caches: Sequence[LayerCache | LayerState]) -> Tensor:
         rms_norm, eps = self.kernels.rms_norm, self.config.rms_norm_eps
         residual = self.weights.embedding(token_ids)
+        inputs = None if self.weights.inputs is None else self.weights.inputs(token_ids, residual)
         first = self.weights.layers[0].mixer_norm
         hidden = residual if first is None else rms_norm(residual, first, self.config.residual_eps)
-        for (layer, mixer, next_norm), cache in zip(self._layers, caches, strict=True):
+        for number, ((layer, mixer, next_norm), cache) in enumerate(zip(self._layers, caches, strict=True)):
             added = mixer(hidden, cache, step)
             if layer.mixed_norm is not None:
                 added = rms_norm(added, layer.mixed_norm, eps)
@@ -222,7 +236,11 @@ class Decoder:
             added = layer.mlp(hidden)
             if layer.mlp_out_norm is not None:
                 added = rms_norm(added, layer.mlp_out_norm, eps)
-            hidden, residual = self._joined(added, residual, next_norm)
+            if layer.end is None:
+                hidden, residual = self._joined(added, residual, next_norm)
+            else:
+                residual = layer.end(added, residual, None if inputs is None else inputs[:, number])
+                hidden = residual if next_norm is None else rms_norm(residual, next_norm, self.config.residual_eps)
         return hidden
 
     def _joined(self, added: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -90,6 +90,9 @@ WITHIN: tuple[tuple[tuple[str, str], ...], ...] = (
 OTHER_PARTS = (
     "mm_projector.",
     "model.mm_projector.",
+    "model.audio_tower.",
+    "model.embed_audio.",
+    "model.embed_vision.",
     "model.multi_modal_projector.",
     "model.vision_tower.",
     "model.visual.",
@@ -134,6 +137,9 @@ ARCHITECTURES: dict[str, Traits] = {
     "GptOssForCausalLM": Traits(gate="clamped"),
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
+    "Gemma4ForCausalLM": replace(
+        _GEMMA, norm_offset=0.0, stored=(("mlp.experts.", "experts."), (".mlp.gate.", ".router.proj."))
+    ),
     "Olmo2ForCausalLM": Traits(_OLMO_NORMS),
     "Olmo3ForCausalLM": Traits(_OLMO_NORMS),
     "GlmForCausalLM": _GLM,
@@ -151,7 +157,6 @@ ARCHITECTURES: dict[str, Traits] = {
 _MAMBA = "layers of Mamba"
 _LAYER_NORM = "LayerNorm and feed-forward layers without a gate"
 _PARALLEL = "attention and feed-forward layers side by side"
-_GEMMA_4 = "embeddings of each layer"
 # What known families need that the decoder does not have.
 LACKING = {
     "BambaForCausalLM": _MAMBA,
@@ -162,8 +167,6 @@ LACKING = {
     "FalconH1ForCausalLM": _MAMBA,
     "GPTNeoXForCausalLM": _LAYER_NORM,
     "Gemma3nForConditionalGeneration": "several residual streams",
-    "Gemma4ForCausalLM": _GEMMA_4,
-    "Gemma4ForConditionalGeneration": _GEMMA_4,
     "GlmMoeDsaForCausalLM": "a sparse indexer",
     "HunYuanDenseV1ForCausalLM": "norms of queries and keys behind their rotation",
     "HunYuanMoEV1ForCausalLM": "norms of queries and keys behind their rotation",
@@ -189,6 +192,13 @@ _QWEN_DEFAULTS = {"partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "norm_top
 _GEMMA_DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "Gemma2ForCausalLM": _GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "Gemma4ForCausalLM": _GEMMA_DEFAULTS
+    | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        }
+    },
     "Gemma3ForCausalLM": _GEMMA_DEFAULTS | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
     "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
     "Olmo3ForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
@@ -214,4 +224,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"partial_rotary_factor": 0.5},
 }
 # Where layers with a window have positions of their own: the key of their theta.
-LOCAL_THETAS = {"Gemma3ForCausalLM": "rope_local_base_freq", "Olmo3ForCausalLM": "rope_theta"}
+LOCAL_THETAS = {
+    "Gemma4ForCausalLM": "rope_local_base_freq",
+    "Gemma3ForCausalLM": "rope_local_base_freq",
+    "Olmo3ForCausalLM": "rope_theta",
+}

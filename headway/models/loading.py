@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,6 +32,7 @@ from headway.models.checkpoint import (
     WeightSource,
     found_traits,
     has_stacked_experts,
+    stored_name,
 )
 from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import AttentionWeights, Decoder, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP
@@ -41,11 +42,13 @@ from headway.models.gguf_checkpoint import GGUFCheckpoint
 from headway.models.gguf_config import gguf_files
 from headway.models.grouped import expanded, grouped_rows, stacked_groups, with_rows
 from headway.models.latent_attention import LatentWeights
+from headway.models.layer_inputs import LayerEnd, LayerInputs, MLPBesideExperts
 from headway.models.packed_layers import mxfp4_matrix
 from headway.models.quantization import EMBEDDING, scheme_of
 from headway.models.recurrent import DeltaNet, ShortConvolution
 from headway.models.routing import Routing
 from headway.models.tensors import (
+    NORMS_BESIDE,
     STACKED,
     Parts,
     Shapes,
@@ -53,6 +56,7 @@ from headway.models.tensors import (
     dense_names,
     expected_tensors,
     mixture_names,
+    projected_kv,
     recurrent_names,
 )
 
@@ -136,7 +140,8 @@ def _open(
         return nullcontext(RandomWeights(seed, clock))
     if load_format == "auto" and gguf_files(folder):
         return GGUFCheckpoint(folder, expected, config, clock)
-    return Checkpoint(folder, expected, clock, config.packed, config.left_out, config.traits.stored)
+    left_out = (*config.traits.unused, *(stored_name(name, config.traits.stored) for name in config.left_out))
+    return Checkpoint(folder, expected, clock, config.packed, left_out, config.traits.stored)
 
 
 class Assembler:
@@ -172,7 +177,28 @@ class Assembler:
             lm_head = self._linear("lm_head")
         layers = [self._layer(i, cache) for i, cache in enumerate(self._config.caches)]
         final_norm = self._norm("model.norm", self._config.multipliers.logits)
-        return DecoderWeights(embedding, layers, final_norm, lm_head)
+        return DecoderWeights(embedding, layers, final_norm, lm_head, self._inputs())
+
+    def _inputs(self) -> LayerInputs | None:
+        inputs = self._config.shape.inputs
+        if inputs is None:
+            return None
+        table = partial(self._kernels.take, self._stack("model.embed_tokens_per_layer.weight"))
+        projection = self._linear("model.per_layer_model_projection")  # its factor is undone by that of the embedding
+        norm = self._norm("model.per_layer_projection_norm", inputs.width**-0.5)
+        return LayerInputs(self._kernels, table, projection, norm, self._config.rms_norm_eps)
+
+    def _end(self, index: int) -> LayerEnd | None:
+        layer, shape, multipliers = f"model.layers.{index}", self._config.shape, self._config.multipliers
+        if not shape.layer_scalars:
+            return None
+        scalar = float(self._stack(f"{layer}.layer_scalar", dtype=torch.float32))
+        if shape.inputs is None:
+            return LayerEnd(self._kernels, scalar)
+        gate = self._linear(f"{layer}.per_layer_input_gate", factor=multipliers.embedding)
+        projection = self._linear(f"{layer}.per_layer_projection", factor=(shape.inputs.width / 2) ** 0.5)
+        norm = self._norm(f"{layer}.post_per_layer_input_norm", multipliers.added)
+        return LayerEnd(self._kernels, scalar, gate, projection, norm, self._config.rms_norm_eps)
 
     def _embedding(self) -> Callable[[Tensor], Tensor]:
         packed = self._source.packed(EMBEDDING, self._dtype)
@@ -187,10 +213,16 @@ class Assembler:
             mixer_norm=self._norm(f"{layer}.{norms.attention}") if norms.attention else None,
             mixer=self._mixer(index, cache),
             mixed_norm=self._norm(f"{layer}.{norms.attended}", added) if norms.attended else None,
-            mlp_norm=self._norm(f"{layer}.{norms.mlp}") if norms.mlp else None,
+            mlp_norm=self._norm(f"{layer}.{norms.mlp}") if norms.mlp and not self._is_beside(index) else None,
             mlp_out_norm=self._norm(f"{layer}.{norms.mlp_out}", added) if norms.mlp_out else None,
-            mlp=self._mlp(index),
+            mlp=self._beside_experts(index) if self._is_beside(index) else self._mlp(index),
+            end=self._end(index),
         )
+
+    def _is_beside(self, index: int) -> bool:
+        """Whether a layer has a plain feed-forward layer beside experts, with norms around each."""
+        routing = self._config.routing
+        return routing is not None and routing.beside and index in routing.layers
 
     def _mixer(
         self, index: int, cache: CacheSpec | StateSpec
@@ -207,11 +239,13 @@ class Assembler:
         return AttentionWeights(
             qkv=self._qkv(index, cache),
             query_norm=self._norm(f"{attention}.q_norm") if shape.qk_norm else None,
-            key_norm=self._norm(f"{attention}.k_norm") if shape.qk_norm else None,
+            key_norm=self._norm(f"{attention}.k_norm") if shape.qk_norm and cache.source is None else None,
             o=self._linear(f"{attention}.o_proj", factor=factor),
             cache=cache,
             rotated=self._config.rotated[index],
             sinks=self._stack(f"{attention}.sinks", dtype=torch.float32) if shape.sinks else None,
+            value_norm=self._ones(cache.value_dim) if shape.kinds and cache.source is None else None,
+            projected_kv=projected_kv(shape, index),
         )
 
     def _latent_attention(self, index: int, cache: CacheSpec) -> LatentWeights:
@@ -284,6 +318,9 @@ class Assembler:
         o = self._linear(f"{block}.out_proj", factor=self._config.multipliers.added)
         return DeltaNet(self._kernels, projection, heads_projection, self._taps(f"{block}.conv1d"), rule, o)
 
+    def _ones(self, size: int) -> Tensor:
+        return torch.ones(size, dtype=self._dtype, device=self._device)
+
     def _taps(self, name: str) -> Tensor:
         """What a convolution multiplies with, [width, channels]."""
         return self._stack(f"{name}.weight", dtype=torch.float32).squeeze(1).T.contiguous()
@@ -320,21 +357,32 @@ class Assembler:
         with self._clock.measure("layout"):
             return self._kernels.linear(*product)
 
+    def _beside_experts(self, index: int) -> MLPBesideExperts:
+        mlp, layer, config = self._mlp(index), f"model.layers.{index}", self._config
+        assert isinstance(mlp, MixtureMLP) and mlp.shared is not None
+        norms = tuple(self._norm(f"{layer}.{name}") for name in NORMS_BESIDE)
+        before_router = self._stack(f"{layer}.router.scale").mul_(config.shape.hidden**-0.5)
+        parts = mlp.shared, mlp.router, mlp.experts, mlp.per_token, norms, before_router
+        return MLPBesideExperts(self._kernels, *parts, config.rms_norm_eps, config.residual_eps)
+
     def _mlp(self, index: int) -> Callable[[Tensor], Tensor]:
         layer, experts, routing = f"model.layers.{index}", self._config.shape.experts, self._config.routing
         stacked = f"{layer}.{STACKED[0]}" in self._shapes
         names = mixture_names(self._config, index, stacked)
         if names is None or experts is None or routing is None:
             return self._dense(dense_names(f"{layer}.mlp", self._config.traits.fused))
+        factors = [1.0] * experts.count
+        if routing.beside:
+            factors = self._stack(f"{layer}.router.per_expert_scale", dtype=torch.float32).tolist()
         gate_up: Iterator[Product]
         down: Iterator[Product]
         if routing.by_turns:
             gate_up, down = (self._by_turns(f"{layer}.{each}", gated=each == STACKED[0]) for each in STACKED)
         elif stacked:
-            gate_up, down = (self._matrices(f"{layer}.{each}") for each in STACKED)
+            gate_up, down = self._matrices(f"{layer}.{STACKED[0]}"), self._matrices(f"{layer}.{STACKED[1]}", factors)
         else:
             gate_up = (self._product(*gated) for *gated, _ in names.experts)
-            down = (self._product(last) for *_, last in names.experts)
+            down = (self._product(last, factor=by) for (*_, last), by in zip(names.experts, factors, strict=True))
         with self._clock.measure("layout"):
             mixture = self._kernels.mixture(gate_up, down, experts.count, GATES[self._config.traits.gate])
         shared = self._dense(names.shared) if names.shared is not None else None
@@ -353,12 +401,13 @@ class Assembler:
         factor = 1.0 if self._config.traits.norms.mlp_out else self._config.multipliers.added
         return DenseMLP(self._gated(*gated), self._linear(down, factor=factor))
 
-    def _matrices(self, name: str) -> Iterator[Product]:
-        """Those of the experts of a layer, whose tensor holds all of them, [E, out, in]."""
+    def _matrices(self, name: str, factors: Sequence[float] | None = None) -> Iterator[Product]:
+        """Those of the experts of a layer, whose tensor holds all of them, [E, out, in]; with factors of products."""
         scheme = scheme_of(name, self._quantization, None)
         lent = self._lent([name], self._dtype) if self._device.type == "cpu" else None
-        for matrix in self._stack(name) if lent is None else lent[0]:
-            yield Weight(matrix if lent is None else [matrix], scheme), None
+        for number, matrix in enumerate(self._stack(name) if lent is None else lent[0]):
+            factor = 1.0 if factors is None else factors[number]
+            yield Weight(matrix if lent is None else [matrix], scheme, factor=factor), None
 
     def _by_turns(self, name: str, gated: bool) -> Iterator[Product]:
         """gpt-oss's experts of a layer (see Routing), gate rows above up rows."""

@@ -50,11 +50,11 @@ def rope_tables(rope: RopeConfig, context_len: int, device: torch.device | str =
 
 
 def query_factors(rope: RopeConfig, context_len: int, device: torch.device | str = "cpu") -> Tensor | None:
-    """What queries are multiplied with (RopeConfig.query_growth), float32 [context_len, 1, 1]; None where all are 1."""
+    """What queries are multiplied with (RopeConfig.query_growth), float32 [context_len, 1]; None where all are 1."""
     if not rope.query_growth or context_len <= rope.original_max_position:
         return None
     times = torch.arange(context_len, device=device) // rope.original_max_position
-    return (1 + rope.query_growth * torch.log1p(times.float())).view(-1, 1, 1)
+    return (1 + rope.query_growth * torch.log1p(times.float())).view(-1, 1)
 
 
 def inverse_frequencies(rope: RopeConfig, context_len: int) -> Tensor:
@@ -62,6 +62,9 @@ def inverse_frequencies(rope: RopeConfig, context_len: int) -> Tensor:
     if rope.kind == "dynamic":
         return _unscaled(_dynamic_theta(rope, context_len), rope.dim)
     unscaled = _unscaled(rope.theta, rope.dim)
+    if rope.kind == "proportional":
+        turned = len(unscaled) - rope.still
+        return torch.cat([unscaled[:turned] / rope.factor, torch.zeros(rope.still)])
     if rope.kind == "linear":
         return unscaled / rope.factor
     if rope.kind == "llama3":

@@ -34,6 +34,7 @@ _KEYS: dict[str, set[str]] = {
         "llama_4_scaling_beta",
         "max_position_embeddings",  # that of the model once more
     },
+    "proportional": {"factor"},
     "longrope": {"factor", "short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"},
 }
 
@@ -43,8 +44,9 @@ class RopeConfig:
     """Rotary position embedding of one model.
 
     Args:
-        kind: default, linear, dynamic, llama3, yarn or longrope.
+        kind: default, linear, dynamic, llama3, yarn, longrope or proportional.
         dim: dimensions of a head that are rotated, even, at most head_dim.
+        still: pairs of them, the last, that stay as they are (proportional).
         factor: how much longer the context is than in training; 1 for default.
         original_max_position: tokens of context in training (llama3, yarn, longrope), or up to which nothing is
             scaled (dynamic).
@@ -68,6 +70,7 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    still: int = 0
     query_growth: float = 0.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
@@ -85,6 +88,8 @@ def read_rope(values: ConfigValues, head_dim: int, max_positions: int) -> RopeCo
     _refuse_unknown(scaling, kind)
     theta = scaling.positive_number("rope_theta", default=values.positive_number("rope_theta", DEFAULT_THETA))
     dim = _rotated(values, scaling, head_dim, kind)
+    if kind == "proportional":
+        return RopeConfig(kind, theta, head_dim, scaling.positive_number("factor", 1.0), still=(head_dim - dim) // 2)
     if kind == "default":
         return RopeConfig(kind, theta, dim)
     original = _original_length(values, scaling, max_positions)
@@ -114,7 +119,7 @@ def without_image_positions(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_two_ropes(
-    values: ConfigValues, local_theta: str, head_dim: int, max_positions: int
+    values: ConfigValues, local_theta: str, head_dims: tuple[int, int], max_positions: int
 ) -> tuple[RopeConfig, RopeConfig]:
     """The settings of layers without a window and of those with one (Gemma 3, OLMo-3). Raises as read_rope.
 
@@ -122,12 +127,12 @@ def read_two_ropes(
     each kind.
     """
     kinds = ("full_attention", "sliding_attention")
-    stated = values.get("rope_parameters")
+    stated = values.get("rope_parameters", values.defaults.get("rope_parameters"))
     if isinstance(stated, Mapping) and all(isinstance(stated.get(kind), Mapping) for kind in kinds):
         each = [ConfigValues({"rope_parameters": stated[kind]}, values.source, values.defaults) for kind in kinds]
     else:
         each = [values, ConfigValues({"rope_theta": values.get(local_theta)}, values.source)]
-    plain, local = (read_rope(section, head_dim, max_positions) for section in each)
+    plain, local = (read_rope(section, dim, max_positions) for section, dim in zip(each, head_dims, strict=True))
     return plain, local
 
 

@@ -33,6 +33,7 @@ class Routing:
         by_turns: the experts of a layer are one tensor, inputs before outputs, gate and up outputs by turns (gpt-oss).
         shared: what it calls the expert that every token goes through.
         bias: what it calls the numbers that are added to scores to choose.
+        beside: norms are around the experts, and around what every token goes through (Gemma 4).
         sigmoid, groups, best_groups, factor: see `kernels.interface.Scores`.
     """
 
@@ -47,6 +48,7 @@ class Routing:
     groups: int = 1
     best_groups: int = 1
     factor: float = 1.0
+    beside: bool = False
 
 
 def read_routing(values: ConfigValues, experts: Experts) -> Routing:
@@ -70,6 +72,8 @@ def read_routing(values: ConfigValues, experts: Experts) -> Routing:
         _allow(values, _SIGMOID)
         bias = "e_score_correction_bias"
         return Routing(layers, True, "block_sparse_moe", _BY_NUMBER, bias=bias, sigmoid=True)
+    if "Gemma4ForCausalLM" in named:
+        return Routing(layers, True, shared="", beside=True)
     _allow(values, _PLAIN)
     if "MixtralForCausalLM" in named:
         return Routing(layers, normalized=True, block="block_sparse_moe", parts=_BY_NUMBER)

@@ -10,6 +10,13 @@ from headway.models.config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 Parts = tuple[str, ...]  # the gate, up and down projection of a feed-forward layer; or gate and up in one, and down
+# Norms around a feed-forward layer and experts beside it: before the one and behind it, and so with the others.
+NORMS_BESIDE = (
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm_1",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_2",
+)
 # How the names of stacked experts end, in newer checkpoints: gate rows above up rows, and down.
 STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
@@ -38,10 +45,20 @@ def dense_names(block: str, fused: Sequence[str] = ()) -> Parts:
 
 def attention_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of the linear layers that make queries, keys and values; or what is compressed of them."""
-    parts: tuple[str, ...] = ("qkv_proj",) if "qkv_proj" in config.traits.fused else ("q_proj", "k_proj", "v_proj")
+    parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")[: 1 + projected_kv(config.shape, layer)]
+    if "qkv_proj" in config.traits.fused:
+        parts = ("qkv_proj",)
     if config.shape.latent is not None:
         parts = ("q_proj" if config.shape.latent.q_rank is None else "q_a_proj", "kv_a_proj_with_mqa")
     return tuple(f"model.layers.{layer}.self_attn.{part}" for part in parts)
+
+
+def projected_kv(shape: ModelShape, layer: int) -> int:
+    """Projections of a layer beside that of queries (see ModelShape)."""
+    if not shape.kinds:
+        return 2
+    kind = shape.kind_of(layer)
+    return 0 if kind.source is not None else 2 - kind.keys_are_values
 
 
 def recurrent_names(config: ModelConfig, layer: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -71,7 +88,7 @@ def mixture_names(config: ModelConfig, layer: int, stacked: bool) -> MixtureName
     prefixes = (f"{block}.experts.{number}" for number in range(0 if stacked else experts.count))
     gate, up, down = routing.parts
     named = tuple((f"{prefix}.{gate}", f"{prefix}.{up}", f"{prefix}.{down}") for prefix in prefixes)
-    shared = dense_names(f"{block}.{routing.shared}") if experts.shared_width else None
+    shared = dense_names(f"{block}.{routing.shared}".rstrip(".")) if experts.shared_width else None
     gates = ("gate", "shared_expert_gate") if experts.shared_gate else ("gate",)
     return MixtureNames(block, tuple(f"{block}.{each}" for each in gates), named, shared)
 
@@ -136,8 +153,9 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
         if c.qk_norm:
             whole = c.qk_norm == "whole"
             shapes[f"{block}.q_norm.weight"] = ((c.heads if whole else 1) * cache.key_dim,)
-            shapes[f"{block}.k_norm.weight"] = ((cache.heads if whole else 1) * cache.key_dim,)
-        linear(f"{block}.o_proj", c.hidden, c.attended, c.o_bias)
+            if cache.source is None:
+                shapes[f"{block}.k_norm.weight"] = ((cache.heads if whole else 1) * cache.key_dim,)
+        linear(f"{block}.o_proj", c.hidden, c.attended if c.latent else c.heads * cache.value_dim, c.o_bias)
 
     for i, cache in enumerate(config.caches):
         layer = f"model.layers.{i}"
@@ -147,13 +165,26 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
             recurrent(i, cache)
         else:
             attention(i, cache)
+        if c.layer_scalars:
+            shapes[f"{layer}.layer_scalar"] = (1,)
+        if c.inputs is not None:
+            linear(f"{layer}.per_layer_input_gate", c.inputs.width, c.hidden, False)
+            linear(f"{layer}.per_layer_projection", c.hidden, c.inputs.width, False)
+            shapes[f"{layer}.post_per_layer_input_norm.weight"] = (c.hidden,)
         mixture = mixture_names(config, i, stacked)
         if mixture is None or c.experts is None:
-            feed_forward(dense_names(f"{layer}.mlp", config.traits.fused), c.ffn, c.mlp_bias)
+            width = c.kind_of(i).ffn if c.kinds else c.ffn
+            feed_forward(dense_names(f"{layer}.mlp", config.traits.fused), width, c.mlp_bias)
             continue
-        bias = config.routing.bias if config.routing else None
+        if config.routing and config.routing.beside:
+            for norm in NORMS_BESIDE:
+                shapes[f"{layer}.{norm}.weight"] = (c.hidden,)
+            shapes.update(
+                {f"{layer}.router.scale": (c.hidden,), f"{layer}.router.per_expert_scale": (c.experts.count,)}
+            )
+        bias, beside = (config.routing.bias, config.routing.beside) if config.routing else (None, False)
         for name, rows in zip(mixture.router, (c.experts.count, 1), strict=False):
-            linear(name, rows, c.hidden, c.experts.router_bias and bias is None)
+            linear(name, rows, c.hidden, c.experts.router_bias and bias is None and not beside)
         if bias is not None:
             shapes[f"{mixture.block}.{bias}"] = (c.experts.count,)
         if config.routing and config.routing.by_turns:
@@ -165,6 +196,11 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
             feed_forward(parts, c.experts.width, c.experts.bias)
         if mixture.shared is not None:
             feed_forward(mixture.shared, c.experts.shared_width, bias=False)
+    if c.inputs is not None:
+        whole = c.layers * c.inputs.width
+        shapes["model.embed_tokens_per_layer.weight"] = (c.inputs.vocab, whole)
+        linear("model.per_layer_model_projection", whole, c.hidden, False)
+        shapes["model.per_layer_projection_norm.weight"] = (c.inputs.width,)
     shapes["model.norm.weight"] = (c.hidden,)
     if not c.tied_embeddings:
         linear("lm_head", c.vocab, c.hidden, bias=False)
@@ -173,11 +209,14 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
 
 def _attention_rows(shape: ModelShape, cache: CacheSpec, parts: int) -> tuple[int, ...]:
     """Of the linear layers that attention_names() names."""
-    queries, keys, values = shape.heads * shape.head_dim, cache.heads * cache.key_dim, cache.heads * cache.value_dim
+    width = shape.head_dim if shape.latent else cache.key_dim
+    queries, keys, values = shape.heads * width, cache.heads * cache.key_dim, cache.heads * cache.value_dim
     if shape.latent is not None:
         return shape.latent.q_rank or queries, keys
     queries *= 1 + shape.output_gate
-    return (queries + keys + values,) if parts == 1 else (queries, keys, values)
+    if parts == 1 and not shape.kinds:
+        return (queries + keys + values,)
+    return (queries, keys, values)[:parts]
 
 
 def _recurrent_rows(state: StateSpec, mixed: int, rest: int) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("QKV", ("qkv", "rotary", "kv_store"), "blue"),
     ("attention", ("attention", "latent"), "orange"),
     ("output projection", ("output",), "sky"),
-    ("feed-forward", ("gate_up", "activation", "down"), "green"),
+    ("feed-forward", ("gate_up", "activation", "down", "layer_inputs"), "green"),
     ("experts", ("router", "experts", "shared_experts"), "purple"),
     ("head and sampling", ("head", "sampling"), "red"),
     ("norms and embedding", ("embedding", "norms", "final_norm"), "gold"),

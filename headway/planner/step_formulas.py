@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from headway.cost.attention import Chunk
 from headway.cost.capacity import sequence_bytes
@@ -27,7 +27,7 @@ EXACT = "counted from the shape, exactly"
 FITTED = "efficiency: cost/tables/efficiency.toml"
 
 
-def added(terms: list[str]) -> str:
+def added(terms: Iterable[str]) -> str:
     return " + ".join(terms)
 
 
@@ -78,23 +78,26 @@ def of_cache(plan: Plan) -> Iterator[Formula]:
     shape, bits = plan.deployment.shape, plain(plan.deployment.precision.kv.bits_per_element)
     if shape.latent is None:
         rule = "2 × layers × KV heads × head dimension × bytes of an element"
-        numbers = f"2 * {shape.attention_layers} * {shape.kv_heads} * {shape.head_dim} * {bits} / 8"
+        numbers = added(
+            f"2 * {part.attention_layers} * {part.kv_heads} * {part.head_dim} * {bits} / 8"
+            for part in shape.parts
+            if part.projected_kv
+        )
         source = "document 000, KV Cache Formula; document 002, KV Cache Memory Requirements; document 003, 3.3"
     else:
         rule = "layers × (latent + rotary key) × bytes of an element"
         numbers = f"{shape.layers} * ({shape.latent.kv_rank} + {shape.latent.rope_dim}) * {bits} / 8"
         source = "document 002, Multi-head Latent Attention; DeepSeek-V2 2024, section 2.1"
     yield Formula("Cache of a token", rule, numbers, plan.kv_bytes_per_token, "bytes", source)
-    of_layer = plain(plan.deployment.precision.kv.bytes_of(shape.kv_elements_per_layer))
     work, whole = plan.workload, _shared(plan)
     state = _states(shape)
-    kept = _kept(plan, shape.sliding_windows, work.prompt + work.output)
-    numbers = f"({of_layer} * ({kept}){state}) * {plain(plan.batch)}"
+    kept = _cached(plan, shape, work.prompt + work.output)
+    numbers = f"({kept}{state}) * {plain(plan.batch)}"
     if whole:
-        prefix = _kept(plan, shape.sliding_windows, whole)
-        own = _kept(plan, shape.sliding_windows, work.prompt - whole + work.output)
+        prefix = _cached(plan, shape, whole)
+        own = _cached(plan, shape, work.prompt - whole + work.output)
         groups = min(plan.batch, plan.deployment.parallelism.data)
-        shared, each = (f"({of_layer} * ({tokens}){state})" for tokens in (prefix, own))
+        shared, each = (f"({cached}{state})" for cached in (prefix, own))
         numbers = f"min({numbers}, {shared} * {groups} + {each} * {plain(plan.batch)})"
     yield Formula(
         "Cache of the batch",
@@ -110,6 +113,16 @@ def of_cache(plan: Plan) -> Iterator[Formula]:
 def _shared(plan: Plan) -> int:
     """Tokens of the prefix that all requests share, in whole blocks."""
     return plan.workload.cached // plan.settings.block_size * plan.settings.block_size
+
+
+def _cached(plan: Plan, shape: ModelShape, tokens: int) -> str:
+    """Bytes of cache of so many tokens in all layers."""
+    kv = plan.deployment.precision.kv
+    return added(
+        f"{plain(kv.bytes_of(part.kv_elements_per_layer))} * ({_kept(plan, part.sliding_windows, tokens) or '0'})"
+        for part in shape.parts
+        if part.projected_kv
+    )
 
 
 def _kept(plan: Plan, windows: tuple[int | None, ...], tokens: int) -> str:
@@ -144,7 +157,6 @@ def of_memory(plan: Plan) -> Iterator[Formula]:
     )
     d, tokens = plan.deployment, work.prompt + work.output
     one, block, rolling = _of_one(plan, tokens), plan.settings.block_size, plan.settings.rolling
-    of_layer = plain(d.precision.kv.bytes_of(d.device.kv_elements_per_layer))
     stage = max(
         stages(d.device, d.parallelism.pipeline),
         key=lambda each: kv_cache_bytes(each, tokens, d.precision, block, rolling=rolling),
@@ -152,7 +164,7 @@ def of_memory(plan: Plan) -> Iterator[Formula]:
     yield Formula(
         "Cache of one request, of a device",
         "cache of a token in a layer of a device × tokens in whole blocks, in the layers of a stage",
-        f"{of_layer} * ({_kept(plan, stage.sliding_windows, tokens) or '0'}){_states(stage)}",
+        f"{_cached(plan, stage, tokens)}{_states(stage)}",
         one,
         "bytes",
         "document 000, KV Cache Formula; document 002, Sliding Window Attention",
@@ -277,7 +289,7 @@ def _flops(plan: Plan, name: str, step: PlannedStep) -> Iterator[Formula]:
             "FLOP",
             "document 001, chapter 8: 2 × N × P; document 002, Mixture of Experts",
         )
-    if shape.latent is None and set(shape.sliding_windows) == {None} and plan.deployment.flash:
+    if shape.latent is None and not shape.kinds and set(shape.sliding_windows) == {None} and plan.deployment.flash:
         yield _attention(plan, name, new, attention)
     else:
         yield Formula(

@@ -16,6 +16,7 @@ from headway.kernels.reference import ReferenceKernels
 from headway.models.config import ModelConfig
 from headway.models.decoder import AttentionWeights, DenseMLP, MixtureMLP
 from headway.models.latent_attention import LatentWeights
+from headway.models.layer_inputs import MLPBesideExperts
 from headway.models.loading import load_model
 from headway.models.recurrent import DeltaNet
 from tests.cost import published, tiny_families
@@ -83,7 +84,23 @@ def parameters_of(decoder):
         elif isinstance(mixer, AttentionWeights):
             parts += (mixer.query_norm, mixer.key_norm)
         parts += (layer.mixed_norm, layer.mlp_out_norm)
-        return sum(part.numel() for part in parts if part is not None)
+        if isinstance(layer.mlp, MLPBesideExperts):
+            parts += (*layer.mlp.norms, layer.mlp.router_norm)
+        return sum(part.numel() for part in parts if part is not None) + (layer.end is not None)  # its scalar
+
+    def per_expert(mixture):
+        if isinstance(mixture, MLPBesideExperts):
+            return [torch.empty(len(mixture.experts.experts))]  # which experts' products are multiplied with
+        return [] if mixture.scores.bias is None else [mixture.scores.bias]
+
+    def shared(mixture):
+        return mixture.dense if isinstance(mixture, MLPBesideExperts) else mixture.shared
+
+    def inputs():
+        ends = [part for layer in weights.layers for part in (layer.end.gate, layer.end.projection)]
+        norms = [weights.inputs.norm, *(layer.end.norm for layer in weights.layers)]
+        whole = weights.inputs.table.args[0].numel() + linear(weights.inputs.projection)
+        return whole + sum(map(linear, ends)) + sum(norm.numel() for norm in norms)
 
     def dense(mlp):
         return linear(mlp.gate_up.linear) + linear(mlp.down)
@@ -91,7 +108,7 @@ def parameters_of(decoder):
     mixers = [layer.mixer for layer in weights.layers]
     attending = [mixer for mixer in mixers if isinstance(mixer, AttentionWeights | LatentWeights)]
     others = [mixer for mixer in mixers if not isinstance(mixer, AttentionWeights | LatentWeights)]
-    mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMLP)]
+    mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMLP | MLPBesideExperts)]
     tied = weights.embedding == weights.lm_head.rows
     table = weights.lm_head.weight if tied else weights.embedding.args[0]
     return {
@@ -101,13 +118,13 @@ def parameters_of(decoder):
         "ffn": sum(dense(layer.mlp) for layer in weights.layers if isinstance(layer.mlp, DenseMLP)),
         "norms": sum(norms(layer) for layer in weights.layers) + weights.final_norm.numel(),
         "head": 0 if tied else linear(weights.lm_head),
+        **({"inputs": inputs()} if weights.inputs is not None else {}),
     } | (
         {
             "router": sum(
-                linear(mixture.router) + (0 if mixture.scores.bias is None else mixture.scores.bias.numel())
-                for mixture in mixtures
+                linear(mixture.router) + sum(part.numel() for part in per_expert(mixture)) for mixture in mixtures
             ),
-            "shared_experts": sum(dense(mixture.shared) for mixture in mixtures if mixture.shared),
+            "shared_experts": sum(map(dense, filter(None, map(shared, mixtures)))),
             "experts": sum(
                 linear(gate_up.linear) + linear(down)
                 for mixture in mixtures

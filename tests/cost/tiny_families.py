@@ -124,5 +124,5 @@ def tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     yield from (
         (name, buffer)
         for name, buffer in model.named_buffers()
-        if name.endswith(("e_score_correction_bias", "expert_bias"))
+        if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar"))
     )

@@ -71,6 +71,20 @@ TINY_LATENT: dict[str, Any] = {
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
 }
+# The last two layers have no cache of their own, and those without a window have larger heads.
+TINY_GEMMA4: dict[str, Any] = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 32,
+    "sliding_window": 20,
+    "hidden_size_per_layer_input": 24,
+    "vocab_size_per_layer_input": 512,
+    "use_double_wide_mlp": True,
+    "rope_theta": None,
+    "tie_word_embeddings": True,
+}
 TINY_OLMO: dict[str, Any] = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 20, "sliding_window_pattern": 2}
 TINY_GEMMA: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],

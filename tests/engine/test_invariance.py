@@ -20,6 +20,7 @@ from headway.policy.swap import SwapSpace
 from tests.engine.models import (
     TINY_GEMMA,
     TINY_GEMMA2,
+    TINY_GEMMA4,
     TINY_GPT_OSS,
     TINY_LATENT,
     TINY_MIXTURE,
@@ -32,6 +33,7 @@ _FAMILIES = {
     "gpt-oss": TINY_GPT_OSS,
     "gemma": TINY_GEMMA,
     "gemma2": TINY_GEMMA2,
+    "gemma4": TINY_GEMMA4,
     "olmo": TINY_OLMO,
     "latent": TINY_LATENT,
 }
@@ -52,9 +54,11 @@ class Model(NamedTuple):
     def token_bytes(self) -> int:
         """Of a token in the cache: keys and values, 2 layers, 2 heads, 16 elements of its dtype, int8 with a scale.
 
-        Or a latent and its key, 48 and 16 elements, in each layer.
+        Or a latent and its key, 48 and 16 elements, in each layer. In Gemma 4, heads of 16 and of 32 in a layer each.
         """
         size = 4 if self.dtype == "float32" else 2
+        if self.family == "gemma4":
+            return 2 * 2 * (16 + 32) * size
         if self.family == "latent":
             return 2 * (48 + 16) * size
         return 2 * 2 * 2 * (16 * size if self.kv_cache_dtype == "auto" else 16 + 4)
@@ -81,6 +85,7 @@ class Model(NamedTuple):
         ("cpu", "none", "auto", "float32", "gpt-oss"),
         ("cpu", "none", "auto", "float32", "gemma"),
         ("cpu", "none", "auto", "bfloat16", "gemma2"),
+        ("cpu", "none", "auto", "bfloat16", "gemma4"),
         ("cpu", "none", "auto", "float32", "olmo"),
         ("cpu", "none", "auto", "float32", "latent"),
         ("cpu", "int8", "auto", "bfloat16", "latent"),

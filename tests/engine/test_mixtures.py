@@ -1,4 +1,4 @@
-"""Mixtures of experts through the whole engine: a checkpoint of Hugging Face's gives Hugging Face's tokens."""
+"""Families with parts of their own through the whole engine: a checkpoint gives Hugging Face's tokens."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ def hugging_face(folder: Path, case: str) -> list[list[int]]:
         "deepseek_v3",
         "glm4_moe",
         "granite_moe",
+        "gemma4_shared",
+        "gemma4_experts",
+        "ministral3",
         "minimax_m2",
     ],
 )

@@ -357,7 +357,7 @@ REFUSED = [
     (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "torch_dtype", "float8_e4m3fn"),
     (LLAMA, {"rope_theta": -1}, "rope_theta", "-1"),
     (LLAMA, {"rope_scaling": "linear"}, "rope_scaling", "linear"),
-    (LLAMA, {"rope_scaling": {"rope_type": "proportional"}}, "rope_scaling.rope_type", "proportional"),
+    (LLAMA, {"rope_scaling": {"rope_type": "axial"}}, "rope_scaling.rope_type", "axial"),
     (LLAMA, {"rope_scaling": LONG | {"short_factor": [1.0]}}, "rope_scaling.short_factor", "4 numbers"),
     (LLAMA, {"rope_scaling": LONG | {"long_factor": [0.0] * 4}}, "rope_scaling.long_factor", "above 0"),
     (LLAMA, {"rope_scaling": LONG | {"long_mscale": 1.0}}, "rope_scaling.long_mscale", "longrope"),

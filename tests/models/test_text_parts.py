@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     InternVLConfig,
     InternVLForConditionalGeneration,
     Kimi_K25Config,
@@ -43,11 +45,13 @@ EYES = {
     "image_size": 28,
     "patch_size": 14,
 }
+GEMMA_EYES = {each: EYES[each] for each in list(EYES)[:4]} | {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4}
 QWEN_EYES = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 48}
 SECTIONS = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 2, 2]}
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "gemma3": (Gemma3Config, Gemma3ForConditionalGeneration, tiny.GEMMA3, EYES),
+    "gemma4": (Gemma4Config, Gemma4ForConditionalGeneration, tiny.GEMMA4 | tiny.GEMMA4_SHARED, GEMMA_EYES),
     "mistral3": (Mistral3Config, Mistral3ForConditionalGeneration, {"model_type": "mistral"}, EYES),
     "ministral3": (
         Mistral3Config,

@@ -20,6 +20,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     Glm4MoeConfig,
@@ -92,6 +94,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gemma4": (Gemma4TextConfig, Gemma4ForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "olmo3": (Olmo3Config, Olmo3ForCausalLM),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
@@ -198,6 +201,27 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
     },
+}
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "sliding_window": 6,
+    "tie_word_embeddings": True,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 131,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1000.0},
+    },
+}
+GEMMA4_SHARED = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
+    + ["sliding_attention"] * 2
+    + ["full_attention"],
 }
 # Latents of more words than a vector has, and of a rest.
 LATENT = {
@@ -336,6 +360,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3": ("olmo3", OLMO3),
     "gemma3": ("gemma3", GEMMA3),
     "gemma3_untied": ("gemma3", GEMMA3 | {"sliding_window_pattern": 2, "tie_word_embeddings": False}),
+    "gemma4": ("gemma4", GEMMA4 | {"final_logit_softcapping": 8.0}),
+    "gemma4_shared": ("gemma4", GEMMA4 | GEMMA4_SHARED),
+    "gemma4_keys_are_values": (
+        "gemma4",
+        GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    ),
+    "gemma4_experts": (
+        "gemma4",
+        GEMMA4
+        | {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24}
+        | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "tie_word_embeddings": False},
+    ),
     "deepseek_v2": ("deepseek_v2", LATENT | {"topk_method": "group_limited_greedy"}),
     "deepseek_v2_lite": ("deepseek_v2", LATENT | LATENT_YARN | {"q_lora_rank": None, "num_hidden_layers": 2}),
     "deepseek_v3": ("deepseek_v3", LATENT | LATENT_YARN),
@@ -403,6 +439,8 @@ def build(case: str, **changes: Any) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.7 + 0.6 * torch.rand(buffer.shape, generator=generator))
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
         for name, parameter in model.named_parameters():
