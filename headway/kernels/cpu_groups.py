@@ -280,9 +280,7 @@ def _of_rows(builder: Any, header: Any, floats: Any, vector: int) -> Any:
 
 
 @compiled()
-def multiply_grouped(
-    kind, tokens, x, x_stride, packed, groups, block, group_bytes, totals, scales, stride, unpacked_kind, unpacked, more
-):
+def multiply_grouped(kind, tokens, x, x_stride, packed, groups, block, group_bytes, totals, scales, stride, more):
     """A panel with the tokens, `block` groups at a time, which stay in a near cache; `more` as product_job has it."""
     slices, shift, group_x_bytes, row_scales, minima, minima_stride = more
     passes = (tokens + TILE_TOKENS - 1) // TILE_TOKENS

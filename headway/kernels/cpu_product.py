@@ -116,7 +116,7 @@ def _tiles(kind, tokens, x, x_stride, packed, words, totals, scales, stride, ahe
 
 @compiled()
 def _multiply(
-    kind, tokens, x, x_stride, packed, words, block, step_bytes, totals, scales, stride, unpacked_kind, unpacked, more
+    kind, tokens, x, x_stride, packed, words, block, step_bytes, totals, scales, stride, unpacked_kind, unpacked
 ):
     """A panel with the tokens, block after block of its words; scales has stride bytes between tokens.
 
@@ -226,7 +226,6 @@ def product_job(x_kind: Any, kind: Any) -> int:
     plan says which rows of x go to which expert, whose panels follow each other; with `rows` they are made ready there.
     """
     layout, is_grouped = arithmetic_of(kind), type(kind) in map(type, GROUPED)
-    multiply = multiply_grouped if is_grouped else _multiply
     copied = x_kind if kind is x_kind and kind is not FLOAT16 else FLOAT32
     x_size = 4 if x_kind is FLOAT32 else 2
     integer = np.int8(0) if layout.inputs == 4 else np.int16(0)
@@ -279,10 +278,16 @@ def product_job(x_kind: Any, kind: Any) -> int:
                     arg(a, 24), arg(a, 25), block_inputs * word_bytes, arg(a, 26) + of_all * arg(a, 27),
                     arg(a, 28) + of_all * arg(a, 29), arg(a, 30),
                 )  # fmt: skip
-                multiply(
-                    kind, count, at, source_stride, packed + of_all * words * step_bytes, words, block, step_bytes,
-                    totals, at + row_bytes, row_stride, unpacked_kind, room if count > _MOST_FROM_NIBBLES else 0, more,
-                )  # fmt: skip
+                if is_grouped:  # a choice made outside would be another function for Numba in every process
+                    multiply_grouped(
+                        kind, count, at, source_stride, packed + of_all * words * step_bytes, words, block, step_bytes,
+                        totals, at + row_bytes, row_stride, more,
+                    )  # fmt: skip
+                else:
+                    _multiply(
+                        kind, count, at, source_stride, packed + of_all * words * step_bytes, words, block, step_bytes,
+                        totals, at + row_bytes, row_stride, unpacked_kind, room if count > _MOST_FROM_NIBBLES else 0,
+                    )  # fmt: skip
                 _finish(
                     x_kind, x_size, gate, count, totals, row_scales, bias, of_all, panel * each, features, first, out
                 )

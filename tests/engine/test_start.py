@@ -57,6 +57,28 @@ def test_memory_is_taken_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(start_engine(bundled()), "a", 20, 0.0) == expected
 
 
+COMPILED = """
+from numba.core.ccallback import CFunc
+
+def told(callback, compile=CFunc._compile_uncached):
+    print(callback._pyfunc.__qualname__)
+    return compile(callback)
+
+CFunc._compile_uncached = told
+from headway.bundled import STORY
+from headway.engine.config import EngineConfig
+from headway.engine.start import start_engine
+start_engine(EngineConfig(str(STORY), device="cpu", num_threads=2, kv_cache_memory=1 << 24))
+"""
+
+
+def test_a_further_start_compiles_nothing() -> None:
+    """Numba keeps code under a hash of what a function refers to, which must be the same in every process."""
+    for _ in range(2):
+        last = subprocess.run([sys.executable, "-c", COMPILED], check=True, capture_output=True, text=True)
+    assert last.stdout == ""
+
+
 def test_taking_memory_leaves_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "_PIECE", 1 << 16)
     mapping = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
