@@ -215,6 +215,9 @@ FAMILIES: dict[str, Family] = {
         ),
         defaults={"attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2},
     ),
+    "GemmaForCausalLM": replace(
+        _GEMMA, windows="none", layer_norms=2, defaults={"head_dim": 256, "tie_word_embeddings": True}
+    ),
     "Gemma2ForCausalLM": replace(_GEMMA, defaults=_GEMMA_DEFAULTS | {"sliding_window_pattern": 2}),
     "Gemma3ForCausalLM": replace(
         _GEMMA,

@@ -293,7 +293,7 @@ class CpuKernels:
         arguments = (
             _spans(step).data_ptr(), heads, rule.key_heads, key_dim, value_dim, mixed.data_ptr(), gate.data_ptr(),
             gate.stride(0), numbers.data_ptr(), rule.rate.data_ptr(), rule.offset.data_ptr(), rule.norm.data_ptr(),
-            matrices.data_ptr(), out.data_ptr(), rule.eps,
+            matrices.data_ptr(), out.data_ptr(), rule.eps, rule.by_turns,
         )  # fmt: skip
         self._team.run(cpu_recurrent.delta_rule_job(KINDS[mixed.dtype]), cpu_recurrent.DELTA_RULE, arguments)
         return out

@@ -200,7 +200,7 @@ def _kept_share(number, rate):
 @compiled()
 def _delta_rule(
     kind, span, head, heads, key_heads, key_dim, value_dim, mixed, gate, gate_stride, numbers, rate, offset, norm, eps,
-    states, out, memory,
+    states, out, by_turns, memory,
 ):  # fmt: skip
     """One head of a span, in its slot's matrix."""
     begin, tokens, source = read_int64(span, 0), read_int64(span, 1), read_int64(span, 2)
@@ -213,7 +213,7 @@ def _delta_rule(
         memory + 2 * key_dim * 4, memory + (2 * key_dim + value_dim) * 4, memory + 2 * (key_dim + value_dim) * 4
     )  # fmt: skip
     channels = 2 * key_heads * key_dim + heads * value_dim
-    key_head = head * key_heads // heads
+    key_head = head % key_heads if by_turns else head * key_heads // heads
     root = _ONE / np.sqrt(np.float32(key_dim))
     keep = span
     for number in range(tokens):
@@ -235,7 +235,7 @@ def _delta_rule(
             keep += read_int64(keep, 6) * _SPAN * 8
 
 
-DELTA_RULE = struct.Struct("14qd")
+DELTA_RULE = struct.Struct("14qdq")
 
 
 @once_per_kind
@@ -249,7 +249,7 @@ def delta_rule_job(kind: Any) -> int:
             _delta_rule(
                 kind, spans + (1 + part // heads) * _SPAN * 8, part % heads, heads, arg(a, 2), key_dim, value_dim,
                 arg(a, 5), arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11),
-                np.float32(real_arg(a, 14)), arg(a, 12), arg(a, 13), memory,
+                np.float32(real_arg(a, 14)), arg(a, 12), arg(a, 13), arg(a, 15), memory,
             )  # fmt: skip
             part = take_rows(a, 1)
         give_back(memory)

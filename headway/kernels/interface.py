@@ -108,6 +108,7 @@ class DeltaRule:
 
     Args:
         key_heads: heads of queries and keys; each is that of as many heads of values, H together.
+        by_turns: heads of values with the same keys are `key_heads` apart (GGUF), not beside each other.
         rate, offset: [H]. A token's number a makes a head forget to exp(-rate * softplus(a + offset)).
         norm: [value dimension], of each head's result.
     """
@@ -117,6 +118,7 @@ class DeltaRule:
     offset: Tensor
     norm: Tensor
     eps: float
+    by_turns: bool = False
 
 
 KV_CACHE_DTYPES = ("auto", "int8")

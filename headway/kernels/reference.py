@@ -237,7 +237,9 @@ class TorchKernels:
             part.float().unflatten(1, (-1, dim))
             for part, dim in zip(mixed.split(sizes, 1), (key_dim, key_dim, value_dim), strict=True)
         )
-        query, key = (_of_length_one(part).repeat_interleave(heads // rule.key_heads, 1) for part in (query, key))
+        head_of = torch.arange(heads, device=mixed.device)
+        head_of = head_of % rule.key_heads if rule.by_turns else head_of * rule.key_heads // heads
+        query, key = (_of_length_one(part)[:, head_of] for part in (query, key))
         writes, forgets = numbers.float().chunk(2, 1)
         writes, kept = writes.sigmoid(), torch.exp(-rule.rate * F.softplus(forgets + rule.offset))
         out = torch.empty_like(value)

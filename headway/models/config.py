@@ -78,7 +78,8 @@ class ModelConfig:
         rms_norm_eps: of norms, those of the residual stream apart (see `residual_eps`).
         rotated: for each layer, whether queries and keys have rotary positions.
         local_rope: of layers with a window, where it is another one.
-        left_out: how names of tensors begin that are of other use (layers that predict further tokens).
+    size = 1.0 if shape.kinds else values.positive_number("query_pre_attn_scalar", shape.head_dim)
+    return Multipliers(embedding=shape.hidden**0.5, attention=size**-0.5)
         by_heads: what turns latents into keys and values is a matrix of each head, that of keys the other way round
             (GGUF).
     """
@@ -97,6 +98,7 @@ class ModelConfig:
     softcaps: SoftCaps = _NO_CAPS
     left_out: tuple[str, ...] = ()
     by_heads: bool = False
+    heads_by_turns: bool = False
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -149,6 +151,8 @@ class ModelConfig:
             _check_latent(values, shape.latent)
             traits = replace(traits, turns_neighbours=values.boolean("rope_interleave", True))
             multipliers = Multipliers(attention=shape.head_dim**-0.5 * rope.depth_factor**2)
+        if values.boolean("linear_gate_apart"):
+            traits = replace(traits, fused=("in_proj_ba",))
         if name.startswith("Granite"):
             multipliers = _multipliers(values)
         if name == "GptOssForCausalLM":
@@ -170,6 +174,7 @@ class ModelConfig:
             softcaps=softcaps,
             left_out=(*_left_out(values, shape.layers), *_borrowed(shape)),
             by_heads=values.boolean("kv_b_by_heads"),
+            heads_by_turns=values.boolean("linear_value_heads_by_turns"),
         )
 
     @property
@@ -234,8 +239,8 @@ def _multipliers(values: ConfigValues) -> Multipliers:
 
 def _gemma(values: ConfigValues, shape: ModelShape) -> Multipliers:
     """Embeddings are multiplied with sqrt(h), and attention's products with a number of their own."""
-    attention = 1.0 if shape.kinds else values.positive_number("query_pre_attn_scalar") ** -0.5
-    return Multipliers(embedding=shape.hidden**0.5, attention=attention)
+    size = 1.0 if shape.kinds else values.positive_number("query_pre_attn_scalar", shape.head_dim)
+    return Multipliers(embedding=shape.hidden**0.5, attention=size**-0.5)
 
 
 def _check_latent(values: ConfigValues, latent: Latent) -> None:

@@ -135,6 +135,7 @@ ARCHITECTURES: dict[str, Traits] = {
     "Phi3ForCausalLM": Traits(fused=("qkv_proj", "gate_up_proj")),
     "SmolLM3ForCausalLM": Traits(),
     "GptOssForCausalLM": Traits(gate="clamped"),
+    "GemmaForCausalLM": replace(_GEMMA, norms=_PLAIN_NORMS),
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma4ForCausalLM": replace(
@@ -191,6 +192,8 @@ _QWEN_DEFAULTS = {"partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "norm_top
 # What architectures assume for keys that only the decoder reads.
 _GEMMA_DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256}
 DEFAULTS: dict[str, dict[str, Any]] = {
+    # Its first files have the exact GELU in "hidden_act" by mistake.
+    "GemmaForCausalLM": {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6},
     "Gemma2ForCausalLM": _GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "Gemma4ForCausalLM": _GEMMA_DEFAULTS
     | {

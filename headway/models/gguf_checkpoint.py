@@ -15,7 +15,7 @@ from headway.models.checkpoint import StageClock
 from headway.models.config import ModelConfig, ModelError
 from headway.models.gguf import GGUFTensor, read_gguf
 from headway.models.gguf_blocks import BLOCKS, packed_blocks
-from headway.models.gguf_config import adds_one, family_of, gguf_files, gguf_name, left_over, turns_neighbours
+from headway.models.gguf_config import as_stored, family_of, gguf_files, gguf_name, left_over, turns_neighbours
 from headway.models.tensors import Shapes
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -31,7 +31,7 @@ class GGUFCheckpoint:
     def __init__(self, folder: Path, expected: Shapes, config: ModelConfig, clock: StageClock) -> None:
         self._clock, self._config, self._stack = clock, config, ExitStack()
         model = read_gguf(gguf_files(folder)[0])
-        self._turned, self._adds_one, family = turns_neighbours(model), adds_one(model), family_of(model)
+        self._model, self._turned, family = model, turns_neighbours(model), family_of(model)
         self._tensors: dict[str, tuple[GGUFTensor, int | None]] = {}
         used: set[str] = set()
         for name, shape in expected.items():
@@ -42,9 +42,9 @@ class GGUFCheckpoint:
             tensor = model.tensors[theirs]
             self._tensors[name] = tensor, expert
             found = tensor.shape if expert is None else tensor.shape[1:]
-            if found != shape and (1, *found) != shape:
+            if _without_ones(found) != _without_ones(shape):
                 raise ModelError(f"{model.path}: tensor {theirs} has shape {list(found)}, but {list(shape)} is needed")
-        for name in left_over(model, used):
+        for name in left_over(model, used, config.shape.layers):
             raise ModelError(f"{model.path}: tensor {name} has no place in the model that the file describes")
         try:
             self._mapped = {path: self._map(path) for path in {tensor.path for tensor, _ in self._tensors.values()}}
@@ -82,7 +82,10 @@ class GGUFCheckpoint:
             raise ModelError(f"{tensor.path}: {name} is stored as {tensor.kind}, where plain numbers are needed")
         with self._clock.measure("convert"):
             plain = self._in_halves(name, self._plain(name)).view(out.shape)
-            out.copy_(plain.float() - 1 if self._adds_one and name.endswith("norm.weight") else plain)
+            stored = as_stored(self._model, name)
+            if stored:
+                plain = plain.float() - 1 if stored == "plus one" else (-plain.float()).log()
+            out.copy_(plain)
 
     def packed(self, layer: str, dtype: torch.dtype) -> Weight | None:
         """The matrix of a linear layer, to be multiplied in `dtype`; None if it is plain."""
@@ -121,3 +124,7 @@ class GGUFCheckpoint:
         if rows.dim() == 1:
             return rows.view(heads, -1, 2).transpose(1, 2).reshape(-1)
         return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)

@@ -30,16 +30,28 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
     "deepseek2": "DeepseekV2ForCausalLM",
+    "qwen3next": "Qwen3NextForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2moe": "Lfm2MoeForCausalLM",
 }
 # Of queries and keys these have neighbours turned together, where a Hugging Face checkpoint has halves of a head.
 _NEIGHBOURS = ("llama", "granite", "smollm3")
-# The norms of these are stored as what they are, where a Hugging Face checkpoint has one less.
-_GEMMA = ("gemma2", "gemma3")
+_GEMMA, _DELTA_NETS = ("gemma", "gemma2", "gemma3"), ("qwen3next", "qwen35", "qwen35moe")
+# The norms of these are stored as what they are, where a Hugging Face checkpoint has one less; but for one.
+_LESS_ONE, _AS_IT_IS = _GEMMA + _DELTA_NETS, "linear_attn.norm.weight"
+# Of what each head turns, a key says how much.
+_TURNED_IN_PART = ("phi3", "glm4", "glm4moe", *_DELTA_NETS)
+# Weights of experts that are chosen sum to 1 unless a key says otherwise.
+_NORMALIZED = ("qwen3moe", "qwen3next", "qwen35moe", "lfm2moe")
 _FIELDS = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -62,6 +74,14 @@ _FIELDS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "rope_local_base_freq": "rope.freq_base_swa",
+    "num_nextn_predict_layers": "nextn_predict_layers",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "full_attention_interval": "full_attention_interval",
+    "conv_L_cache": "shortconv.l_cache",
+    "num_dense_layers": "leading_dense_block_count",
 }
 # Of deepseek2, whose heads' sizes have keys of their own beside those of what is cached.
 _LATENT_FIELDS = {
@@ -69,6 +89,9 @@ _LATENT_FIELDS = {
     "kv_lora_rank": "attention.kv_lora_rank",
     "qk_rope_head_dim": "rope.dimension_count",
     "v_head_dim": "attention.value_length_mla",
+}
+# Of it, and of others with routers like its own.
+_DEEPSEEK_FIELDS = {
     "first_k_dense_replace": "leading_dense_block_count",
     "n_routed_experts": "expert_count",
     "n_shared_experts": "expert_shared_count",
@@ -104,6 +127,26 @@ TENSORS = {
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
     "self_attn.sinks": "attn_sinks",
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.expert_bias": "exp_probs_b",
+    "feed_forward.experts.w1": "ffn_gate_exps",
+    "feed_forward.experts.w3": "ffn_up_exps",
+    "feed_forward.experts.w2": "ffn_down_exps",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
     "self_attn.q_b_proj": "attn_q_b",
@@ -123,7 +166,8 @@ TENSORS = {
 _POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 # What families call by another name.
 _NORMS = {
-    "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
+    **{each: {"post_attention_layernorm": "post_attention_norm"} for each in ("gpt-oss", "glm4moe", *_DELTA_NETS)},
+    **{each: {"model.norm": "token_embd_norm"} for each in ("lfm2", "lfm2moe")},
     "gemma2": _POST_NORMS | {"pre_feedforward_layernorm": "ffn_norm"},
     "gemma3": _POST_NORMS | {"pre_feedforward_layernorm": "ffn_norm"},
     "olmo2": _POST_NORMS,
@@ -131,6 +175,15 @@ _NORMS = {
 }
 # Tensors that are taken into config.json, or that nothing needs.
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# Ends of names that GGUF has, and Hugging Face's checkpoints have not.
+_ENDINGS = {
+    "sinks": ".weight",
+    "e_score_correction_bias": ".bias",
+    "expert_bias": ".bias",
+    "dt_bias": ".bias",
+    "A_log": ".",
+}
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 _LAYER, _EXPERT = re.compile(r"model\.layers\.(\d+)\.(.+)"), re.compile(r"(experts|heads)\.(\d+)\.")
 
 
@@ -201,7 +254,7 @@ def folder_of(path: Path) -> Path:
     return folder
 
 
-_VERSION = 2  # of what is written into a folder
+_VERSION = 3  # of what is written into a folder
 
 
 def config_of(model: GGUFModel) -> dict[str, Any]:
@@ -225,6 +278,8 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
         config["num_local_experts"] = config.pop("num_experts")
     if family == "gpt-oss":
         config |= {"intermediate_size": config.get("moe_intermediate_size"), "experts_one_by_one": True}
+    if config.get("num_nextn_predict_layers"):  # they count as layers
+        config["num_hidden_layers"] = config.get("num_hidden_layers", 0) - config["num_nextn_predict_layers"]
     if not config.get("sliding_window"):
         config["sliding_window"] = None
     elif family == "olmo2":  # converters take both for one family
@@ -244,18 +299,25 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": biased,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
-        "norm_topk_prob": bool(values.get(f"{family}.expert_weights_norm", family == "qwen3moe")),
+        "norm_topk_prob": bool(values.get(f"{family}.expert_weights_norm", family in _NORMALIZED)),
         "use_sliding_window": False,
         "dtype": _dtype(tensors),
     }
     turned = values.get(f"{family}.rope.dimension_count")
-    if family in ("phi3", "glm4") and isinstance(turned, int):
+    if family in _TURNED_IN_PART and isinstance(turned, int):
         config["partial_rotary_factor"] = turned / config["head_dim"]
     if family in _GEMMA:  # the largest of each have another scale than their heads' size
-        is_largest = config.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[family]
+        is_largest = config.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}.get(family)
         config["query_pre_attn_scalar"] = config.get("hidden_size", 0) // heads if is_largest else config["head_dim"]
     if family == "deepseek2":
         config |= _latent(model, config)
+    if family == "glm4moe":
+        config |= _stated(values, family, _DEEPSEEK_FIELDS)
+        config |= {"num_experts": None, "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors}
+    if family in _DELTA_NETS:
+        config |= _delta_net(values, family, source)
+    if family in ("lfm2", "lfm2moe"):
+        config |= _short_convolutions(config, tensors, source)
     if any(tensor.kind not in _PLAIN for tensor in tensors.values()):
         config["quantization_config"] = {"quant_method": "gguf"}
     scaling = _rope_scaling(model, family, config)
@@ -269,7 +331,7 @@ def _latent(model: GGUFModel, config: Mapping[str, Any]) -> dict[str, Any]:
     values = model.values
     if "blk.0.attn_k_b.weight" not in model.tensors:
         raise ModelError(f"{model.path}: tensor blk.0.attn_k_b.weight is missing; use a file of a newer converter")
-    found = {name: values[f"deepseek2.{key}"] for name, key in _LATENT_FIELDS.items() if f"deepseek2.{key}" in values}
+    found = _stated(values, "deepseek2", _LATENT_FIELDS | _DEEPSEEK_FIELDS)
     whole = values.get("deepseek2.attention.key_length_mla")
     if isinstance(whole, int) and isinstance(found.get("qk_rope_head_dim"), int):
         found["qk_nope_head_dim"] = whole - found["qk_rope_head_dim"]
@@ -278,6 +340,36 @@ def _latent(model: GGUFModel, config: Mapping[str, Any]) -> dict[str, Any]:
     if not is_v3 and found.get("n_group", 1) > 1:
         found["topk_method"] = "group_limited_greedy"
     return found | {"num_experts": None, "kv_b_by_heads": True, "norm_topk_prob": bool(config["norm_topk_prob"])}
+
+
+def _stated(values: Mapping[str, Any], family: str, fields: Mapping[str, str]) -> dict[str, Any]:
+    """What the keys of a family say of these fields of config.json."""
+    return {name: values[f"{family}.{key}"] for name, key in fields.items() if f"{family}.{key}" in values}
+
+
+def _delta_net(values: Mapping[str, Any], family: str, source: str) -> dict[str, Any]:
+    """Converters put heads of values with the same keys apart for Qwen3.5, and one tensor in two for Qwen3-Next."""
+    heads, inner = values.get(f"{family}.ssm.time_step_rank"), values.get(f"{family}.ssm.inner_size")
+    if not isinstance(heads, int) or not isinstance(inner, int) or heads < 1 or inner % heads:
+        raise ModelError(f"{source}: {family}.ssm.inner_size is {inner!r}, not a multiple of time_step_rank, {heads!r}")
+    is_next = family == "qwen3next"
+    apart = {"linear_gate_apart": True} if is_next else {"linear_value_heads_by_turns": True}
+    return {"linear_value_head_dim": inner // heads, **apart}
+
+
+def _short_convolutions(config: Mapping[str, Any], tensors: Mapping[str, GGUFTensor], source: str) -> dict[str, Any]:
+    """LFM2: layers without heads of keys and values have a convolution."""
+    heads = config.get("num_key_value_heads")
+    if not isinstance(heads, list) or not heads or not all(isinstance(each, int) for each in heads):
+        raise ModelError(f"{source}: attention.head_count_kv is {heads!r}; it must have a number for each layer")
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "norm_eps": config.get("rms_norm_eps"),
+        "block_auto_adjust_ff_dim": False,
+        "conv_bias": any(name.endswith(".shortconv.conv.bias") for name in tensors),
+        "use_expert_bias": any(".exp_probs_b." in name for name in tensors),
+    }
 
 
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -336,16 +428,15 @@ def gguf_name(name: str, family: str = "llama") -> tuple[str, int | None]:
     Args:
         family: GGUF's name of the architecture.
     """
-    further = {"sinks": ".weight", "e_score_correction_bias": ".bias"}.get(name.rpartition(".")[2], "")
+    further = _ENDINGS.get(name.rpartition(".")[2], "")
     stem, _, ending = f"{name}{further}".rpartition(".")
     expert = _EXPERT.search(stem)
     stem = _EXPERT.sub(r"\1.", stem)
     layer = _LAYER.fullmatch(stem)
-    if layer is None:
-        found = TENSORS[stem]
-    else:
-        found = f"blk.{layer[1]}.{_NORMS.get(family, {}).get(layer[2]) or TENSORS[layer[2]]}"
-    return f"{found}.{ending}", int(expert[2]) if expert else None
+    part = stem if layer is None else layer[2]
+    found = _NORMS.get(family, {}).get(part) or TENSORS[part]
+    found = found if layer is None else f"blk.{layer[1]}.{found}"
+    return f"{found}.{ending}".rstrip("."), int(expert[2]) if expert else None
 
 
 def family_of(model: GGUFModel) -> str:
@@ -358,11 +449,17 @@ def turns_neighbours(model: GGUFModel) -> bool:
     return family_of(model) in _NEIGHBOURS
 
 
-def adds_one(model: GGUFModel) -> bool:
-    """Whether norms are one more than those of a Hugging Face checkpoint."""
-    return family_of(model) in _GEMMA
+def as_stored(model: GGUFModel, name: str) -> str:
+    """How a tensor of a Hugging Face checkpoint is stored: "plus one" or "less its exponential", or "" as it is."""
+    if name.endswith(".A_log"):
+        return "less its exponential"
+    shifted = family_of(model) in _LESS_ONE and name.endswith("norm.weight") and not name.endswith(_AS_IT_IS)
+    return "plus one" if shifted else ""
 
 
-def left_over(model: GGUFModel, used: set[str]) -> list[str]:
-    """Tensors that have no place in the model."""
-    return sorted(model.tensors.keys() - used - set(_NOT_WEIGHTS))
+def left_over(model: GGUFModel, used: set[str], layers: int) -> list[str]:
+    """Tensors that have no place in a model of so many layers; further ones predict further tokens."""
+    found = model.tensors.keys() - used - set(_NOT_WEIGHTS)
+    if model.values.get(f"{family_of(model)}.nextn_predict_layers"):
+        found = {name for name in found if not (at := _BLOCK.match(name)) or int(at[1]) < layers}
+    return sorted(found)

@@ -33,23 +33,38 @@ _DEEPSEEK3_WORDS = (
     r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _DEEPSEEK3 = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_WORDS)
+# Lines, letters that have cases, signs, spaces at the end, Chinese, Japanese and Korean, digits.
+_SIGNS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_IDEOGRAPHS = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK_LLM = (r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", _SIGNS, r"\s+$", _IDEOGRAPHS, r"\p{N}+")
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAPHS, r"\p{N}")
+_QWEN35 = (
+    rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+# Of these a word that is a token is taken as it is, and a text begins with BOS unless the file says otherwise.
+_WHOLE_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2")
 _LLAMA3, _QWEN2, _SINGLE_DIGITS = (_words(r"\p{N}{1,3}"),), (_words(r"\p{N}"),), (r"\p{N}", _GPT2)
 # What cuts a text before its bytes are merged, one after the other, by the names that llama.cpp gives them.
 _CUTS: dict[str, tuple[str, ...]] = {
     "gpt-2": (_GPT2,),
     "default": _DEFAULT,
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"), _QWEN2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _SINGLE_DIGITS),
-    **dict.fromkeys(("gpt2", "olmo", "mpt", "phi-2", "jais", "gigachat"), (_GPT2,)),
-    **dict.fromkeys(("gpt-4o", "llama4", "o200k"), (_O200K,)),
+    **dict.fromkeys((*_WHOLE_LLAMA3, "dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan", "solar-open", "grok-2"), _QWEN2),
+    "qwen35": (_QWEN35,),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _SINGLE_DIGITS
+    ),
+    **dict.fromkeys(("gpt2", "olmo", "mpt", "phi-2", "jais", "gigachat", "trillion", "granite-docling"), (_GPT2,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "o200k", "minimax-m2"), (_O200K,)),
     "tekken": (_TEKKEN,),
-    "deepseek-v3": _DEEPSEEK3,
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
 }
-_NORMALIZED = ("qwen2", "deepseek-r1-qwen")  # to NFC, as their Hugging Face tokenizers do
-# Those that take a word that is a token as it is, and begin a text with BOS unless the file says otherwise.
-_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+_NORMALIZED = ("qwen2", "qwen35", "deepseek-r1-qwen")  # to NFC, as their Hugging Face tokenizers do
+_WHOLE_WORDS = (*_WHOLE_LLAMA3, "tekken")
 
 
 def tokenizer_files(values: dict[str, Any], source: str) -> dict[str, dict[str, Any]]:

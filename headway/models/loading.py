@@ -301,19 +301,20 @@ class Assembler:
 
     def _delta_net(self, index: int, state: StateSpec) -> DeltaNet:
         (mixed, rest), block = recurrent_names(self._config, index), f"model.layers.{index}.linear_attn"
-        if len(mixed) == 1:  # the rows of each key head are together
-            groups, each = state.key_heads, state.heads // state.key_heads
-            sizes = (state.key_dim, state.key_dim, each * state.value_dim, each * state.value_dim)
-            projection = self._rows_of(grouped_rows(groups, *sizes), *mixed)
-            heads_projection = self._rows_of(grouped_rows(groups, each, each), *rest)
-        else:
-            projection, heads_projection = self._linear(*mixed), self._linear(*rest)
+        groups, each = state.key_heads, state.heads // state.key_heads
+        sizes = (state.key_dim, state.key_dim, each * state.value_dim, each * state.value_dim)
+        # In one tensor the rows of each key head are together.
+        projection, heads_projection = (
+            self._linear(*names) if len(names) > 1 else self._rows_of(grouped_rows(groups, *rows), *names)
+            for names, rows in ((mixed, sizes), (rest, (each, each)))
+        )
         rule = DeltaRule(
             key_heads=state.key_heads,
             rate=self._stack(f"{block}.A_log", dtype=torch.float32).exp_(),
             offset=self._stack(f"{block}.dt_bias", dtype=torch.float32),
             norm=self._stack(f"{block}.norm.weight", dtype=torch.float32),
             eps=self._config.rms_norm_eps,
+            by_turns=self._config.heads_by_turns,
         )
         o = self._linear(f"{block}.out_proj", factor=self._config.multipliers.added)
         return DeltaNet(self._kernels, projection, heads_projection, self._taps(f"{block}.conv1d"), rule, o)

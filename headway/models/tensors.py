@@ -68,9 +68,10 @@ def recurrent_names(config: ModelConfig, layer: int) -> tuple[tuple[str, ...], t
     """
     if config.shape.state is None or not config.shape.state.heads:
         return (f"model.layers.{layer}.conv.in_proj",), ()
-    split = "in_proj_qkvz" not in config.traits.fused
+    fused = config.traits.fused
     parts = (
-        (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")) if split else (("in_proj_qkvz",), ("in_proj_ba",))
+        ("in_proj_qkvz",) if "in_proj_qkvz" in fused else ("in_proj_qkv", "in_proj_z"),
+        ("in_proj_ba",) if "in_proj_ba" in fused else ("in_proj_b", "in_proj_a"),
     )
     mixed, rest = (tuple(f"model.layers.{layer}.linear_attn.{part}" for part in each) for each in parts)
     return mixed, rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headway.models import families
 from headway.models.gguf_config import ARCHITECTURES, gguf_name
 
 CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # Where the two bytes of a block's float16 stand.
 _SCALES = {
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
@@ -72,13 +75,16 @@ def write(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    kinds = getattr(config, "layer_types", None) or []
+    gate = model.model.layers[0].feed_forward.w1 if "conv" in kinds else None
+    writer.add_feed_forward_length(config.intermediate_size if gate is None else gate.out_features)
     writer.add_head_count(config.num_attention_heads)
     latent = getattr(config, "kv_lora_rank", 0)
-    writer.add_head_count_kv(1 if latent else config.num_key_value_heads)
+    of_layers = [config.num_key_value_heads * (kind == "full_attention") for kind in kinds]
+    writer.add_head_count_kv(of_layers if "conv" in kinds else 1 if latent else config.num_key_value_heads)
     writer.add_key_length(latent + config.qk_rope_head_dim if latent else head)
     writer.add_value_length(latent or head)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.norm_eps if "conv" in kinds else config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
@@ -88,7 +94,7 @@ def write(
         writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
-    if family in ("phi3", "glm4"):
+    if family in ("phi3", "glm4", "glm4moe", "qwen3next", "qwen35", "qwen35moe"):
         writer.add_rope_dimension_count(int(head * config.rope_parameters.get("partial_rotary_factor", 1.0)))
     if family == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
@@ -108,19 +114,34 @@ def write(
         writer.add_rope_scaling_factor(config.rope_parameters["full_attention"]["factor"])
     if family == "deepseek2":
         _latent(writer, config)
+    if family == "glm4moe":
+        _router(writer, config)
+    if "linear_attention" in kinds:
+        _delta_net(writer, config)
+    if "conv" in kinds:
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    if family == "lfm2moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
     if family == "gpt-oss":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
         writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
     (tokenizer or byte_tokenizer)(writer)
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    known = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kind]}
     plain: dict[str, Tensor] = {}
     stacks: dict[str, list[np.ndarray]] = {}
     for seed, (name, tensor) in enumerate(_tensors(model).items()):
         theirs, expert = gguf_name(name, family)
-        kind = kind_of(name) if tensor.dim() == 2 and "gate." not in name.replace("_gate.", ".") else "F32"
+        assert re.sub(r"\.\d+\.", ".{bid}.", theirs).removesuffix(".weight").removesuffix(".bias") in known
+        if ".conv.conv." in name:
+            tensor = tensor.squeeze(1)
+        is_plain = "gate." in name.replace("_gate.", ".") or ".conv" in name
+        kind = kind_of(name) if tensor.dim() == 2 and not is_plain else "F32"
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2], 0)
         heads = heads if family in ("llama", "granite", "smollm3") else 0
-        if family.startswith("gemma") and name.endswith("norm.weight"):
+        less_one = family.startswith("gemma") or ("qwen3" in family and "linear_attention" in kinds)
+        if less_one and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             tensor = tensor + 1
         if kind in _SCALES:
             stored = random_blocks(kind, len(tensor), tensor.shape[1], seed)
@@ -151,21 +172,71 @@ def _latent(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
     writer.add_value_length_mla(config.v_head_dim)
     writer.add_rope_dimension_count(config.qk_rope_head_dim)
-    writer.add_leading_dense_block_count(config.first_k_dense_replace)
-    writer.add_expert_shared_count(config.n_shared_experts)
-    writer.add_expert_weights_scale(config.routed_scaling_factor)
-    is_v3 = config.model_type == "deepseek_v3"
-    writer.add_expert_weights_norm(is_v3)
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if is_v3 else gguf.ExpertGatingFuncType.SOFTMAX)
-    if config.n_group > 1 and getattr(config, "topk_method", "") != "greedy":
-        writer.add_expert_group_count(config.n_group)
-        writer.add_expert_group_used_count(config.topk_group)
+    _router(writer, config)
     rope = config.rope_parameters
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def _router(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    is_v2 = config.model_type == "deepseek_v2"
+    writer.add_expert_weights_norm(not is_v2)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX if is_v2 else gguf.ExpertGatingFuncType.SIGMOID)
+    if config.n_group > 1 and getattr(config, "topk_method", "") != "greedy":
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+
+
+def _delta_net(writer: gguf.GGUFWriter, config: Any) -> None:
+    """As converters write Qwen3-Next and Qwen3.5; one of every so many layers has attention."""
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+    writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+    if getattr(config, "shared_expert_intermediate_size", 0):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _of_delta_net(config: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Qwen3-Next's first projection in two; of Qwen3.5 heads of values with the same keys that many heads apart."""
+    keys, each = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    block, _, part = name.partition(".linear_attn.")
+    block += ".linear_attn"
+    if part == "A_log":
+        tensor = -tensor.exp()
+    if part == "in_proj_qkvz.weight":
+        sizes = [key_dim, key_dim, each * value_dim, each * value_dim]
+        query, key, value, gate = (rows.flatten(0, 1) for rows in tensor.view(keys, sum(sizes), -1).split(sizes, 1))
+        return {
+            f"{block}.in_proj_qkv.weight": torch.cat([query, key, value]),
+            f"{block}.in_proj_z.weight": gate,
+        }
+    if config.model_type == "qwen3_next":
+        return {name: tensor.squeeze(1)} if "conv1d" in part else {name: tensor}
+
+    def by_turns(rows: Tensor, size: int) -> Tensor:
+        return rows.reshape(keys, each, size, -1).transpose(0, 1).reshape(rows.shape)
+
+    if part in ("A_log", "dt_bias") or part.startswith(("in_proj_a.", "in_proj_b.")):
+        tensor = by_turns(tensor, 1)
+    elif part.startswith("in_proj_z."):
+        tensor = by_turns(tensor, value_dim)
+    elif part.startswith("out_proj."):
+        tensor = by_turns(tensor.T.contiguous(), value_dim).T.contiguous()
+    elif part.startswith(("in_proj_qkv.", "conv1d.")):
+        tensor = tensor.squeeze(1)
+        others = 2 * keys * key_dim
+        tensor = torch.cat([tensor[:others], by_turns(tensor[others:], value_dim)])
+    return {name: tensor}
 
 
 def _by_heads(config: Any, name: str, matrix: Tensor) -> dict[str, Tensor]:
@@ -183,19 +254,26 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     found = {name.replace("mlp.router", "mlp.gate"): each.detach() for name, each in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del found["lm_head.weight"]
+    for name in [name for name in found if ".linear_attn." in name]:
+        found |= _of_delta_net(model.config, name, found.pop(name))
+    if "conv_L_cache" in vars(model.config):
+        renamed = families.ARCHITECTURES["Lfm2ForCausalLM"].stored
+        for ours, theirs in renamed:
+            found = {name.replace(theirs, ours): each for name, each in found.items()}
     for name in [name for name in found if name.endswith(".kv_b_proj.weight")]:
         found |= _by_heads(model.config, name, found.pop(name))
     for name in [name for name in found if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         stacked, block = found.pop(name), name.rpartition(".")[0]
+        gate_name, up_name, down_name = ("w1", "w3", "w2") if "feed_forward" in name else _PROJECTIONS
         if (biases := found.pop(f"{name}_bias", None)) is not None:
             found |= _by_turns(name, stacked, biases)
             continue
         for number, expert in enumerate(stacked):
             if name.endswith("gate_up_proj"):
                 gate, up = expert.chunk(2)
-                found |= {f"{block}.{number}.gate_proj.weight": gate, f"{block}.{number}.up_proj.weight": up}
+                found |= {f"{block}.{number}.{gate_name}.weight": gate, f"{block}.{number}.{up_name}.weight": up}
             else:
-                found[f"{block}.{number}.down_proj.weight"] = expert
+                found[f"{block}.{number}.{down_name}.weight"] = expert
     return found
 
 

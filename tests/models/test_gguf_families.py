@@ -50,6 +50,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
         ("deepseek_v2", {}),
         ("deepseek_v2_lite", MSCALE | {"topk_method": "greedy"}),
         ("deepseek_v3", MSCALE),
+        ("gemma", {}),
+        ("glm4_moe", {"n_group": 1, "topk_group": 1}),
+        ("qwen3_next", {"layer_types": None, "full_attention_interval": 4}),
+        ("qwen3_5", {"layer_types": None, "full_attention_interval": 4}),
+        ("qwen3_5_moe", {"layer_types": None, "full_attention_interval": 4, "linear_num_value_heads": 6}),
+        ("lfm2", {}),
+        ("lfm2_moe", {"tie_word_embeddings": True}),
     ],
 )
 def test_families_with_traits_of_their_own(case: str, changes: dict[str, object], tmp_path: Path) -> None:
@@ -106,3 +113,28 @@ def test_texts_are_cut_as_deepseek_v3_cuts_them() -> None:
         ",",
         " été",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("deepseek-llm", ["Hi", "\u00e9", "!", " Two", "\n", "\n", "1234", "\u6771\u4eac", " ", "\u30ab", " ;)"]),
+        (
+            "deepseek-coder",
+            ["Hi\u00e9", "!", " Two", "\n", "\n", "1", "2", "3", "4", "\u6771\u4eac", " ", "\u30ab", " ;)"],
+        ),
+        ("qwen35", ["Hi\u00e9", "!", " Two", "\n\n", "1", "2", "3", "4", "\u6771\u4eac", " \u30ab", " ;)"]),
+    ],
+)
+def test_cuts_of_other_presets(name: str, found: list[str]) -> None:
+    """DeepSeek-LLM and V2 cut letters with cases apart from others; Qwen3.5 keeps marks with their letters."""
+    values = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": name,
+        "tokenizer.ggml.tokens": ["a"],
+        "tokenizer.ggml.merges": [],
+    }
+    cut = Backend.from_str(json.dumps(tokenizer_files(values, "model.gguf")["tokenizer.json"])).pre_tokenizer
+    text = "Hi\u00e9! Two\n\n1234\u6771\u4eac \u30ab ;)"
+    pieces = [text[first:end] for _, (first, end) in cut.pre_tokenize_str(text)]
+    assert pieces == found
