@@ -7,6 +7,7 @@ kernels and its host reach of them. Lines of progress then begin with the share 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from headway.installation import EngineNotInstalled, require_engine
@@ -47,13 +48,12 @@ def _peaks(arguments: argparse.Namespace) -> bytes:
 
 def _machine(arguments: argparse.Namespace) -> bytes:
     from headway.calibration.calibrate import calibrate
-    from headway.calibration.machine import usable_cores
     from headway.calibration.measure import device_kind
 
     if arguments.threads is not None and device_kind(arguments.device) == "cuda":
         raise ValueError("--threads is for CPUs, but the device is cuda; leave it out, or give --device cpu")
-    if arguments.threads is not None and arguments.threads > usable_cores():
-        raise ValueError(f"threads is {arguments.threads}; this process may use {usable_cores()} cores: give no more")
+    if arguments.threads is not None and arguments.threads > (cores := len(os.sched_getaffinity(0))):
+        raise ValueError(f"--threads is {arguments.threads}; this process may use {cores} cores: give no more")
     effort = "full" if arguments.full else "quick" if arguments.quick else "default"
 
     def say(stage: str, done: float) -> None:

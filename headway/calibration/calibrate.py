@@ -37,7 +37,7 @@ from headway.calibration.host import HostBench, tiny_shape
 from headway.calibration.measure import DTYPES, CalibrationError, device_kind, measure
 from headway.calibration.peaks import BUSY_CORES, MachinePeaks
 from headway.calibration.samples import Kind, Sample, Timings
-from headway.calibration.stopwatch import CudaStopwatch, HostStopwatch, Stopwatch
+from headway.calibration.stopwatch import stopwatch_of
 from headway.calibration.store import CalibratedMachine, check_name
 from headway.cost.hardware import Hardware
 
@@ -121,7 +121,7 @@ def _rounds(
     on_progress("making pieces ready", effort.peaks_share)
     cases = list(_cases(hardware, peaks, effort))
     benches = [HostBench(layers, peaks.device, threads, effort.steps) for layers in effort.depths]
-    stopwatch: Stopwatch = CudaStopwatch() if peaks.device == "cuda" else HostStopwatch()
+    stopwatch = stopwatch_of(peaks.device)
     timings = [Timings(case.piece) for case in cases]
     calls = [1] * len(cases)
     steps = [(bench, batch, Timings(bench.piece(batch))) for bench in benches for batch in effort.batches]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import time
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from headway.calibration.cases import FORMATS
 from headway.calibration.measure import DTYPES
 from headway.calibration.peaks import MachinePeaks
+from headway.calibration.stopwatch import stopwatch_of
 from headway.calibration.store import slug
 from headway.cost.hardware import Hardware
 
@@ -68,16 +68,6 @@ def _rate(square: Tensor) -> float:
         multiply(square, square)
     except RuntimeError:
         return 0.0
-    best = float("inf")
-    for _ in range(_TRIES):
-        _wait(square)
-        began = time.perf_counter()
-        multiply(square, square)
-        _wait(square)
-        best = min(best, time.perf_counter() - began)
+    stopwatch = stopwatch_of(square.device.type)
+    best = min(stopwatch.seconds(lambda: multiply(square, square), 1) for _ in range(_TRIES))
     return 2.0 * len(square) ** 3 / best
-
-
-def _wait(tensor: Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize()

@@ -48,8 +48,3 @@ def others_cpu_seconds(stat: Path = Path("/proc/stat")) -> float | None:
     own = os.times()
     everybody = (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
     return everybody - own.user - own.system
-
-
-def usable_cores() -> int:
-    """Logical processors that this process may run on."""
-    return len(os.sched_getaffinity(0))

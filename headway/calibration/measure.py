@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headway.calibration import machine
 from headway.calibration.peaks import MachinePeaks, Rate
-from headway.calibration.stopwatch import CudaStopwatch, HostStopwatch, Stopwatch, measure_rate
+from headway.calibration.stopwatch import measure_rate, stopwatch_of
 from headway.engine.host import total_memory, usable_threads
 from headway.kernels import kernels_for
 from headway.kernels.interface import Weight
@@ -112,7 +112,7 @@ class _Bench:
         self._kind = kind
         self._effort = effort
         self._on_stage = on_stage
-        self._stopwatch: Stopwatch = CudaStopwatch() if kind == "cuda" else HostStopwatch()
+        self._stopwatch = stopwatch_of(kind)
 
     def run(self, dtypes: Sequence[str]) -> MachinePeaks:
         began, others = time.perf_counter(), machine.others_cpu_seconds()

@@ -49,6 +49,11 @@ class CudaStopwatch:
         return began.elapsed_time(ended) / 1e3
 
 
+def stopwatch_of(device: str) -> Stopwatch:
+    """Of cpu or cuda."""
+    return CudaStopwatch() if device == "cuda" else HostStopwatch()
+
+
 def measure_rate(
     amount: float, call: Callable[[], object], stopwatch: Stopwatch, budget_s: float, by: str, size: int
 ) -> Rate:

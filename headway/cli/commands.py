@@ -124,9 +124,14 @@ def _common(hints: dict[str, Any]) -> Iterator[str]:
 
 
 def _named(hints: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Fields of dataclasses, and their options."""
-    for hint in filter(dataclasses.is_dataclass, hints.values()):
-        for field, inner, flag in flags_of(typing.cast(type, hint)):
+    """Parameters and fields of dataclasses, and their options."""
+    for name, hint in hints.items():
+        for declared in getattr(hint, "__metadata__", ()):
+            if isinstance(declared, typer.models.OptionInfo):
+                names = (declared.default, *(declared.param_decls or ()))  # Typer tells a default from a name later
+                long = (each for each in names if isinstance(each, str) and each.startswith("--"))
+                yield name, next(long, "--" + name.replace("_", "-"))
+        for field, inner, flag in flags_of(typing.cast(type, hint)) if dataclasses.is_dataclass(hint) else ():
             if flag is None:
                 yield from _named({"": inner})
             elif not flag.positional:

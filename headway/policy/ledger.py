@@ -43,6 +43,16 @@ class Phase(StrEnum):
     SEND_BLOCKED = "send_blocked"  # the client did not read
 
 
+QUEUE_PHASES = (Phase.QUEUE_POLICY, Phase.QUEUE_CAPACITY, Phase.QUEUE_BLOCKS, Phase.QUEUE_WINDOW)
+DECODE_STALLS = (
+    Phase.DECODE_STALL_PREFILL,
+    Phase.DECODE_STALL_LOGPROBS,
+    Phase.DECODE_STALL_POLICY,
+    Phase.DECODE_STALL_PREEMPTED,
+    Phase.DECODE_STALL_RECOMPUTE,
+)
+
+
 class Ledger:
     """Contiguous phases from `began_ns` to `last_ns`."""
 

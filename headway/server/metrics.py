@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily
 
 from headway.engine.messages import EngineStats, Ready, SequenceTimings
-from headway.policy.ledger import Phase
+from headway.policy.ledger import DECODE_STALLS, QUEUE_PHASES, Phase
 from headway.policy.request import NEVER
 from headway.server.class_metrics import ClassMetrics
 from headway.server.classes import Terms
@@ -35,17 +35,7 @@ _REFUSALS = (403, 429, 503)
 _BROKEN = ("late", "timeout", "error")
 
 _PREFILL = (Phase.PREFILL_COMPUTE, Phase.PREFILL_STALL)
-_QUEUE = (Phase.QUEUE_POLICY, Phase.QUEUE_CAPACITY, Phase.QUEUE_BLOCKS, Phase.QUEUE_WINDOW)
-_DECODE = (
-    Phase.DECODE_COMPUTE,
-    Phase.DECODE_STALL_PREFILL,
-    Phase.DECODE_STALL_LOGPROBS,
-    Phase.DECODE_STALL_POLICY,
-    Phase.DECODE_STALL_PREEMPTED,
-    Phase.DECODE_STALL_RECOMPUTE,
-    Phase.SAMPLING,
-    Phase.SCHEDULE,
-)
+_DECODE = (Phase.DECODE_COMPUTE, *DECODE_STALLS, Phase.SAMPLING, Phase.SCHEDULE)
 
 prometheus_client.disable_created_metrics()
 
@@ -296,7 +286,7 @@ class Metrics:
             return sum(phases_ns.get(phase, 0) for phase in phases) * NS
 
         prefill, decode = total(_PREFILL), total(_DECODE)
-        self._queue.observe(total(_QUEUE))
+        self._queue.observe(total(QUEUE_PHASES))
         self._prefill.observe(prefill)
         self._decode.observe(decode)
         self._inference.observe(prefill + decode)

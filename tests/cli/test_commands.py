@@ -203,6 +203,7 @@ def modules_of(command: str) -> set[str]:
         ("memory is 7; memory of 8", "--memory-size is 7; memory of 8"),
         ("tags and count are 'x' and 2", "--tag and count are 'x' and 2"),
         ("more than num_threads, 4; leave num_threads='x' out", "more than --threads, 4; leave num_threads='x' out"),
+        ("as_json is 1, and where is 2", "--json is 1, and where is 2"),
         ("a.toml, line 3: num_threads is 0", "a.toml, line 3: num_threads is 0"),
     ],
 )
@@ -211,7 +212,12 @@ def test_errors_name_options_and_not_fields(message: str, said: str) -> None:
 
     @app.command()
     @with_flags
-    def run(options: Options, engine: EngineConfig) -> None:
+    def run(
+        options: Options,
+        engine: EngineConfig,
+        as_json: Annotated[bool, typer.Option("--json")] = False,
+        where: Annotated[str, typer.Argument()] = "",
+    ) -> None:
         fail(message)
 
     ran = CliRunner().invoke(app, ["here"])

@@ -13,23 +13,15 @@ import numpy as np
 
 from headway.bench.measures.latencies import NS_PER_MS, Floats
 from headway.bench.record import RequestRecord
-from headway.policy.ledger import Phase
+from headway.policy.ledger import DECODE_STALLS, QUEUE_PHASES, Phase
 
-QUEUE = (Phase.QUEUE_POLICY, Phase.QUEUE_CAPACITY, Phase.QUEUE_BLOCKS, Phase.QUEUE_WINDOW)
-STALL = (
-    Phase.PREFILL_STALL,
-    Phase.DECODE_STALL_PREFILL,
-    Phase.DECODE_STALL_LOGPROBS,
-    Phase.DECODE_STALL_POLICY,
-    Phase.DECODE_STALL_PREEMPTED,
-    Phase.DECODE_STALL_RECOMPUTE,
-)
+STALL = (Phase.PREFILL_STALL, *DECODE_STALLS)
 FAULTS = (Phase.STEP_RETRY, Phase.ENGINE_LOST, Phase.ENGINE_RESTART)
 # Phases that lie wholly before the first token. The others (transport, schedule, sampling, faults) may be on both.
 BEFORE_FIRST_TOKEN = (
     Phase.RECEIVE,
     Phase.TOKENIZE,
-    *QUEUE,
+    *QUEUE_PHASES,
     Phase.PREFILL_COMPUTE,
     Phase.PREFILL_STALL,
     Phase.KV_TRANSFER,
@@ -67,7 +59,7 @@ def phase_lengths(records: Iterable[RequestRecord]) -> dict[str, Floats]:
         return {}
     phases = [of_record for _, of_record in with_ledger]
     lengths = {name: _column(phases, (name,)) for name in _in_order(phases)}
-    lengths["queue"] = _column(phases, QUEUE)
+    lengths["queue"] = _column(phases, QUEUE_PHASES)
     lengths["stall"] = _column(phases, STALL)
     lengths[NETWORK_AND_CLIENT] = (
         np.array([record.end_ns - record.sent_ns - _server_e2e(record) for record, _ in with_ledger]) / NS_PER_MS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import urllib.request
@@ -50,6 +51,7 @@ from headway.report.console import print_banner, print_table
 from headway.report.page import write_page
 from headway.text.tokenizer import TextError, Tokenizer
 
+LINES_IN_A_LOG = 10  # while requests are sent
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -170,8 +172,14 @@ async def _send(
         plan_requests, model.folder, lengths, options.repeats, options.output_len, options.seed
     )
     task = _stage(progress, f"{len(lengths)} prompt lengths, {options.repeats} requests each", len(requests))
-    url = server.startup.url
-    return await send_all(url, warm_ups, requests, options.request_timeout_s, stop, lambda: progress.advance(task))
+    every, numbers = max(1, len(requests) // LINES_IN_A_LOG), itertools.count(1)
+
+    def done() -> None:
+        progress.advance(task)
+        if (number := next(numbers)) % every == 0 and not progress.console.is_terminal:
+            progress.console.print(f"{number} of {len(requests)} requests", highlight=False)
+
+    return await send_all(server.startup.url, warm_ups, requests, options.request_timeout_s, stop, done)
 
 
 def _stage(progress: Progress, title: str, total: int | None = None) -> TaskID:

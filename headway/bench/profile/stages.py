@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.bench.measures.phases import FAULTS, NETWORK_AND_CLIENT, QUEUE, STALL, phases_of
+from headway.bench.measures.phases import FAULTS, NETWORK_AND_CLIENT, STALL, phases_of
 from headway.bench.record import RequestRecord
-from headway.policy.ledger import Phase
+from headway.policy.ledger import QUEUE_PHASES, Phase
 
 NS_PER_MS = 1e6
 
@@ -56,7 +56,7 @@ STAGES = (
     Stage(
         "schedule",
         "scheduling",
-        (*QUEUE, *STALL, *FAULTS, Phase.SCHEDULE, Phase.KV_TRANSFER),
+        (*QUEUE_PHASES, *STALL, *FAULTS, Phase.SCHEDULE, Phase.KV_TRANSFER),
         "schedule",
         "fewer, larger steps (speculative decoding), less host work in a step",
     ),

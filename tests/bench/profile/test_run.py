@@ -100,7 +100,7 @@ def check_report(folder: Path) -> None:
     assert saved["settings"]["repeats"] == 3
 
 
-async def test_stopped_in_the_middle_it_keeps_what_was_measured(options, servers, monkeypatch):
+async def test_stopped_in_the_middle_it_keeps_what_was_measured(options, servers, monkeypatch, capsys):
     stop, done = asyncio.Event(), []
 
     async def stop_after_three(*arguments):
@@ -116,7 +116,9 @@ async def test_stopped_in_the_middle_it_keeps_what_was_measured(options, servers
 
     send_all = run.send_all
     monkeypatch.setattr(run, "send_all", stop_after_three)
+    monkeypatch.setattr(run, "LINES_IN_A_LOG", 1000)
     result = await run_profile(dataclasses.replace(options, repeats=500), quiet(), stop)
+    assert "3 of 1000 requests\n" in capsys.readouterr().err
     assert result.interrupted and result.ok
     assert sum(each.completed for each in result.lengths) == 3
     saved = json.loads((options.result_dir / "one" / "profile.json").read_text())
