@@ -13,7 +13,8 @@ EMBEDDING = "model.embed_tokens"
 # Routers, by the last part of their name: few numbers that decide much.
 ROUTERS = ("gate", "shared_expert_gate", "router")
 # Of delta nets, how much each head writes and forgets: the same.
-_FEW_NUMBERS = (*ROUTERS, "in_proj_a", "in_proj_b", "in_proj_ba")
+NUMBERS_OF_HEADS = ("in_proj_a", "in_proj_b", "in_proj_ba")
+_FEW_NUMBERS = (*ROUTERS, *NUMBERS_OF_HEADS)
 # Routers and the head, which AWQ, GPTQ and FP8 leave plain without saying so.
 _LEFT_PLAIN = ("lm_head", *(rf"re:.*\.{router}$" for router in ROUTERS))
 _PLAIN_ONLY = "use the unquantised checkpoint"

@@ -13,13 +13,21 @@ from torch import Tensor
 from headway.cost.shape import CacheSpec
 from headway.cost.values import ConfigValues, ModelError
 from headway.engine.memory import zero_caches
-from headway.kernels.interface import LayerCache, LayerState, StepGeometry
-from headway.models.checkpoint import Checkpoint, StageClock, has_stacked_experts
+from headway.kernels.interface import LayerCache, LayerState, Span, StepGeometry
+from headway.models.checkpoint import Checkpoint, StageClock, has_stacked_experts, stored_name
 from headway.models.config import ModelConfig, read_json
 from headway.models.decoder import Decoder
 from headway.models.loading import Assembler, resolve_dtype
-from headway.models.quantization import ROUTERS, PackedMatrices, read_packed
-from headway.models.tensors import Shapes, attention_names, dense_names, expected_tensors, mixture_names
+from headway.models.quantization import NUMBERS_OF_HEADS, ROUTERS, PackedMatrices, read_packed
+from headway.models.tensors import (
+    Shapes,
+    attention_names,
+    dense_names,
+    expected_tensors,
+    mixture_names,
+    recurrent_names,
+)
+from headway.quantize.apart import TakenApart
 from headway.quantize.calibration import Calibration
 from headway.quantize.folder import FolderDraft, check_place, new_folder, packed_tensors
 from headway.quantize.rounding import Rounded, awq_scales, gptq, nearest
@@ -60,15 +68,15 @@ def quantize(
     config = ModelConfig.from_folder(folder)
     raw = read_json(folder / "config.json", "")
     plain = [*(ROUTERS if config.routing else ()), *(["kv_b_proj"] if config.shape.latent else ())]
+    plain += NUMBERS_OF_HEADS if config.shape.state and config.shape.state.heads else ()
     ignored = ["lm_head", *(rf"re:.*\.{each}$" for each in plain)]
     if config.packed is not None:
         raise ModelError(f"{folder}: is quantised already; take the unquantised checkpoint")
-    if config.shape.recurrent:
-        raise ModelError(f"{folder}: has recurrent layers, which `headway quantize` does not know yet")
-    if config.traits.within or config.traits.stored:
-        raise ModelError(f"{folder}: names its tensors in a way that `headway quantize` does not know yet")
-    if has_stacked_experts(folder, config.traits):
-        raise ModelError(f"{folder}: the experts of a layer are one tensor, which `headway quantize` cannot take apart")
+    if config.traits.within:
+        raise ModelError(f"{folder}: has parts that read images too, which `headway quantize` does not know yet")
+    stacked = has_stacked_experts(folder, config.traits)
+    if config.routing is not None and config.routing.by_turns:
+        raise ModelError(f"{folder}: has experts with outputs by turns, which `headway quantize` does not know yet")
     said = recipe.said(ignored)
     packed = read_packed(ConfigValues({"quantization_config": said}, "config.json"))
     assert packed is not None
@@ -80,14 +88,16 @@ def quantize(
         windows = calibration.windows(folder, config.longest_model_len)
         gc.collect()
     dtype = resolve_dtype("auto", config)
-    checkpoint = Checkpoint(folder, shapes, StageClock(), left_out=config.left_out)
+    there, stored = expected_tensors(config, stacked), config.traits.stored
+    checkpoint = Checkpoint(folder, there, StageClock(), left_out=config.left_out, stored=stored)
     with checkpoint, new_folder(output) as draft, torch.inference_mode():
-        weights = NamedWeights(checkpoint)
+        source = TakenApart(checkpoint, config) if stacked else checkpoint
+        weights = NamedWeights(source)
         kernels = WatchedKernels(weights)
         device = torch.device("cpu")
         assembler = Assembler(weights, shapes, config, kernels, dtype, device, StageClock(), "none")
         decoder = Decoder(config, kernels, dtype, device, assembler.decoder_weights())
-        quantizer = _Quantizer(config, checkpoint, shapes, draft, recipe, packed, layers, dtype, on_progress)
+        quantizer = _Quantizer(config, source, shapes, draft, recipe, packed, layers, dtype, on_progress)
         linears = [each for each in kernels.layers if set(each.names) & quantizer.wanted]
         for each in linears:
             each.exchange = quantizer.exchange
@@ -123,7 +133,7 @@ def _run(decoder: Decoder, windows: list[list[int]]) -> None:
     count, tokens = len(windows), len(windows[0])
     specs = decoder.config.caches
     one: dict[object, LayerCache | LayerState] = {
-        spec: zero_caches([spec], count, tokens, decoder.dtype, decoder.device)[0] for spec in set(specs)
+        spec: zero_caches([spec], count, tokens, decoder.dtype, decoder.device, count)[0] for spec in set(specs)
     }
     ids = torch.tensor([token for window in windows for token in window])
     decoder.forward(ids, _one_step(count, tokens), [one[spec] for spec in specs])
@@ -135,7 +145,7 @@ class _Quantizer:
     def __init__(
         self,
         config: ModelConfig,
-        checkpoint: Checkpoint,
+        checkpoint: Checkpoint | TakenApart,
         tensors: Shapes,
         draft: FolderDraft,
         recipe: Recipe,
@@ -154,7 +164,7 @@ class _Quantizer:
         self._scales: dict[str, Tensor] = {}  # by norm: what its outputs were divided by
         self._written: set[str] = set()
         self.folds = _Folds(config) if recipe.method == "awq" else None
-        self.wanted = set(layers) | (self.folds.routers if self.folds else set())
+        self.wanted = set(layers) | (self.folds.plain if self.folds else set())
 
     def exchange(self, linear: WatchedLinear, x: Tensor | None) -> Tensor:
         """Quantise the matrix of a linear layer, which has inputs x [T, in]; what it now multiplies with.
@@ -167,7 +177,7 @@ class _Quantizer:
         self._write([name for name in self._rounded if _block(name) != _block(names[0])])
         moments = None if x is None or self._recipe.method == "rtn" else _moments(x)
         if not set(names) <= set(self._shapes):
-            self._fold_router(names, moments)
+            self._fold_plain(names, moments)
             return linear.matrix
         self._on_progress(self._done / max(1, self._total), names[0].removeprefix("model."))
         weight = torch.cat([self._stored(f"{name}.weight").float() for name in names])
@@ -189,7 +199,7 @@ class _Quantizer:
         self._write(list(self._rounded))
         for name in self._tensors:
             if name.removesuffix(".weight") not in self._written:
-                self._draft.add(name, self._stored(name))
+                self._draft.add(stored_name(name, self._config.traits.stored), self._stored(name))
         self._on_progress(1.0, "done")
 
     def _round(self, weight: Tensor, scales: Tensor, moments: Tensor | None) -> Rounded:
@@ -222,14 +232,15 @@ class _Quantizer:
         scales = (stored.float() + offset) / divided
         return torch.where(scales.isfinite() & (scales > 0), scales, 1.0)
 
-    def _fold_router(self, names: tuple[str, ...], moments: Tensor | None) -> None:
-        """Routers see what experts see: some rows of all experts decide."""
+    def _fold_plain(self, names: tuple[str, ...], moments: Tensor | None) -> None:
+        """Routers see what experts see: some rows of all experts decide. Others see what was folded before."""
         assert self.folds is not None
-        norm, experts = self.folds.norms[names], self.folds.experts[names]
+        norm, experts = self.folds.norms[names], self.folds.experts.get(names)
         if moments is None:
             return
-        some = [self._stored(f"{name}.weight")[:: len(experts)].float() for name in experts]
-        self._scales[norm] = self._fold_norm(norm, torch.cat(some), moments)
+        if experts is not None:
+            some = [self._stored(f"{name}.weight")[:: len(experts)].float() for name in experts]
+            self._scales[norm] = self._fold_norm(norm, torch.cat(some), moments)
         for name in names:
             stored = self._stored(f"{name}.weight")
             self._changed[f"{name}.weight"] = (stored.float() * self._scales[norm]).to(stored.dtype)
@@ -250,7 +261,7 @@ class _Quantizer:
     def _write(self, layers: list[str]) -> None:
         for layer in layers:
             for part, tensor in packed_tensors(self._rounded.pop(layer), self._packed).items():
-                self._draft.add(f"{layer}.{part}", tensor)
+                self._draft.add(stored_name(f"{layer}.{part}", self._config.traits.stored), tensor)
             self._written.add(layer)
 
 
@@ -286,6 +297,7 @@ class _Folds:
     Args:
         norms: by the names of layers with one input: the norm that makes it.
         experts: by the names of routers: the layers of experts that have their input.
+        plain: names of layers that are not quantised and have an input that others have.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -293,24 +305,26 @@ class _Folds:
         self.norms: dict[tuple[str, ...], str] = {}
         self.experts: dict[tuple[str, ...], list[str]] = {}
         self._feeds: dict[str, str] = {}
+        self.plain: set[str] = set()
         for index in range(config.shape.layers):
             layer, norms = f"model.layers.{index}", config.traits.norms
-            if norms.attention:
-                self.norms[attention_names(config, index)] = f"{layer}.{norms.attention}"
+            first: tuple[tuple[str, ...], ...] = (attention_names(config, index),)
+            if index in config.shape.recurrent:
+                first = recurrent_names(config, index)
+                self.plain |= set(first[1])
+            for names in filter(None, first if norms.attention else ()):
+                self.norms[names] = f"{layer}.{norms.attention}"
             mixture = mixture_names(config, index, stacked=False)
             blocks = [dense_names(f"{layer}.mlp", config.traits.fused)]
             if mixture is not None:
                 blocks = [*mixture.experts, *([mixture.shared] if mixture.shared else [])]
                 self.norms[mixture.router] = f"{layer}.{norms.mlp}"
                 self.experts[mixture.router] = [name for *gated, _ in blocks for name in gated]
+                self.plain |= set(mixture.router)
             for *gated, down in blocks:
                 if norms.mlp:
                     self.norms[tuple(gated)] = f"{layer}.{norms.mlp}"
                 self._feeds[down] = gated[-1]
-
-    @property
-    def routers(self) -> set[str]:
-        return {name for names in self.experts for name in names}
 
     def feeder(self, names: tuple[str, ...], shapes: Shapes) -> _Feeder | None:
         """Of a layer with these names."""
@@ -359,4 +373,5 @@ def _one_step(count: int, tokens: int) -> StepGeometry:
         max_context_len=tokens,
         query_lens_host=lens,
         context_lens_host=lens,
+        spans=torch.tensor([[count] * len(Span._fields), *(Span(n * tokens, tokens, -1, n) for n in range(count))]),
     )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.kernels.interface import SILU, Gate, HeadLinear, Weight
+from headway.kernels import kernels_for
+from headway.kernels.interface import SILU, DeltaRule, Gate, HeadLinear, Kernels, LayerState, StepGeometry, Weight
 from headway.kernels.reference import ReferenceKernels
 from headway.models.checkpoint import Checkpoint
+from headway.quantize.apart import TakenApart
 
 _ROWS = 1024  # of tokens, that are multiplied at once: a gated product is several times as large as its result
 
@@ -18,7 +21,7 @@ _ROWS = 1024  # of tokens, that are multiplied at once: a gated product is sever
 class NamedWeights:
     """The tensors of a checkpoint, and the names of the layers that were asked for last."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint | TakenApart) -> None:
         self._checkpoint = checkpoint
         self._names: list[str] = []
 
@@ -77,7 +80,10 @@ class WatchedLinear:
 
 
 class WatchedKernels(ReferenceKernels):
-    """Plain torch, with the linear layers in the order in which they were made."""
+    """Plain torch, with the linear layers in the order in which they were made.
+
+    Recurrent layers, which plain torch computes token after token, run on the CPU kernels.
+    """
 
     def __init__(self, weights: NamedWeights) -> None:
         super().__init__()
@@ -97,6 +103,28 @@ class WatchedKernels(ReferenceKernels):
         made = super().head_linear(weights, count)
         self._weights.taken()
         return made
+
+    def convolve(
+        self,
+        x: Tensor,
+        gates: tuple[Tensor, Tensor] | None,
+        taps: Tensor,
+        bias: Tensor | None,
+        state: LayerState,
+        step: StepGeometry,
+    ) -> Tensor:
+        """See Kernels."""
+        return self._quick.convolve(x, gates, taps, bias, state, step).clone()
+
+    def delta_rule(
+        self, mixed: Tensor, gate: Tensor, numbers: Tensor, rule: DeltaRule, state: LayerState, step: StepGeometry
+    ) -> Tensor:
+        """See Kernels."""
+        return self._quick.delta_rule(mixed, gate, numbers, rule, state, step).clone()
+
+    @cached_property
+    def _quick(self) -> Kernels:
+        return kernels_for("cpu", torch.float32)
 
     def _made(self, weight: Weight, bias: Tensor | None, gate: Callable[[Tensor], Tensor] | None) -> WatchedLinear:
         self.layers.append(WatchedLinear(self._weights.taken(), weight, bias, gate))
