@@ -3,7 +3,8 @@
 Log-probabilities of prompts with the engine's kernels are held against those with the reference kernels in float32. In
 half precision the reference kernels lose something too, which is the measure of what is allowed. Tokens of greedy
 requests are compared alone, in a batch, in chunks and after a cached prefix: in float32 they must be the same; in
-bfloat16 products differ in their last bits with the number of rows, so there it is said how many are.
+bfloat16 products differ in their last bits with the number of rows, so there it is said how many are. Products with
+packed matrices, and mixtures of experts, are held against those of the same numbers in float64.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from unittest import mock
 import torch
 
 from benchmarks.checkpoint import SHAPES
+from benchmarks.gpu import formats
 from benchmarks.gpu.part import Flaw, Machine, Row, Tasks
 from headway import LLM, SamplingParams
 from headway.kernels.reference import ReferenceKernels
@@ -42,9 +44,9 @@ SMALL = [[(7 * i + 31 * j) % 500 + 5 for j in range(length)] for i, length in en
 
 
 def tasks(machine: Machine) -> Tasks:
-    """One for each model and type, then tokens by type."""
+    """One for each format of weights and type, then for each model and type, then tokens by type."""
     models = {"tiny": SHAPES["tiny"]} if machine.small else MODELS
-    found: Tasks = {}
+    found = formats.agreement(machine)
     for name, config in models.items():
         exact = functools.cache(partial(_logprobs, machine, config, "float32", True))
         for dtype in ("float32", "bfloat16", "float16"):

@@ -27,10 +27,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks.gpu.formats import EXPERT_FORMATS, FORMATS, TOKENS, Experts, Format
 from benchmarks.gpu.part import Flaw, Machine, Row, Skipped, Tasks, said
 from headway.calibration.cases import BLOCK_SIZE, AttentionLoad, geometry
 from headway.kernels.cuda import CudaKernels
-from headway.kernels.interface import SILU, LayerCache
+from headway.kernels.interface import SILU, DeltaRule, LayerCache, LayerState, Span
 
 # Bytes that one block may have, by compute capability (CUDA C++ Programming Guide, "Technical Specifications").
 SHARED_BYTES = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
@@ -129,6 +130,12 @@ def tasks(machine: Machine) -> Tasks:
         calls[f"attention {short}, gemma 2, window and soft cap"] = gemma
         for load, size in LOADS.items():
             calls[f"attention {short}, latents, {load}"] = partial(_over_latents, kernels, dtype, size)
+        some = list(FORMATS)[:1] if machine.small else FORMATS
+        for name in some:
+            calls[f"packed product {short}, {name}"] = partial(_packed, kernels, dtype, FORMATS[name])
+        for name, form in EXPERT_FORMATS.items():
+            calls[f"experts {short}, {name}"] = partial(_experts, kernels, dtype, form)
+        calls[f"recurrent layers, {short}"] = partial(_recurrent, kernels, dtype)
         for hidden in (896, 4096):
             calls[f"rows of {hidden}, {short}"] = partial(_rows, kernels, dtype, hidden)
     return {name: partial(_checked, task) for name, task in calls.items()}
@@ -178,6 +185,41 @@ def _over_latents(kernels: CudaKernels, dtype: torch.dtype, load: AttentionLoad)
     block = torch.zeros(1, 1, BLOCK_SIZE, 576, dtype=dtype)
     query = torch.zeros(load.tokens * load.sequences, 128, 576, dtype=dtype)
     kernels.attention(query, LayerCache(block, block[..., :512]), geometry(load, "cpu"), 576**-0.5, None)
+
+
+def _packed(kernels: CudaKernels, dtype: torch.dtype, form: Format) -> None:
+    """A matrix that is split among programs where rows are few, for each size of tiles; gated too."""
+    weight, bias = form.weight(1024, 2048, "cpu", dtype), torch.zeros(1024, dtype=dtype)
+    plain, gated = kernels.linear(weight, None), kernels.gated_linear(weight, bias)
+    for tokens in TOKENS:
+        x = torch.zeros(tokens, 2048, dtype=dtype)
+        plain(x)
+        gated(x)
+
+
+def _experts(kernels: CudaKernels, dtype: torch.dtype, form: Format) -> None:
+    sizes = Experts(8, 4, 512, 512)
+    mixture = sizes.mixture(form, "cpu", kernels, dtype)
+    for tokens in TOKENS:
+        x = torch.zeros(tokens, sizes.hidden, dtype=dtype)
+        mixture(x, *sizes.routed(tokens, "cpu"), x)
+
+
+def _recurrent(kernels: CudaKernels, dtype: torch.dtype) -> None:
+    """A delta net of Qwen3-Next, 16 heads of keys and 32 of values of 128 each, and a short convolution of LFM2."""
+    tokens, keys, heads, width = 7, 16, 32, 128
+    step = geometry(AttentionLoad(tokens, tokens, 1), "cpu")
+    step.spans = torch.zeros(2, len(Span._fields), dtype=torch.int64)
+    channels = (2 * keys + heads) * width
+    state = LayerState(torch.zeros(2, 3, channels), torch.zeros(2, heads, width, width))
+    mixed = torch.zeros(tokens, channels, dtype=dtype)
+    kernels.convolve(mixed, None, torch.zeros(4, channels), None, state, step)
+    rule = DeltaRule(keys, torch.zeros(heads), torch.zeros(heads), torch.zeros(width), 1e-6)
+    of_heads = torch.zeros(tokens, heads * width, dtype=dtype), torch.zeros(tokens, 2 * heads, dtype=dtype)
+    kernels.delta_rule(mixed, *of_heads, rule, state, step)
+    x = mixed[:, :2048]
+    state = LayerState(torch.zeros(2, 2, 2048), None)
+    kernels.convolve(x, (x, x), torch.zeros(3, 2048), torch.zeros(2048), state, step)
 
 
 def _rows(kernels: CudaKernels, dtype: torch.dtype, hidden: int) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from benchmarks.checkpoint import SHAPES
+from benchmarks.gpu import formats
 from benchmarks.gpu.compiled import Launch, launches
 from benchmarks.gpu.limits import GIB, random, stopwatch
 from benchmarks.gpu.part import Machine, Row, Skipped, Tasks
@@ -58,7 +59,7 @@ def tasks(machine: Machine) -> Tasks:
             elements = partial(_elements, pool, shape, tokens)
             found[f"{name} norms and rotation, {tokens} tokens"] = partial(_rows, machine, elements)
             found[f"{name} gate and cache writes, {tokens} tokens"] = partial(_single, machine, shape, tokens)
-    return found
+    return found | formats.kernels(machine, partial(_measured, machine))
 
 
 def _attention(pool: Pool, shape: ModelShape, load: AttentionLoad) -> list[Case]:

@@ -59,10 +59,10 @@ class Part:
 
 PARTS = (
     Part("limits", "copies, reads, products and launches: what the device can do", 60, 30),
-    Part("compiled", "every kernel compiled for it: registers, spills, shared memory", 90, 40),
+    Part("compiled", "every kernel compiled for it: registers, spills, shared memory", 120, 60),
     Part("agreement", "the kernels beside plain torch, and tokens alone beside in company", 90, 60),
     Part("tests", "the tests that need a GPU", 180, 60, needs=_FOR_TESTS, parity_tests=False),
-    Part("kernels", "each kernel beside the limits", 90, 40),
+    Part("kernels", "each kernel beside the limits", 120, 40),
     Part("steps", "decodes and prompts of Llama-3.1-8B's shape", 120, 90),
     Part("calibration", "headway calibrate, for what the cost model predicts", 120, 120),
     Part("served", "headway serve and headway bench", 120, 120, needs=_FOR_SERVERS),

@@ -136,7 +136,8 @@ def agreement(record: Record) -> str:
         if "how" in row:
             rows.append((f"{row['task']}, {row['how']}", f"{row['same']} of {row['of']} the same"))
         else:
-            rows.append((row["task"], f"{row['rms_error']:.2g} off; torch in that type {row['of_torch']:.2g}"))
+            beside = f"; torch in that type {row['of_torch']:.2g}" if "of_torch" in row else f", {row['tokens']} tokens"
+            rows.append((row["task"], f"{row['rms_error']:.2g} off{beside}"))
     return columns("Agreement with plain torch in float32, and alone with in company", ("", ""), rows)
 
 

@@ -1,13 +1,31 @@
-"""The Kernels protocol on CUDA: Triton for everything but what TorchKernels has; its matrix products are cuBLAS's."""
+"""The Kernels protocol on CUDA: Triton for all but what TorchKernels has; products with plain matrices are cuBLAS's."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 
 import torch
 import triton
 from torch import Tensor
 
-from headway.kernels import cuda_attention, cuda_rows
-from headway.kernels.interface import Gate, LayerCache, StepGeometry, check_heads
+from headway.kernels import cuda_attention, cuda_recurrent, cuda_rows
+from headway.kernels.cuda_experts import CudaMixture, Seen
+from headway.kernels.cuda_packed import pack
+from headway.kernels.cuda_product import multiply
+from headway.kernels.interface import (
+    SILU,
+    DeltaRule,
+    Gate,
+    HeadLinear,
+    LayerCache,
+    LayerState,
+    Linear,
+    Product,
+    RoutingCounts,
+    StepGeometry,
+    Weight,
+    check_heads,
+)
 from headway.kernels.reference import TorchKernels, check_unscaled
 
 _GATE_BLOCK = 1024
@@ -15,11 +33,28 @@ _GATE_BLOCK = 1024
 _INTERPRETED_MULTIPROCESSORS = 8
 
 
+class PackedLinear:
+    """A matrix in the form that its checkpoint has, with its gate if it has one."""
+
+    def __init__(self, product: Product, gate: Gate | None, multiprocessors: int) -> None:
+        self.packed = pack([product], 1, gated=gate is not None)
+        self.out_features = self.packed.outputs
+        self._gate, self._multiprocessors = gate, multiprocessors
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out]."""
+        return multiply(self.packed, x, self._multiprocessors, self._gate)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Rows [T] of the weight -> [T, in]."""
+        return self.packed.rows(numbers)
+
+
 class CudaKernels(TorchKernels):
     """Kernels for float32, bfloat16 and float16 on a CUDA device.
 
-    No operation but a mixture of experts waits for the device or reads back from it; every grid follows from tensor
-    shapes and the host-side sizes of StepGeometry, so a step of fixed sizes can be captured in a CUDA graph.
+    No operation waits for the device or reads back from it but `routing_counts` and `most_likely`. Every grid follows
+    from tensor shapes and the host-side sizes of StepGeometry, so a step of fixed sizes can be captured in a graph.
     """
 
     name = "cuda"
@@ -29,6 +64,39 @@ class CudaKernels(TorchKernels):
         self._multiprocessors = _INTERPRETED_MULTIPROCESSORS
         if torch.cuda.is_available():
             self._multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        self._seen = Seen()
+
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+        """Lay out a packed weight [out, in]; a plain one is kept."""
+        if weight.format == "none":
+            return super().linear(weight, bias)
+        return PackedLinear((weight, bias), None, self._multiprocessors)
+
+    def gated_linear(self, weight: Weight, bias: Tensor | None, gate: Gate = SILU) -> Callable[[Tensor], Tensor]:
+        """Lay out a packed weight [2 * F, in]; with a plain one the gate is an operation of its own."""
+        if weight.format == "none":
+            return super().gated_linear(weight, bias, gate)
+        return PackedLinear((weight, bias), gate, self._multiprocessors)
+
+    def mixture(
+        self, gate_up: Iterable[Product], down: Iterable[Product], count: int, gate: Gate = SILU
+    ) -> CudaMixture:
+        """Lay out experts, plain or packed, one behind the other."""
+        return CudaMixture(gate_up, down, count, gate, self._multiprocessors, self._seen)
+
+    def head_linear(self, weights: Iterable[Weight], count: int) -> HeadLinear:
+        """Stack the matrices of heads, a small part of a model: packed ones are made plain, and none is rounded."""
+        plain = []
+        for weight in weights:
+            values = torch.cat(weight.parts)
+            if not values.is_floating_point() or weight.groups is not None:
+                values = pack([(weight, None)], 1).rows(torch.arange(weight.rows, device=values.device))
+            plain.append(Weight(values))
+        return super().head_linear(plain, count)
+
+    def routing_counts(self) -> RoutingCounts:
+        """Of all mixtures of these kernels so far."""
+        return self._seen.counts()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last dimension of x [T, D] or [T, H, D], strided along T and H or not."""
@@ -111,6 +179,24 @@ class CudaKernels(TorchKernels):
         return cuda_attention.attention(
             query, cache, step, scale, sliding_window, sinks, softcap, self._multiprocessors
         )
+
+    def convolve(
+        self,
+        x: Tensor,
+        gates: tuple[Tensor, Tensor] | None,
+        taps: Tensor,
+        bias: Tensor | None,
+        state: LayerState,
+        step: StepGeometry,
+    ) -> Tensor:
+        """See Kernels."""
+        return cuda_recurrent.convolve(x, gates, taps, bias, state, step)
+
+    def delta_rule(
+        self, mixed: Tensor, gate: Tensor, numbers: Tensor, rule: DeltaRule, state: LayerState, step: StepGeometry
+    ) -> Tensor:
+        """See Kernels."""
+        return cuda_recurrent.delta_rule(mixed, gate, numbers, rule, state, step)
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes."""

@@ -37,6 +37,14 @@ def add_rms_norm_kernel(x, residual, weight, eps, WIDTH: tl.constexpr, PADDED: t
 
 
 @triton.jit
+def let_through(gate, up, slope, cubic, limit, shift):
+    """See Gate; in float32."""
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + shift
+    return gate / (1.0 + tl.exp(-gate * (slope + cubic * gate * gate))) * up
+
+
+@triton.jit
 def gate_kernel(x, out, width, slope, cubic, limit, shift, BLOCK: tl.constexpr):
     """out[i, d] = x[i, width + d] as its gate x[i, d] lets it through (see Gate), dense."""
     row = tl.program_id(0).to(tl.int64)
@@ -44,9 +52,7 @@ def gate_kernel(x, out, width, slope, cubic, limit, shift, BLOCK: tl.constexpr):
     mask = dim < width
     gate = tl.load(x + row * 2 * width + dim, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * width + width + dim, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.where(gate > limit, limit, gate)
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + shift
-    value = gate / (1.0 + tl.exp(-gate * (slope + cubic * gate * gate))) * up
+    value = let_through(gate, up, slope, cubic, limit, shift)
     tl.store(out + row * width + dim, value.to(out.dtype.element_ty), mask=mask)
 
 

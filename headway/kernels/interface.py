@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -185,6 +185,20 @@ class Weight:
     @property
     def rows(self) -> int:
         return sum(map(len, self.parts))
+
+    def to(self, device: torch.device | str) -> Weight:
+        """The same on a device."""
+        groups = self.groups
+        if groups is not None:
+            names = ("factors", "offsets", "scales", "minima", "order")
+            parts = {name: part for name in names if (part := getattr(groups, name)) is not None}
+            groups = replace(groups, **{name: part.to(device) for name, part in parts.items()})
+        values = (
+            self.values.to(device) if isinstance(self.values, Tensor) else [part.to(device) for part in self.values]
+        )
+        return replace(
+            self, values=values, scales=None if self.scales is None else self.scales.to(device), groups=groups
+        )
 
     @property
     def format(self) -> str:

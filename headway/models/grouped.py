@@ -75,13 +75,14 @@ def expanded(weight: Weight) -> Tensor:
     if groups is None:
         plain = torch.cat(weight.parts)
         return plain if weight.scales is None else (plain.float() * weight.scales).to(weight.dtype)
-    assert isinstance(weight.values, Tensor)
+    values = weight.values
+    assert isinstance(values, Tensor)
     minima = groups.scales if groups.minima is None else groups.minima
     scales, least = (
         (_spread(floats, groups) * bytes_).repeat_interleave(groups.size, 1)
         for floats, bytes_ in ((groups.scales, groups.factors), (minima, groups.offsets))
     )
-    numbers = weight.values.float() if weight.scheme != "float4-weight-only" else FLOAT4[weight.values.int()]
+    numbers = values.float() if weight.scheme != "float4-weight-only" else FLOAT4.to(values.device)[values.int()]
     plain = scales * numbers - least
     if groups.order is not None:
         plain = torch.empty_like(plain).index_copy_(1, groups.order.long(), plain)

@@ -201,7 +201,7 @@ class Assembler:
         return LayerEnd(self._kernels, scalar, gate, projection, norm, self._config.rms_norm_eps)
 
     def _embedding(self) -> Callable[[Tensor], Tensor]:
-        packed = self._source.packed(EMBEDDING, self._dtype)
+        packed = self._packed(EMBEDDING)
         if packed is None:
             return partial(self._kernels.take, self._stack(f"{EMBEDDING}.weight"))
         with self._clock.measure("layout"):
@@ -419,7 +419,7 @@ class Assembler:
         if packed is not None:
             on = rows.cpu()
             for blocks, exponents, bias in zip(*packed, biases, strict=True):
-                yield mxfp4_matrix(blocks[on], exponents[on], self._dtype), bias[rows]
+                yield mxfp4_matrix(blocks[on], exponents[on], self._dtype).to(self._device), bias[rows]
             return
         for matrix, bias in zip(self._stack(name), biases, strict=True):
             yield Weight(matrix.T[rows], scheme), bias[rows]
@@ -446,7 +446,7 @@ class Assembler:
 
     def _weight(self, *layers: str) -> Weight:
         """The matrices one under the other: where they lie in the file, if the kernels can read them there."""
-        grouped = [self._source.packed(layer, self._dtype) for layer in layers]
+        grouped = [self._packed(layer) for layer in layers]
         if any(grouped):
             parts = [each or self._stack(f"{layer}.weight") for layer, each in zip(layers, grouped, strict=True)]
             with self._clock.measure("convert"):
@@ -460,9 +460,15 @@ class Assembler:
             )
         packed = self._lent(names, torch.int8) if scales else None
         if packed is not None:
-            return Weight(packed, scheme, self._stack(*scales, dtype=torch.float32), dtype=self._dtype)
+            weight = Weight(packed, scheme, self._stack(*scales, dtype=torch.float32), dtype=self._dtype)
+            return weight.to(self._device)
         lent = self._lent(names, self._dtype) if self._device.type == "cpu" else None
         return Weight(self._stack(*names) if lent is None else lent, scheme)
+
+    def _packed(self, layer: str) -> Weight | None:
+        """The matrix of a layer that is packed in groups, on the device."""
+        packed = self._source.packed(layer, self._dtype)
+        return None if packed is None else packed.to(self._device)
 
     def _lent(self, names: list[str], dtype: torch.dtype) -> list[Tensor] | None:
         """All of the named tensors where they lie in memory, or None."""

@@ -103,8 +103,7 @@ def _warnings(plan: Plan) -> Iterator[str]:
             "(--network-gb-per-s); pipeline stages send far less."
         )
     if d.hardware.measured:
-        of_cpu = *ENGINE_QUANTIZATIONS, *ENGINE_CHECKPOINTS
-        name, known = plan.quantization, of_cpu if d.hardware.kind == "cpu" else ("none",)
+        name, known = plan.quantization, (*ENGINE_QUANTIZATIONS, *ENGINE_CHECKPOINTS)
         if name not in known:
             yield f"This engine has no {name} weights here, only {', '.join(known)}; the plan assumes another engine."
         if plan.settings.free_share is not None and plan.request.gpu_memory_utilization is not None:

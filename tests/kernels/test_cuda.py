@@ -52,10 +52,6 @@ def test_rotate(kernels: CudaKernels, dtype: torch.dtype, tokens: int, width: in
     operations.check_rotate(kernels, DEVICE, dtype, tokens, width, half)
 
 
-def test_packed_weights_are_refused(kernels: CudaKernels) -> None:
-    operations.check_packed_weights_are_refused(kernels)
-
-
 def test_an_int8_cache_is_refused(kernels: CudaKernels) -> None:
     operations.check_int8_cache_is_refused(kernels)
 
