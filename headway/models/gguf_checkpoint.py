@@ -15,7 +15,8 @@ from headway.models.checkpoint import StageClock
 from headway.models.config import ModelConfig, ModelError
 from headway.models.gguf import GGUFTensor, read_gguf
 from headway.models.gguf_blocks import BLOCKS, packed_blocks
-from headway.models.gguf_config import as_stored, family_of, gguf_files, gguf_name, left_over, turns_neighbours
+from headway.models.gguf_config import gguf_files
+from headway.models.gguf_names import as_stored, family_of, gguf_name, left_over, turns_neighbours
 from headway.models.tensors import Shapes
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headway.models import families
-from headway.models.gguf_config import ARCHITECTURES, gguf_name
+from headway.models.gguf_config import ARCHITECTURES
+from headway.models.gguf_names import gguf_name
 
 CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -61,11 +62,12 @@ def write(
     model: PreTrainedModel,
     kind_of: Callable[[str], str],
     tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
+    given: Mapping[str, Tensor] | None = None,
     **writer_options: Any,
 ) -> dict[str, Tensor]:
     """Write a model whose matrices become random blocks of the types that kind_of names; return them dequantised.
 
-    F32, F16 and BF16 keep the model's own numbers.
+    F32, F16 and BF16 keep the model's own numbers, or those that are given.
     """
     config = model.config
     architecture = type(model).__name__.replace("DeepseekV3", "DeepseekV2")
@@ -143,6 +145,7 @@ def write(
         less_one = family.startswith("gemma") or ("qwen3" in family and "linear_attention" in kinds)
         if less_one and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             tensor = tensor + 1
+        tensor = (given or {}).get(name, tensor)
         if kind in _SCALES:
             stored = random_blocks(kind, len(tensor), tensor.shape[1], seed)
             plain[name] = dequantized(kind, stored)

@@ -68,6 +68,22 @@ def test_families_with_traits_of_their_own(case: str, changes: dict[str, object]
     assert (ours - expected).abs().max() < 1e-4 * max(1.0, expected.std().item())
 
 
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "lfm2", "glm4_moe"])
+def test_packed_matrices_are_those_of_the_same_numbers(case: str, tmp_path: Path) -> None:
+    """Also where their rows stand in another order, and there are heads by turns."""
+    sizes: dict[str, object] = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    if case.startswith("qwen3"):
+        sizes |= {"layer_types": None, "full_attention_interval": 4, "shared_expert_intermediate_size": 32}
+        sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    if case == "lfm2":
+        sizes["block_auto_adjust_ff_dim"] = False
+    model = tiny.build(case, **sizes)
+    plain = gguf_files.write(tmp_path / "packed.gguf", model, lambda name: "Q8_0")
+    gguf_files.write(tmp_path / "plain.gguf", model, lambda name: "F32", given=plain)
+    ours, expected = (torch.cat(whole(load(tmp_path / f"{each}.gguf"), PROMPTS)) for each in ("packed", "plain"))
+    assert relative_error(ours, expected.double()) < ROUNDING
+
+
 def test_what_is_packed_of_latents_stays_so(tmp_path: Path) -> None:
     """The matrices of heads, which other checkpoints hold the other way round, too."""
     sizes = {"kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "hidden_size": 64}
