@@ -10,7 +10,7 @@ from headway.cost.capacity import Settings
 from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware, network_of
 from headway.cost.parallel import Parallelism, check, machines
-from headway.cost.precision import KV_DTYPES, QUANTIZATIONS, Precision, is_for_experts
+from headway.cost.precision import QUANTIZATIONS, Precision, is_for_experts
 from headway.cost.requests import Limits
 from headway.cost.shape import ModelShape, ShapeError
 from headway.cost.timing import Deployment
@@ -147,8 +147,6 @@ def _dtype(request: PlanRequest, model: Model, hardware: Hardware) -> str:
 def _precision(model: Model, dtype: str, quantization: str, kv_cache_dtype: str, hardware: Hardware) -> Precision:
     if quantization not in QUANTIZATIONS:
         raise PlanError(f"quantization is {quantization!r}; it must be one of auto, {', '.join(QUANTIZATIONS)}")
-    if kv_cache_dtype not in KV_DTYPES:
-        raise PlanError(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(KV_DTYPES)}")
     if is_for_experts(quantization) and model.shape.experts is None:
         raise PlanError(f"quantization is {quantization}, and {model.name} has no experts; leave -experts out")
     if hardware.measured:

@@ -28,8 +28,6 @@ class HttpClient:
 
     Attributes:
         opened: connections made.
-        retried: requests that a kept connection lost before any byte of their response, as the server had closed it
-            meanwhile, and that were sent once more on a new one.
     """
 
     def __init__(self, address: Address, *, connect_timeout_s: float = 30.0, insecure: bool = False) -> None:
@@ -43,7 +41,6 @@ class HttpClient:
         self._hosts: list[str] | None = None
         self._looking_up: asyncio.Task[list[str]] | None = None
         self.opened = 0
-        self.retried = 0
         _allow_many_sockets()
 
     @classmethod
@@ -73,8 +70,7 @@ class HttpClient:
             except RequestFailed as error:
                 if connection.response_began or error.failure.kind is not FailureKind.CUT:
                     raise
-                self.retried += 1
-                receiver.resent()
+                receiver.resent()  # on a new connection, as the server had closed this one meanwhile
         connection = await self._connect(deadline, timeout_s)
         receiver.connected(connection.connected_ns)
         await self._send(connection, request, receiver, timeout_s, deadline)

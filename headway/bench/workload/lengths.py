@@ -109,7 +109,7 @@ class Normal:
         return drawn.clip(self.minimum, self.maximum)
 
     def describe(self) -> str:
-        return f"normal, mean {self.mean:g}, cv {self.cv:g}" + _bounds(self.minimum, self.maximum)
+        return f"{type(self).__name__.lower()}, mean {self.mean:g}, cv {self.cv:g}{_bounds(self.minimum, self.maximum)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +125,6 @@ class LogNormal(Normal):
 
         drawn = np.exp(math.log(self.mean) - variance / 2 + math.sqrt(variance) * rng.standard_normal(count))
         return drawn.clip(self.minimum, self.maximum)
-
-    def describe(self) -> str:
-        return f"lognormal, mean {self.mean:g}, cv {self.cv:g}" + _bounds(self.minimum, self.maximum)
 
 
 @dataclass(frozen=True, slots=True)
