@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and where those are that can be made again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _LONGEST_NAME = 200  # of a draft, before what makes it unique: file systems allow 255 bytes
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/headway, or ~/.cache/headway."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "headway"
 
 
 def write_files(contents: Mapping[Path, bytes]) -> None:

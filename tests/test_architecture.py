@@ -71,11 +71,11 @@ ROOMS = {
     ),
     "kernels": Room(ours={"kernels", "models"}, forbidden=NO_SERVER),
     "models": Room(
-        ours={"models", "kernels", "bundled", "cost.config", "cost.shape", "cost.values"}, forbidden=NO_SERVER
+        ours={"models", "kernels", "bundled", "cost.config", "cost.shape", "cost.values", "files"}, forbidden=NO_SERVER
     ),
     "text": Room(ours={"text"}, forbidden=NO_DEVICE | NO_SERVER),
     "engine": Room(
-        ours={"engine", "policy", "cost", "models", "kernels", "flags", "version"},
+        ours={"engine", "policy", "cost", "models", "kernels", "files", "flags", "version"},
         forbidden=frozenset({"fastapi", "uvicorn"}),
     ),
     "server": Room(

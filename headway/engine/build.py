@@ -17,6 +17,7 @@ from headway.engine.host import available_memory, usable_threads
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
 from headway.engine.record_file import RecordFile
 from headway.engine.runner import Runner
+from headway.engine.weight_cache import WeightCache
 from headway.kernels import kernels_for
 from headway.kernels.interface import KV_CACHE_DTYPES
 from headway.models.config import ModelConfig
@@ -53,16 +54,21 @@ class LoadedEngine:
 
 
 def build_engine(
-    config: EngineConfig, on_stage: StageListener | None = None, memory: mmap.mmap | None = None
+    config: EngineConfig,
+    on_stage: StageListener | None = None,
+    memory: mmap.mmap | None = None,
+    cache: WeightCache | None = None,
 ) -> LoadedEngine:
     """Load the model and make everything that a step needs.
 
     The stages are prepare, storage_read, convert, layout (as far as a memory-mapped file tells them apart),
-    kv_allocation, warm_up and, where there are prompts to, preload.
+    kv_allocation, warm_up and, where there are prompts to, preload. Where the cache has the weights, weight_cache takes
+    the place of the three of the file.
 
     Args:
         on_stage: is told the name and the nanoseconds of each stage when it is done.
         memory: for a CPU's weights, see LargePages.
+        cache: which has them, or is to have them.
 
     Raises:
         EngineError, ModelError, ValueError: one line naming the value, the limit and what to do.
@@ -79,9 +85,12 @@ def build_engine(
         cache_dtype = _cache_dtype(config, model_config, dtype, device)
         kernels = kernels_for(str(device), dtype, memory)
     asked_len = _asked_model_len(config, model_config)
-    model = load_model(
-        folder, dtype, kernels, device, config.load_format, config.seed, stages.done, asked_len, config.quantization
-    )
+    began = time.monotonic_ns()
+    known = cache.weights(kernels.named) if cache is not None else None
+    if known is not None:
+        stages.done("weight_cache", time.monotonic_ns() - began)
+    options = config.load_format, config.seed, stages.done, asked_len, config.quantization
+    model = load_model(folder, dtype, kernels, device, *options, known)
     with stages.timed("kv_allocation"):
         block_bytes = bytes_per_block(model_config.caches, config.block_size, cache_dtype)
         pool = _pool(config, device, model_config, block_bytes, asked_len)
@@ -107,6 +116,8 @@ def build_engine(
     if config.preloaded:
         with stages.timed("preload"):
             left_out = core.preload(config.preloaded, config.preload_what_fits)
+    if cache is not None:
+        cache.keep(model.weights, kernels.named)
     sizes = (pool.max_model_len, pool.num_blocks, config.block_size)
     return LoadedEngine(core, runner, *sizes, str(device), shown, stages.ns, left_out)
 

@@ -48,6 +48,9 @@ class ModelOptions:
     load_format: Annotated[
         str, _model("dummy makes random weights from config.json.", choices=("auto", "safetensors", "dummy"))
     ] = "auto"
+    weight_cache: Annotated[
+        bool, _model("On a CPU, keep packed weights on disk, in ~/.cache/headway, so that the next start is faster.")
+    ] = True
     device: Annotated[str, _model("Where the model runs.", choices=("auto", "cpu", "cuda"), common=True)] = "auto"
     max_model_len: Annotated[
         int | None, _model("Context length: prompt plus output, in tokens. Default: the model's.", min=1, common=True)

@@ -1,7 +1,8 @@
 """Starts an engine in the least time: what needs no torch is done while torch is being imported.
 
-The import takes one core a second. Meanwhile another thread reads the weights' files ahead, and takes the memory for
-packed weights from the system, which has to fill it with zeros.
+The import takes one core a second. Meanwhile another thread reads the packed weights, where the cache has them. Else
+the weights' files are read ahead, and the memory for packed weights is taken from the system, which has to fill it with
+zeros.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.engine.config import EngineConfig
+from headway.engine.weight_cache import WeightCache
 from headway.models.config import ModelConfig
 from headway.models.folder import read_ahead
 from headway.models.gguf_config import gguf_files
@@ -45,13 +47,13 @@ def start_engine(config: EngineConfig, on_stage: Callable[[str, int], None] | No
     """
     with uncollected():
         began = time.monotonic_ns()
-        memory = _prepare(config)
+        memory, cache = _prepare(config)
         from headway.engine.build import build_engine
 
         imported = time.monotonic_ns() - began
         if on_stage is not None:
             on_stage("import", imported)
-        engine = build_engine(config, on_stage, memory)
+        engine = build_engine(config, on_stage, memory, cache)
     engine.startup_ns = {"import": imported, **engine.startup_ns}
     return engine
 
@@ -71,27 +73,33 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _prepare(config: EngineConfig) -> mmap.mmap | None:
-    """Begin to read the weights' files ahead and to fill the memory of a CPU's weights, which is returned.
+def _prepare(config: EngineConfig) -> tuple[mmap.mmap | None, WeightCache | None]:
+    """Begin to read the packed weights; or the weights' files ahead, and to fill the memory of a CPU's weights.
 
-    None where nothing can be done. Errors in the model are left to build_engine, which says what they are.
+    Returns:
+        That memory, and the cache of packed weights. None where nothing can be done. Errors in the model are left to
+        build_engine, which says what they are.
     """
     with_gpu = config.device == "cuda" or (config.device == "auto" and Path("/dev/nvidiactl").exists())
     # Of several memory nodes LargePages chooses itself where its pages come from, before they are filled.
     several_nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) > 1
+    can_prepare, cache = not with_gpu and not several_nodes and sys.platform == "linux", None
     try:
         folder = Path(config.model)
+        cache = WeightCache.of(config) if can_prepare else None
+        if cache is not None and cache.begin():
+            return None, cache
         if config.load_format != "dummy":
             read_ahead(folder)
         size = packed_bytes(config, ModelConfig.from_folder(folder))
-        if with_gpu or several_nodes or size < _PIECE or sys.platform != "linux":
-            return None
+        if not can_prepare or size < _PIECE:
+            return None, cache
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_HUGEPAGE)
     except (ValueError, OSError):
-        return None
+        return None, cache
     threading.Thread(target=_populate, args=(mapping,), daemon=True, name="headway-memory").start()
-    return mapping
+    return mapping, cache
 
 
 def packed_bytes(config: EngineConfig, model: ModelConfig) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels import cpu_attention, cpu_cache, cpu_experts, cpu_recurrent, cpu_rows
-from headway.kernels.cpu_arithmetic import WIDE_INT8, arithmetic_of
+from headway.kernels.cpu_arithmetic import ALL_KINDS, WIDE_INT8, arithmetic_of
 from headway.kernels.cpu_attention_plan import AttentionPlan
 from headway.kernels.cpu_cache import is_arranged
 from headway.kernels.cpu_chunks import ARRANGED, LATENT, PLAIN
@@ -69,6 +69,12 @@ class CpuKernels:
         self._programs: dict[Hashable, Program] = {}
         self._counts = np.zeros(4, np.int64)  # the fields of RoutingCounts
         self._head_plans: dict[tuple[int, ...], HeadPlan] = {}
+
+    @property
+    def named(self) -> dict[str, object]:
+        """See Kernels."""
+        kinds = {f"kind {type(kind).__name__}": kind for kind in ALL_KINDS}
+        return {f"cpu kernels, tiles: {self._tiles}": self, "team": self._team, "counts": self._counts, **kinds}
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """Pack weight [out, in]; its memory is not needed afterwards."""

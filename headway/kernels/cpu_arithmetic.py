@@ -119,7 +119,8 @@ _TYPE_OF = {
     np.float64: types.float64, np.complex64: types.complex64,
 }  # fmt: skip
 GROUPED = (GROUPS4, GROUPS8, FLOAT8, FLOAT4)
-assert set(_TYPE_OF) == {type(kind) for kind in (FLOAT32, FLOAT16, BFLOAT16, INT8, WIDE_INT8, INT4, *GROUPED)}
+ALL_KINDS = (FLOAT32, FLOAT16, BFLOAT16, INT8, WIDE_INT8, INT4, *GROUPED)
+assert set(_TYPE_OF) == set(map(type, ALL_KINDS))
 
 
 def arithmetic_of(kind: Any) -> Arithmetic:

@@ -154,7 +154,17 @@ class PackedLinear:
         self._bias = torch.zeros(count * self._panels * PANEL)
         self._row_scales = torch.ones(count * self._panels * PANEL)
         self._prepared = layout.integer or kind is FLOAT16 or groups is not None or self._padded != self.in_features
-        self._code = tile_product_job() if self._on_tiles else product_job(self._x_kind, kind)
+        self._code = self._job()
+
+    def _job(self) -> int:
+        return tile_product_job() if self._on_tiles else product_job(self._x_kind, self._kind)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_code"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._code = self._job()
 
     def _of(self, all_panels: Tensor, number: int) -> Tensor:
         """The part of the weight of this number."""

@@ -7,7 +7,7 @@ heads, D head dimension, N blocks in the pool, B tokens in a block.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -341,6 +341,11 @@ class Kernels(Protocol):
 
     def mixture(self, gate_up: Iterable[Product], down: Iterable[Product], count: int, gate: Gate = SILU) -> Mixture:
         """Lay out `count` experts, each a gated linear layer and one behind it, all alike. Raises as `linear`."""
+        ...
+
+    @property
+    def named(self) -> Mapping[str, object]:
+        """What laid-out weights refer to beside tensors, by names; empty where they cannot be kept on disk."""
         ...
 
     def head_linear(self, weights: Iterable[Weight], count: int) -> HeadLinear:

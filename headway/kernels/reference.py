@@ -148,6 +148,11 @@ class TorchKernels:
         gated = [self.gated_linear(*each, gate) for each in gate_up]
         return ReferenceMixture(list(zip(gated, [self.linear(*each) for each in down], strict=True)), self._counts)
 
+    @property
+    def named(self) -> dict[str, object]:
+        """See Kernels."""
+        return {}
+
     def head_linear(self, weights: Iterable[Weight], count: int) -> HeadLinear:
         """See Kernels."""
         given = list(weights)

@@ -52,11 +52,16 @@ def _folder(path: Path) -> Path:
     return folder_of(files[0]) if files else path
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, or its GGUF files."""
+    return [*sorted(folder.glob("*.safetensors")), *gguf_files(folder)]
+
+
 def read_ahead(folder: Path) -> None:
     """Ask the system for the weights' files, in large reads, long before they are looked into."""
     if not hasattr(os, "posix_fadvise"):
         return
-    for path in (*folder.glob("*.safetensors"), *gguf_files(folder)):
+    for path in weight_files(folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)

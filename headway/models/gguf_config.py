@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.cost.values import ConfigValues, ModelError
+from headway.files import cache_folder
 from headway.models.gguf import GGUFModel, GGUFTensor, parts_of, read_gguf
 from headway.models.gguf_names import DELTA_NETS, GEMMA
 from headway.models.gguf_tokenizer import tokenizer_files
@@ -138,9 +139,7 @@ def folder_of(path: Path) -> Path:
     parts = [part.resolve() for part in parts_of(path.absolute())]
     described = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
     digest = hashlib.sha256(json.dumps([_VERSION, described]).encode()).hexdigest()[:16]
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = base if base.is_absolute() else Path.home() / ".cache"
-    folder = base / "headway" / "gguf" / f"{path.stem[:100]}-{digest}"
+    folder = cache_folder() / "gguf" / f"{path.stem[:100]}-{digest}"
     if (folder / "config.json").is_file():
         return folder
     model = read_gguf(path)

@@ -86,6 +86,7 @@ def load_model(
     on_stage: Callable[[str, int], None] | None = None,
     max_model_len: int | None = None,
     quantization: str = "none",
+    weights: DecoderWeights | None = None,
 ) -> Decoder:
     """Build the decoder of a model folder.
 
@@ -100,6 +101,7 @@ def load_model(
         max_model_len: see Decoder.
         quantization: one of QUANTIZATIONS, for the matrices that the checkpoint has not packed; norms and biases stay
             as they are.
+        weights: the model's, where they are known; then none are read.
 
     Raises:
         ModelError: the folder's files are missing, damaged, contradict each other or ask for what is not supported.
@@ -118,6 +120,8 @@ def load_model(
     if load_format == "dummy" and config.packed is not None and config.packed.layout != "rows":
         quantization = "int4" if config.packed.bits == 4 else "int8-weight-only"
         config = replace(config, packed=None)
+    if weights is not None:
+        return Decoder(config, kernels, dtype, device, weights, max_model_len)
     clock = StageClock()
     config = replace(config, traits=found_traits(folder, config.traits))
     stacked = config.routing is not None and load_format != "dummy" and has_stacked_experts(folder, config.traits)

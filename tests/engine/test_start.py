@@ -51,7 +51,7 @@ def test_memory_is_taken_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     """With pieces so small that even the bundled model is worth it; what it says does not depend on that."""
     expected = run(start_engine(bundled()), "a", 20, 0.0)
     monkeypatch.setattr(start, "_PIECE", 1 << 16)
-    memory = start._prepare(bundled())
+    memory, _ = start._prepare(bundled())
     assert memory is not None
     assert len(memory) == packed_bytes(bundled(), ModelConfig.from_folder(STORY))
     assert run(start_engine(bundled()), "a", 20, 0.0) == expected
@@ -89,7 +89,7 @@ def test_taking_memory_leaves_what_is_written(monkeypatch: pytest.MonkeyPatch) -
 
 def test_no_memory_for_a_model_that_is_not_there(tmp_path) -> None:
     config = EngineConfig(str(tmp_path / "nowhere"), device="cpu")
-    assert start._prepare(config) is None
+    assert start._prepare(config) == (None, None)
     with pytest.raises(ValueError, match="nowhere"):
         start_engine(config)
 
