@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway.kernels.interface import Weight
 from headway.models.config import ModelError, read_json
-from headway.models.families import WITHIN, Traits
+from headway.models.families import OTHER_PARTS, WITHIN, Traits
 from headway.models.packed_layers import packed_layer
 from headway.models.quantization import PackedMatrices
 from headway.models.tensors import STACKED, Shapes
@@ -100,6 +100,17 @@ def _names_in(folder: Path) -> Collection[str]:
             return set(file.keys())
     except (ModelError, SafetensorError, OSError):
         return ()
+
+
+def other_parts(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint's parts that do not read text."""
+    names = _names_in(folder)
+    files = sorted(set(names.values())) if isinstance(names, dict) else [SINGLE_FILE]
+    for file_name in files:
+        with safe_open(str(folder / file_name), framework="pt") as file:
+            for name in sorted(set(file.keys())):
+                if name.startswith(OTHER_PARTS):
+                    yield name, file.get_tensor(name)
 
 
 def stored_name(name: str, pairs: Iterable[tuple[str, str]]) -> str:

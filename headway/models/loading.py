@@ -144,6 +144,11 @@ def _open(
         return nullcontext(RandomWeights(seed, clock))
     if load_format == "auto" and gguf_files(folder):
         return GGUFCheckpoint(folder, expected, config, clock)
+    return open_checkpoint(folder, expected, config, clock)
+
+
+def open_checkpoint(folder: Path, expected: Shapes, config: ModelConfig, clock: StageClock) -> Checkpoint:
+    """The safetensors of a folder; `config` has the names that it has (see found_traits). Raises ModelError."""
     left_out = (*config.traits.unused, *(stored_name(name, config.traits.stored) for name in config.left_out))
     return Checkpoint(folder, expected, clock, config.packed, left_out, config.traits.stored)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,10 +14,18 @@ from headway.cost.shape import CacheSpec
 from headway.cost.values import ConfigValues, ModelError
 from headway.engine.memory import zero_caches
 from headway.kernels.interface import LayerCache, LayerState, Span, StepGeometry
-from headway.models.checkpoint import Checkpoint, StageClock, has_stacked_experts, stored_name
+from headway.models.checkpoint import (
+    Checkpoint,
+    StageClock,
+    found_traits,
+    has_stacked_experts,
+    other_parts,
+    stored_name,
+)
 from headway.models.config import ModelConfig, read_json
 from headway.models.decoder import Decoder
-from headway.models.loading import Assembler, resolve_dtype
+from headway.models.families import OTHER_PARTS
+from headway.models.loading import Assembler, open_checkpoint, resolve_dtype
 from headway.models.quantization import NUMBERS_OF_HEADS, ROUTERS, PackedMatrices, read_packed
 from headway.models.tensors import (
     Shapes,
@@ -72,8 +80,9 @@ def quantize(
     ignored = ["lm_head", *(rf"re:.*\.{each}$" for each in plain)]
     if config.packed is not None:
         raise ModelError(f"{folder}: is quantised already; take the unquantised checkpoint")
+    config = replace(config, traits=found_traits(folder, config.traits))
     if config.traits.within:
-        raise ModelError(f"{folder}: has parts that read images too, which `headway quantize` does not know yet")
+        ignored += [rf"re:.*{part}.*" for part in dict.fromkeys(each.split(".")[-2] for each in OTHER_PARTS)]
     stacked = has_stacked_experts(folder, config.traits)
     if config.routing is not None and config.routing.by_turns:
         raise ModelError(f"{folder}: has experts with outputs by turns, which `headway quantize` does not know yet")
@@ -88,8 +97,7 @@ def quantize(
         windows = calibration.windows(folder, config.longest_model_len)
         gc.collect()
     dtype = resolve_dtype("auto", config)
-    there, stored = expected_tensors(config, stacked), config.traits.stored
-    checkpoint = Checkpoint(folder, there, StageClock(), left_out=config.left_out, stored=stored)
+    checkpoint = open_checkpoint(folder, expected_tensors(config, stacked), config, StageClock())
     with checkpoint, new_folder(output) as draft, torch.inference_mode():
         source = TakenApart(checkpoint, config) if stacked else checkpoint
         weights = NamedWeights(source)
@@ -107,6 +115,8 @@ def quantize(
             if each.exchange is not None:
                 quantizer.exchange(each, None)
         quantizer.finish()
+        for name, tensor in other_parts(folder) if config.traits.within else ():
+            draft.add(name, tensor)
         after = draft.finish(folder, raw | {"quantization_config": said})
     before = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
     return Result(before, after, len(layers))

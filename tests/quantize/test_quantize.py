@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -216,6 +216,27 @@ def test_stacked_experts_get_names_of_their_own_and_others_keep_theirs(tmp_path:
     names = load_file(target / SINGLE_FILE).keys()
     named = ("conv.in_proj.weight_packed", "conv.conv.weight", "feed_forward.w1.weight_packed", "operator_norm.weight")
     assert {f"model.layers.0.{part}" for part in named} | {"model.embedding_norm.weight"} <= names
+
+
+def test_parts_that_read_images_are_left_as_they_are(tmp_path: Path) -> None:
+    """As Qwen3.5 is published: with names of its own, and the text's part of config.json."""
+    tiny.save("qwen3_5", plain := tmp_path / "plain")
+    expected = logits(plain).double()
+    read = load_file(plain / SINGLE_FILE)
+    tensors = {name.replace("model.", "model.language_model.", 1): each for name, each in read.items()}
+    tensors["model.visual.blocks.0.mlp.fc.weight"] = torch.randn(8, 8)
+    save_file(tensors, plain / SINGLE_FILE)
+    config = json.loads((plain / "config.json").read_text())
+    whole_config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config, "dtype": "float32"}
+    (plain / "config.json").write_text(json.dumps(whole_config))
+    target = tmp_path / "quantised"
+    quantize(plain, target, Recipe.of("W8A16", "gptq", None), Windows(), lambda done, what: None)
+    assert of_tokens(logits(target), expected) < 0.06
+    written = load_file(target / SINGLE_FILE)
+    name = "model.visual.blocks.0.mlp.fc.weight"
+    assert torch.equal(written[name], tensors[name])
+    assert "model.language_model.layers.0.linear_attn.out_proj.weight_packed" in written
+    assert "re:.*visual.*" in json.loads((target / "config.json").read_text())["quantization_config"]["ignore"]
 
 
 def test_a_text_and_what_the_model_writes(tmp_path: Path) -> None:
