@@ -91,7 +91,7 @@ def convolve_kernel(
 def delta_rule_kernel(
     spans, mixed, gate, gate_stride, numbers, rate, offset, norm, eps, states, out,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    KEYS_PADDED: tl.constexpr, VALUES_PADDED: tl.constexpr,
+    KEYS_PADDED: tl.constexpr, VALUES_PADDED: tl.constexpr, BY_TURNS: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, head), token after token, with the head's matrix in registers."""
     span = spans + (1 + tl.program_id(0)) * _SPAN
@@ -105,7 +105,7 @@ def delta_rule_kernel(
     matrix = tl.load(of_head + source * size, mask=inside & (source >= 0), other=0.0)
     forgets_by, offset_by = tl.load(rate + head), tl.load(offset + head)
     weight = tl.load(norm + v, mask=is_value, other=0.0)
-    key_head = head * KEY_HEADS // HEADS
+    key_head = head % KEY_HEADS if BY_TURNS else head * KEY_HEADS // HEADS
     keep, count = span, tl.load(span + 4)
     for number in range(tokens):
         token = first + number
@@ -161,7 +161,8 @@ def delta_rule(
     delta_rule_kernel[(step.num_sequences, heads)](
         _spans(step), mixed, gate, gate.stride(0), numbers, rule.rate, rule.offset, rule.norm, rule.eps, matrices, out,
         HEADS=heads, KEY_HEADS=rule.key_heads, KEYS=keys, VALUES=values,
-        KEYS_PADDED=triton.next_power_of_2(keys), VALUES_PADDED=triton.next_power_of_2(values), num_warps=8,
+        KEYS_PADDED=triton.next_power_of_2(keys), VALUES_PADDED=triton.next_power_of_2(values),
+        BY_TURNS=rule.by_turns, num_warps=8,
     )  # fmt: skip
     return out
 

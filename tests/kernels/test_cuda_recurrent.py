@@ -74,8 +74,11 @@ def test_convolutions(dtype: torch.dtype, width: int, channels: int, gated: bool
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "key_heads", "key", "value"), [(4, 2, 24, 40), (2, 2, 16, 16)])
-def test_the_delta_rule(dtype: torch.dtype, heads: int, key_heads: int, key: int, value: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "key", "value", "by_turns"),
+    [(4, 2, 24, 40, False), (4, 2, 24, 40, True), (2, 2, 16, 16, False)],
+)
+def test_the_delta_rule(dtype: torch.dtype, heads: int, key_heads: int, key: int, value: int, by_turns: bool) -> None:
     """The same of it."""
     mixed = random(0, dtype, TOKENS, 2 * key_heads * key + heads * value)
     wide, numbers = random(1, dtype, TOKENS, heads * value + 3), random(2, dtype, TOKENS, 2 * heads) * 3
@@ -89,7 +92,8 @@ def test_the_delta_rule(dtype: torch.dtype, heads: int, key_heads: int, key: int
     ) -> Tensor:
         device = state.inputs.device
         parts = (mixed[tokens].to(device), wide.to(device)[tokens, 3:], numbers[tokens].to(device))
-        return each.delta_rule(*parts, DeltaRule(key_heads, *(part.to(device) for part in rule), 1e-6), state, spans)
+        described = DeltaRule(key_heads, *(part.to(device) for part in rule), 1e-6, by_turns)
+        return each.delta_rule(*parts, described, state, spans)
 
     expected = run(REFERENCE, theirs, step(SPANS, 4, "cpu"))
     got = run(kernels, ours, step(SPANS, 4))
