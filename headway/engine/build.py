@@ -190,10 +190,6 @@ def _device(name: str) -> torch.device:
 def _cache_dtype(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype that --kv-cache-dtype names; auto is the model's. Raises EngineError where the device lacks a type."""
     name = config.kv_cache_dtype
-    if config.quantization != "none" and device.type != "cpu":
-        raise EngineError(
-            f"quantization is {config.quantization}, which {device.type} does not support yet; leave it out"
-        )
     if name not in KV_CACHE_DTYPES:
         raise EngineError(f"kv_cache_dtype is {name!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}")
     if name == "auto":

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from headway.llm import LLM, SamplingParams
 from headway.models.folder import resolve_model
 from headway.models.loading import load_model
 from tests.models import gguf_files, test_grouped_checkpoints, test_packed_checkpoints, tiny
@@ -67,6 +70,26 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     model = tiny.build("qwen2_tied", **WIDE | {"num_hidden_layers": 1})
     plain = gguf_files.write(tmp_path / "model.gguf", model, mixed)
     check(tmp_path / "model.gguf", with_weights(model, plain))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "quantization"), [("qwen2_moe", "int8-weight-only"), ("qwen3_next", "none")])
+def test_the_engine_answers_as_on_a_cpu(case: str, quantization: str, tmp_path: Path) -> None:
+    """In chunks, in company and token by token: experts and their counts, and layers with states."""
+    tiny.save(case, tmp_path)
+    interpreted = mock.patch("headway.engine.build.kernels_for", return_value=CudaKernels())
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    answers = []
+    for device, kernels in (("cpu", nullcontext()), (DEVICE, interpreted if DEVICE == "cpu" else nullcontext())):
+        with kernels:
+            llm = LLM(
+                str(tmp_path), dtype="float32", device=device, quantization=quantization, skip_tokenizer_init=True,
+                kv_cache_memory=1 << 24, max_model_len=32, max_num_batched_tokens=8, max_num_seqs=4,
+            )  # fmt: skip
+        answers.append(
+            [o.outputs[0].token_ids for o in llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)]
+        )
+    assert answers[0] == answers[1]
 
 
 def test_weights_that_are_rounded_while_they_are_loaded(tmp_path: Path) -> None:
