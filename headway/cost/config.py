@@ -14,6 +14,7 @@ from headway.cost.values import ConfigValues, ModelError
 _GPTJ = "GPTJForCausalLM"
 # A damaged file can hold any number.
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_POSITIONS = 1000, 4096, 1 << 24
+_MOST_OF_ALL_EXPERTS = 1 << 17
 
 
 def known_architectures() -> tuple[str, ...]:
@@ -220,6 +221,8 @@ def _experts(values: ConfigValues, keys: ExpertKeys, layers: int) -> Experts | N
         raise values.error(keys.per_token, f"is more than {count_key}, {count}")
     if not with_experts:
         return None
+    if count * layers > _MOST_OF_ALL_EXPERTS:  # each has names of its own
+        raise values.error(str(count_key), f"is more than any model has in {layers} layers")
     return Experts(
         count=count,
         per_token=per_token,

@@ -31,7 +31,15 @@ _PACKED = {
     "weight_shape": ("I64", "I32"),
 }
 # Tensors beside packed matrices that are not needed: of activations that are not rounded, and of parts that are plain.
-_UNUSED = ("input_scale", "input_zero_point", "input_global_scale", "weight_shape", "g_idx", "rotary_emb.inv_freq")
+_UNUSED = (
+    "activation_scale",
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "weight_shape",
+    "g_idx",
+    "rotary_emb.inv_freq",
+)
 DUMMY_STD = 0.02
 DUMMY_POOL = 1_048_573  # a prime, so that rows of a matrix do not repeat
 

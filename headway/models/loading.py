@@ -182,7 +182,7 @@ class Assembler:
             lm_head = self._linear(EMBEDDING)
             embedding = lm_head.rows
         else:
-            embedding = self._embedding()
+            embedding = self._table(EMBEDDING)
             lm_head = self._linear("lm_head")
         layers = [self._layer(i, cache) for i, cache in enumerate(self._config.caches)]
         final_norm = self._norm("model.norm", self._config.multipliers.logits)
@@ -192,7 +192,7 @@ class Assembler:
         inputs = self._config.shape.inputs
         if inputs is None:
             return None
-        table = partial(self._kernels.take, self._stack("model.embed_tokens_per_layer.weight"))
+        table = self._table("model.embed_tokens_per_layer")
         projection = self._linear("model.per_layer_model_projection")  # its factor is undone by that of the embedding
         norm = self._norm("model.per_layer_projection_norm", inputs.width**-0.5)
         return LayerInputs(self._kernels, table, projection, norm, self._config.rms_norm_eps)
@@ -209,10 +209,11 @@ class Assembler:
         norm = self._norm(f"{layer}.post_per_layer_input_norm", multipliers.added)
         return LayerEnd(self._kernels, scalar, gate, projection, norm, self._config.rms_norm_eps)
 
-    def _embedding(self) -> Callable[[Tensor], Tensor]:
-        packed = self._packed(EMBEDDING)
+    def _table(self, name: str) -> Callable[[Tensor], Tensor]:
+        """Rows of a matrix that is nothing else."""
+        packed = self._packed(name)
         if packed is None:
-            return partial(self._kernels.take, self._stack(f"{EMBEDDING}.weight"))
+            return partial(self._kernels.take, self._stack(f"{name}.weight"))
         with self._clock.measure("layout"):
             return self._kernels.linear(packed, None).rows
 

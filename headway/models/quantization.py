@@ -169,8 +169,9 @@ def _fp8(section: ConfigValues) -> PackedMatrices:
         for name in _names(section, key)
     )
     ignored = (*_LEFT_PLAIN, *plain)
-    if section.get("weight_block_size") is None:
-        return PackedMatrices("float8-weight-only", ignored, "fp8", block_rows=0)
+    if section.get("weight_block_size") is None:  # a null: as transformers writes it, which has another name for scales
+        scale = "weight_scale_inv" if section.knows("weight_block_size") else "weight_scale"
+        return PackedMatrices("float8-weight-only", ignored, "fp8", block_rows=0, scale=scale)
     rows, columns = _block(section, "weight_block_size")
     return PackedMatrices("float8-weight-only", ignored, "fp8", columns, block_rows=rows, scale="weight_scale_inv")
 

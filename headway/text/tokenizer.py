@@ -81,6 +81,8 @@ class Tokenizer:
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
+        if not path.is_file() and (other := folder / "tiktoken.model").is_file():  # as Kimi K2 is published
+            raise TextError(f"{other} cannot be read; convert the tokenizer to tokenizer.json, in the same folder")
         described = read_json(path)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
@@ -95,6 +97,11 @@ class Tokenizer:
         special_tokens = _special_tokens(folder, config)
         added = backend.get_added_tokens_decoder()
         vocab_size = model_config.get("vocab_size")
+        own = backend.get_vocab_size(with_added_tokens=False)
+        if isinstance(vocab_size, int) and own > vocab_size:
+            raise TextError(
+                f"{path} has {own:,} tokens, but the model has {vocab_size:,}; take the tokenizer of this model"
+            )
         own_eos = backend.token_to_id(special_tokens.get("eos_token", ""))
         eos_token_ids = stated_eos_ids(folder) | (set() if own_eos is None else {own_eos})
         return cls(

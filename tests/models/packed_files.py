@@ -144,16 +144,18 @@ def float_quantized(strategy: str, block: tuple[int, int] = (16, 16), dynamic: b
 
 
 def fp8(block: tuple[int, int] | None, **more: Any) -> Format:
+    """Without blocks a null for them in `more` stands for the names that transformers writes, as of Ministral 3."""
     of_form = float_quantized("tensor" if block is None else "block", block or (16, 16))
     said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    if block is None:
+    if block is None and "weight_block_size" not in more:
         return Format(said | more, of_form.make)
 
     def make(generator: torch.Generator, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor]:
         stored, dense = of_form.make(generator, rows, columns)
-        return {"weight": stored["weight"], "weight_scale_inv": stored["weight_scale"]}, dense
+        beside = {"activation_scale": torch.ones(())} if block is None else {}
+        return {"weight": stored["weight"], "weight_scale_inv": stored["weight_scale"]} | beside, dense
 
-    return Format(said | {"weight_block_size": list(block)} | more, make)
+    return Format(said | ({"weight_block_size": list(block)} if block else {}) | more, make)
 
 
 FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

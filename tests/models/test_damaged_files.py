@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 from typer.testing import CliRunner
 
 from headway.cli import app
@@ -18,7 +20,12 @@ from headway.models.checkpoint import SINGLE_FILE
 from headway.models.config import ModelError
 from headway.models.folder import resolve_model
 from headway.models.loading import load_model
+from headway.text.tokenizer import TextError
+from headway.text.tokenizer import Tokenizer as TextTokenizer
 from tests.models import gguf_files, tiny
+from tests.models.test_grouped_checkpoints import FORMATS
+from tests.models.test_grouped_checkpoints import read as read_packed_parts
+from tests.models.test_grouped_checkpoints import save as save_packed
 
 FEW = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 # Numbers of a GGUF file by which something is made.
@@ -115,3 +122,72 @@ def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:
     ended = CliRunner().invoke(app, ["serve", str(path)])
     assert ended.exit_code == 2
     assert ended.stderr.count("\n") == 1 and f"{path}: not a whole GGUF file" in ended.stderr
+
+
+PACKED = ["awq", "gptq_ordered", "packed_zeros", "float_rows", "fp8_blocks", "nvfp4", "nvfp4_modelopt"]
+LAYER = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_packed_matrix_that_is_not_whole_is_named(name: str, tmp_path: Path) -> None:
+    """Of each of its tensors: it is missing, half of it is, or its numbers are of another kind; and one too many."""
+    save_packed(tmp_path, FORMATS[name])
+    sound = load_file(tmp_path / SINGLE_FILE)
+    parts = [f"{LAYER}.{each}" for each in read_packed_parts(FORMATS[name].said).parts if each != "weight_shape"]
+    assert len(parts) >= 2
+
+    def message(tensors: dict[str, torch.Tensor]) -> str:
+        save_file(tensors, tmp_path / SINGLE_FILE)
+        return message_of(tmp_path)
+
+    for part in parts:
+        said = message({key: each for key, each in sound.items() if key != part})
+        assert f"tensor {part} is missing" in said and "\n" not in said
+        if sound[part].dim() and len(sound[part]) > 1:
+            said = message(sound | {part: sound[part][: len(sound[part]) // 2].contiguous()})
+            assert f"tensor {part} has shape" in said and "\n" not in said
+        said = message(sound | {part: torch.zeros(sound[part].shape, dtype=torch.int16)})
+        assert f"tensor {part} is stored as I16" in said and "\n" not in said
+    said = message(sound | {f"{LAYER}.weight_more": torch.ones(3)})
+    assert f"tensor {LAYER}.weight_more has no place in the model" in said
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "intermediate_size", "vocab_size", "head_dim", "num_attention_heads", "num_key_value_heads"]
+)
+@pytest.mark.parametrize("value", [1 << 40, 10**18])
+def test_sizes_that_files_do_not_have_take_no_memory(folder: Path, key: str, value: int, tmp_path: Path) -> None:
+    (tmp_path / SINGLE_FILE).symlink_to(folder / SINGLE_FILE)
+    config = json.loads((folder / "config.json").read_text()) | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    message = message_of(tmp_path)
+    assert message and "\n" not in message
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KiB
+
+
+def test_more_experts_than_any_model_has_are_refused_before_they_are_named(tmp_path: Path) -> None:
+    tiny.save("mixtral", tmp_path)
+    sizes = {"num_hidden_layers": 1000, "num_local_experts": 4096}
+    config = json.loads((tmp_path / "config.json").read_text()) | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "num_local_experts is 4096, which is more than any model has in 1000 layers" in message_of(tmp_path)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Tokens that were added later may have no row in the embedding, as the one of images in Gemma 3 1B."""
+    vocabulary = {f"t{number}": number for number in range(100)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    backend.add_special_tokens(["<image>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    assert TextTokenizer.load(tmp_path).vocab_size == 100
+    (tmp_path / "config.json").write_text('{"vocab_size": 99}')
+    with pytest.raises(TextError, match=r"has 100 tokens, but the model has 99; take the tokenizer of this model"):
+        TextTokenizer.load(tmp_path)
+
+
+def test_a_tokenizer_of_another_form_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tiktoken.model").write_bytes(b"")
+    with pytest.raises(TextError, match=r"tiktoken.model cannot be read; convert the tokenizer to tokenizer.json"):
+        TextTokenizer.load(tmp_path)

@@ -50,6 +50,7 @@ FORMATS = {
     "float_rows": packed_files.float_quantized("channel"),
     "float_blocks": packed_files.float_quantized("block"),
     "fp8": packed_files.fp8(None),
+    "fp8_null": packed_files.fp8(None, weight_block_size=None),
     "fp8_blocks": packed_files.fp8((32, 32)),
     "fp8_but": packed_files.fp8((16, 16), modules_to_not_convert=["model.layers.1", "q_proj"]),
     "nvfp4": packed_files.nvfp4(),
