@@ -37,6 +37,8 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
     "deepseek2": "DeepseekV2ForCausalLM",
     "qwen3next": "Qwen3NextForCausalLM",

@@ -77,7 +77,10 @@ TENSORS = {
 _POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 # What families call by another name.
 _NORMS = {
-    **{each: {"post_attention_layernorm": "post_attention_norm"} for each in ("gpt-oss", "glm4moe", *DELTA_NETS)},
+    **{
+        each: {"post_attention_layernorm": "post_attention_norm"}
+        for each in ("gpt-oss", "glm4moe", "seed_oss", *DELTA_NETS)
+    },
     **{each: {"model.norm": "token_embd_norm"} for each in ("lfm2", "lfm2moe")},
     "gemma2": _POST_NORMS | {"pre_feedforward_layernorm": "ffn_norm"},
     "gemma3": _POST_NORMS | {"pre_feedforward_layernorm": "ffn_norm"},

@@ -56,6 +56,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
         ("qwen3_5", {"layer_types": None, "full_attention_interval": 4}),
         ("qwen3_5_moe", {"layer_types": None, "full_attention_interval": 4, "linear_num_value_heads": 6}),
         ("lfm2", {}),
+        ("olmoe", {}),
+        ("seed_oss", {}),
         ("lfm2_moe", {"tie_word_embeddings": True}),
     ],
 )
@@ -140,6 +142,7 @@ def test_texts_are_cut_as_deepseek_v3_cuts_them() -> None:
             ["Hi\u00e9", "!", " Two", "\n", "\n", "1", "2", "3", "4", "\u6771\u4eac", " ", "\u30ab", " ;)"],
         ),
         ("qwen35", ["Hi\u00e9", "!", " Two", "\n\n", "1", "2", "3", "4", "\u6771\u4eac", " \u30ab", " ;)"]),
+        ("seed-coder", ["Hi\u00e9", "!", " Two", "\n\n", "1", "2", "3", "4", "\u6771\u4eac", " \u30ab", " ;)"]),
     ],
 )
 def test_cuts_of_other_presets(name: str, found: list[str]) -> None:
