@@ -140,6 +140,7 @@ ROOMS = {
             "models.gguf",
             "models.gguf_config",
             "policy.objectives",
+            "policy.kv_groups",
             "policy.sizing",
         },
         forbidden=NO_DEVICE | NO_SERVER,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headway.cost.precision import Format, Precision
 from headway.cost.shape import ModelShape, kv_elements_per_token
+from headway.policy.kv_groups import decode_blocks, group_windows, layers_per_group
 
 
 def weight_bytes(shape: ModelShape, precision: Precision | None = None) -> int:
@@ -34,8 +35,8 @@ def kv_cache_bytes(
     """Bytes of cache for sequences of `tokens` tokens each, rounded up to whole blocks; with their recurrent states.
 
     Args:
-        rolling: layers with a sliding window keep no more than the window (document 002), to the block; otherwise
-            they keep everything, as the engine here does.
+        rolling: layers with a sliding window keep no more than the window (document 002), to the block, and in KV cache
+            groups of one size (policy.kv_groups); otherwise they keep everything.
 
     Raises:
         ValueError: a negative number of tokens or sequences, or a block of no tokens.
@@ -46,8 +47,12 @@ def kv_cache_bytes(
         )
     if shape.kinds:
         return sum(kv_cache_bytes(part, tokens, precision, block_size, sequences, rolling) for part in shape.parts)
-    kept = (min(tokens, window or tokens) if rolling else tokens for window in shape.sliding_windows)
-    elements = shape.kv_elements_per_layer * sum(-(-each // block_size) * block_size for each in kept)
+    kept = shape.attention_layers * -(-tokens // block_size)
+    if rolling and any(shape.cache_windows):
+        groups = group_windows(shape.cache_windows)
+        blocks = sum(decode_blocks(window, tokens, block_size) for window in groups)
+        kept = layers_per_group(shape.cache_windows) * blocks
+    elements = shape.kv_elements_per_layer * kept * block_size
     return sequences * ((precision or Precision()).kv.bytes_of(elements) + shape.state_bytes)
 
 

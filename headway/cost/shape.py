@@ -340,6 +340,11 @@ class ModelShape:
         )
 
     @property
+    def cache_windows(self) -> tuple[int | None, ...]:
+        """The window of each layer, where layers can be in KV cache groups: all keep alike, and no states."""
+        return () if self.recurrent or self.kinds else self.sliding_windows
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of the states of a sequence in all recurrent layers."""
         return len(self.recurrent) * self.state.bytes if self.state is not None else 0

@@ -24,6 +24,7 @@ from headway.models.config import ModelConfig
 from headway.models.loading import load_model, resolve_dtype, resolve_model
 from headway.policy.intake import sequences_of
 from headway.policy.kv_blocks import KVBlocks
+from headway.policy.kv_groups import group_layers, kv_cache_groups, seen_windows
 from headway.policy.request import Request
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
@@ -92,7 +93,9 @@ def build_engine(
     options = config.load_format, config.seed, stages.done, asked_len, config.quantization
     model = load_model(folder, dtype, kernels, device, *options, known)
     with stages.timed("kv_allocation"):
-        block_bytes = bytes_per_block(model_config.caches, config.block_size, cache_dtype)
+        windows = seen_windows(model_config.shape.cache_windows, asked_len)
+        layers = group_layers(windows) if windows else []
+        block_bytes = bytes_per_block(model_config.caches, config.block_size, cache_dtype, layers)
         pool = _pool(config, device, model_config, block_bytes, asked_len)
         runner = Runner(
             model,
@@ -105,21 +108,22 @@ def build_engine(
             pool.max_model_len,
             _host_blocks(config, device, block_bytes, has_states=pool.checkpoints is not None),
             pool.checkpoints or 0,
+            layers,
         )
         shown = str(cache_dtype).removeprefix("torch.")
         make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
         swap = NO_SWAP if runner.host is None else runner.host.measured()
         scheduler = config.scheduler(device.type, pool, make, swap)
     with stages.timed("warm_up"):
-        warm_up(scheduler.config, runner, config.block_size, pool.num_blocks)
+        sizes = pool.num_blocks, config.block_size
+        warm_up(scheduler.config, runner, KVBlocks(*sizes, enable_prefix_caching=False, groups=pool.groups))
     core, left_out = EngineCore(scheduler, runner), []
     if config.preloaded:
         with stages.timed("preload"):
             left_out = core.preload(config.preloaded, config.preload_what_fits)
     if cache is not None:
         cache.keep(model.weights, kernels.named)
-    sizes = (pool.max_model_len, pool.num_blocks, config.block_size)
-    return LoadedEngine(core, runner, *sizes, str(device), shown, stages.ns, left_out)
+    return LoadedEngine(core, runner, pool.max_model_len, *sizes, str(device), shown, stages.ns, left_out)
 
 
 class _Stages:
@@ -151,17 +155,20 @@ def _pool(config: EngineConfig, device: torch.device, model: ModelConfig, block_
         config.max_model_len is None,
         model.shape.state_bytes,
         config.enable_prefix_caching,
+        kv_cache_groups(model.shape.cache_windows, config.batched_tokens(device.type), asked_len, config.block_size),
     )
 
 
-def warm_up(config: SchedulerConfig, runner: Runner, block_size: int, num_blocks: int) -> None:
+def warm_up(config: SchedulerConfig, runner: Runner, blocks: KVBlocks) -> None:
     """Run two prompts and decode, so that kernels are compiled before the first request.
 
     The prompts fill a step, or have the few tokens that the kernels say are enough. Each kind of step comes twice, as
     only the second repeats the first: steps of both sequences, and of the greedy one alone, whose tokens are found by
     a kernel of their own.
+
+    Args:
+        blocks: an empty pool, without a prefix cache.
     """
-    blocks = KVBlocks(num_blocks, block_size, enable_prefix_caching=False)
     scheduler = Scheduler(config, blocks)
     longest = max(1, min(config.max_model_len - 6, config.max_num_batched_tokens))
     longest = min(longest, runner.kernels.warm_up_tokens or longest)

@@ -149,7 +149,7 @@ class SchedulingOptions:
             swap=swap,
         )
         caching, share = self.enable_prefix_caching, self.protected_kv
-        return make(config, KVBlocks(pool.num_blocks, self.block_size, caching, share, pool.checkpoints))
+        return make(config, KVBlocks(pool.num_blocks, self.block_size, caching, share, pool.checkpoints, pool.groups))
 
     def batched_tokens(self, device: str) -> int:
         """Tokens of a step on cpu or cuda."""

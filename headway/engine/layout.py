@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headway.kernels.host import to_device
 from headway.kernels.interface import StepGeometry
-from headway.policy.plan import ScheduledSequence, SequenceState, TableChange
+from headway.policy.plan import PASSED, ScheduledSequence, SequenceState, TableChange
 
 # Steps of up to this many tokens have their tensors at fixed addresses, so that kernels can repeat them.
 _MOST_REPEATED = 64
@@ -31,10 +31,16 @@ class ModelInput:
 
 
 class BlockTables:
-    """Block tables of the running sequences as one array. `version` changes with every change of it."""
+    """Block tables of the running sequences as an array for each KV cache group. `version` changes with each change.
 
-    def __init__(self, max_sequences: int, max_blocks: int) -> None:
-        self.array = np.zeros((max_sequences, max_blocks), dtype=np.int32)
+    Args:
+        passed: what stands for blocks that windows have passed.
+    """
+
+    def __init__(self, max_sequences: int, max_blocks: int, groups: int = 1, passed: int = 0) -> None:
+        self.arrays = np.zeros((groups, max_sequences, max_blocks), dtype=np.int32)
+        self.array = self.arrays[0]
+        self._passed = passed
         self.version = 0
         self._rows: dict[int, int] = {}  # by seq_id
         self._free = list(range(max_sequences - 1, -1, -1))
@@ -46,12 +52,15 @@ class BlockTables:
         self.version += 1
 
     def row(self, sequence: SequenceState) -> int:
-        """The row of the array that holds the sequence's table; it is written when it is first asked for."""
+        """The row of the arrays that holds the sequence's tables; it is written when it is first asked for."""
         found = self._rows.get(sequence.seq_id)
         if found is not None:
             return found
         row = self._free.pop()
-        self.array[row, : len(sequence.block_table)] = sequence.block_table
+        for array, table in zip(self.arrays, sequence.block_tables, strict=True):
+            entries = array[row, : len(table)]
+            entries[:] = table
+            entries[entries == PASSED] = self._passed
         self._rows[sequence.seq_id] = row
         self.version += 1
         return row
@@ -60,7 +69,9 @@ class BlockTables:
         """Apply a change of a table."""
         row = self._rows.get(change.seq_id)
         if row is not None:
-            self.array[row, change.start : change.start + len(change.blocks)] = change.blocks
+            self.arrays[change.group, row, change.start : change.start + len(change.blocks)] = change.blocks
+            if change.first:
+                self.arrays[change.group, row, : change.first] = self._passed
             self.version += 1
 
     def forget(self, seq_id: int) -> None:
@@ -78,16 +89,27 @@ class StepLayout:
     Args:
         block_size: of the KV pool.
         max_num_seqs, max_model_len: bounds of the block table array.
+        groups: KV cache groups.
+        passed: as of BlockTables.
     """
 
-    def __init__(self, device: torch.device, block_size: int, max_num_seqs: int, max_model_len: int) -> None:
-        self.tables = BlockTables(max_num_seqs, -(-max_model_len // block_size))
+    def __init__(
+        self,
+        device: torch.device,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        groups: int = 1,
+        passed: int = 0,
+    ) -> None:
+        self.tables = BlockTables(max_num_seqs, -(-max_model_len // block_size), groups, passed)
         self._device = device
         self._block_size = block_size
         fixed = _MOST_REPEATED if device.type == "cpu" else 0
         self._most_repeated = fixed
         self._numbers = np.zeros((3, fixed), np.int64)
-        self._tables = np.zeros((fixed, self.tables.array.shape[1]), np.int32)
+        self._tables = np.zeros((groups, fixed, self.tables.array.shape[1]), np.int32)
+        self._further_slots = np.zeros((groups - 1, fixed), np.int64)
         self._taken: tuple[list[int], int, int] | None = None  # the rows, blocks and version that _tables has
         self._decodes: dict[int, tuple[ModelInput, np.ndarray]] = {}  # by their number, with the memory of context_lens
 
@@ -135,9 +157,9 @@ class StepLayout:
         else:
             self._fill(tokens, positions, slots, rows, most)
             if decodes and count in self._decodes:
-                return self._decode_again(contexts, longest)
+                return self._grouped(self._decode_again(contexts, longest), rows, positions, most)
             numbers, last_rows = torch.from_numpy(self._numbers[:, :count]), torch.tensor(last, dtype=torch.int64)
-            block_tables = torch.from_numpy(self._tables[: len(rows)])
+            block_tables = torch.from_numpy(self._tables[0, : len(rows)])
         lens = np.array(starts + contexts, np.int32)
         query_start, context_lens = to_device(lens, self._device).split([len(starts), len(contexts)])
         geometry = StepGeometry(
@@ -156,6 +178,27 @@ class StepLayout:
         laid_out = ModelInput(numbers[0], geometry, last_rows)
         if decodes and repeatable:
             self._decodes[count] = laid_out, lens[len(starts) :]
+        return self._grouped(laid_out, rows, positions, most)
+
+    def _grouped(self, laid_out: ModelInput, rows: list[int], positions: list[int], most: int) -> ModelInput:
+        """The same with the geometry of each KV cache group, if there are several."""
+        step, count, size = laid_out.geometry, len(positions), self._block_size
+        if len(self._tables) == 1:
+            return laid_out
+        arrays, at = self.tables.arrays[1:], np.array(positions)
+        blocks = arrays[:, np.repeat(rows, step.query_lens_host), at // size]
+        slots = blocks.astype(np.int64, order="C") * size + at % size
+        if step.repeatable:
+            self._further_slots[:, :count] = slots
+            of_groups = (
+                torch.from_numpy(self._tables[1:, : len(rows)]),
+                torch.from_numpy(self._further_slots[:, :count]),
+            )
+        else:
+            tables = np.ascontiguousarray(arrays[:, rows, :most])
+            of_groups = to_device(tables, self._device), to_device(slots, self._device)
+        further = [replace(step, block_tables=each, slots=their) for each, their in zip(*of_groups, strict=True)]
+        step.groups = replace(step, groups=()), *further
         return laid_out
 
     def _copied(self, numbers: list[int], last: list[int]) -> tuple[Tensor, Tensor]:
@@ -177,5 +220,6 @@ class StepLayout:
         self._numbers[:, : len(tokens)] = tokens, positions, slots
         wanted = rows, most, self.tables.version
         if self._taken != wanted:
-            np.take(self.tables.array[:, :most], rows, axis=0, out=self._tables[: len(rows), :most])
+            for array, tables in zip(self.tables.arrays, self._tables, strict=True):
+                np.take(array[:, :most], rows, axis=0, out=tables[: len(rows), :most])
             self._taken = wanted

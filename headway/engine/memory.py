@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,9 +32,20 @@ def _cache_parts(
     return parts + [(blocks, SCALE_DTYPE)] * 2 if dtype == torch.int8 else parts
 
 
-def bytes_per_block(caches: Sequence[CacheSpec | StateSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block in all layers, with the scales of an int8 cache."""
+def bytes_per_block(
+    caches: Sequence[CacheSpec | StateSpec],
+    block_size: int,
+    dtype: torch.dtype,
+    groups: Sequence[Sequence[int]] = (),
+) -> int:
+    """Bytes of one block in all layers, or those that a KV cache group has room for; with the scales of an int8 cache.
+
+    Args:
+        groups: the layers of each.
+    """
     paged = [spec for spec in caches if isinstance(spec, CacheSpec) and spec.source is None]
+    if groups:
+        paged = paged[:1] * max(map(len, groups))
     parts = [part for spec in paged for part in _cache_parts(spec, 1, block_size, dtype)]
     return sum(math.prod(shape) * of.itemsize for shape, of in parts)
 
@@ -45,9 +57,12 @@ def zero_caches(
     dtype: torch.dtype,
     device: torch.device,
     num_states: int = 0,
+    groups: Sequence[Sequence[int]] = (),
 ) -> list[LayerCache | LayerState]:
     """An empty cache for each layer: keys and values [N, G, B, D], and the scales of an int8 cache; or its states.
 
+    With KV cache groups, given by the numbers of their layers, the first layers of all share their memory, the second
+    ones do, and so on. It has a block of zeros behind the others, for what windows have passed.
     On a CPU the system gives their memory page by page when it is first written, not all at start-up.
     """
     memory = LargePages()
@@ -67,6 +82,17 @@ def zero_caches(
             return LayerState(inputs, None)
         return LayerState(inputs, zeros((num_states, spec.heads, spec.key_dim, spec.value_dim), torch.float32))
 
+    if groups:
+        alike = caches[groups[0][0]]
+        assert isinstance(alike, CacheSpec)
+        num_blocks += 1
+        shared = [cache(alike) for _ in range(max(map(len, groups)))]
+        of_layer = {
+            layer: replace(shared[at], group=number)
+            for number, layers in enumerate(groups)
+            for at, layer in enumerate(layers)
+        }
+        return [of_layer[layer] for layer in range(len(caches))]
     made: list[LayerCache | LayerState] = []
     for spec in caches:
         if isinstance(spec, StateSpec):

@@ -109,7 +109,9 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
     quiet_garbage_collector()
     shape = engine.num_blocks, engine.block_size, engine.max_model_len
     seats = engine.core.scheduler.config.max_num_seqs
-    pinned, checkpoints = len(engine.core.scheduler.blocks.pinned), engine.core.scheduler.blocks.checkpoints
+    blocks = engine.core.scheduler.blocks
+    checkpoints = blocks.checkpoints
+    pinned = len({blocks.node_of(block) for block in blocks.pinned})  # one for all KV cache groups
     channel.send(
         Ready(
             PROTOCOL_VERSION,

@@ -91,6 +91,7 @@ class RecordFile:
             began_unix_s=time.time(),
             protected_share=blocks.protected_share,
             num_checkpoints=None if blocks.checkpoints is None else blocks.checkpoints.num_slots,
+            groups=list(blocks.groups),
         )
         self.write(engine, idle=True)
         # Without the random root, somebody who has the file could test guesses of a prompt against its block numbers.

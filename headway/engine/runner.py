@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from itertools import compress
 
 import torch
@@ -33,6 +34,7 @@ class Runner:
         max_num_seqs, max_model_len: bounds of the block table array.
         host_blocks: that preempted sequences may be swapped out to.
         checkpoints: states of recurrent layers that may be kept beside those of running sequences.
+        groups: the layers of each KV cache group; empty where one block table is for all.
 
     Attributes:
         host: these blocks; None without any.
@@ -50,6 +52,7 @@ class Runner:
         max_model_len: int,
         host_blocks: int = 0,
         checkpoints: int = 0,
+        groups: Sequence[Sequence[int]] = (),
     ) -> None:
         config = model.config
         self.model = model
@@ -57,14 +60,14 @@ class Runner:
         self.kernels = kernels
         self.device = device
         self.caches = zero_caches(
-            config.caches, num_blocks, block_size, cache_dtype, device, max_num_seqs + checkpoints
+            config.caches, num_blocks, block_size, cache_dtype, device, max_num_seqs + checkpoints, groups
         )
-        caches = {id(cache): cache for cache in self.caches if isinstance(cache, LayerCache)}
-        self._paged = list(caches.values())  # some layers have one together
+        caches = {cache.keys.data_ptr(): cache for cache in self.caches if isinstance(cache, LayerCache)}
+        self._paged = list(caches.values())  # some layers have one together, and groups share their memory
         self.host = HostBlocks(self._paged, host_blocks) if host_blocks else None
         self._states = StateSlots(max_num_seqs, checkpoints, device) if config.shape.recurrent else None
         self.sampler = Sampler(config.shape.vocab, device, kernels.most_likely if device.type == "cpu" else None)
-        self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len)
+        self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len, len(groups) or 1, num_blocks)
         self._has_experts = config.routing is not None
         self._known: dict[int, SequenceState] = {}
 
@@ -148,7 +151,7 @@ class Runner:
         for new in plan.new:
             known.setdefault(new.seq_id, new)
         for change in plan.tables:
-            known[change.seq_id].block_table[change.start :] = change.blocks
+            known[change.seq_id].change_table(change)
             self.layout.tables.write(change)
         sequences: list[SequenceState] = []
         for item in plan.scheduled:

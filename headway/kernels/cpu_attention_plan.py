@@ -28,7 +28,7 @@ class AttentionPlan:
         self._take(4096)
         self._partial_rows = 0
         self._values, self._sums = torch.empty(0), torch.empty(0)
-        self._step: StepGeometry | None = None
+        self._lens: tuple[list[int], list[int]] = [], []
 
     def _take(self, words: int) -> None:
         self._memory = np.zeros(words, np.int64)
@@ -48,10 +48,11 @@ class AttentionPlan:
             self._sums = torch.empty(4 * parts)
 
     def make(self, step: StepGeometry) -> None:
-        """Plan a step, unless it is the one that was planned last."""
-        if step is self._step:
+        """Plan a step, unless it is the one that was planned last, perhaps of another KV cache group."""
+        queries, contexts = self._lens
+        if step.context_lens_host is contexts and step.query_lens_host is queries:
             return
-        self._step = step
+        self._lens = step.query_lens_host, step.context_lens_host
         tiles, merges, self._partial_rows = _cut(step, max(1, _TILE_QUERIES // self._group))
         tiles.sort(key=lambda tile: tile[2] * (tile[5] - tile[4]), reverse=True)
         most_rows = self._group * max((tile[2] for tile in tiles), default=0)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +19,9 @@ from torch import Tensor
 class StepGeometry:
     """Where each token of a step stands; tensors are on the model's device, int32 unless said otherwise.
 
-    Sequence i owns tokens query_start[i] .. query_start[i + 1] of the step. Its context, this step's
-    tokens included, is context_lens[i] long, and token j of that context lives in block
-    block_tables[i, j // B] at offset j % B. A query attends to every earlier position of its own
-    sequence and to itself.
+    Sequence i owns tokens query_start[i] .. query_start[i + 1] of the step. Its context, these included, is
+    context_lens[i] long, and token j of that context lives in block block_tables[i, j // B] at offset j % B; or in none
+    if windows have passed it: the table has a block of zeros. A query attends to earlier positions and to itself.
     """
 
     query_start: Tensor  # [S + 1]
@@ -35,6 +34,7 @@ class StepGeometry:
     max_context_len: int
     query_lens_host: list[int]  # [S], the same lengths on the host, so that dispatch needs no sync
     context_lens_host: list[int]  # [S]
+    groups: tuple[StepGeometry, ...] = ()  # with further KV cache groups: the same step with the tables of each
     spans: Tensor | None = None  # [1 + S or more, 7] int64, of recurrent layers, see Span; the first entry is S
     repeatable: bool = False  # whether steps of as many tokens have their tensors at these addresses too
 
@@ -43,15 +43,15 @@ class StepGeometry:
 class LayerCache:
     """Keys and values of one layer; each is [N, G, B, D] in the cache's dtype.
 
-    The kernels of a device may arrange them in another way within a block of that size. An int8 cache has a float32
-    scale for each token and head beside it, [N, G, B]. Of a latent, which is kept once, values are the first elements
-    of the keys.
+    Kernels may arrange them in another way within a block. An int8 cache has a float32 scale for each token and head
+    beside it, [N, G, B]. Of a latent, which is kept once, values are the first elements of the keys.
     """
 
     keys: Tensor
     values: Tensor
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+    group: int = field(default=0, kw_only=True)  # whose block tables say where its blocks are
 
     @property
     def is_latent(self) -> bool:
@@ -60,8 +60,8 @@ class LayerCache:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the cache; each has a part of every block."""
-        values = None if self.is_latent else self.values
-        return [t for t in (self.keys, values, self.key_scales, self.value_scales) if t is not None]
+        kept = self.keys, None if self.is_latent else self.values, self.key_scales, self.value_scales
+        return [tensor for tensor in kept if tensor is not None]
 
 
 @dataclass(slots=True)
@@ -75,6 +75,7 @@ class LayerState:
 
     inputs: Tensor
     matrices: Tensor | None
+    group: ClassVar[int] = 0
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -83,10 +84,9 @@ class LayerState:
 
 
 class Span(NamedTuple):
-    """A sequence's part of a step, and the slots of its states. A row of `StepGeometry.spans`.
+    """A sequence's part of a step: `tokens` from `first` on, and slots of its states. A row of `StepGeometry.spans`.
 
     Args:
-        first, tokens: of the step's tokens.
         source: the slot that has the state before them; -1: there is none before a sequence's first token.
         target: the slot for the state behind them.
         kept_tokens: behind so many of them the state is copied to `kept`; 0: it is not.

@@ -223,13 +223,13 @@ class Decoder:
         return self.kernels.repeat(key, step, self._attentions, lambda: self._layers_of(token_ids, step, caches))
 
     def _layers_of(self, token_ids: Tensor, step: StepGeometry, caches: Sequence[LayerCache | LayerState]) -> Tensor:
-        rms_norm, eps = self.kernels.rms_norm, self.config.rms_norm_eps
+        rms_norm, eps, steps = self.kernels.rms_norm, self.config.rms_norm_eps, step.groups
         residual = self.weights.embedding(token_ids)
         inputs = None if self.weights.inputs is None else self.weights.inputs(token_ids, residual)
         first = self.weights.layers[0].mixer_norm
         hidden = residual if first is None else rms_norm(residual, first, self.config.residual_eps)
         for number, ((layer, mixer, next_norm), cache) in enumerate(zip(self._layers, caches, strict=True)):
-            added = mixer(hidden, cache, step)
+            added = mixer(hidden, cache, steps[cache.group] if steps else step)
             if layer.mixed_norm is not None:
                 added = rms_norm(added, layer.mixed_norm, eps)
             hidden, residual = self._joined(added, residual, layer.mlp_norm)

@@ -22,6 +22,7 @@ from headway.cost.work import (
 )
 from headway.planner.formula import Formula, plain
 from headway.planner.plan import Plan, PlannedStep
+from headway.policy.kv_groups import group_windows, layers_per_group
 
 EXACT = "counted from the shape, exactly"
 FITTED = "efficiency: cost/tables/efficiency.toml"
@@ -119,21 +120,27 @@ def _cached(plan: Plan, shape: ModelShape, tokens: int) -> str:
     """Bytes of cache of so many tokens in all layers."""
     kv = plan.deployment.precision.kv
     return added(
-        f"{plain(kv.bytes_of(part.kv_elements_per_layer))} * ({_kept(plan, part.sliding_windows, tokens) or '0'})"
+        f"{plain(kv.bytes_of(part.kv_elements_per_layer))} * ({_kept(plan, part, tokens) or '0'})"
         for part in shape.parts
         if part.projected_kv
     )
 
 
-def _kept(plan: Plan, windows: tuple[int | None, ...], tokens: int) -> str:
-    """Of so many tokens, those that these layers keep, in whole blocks; those with a window no more than that."""
-    block = plan.settings.block_size
-    if not plan.settings.rolling:
-        windows = (None,) * len(windows)
+def _kept(plan: Plan, shape: ModelShape, tokens: int) -> str:
+    """Of so many tokens, those that its layers keep, in whole blocks and for the layers that a group has room for.
+
+    Layers with a window keep what it sees, wherever blocks begin.
+    """
+    block, windows = plan.settings.block_size, shape.cache_windows
+    whole = f"ceil({plain(tokens)} / {block})"
+    if not plan.settings.rolling or not any(windows):
+        return f"{shape.attention_layers} * {block} * {whole}" if shape.attention_layers else ""
+    layers, groups = layers_per_group(windows), group_windows(windows)
     return added(
         [
-            f"{windows.count(window)} * {block} * ceil({plain(min(tokens, window or tokens))} / {block})"
-            for window in dict.fromkeys(windows)
+            f"{groups.count(window) * layers} * {block} * "
+            + (whole if window is None else f"min({whole}, ceil({window - 1} / {block}) + 1)")
+            for window in dict.fromkeys(groups)
         ]
     )
 

@@ -149,10 +149,10 @@ class BlockManager:
 
     # --- steps --------------------------------------------------------------------------------------
 
-    def grows(self, sequence: Sequence) -> bool:
-        """Whether the next token of a decoding sequence takes a block."""
+    def growth(self, sequence: Sequence) -> int:
+        """Blocks that the next token of a decoding sequence takes."""
         table, at = sequence.block_table, sequence.num_computed // self._blocks.block_size
-        return at >= len(table) or self._blocks.references[table[at]] > 1
+        return int(at >= len(table) or self._blocks.references[table[at]] > 1)
 
     def extend(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
         """Give the sequence blocks of its own for its next `count` tokens, and tell the plan.
@@ -233,15 +233,18 @@ class BlockManager:
         at = found // blocks.block_size
         if swapped.first <= at and found < swapped.computed:
             table = sequence.block_table[at : blocks.blocks_for(swapped.computed)]
-            self._host.swap_in(swapped, at, table, swapped.computed - found)
+            self._host.swap_in(swapped.host_blocks[at - swapped.first :], table, swapped.computed - found)
             sequence.num_computed = swapped.computed
         self._host.free(swapped)
 
-    def release(self, sequence: Sequence) -> None:
-        """Give back all blocks, those on the host too; the sequence has nothing computed any more."""
+    def _free_host(self, sequence: Sequence) -> None:
         if self._host is not None and sequence.swapped is not None:
             self._host.free(sequence.swapped)
             sequence.swapped = None
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back all blocks, those on the host too; the sequence has nothing computed any more."""
+        self._free_host(sequence)
         self._let_go(sequence)
         if sequence.rolling and self._blocks.checkpoints is not None:
             self._blocks.checkpoints.settle(sequence.rolling)

@@ -3,10 +3,12 @@
 Cached blocks stand in queues, least recently used first: one for each class whose sequence had the block last, and one
 for protected blocks. The head of a queue is its candidate, and the order of candidates is:
 
-1. A protected block that was not found for LIFETIME turnovers of the pool is protected no longer, and goes first.
-2. Blocks of classes that have more than their share of the pool, in use and cached together; then blocks within a
+1. Blocks that a window has passed while their sequence went on: only one who leaves its text right there would find
+   them of use.
+2. A protected block that was not found for LIFETIME turnovers of the pool is protected no longer, and goes first.
+3. Blocks of classes that have more than their share of the pool, in use and cached together; then blocks within a
    share. Among either, the one that has waited longest. A class without an objective waits HASTE times as fast.
-3. Protected blocks, when nothing else is cached.
+4. Protected blocks, when nothing else is cached.
 
 A prefix is protected once BRANCHES requests have gone on from the same block, as from the end of a system prompt. The
 turns of one conversation go on from another block each; and of a document that a few questions are asked about nobody
@@ -100,8 +102,9 @@ class CachedBlocks:
         most_protected: how many of them may be protected.
 
     Attributes:
-        evictions: blocks given up, by class and reason: `age` (the oldest), `lent` (within its class's share, to
-            another), `expired` (protected, and not found for long), `protected` (nothing else was left).
+        evictions: blocks given up, by class and reason: `passed` (by a window), `age` (the oldest), `lent` (within its
+            class's share, to another), `expired` (protected, and not found for long), `protected` (nothing else was
+            left).
         owners: the class of each block that is in use or cached, COMMON where sequences of several share it.
         num_evicted: all of them.
         num_cached: blocks in all queues.
@@ -116,8 +119,8 @@ class CachedBlocks:
         self._used = used
         self.since = array("q", bytes(8 * num_blocks))
         self._queues: dict[str, Queue] = {}
-        self._protected = Queue()
-        self._is_protected = bytearray(num_blocks)
+        self._protected, self._passed = Queue(), Queue()
+        self._is_protected, self._is_passed = bytearray(num_blocks), bytearray(num_blocks)
         self._branches: Counter[int] = Counter()
         self._most_protected = most_protected
         self._lifetime = LIFETIME * num_blocks
@@ -126,7 +129,7 @@ class CachedBlocks:
         self._haste: Mapping[str, int] = {}
 
     def __iter__(self) -> Iterator[int]:
-        return chain(self._protected, *self._queues.values())
+        return chain(self._passed, self._protected, *self._queues.values())
 
     def set_classes(self, classes: ClassTable, shares: Mapping[str, int]) -> None:
         """From now on the order is by these classes.
@@ -158,6 +161,13 @@ class CachedBlocks:
             add(block)
         self._time = time
 
+    def add_passed(self, blocks: list[int]) -> None:
+        """As add(), of blocks that a window has passed."""
+        self.num_cached += len(blocks)
+        for block in blocks:
+            self._is_passed[block] = 1
+            self._passed.add(block)
+
     def _queue_of(self, owner: str) -> Queue:
         queue = self._queues.get(owner)
         if queue is None:
@@ -167,7 +177,10 @@ class CachedBlocks:
     def remove(self, block: int) -> None:
         """A sequence has found the block."""
         self.num_cached -= 1
-        if self._is_protected[block]:
+        if self._is_passed[block]:
+            self._is_passed[block] = 0
+            self._passed.remove(block)
+        elif self._is_protected[block]:
             self._protected.remove(block)
         else:
             self._queues[self.owners[block]].remove(block)
@@ -175,7 +188,8 @@ class CachedBlocks:
     def clear(self) -> None:
         """Nothing is cached or protected any more."""
         self._queues.clear()
-        self._protected = Queue()
+        self._protected, self._passed = Queue(), Queue()
+        self._is_passed = bytearray(len(self.owners))
         self.num_cached = 0
         for block in range(len(self.owners)):
             self.forget(block)
@@ -197,6 +211,9 @@ class CachedBlocks:
             self.num_protected += not self._is_protected[block]
             self._is_protected[block] = 1
 
+    def is_protected(self, block: int) -> bool:
+        return bool(self._is_protected[block])
+
     def forget(self, block: int) -> None:
         """The block is protected no longer, and nobody has begun with it."""
         self.num_protected -= self._is_protected[block]
@@ -213,6 +230,9 @@ class CachedBlocks:
             if queue is self._protected:
                 owner = self.owners[taken[0]]
                 self.forget(taken[0])
+            elif queue is self._passed:
+                for block in taken:
+                    self._is_passed[block] = 0
             elif not queue:
                 del self._queues[owner]
             self.evictions[owner, reason] += len(taken)
@@ -226,6 +246,8 @@ class CachedBlocks:
 
     def _next(self) -> tuple[str, Queue, str, int]:
         """The class and queue whose head is given up next, why, and how many of it go for that reason, at least."""
+        if num_passed := len(self._passed):
+            return COMMON, self._passed, "passed", num_passed
         if self.num_protected and self._protected and self._time - self.since[self._protected.first()] > self._lifetime:
             return COMMON, self._protected, "expired", 1
         if len(self._queues) == 1 and not self._shares:

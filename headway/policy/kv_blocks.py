@@ -15,6 +15,8 @@ from itertools import chain, pairwise
 
 from headway.policy.checkpoints import Checkpoints
 from headway.policy.eviction import COMMON, CachedBlocks
+from headway.policy.kv_groups import KVCacheGroup, most_blocks
+from headway.policy.page_index import PageIndex
 from headway.policy.prefix_index import PrefixIndex, PrefixMatch
 
 # Blocks in one part of the integrity check, which takes about a fifth of a millisecond.
@@ -50,11 +52,13 @@ class KVBlocks:
     Args:
         protected_share: most of the pool, 0 to 1, whose contents are protected from eviction.
         num_checkpoints: slots for states of recurrent layers; None for a model without such layers.
+        groups: KV cache groups, each with a block table of its own; empty where all layers see all tokens.
 
     Attributes:
         used: blocks in use of each class.
         cached: those that nobody holds and that hold a prefix.
         pinned: those that stay in use for good.
+        pages: the prefix index, where there are groups.
         checkpoints: of prefixes, without which they are not known; None for a model without recurrent layers.
         allocated, runs: blocks given out so far, and the runs of consecutive ones that they are in block tables.
 
@@ -69,6 +73,7 @@ class KVBlocks:
         enable_prefix_caching: bool = True,
         protected_share: float = PROTECTED_SHARE,
         num_checkpoints: int | None = None,
+        groups: Sequence[KVCacheGroup] = (),
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens is empty; both must be at least 1")
@@ -86,7 +91,9 @@ class KVBlocks:
         self.pinned: list[int] = []
         self.allocated = self.runs = 0
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._index = PrefixIndex(num_blocks, block_size)
+        self.groups = tuple(groups)
+        self.pages = PageIndex(num_blocks, block_size, self.groups) if groups else None
+        self._index = self.pages or PrefixIndex(num_blocks, block_size)
 
     @property
     def num_free(self) -> int:
@@ -103,8 +110,18 @@ class KVBlocks:
         """Blocks that may be protected, pinned ones included."""
         return math.floor(self.protected_share * self.num_blocks)
 
+    @property
+    def tables(self) -> int:
+        """Block tables of a sequence."""
+        return len(self.groups) or 1
+
     def blocks_for(self, num_tokens: int) -> int:
+        """That so many tokens have in a block table."""
         return -(-num_tokens // self.block_size)
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """That one sequence holds at most until it has so many tokens, in all its tables."""
+        return most_blocks(self.groups, self.blocks_for(num_tokens))
 
     # --- blocks -------------------------------------------------------------------------------------
 
@@ -178,6 +195,18 @@ class KVBlocks:
         self._free += [block for block in idle if not nodes[block]]
         self.cached.add([block for block in idle if nodes[block]])
 
+    def pass_by(self, blocks: list[int]) -> None:
+        """As release(), of blocks that a window has passed while their sequence goes on. They are given up first."""
+        passed: list[int] = []
+        for block in blocks:
+            if self.references[block] > 1 or not self._index.nodes[block] or self.cached.is_protected(block):
+                self.release([block])
+            else:
+                self.references[block] = 0
+                self.used[self.cached.owners[block]] -= 1
+                passed.append(block)
+        self.cached.add_passed(passed)
+
     def pin(self, blocks: list[int]) -> None:
         """Keep registered blocks in use for good, as what requests to come begin with."""
         new = list(set(blocks).difference(self.pinned))
@@ -204,14 +233,32 @@ class KVBlocks:
 
     def register(self, blocks: list[int], parent: int | str, tokens: tuple[int, ...]) -> int:
         """Enter full blocks with these tokens in the prefix index, as PrefixIndex.register()."""
+        assert isinstance(self._index, PrefixIndex)
         return self._index.register(blocks, parent, tokens)
 
+    def register_pages(self, parent: int | str, tokens: tuple[int, ...], rows: Sequence[Sequence[int]]) -> int:
+        """The same where there are groups, as PageIndex.register()."""
+        assert self.pages is not None
+        page, replaced = self.pages.register(parent, tokens, rows, self.references)
+        for block in replaced:
+            self._drop_idle(block)
+        return page
+
+    def _drop_idle(self, block: int) -> None:
+        """A cached block is no longer registered."""
+        self.cached.remove(block)
+        self.cached.forget(block)
+        self._free.append(block)
+
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Take blocks that sequences hold out of the index, as their contents can't be trusted."""
+        """Take blocks out of the index, as their contents can't be trusted."""
         known = [block for block in dict.fromkeys(blocks) if self._index.nodes[block]]
         self._forget(known)
         for block in known:
-            self.cached.forget(block)
+            if self.references[block]:
+                self.cached.forget(block)
+            else:
+                self._drop_idle(block)
 
     def _forget(self, blocks: list[int]) -> None:
         if self.checkpoints is not None:

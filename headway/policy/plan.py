@@ -15,6 +15,8 @@ from headway.policy.sampling_params import SamplingParams
 from headway.policy.step_time import StepWork, pairs
 from headway.policy.swap import BlockSwap
 
+PASSED = -1  # in a block table: a window has passed the block, which is another's
+
 
 class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
     """What an executor knows of a sequence. A plan hands it over, and the executor updates it by later plans.
@@ -23,8 +25,9 @@ class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
         tokens: the prompt and the output up to now.
         stop_ids: ids that end it.
         seed: of its draws.
-        block_table: KV blocks in order of position.
+        block_table: KV blocks in order of position; of several KV cache groups, the first one's.
         checkpoint: the slot with the state behind its computed tokens; -1: there are none, or no recurrent layers.
+        further_tables: those of further groups. Where a window has passed, tables have PASSED.
     """
 
     seq_id: int
@@ -35,10 +38,26 @@ class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
     tokens: list[int]
     block_table: list[int]
     checkpoint: int = -1
+    further_tables: list[list[int]] = []
+
+    @property
+    def block_tables(self) -> list[list[int]]:
+        """Of each KV cache group."""
+        return [self.block_table, *self.further_tables]
+
+    def change_table(self, change: TableChange) -> None:
+        """Apply a change of a table."""
+        table = self.further_tables[change.group - 1] if change.group else self.block_table
+        table[change.start :] = change.blocks
+        for entry in range(change.first - 1, -1, -1):
+            if table[entry] == PASSED:
+                break
+            table[entry] = PASSED
 
 
 def state_of(sequence: Sequence) -> SequenceState:
     """All that an executor has to know of a sequence, with copies of its lists."""
+    tables = [[PASSED] * table.first + table.blocks for table in sequence.tables] or [list(sequence.block_table)]
     return SequenceState(
         sequence.seq_id,
         sequence.params,
@@ -46,17 +65,25 @@ def state_of(sequence: Sequence) -> SequenceState:
         sequence.stop_ids,
         sequence.prompt_len,
         list(sequence.tokens),
-        list(sequence.block_table),
+        tables[0],
         sequence.checkpoint,
+        tables[1:],
     )
 
 
 class TableChange(msgspec.Struct, array_like=True, gc=False):
-    """From entry `start` on, the block table of a sequence that the executor knows consists of these blocks."""
+    """From entry `start` on, a block table of a sequence that the executor knows consists of these blocks.
+
+    Args:
+        group: whose table it is.
+        first: entries before this one have been passed by a window.
+    """
 
     seq_id: int
     start: int
     blocks: list[int]
+    group: int = 0
+    first: int = 0
 
 
 class ScheduledSequence(msgspec.Struct, array_like=True, gc=False):

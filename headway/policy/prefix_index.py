@@ -15,11 +15,17 @@ _Tokens = tuple[int, ...]
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """The known prefix of some tokens at a `version` of the index: its blocks, and the node of each."""
+    """The known prefix of some tokens at a `version` of the index: its blocks, and the node of each.
+
+    Args:
+        whole, length: of an index of pages, see there.
+    """
 
     blocks: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
     version: int = -1
+    whole: int = 0
+    length: int = 0
 
 
 class PrefixIndex:

@@ -35,27 +35,32 @@ def room_for(
             for each in prompts
         ]
     size, room = pool.block_size, pool.most_protected
-    left = pool.num_blocks - pool.blocks_for(max_model_len)
+    left = pool.num_blocks - pool.most_blocks(max_model_len)
     nodes: dict[tuple[int | str, tuple[int, ...]], int] = {}
+    whole, ends = sum(group.window is None for group in pool.groups) if pool.groups else 1, 0
     fitting, refused = list[PreloadedPrompt](), list[str]()
     for prompt in prompts:
         before = len(nodes)
         parent: int | str = prompt.cache_salt
         for at in range(0, len(prompt.token_ids) // size * size, size):
             parent = nodes.setdefault((parent, tuple(prompt.token_ids[at : at + size])), len(nodes) + 1)
-        needed = f"{prompt.where}: with this prompt of {len(prompt.token_ids)} tokens, {len(nodes)} blocks must stay"
-        if len(nodes) > room:
+        pages = len(prompt.token_ids) // size
+        seen = sum(min(group.known, pages) for group in pool.groups)  # by windows, at the end of this prompt
+        count = len(nodes) * whole + ends + seen
+        needed = f"{prompt.where}: with this prompt of {len(prompt.token_ids)} tokens, {count} blocks must stay"
+        if count > room:
             refused.append(
                 f"{needed}, but only {room} of {pool.num_blocks} may (--protected-kv {pool.protected_share:g}); "
                 "raise that or --kv-cache-memory, or shorten the prompts"
             )
-        elif len(nodes) > left:
+        elif count > left:
             refused.append(
                 f"{needed}, but beside a sequence of {max_model_len} tokens only {left} of {pool.num_blocks} are left; "
                 "lower --max-model-len or raise --kv-cache-memory"
             )
         else:
             fitting.append(prompt)
+            ends += seen
             continue
         while len(nodes) > before:
             nodes.popitem()

@@ -16,6 +16,7 @@ import msgspec
 
 from headway.policy.accounting import StepTimes
 from headway.policy.kv_blocks import PROTECTED_SHARE, KVBlocks
+from headway.policy.kv_groups import KVCacheGroup
 from headway.policy.plan import ScheduledSequence, StepPlan
 from headway.policy.request import NEVER, FinishReason, Sequence
 from headway.policy.scheduler import Scheduler
@@ -57,6 +58,7 @@ class RecordedEngine(_Record, tag="engine"):
     began_unix_s: float
     protected_share: float = PROTECTED_SHARE
     num_checkpoints: int | None = None
+    groups: list[KVCacheGroup] = []
 
     def scheduler_config(self) -> SchedulerConfig:
         return msgspec.convert(_with_infinities(self.scheduler), SchedulerConfig)
@@ -64,7 +66,7 @@ class RecordedEngine(_Record, tag="engine"):
     def kv_blocks(self) -> KVBlocks:
         """An empty pool."""
         sizes = self.num_blocks, self.block_size
-        return KVBlocks(*sizes, self.enable_prefix_caching, self.protected_share, self.num_checkpoints)
+        return KVBlocks(*sizes, self.enable_prefix_caching, self.protected_share, self.num_checkpoints, self.groups)
 
 
 class Arrival(_Record):

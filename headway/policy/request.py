@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
+from headway.policy.kv_groups import GroupTable
 from headway.policy.ledger import Ledger, Phase
 from headway.policy.prefix_index import PrefixMatch
 from headway.policy.sampling_params import SamplingParams
@@ -97,6 +98,7 @@ class Sequence:
     status: Status = Status.WAITING
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
+    tables: list[GroupTable] = field(default_factory=list)  # in place of block_table where there are KV cache groups
     cache_node: int = 0  # where the registered part of block_table ends in the prefix index
     room: int = 0  # tokens for which it has blocks that are its own from num_computed on; 0 is not known
     num_registered: int = 0  # blocks of block_table that are in the prefix index
@@ -117,7 +119,7 @@ class Sequence:
     times_bypassed: int = 0
     prefix_match: PrefixMatch | None = None  # while it waits: what was found of its tokens in the prefix index
     checkpoint: int = -1  # until its first step: the slot of the state behind its computed tokens
-    keeps_at: tuple[int, ...] = ()  # tokens of its prompt behind which its state is to be kept, in order
+    keeps_at: tuple[int, ...] = ()  # tokens of its prompt behind which its state, or what windows see, is to be kept
     rolling: int = 0  # node of the last checkpoint that was made while it decodes
     swapped: Swapped | None = None  # while it waits: what the host holds of it
     seq_id: int = 0  # its number at the scheduler, in order of arrival
@@ -135,6 +137,13 @@ class Sequence:
         if self.params.prompt_logprobs is None or self.index or self.output_len:
             return 0
         return max(0, min(start + count, self.prompt_len - 1) - start)
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """Those of all its tables."""
+        if not self.tables:
+            return self.block_table
+        return [block for table in self.tables for block in table.blocks]
 
     @property
     def num_to_compute(self) -> int:

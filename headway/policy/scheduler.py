@@ -97,6 +97,7 @@ class Scheduler(Sequences):
         budget = self._budget_beside(beside, slack_ns)
         if prompts:
             self._schedule_prefills(plan, budget, now, may_admit=not out_of_blocks)
+            out_of_blocks = len(plan.preempted) > displaced
         reason = Phase.QUEUE_BLOCKS if out_of_blocks else self._admit(plan, budget, now)
         if outlook.left_out and not plan.scheduled:
             self._schedule_decodes([s for s in outlook.left_out if s.status is Status.RUNNING], plan, now)
@@ -176,10 +177,10 @@ class Scheduler(Sequences):
                 continue
             scheduled.append(ScheduledSequence(sequence.seq_id, computed, [sequence.tokens[-1]], True, 1))
 
-    def _has_room(self, sequence: Sequence, plan: StepPlan, now: int) -> bool:
-        """Find a block for the next token of a decoding sequence; False when it is itself preempted, or was before."""
+    def _has_room(self, sequence: Sequence, plan: StepPlan, now: int, count: int = 1) -> bool:
+        """Find blocks for the next tokens of a sequence; False when it is itself preempted, or was before."""
         while sequence.status is Status.RUNNING:
-            if self.block_manager.extend(sequence, 1, plan):
+            if self.block_manager.extend(sequence, count, plan):
                 _tell(sequence, plan)
                 return True
             self._preempt(self._victim(plan), plan, now)
@@ -222,15 +223,22 @@ class Scheduler(Sequences):
                 self._admit(plan, budget, now, before=sequence)
             if budget.is_spent:
                 break
-            self._schedule_chunk(sequence, budget, plan)
+            if sequence.status is Status.RUNNING:
+                self._schedule_chunk(sequence, budget, plan, now)
 
-    def _schedule_chunk(self, sequence: Sequence, budget: Budget, plan: StepPlan) -> None:
+    def _schedule_chunk(self, sequence: Sequence, budget: Budget, plan: StepPlan, now: int) -> None:
+        """Give a prompt its next chunk.
+
+        There are blocks for it, but where others share what its windows have passed: then these may have to go.
+        """
         start, wanted = sequence.num_computed, sequence.num_to_compute
         most = self._most_of(sequence, budget)
         count = budget.fit(start, most, sequence.logit_rows(start, most) > 0)
         if count == 0 or (count < wanted and not self.config.enable_chunked_prefill):
             return
-        if not self.block_manager.extend(sequence, count, plan):
+        if not self.block_manager.extend(sequence, count, plan) and not (
+            self.blocks.groups and self._has_room(sequence, plan, now, count)
+        ):
             return
         _tell(sequence, plan)
         chunk, rows = sequence.tokens[start : start + count], sequence.logit_rows(start, count)
@@ -330,20 +338,22 @@ class Scheduler(Sequences):
         """
         assert self.slo is not None
         shares = self.slo.shares
-        if not shares.most and len(decoding) <= self.blocks.num_free:
+        if not shares.most and len(decoding) * self.blocks.tables <= self.blocks.num_free:
             return decoding
-        growing = [sequence for sequence in decoding if self.block_manager.grows(sequence)]
+        growing = [(sequence, count) for sequence in decoding if (count := self.block_manager.growth(sequence))]
         while True:
-            growth = Counter(sequence.service.name for sequence in growing)
+            growth = Counter[str]()
+            for sequence, count in growing:
+                growth[sequence.service.name] += count
             full = {name for name in shares.most if not shares.may_use(name, growth[name])}
             victims = [s for s in self.running if s.service.name in full]
-            if not victims and len(growing) <= self.blocks.num_free:
+            if not victims and growth.total() <= self.blocks.num_free:
                 return [sequence for sequence in decoding if sequence.status is Status.RUNNING]
             over = [
                 s for s in self.running if not s.has_starved and shares.is_over(s.service.name, growth[s.service.name])
             ]
             self._preempt(max(victims or over or self.running, key=self.orders.victims), plan, now)
-            growing = [sequence for sequence in growing if sequence.status is Status.RUNNING]
+            growing = [each for each in growing if each[0].status is Status.RUNNING]
 
     def _admit(self, plan: StepPlan, budget: Budget, now: int, before: Sequence | None = None) -> Phase:
         """Admit waiting sequences in order, or only those who come `before` another; returns why it stopped."""
@@ -363,7 +373,7 @@ class Scheduler(Sequences):
                 return Phase.QUEUE_CAPACITY
             if self.block_manager.admit(sequence, self._spare_for(sequence)):
                 self._start(sequence, now)
-                self._schedule_chunk(sequence, budget, plan)
+                self._schedule_chunk(sequence, budget, plan, now)
                 for overtaken in passed:
                     overtaken.times_bypassed += 1
             else:

@@ -14,6 +14,7 @@ from headway.policy.accounting import Accounting, StepTimes
 from headway.policy.block_manager import BlockManager
 from headway.policy.decisions import Decision
 from headway.policy.fairness import FairSequences
+from headway.policy.grouped_blocks import GroupedBlockManager
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.order import ORDERS, OrderedSequences
 from headway.policy.plan import StepPlan, work_of
@@ -48,17 +49,16 @@ class Sequences:
     """
 
     def __init__(self, config: SchedulerConfig, blocks: KVBlocks, step_time: StepTime | None = None) -> None:
-        if blocks.blocks_for(config.max_model_len) > blocks.num_blocks:
+        if (needed := blocks.most_blocks(config.max_model_len)) > blocks.num_blocks:
             raise ValueError(
-                f"one sequence of max_model_len ({config.max_model_len}) needs "
-                f"{blocks.blocks_for(config.max_model_len)} KV blocks, the pool has {blocks.num_blocks}; "
-                f"lower --max-model-len or raise --kv-cache-memory"
+                f"one sequence of max_model_len ({config.max_model_len}) needs {needed} KV blocks, the pool has "
+                f"{blocks.num_blocks}; lower --max-model-len or raise --kv-cache-memory"
             )
         step_time = step_time or StepTimeModel()
         self.config = config
         self.blocks = blocks
         self.host = HostPool(config.swap, step_time) if config.swap.num_blocks else None
-        self.block_manager = BlockManager(blocks, self.host)
+        self.block_manager = (GroupedBlockManager if blocks.groups else BlockManager)(blocks, self.host)
         self.orders = ORDERS[config.policy]
         self.accounting = Accounting(step_time)
         self.running = OrderedSequences(self.orders.running)
@@ -293,8 +293,8 @@ class Sequences:
 
     def check_by_parts(self) -> Iterator[None]:
         """check() with pauses, as KVBlocks.check_by_parts()."""
-        yield from self.blocks.check_by_parts(sequence.block_table for sequence in self.running)
-        if any(sequence.block_table for sequence in self.waiting):
+        yield from self.blocks.check_by_parts(sequence.held_blocks for sequence in self.running)
+        if any(sequence.held_blocks for sequence in self.waiting):
             raise RuntimeError("a waiting sequence holds blocks")
         if self.blocks.checkpoints is not None:
             self.blocks.checkpoints.check(sum(sequence.checkpoint >= 0 for sequence in self.running))

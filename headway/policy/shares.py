@@ -116,7 +116,7 @@ class Shares:
             if sequence.has_starved or used[name] <= self.blocks.get(name, 0):
                 continue
             victims.append(sequence)
-            for block in sequence.block_table:
+            for block in sequence.held_blocks:
                 held[block] += 1
                 if held[block] == self._pool.references[block]:
                     used[owners[block]] -= 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
+from functools import partial
 
+from headway.policy.kv_groups import KVCacheGroup, most_blocks
 from headway.policy.sampling_params import MAX_LOGIT_BIAS_TOKENS, MAX_STOP_TOKEN_IDS
 
 # Default token budget of a step, by device.
@@ -63,12 +66,14 @@ class PoolSize:
     Args:
         max_num_seqs: sequences that may run, of whom each has a state; None: as many as are configured.
         checkpoints: slots for states of known prefixes; None for a model without recurrent layers.
+        groups: KV cache groups; empty where all layers see all tokens.
     """
 
     num_blocks: int
     max_model_len: int
     max_num_seqs: int | None = None
     checkpoints: int | None = None
+    groups: tuple[KVCacheGroup, ...] = ()
 
 
 def pool_size(
@@ -80,6 +85,7 @@ def pool_size(
     may_shrink: bool,
     state_bytes: int = 0,
     keep_checkpoints: bool = True,
+    groups: tuple[KVCacheGroup, ...] = (),
 ) -> PoolSize:
     """As many blocks as `pool_bytes` hold, but no more than all sequences of full length need.
 
@@ -87,11 +93,12 @@ def pool_size(
     fewer sequences run; and as many again for checkpoints, if they fit.
 
     Args:
-        block_bytes: of one block in all layers.
+        block_bytes: of one block, in all layers or those of a group.
         max_model_len: longest sequence that is wanted.
         may_shrink: it may be made shorter, to what the pool holds.
         state_bytes: of a sequence in all recurrent layers; 0 without such layers.
         keep_checkpoints: prefixes are shared.
+        groups: KV cache groups. Their pool has a block more, which stays empty.
 
     Raises:
         ValueError: one such sequence does not fit; the message says what to change.
@@ -108,13 +115,14 @@ def pool_size(
                 f"{pool_bytes / 2**20:.0f} MiB at most; raise --kv-cache-memory"
             )
         max_num_seqs = seats
-    blocks_of_one = -(-max_model_len // block_size)
-    num_blocks = min(max_num_seqs * blocks_of_one + 1, pool_bytes // block_bytes)
-    fits = num_blocks * block_size
-    if max_model_len <= fits:
-        return PoolSize(num_blocks, max_model_len, seats, checkpoints)
+    runs = -(-max_model_len // block_size)
+    blocks_of_one = most_blocks(groups, runs)
+    num_blocks = min(max_num_seqs * blocks_of_one + 1, max(0, pool_bytes // block_bytes - bool(groups)))
+    if blocks_of_one <= num_blocks:
+        return PoolSize(num_blocks, max_model_len, seats, checkpoints, groups)
+    fits = block_size * (bisect.bisect_right(range(runs), num_blocks, key=partial(most_blocks, groups)) - 1)
     if may_shrink and fits >= 2:
-        return PoolSize(num_blocks, fits, seats, checkpoints)
+        return PoolSize(num_blocks, fits, seats, checkpoints, groups)
     raise ValueError(
         f"one sequence of {max_model_len} tokens needs {blocks_of_one * block_bytes / 2**20:.0f} MiB of KV cache, the "
         f"pool has {num_blocks * block_bytes / 2**20:.0f} MiB; raise --kv-cache-memory or lower --max-model-len"

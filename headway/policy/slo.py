@@ -50,7 +50,7 @@ class SloPolicy:
     ) -> None:
         self.promises = Promises(step_time, config.max_num_batched_tokens, manager.known_tokens)
         self.window = Window(step_time)
-        sizes = config.kept_free(blocks.num_blocks), blocks.blocks_for(config.max_model_len)
+        sizes = config.kept_free(blocks.num_blocks), blocks.most_blocks(config.max_model_len)
         self.shares = Shares(config.classes, config.max_num_seqs, blocks, *sizes)
         self._wanted = manager.wanted
         self._config = config

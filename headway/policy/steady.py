@@ -85,11 +85,11 @@ class SteadyDecodes:
     def work_of_step(self, now: int) -> StepWork | None:
         """The work of the next step, whose sequences have blocks then; None where it must be scheduled."""
         scheduler = self._scheduler
-        growing = self._growing.get(self.num_steps)
+        growing, tables = self._growing.get(self.num_steps), scheduler.blocks.tables
         if (
             not self._count
-            or (growing is not None and len(growing) > scheduler.blocks.num_free)
-            or (scheduler.lends_blocks and self._count > scheduler.blocks.num_free)
+            or (growing is not None and len(growing) * tables > scheduler.blocks.num_free)
+            or (scheduler.lends_blocks and self._count * tables > scheduler.blocks.num_free)
         ):
             return None
         if growing is not None:

@@ -56,7 +56,8 @@ class Swapped:
     """What the host holds of a waiting sequence.
 
     Args:
-        first: entry of its block table that the first of the host blocks is a copy of.
+        first: entry of its block table that the first of the host blocks is a copy of. Of KV cache groups the host has
+            one table after the other; those with a window from the entry on that is needed next.
         computed: tokens that were computed when it was preempted.
     """
 
@@ -111,9 +112,9 @@ class HostPool:
         self.counts["out"] += computed - start
         return Swapped(first, computed, host_blocks)
 
-    def swap_in(self, swapped: Swapped, at: int, blocks: list[int], tokens: int) -> None:
-        """Copy `tokens` back to these blocks, which are the entries of the block table from `at` on."""
-        self.swaps.append(BlockSwap(False, blocks, swapped.host_blocks[at - swapped.first :]))
+    def swap_in(self, host_blocks: list[int], blocks: list[int], tokens: int) -> None:
+        """Copy `tokens` back from host blocks to these."""
+        self.swaps.append(BlockSwap(False, blocks, host_blocks))
         self.counts["in"] += tokens
 
     def free(self, swapped: Swapped) -> None:

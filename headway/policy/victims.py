@@ -70,7 +70,7 @@ def victims_for(
             continue
         victims.append(sequence)
         seats += 1
-        for block in sequence.block_table:
+        for block in sequence.held_blocks:
             held[block] += 1
             missing -= held[block] == references[block] and block not in kept
     return victims if seats > 0 and missing <= 0 else None

@@ -19,6 +19,7 @@ from headway.planner.request import DeploymentOptions, HardwareName, ModelName, 
 from headway.planner.resolve import Resolved, find_hardware, resolve
 from headway.planner.words import gigabytes
 from headway.policy.kv_blocks import KVBlocks
+from headway.policy.kv_groups import kv_cache_groups, layers_per_group, seen_windows
 from headway.policy.queue_bound import QueueLimits
 from headway.policy.quota import Quotas
 from headway.policy.scheduler import Scheduler
@@ -115,7 +116,7 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
     scheduling = with_defaults(scheduling, profile, hardware, options.given)
     found = resolve(_request(options, scheduling, device))
     held = capacity(found.deployment, 1, 1, found.settings)
-    pool = _pool(options, scheduling, found, held)
+    pool = _pool(options, scheduling, device, found, held)
     pool = replace(pool, num_blocks=round(pool.num_blocks * pools))
     if options.service_classes is not None:
         scheduling = replace(scheduling, classes=options.service_classes.table)
@@ -123,7 +124,7 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
     if options.tenants is not None:
         scheduling = replace(scheduling, weights=options.tenants.table.weights)
         quotas = Quotas(options.tenants.table, 0)
-    swap = _swap(scheduling, device, found)
+    swap = _swap(options, scheduling, device, found)
     scheduler = scheduling.scheduler(device, pool, functools.partial(scheduler_of, profile), swap)
     efficiency, usual = found.deployment.efficiency, math.inf if profile == VLLM else None
     limits = QueueLimits.for_engine(
@@ -168,24 +169,36 @@ def _request(options: ServerOptions, scheduling: SchedulingOptions, device: str)
     )
 
 
-def _block_bytes(found: Resolved, block_size: int) -> int:
-    """Of a device's part of a block."""
-    deployment = found.deployment
-    return sequence_bytes(deployment, block_size, block_size, rolling=False) - deployment.device.state_bytes
+def _block_bytes(options: ServerOptions, found: Resolved, block_size: int) -> int:
+    """Of a device's part of a block, for all layers or those that a KV cache group has room for."""
+    deployment, windows = found.deployment, _windows(options, found)
+    whole = sequence_bytes(deployment, block_size, block_size, rolling=False) - deployment.device.state_bytes
+    return whole // deployment.device.attention_layers * layers_per_group(windows) if windows else whole
 
 
-def _swap(scheduling: SchedulingOptions, device: str, found: Resolved) -> SwapSpace:
+def _windows(options: ServerOptions, found: Resolved) -> tuple[int | None, ...]:
+    """Those that sequences outgrow; empty without any."""
+    return seen_windows(found.deployment.device.cache_windows, _longest(options, found))
+
+
+def _longest(options: ServerOptions, found: Resolved) -> int:
+    return options.max_model_len or found.model.shape.max_positions or found.model.shape.vocab
+
+
+def _swap(options: ServerOptions, scheduling: SchedulingOptions, device: str, found: Resolved) -> SwapSpace:
     """Host memory for each device, behind its link; a CPU copies within its memory, which it reads and writes."""
-    hardware, block_bytes = found.deployment.hardware, _block_bytes(found, scheduling.block_size)
+    hardware, block_bytes = found.deployment.hardware, _block_bytes(options, found, scheduling.block_size)
     rate = hardware.bytes_per_s / 2 if device == "cpu" else (hardware.host_bytes_per_s or 0.0) * HOST_LINK_SHARE
     if not rate:
         return NO_SWAP
     return SwapSpace(scheduling.swap_bytes(device) // block_bytes, block_ns=2e9 * block_bytes / rate)
 
 
-def _pool(options: ServerOptions, scheduling: SchedulingOptions, found: Resolved, held: Capacity) -> PoolSize:
+def _pool(
+    options: ServerOptions, scheduling: SchedulingOptions, device: str, found: Resolved, held: Capacity
+) -> PoolSize:
     """Blocks for keys and values, as many as a live engine would have."""
-    shape, block_size = found.model.shape, scheduling.block_size
+    block_size, longest = scheduling.block_size, _longest(options, found)
     if options.kv_cache_memory is None and not held.fits:
         helps = remedies(found.deployment, 1, 1, found.settings)
         raise PlanError(
@@ -195,13 +208,14 @@ def _pool(options: ServerOptions, scheduling: SchedulingOptions, found: Resolved
         )
     return pool_size(
         held.kv_pool if options.kv_cache_memory is None else options.kv_cache_memory,
-        _block_bytes(found, block_size),
+        _block_bytes(options, found, block_size),
         block_size,
         scheduling.max_num_seqs,
-        options.max_model_len or shape.max_positions or shape.vocab,
+        longest,
         may_shrink=options.max_model_len is None,
         state_bytes=found.deployment.device.state_bytes,
         keep_checkpoints=scheduling.enable_prefix_caching,
+        groups=kv_cache_groups(_windows(options, found), scheduling.batched_tokens(device), longest, block_size),
     )
 
 

@@ -36,7 +36,7 @@ def _never_preempting(server: ServerOptions, scheduling: SchedulingOptions) -> D
     """Blocks for as many of the longest sequences as may run, so that nobody waits for one or gives one up."""
     plain = deploy(server, scheduling)
     blocks, config = plain.scheduler.blocks, plain.scheduler.config
-    most = config.max_num_seqs * blocks.blocks_for(config.max_model_len)
+    most = config.max_num_seqs * blocks.most_blocks(config.max_model_len)
     found = deploy(server, scheduling, max(1.0, most / blocks.num_blocks))
     found.scheduler.orders = replace(found.scheduler.orders, displaces=0)
     return found

@@ -56,8 +56,8 @@ def cache_of(run: Deployment, tokens: int, block: int) -> int:
     per_stage = -(-shape.layers // stages)
     sizes = [0] * stages
     for layer, window in enumerate(shape.sliding_windows):
-        kept = tokens if window is None else min(tokens, window)
-        sizes[layer // per_stage] += -(-kept // block) * block * elements * run.precision.kv.bits // 8
+        kept = -(-tokens // block) if window is None else min(-(-tokens // block), -(-(window - 1) // block) + 1)
+        sizes[layer // per_stage] += kept * block * elements * run.precision.kv.bits // 8
     return max(sizes)
 
 
@@ -120,14 +120,14 @@ def test_sharing_a_prefix_never_fits_less(run, prefix, rest, block):
 
 
 def test_a_prefix_of_windows_is_shared_where_that_is_cheaper():
-    """All layers keep 24 tokens at most: the prefix's once and each sequence's own 8, against 24 for each."""
+    """A window of 24 tokens lies in four blocks, which all layers keep: the prefix's once, and each one's own."""
     run = deployment(replace(WINDOWED, sliding_windows=(24,) * 4), hardware=replace(MACHINE, memory_bytes=2 * 10**9))
     settings = Settings(block_size=8, **SMALL_STEP)
     held = capacity(run, 1000, 8, settings)
     token = held.kv_per_token
-    assert held.max_batch == held.kv_pool // (24 * token)
-    assert capacity(run, 1000, 8, settings, cached=1000).max_batch == (held.kv_pool - 24 * token) // (8 * token)
-    one = (held.workspace + held.weights + held.activations + 24 * token) / 0.9 + 2
+    assert held.max_batch == held.kv_pool // (32 * token)
+    assert capacity(run, 1000, 8, settings, cached=1000).max_batch == (held.kv_pool - 32 * token) // (8 * token)
+    one = (held.workspace + held.weights + held.activations + 32 * token) / 0.9 + 2
     tight = replace(run, hardware=replace(MACHINE, memory_bytes=int(one)))
     assert capacity(tight, 1000, 8, settings, cached=1000).max_batch == 1
     assert capacity(tight, 1000, 8, settings).max_batch == 1
@@ -175,9 +175,9 @@ def test_the_fullest_stage_decides():
     """Windows in the first two layers and none in the last two: a device of the second stage keeps everything."""
     shape = replace(WINDOWED, sliding_windows=(24, 24, None, None))
     run = deployment(shape, hardware=replace(MACHINE, memory_bytes=2 * 10**9), parallelism=Parallelism(pipeline=2))
-    assert sequence_bytes(run, 2400, 8) == 2 * 2400 * 256 == 100 * 2 * 24 * 256
+    assert sequence_bytes(run, 2400, 8) == 2 * 2400 * 256 == 75 * 2 * 32 * 256
     whole = replace(run, parallelism=Parallelism())
-    assert sequence_bytes(whole, 2400, 8) == 2 * (2400 + 24) * 256
+    assert sequence_bytes(whole, 2400, 8) == 2 * (2400 + 32) * 256
     assert fit(run).kv_per_token * 2 == fit(whole).kv_per_token
 
 

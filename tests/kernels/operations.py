@@ -296,11 +296,12 @@ def check_attention(
 ) -> None:  # fmt: skip
     """Attention of queries that are a slice of a wider projection, over what was stored in shuffled blocks before.
 
-    What is stored is a slice too, and what no token was stored in holds no numbers.
+    What is stored is a slice too, and what no token was stored in holds no numbers. Blocks that the window has passed
+    are another's, and their places in the tables are taken by a block of zeros.
     """
     step, num_blocks = step_of(queries, contexts, block_size, seed)
     before, _ = step_of(contexts, contexts, block_size, seed)
-    shape = (num_blocks, kv_heads, block_size, width)
+    shape = (num_blocks + 1, kv_heads, block_size, width)
     cache, ours = (empty_cache(shape, each, to) for each, to in ((dtype, "cpu"), (cache_dtype or dtype, device)))
     history = random(seed + 1, dtype, sum(contexts), 3 * kv_heads * width)
     keys, values = (
@@ -314,6 +315,13 @@ def check_attention(
     expected = REFERENCE.attention(
         fused[:, : heads * width].view(-1, heads, width), cache, step, width**-0.5, window, sinks, softcap
     )
+    if window is not None:
+        for row, (count, context) in enumerate(zip(queries, contexts, strict=True)):
+            passed = step.block_tables[row, : max(0, context - count - window + 1) // block_size]
+            for tensor in ours.tensors:
+                tensor[passed.long().to(device)] = torch.nan if tensor.is_floating_point() else 99
+                tensor[num_blocks] = 0
+            passed[:] = num_blocks
     query = fused.to(device)[:, : heads * width].view(-1, heads, width)
     of_device = sinks if sinks is None else sinks.to(device)
     got = kernels.attention(query, ours, on(device, step), width**-0.5, window, of_device, softcap)

@@ -15,7 +15,8 @@ import msgspec
 from headway.policy.accounting import StepTimes
 from headway.policy.intake import check, fit_to_context, sequences_of, taken_up
 from headway.policy.kv_blocks import KVBlocks
-from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan, work_of
+from headway.policy.kv_groups import GroupTable, kv_cache_groups
+from headway.policy.plan import PASSED, ScheduledSequence, SequenceState, StepPlan, work_of
 from headway.policy.promises import MOST_LEFT_OUT_NS, is_promised
 from headway.policy.queue_bound import Place, QueueBound, QueueLimits
 from headway.policy.request import Request, Sequence, Status
@@ -94,14 +95,15 @@ def make_sequence(name: str, prompt: list[int], max_tokens: int, **options: Any)
 class FakeExecutor:
     """Knows only what encoded plans say. Its cache stores, in place of keys and values, the tokens they depend on."""
 
-    def __init__(self, block_size: int, is_recurrent: bool = False) -> None:
+    def __init__(self, block_size: int, is_recurrent: bool = False, windows: tuple[int | None, ...] = (None,)) -> None:
         self.block_size = block_size
+        self.windows = windows
         self.is_recurrent = is_recurrent
         self.states: dict[int, list[int]] = {}  # by seq_id, in place of a state the tokens that it has seen
         self.kept: dict[int, list[int]] = {}  # the same of the slots of checkpoints
         self.known: dict[int, SequenceState] = {}
-        self.written: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> tokens up to there
-        self.host: dict[tuple[int, int], tuple[int, ...]] = {}  # the same of host blocks
+        self.written: dict[tuple[int, int], Any] = {}  # (block, offset) -> group, tokens up to there
+        self.host: dict[tuple[int, int], Any] = {}  # the same of host blocks
 
     def run(self, plan: StepPlan) -> None:
         plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
@@ -114,7 +116,9 @@ class FakeExecutor:
             if new.checkpoint >= 0:
                 self.states[new.seq_id] = self.kept[new.checkpoint]
         for change in plan.tables:
-            self.known[change.seq_id].block_table[change.start :] = change.blocks
+            table = self.known[change.seq_id].block_tables[change.group]
+            table[change.start :] = change.blocks
+            table[: change.first] = [PASSED] * change.first
         for swap in plan.swaps:
             pairs = zip(swap.blocks, swap.host_blocks, strict=True)
             for block, host_block in pairs:
@@ -142,12 +146,18 @@ class FakeExecutor:
             state.tokens[item.start :] = item.token_ids
         assert state.tokens[item.start : item.start + item.num_tokens] == item.token_ids
         for position in range(item.start, item.start + item.num_tokens):
-            self.written[self.place(state, position)] = tuple(state.tokens[: position + 1])
+            for group, table in enumerate(state.block_tables):
+                place = table[position // self.block_size], position % self.block_size
+                self.written[place] = group, tuple(state.tokens[: position + 1])
 
     def read(self, item: ScheduledSequence, state: SequenceState) -> None:
-        for position in range(item.start + item.num_tokens):
-            known = self.written[self.place(state, position)]
-            assert known == tuple(state.tokens[: position + 1]), "attention would read another's KV"
+        for group, (window, table) in enumerate(zip(self.windows, state.block_tables, strict=True)):
+            for position in range(item.start + item.num_tokens):
+                block = table[position // self.block_size]
+                if window is not None and position <= item.start - window and block == PASSED:
+                    continue
+                known = self.written[block, position % self.block_size]
+                assert known == (group, tuple(state.tokens[: position + 1])), "attention would read another's KV"
 
     def advance(self, item: ScheduledSequence, state: SequenceState, plan: StepPlan) -> None:
         before, end = self.states.get(item.seq_id, []) if item.start else [], item.start + item.num_tokens
@@ -158,9 +168,6 @@ class FakeExecutor:
         for kept in item.keeps:
             assert all(kept.slot != new.checkpoint for new in plan.new), "a state is read while it is written"
             self.kept[kept.slot] = state.tokens[: kept.tokens]
-
-    def place(self, state: SequenceState, position: int) -> tuple[int, int]:
-        return state.block_table[position // self.block_size], position % self.block_size
 
 
 @dataclass
@@ -181,6 +188,7 @@ class Simulation:
     policy: str = "fcfs"
     caching: bool = True
     num_checkpoints: int | None = None
+    windows: tuple[int | None, ...] = ()  # of layers
     lookahead: int = 16
     max_bypasses: int = 32
     max_prefill_stall_ms: float = math.inf
@@ -210,8 +218,12 @@ class Simulation:
             swap=self.swap,
         )
         memory = self.num_blocks, 1, self.block_size
-        pool = pool_size(*memory, self.max_num_seqs, self.max_model_len, may_shrink=False)
-        blocks = KVBlocks(pool.num_blocks, self.block_size, self.caching, num_checkpoints=self.num_checkpoints)
+        longest = self.max_model_len, self.block_size
+        groups = kv_cache_groups(self.windows, self.max_num_batched_tokens, *longest)
+        pool = pool_size(*memory, self.max_num_seqs, self.max_model_len, may_shrink=False, groups=groups)
+        blocks = KVBlocks(
+            pool.num_blocks, self.block_size, self.caching, num_checkpoints=self.num_checkpoints, groups=groups
+        )
         if blocks.checkpoints is not None:
             blocks.checkpoints.spacing = 2 * self.block_size  # as by default, where blocks are larger
         self.scheduler = self.make_scheduler(config, blocks)
@@ -219,7 +231,9 @@ class Simulation:
         self.inbox: deque[tuple[list[int], int]] = deque()  # requests that have not been taken up: prompt, max_tokens
         self.queue = QueueBound(self.limits)
         self.places: list[tuple[Place, list[Sequence]]] = []  # with the choices that have not ended
-        self.executor = FakeExecutor(self.block_size, self.num_checkpoints is not None)
+        self.executor = FakeExecutor(
+            self.block_size, self.num_checkpoints is not None, tuple(group.window for group in groups) or (None,)
+        )
 
     def make_scheduler(self, config: SchedulerConfig, blocks: KVBlocks) -> Scheduler:
         return Scheduler(config, blocks, self.step_time, self.budget_rule)
@@ -342,9 +356,10 @@ class Simulation:
             assert item.token_ids[: len(known)] == known
             assert item.samples == (1 + drafts if end >= len(sequence.tokens) else 0)
             assert drafts == 0 or (item.decoding and end < sequence.max_len)
-            assert len(sequence.block_table) * size >= end
-            for block in sequence.block_table[item.start // size : -(-end // size)]:
-                assert scheduler.blocks.references[block] == 1, "a step would write into a shared block"
+            for table in sequence.tables or [GroupTable(0, sequence.block_table)]:
+                assert table.end * size >= end
+                for block in table.entries(item.start // size, -(-end // size)):
+                    assert scheduler.blocks.references[block] == 1, "a step would write into a shared block"
         self.check_stall(items)
         decoding = [s for s in scheduler.running if s.is_decoding]
         ran = {id(self.sequence_of(item)) for item in items}
@@ -365,6 +380,8 @@ class Simulation:
         if self.now - oldest >= MOST_LEFT_OUT_NS:
             assert any(self.sequence_of(item).last_token_ns <= oldest for item in items if item.decoding)
         if not self.chunked or any(each.tokens for each in self.classes) or any(item.logit_rows for item in items):
+            return
+        if self.windows:  # a prompt's chunk frees what windows have passed, so that one before it fits after all
             return
         prompts = [s for s in running if not (s.is_decoding or s.has_starved)]
         unfinished = [s for s in prompts if tokens.get(s.seq_id, 0) < s.num_to_compute]
@@ -405,7 +422,10 @@ class Simulation:
             sequence, state = self.sequence_of(item), self.executor.known[item.seq_id]
             drafted = [*sequence.tokens[: item.start], *item.token_ids] if item.decoding else sequence.tokens
             assert state.tokens == drafted
-            assert state.block_table[: len(sequence.block_table)] == sequence.block_table
+            for known, table in zip(
+                state.block_tables, sequence.tables or [GroupTable(0, sequence.block_table)], strict=True
+            ):
+                assert known[: table.end] == [PASSED] * table.first + table.blocks
             assert (state.seed, state.prompt_len) == (sequence.seed, sequence.prompt_len)
             assert (state.params, state.stop_ids) == (sequence.params, sequence.stop_ids)
 

@@ -60,7 +60,7 @@ class Drafting(Faulty):
             found = blocks.match([*sequence.tokens, 0], sequence.cache_salt)
             for number, block in enumerate(found, 1):
                 known = tuple(sequence.tokens[: number * self.block_size])
-                assert self.executor.written[block, self.block_size - 1] == known
+                assert self.executor.written[block, self.block_size - 1] == (0, known)
 
 
 @settings(max_examples=80, deadline=None)

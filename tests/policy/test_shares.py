@@ -49,7 +49,7 @@ class Shared(Simulation):
         def checked(victim: Sequence, plan: StepPlan, now: int) -> None:
             assert scheduler.slo is not None
             name = victim.service.name
-            growth = sum(scheduler.block_manager.grows(s) for s in scheduler.running if s.service.name == name)
+            growth = sum(scheduler.block_manager.growth(s) for s in scheduler.running if s.service.name == name)
             is_bound = not scheduler.slo.shares.may_use(name, growth)
             is_bound |= any(sequence.has_starved for sequence in scheduler.sequences.values())
             assert is_bound or scheduler.slo.shares.is_over(name, growth), f"{name} has lost blocks of its share"

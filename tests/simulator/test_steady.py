@@ -16,6 +16,7 @@ from benchmarks.fault_worlds import World
 from headway.engine.config import SchedulingOptions
 from headway.policy.accounting import StepTimes
 from headway.policy.kv_blocks import KVBlocks
+from headway.policy.kv_groups import kv_cache_groups
 from headway.policy.plan import StepPlan
 from headway.policy.queue_bound import QueueLimits
 from headway.policy.recording import Record, RecordedScheduler, Step
@@ -79,8 +80,10 @@ def world(seed: int, timing: Timing) -> Decided:
     if rng.random() < 0.9:
         config = replace(config, weights={})
     checkpoints = rng.choice([None, 2, 12, 100])
-    sizes = scheduler.blocks.num_blocks, scheduler.blocks.block_size
-    pool = KVBlocks(*sizes, rng.random() < 0.8, num_checkpoints=checkpoints)
+    num_blocks, size = scheduler.blocks.num_blocks, scheduler.blocks.block_size
+    groups = kv_cache_groups((24, None), 256, config.max_model_len, size) if checkpoints is None else ()
+    num_blocks += sum(group.most(num_blocks) for group in groups if group.window)
+    pool = KVBlocks(num_blocks, size, rng.random() < 0.8, num_checkpoints=checkpoints, groups=groups)
     limits = QueueLimits(rng.choice([8, 100, math.inf]))
     host = Host(rng.choice([0, 10**6]), rng.choice([0.0, 1e4]), rng.choice([0, 1000]))
     server = Decided(Scheduler(config, pool), timing, limits, host, None, None)

@@ -1,0 +1,132 @@
+"""KV cache groups: which layers share a block table, where some layers have sliding windows.
+
+A layer with a window needs the keys and values of the last tokens alone. So the layers are put in groups of one window,
+each with a block table of its own, and tables of windowed groups give up what the window has passed. All groups have
+room for the same number of layers, so that their blocks are of one size and come from one pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import msgspec
+
+# Block tables of a sequence. More, for fewer layers each, would waste less memory and cost more work with each block.
+MOST_GROUPS = 8
+
+
+class KVCacheGroup(msgspec.Struct, frozen=True, array_like=True):
+    """What the scheduler knows of a group; sizes are blocks of one sequence.
+
+    Args:
+        window: positions that a query sees, itself included; None for all.
+        ahead: that a prompt under way has for its tokens, where it has more tokens than that: those that the largest
+            step sees. 0 without a window, where it has them for all tokens.
+        known: that it begins with at most besides, of a known prefix.
+    """
+
+    window: int | None
+    ahead: int = 0
+    known: int = 0
+
+    def first(self, computed: int, block_size: int) -> int:
+        """The first entry of its table that is needed for tokens after so many computed ones."""
+        return 0 if self.window is None else max(0, computed - self.window + 1) // block_size
+
+    def most(self, num_blocks: int) -> int:
+        """That a sequence of so many runs of tokens ever has."""
+        return num_blocks if self.window is None else min(num_blocks, self.ahead + self.known)
+
+
+@dataclass(slots=True)
+class GroupTable:
+    """A sequence's block table of one group.
+
+    Args:
+        first: the entry of the first block; a window has passed those before.
+    """
+
+    first: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Entries, those before the first block included."""
+        return self.first + len(self.blocks)
+
+    def entries(self, start: int, end: int) -> list[int]:
+        """The blocks of these entries, as far as it has them."""
+        return self.blocks[max(0, start - self.first) : max(0, end - self.first)]
+
+
+def most_blocks(groups: Sequence[KVCacheGroup], num_blocks: int) -> int:
+    """Blocks in all tables that a sequence of so many runs of tokens holds at most; without groups it has one table."""
+    return sum(group.most(num_blocks) for group in groups) if groups else num_blocks
+
+
+def decode_blocks(window: int | None, tokens: int, block_size: int) -> int:
+    """Blocks of one group that a sequence of so many tokens holds while it decodes."""
+    whole = -(-tokens // block_size)
+    return whole if window is None else min(whole, -(-(window - 1) // block_size) + 1)
+
+
+@cache
+def layers_per_group(windows: tuple[int | None, ...]) -> int:
+    """How many layers a group has room for, given the window of each layer.
+
+    There are at most MOST_GROUPS groups, or one for each window. Of the sizes that permit this, the one with the least
+    room to spare in groups without a window, whose tables are long; then in the others; then the largest.
+    """
+    counts = [windows.count(window) for window in dict.fromkeys(windows)]
+    whole, most = windows.count(None), max(MOST_GROUPS, len(counts))
+
+    def spare(size: int) -> tuple[int, int, int]:
+        return -whole % size, sum(-count % size for count in counts), -size
+
+    sizes = range(1, max(counts) + 1)
+    return min((size for size in sizes if sum(-(-count // size) for count in counts) <= most), key=spare)
+
+
+def group_layers(windows: tuple[int | None, ...]) -> list[list[int]]:
+    """The layers of each group, by number; those without a window come first.
+
+    Args:
+        windows: of each layer, as seen_windows() says.
+    """
+    size, groups = layers_per_group(windows), []
+    for window in sorted(dict.fromkeys(windows), key=lambda each: (each is not None, each or 0)):
+        layers = [layer for layer, each in enumerate(windows) if each == window]
+        groups += [layers[at : at + size] for at in range(0, len(layers), size)]
+    return groups
+
+
+@cache
+def group_windows(windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """The window of each group of group_layers()."""
+    return tuple(windows[layers[0]] for layers in group_layers(windows))
+
+
+def seen_windows(windows: Iterable[int | None], max_model_len: int) -> tuple[int | None, ...]:
+    """The same, but None for those that no sequence outgrows; empty where that are all."""
+    seen = tuple(window if window is not None and window < max_model_len else None for window in windows)
+    return seen if any(seen) else ()
+
+
+def kv_cache_groups(
+    windows: Iterable[int | None], largest_chunk: int, max_model_len: int, block_size: int
+) -> tuple[KVCacheGroup, ...]:
+    """The groups of a model whose layers have these windows; empty where all layers see all of a sequence.
+
+    Args:
+        largest_chunk: most tokens of a sequence in a step.
+    """
+    seen, groups = seen_windows(windows, max_model_len), []
+    for window in group_windows(seen) if seen else ():
+        if window is None:
+            groups.append(KVCacheGroup(None))
+        else:
+            ahead = -(-(window - 1 + largest_chunk) // block_size) + 1
+            groups.append(KVCacheGroup(window, ahead, -(-(window - 1) // block_size)))
+    return tuple(groups)
