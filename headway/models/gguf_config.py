@@ -18,6 +18,7 @@ from typing import Any
 from headway.cost.values import ConfigValues, ModelError
 from headway.files import cache_folder
 from headway.models.gguf import GGUFModel, GGUFTensor, parts_of, read_gguf
+from headway.models.gguf_gemma4 import gemma4_config
 from headway.models.gguf_names import DELTA_NETS, GEMMA
 from headway.models.gguf_tokenizer import tokenizer_files
 
@@ -35,6 +36,7 @@ ARCHITECTURES = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
@@ -199,6 +201,10 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
     for name in ("num_experts", "num_experts_per_tok"):
         if not config.get(name):
             config.pop(name, None)
+    if family == "gemma4":
+        factors = tensors.get("rope_freqs.weight")
+        divided = [1.0] if factors is None else _floats("rope_freqs.weight", factors, factors.size)
+        config |= gemma4_config(values, tensors, divided, source)
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{source}: tensor token_embd.weight is missing; use a file that holds a whole model")
@@ -295,6 +301,8 @@ def _dtype(tensors: Mapping[str, GGUFTensor]) -> str:
 
 def _rope_scaling(model: GGUFModel, family: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Llama 3.1's scaling stands in a tensor, by how much each frequency is divided; Phi-3's in two."""
+    if family == "gemma4":
+        return None
     values, factors = model.values, model.tensors.get("rope_freqs.weight")
     kinds = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
     if family == "phi3" and all(each in model.tensors for each in kinds.values()):

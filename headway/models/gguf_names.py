@@ -84,6 +84,17 @@ _NORMS = {
     **{each: {"model.norm": "token_embd_norm"} for each in ("lfm2", "lfm2moe")},
     "gemma2": _POST_NORMS | {"pre_feedforward_layernorm": "ffn_norm"},
     "gemma3": _POST_NORMS | {"pre_feedforward_layernorm": "ffn_norm"},
+    "gemma4": _POST_NORMS
+    | {
+        "pre_feedforward_layernorm": "ffn_norm",
+        "layer_scalar": "layer_output_scale",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "model.embed_tokens_per_layer": "per_layer_token_embd",
+        "model.per_layer_model_projection": "per_layer_model_proj",
+        "model.per_layer_projection_norm": "per_layer_proj_norm",
+    },
     "olmo2": _POST_NORMS,
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
 }
@@ -94,6 +105,7 @@ _ENDINGS = {
     "sinks": ".weight",
     "e_score_correction_bias": ".bias",
     "expert_bias": ".bias",
+    "layer_scalar": ".weight",
     "dt_bias": ".bias",
     "A_log": ".",
 }

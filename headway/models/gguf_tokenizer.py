@@ -76,8 +76,10 @@ def tokenizer_files(values: dict[str, Any], source: str) -> dict[str, dict[str, 
         ModelError: there is no tokenizer, or one of a kind that is not supported; `source` is the file it names.
     """
     kind, tokens = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.tokens")
-    if kind not in ("gpt2", "llama"):
-        raise ModelError(f"{source}: tokenizer.ggml.model is {kind!r}, which is not supported; only gpt2 and llama are")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise ModelError(
+            f"{source}: tokenizer.ggml.model is {kind!r}, which is not supported; only gpt2, llama and gemma4 are"
+        )
     if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
         raise ModelError(f"{source}: tokenizer.ggml.tokens is not a list of tokens; use a file with its tokenizer")
     types = values.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
@@ -91,7 +93,7 @@ def tokenizer_files(values: dict[str, Any], source: str) -> dict[str, dict[str, 
         for number, (token, each) in enumerate(zip(tokens, types, strict=True))
         if each in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     ]
-    begins = kind == "llama" or values.get("tokenizer.ggml.pre") in _WHOLE_WORDS
+    begins = kind != "gpt2" or values.get("tokenizer.ggml.pre") in _WHOLE_WORDS
     config: dict[str, Any] = {"add_bos_token": bool(values.get("tokenizer.ggml.add_bos_token", begins))}
     for name in ("bos", "eos", "unknown", "padding"):
         number = _token_id(values, name, tokens, source)
@@ -131,16 +133,14 @@ def _byte_level(values: dict[str, Any], tokens: list[str], source: str) -> dict[
         raise ModelError(
             f"{source}: tokenizer.ggml.pre is {name!r}, which is not supported; use the safetensors checkpoint"
         )
-    merges = values.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list) or not all(isinstance(each, str) and " " in each for each in merges):
-        raise ModelError(f"{source}: tokenizer.ggml.merges is not a list of merges; use a file with its tokenizer")
+    merges = _stated_merges(values, source)
     cuts = [
         {"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False} for cut in _CUTS[name]
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     model = {
         "vocab": {token: number for number, token in enumerate(tokens)},
-        "merges": [each.split(" ", 1) for each in merges],
+        "merges": merges,
         "ignore_merges": name in _WHOLE_WORDS,
     }
     return _tokenizer(
@@ -151,12 +151,27 @@ def _byte_level(values: dict[str, Any], tokens: list[str], source: str) -> dict[
     )
 
 
+def _stated_merges(values: dict[str, Any], source: str) -> list[list[str]]:
+    merges = values.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list) or not all(isinstance(each, str) and " " in each for each in merges):
+        raise ModelError(f"{source}: tokenizer.ggml.merges is not a list of merges; use a file with its tokenizer")
+    return [each.split(" ", 1) for each in merges]
+
+
 def _sentence_pieces(values: dict[str, Any], tokens: list[str], types: list[int], source: str) -> dict[str, Any]:
-    """SentencePiece's BPE: pieces are merged whose whole has the best score; what is left are bytes."""
-    scores = values.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise ModelError(f"{source}: tokenizer.ggml.scores is not one for each of {len(tokens):,} tokens")
+    """SentencePiece's BPE: pieces are merged whose whole has the best score; what is left are bytes.
+
+    Gemma 4's has its merges in the file.
+    """
     vocab = {token: number for number, token in enumerate(tokens)}
+    if values.get("tokenizer.ggml.model") == "gemma4":
+        merges = _stated_merges(values, source)
+    else:
+        scores = values.get("tokenizer.ggml.scores")
+        if not isinstance(scores, list) or len(scores) != len(tokens):
+            raise ModelError(f"{source}: tokenizer.ggml.scores is not one for each of {len(tokens):,} tokens")
+        pieces = [piece for piece, each in zip(tokens, types, strict=True) if each == _NORMAL]
+        merges = list(_merges(vocab, scores, pieces))
     prefixed = values.get("tokenizer.ggml.add_space_prefix", True)
     unknown = next((token for token, each in zip(tokens, types, strict=True) if each == _UNKNOWN), None)
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -170,9 +185,7 @@ def _sentence_pieces(values: dict[str, Any], tokens: list[str], types: list[int]
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     model = {
         "vocab": vocab,
-        "merges": list(
-            _merges(vocab, scores, [piece for piece, each in zip(tokens, types, strict=True) if each == _NORMAL])
-        ),
+        "merges": merges,
         "unk_token": unknown,
         "fuse_unk": True,
         "byte_fallback": True,

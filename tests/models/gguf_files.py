@@ -73,19 +73,24 @@ def write(
     architecture = type(model).__name__.replace("DeepseekV3", "DeepseekV2")
     family = next(ours for ours, theirs in ARCHITECTURES.items() if theirs == architecture)
     writer = gguf.GGUFWriter(path, family, **writer_options)
+    if family == "gemma4":  # whose layers have sizes of their own
+        config.allow_global_per_layer_attribute_access = True
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None) or []
     gate = model.model.layers[0].feed_forward.w1 if "conv" in kinds else None
-    writer.add_feed_forward_length(config.intermediate_size if gate is None else gate.out_features)
     writer.add_head_count(config.num_attention_heads)
     latent = getattr(config, "kv_lora_rank", 0)
-    of_layers = [config.num_key_value_heads * (kind == "full_attention") for kind in kinds]
-    writer.add_head_count_kv(of_layers if "conv" in kinds else 1 if latent else config.num_key_value_heads)
-    writer.add_key_length(latent + config.qk_rope_head_dim if latent else head)
-    writer.add_value_length(latent or head)
+    if family == "gemma4":
+        _unlike_layers(writer, model)
+    else:
+        of_layers = [config.num_key_value_heads * (kind == "full_attention") for kind in kinds]
+        writer.add_feed_forward_length(config.intermediate_size if gate is None else gate.out_features)
+        writer.add_head_count_kv(of_layers if "conv" in kinds else 1 if latent else config.num_key_value_heads)
+        writer.add_key_length(latent + config.qk_rope_head_dim if latent else head)
+        writer.add_value_length(latent or head)
     writer.add_layer_norm_rms_eps(config.norm_eps if "conv" in kinds else config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
@@ -142,7 +147,9 @@ def write(
         kind = kind_of(name) if tensor.dim() == 2 and not is_plain else "F32"
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2], 0)
         heads = heads if family in ("llama", "granite", "smollm3") else 0
-        less_one = family.startswith("gemma") or ("qwen3" in family and "linear_attention" in kinds)
+        less_one = (family.startswith("gemma") and family != "gemma4") or (
+            "qwen3" in family and "linear_attention" in kinds
+        )
         if less_one and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             tensor = tensor + 1
         tensor = (given or {}).get(name, tensor)
@@ -165,6 +172,25 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return plain
+
+
+def _unlike_layers(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+    """As the converter writes Gemma 4."""
+    config, layers = model.config, model.model.layers
+    of_layers = [config.per_layer_config[number] for number in range(len(layers))]
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_key_length(of_layers[-1].head_dim)
+    writer.add_key_length_swa(config.head_dim)
+    writer.add_feed_forward_length([layer.mlp.intermediate_size for layer in layers])
+    writer.add_head_count_kv([each.num_key_value_heads for each in of_layers])
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    pairs = of_layers[-1].head_dim // 2
+    turned = int(pairs * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * turned + [1e30] * (pairs - turned), np.float32))
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
 def _latent(writer: gguf.GGUFWriter, config: Any) -> None:
