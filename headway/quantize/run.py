@@ -14,6 +14,7 @@ from headway.cost.shape import CacheSpec
 from headway.cost.values import ConfigValues, ModelError
 from headway.engine.memory import zero_caches
 from headway.kernels.interface import LayerCache, LayerState, Span, StepGeometry
+from headway.models.assembler import Assembler
 from headway.models.checkpoint import (
     Checkpoint,
     StageClock,
@@ -25,7 +26,7 @@ from headway.models.checkpoint import (
 from headway.models.config import ModelConfig, read_json
 from headway.models.decoder import Decoder
 from headway.models.families import OTHER_PARTS
-from headway.models.loading import Assembler, open_checkpoint, resolve_dtype
+from headway.models.loading import open_checkpoint, resolve_dtype
 from headway.models.quantization import NUMBERS_OF_HEADS, ROUTERS, PackedMatrices, read_packed
 from headway.models.tensors import (
     Shapes,
