@@ -137,7 +137,7 @@ def read_packed(values: ConfigValues) -> PackedMatrices | None:
 
 
 def _awq(section: ConfigValues) -> PackedMatrices:
-    _check(section, {"bits": 4, "zero_point": True})
+    _check(section, {"bits": 4})  # where zero_point is false, all zero points are 8 (auto-round)
     version = section.get("version", "gemm")
     if str(version).lower() != "gemm":
         raise section.error("version", f"is not supported, only 'gemm' is; {_PLAIN_ONLY}")

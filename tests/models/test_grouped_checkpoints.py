@@ -35,6 +35,7 @@ pytestmark = pytest.mark.timeout(600)
 PROMPTS = tiny.prompts([29, 1, 17])
 FORMATS = {
     "awq": packed_files.awq(16),
+    "awq_symmetric": packed_files.awq(16, zero_point=False),
     "awq_but": packed_files.awq(16, modules_to_not_convert=["self_attn", "down"]),
     "gptq": packed_files.gptq(4, 16),
     "gptq_ordered": packed_files.gptq(4, 16, ordered=True),
@@ -253,7 +254,6 @@ def test_an_order_that_leaves_groups_uneven_is_refused() -> None:
     ("name", "path", "value"),
     [
         ("awq", "bits", 3),
-        ("awq", "zero_point", False),
         ("awq", "version", "gemv"),
         ("awq", "modules_to_not_convert", "lm_head"),
         ("awq", "group_size", 0),
