@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.kernels.cpu import CpuKernels
-from headway.kernels.interface import LayerCache, StepGeometry, Weight
+from headway.kernels.interface import LayerCache, StepGeometry
 from headway.kernels.reference import ReferenceKernels
+from headway.kernels.weights import Weight
 
 DTYPE = torch.bfloat16
 SHAPES = {"qkv": (1152, 896), "out": (896, 896), "gate_up": (9728, 896), "down": (896, 4864), "lm_head": (151936, 896)}

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from headway import LLM, SamplingParams
 from headway.files import write_files
-from headway.kernels.interface import KV_CACHE_DTYPES, QUANTIZATIONS
+from headway.kernels.interface import KV_CACHE_DTYPES
+from headway.kernels.weights import QUANTIZATIONS
 from headway.quantize.calibration import windows
 
 _RESULTS = Path(__file__).parent / "results" / "perplexity.json"

@@ -71,7 +71,8 @@ ROOMS = {
     ),
     "kernels": Room(ours={"kernels", "models"}, forbidden=NO_SERVER),
     "models": Room(
-        ours={"models", "kernels", "bundled", "cost.config", "cost.shape", "cost.values", "files"}, forbidden=NO_SERVER
+        ours={"models", "kernels", "bundled", "cost.config", "cost.layers", "cost.shape", "cost.values", "files"},
+        forbidden=NO_SERVER,
     ),
     "text": Room(ours={"text"}, forbidden=NO_DEVICE | NO_SERVER),
     "engine": Room(
@@ -115,6 +116,7 @@ ROOMS = {
             "quantize",
             "models",
             "kernels",
+            "cost.layers",
             "cost.shape",
             "cost.values",
             "engine.memory",

@@ -31,7 +31,8 @@ from benchmarks.gpu.formats import EXPERT_FORMATS, FORMATS, TOKENS, Experts, For
 from benchmarks.gpu.part import Flaw, Machine, Row, Skipped, Tasks, said
 from headway.calibration.cases import BLOCK_SIZE, AttentionLoad, geometry
 from headway.kernels.cuda import CudaKernels
-from headway.kernels.interface import SILU, DeltaRule, LayerCache, LayerState, Span
+from headway.kernels.interface import LayerCache, LayerState, Span
+from headway.kernels.weights import SILU, DeltaRule
 
 # Bytes that one block may have, by compute capability (CUDA C++ Programming Guide, "Technical Specifications").
 SHARED_BYTES = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}

@@ -15,7 +15,7 @@ from headway.kernels.cuda import CudaKernels
 from headway.kernels.cuda_experts import CudaMixture
 from headway.kernels.cuda_packed import Packed, pack
 from headway.kernels.cuda_product import multiply
-from headway.kernels.interface import CLAMPED, Groups, Product, Weight
+from headway.kernels.weights import CLAMPED, Groups, Product, Weight
 
 Measure = Callable[[str, Callable[[], object], int, float, float], Row]
 DTYPE = torch.bfloat16

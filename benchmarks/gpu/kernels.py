@@ -30,7 +30,8 @@ from headway.calibration.stopwatch import measure_rate
 from headway.cost.config import read_shape
 from headway.cost.shape import ModelShape
 from headway.kernels import kernels_for
-from headway.kernels.interface import SILU, LayerCache
+from headway.kernels.interface import LayerCache
+from headway.kernels.weights import SILU
 
 DTYPE = torch.bfloat16
 _BUDGET_S = 0.15

@@ -19,7 +19,8 @@ from headway.cost.precision import Precision
 from headway.cost.shape import ModelShape
 from headway.cost.work import Operation, Work, attention_work, row_work, token_work, total
 from headway.kernels import kernels_for
-from headway.kernels.interface import Kernels, LayerCache, StepGeometry, Weight
+from headway.kernels.interface import Kernels, LayerCache, StepGeometry
+from headway.kernels.weights import Weight
 
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BLOCK_SIZE = 16

@@ -21,7 +21,7 @@ from headway.calibration.peaks import MachinePeaks, Rate
 from headway.calibration.stopwatch import measure_rate, stopwatch_of
 from headway.engine.host import total_memory, usable_threads
 from headway.kernels import kernels_for
-from headway.kernels.interface import Weight
+from headway.kernels.weights import Weight
 
 MIB = 2**20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

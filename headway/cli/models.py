@@ -71,7 +71,7 @@ def _downloaded() -> list[tuple[str, str]]:
 
 def _unsupported(folder: Path) -> str:
     from headway.cost.config import read_shape
-    from headway.cost.shape import ShapeError
+    from headway.cost.layers import ShapeError
 
     try:
         read_shape(json.loads((folder / "config.json").read_text()), str(folder))

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headway.cost.shape import Latent, ModelShape
+from headway.cost.layers import Latent
+from headway.cost.shape import ModelShape
 
 SCORE_PASSES = 4
 

@@ -12,10 +12,11 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from headway.cost.layers import ShapeError
 from headway.cost.memory import activation_bytes, kv_cache_bytes
 from headway.cost.parallel import device_weight_bytes, stages
 from headway.cost.precision import FP8, Precision
-from headway.cost.shape import ModelShape, ShapeError
+from headway.cost.shape import ModelShape
 from headway.cost.timing import Deployment
 
 # What a GPU's driver, runtime and libraries, the sampler and captured graphs take beside the activations: vLLM's own

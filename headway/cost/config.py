@@ -8,7 +8,8 @@ from typing import Any
 
 from headway.cost.families import FAMILIES, OTHER_KINDS, TEXT_TYPES, WRAPPERS, ExpertKeys, Family
 from headway.cost.layer_kinds import with_kinds
-from headway.cost.shape import Experts, Latent, ModelShape, StateSpec
+from headway.cost.layers import Experts, Latent, StateSpec
+from headway.cost.shape import ModelShape
 from headway.cost.values import ConfigValues, ModelError
 
 _GPTJ = "GPTJForCausalLM"

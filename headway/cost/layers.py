@@ -1,8 +1,206 @@
-"""What layers of one decoder have of their own, where they are not alike."""
+"""What layers of a decoder are made of and keep, beside the sizes that all have in common.
+
+Symbols are those of `cost.shape`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+# Matrices that are alike: how many, rows (outputs), and numbers in a row (inputs).
+Matrix = tuple[int, int, int]
+
+
+class ShapeError(ValueError):
+    """A shape that can't be costed or divided; one line that names the value and the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """What one layer keeps of each token: a key and a value for each of some heads.
+
+    Args:
+        heads: key/value heads; 1 for a latent.
+        key_dim, value_dim: elements of a head's key and value; value_dim is 0 where values are made of what is kept as
+            the key, as of a latent.
+        window: how many positions a query sees, itself included; None for all.
+        latent: how many of the first elements of a latent values are made of; 0 where there are values.
+        source: the layer whose keys and values this one attends to; None: its own.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    latent: int = 0
+    source: int | None = None
+
+    @property
+    def elements(self) -> int:
+        """Of a token; none where they are another layer's."""
+        return 0 if self.source is not None else self.heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What one recurrent layer keeps of each sequence, however long it is, in float32.
+
+    A causal convolution of each channel sees the last `width` tokens, and keeps the inputs of all but one. Gated
+    DeltaNet (Yang et al., 2024) has a matrix [key_dim, value_dim] for each head beside it.
+
+    Args:
+        channels: that are convolved.
+        heads: of values; 0 for a layer that is nothing but a convolution (LFM2).
+        key_heads: of queries and keys, each for as many heads of values.
+        bias: the convolution and the projections around it have one.
+    """
+
+    channels: int
+    width: int
+    heads: int = 0
+    key_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads % max(1, self.key_heads):
+            raise ShapeError(f"{self.heads} heads of values are no multiple of {self.key_heads} heads of keys")
+
+    @property
+    def elements(self) -> int:
+        return self.channels * (self.width - 1) + self.heads * self.key_dim * self.value_dim
+
+    @property
+    def bytes(self) -> int:
+        return 4 * self.elements
+
+    @property
+    def mixed(self) -> int:
+        """Elements of the layer's result for a token, before the last projection."""
+        return self.heads * self.value_dim or self.channels
+
+    @property
+    def numbers(self) -> int:
+        """Of the outputs of the first projections, those that are two numbers a head, by a matrix that stays plain."""
+        return 2 * self.heads
+
+    @property
+    def projected(self) -> int:
+        """Outputs of the first projections: what is convolved and two gates; or that, a gate and two numbers a head."""
+        return self.channels + self.mixed + self.numbers if self.heads else 3 * self.channels
+
+    def parameters(self, hidden: int) -> int:
+        """Of a layer: two projections, the convolution, and of a delta net two numbers a head and a norm."""
+        of_heads = 2 * self.heads + self.value_dim
+        biases = (self.projected + hidden + self.channels) * self.bias
+        return hidden * (self.projected + self.mixed) + self.channels * self.width + of_heads + biases
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are made of one short vector for each token.
+
+    Args:
+        q_rank: of the compressed queries; None where queries are not compressed.
+        kv_rank: of the cached vector.
+        nope_dim, rope_dim: of a head's query and key, without and with positions. The part with positions is cached
+            once for all heads.
+        value_dim: of a head's value.
+        always_absorbed: prompts are computed in the space of latents too, as this engine does, and not in the cheaper
+            of both ways.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    always_absorbed: bool = False
+
+    def query_parameters(self, hidden: int, heads: int) -> int:
+        """Weights between the hidden state and all queries."""
+        rows = heads * (self.nope_dim + self.rope_dim)
+        return hidden * rows if self.q_rank is None else self.q_rank * (hidden + rows)
+
+    def compress_parameters(self, hidden: int) -> int:
+        """Weights that make what is cached."""
+        return hidden * (self.kv_rank + self.rope_dim)
+
+    def expand_parameters(self, heads: int) -> int:
+        """Weights that make keys and values of what is cached."""
+        return self.kv_rank * heads * (self.nope_dim + self.value_dim)
+
+    @property
+    def norm_parameters(self) -> int:
+        return (self.q_rank or 0) + self.kv_rank
+
+    def projections(self, layers: int, hidden: int, heads: int) -> list[Matrix]:
+        """The matrices of the first two counts above."""
+        rows, cached = heads * (self.nope_dim + self.rope_dim), self.kv_rank + self.rope_dim
+        matrices = [(layers, (self.q_rank or rows) + cached, hidden)]
+        return matrices if self.q_rank is None else [*matrices, (layers, rows, self.q_rank)]
+
+    def of_heads(self, layers: int, heads: int) -> list[Matrix]:
+        """Those of the third: of the keys and of the values of each head."""
+        return [(layers * heads, self.kv_rank, self.nope_dim), (layers * heads, self.value_dim, self.kv_rank)]
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of the feed-forward layer.
+
+    Args:
+        count: experts that the router chooses from.
+        per_token: that it chooses for each token.
+        width: F of each expert.
+        layers: that have experts; the others have the plain feed-forward layer.
+        shared_width: F of what every token goes through beside them; 0 for nothing.
+        shared_gate: the router has a row for it too, whose logit says how much of its result counts (Qwen2-MoE).
+        bias: experts' matrices have one.
+        router_bias: one number for each expert.
+        held: experts that this device has; None for all.
+        senders: devices whose tokens the experts here serve, each with a batch like this one's (expert parallelism
+            beside data-parallel attention).
+    """
+
+    count: int
+    per_token: int
+    width: int
+    layers: int
+    shared_width: int = 0
+    shared_gate: bool = False
+    bias: bool = False
+    router_bias: bool = False
+    held: int | None = None
+    senders: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("count", "per_token", "width", "layers"):
+            if getattr(self, name) < 1:
+                raise ShapeError(f"{name} of the experts is {getattr(self, name)}; it must be at least 1")
+        if self.per_token > self.count:
+            raise ShapeError(f"each token takes {self.per_token} experts, but there are {self.count}")
+
+    @property
+    def here(self) -> int:
+        return self.held or self.count
+
+    @property
+    def router_rows(self) -> int:
+        return self.count + self.shared_gate
+
+    def touched(self, tokens: int) -> float:
+        """Expected number of distinct experts, of those here, that a batch of tokens goes to: E (1 - (1 - k/E)^n).
+
+        Each token takes k different experts, all sets of k being as likely, tokens independent of each other. Real
+        routers are less even, and touch fewer.
+        """
+        return self.here * (1.0 - (1.0 - self.per_token / self.count) ** (tokens * self.senders))
+
+    def routed(self, tokens: int) -> float:
+        """Pairs of a token and an expert that are computed here, expected."""
+        return tokens * self.senders * self.per_token * self.here / self.count
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from headway.cost.hardware import Link
+from headway.cost.layers import Experts, ShapeError, StateSpec
 from headway.cost.memory import weight_bytes
 from headway.cost.precision import Precision
-from headway.cost.shape import Experts, ModelShape, ShapeError, StateSpec
+from headway.cost.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from headway.cost.shape import Matrix
+from headway.cost.layers import Matrix
 
 
 @dataclass(frozen=True, slots=True)

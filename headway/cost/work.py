@@ -13,9 +13,9 @@ from enum import StrEnum
 import msgspec
 
 from headway.cost.attention import SCORE_PASSES, Chunk, attention
-from headway.cost.layers import LayerInputs
+from headway.cost.layers import Experts, LayerInputs
 from headway.cost.precision import Format, Precision
-from headway.cost.shape import Experts, ModelShape
+from headway.cost.shape import ModelShape
 
 
 class Operation(StrEnum):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headway.cost.shape import CacheSpec, StateSpec
+from headway.cost.layers import CacheSpec, StateSpec
 from headway.engine.config import EngineConfig
 from headway.engine.host import available_memory
 from headway.kernels.cpu_memory import LargePages

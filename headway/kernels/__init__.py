@@ -6,7 +6,8 @@ import mmap
 
 import torch
 
-from headway.kernels.interface import Kernels, LayerCache, Linear, StepGeometry, Weight
+from headway.kernels.interface import Kernels, LayerCache, Linear, StepGeometry
+from headway.kernels.weights import Weight
 
 __all__ = ["Kernels", "LayerCache", "Linear", "StepGeometry", "Weight", "kernels_for"]
 

@@ -21,23 +21,17 @@ from headway.kernels.cpu_memory import LargePages
 from headway.kernels.cpu_simd import KINDS
 from headway.kernels.cpu_team import Program, Team
 from headway.kernels.interface import (
-    SILU,
-    SOFTMAX,
     AttentionShape,
-    DeltaRule,
-    Gate,
     HeadLinear,
     LayerCache,
     LayerState,
     Linear,
     Mixture,
-    Product,
     RoutingCounts,
-    Scores,
     StepGeometry,
-    Weight,
     check_heads,
 )
+from headway.kernels.weights import SILU, SOFTMAX, DeltaRule, Gate, Product, Scores, Weight
 
 # Steps that are kept as programs; each has a different number of tokens.
 _MOST_PROGRAMS = 128

@@ -71,7 +71,7 @@ from headway.kernels.cpu_simd import (
     store,
 )
 from headway.kernels.cpu_team import arg, job, once_per_kind, take_rows
-from headway.kernels.interface import Groups
+from headway.kernels.weights import Groups
 
 HEADER_BYTES = 2  # of a row and group
 # With more passes over a block than this, its products take longer than fetching the next one when it is due.

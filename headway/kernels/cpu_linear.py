@@ -41,7 +41,7 @@ from headway.kernels.cpu_packing import PACK, ROWS, pack_job, rows_job
 from headway.kernels.cpu_product import ON_TILES, PRODUCT, product_job, tile_product_job
 from headway.kernels.cpu_simd import BFLOAT16, FLOAT16, KINDS
 from headway.kernels.cpu_team import Team
-from headway.kernels.interface import Gate, Groups, Product, Weight
+from headway.kernels.weights import Gate, Groups, Product, Weight
 
 _QUANTISED = {"int8": INT8, "int8-weight-only": WIDE_INT8, "int4": INT4}
 _GROUPED = {

@@ -13,20 +13,16 @@ from headway.kernels.cuda_experts import CudaMixture, Seen
 from headway.kernels.cuda_packed import pack
 from headway.kernels.cuda_product import multiply
 from headway.kernels.interface import (
-    SILU,
-    DeltaRule,
-    Gate,
     HeadLinear,
     LayerCache,
     LayerState,
     Linear,
-    Product,
     RoutingCounts,
     StepGeometry,
-    Weight,
     check_heads,
 )
 from headway.kernels.reference import TorchKernels, check_unscaled
+from headway.kernels.weights import SILU, DeltaRule, Gate, Product, Weight
 
 _GATE_BLOCK = 1024
 # What Triton's interpreter, which has no device to ask, is taken to be: few, so that splits occur in tests.

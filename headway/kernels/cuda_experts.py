@@ -16,7 +16,8 @@ from torch import Tensor
 
 from headway.kernels.cuda_packed import pack
 from headway.kernels.cuda_product import Routed, multiply
-from headway.kernels.interface import Gate, Product, RoutingCounts
+from headway.kernels.interface import RoutingCounts
+from headway.kernels.weights import Gate, Product
 
 _SORTED = 128  # rows that a program sorts
 _COLUMNS = 512

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headway.kernels.interface import Groups, Product, Weight
+from headway.kernels.weights import Groups, Product, Weight
 
 # Inputs of a chunk at most: float32 is multiplied from registers, of which a program has few.
 _MOST_INPUTS = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headway.kernels.cuda_packed import Packed
 from headway.kernels.cuda_rows import let_through
-from headway.kernels.interface import Gate
+from headway.kernels.weights import Gate
 
 # Rows of which a matrix is split among programs; with more, there are enough of them.
 _FEW = 64

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.kernels.interface import DeltaRule, LayerState, Span, StepGeometry
+from headway.kernels.interface import LayerState, Span, StepGeometry
+from headway.kernels.weights import DeltaRule
 
 _SPAN = tl.constexpr(len(Span._fields))
 _CHANNELS, _TOKENS = 128, 16  # that a program of a convolution has at a time

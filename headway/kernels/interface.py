@@ -6,13 +6,13 @@ heads, D head dimension, N blocks in the pool, B tokens in a block.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
+
+from headway.kernels.weights import SILU, SOFTMAX, DeltaRule, Gate, Product, Scores, Weight
 
 
 @dataclass(slots=True)
@@ -102,156 +102,8 @@ class Span(NamedTuple):
     further: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaRule:
-    """What a gated delta net has beside its projections; all tensors are float32.
-
-    Args:
-        key_heads: heads of queries and keys; each is that of as many heads of values, H together.
-        by_turns: heads of values with the same keys are `key_heads` apart (GGUF), not beside each other.
-        rate, offset: [H]. A token's number a makes a head forget to exp(-rate * softplus(a + offset)).
-        norm: [value dimension], of each head's result.
-    """
-
-    key_heads: int
-    rate: Tensor
-    offset: Tensor
-    norm: Tensor
-    eps: float
-    by_turns: bool = False
-
-
 KV_CACHE_DTYPES = ("auto", "int8")
-# Schemes in which a weight is multiplied; docs/quantization.md says what each means.
-QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4")
-
-
 AttentionShape = tuple[int, int, int]  # query heads, key/value heads, head dimension
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """What numbers that are packed in groups of inputs stand for: scale * factor * number - minimum * offset.
-
-    Args:
-        size: inputs of a group, a multiple of 8.
-        factors, offsets: int8 [out, in / size].
-        scales: float32 [out, runs]; of `run` groups each, a power of two, or of all where there is one run.
-        minima: the same; None: they are the scales.
-        order: int32 [in], which input each column is multiplied with; None: its own.
-    """
-
-    size: int
-    factors: Tensor
-    offsets: Tensor
-    scales: Tensor
-    run: int = 1
-    minima: Tensor | None = None
-    order: Tensor | None = None
-
-    @property
-    def layout(self) -> tuple[int, int, int]:
-        """In what matrices must agree that are kept alike."""
-        return self.size, self.scales.shape[1], self.run
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A matrix [out, in], and the scheme in which it is to be multiplied.
-
-    Args:
-        values: its numbers, handed over as one tensor; or its rows in parts, one under the other, lent until the call
-            returns. Floating-point ones are rounded to the scheme; whole ones are packed, and have scales or groups.
-        scheme: one of QUANTIZATIONS, or one that some kernels have beside these.
-        scales: float32 [out, 1]: what 1 stands for in a row. None: values are not packed, or have groups.
-        groups: what packed values stand for where groups of inputs differ; they are one tensor then, of uint8 below 16
-            (int4-weight-only, and as codes of e2m1 float4-weight-only), int8 (int8-weight-only) or float8_e4m3fn
-            (float8-weight-only).
-        dtype: of what a packed weight is multiplied with; None: that of the values.
-        factor: what products are multiplied with, before a bias is added.
-    """
-
-    values: Tensor | list[Tensor]
-    scheme: str = "none"
-    scales: Tensor | None = None
-    groups: Groups | None = None
-    dtype: torch.dtype | None = None
-    factor: float = 1.0
-
-    @property
-    def parts(self) -> list[Tensor]:
-        return [self.values] if isinstance(self.values, Tensor) else self.values
-
-    @property
-    def rows(self) -> int:
-        return sum(map(len, self.parts))
-
-    def to(self, device: torch.device | str) -> Weight:
-        """The same on a device."""
-        groups = self.groups
-        if groups is not None:
-            names = ("factors", "offsets", "scales", "minima", "order")
-            parts = {name: part for name in names if (part := getattr(groups, name)) is not None}
-            groups = replace(groups, **{name: part.to(device) for name, part in parts.items()})
-        values = (
-            self.values.to(device) if isinstance(self.values, Tensor) else [part.to(device) for part in self.values]
-        )
-        return replace(
-            self, values=values, scales=None if self.scales is None else self.scales.to(device), groups=groups
-        )
-
-    @property
-    def format(self) -> str:
-        """What kernels must have for it, for messages."""
-        if self.groups is not None:
-            return f"{self.scheme} packed in groups"
-        return self.scheme if self.scales is None else f"{self.scheme} packed in rows"
-
-
-Product = tuple[Weight, Tensor | None]  # a matrix and its bias [out]
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """What lets numbers u through: f(g) * (u + shift), f(g) = g * sigmoid(slope * g + cubic * g^3).
-
-    Before, u is brought into -limit .. limit and g to at most limit.
-    """
-
-    slope: float = 1.0
-    cubic: float = 0.0
-    limit: float = math.inf
-    shift: float = 0.0
-
-
-SILU = Gate()
-# 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))), as (1 + tanh z) / 2 is sigmoid(2 z) (Hendrycks and Gimpel, 2016).
-GELU_TANH = Gate(2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715)
-CLAMPED = Gate(slope=1.702, limit=7.0, shift=1.0)  # gpt-oss
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """How a router's logits become choices and weights of experts.
-
-    Args:
-        sigmoid: an expert's score is the sigmoid of its logit; else they are a softmax over all experts.
-        bias: float32 [E], added to scores where they choose, and not where they weigh.
-        groups: parts of as many experts each, one after the other, of which only `best_groups` are chosen from: those
-            of the greatest score, or with sigmoids of the greatest sum of two.
-        factor: of the weights.
-        gated: a shared expert has a logit of its own; else its weight is 1.
-    """
-
-    sigmoid: bool = False
-    bias: Tensor | None = None
-    groups: int = 1
-    best_groups: int = 1
-    factor: float = 1.0
-    gated: bool = True
-
-
-SOFTMAX = Scores()
 
 
 @dataclass(slots=True)

@@ -10,23 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.kernels.interface import (
-    SILU,
-    SOFTMAX,
     AttentionShape,
-    DeltaRule,
-    Gate,
     HeadLinear,
     LayerCache,
     LayerState,
     Linear,
     Mixture,
-    Product,
     RoutingCounts,
-    Scores,
     Span,
     StepGeometry,
-    Weight,
 )
+from headway.kernels.weights import SILU, SOFTMAX, DeltaRule, Gate, Product, Scores, Weight
 
 
 def check_unquantized(weight: Weight, kernels: str) -> None:

@@ -9,19 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headway.cost.shape import CacheSpec, Experts, Latent, StateSpec
-from headway.kernels.interface import (
-    CLAMPED,
-    GELU_TANH,
-    SILU,
-    DeltaRule,
-    HeadLinear,
-    Kernels,
-    Linear,
-    Product,
-    Scores,
-    Weight,
-)
+from headway.cost.layers import CacheSpec, Experts, Latent, StateSpec
+from headway.kernels.interface import HeadLinear, Kernels, Linear
+from headway.kernels.weights import CLAMPED, GELU_TANH, SILU, DeltaRule, Product, Scores, Weight
 from headway.models.checkpoint import (
     StageClock,
     WeightSource,

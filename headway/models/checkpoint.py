@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headway.kernels.interface import Weight
+from headway.kernels.weights import Weight
 from headway.models.config import ModelError, read_json
 from headway.models.families import OTHER_PARTS, WITHIN, Traits
 from headway.models.packed_layers import packed_layer

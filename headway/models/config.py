@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headway.cost.config import read_shape, text_part
-from headway.cost.shape import CacheSpec, Latent, ModelShape, StateSpec
+from headway.cost.layers import CacheSpec, Latent, StateSpec
+from headway.cost.shape import ModelShape
 from headway.cost.values import ConfigValues, ModelError
 from headway.models.families import (
     ACTS,

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.cost.shape import CacheSpec
-from headway.kernels.interface import SOFTMAX, Kernels, LayerCache, LayerState, Linear, Mixture, Scores, StepGeometry
+from headway.cost.layers import CacheSpec
+from headway.kernels.interface import Kernels, LayerCache, LayerState, Linear, Mixture, StepGeometry
+from headway.kernels.weights import SOFTMAX, Scores
 from headway.models.config import ModelConfig
 from headway.models.latent_attention import LatentAttention, LatentWeights
 from headway.models.layer_inputs import LayerEnd, LayerInputs

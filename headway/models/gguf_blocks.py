@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headway.kernels.interface import Groups, Weight
+from headway.kernels.weights import Groups, Weight
 
 # What IQ4_NL and IQ4_XS mean by four bits.
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headway.kernels.interface import Weight
+from headway.kernels.weights import Weight
 from headway.models.checkpoint import StageClock
 from headway.models.config import ModelConfig, ModelError
 from headway.models.gguf import GGUFTensor, read_gguf

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headway.kernels.interface import Groups, Product, Weight
+from headway.kernels.weights import Groups, Product, Weight
 
 # What the codes of float4-weight-only (e2m1) stand for.
 FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headway.cost.shape import CacheSpec
+from headway.cost.layers import CacheSpec
 from headway.kernels.interface import HeadLinear, Kernels, LayerCache, Linear, StepGeometry
 from headway.models.config import ModelConfig
 

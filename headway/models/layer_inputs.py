@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headway.kernels.interface import GELU_TANH, Kernels, Linear, Mixture
+from headway.kernels.interface import Kernels, Linear, Mixture
+from headway.kernels.weights import GELU_TANH
 
 
 @dataclass(slots=True)

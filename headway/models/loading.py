@@ -9,10 +9,8 @@ from pathlib import Path
 
 import torch
 
-from headway.kernels.interface import (
-    QUANTIZATIONS,
-    Kernels,
-)
+from headway.kernels.interface import Kernels
+from headway.kernels.weights import QUANTIZATIONS
 from headway.models.assembler import Assembler
 from headway.models.checkpoint import (
     Checkpoint,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headway.kernels.interface import Groups, Weight
+from headway.kernels.weights import Groups, Weight
 from headway.models.config import ModelError
 from headway.models.gguf_blocks import powers_of_two
 from headway.models.quantization import PackedMatrices

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headway.kernels.interface import DeltaRule, Kernels, LayerState, Linear, StepGeometry
+from headway.kernels.interface import Kernels, LayerState, Linear, StepGeometry
+from headway.kernels.weights import DeltaRule
 
 
 @dataclass(slots=True)

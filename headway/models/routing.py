@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headway.cost.config import layers_with_experts
-from headway.cost.shape import Experts
+from headway.cost.layers import Experts
 from headway.cost.values import ConfigValues
 
 # Keys of routers that choose in another way, with the values that change nothing.
@@ -34,7 +34,7 @@ class Routing:
         shared: what it calls the expert that every token goes through.
         bias: what it calls the numbers that are added to scores to choose.
         beside: norms are around the experts, and around what every token goes through (Gemma 4).
-        sigmoid, groups, best_groups, factor: see `kernels.interface.Scores`.
+        sigmoid, groups, best_groups, factor: see `kernels.weights.Scores`.
     """
 
     layers: tuple[int, ...]

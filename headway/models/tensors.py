@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headway.cost.shape import CacheSpec, Experts, ModelShape, StateSpec
+from headway.cost.layers import CacheSpec, Experts, StateSpec
+from headway.cost.shape import ModelShape
 from headway.models.config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]

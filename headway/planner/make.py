@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from headway.cost import price, speculative
 from headway.cost.capacity import Capacity, capacity
+from headway.cost.layers import ShapeError
 from headway.cost.loading import loading
 from headway.cost.memory import kv_cache_bytes, weight_bytes
 from headway.cost.parallel import Parallelism, check
 from headway.cost.requests import Limits, RequestShape
-from headway.cost.shape import ShapeError
 from headway.cost.timing import Deployment
 from headway.planner import estimates
 from headway.planner.assumptions import assumptions

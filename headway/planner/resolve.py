@@ -9,10 +9,11 @@ from headway.cost import catalogue
 from headway.cost.capacity import Settings
 from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware, network_of
+from headway.cost.layers import ShapeError
 from headway.cost.parallel import Parallelism, check, machines
 from headway.cost.precision import QUANTIZATIONS, Precision, is_for_experts
 from headway.cost.requests import Limits
-from headway.cost.shape import ModelShape, ShapeError
+from headway.cost.shape import ModelShape
 from headway.cost.timing import Deployment
 from headway.engine.config import DEFAULTS
 from headway.planner.models import DTYPES, Model, find_model

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headway.cost.shape import CacheSpec
+from headway.cost.layers import CacheSpec
 from headway.cost.values import ConfigValues, ModelError
 from headway.engine.memory import zero_caches
 from headway.kernels.interface import LayerCache, LayerState, Span, StepGeometry

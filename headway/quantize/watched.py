@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.kernels import kernels_for
-from headway.kernels.interface import SILU, DeltaRule, Gate, HeadLinear, Kernels, LayerState, StepGeometry, Weight
+from headway.kernels.interface import HeadLinear, Kernels, LayerState, StepGeometry
 from headway.kernels.reference import ReferenceKernels
+from headway.kernels.weights import SILU, DeltaRule, Gate, Weight
 from headway.models.checkpoint import Checkpoint
 from headway.quantize.apart import TakenApart
 

@@ -13,7 +13,8 @@ import pytest
 from benchmarks import perplexity
 from benchmarks.perplexity import row
 from headway.bundled import STORY
-from headway.kernels.interface import KV_CACHE_DTYPES, QUANTIZATIONS
+from headway.kernels.interface import KV_CACHE_DTYPES
+from headway.kernels.weights import QUANTIZATIONS
 from headway.quantize.calibration import excerpts
 
 SENTENCE = "The old house stood at the end of the lane, and nobody had lived in it for many years. "

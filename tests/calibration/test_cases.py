@@ -29,7 +29,8 @@ from headway.calibration.samples import Kind
 from headway.cost.shape import ModelShape
 from headway.cost.work import Work
 from headway.kernels import kernels_for
-from headway.kernels.interface import LayerCache, StepGeometry, Weight
+from headway.kernels.interface import LayerCache, StepGeometry
+from headway.kernels.weights import Weight
 
 SIZE = 2**20
 ODD = ModelShape(1, 96, 6, 3, 32, 160, 1)

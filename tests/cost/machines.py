@@ -7,8 +7,9 @@ from typing import Any
 
 from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware, Link
+from headway.cost.layers import Experts, Latent
 from headway.cost.precision import Precision
-from headway.cost.shape import Experts, Latent, ModelShape
+from headway.cost.shape import ModelShape
 from headway.cost.timing import Deployment
 
 LINK = Link("wire", bytes_per_s=1e9, latency_s=1e-5, max_devices=8)

@@ -20,10 +20,10 @@ from headway.cost.capacity import (
     sequence_bytes,
 )
 from headway.cost.catalogue import find_hardware, find_model
+from headway.cost.layers import ShapeError
 from headway.cost.memory import activation_bytes, shared_prefix_kv_bytes, weight_bytes
 from headway.cost.parallel import Parallelism
 from headway.cost.precision import FP8, Precision
-from headway.cost.shape import ShapeError
 from headway.cost.timing import Deployment
 from tests.cost.machines import DENSE, LATENT, LINK, MACHINE, MIXTURE, SHAPES, WINDOWED, deployment
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.cost.attention import Chunk
+from headway.cost.layers import Experts, ShapeError
 from headway.cost.memory import activation_bytes
 from headway.cost.precision import FP8, Format, Precision
-from headway.cost.shape import Experts, ModelShape, ShapeError
+from headway.cost.shape import ModelShape
 from headway.cost.work import Operation, step_work
 from tests.cost.machines import DENSE, MIXTURE
 

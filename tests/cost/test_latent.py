@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from headway.cost.attention import Chunk, attention
+from headway.cost.layers import Latent
 from headway.cost.memory import kv_cache_bytes
 from headway.cost.precision import FP8, Precision
-from headway.cost.shape import Latent, ModelShape
+from headway.cost.shape import ModelShape
 from headway.cost.work import Operation, step_work
 from tests.cost.machines import LATENT
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from headway.cost.attention import Chunk
 from headway.cost.hardware import Link
+from headway.cost.layers import ShapeError
 from headway.cost.memory import weight_bytes
 from headway.cost.parallel import (
     Parallelism,
@@ -23,7 +24,6 @@ from headway.cost.parallel import (
     traffic,
 )
 from headway.cost.precision import FP8, FP32, Precision
-from headway.cost.shape import ShapeError
 from headway.cost.work import Operation, step_work
 from tests.cost.machines import DENSE, LATENT, LINK, MACHINE, MIXTURE, SHAPES, deployment
 

@@ -9,11 +9,11 @@ import pytest
 from headway.cost.attention import Chunk
 from headway.cost.capacity import sequence_bytes
 from headway.cost.config import read_shape
+from headway.cost.layers import ShapeError
 from headway.cost.memory import kv_cache_bytes, weight_bytes
 from headway.cost.parallel import Parallelism, device_shape, device_weight_bytes, stages
 from headway.cost.parallel import check as check_parallel
 from headway.cost.precision import Precision
-from headway.cost.shape import ShapeError
 from headway.cost.values import ModelError
 from headway.cost.work import Operation, step_work
 from tests.cost.machines import deployment

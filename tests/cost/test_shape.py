@@ -10,7 +10,8 @@ import torch
 from transformers import GptOssConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from headway.cost.config import read_shape
-from headway.cost.shape import CacheSpec, ModelShape, ShapeError, StateSpec
+from headway.cost.layers import CacheSpec, ShapeError, StateSpec
+from headway.cost.shape import ModelShape
 from headway.cost.values import ModelError
 from headway.kernels.reference import ReferenceKernels
 from headway.models.config import ModelConfig

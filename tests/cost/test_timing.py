@@ -13,10 +13,10 @@ from msgspec import structs
 
 from headway.cost.attention import Chunk
 from headway.cost.efficiency import Efficiency
+from headway.cost.layers import ShapeError
 from headway.cost.parallel import Parallelism
 from headway.cost.precision import FP8, FP16, FP32, QUANTIZATIONS, Precision
 from headway.cost.roofline import Roofline
-from headway.cost.shape import ShapeError
 from headway.cost.timing import Deployment, PartTime, TimeBreakdown
 from headway.cost.work import Operation, Work, step_work
 from tests.cost.machines import DENSE, LATENT, MACHINE, MIXTURE, SHAPES, WINDOWED, deployment

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headway.cost.config import read_shape
-from headway.cost.shape import CacheSpec, Experts
+from headway.cost.layers import CacheSpec, Experts
 from headway.engine import memory
 from headway.engine.config import EngineConfig
 from headway.engine.memory import kv_pool_bytes

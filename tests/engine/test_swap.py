@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway import LLM
-from headway.cost.shape import CacheSpec
+from headway.cost.layers import CacheSpec
 from headway.engine.build import EngineError
 from headway.engine.memory import bytes_per_block, zero_caches
 from headway.engine.messages import AddRequest

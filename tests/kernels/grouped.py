@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headway.kernels.interface import Groups, Weight
+from headway.kernels.weights import Groups, Weight
 
 # Scheme, rows, inputs, inputs of a group, groups of a run: every size, runs of a row, rows that are no whole panels.
 CASES = [

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from headway.kernels import cpu_simd
-from headway.kernels.interface import Weight
+from headway.kernels.weights import Weight
 
 
 def pretend(features: str) -> None:

@@ -18,7 +18,7 @@ from headway.kernels.cpu_compile import compiled
 from headway.kernels.cpu_matrix import STEP_BYTES, STEP_WORDS
 from headway.kernels.cpu_panels import TOTALS_BYTES
 from headway.kernels.cpu_simd import BFLOAT16, FLOAT32, load, read_byte, read_int64, store, write_integer
-from headway.kernels.interface import Weight
+from headway.kernels.weights import Weight
 
 _STATE = np.zeros(1, np.int64)  # the address of the configuration; of one thread
 _STATE_AT = int(_STATE.ctypes.data)

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headway.kernels.interface import CLAMPED, GELU_TANH, SILU, Groups, Kernels, LayerCache, Product, Scores, Weight
+from headway.kernels.interface import Kernels, LayerCache
 from headway.kernels.reference import ReferenceKernels
+from headway.kernels.weights import CLAMPED, GELU_TANH, SILU, Groups, Product, Scores, Weight
 from tests.kernels.steps import assert_close, cache_of, on, random, step_of
 
 REFERENCE = ReferenceKernels()

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from headway.kernels.cpu import CpuKernels
 from headway.kernels.host import one_thread
-from headway.kernels.interface import LayerCache, Weight
+from headway.kernels.interface import LayerCache
+from headway.kernels.weights import Weight
 from tests.kernels import operations
 from tests.kernels.operations import DTYPES, check_attention
 from tests.kernels.steps import cache_of, random, step_of, torch_threads

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.kernels.cpu import CpuKernels
-from headway.kernels.interface import Groups, Weight
+from headway.kernels.weights import Groups, Weight
 from headway.models.grouped import expanded, stacked_groups
 from tests.kernels.grouped import CASES, multiplied_out, random_weight, rounded_by_group
 from tests.kernels.steps import random

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headway.kernels.cpu import CpuKernels
 from headway.kernels.cpu_matrix import has_matrix_tiles, may_use_tiles
-from headway.kernels.interface import QUANTIZATIONS, Weight
+from headway.kernels.weights import QUANTIZATIONS, Weight
 from tests.kernels.steps import random
 from tests.kernels.test_cpu import with_threads
 from tests.kernels.tile_sums import products_of_tiles, sums_of_tiles

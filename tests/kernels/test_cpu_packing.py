@@ -13,7 +13,7 @@ from headway.kernels.cpu_arithmetic import PANEL
 from headway.kernels.cpu_linear import PackedLinear
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.cpu_team import Team
-from headway.kernels.interface import SILU, Weight
+from headway.kernels.weights import SILU, Weight
 from tests.kernels.steps import random
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

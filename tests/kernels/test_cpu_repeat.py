@@ -13,7 +13,8 @@ from torch import Tensor
 
 from headway.kernels.cpu import CpuKernels
 from headway.kernels.cpu_arena import Arena
-from headway.kernels.interface import StepGeometry, Weight
+from headway.kernels.interface import StepGeometry
+from headway.kernels.weights import Weight
 from tests.kernels.operations import empty_cache, random_experts
 from tests.kernels.steps import random, step_of
 

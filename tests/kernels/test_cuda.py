@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headway.kernels.interface import SILU, Weight
+from headway.kernels.weights import SILU, Weight
 from tests.kernels import operations
 from tests.kernels.operations import DTYPES, check_attention
 from tests.kernels.steps import random, step_of

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.kernels.cpu import CpuKernels
-from headway.kernels.interface import CLAMPED, SILU, Groups, Product, Weight
 from headway.kernels.reference import ReferenceKernels
+from headway.kernels.weights import CLAMPED, SILU, Groups, Product, Weight
 from tests.kernels import operations
 from tests.kernels.grouped import CASES, multiplied_out, random_weight
 from tests.kernels.operations import DTYPES

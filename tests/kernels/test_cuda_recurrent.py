@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.kernels.interface import DeltaRule, LayerState, StepGeometry
+from headway.kernels.interface import LayerState, StepGeometry
 from headway.kernels.reference import ReferenceKernels
+from headway.kernels.weights import DeltaRule
 from tests.kernels.operations import DTYPES
 from tests.kernels.steps import assert_close, on, random, step_of
 

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from headway.kernels import kernels_for
-from headway.kernels.interface import CLAMPED, GELU_TANH, SILU, LayerCache
+from headway.kernels.interface import LayerCache
 from headway.kernels.reference import ReferenceKernels
+from headway.kernels.weights import CLAMPED, GELU_TANH, SILU
 from tests.kernels import operations
 from tests.kernels.steps import cache_of, random, step_of
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from headway.cost.shape import CacheSpec
+from headway.cost.layers import CacheSpec
 from headway.kernels import kernels_for
-from headway.kernels.interface import Weight
 from headway.kernels.reference import ReferenceKernels
+from headway.kernels.weights import Weight
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.loading import load_model

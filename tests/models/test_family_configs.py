@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from headway.cost.shape import CacheSpec
+from headway.cost.layers import CacheSpec
 from headway.engine.memory import bytes_per_block
 from headway.models import ModelConfig, ModelError
 from headway.models.tensors import expected_tensors
