@@ -107,3 +107,10 @@ def value_of(name: str, hint: Any, flag: Flag, text: str) -> Any:
         if bound is not None and not (value >= bound if words == "at least" else value <= bound):
             raise ValueError(f"{name} is {text}; it must be {words} {bound:g}")
     return value
+
+
+def arguments_of(name: str, value: object) -> list[str]:
+    """A flag as a command line has it: a truth value is --name or --no-name."""
+    if isinstance(value, bool):
+        return [name if value else f"--no-{name.removeprefix('--')}"]
+    return [name, str(value)]

@@ -31,7 +31,7 @@ from headway.bench.session import Session
 from headway.bench.tokens import load_tokenizer
 from headway.bench.workload.arrivals import make_arrival
 from headway.bench.workload.build import build_workload, warm_up_requests
-from headway.flags import flags_of, option
+from headway.flags import arguments_of, flags_of, option
 from headway.policy.queue_bound import QueueLimits
 from headway.policy.scheduler import Scheduler
 from headway.report.console import print_table
@@ -200,11 +200,7 @@ def _flags(options: VerifyOptions) -> list[str]:
             value = getattr(values, each.name)
             if flag is None or value == each.default:
                 continue
-            name = option(each, flag)
-            if isinstance(value, bool):
-                found.append(name if value else f"--no-{name.removeprefix('--')}")
-            else:
-                found += [name, str(value)]
+            found += arguments_of(option(each, flag), value)
     return found
 
 

@@ -42,7 +42,13 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize(("scheme", "out", "width", "size", "run"), [*CASES, ("int8-weight-only", 17, 40, 40, 1)])
+@pytest.mark.parametrize(
+    ("scheme", "out", "width", "size", "run"),
+    [
+        *(pytest.param(*each, marks=[pytest.mark.slow] * (each[2] > 400)) for each in CASES),
+        ("int8-weight-only", 17, 40, 40, 1),
+    ],
+)
 def test_products_and_rows(
     kernels: CudaKernels, scheme: str, out: int, width: int, size: int, run: int, ordered: bool
 ) -> None:
@@ -156,7 +162,7 @@ def _turned(values: Tensor, by: int) -> Tensor:
     return values.view(torch.uint8).roll(by, 1).view(values.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in DTYPES[1:])])
 @pytest.mark.parametrize("form", ["plain", "int4-weight-only", "float8-weight-only", "float4-weight-only"])
 def test_experts_in_any_format(kernels: CudaKernels, form: str, dtype: torch.dtype) -> None:
     """Beside the reference's loop over experts with plain matrices: gpt-oss's gate, biases, a shared expert."""

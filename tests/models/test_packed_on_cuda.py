@@ -43,13 +43,23 @@ def check(path: Path, model: PreTrainedModel, packed_parts: bool = True, quantiz
     assert (PackedLinear in kinds or CudaMixture in kinds) == packed_parts
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq_ordered", "gptq_8_bits", "fp8_but", "nvfp4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "awq",
+        "gptq_ordered",
+        "fp8_but",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gptq_8_bits", "nvfp4")),
+    ],
+)
 def test_layers_in_groups(name: str, tmp_path: Path) -> None:
     dense = test_grouped_checkpoints.save(tmp_path, FORMATS[name])
     check(tmp_path, with_weights(tiny.build("qwen2"), dense))
 
 
-@pytest.mark.parametrize(("name", "case"), [("gptq", "qwen2_moe"), ("packed", "deepseek_v3")])
+@pytest.mark.parametrize(
+    ("name", "case"), [("gptq", "qwen2_moe"), pytest.param("packed", "deepseek_v3", marks=pytest.mark.slow)]
+)
 def test_experts_and_latents_in_groups(name: str, case: str, tmp_path: Path) -> None:
     sizes = LATENTS if case == "deepseek_v3" else None
     dense = test_grouped_checkpoints.save(tmp_path, MIXTURES[name], case, sizes)

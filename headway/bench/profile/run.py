@@ -46,7 +46,7 @@ from headway.bench.workload.prompts import PromptMaker
 from headway.bench.workload.token_sources import TokenizerSource
 from headway.calibration.peaks import MachinePeaks
 from headway.engine.config import ModelOptions
-from headway.flags import flags_of, option
+from headway.flags import arguments_of, flags_of, option
 from headway.report.console import print_banner, print_table
 from headway.report.page import write_page
 from headway.text.tokenizer import TextError, Tokenizer
@@ -201,7 +201,7 @@ async def _started(server: LocalServer, stop: asyncio.Event) -> AsyncIterator[Lo
 def serve_arguments(options: ProfileOptions, model: ProfiledModel) -> list[str]:
     """Arguments of `headway serve` for this profile; the user's own come last."""
     own = [(option(field, flag), getattr(options, field.name)) for field, _, flag in flags_of(ModelOptions) if flag]
-    flags = [text for name, value in own if value is not None for text in (name, str(value))]
+    flags = [text for name, value in own if value is not None for text in arguments_of(name, value)]
     return [str(model.folder), "--served-model-name", model.name, *flags, *options.serve_arguments]
 
 

@@ -185,8 +185,8 @@ def test_serve_gets_what_was_asked_for():
     options = ProfileOptions(**given, quantization="int4", serve_arguments=("--block-size", "32"))
     assert serve_arguments(options, QWEN) == [
         *("qwen", "--served-model-name", "Qwen/Qwen2.5-0.5B", "--dtype", "float32", "--quantization", "int4"),
-        *("--kv-cache-dtype", "int8", "--load-format", "auto", "--device", "auto", "--kv-cache-memory", "4096"),
-        *("--threads", "2", "--block-size", "32"),
+        *("--kv-cache-dtype", "int8", "--load-format", "auto", "--weight-cache", "--device", "auto"),
+        *("--kv-cache-memory", "4096", "--threads", "2", "--block-size", "32"),
     ]
 
 
