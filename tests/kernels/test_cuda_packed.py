@@ -163,7 +163,14 @@ def _turned(values: Tensor, by: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in DTYPES[1:])])
-@pytest.mark.parametrize("form", ["plain", "int4-weight-only", "float8-weight-only", "float4-weight-only"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "plain",
+        "float4-weight-only",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("int4-weight-only", "float8-weight-only")),
+    ],
+)
 def test_experts_in_any_format(kernels: CudaKernels, form: str, dtype: torch.dtype) -> None:
     """Beside the reference's loop over experts with plain matrices: gpt-oss's gate, biases, a shared expert."""
     gate_up, down = _experts(form, dtype)

@@ -47,7 +47,7 @@ def assert_states(ours: LayerState, theirs: LayerState) -> None:
         torch.testing.assert_close(one.cpu(), other, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in DTYPES[1:])])
 @pytest.mark.parametrize(("width", "channels", "gated"), [(4, 150, False), (3, 40, True), (1, 40, False)])
 def test_convolutions(dtype: torch.dtype, width: int, channels: int, gated: bool) -> None:
     """Of slices of a wider product, with states kept within a span; and token by token to the bit."""
@@ -74,7 +74,7 @@ def test_convolutions(dtype: torch.dtype, width: int, channels: int, gated: bool
     assert torch.equal(alone.inputs[1], ours.inputs[1]) and torch.equal(ours.inputs[1], ours.inputs[7])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in DTYPES[1:])])
 @pytest.mark.parametrize(
     ("heads", "key_heads", "key", "value", "by_turns"),
     [(4, 2, 24, 40, False), (4, 2, 24, 40, True), (2, 2, 16, 16, False)],

@@ -75,6 +75,7 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     check(tmp_path, test_packed_checkpoints.save_mxfp4(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_gguf_file(tmp_path: Path) -> None:
     """The embedding packed too, and parts of a product in other types."""
     model = tiny.build("qwen2_tied", **WIDE | {"num_hidden_layers": 1})

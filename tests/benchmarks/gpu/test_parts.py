@@ -58,7 +58,12 @@ def test_limits(small: Machine, tmp_path: Path) -> None:
     assert "gemm bfloat16" in tables.limits(record_of(tmp_path, {"limits": found}))
 
 
-def test_kernels_are_held_against_the_nearer_limit(small: Machine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_formats", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_kernels_are_held_against_the_nearer_limit(
+    small: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_formats: bool
+) -> None:
+    if not with_formats:
+        monkeypatch.setattr(kernels.formats, "kernels", lambda *_: {})
     found = done(kernels.tasks(small))
     rows = [row for each in found.values() for row in each]
     kinds = {row["kernel"] for row in rows}
@@ -105,6 +110,7 @@ def test_steps_that_do_not_fit_are_left_out(small: Machine, monkeypatch: pytest.
         list(steps.tasks(small)["decode 2 x 64"]())
 
 
+@pytest.mark.slow
 def test_agreement(small: Machine) -> None:
     found = done(agreement.tasks(small))
     assert found["tiny, float32"][0]["rms_error"] < 1e-5 < 1e-3 < found["tiny, bfloat16"][0]["of_torch"]
