@@ -52,6 +52,23 @@ def _numbers(stored, HIGH: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _of_step(numbers, matrix, step, steps, lane, col, outputs, LANES: tl.constexpr):
+    """What is stored of a step, [LANES, COLS]."""
+    at = numbers + ((matrix * steps + step) * LANES + lane)[:, None] * outputs + col[None, :]
+    return tl.load(at, mask=((col < outputs) & (step < steps))[None, :], other=0)
+
+
+@triton.jit
+def _inputs_of(order, matrix, chunk, lane, inputs, CHUNK: tl.constexpr):
+    """Which inputs the lanes of a chunk are multiplied with, and whether there are such."""
+    place = chunk * CHUNK + lane
+    is_input = (lane < CHUNK) & (place < inputs)
+    if order is not None:
+        place = tl.load(order + matrix * inputs + place, mask=is_input, other=0)
+    return place, is_input
+
+
+@triton.jit
 def _of_chunk(floats, bytes_, matrix, chunk, runs, groups, col, outputs, of_run, of_group, there):
     """Scales times factors of a chunk, or minima times offsets; 1 where there are none."""
     at = (matrix * runs + tl.minimum(chunk // of_run, runs - 1)) * outputs + col
@@ -111,12 +128,8 @@ def one_row_kernel(
             chunk = step * IN_BYTE + number
             if number % IN_BYTE == 0:
                 own = step + number // IN_BYTE
-                at = numbers + ((matrix * steps + own) * LANES + lane)[:, None] * outputs + col[None, :]
-                stored = tl.load(at, mask=(there & (own < steps))[None, :], other=0)
-            place = chunk * CHUNK + lane
-            is_input = (lane < CHUNK) & (place < inputs)
-            if order is not None:
-                place = tl.load(order + matrix * inputs + place, mask=is_input, other=0)
+                stored = _of_step(numbers, matrix, own, steps, lane, col, outputs, LANES)
+            place, is_input = _inputs_of(order, matrix, chunk, lane, inputs, CHUNK)
             value = tl.load(of_row + place, mask=is_input, other=0.0).to(tl.float32)
             products = _numbers(stored, number % IN_BYTE == 1, FORMAT).to(tl.float32) * value[:, None]
             if scales is not None:
@@ -180,12 +193,8 @@ def rows_kernel(
             chunk = step * IN_BYTE + number
             if number % IN_BYTE == 0:
                 own = step + number // IN_BYTE
-                at = numbers + ((matrix * steps + own) * LANES + lane)[:, None] * outputs + col[None, :]
-                stored = tl.load(at, mask=(there & (own < steps))[None, :], other=0)
-            place = chunk * CHUNK + lane
-            is_input = (lane < CHUNK) & (place < inputs)
-            if order is not None:
-                place = tl.load(order + matrix * inputs + place, mask=is_input, other=0)
+                stored = _of_step(numbers, matrix, own, steps, lane, col, outputs, LANES)
+            place, is_input = _inputs_of(order, matrix, chunk, lane, inputs, CHUNK)
             value = tl.load(of_rows[:, None] + place[None, :], mask=live[:, None] & is_input[None, :], other=0.0)
             if WIDEN:
                 value = value.to(tl.float32)
