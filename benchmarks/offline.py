@@ -52,10 +52,19 @@ def peer(text: str) -> tuple[str, str]:
     return name, str(Path(python).absolute())
 
 
+def checkout(text: str) -> str:
+    if not Path(text, "benchmarks", "engines", "worker.py").is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a checkout of Headway with benchmarks/engines/worker.py")
+    return str(Path(text).absolute())
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="python -m benchmarks.offline", description=__doc__.splitlines()[0])
     parser.add_argument("--peer", type=peer, action="append", default=[], metavar="NAME=PYTHON", dest="peers")
     parser.add_argument("--no-headway", action="store_true", help="measure the peers alone")
+    parser.add_argument(
+        "--old", type=checkout, metavar="CHECKOUT", help="another checkout of Headway, as a row that is compared with"
+    )
     parser.add_argument("--variants", action="store_true", help="more settings of Headway and OpenVINO, as more rows")
     parser.add_argument(
         "--kv-cache-dtype", choices=_KV_BITS, default="auto", help="int8: of every engine; auto: 16 bits (default)"
@@ -102,6 +111,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error("--no-headway leaves nothing to measure; name a --peer")
     if not (arguments.points or arguments.contexts or arguments.start):
         parser.error("there is nothing to measure; give --points, --contexts or --start")
+    if arguments.old and arguments.no_headway:
+        parser.error("--old is compared with Headway, which --no-headway leaves out")
     if arguments.llama_simple and not os.access(arguments.llama_simple, os.X_OK):
         parser.error(f"--llama-simple is {arguments.llama_simple!r}, which is no program")
     for shape in arguments.shapes:
@@ -128,6 +139,7 @@ def measure(arguments: argparse.Namespace, keep: Callable[[dict[str, Any]], None
         for precision in arguments.precisions:
             kv_bits = _KV_BITS[arguments.kv_cache_dtype]
             found = entries(precision, arguments.peers, not arguments.no_headway, arguments.variants, kv_bits)
+            found += [replace(found[0], label="old", root=arguments.old)] if arguments.old else []
             if not found:
                 continue
             sitting = Sitting(shape, precision, points(arguments), found)
@@ -157,7 +169,7 @@ def _content(sitting: Sitting) -> dict[str, Any]:
     """All of it but where its engines are installed, and the logs of those that died."""
     content = asdict(replace(sitting, died={})) | {"died": {label: end.line for label, end in sitting.died.items()}}
     for entry in content["entries"]:
-        del entry["python"]
+        del entry["python"], entry["root"]
     return content | {"summary": [asdict(row) for row in rows(sitting)]}
 
 
@@ -175,7 +187,7 @@ def _start(arguments: argparse.Namespace, shape: str) -> tuple[Sitting, dict[str
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines are ended too
-    left_out = ("peers", "output", "folder", "no_headway", "llama_simple")
+    left_out = ("peers", "old", "output", "folder", "no_headway", "llama_simple")
     output = own_file(arguments.output)
     report = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),

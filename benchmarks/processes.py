@@ -18,9 +18,9 @@ _TAIL = 15  # lines of a log that are shown when something fails
 _PATIENCE_S = 15.0
 
 
-def environment() -> dict[str, str]:
-    """Where benchmarks' own modules are found by any Python, and nothing is looked up on the network."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+def environment(root: Path = ROOT) -> dict[str, str]:
+    """Where the modules of a checkout are found by any Python, and nothing is looked up on the network."""
+    return {**os.environ, "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}
 
 
 def tail(log: Path) -> str:
@@ -44,22 +44,24 @@ class Child:
 
     Args:
         command: the first line that it writes says what it is (`about`).
+        root: the checkout whose modules it runs.
 
     Raises:
         Died: it ended before it answered; with its name and the tail of its log. So does ask().
     """
 
-    def __init__(self, name: str, command: list[str]) -> None:
+    def __init__(self, name: str, command: list[str], root: Path = ROOT) -> None:
         self.name = name
         self._died = False
-        with tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log", delete=False) as log:
+        with tempfile.NamedTemporaryFile(prefix=f"{name.replace(' ', '-')}-", suffix=".log", delete=False) as log:
             self._log = Path(log.name)
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=environment(),
+                env=environment(root),
+                cwd=root,
                 start_new_session=True,
                 text=True,
             )
@@ -114,10 +116,10 @@ class Child:
 
 
 @contextmanager
-def running(name: str, command: list[str]) -> Iterator[Child]:
+def running(name: str, command: list[str], root: Path = ROOT) -> Iterator[Child]:
     """A child that has said what it is, stopped; ended with the block. Says on stderr how it goes."""
     print(f"starting {name} ...", file=sys.stderr)
-    child = Child(name, command)
+    child = Child(name, command, root)
     try:
         print(f"{name} {child.about['version']} ready after {child.about['start_seconds']:.1f} s", file=sys.stderr)
         yield child

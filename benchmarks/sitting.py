@@ -15,7 +15,7 @@ from benchmarks.checkpoint import SHAPES
 from benchmarks.engines.interface import Settings
 from benchmarks.exports import GGUF_KINDS, PACKED_KINDS, model_for
 from benchmarks.points import Point
-from benchmarks.processes import Child, Died, running
+from benchmarks.processes import ROOT, Child, Died, running
 from benchmarks.steal import MOST, undisturbed
 from benchmarks.work import kv_bytes, shape_of, weight_bytes
 
@@ -35,6 +35,7 @@ class Entry:
         kv_bits: of a number in the KV cache.
         variant: shown beside the others, but never the best peer.
         exporter: the Python that makes its files; "" where that is `python`.
+        root: the checkout that it runs, with its own benchmarks.engines; "" is this one.
     """
 
     label: str
@@ -44,6 +45,7 @@ class Entry:
     kv_bits: int = 16
     variant: bool = False
     exporter: str = ""
+    root: str = ""
 
 
 def entries(
@@ -214,7 +216,7 @@ def _start(
     for entry in sitting.alive:
         try:
             command = worker_command(entry, sitting.shape, sitting.precision, points, rounds, threads, folder)
-            children.append(stack.enter_context(running(entry.label, command)))
+            children.append(stack.enter_context(running(entry.label, command, Path(entry.root or ROOT))))
         except Died as end:
             sitting.lose(entry.label, end)
     sitting.about |= {child.name: child.about for child in children}

@@ -99,6 +99,7 @@ def test_prompts_differ_within_a_batch_and_between_rounds_but_not_between_engine
         (["--llama-simple", "/no/such/program"], "which is no program"),
         (["--points", "--rounds", "1"], "nothing to measure; give --points, --contexts or --start"),
         (["--no-headway"], "nothing to measure; name a --peer"),
+        (["--old", "/nowhere"], "'/nowhere' is not a checkout of Headway"),
     ],
 )
 def test_bad_arguments_are_refused_in_one_line(
@@ -215,9 +216,9 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     def command(entry: sitting.Entry, *_: object) -> list[str]:
         return [sys.executable, "-c", _SCRIPTED, str(lives.get(entry.label, 99))]
 
-    def run(name: str, asked: list[str]) -> AbstractContextManager[Child]:
+    def run(name: str, asked: list[str], root: Path = ROOT) -> AbstractContextManager[Child]:
         measures = name == "the machine"  # which it would import torch for
-        return running(name, [sys.executable, "-c", _SCRIPTED, "99"] if measures else asked)
+        return running(name, [sys.executable, "-c", _SCRIPTED, "99"] if measures else asked, root)
 
     def peaks(sat: sitting.Sitting, points: list[Point], peaks: Child, number: int) -> None:
         for point in points if number else []:
@@ -279,6 +280,26 @@ def test_a_peer_that_cannot_start_is_left_out(
     assert {name: len(each) for name, each in report["starts"]["tiny"]["seconds"].items()} == counts[0]
     assert list(report["starts"]["tiny"]["died"]) == ["openvino"]
     assert "| openvino |" not in capsys.readouterr().out
+
+
+def test_another_checkout_is_a_row_that_runs_its_own_modules(
+    tmp_path: Path, scripted: dict[str, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "before"
+    (old / "benchmarks" / "engines").mkdir(parents=True)
+    (old / "benchmarks" / "engines" / "worker.py").write_text(_SCRIPTED.replace("10.0 * count", "8.0 * count"))
+
+    def command(entry: sitting.Entry, *_: object) -> list[str]:
+        return [sys.executable, *(["benchmarks/engines/worker.py"] if entry.root else ["-c", _SCRIPTED]), "99"]
+
+    monkeypatch.setattr(sitting, "worker_command", command)
+    output = tmp_path / "result.json"
+    sizes = "--shapes tiny --precisions bf16 --rounds 3 --threads 1 --prompt-len 8 --new-tokens 4 --points decode:1"
+    offline.main([*sizes.split(), "--old", str(old), "--output", str(output)])
+    (sat,) = json.loads(output.read_text())["sittings"]
+    assert sat["rates"] == {"decode, batch 1": {"headway": [20.0, 30.0, 40.0], "old": [16.0, 24.0, 32.0]}}
+    assert "| 1.25 old |" in capsys.readouterr().out
+    assert str(old) not in output.read_text()
 
 
 def test_headway_may_die_too(tmp_path: Path, scripted: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
