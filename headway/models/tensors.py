@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headway.cost.layers import CacheSpec, Experts, StateSpec
+from headway.cost.layers import CacheSpec, Experts, Latent, StateSpec
 from headway.cost.shape import ModelShape
 from headway.models.config import ModelConfig
 
@@ -103,110 +103,132 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
     Args:
         stacked: the experts of a layer are one tensor (transformers 5), and not one each.
     """
-    c = config.shape
-    shapes: Shapes = {"model.embed_tokens.weight": (c.vocab, c.hidden)}
-
-    def linear(name: str, rows: int, columns: int, bias: bool) -> None:
-        is_packed = config.packed is not None and config.packed.covers(name)
-        parts = config.packed.tensors(rows, columns) if config.packed and is_packed else {"weight": (rows, columns)}
-        shapes.update({f"{name}.{part}": shape for part, shape in parts.items()})
-        if bias:
-            shapes[f"{name}.bias"] = (rows,)
-
-    def feed_forward(parts: Parts, width: int, bias: bool) -> None:
-        *gated, down = parts
-        for name in gated:
-            linear(name, 2 * width // len(gated), c.hidden, bias)
-        linear(down, c.hidden, width, bias)
-
-    def recurrent(index: int, state: StateSpec) -> None:
-        names, layer = recurrent_names(config, index), f"model.layers.{index}"
-        for name, rows in zip((*names[0], *names[1]), _recurrent_rows(state, *map(len, names)), strict=True):
-            linear(name, rows, c.hidden, state.bias)
-        if not state.heads:
-            shapes[f"{layer}.conv.conv.weight"] = (state.channels, 1, state.width)
-            if state.bias:
-                shapes[f"{layer}.conv.conv.bias"] = (state.channels,)
-            linear(f"{layer}.conv.out_proj", c.hidden, state.mixed, state.bias)
-            return
-        block = f"{layer}.linear_attn"
-        shapes[f"{block}.conv1d.weight"] = (state.channels, 1, state.width)
-        shapes.update({f"{block}.A_log": (state.heads,), f"{block}.dt_bias": (state.heads,)})
-        shapes[f"{block}.norm.weight"] = (state.value_dim,)
-        linear(f"{block}.out_proj", c.hidden, state.mixed, bias=False)
-
-    def attention(index: int, cache: CacheSpec) -> None:
-        names, block = attention_names(config, index), f"model.layers.{index}.self_attn"
-        for name, rows in zip(names, _attention_rows(c, cache, len(names)), strict=True):
-            linear(name, rows, c.hidden, c.qkv_bias)
-        if (latent := c.latent) is not None:
-            shapes[f"{block}.kv_a_layernorm.weight"] = (latent.kv_rank,)
-            if config.by_heads:
-                for head in range(c.heads):
-                    linear(f"{block}.heads.{head}.k_b_proj", latent.kv_rank, latent.nope_dim, False)
-                    linear(f"{block}.heads.{head}.v_b_proj", latent.value_dim, latent.kv_rank, False)
-            else:
-                linear(f"{block}.kv_b_proj", c.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank, False)
-            if latent.q_rank is not None:
-                shapes[f"{block}.q_a_layernorm.weight"] = (latent.q_rank,)
-                linear(f"{block}.q_b_proj", c.heads * c.head_dim, latent.q_rank, False)
-        if c.sinks:
-            shapes[f"{block}.sinks"] = (c.heads,)
-        if c.qk_norm:
-            whole = c.qk_norm == "whole"
-            shapes[f"{block}.q_norm.weight"] = ((c.heads if whole else 1) * cache.key_dim,)
-            if cache.source is None:
-                shapes[f"{block}.k_norm.weight"] = ((cache.heads if whole else 1) * cache.key_dim,)
-        linear(f"{block}.o_proj", c.hidden, c.attended if c.latent else c.heads * cache.value_dim, c.o_bias)
-
-    for i, cache in enumerate(config.caches):
-        layer = f"model.layers.{i}"
-        for norm in filter(None, config.traits.norms):
-            shapes[f"{layer}.{norm}.weight"] = (c.hidden,)
-        if isinstance(cache, StateSpec):
-            recurrent(i, cache)
-        else:
-            attention(i, cache)
-        if c.layer_scalars:
-            shapes[f"{layer}.layer_scalar"] = (1,)
-        if c.inputs is not None:
-            linear(f"{layer}.per_layer_input_gate", c.inputs.width, c.hidden, False)
-            linear(f"{layer}.per_layer_projection", c.hidden, c.inputs.width, False)
-            shapes[f"{layer}.post_per_layer_input_norm.weight"] = (c.hidden,)
-        mixture = mixture_names(config, i, stacked)
-        if mixture is None or c.experts is None:
-            width = c.kind_of(i).ffn if c.kinds else c.ffn
-            feed_forward(dense_names(f"{layer}.mlp", config.traits.fused), width, c.mlp_bias)
-            continue
-        if config.routing and config.routing.beside:
-            for norm in NORMS_BESIDE:
-                shapes[f"{layer}.{norm}.weight"] = (c.hidden,)
-            shapes.update(
-                {f"{layer}.router.scale": (c.hidden,), f"{layer}.router.per_expert_scale": (c.experts.count,)}
-            )
-        bias, beside = (config.routing.bias, config.routing.beside) if config.routing else (None, False)
-        for name, rows in zip(mixture.router, (c.experts.count, 1), strict=False):
-            linear(name, rows, c.hidden, c.experts.router_bias and bias is None and not beside)
-        if bias is not None:
-            shapes[f"{mixture.block}.{bias}"] = (c.experts.count,)
-        if config.routing and config.routing.by_turns:
-            shapes.update(_experts_by_turns(layer, c.experts, c.hidden, config.packed is not None))
-        elif stacked:
-            shapes[f"{layer}.{STACKED[0]}"] = (c.experts.count, 2 * c.experts.width, c.hidden)
-            shapes[f"{layer}.{STACKED[1]}"] = (c.experts.count, c.hidden, c.experts.width)
-        for parts in mixture.experts:
-            feed_forward(parts, c.experts.width, c.experts.bias)
-        if mixture.shared is not None:
-            feed_forward(mixture.shared, c.experts.shared_width, bias=False)
+    c, tensors = config.shape, _Tensors(config, stacked)
+    shapes = tensors.shapes
+    shapes["model.embed_tokens.weight"] = (c.vocab, c.hidden)
+    for index, cache in enumerate(config.caches):
+        tensors.layer(index, cache)
     if c.inputs is not None:
         whole = c.layers * c.inputs.width
         shapes["model.embed_tokens_per_layer.weight"] = (c.inputs.vocab, whole)
-        linear("model.per_layer_model_projection", whole, c.hidden, False)
+        tensors.linear("model.per_layer_model_projection", whole, c.hidden)
         shapes["model.per_layer_projection_norm.weight"] = (c.inputs.width,)
     shapes["model.norm.weight"] = (c.hidden,)
     if not c.tied_embeddings:
-        linear("lm_head", c.vocab, c.hidden, bias=False)
+        tensors.linear("lm_head", c.vocab, c.hidden)
     return shapes
+
+
+class _Tensors:
+    """The tensors named so far; each method adds those of one part."""
+
+    def __init__(self, config: ModelConfig, stacked: bool) -> None:
+        self.shapes: Shapes = {}
+        self._config = config
+        self._stacked = stacked
+
+    def linear(self, name: str, rows: int, columns: int, bias: bool = False) -> None:
+        packed = self._config.packed
+        is_packed = packed is not None and packed.covers(name)
+        parts = packed.tensors(rows, columns) if packed and is_packed else {"weight": (rows, columns)}
+        self.shapes.update({f"{name}.{part}": shape for part, shape in parts.items()})
+        if bias:
+            self.shapes[f"{name}.bias"] = (rows,)
+
+    def layer(self, index: int, cache: CacheSpec | StateSpec) -> None:
+        c, layer = self._config.shape, f"model.layers.{index}"
+        for norm in filter(None, self._config.traits.norms):
+            self.shapes[f"{layer}.{norm}.weight"] = (c.hidden,)
+        if isinstance(cache, StateSpec):
+            self._recurrent(index, cache)
+        else:
+            self._attention(index, cache)
+        if c.layer_scalars:
+            self.shapes[f"{layer}.layer_scalar"] = (1,)
+        if c.inputs is not None:
+            self.linear(f"{layer}.per_layer_input_gate", c.inputs.width, c.hidden)
+            self.linear(f"{layer}.per_layer_projection", c.hidden, c.inputs.width)
+            self.shapes[f"{layer}.post_per_layer_input_norm.weight"] = (c.hidden,)
+        mixture = mixture_names(self._config, index, self._stacked)
+        if mixture is None:
+            width = c.kind_of(index).ffn if c.kinds else c.ffn
+            self._feed_forward(dense_names(f"{layer}.mlp", self._config.traits.fused), width, c.mlp_bias)
+        else:
+            self._mixture(layer, mixture)
+
+    def _feed_forward(self, parts: Parts, width: int, bias: bool) -> None:
+        hidden = self._config.shape.hidden
+        *gated, down = parts
+        for name in gated:
+            self.linear(name, 2 * width // len(gated), hidden, bias)
+        self.linear(down, hidden, width, bias)
+
+    def _recurrent(self, index: int, state: StateSpec) -> None:
+        names, layer = recurrent_names(self._config, index), f"model.layers.{index}"
+        hidden = self._config.shape.hidden
+        for name, rows in zip((*names[0], *names[1]), _recurrent_rows(state, *map(len, names)), strict=True):
+            self.linear(name, rows, hidden, state.bias)
+        if not state.heads:
+            self.shapes[f"{layer}.conv.conv.weight"] = (state.channels, 1, state.width)
+            if state.bias:
+                self.shapes[f"{layer}.conv.conv.bias"] = (state.channels,)
+            self.linear(f"{layer}.conv.out_proj", hidden, state.mixed, state.bias)
+            return
+        block = f"{layer}.linear_attn"
+        self.shapes[f"{block}.conv1d.weight"] = (state.channels, 1, state.width)
+        self.shapes.update({f"{block}.A_log": (state.heads,), f"{block}.dt_bias": (state.heads,)})
+        self.shapes[f"{block}.norm.weight"] = (state.value_dim,)
+        self.linear(f"{block}.out_proj", hidden, state.mixed)
+
+    def _attention(self, index: int, cache: CacheSpec) -> None:
+        c, block = self._config.shape, f"model.layers.{index}.self_attn"
+        names = attention_names(self._config, index)
+        for name, rows in zip(names, _attention_rows(c, cache, len(names)), strict=True):
+            self.linear(name, rows, c.hidden, c.qkv_bias)
+        if c.latent is not None:
+            self._latent(block, c.latent)
+        if c.sinks:
+            self.shapes[f"{block}.sinks"] = (c.heads,)
+        if c.qk_norm:
+            whole = c.qk_norm == "whole"
+            self.shapes[f"{block}.q_norm.weight"] = ((c.heads if whole else 1) * cache.key_dim,)
+            if cache.source is None:
+                self.shapes[f"{block}.k_norm.weight"] = ((cache.heads if whole else 1) * cache.key_dim,)
+        self.linear(f"{block}.o_proj", c.hidden, c.attended if c.latent else c.heads * cache.value_dim, c.o_bias)
+
+    def _latent(self, block: str, latent: Latent) -> None:
+        c = self._config.shape
+        self.shapes[f"{block}.kv_a_layernorm.weight"] = (latent.kv_rank,)
+        if self._config.by_heads:
+            for head in range(c.heads):
+                self.linear(f"{block}.heads.{head}.k_b_proj", latent.kv_rank, latent.nope_dim)
+                self.linear(f"{block}.heads.{head}.v_b_proj", latent.value_dim, latent.kv_rank)
+        else:
+            self.linear(f"{block}.kv_b_proj", c.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
+        if latent.q_rank is not None:
+            self.shapes[f"{block}.q_a_layernorm.weight"] = (latent.q_rank,)
+            self.linear(f"{block}.q_b_proj", c.heads * c.head_dim, latent.q_rank)
+
+    def _mixture(self, layer: str, mixture: MixtureNames) -> None:
+        hidden, experts, routing = self._config.shape.hidden, self._config.shape.experts, self._config.routing
+        assert experts is not None and routing is not None, "a mixture has both"
+        if routing.beside:
+            self.shapes.update({f"{layer}.{norm}.weight": (hidden,) for norm in NORMS_BESIDE})
+            self.shapes[f"{layer}.router.scale"] = (hidden,)
+            self.shapes[f"{layer}.router.per_expert_scale"] = (experts.count,)
+        for name, rows in zip(mixture.router, (experts.count, 1), strict=False):
+            self.linear(name, rows, hidden, experts.router_bias and routing.bias is None and not routing.beside)
+        if routing.bias is not None:
+            self.shapes[f"{mixture.block}.{routing.bias}"] = (experts.count,)
+        if routing.by_turns:
+            self.shapes.update(_experts_by_turns(layer, experts, hidden, self._config.packed is not None))
+        elif self._stacked:
+            self.shapes[f"{layer}.{STACKED[0]}"] = (experts.count, 2 * experts.width, hidden)
+            self.shapes[f"{layer}.{STACKED[1]}"] = (experts.count, hidden, experts.width)
+        for parts in mixture.experts:
+            self._feed_forward(parts, experts.width, experts.bias)
+        if mixture.shared is not None:
+            self._feed_forward(mixture.shared, experts.shared_width, bias=False)
 
 
 def _attention_rows(shape: ModelShape, cache: CacheSpec, parts: int) -> tuple[int, ...]:
