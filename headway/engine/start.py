@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # The least bytes that a packed weight takes.
 _PACKED_BYTES = {
     "int8": 1.0, "int8-weight-only": 1.0, "int4": 0.53, "int4-weight-only": 0.5, "float4-weight-only": 0.5,
-    "float8-weight-only": 1.0,
+    "float8-weight-only": 1.0, "normal4-weight-only": 0.5,
 }  # fmt: skip
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 _POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE, of Linux 5.14; it changes nothing that is written meanwhile

@@ -15,8 +15,9 @@ belongs to a weight row and holds the row's weights for that word.
 | GROUPS8 | two int16 | two int8 | int32 |
 | FLOAT8 | one float32 | one of eight bits, four for the exponent (e4m3fn) | float32 |
 | FLOAT4 | four words of two int16 | eight of four bits, two for the exponent (e2m1) | int32 |
+| NORMAL4 | eight words of one float32 | eight of four bits, numbers of NF4 | float32 |
 
-A weight of INT4 times its scale, a whole number from -15 to 16, is multiplied like one of INT8. Of the last four kinds
+A weight of INT4 times its scale, a whole number from -15 to 16, is multiplied like one of INT8. Of the last five kinds
 groups of inputs have scales of their own, which cpu_groups multiplies sums with. A weight of FLOAT4 is multiplied as a
 whole number, twice what it stands for.
 
@@ -51,9 +52,11 @@ from headway.kernels.cpu_ir import (
     word_constant,
 )
 from headway.kernels.cpu_simd import BFLOAT16, FLOAT16, FLOAT32, IS_X86, cpu_features
+from headway.kernels.weights import NF4
 
 INT8, WIDE_INT8, INT4 = np.uint8(0), np.int8(0), np.uint32(0)
 GROUPS4, GROUPS8, FLOAT8, FLOAT4 = np.int32(0), np.uint64(0), np.float64(0), np.complex64(0)
+NORMAL4 = np.complex128(0)
 # What a number of FLOAT4 is multiplied as.
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -112,13 +115,15 @@ ARITHMETIC = {
     types.uint64: Arithmetic(_BYTES, 1, 2, True, 2),
     types.float64: Arithmetic(_SCALES, 1, 1, False, 1),
     types.complex64: Arithmetic(WORDS, 4, 2, True, 4),
+    types.complex128: Arithmetic(WORDS, 8, 1, False, 4),
 }
 _TYPE_OF = {
     np.float32: types.float32, np.int16: types.int16, np.uint16: types.uint16, np.uint8: types.uint8,
     np.int8: types.int8, np.uint32: types.uint32, np.int32: types.int32, np.uint64: types.uint64,
     np.float64: types.float64, np.complex64: types.complex64,
+    np.complex128: types.complex128,
 }  # fmt: skip
-GROUPED = (GROUPS4, GROUPS8, FLOAT8, FLOAT4)
+GROUPED = (GROUPS4, GROUPS8, FLOAT8, FLOAT4, NORMAL4)
 ALL_KINDS = (FLOAT32, FLOAT16, BFLOAT16, INT8, WIDE_INT8, INT4, *GROUPED)
 assert set(_TYPE_OF) == set(map(type, ALL_KINDS))
 
@@ -137,8 +142,11 @@ def operands(builder: Any, kind: Any, step: Any, vector: int) -> list[Any]:
     if kind == types.uint32:
         return _scaled_nibbles(builder, step, vector)
     layout = ARITHMETIC[kind]
-    if kind in (types.int32, types.complex64):
+    if kind in (types.int32, types.complex64, types.complex128):
         stored = read(builder, builder.add(step, index(vector * VECTOR_BYTES)), WORDS)
+        if kind == types.complex128:
+            bits = (16 * odd + 4 * pair for pair in range(4) for odd in range(2))
+            return [_looked_up(builder, builder.lshr(stored, word_constant(bit))) for bit in bits]
         words = [builder.lshr(stored, word_constant(bit)) for bit in (0, 4, 8, 12)]
         words = [builder.and_(word, word_constant(0x000F000F)) for word in words]
         return [_twice_e2m1(builder, word) for word in words] if kind == types.complex64 else words
@@ -174,6 +182,33 @@ def _twice_e2m1(builder: Any, codes: Any) -> Any:
     return builder.bitcast(builder.sub(builder.xor(number, sign), sign), WORDS)
 
 
+def _looked_up(builder: Any, codes: Any) -> Any:
+    """The numbers of NF4 that the lowest four bits of each word stand for."""
+    if _WIDE:
+        permute = declare(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, [FLOATS, WORDS])
+        return builder.call(permute, [ir.Constant(FLOATS, list(NF4)), codes])
+    if _PAIRS:
+        return _looked_up_in_halves(builder, codes)
+    numbers = [ir.Constant(FLOATS, [number] * LANES) for number in NF4]
+    for bit in range(4):
+        is_odd = builder.trunc(builder.lshr(codes, word_constant(bit)), ir.VectorType(ir.IntType(1), LANES))
+        numbers = [builder.select(is_odd, odd, even) for even, odd in zip(numbers[::2], numbers[1::2], strict=True)]
+    return numbers[0]
+
+
+def _looked_up_in_halves(builder: Any, codes: Any) -> Any:
+    """The same with AVX2, which looks up eight of eight numbers."""
+    floats, words = ir.VectorType(ir.FloatType(), 8), ir.VectorType(I32, 8)
+    permute = declare(builder, "llvm.x86.avx2.permps", floats, [floats, words])
+    halves = []
+    for lanes in (list(range(8)), list(range(8, 16))):
+        some = shuffle(builder, codes, codes, lanes)
+        low, high = (builder.call(permute, [ir.Constant(floats, list(part)), some]) for part in (NF4[:8], NF4[8:]))
+        is_high = builder.trunc(builder.lshr(some, ir.Constant(words, [3] * 8)), ir.VectorType(ir.IntType(1), 8))
+        halves.append(builder.select(is_high, high, low))
+    return shuffle(builder, halves[0], halves[1], list(range(LANES)))
+
+
 def _scaled_nibbles(builder: Any, step: Any, vector: int) -> list[Any]:
     """Words of bytes, 128 more than weight times scale, from [row] scales, then [half word, row] two words of weights.
 
@@ -196,7 +231,7 @@ def _scaled_nibbles(builder: Any, step: Any, vector: int) -> list[Any]:
 
 def multiply_add(builder: Any, kind: Any, total: Any, weights: Any, x: Any) -> Any:
     """total + weights * x, lane by lane; x is one word in all lanes."""
-    if kind in (types.float32, types.int16, types.float64):
+    if kind in (types.float32, types.int16, types.float64, types.complex128):
         return fused(builder, total, builder.bitcast(weights, FLOATS), builder.bitcast(x, FLOATS))
     if kind == types.uint16:
         if _HAS_BF16:

@@ -5,7 +5,7 @@ groups that follow each other, a run, share a scale and a minimum, float32. A st
 
     scale * factor * number - minimum * offset
 
-which is what GGUF, AWQ, GPTQ, MXFP4 and FP8 in blocks have in common. Of a panel, a group is [factor of each row],
+which is what GGUF, AWQ, GPTQ, MXFP4, NF4 and FP8 in blocks have in common. Of a panel, a group is [factor of each row],
 [offset of each row], then its numbers as cpu_arithmetic has them for their kind. Scales and minima are arrays beside
 it, [panel, run, row].
 
@@ -36,6 +36,7 @@ from headway.kernels.cpu_arithmetic import (
     FLOAT8,
     GROUPS4,
     GROUPS8,
+    NORMAL4,
     PANEL,
     TILE_TOKENS,
     arithmetic_of,
@@ -71,14 +72,15 @@ from headway.kernels.cpu_simd import (
     store,
 )
 from headway.kernels.cpu_team import arg, job, once_per_kind, take_rows
-from headway.kernels.weights import Groups
+from headway.kernels.weights import NF4, Groups
 
 HEADER_BYTES = 2  # of a row and group
 # With more passes over a block than this, its products take longer than fetching the next one when it is due.
 PASSES_AHEAD = 8
 _ZERO = np.float32(0)
 # FLOAT8's numbers are multiplied as float16 of the same bits, whose exponents begin 8 lower; E2M1 is twice FLOAT4's.
-_SCALE_OF = {type(GROUPS4): 1.0, type(GROUPS8): 1.0, type(FLOAT8): 256.0, type(FLOAT4): 0.5}
+_SCALE_OF = {type(GROUPS4): 1.0, type(GROUPS8): 1.0, type(FLOAT8): 256.0, type(FLOAT4): 0.5, type(NORMAL4): 1.0}
+_CODE_OF = {type(GROUPS4): 4, type(FLOAT4): 2, type(NORMAL4): 3, type(FLOAT8): 16, type(GROUPS8): 8}
 _PANELS_AT_ONCE = 64
 _BYTES, _LINE = ir.VectorType(I8, LANES), 64
 
@@ -124,7 +126,7 @@ def pack_groups(kind: Any, values: Tensor, groups: Groups, rows: Tensor, out: Te
             of_rows = (header[number] * there).view(len(some), PANEL, count).transpose(1, 2)
             to[:, :, place * PANEL : (place + 1) * PANEL].copy_(of_rows.view(torch.uint8))
         stored = values.view(torch.uint8)[number]
-        if kind is GROUPS4 or kind is FLOAT4:
+        if kind is GROUPS4 or kind is FLOAT4 or kind is NORMAL4:
             stored = _nibbles(stored)
         elements = stored.view(element).view(len(some), PANEL, count, -1).permute(0, 2, 3, 1)
         to[:, :, HEADER_BYTES * PANEL :].view(element).view(elements.shape).copy_(elements)
@@ -306,6 +308,8 @@ def _number(code, numbers, slice_, lane, place):
         word = (slice_ * PANEL + lane) * 4
         bit = place // 2 * 4 + place % 2 * 16
         stored = (read_byte(numbers, word + bit // 8) >> (bit % 8)) & 15
+        if code == 3:
+            return np.float32(NF4[stored])
         return np.float32(E2M1[stored] if code == 2 else stored)
     if code == 8:
         byte = read_byte(numbers, (slice_ * PANEL + lane) * 2 + place)
@@ -330,7 +334,7 @@ GROUPED_ROWS = struct.Struct("16q")
 @once_per_kind
 def grouped_rows_job(out_kind: Any, kind: Any) -> int:
     """Rows of an ungated weight as numbers of out_kind, dense, their inputs where `order` says."""
-    code = 4 if kind is GROUPS4 else 2 if kind is FLOAT4 else 16 if kind is FLOAT8 else 8
+    code = _CODE_OF[type(kind)]
     in_slice = arithmetic_of(kind).words * arithmetic_of(kind).inputs
 
     def rows(a: int) -> None:

@@ -22,6 +22,7 @@ from headway.kernels.cpu_arithmetic import (
     GROUPS8,
     INT4,
     INT8,
+    NORMAL4,
     PANEL,
     WIDE_INT8,
     arithmetic_of,
@@ -49,6 +50,7 @@ _GROUPED = {
     "int8-weight-only": GROUPS8,
     "float8-weight-only": FLOAT8,
     "float4-weight-only": FLOAT4,
+    "normal4-weight-only": NORMAL4,
 }
 _PACKED = [f"{scheme} packed in rows" for scheme in ("int8", "int8-weight-only")]
 _FORMATS = ("none", *_QUANTISED, *_PACKED, *(f"{scheme} packed in groups" for scheme in _GROUPED))

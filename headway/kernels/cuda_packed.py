@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headway.kernels.weights import Groups, Product, Weight
+from headway.kernels.weights import E2M1, NF4, Groups, Product, Weight
 
 # Inputs of a chunk at most: float32 is multiplied from registers, of which a program has few.
 _MOST_INPUTS = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
@@ -31,9 +31,9 @@ _FORMATS = {
     "int4": "int4",
     "float8-weight-only": "float8",
     "float4-weight-only": "float4",
+    "normal4-weight-only": "normal4",
 }
-# What codes of four bits stand for that are no whole numbers.
-E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+_IN_FOUR_BITS = ("int4", "float4", "normal4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ class Packed:
         factors, offsets: int8 [E, groups, out]; None: all are 1, all are 0.
         order: int32 [E, in], which input each column is multiplied with.
         bias: [E, out], in the order of the numbers' rows.
-        format: plain, int4, int8, float8 or float4.
+        table: float32 [16], what codes stand for that are looked up.
+        format: plain, int4, int8, float8, float4 or normal4.
         chunk: inputs of a chunk.
         of_group, of_run: chunks that share a factor, and a scale.
         dtype: of what it is multiplied with.
@@ -59,6 +60,7 @@ class Packed:
     offsets: Tensor | None
     order: Tensor | None
     bias: Tensor | None
+    table: Tensor | None
     format: str
     inputs: int
     chunk: int
@@ -74,7 +76,7 @@ class Packed:
     @property
     def in_byte(self) -> int:
         """Chunks of a step."""
-        return 2 if self.format in ("int4", "float4") else 1
+        return 2 if self.format in _IN_FOUR_BITS else 1
 
     @property
     def lanes(self) -> int:
@@ -110,8 +112,9 @@ class Packed:
     def _plain(self, stored: Tensor) -> Tensor:
         if self.format == "plain":
             return stored
-        if self.format == "float4":
-            return torch.tensor(E2M1, device=stored.device)[stored.int()]
+        if self.format in ("float4", "normal4"):
+            table = torch.tensor(E2M1, device=stored.device) if self.table is None else self.table
+            return table[stored.int()]
         kinds = {"int8": torch.int8, "float8": torch.float8_e4m3fn, "int4": torch.uint8}
         return stored.contiguous().view(kinds[self.format]).float()
 
@@ -154,6 +157,7 @@ def pack(products: Iterable[Product], count: int, gated: bool = False) -> Packed
         numbers,
         **_beside(found, inputs),
         bias=torch.stack(biases) if biases else None,
+        table=torch.tensor(NF4, device=numbers.device) if form == "normal4" else None,
         format=form,
         inputs=inputs,
         chunk=chunk,
@@ -250,7 +254,7 @@ def _beside(found: list[tuple[Groups, Tensor]], inputs: int) -> dict[str, Tensor
 
 def _chunks(values: Tensor, form: str, chunk: int, rows: Tensor) -> Tensor:
     """Numbers [out, in] as [steps * lanes, out]."""
-    lanes, in_byte = max(chunk, _LEAST_LANES), 2 if form in ("int4", "float4") else 1
+    lanes, in_byte = max(chunk, _LEAST_LANES), 2 if form in _IN_FOUR_BITS else 1
     stored = (values if form == "plain" else values.view(torch.uint8))[rows]
     steps = -(-stored.shape[1] // (chunk * in_byte))
     stored = torch.nn.functional.pad(stored, (0, steps * in_byte * chunk - stored.shape[1]))

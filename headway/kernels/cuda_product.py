@@ -30,7 +30,7 @@ _LANES_AT_ONCE = 64  # that a program reads before it goes on
 
 
 @triton.jit
-def _numbers(stored, HIGH: tl.constexpr, FORMAT: tl.constexpr):
+def _numbers(stored, table, HIGH: tl.constexpr, FORMAT: tl.constexpr):
     """What a chunk's stored numbers are, exactly: plain ones as they are, others as float32."""
     if FORMAT == "plain":
         numbers = stored
@@ -45,6 +45,8 @@ def _numbers(stored, HIGH: tl.constexpr, FORMAT: tl.constexpr):
             code = stored >> 4
         if FORMAT == "int4":
             numbers = code.to(tl.float32)
+        elif FORMAT == "normal4":
+            numbers = tl.load(table + code.to(tl.int32))
         else:  # e2m1, the same with 14
             bits = code.to(tl.uint16)
             numbers = ((bits & 8) << 12 | (bits & 7) << 9).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
@@ -103,7 +105,7 @@ def _finish(
 
 @triton.jit(do_not_specialize=["rows"])
 def one_row_kernel(
-    x, x_stride, share, experts, numbers, scales, factors, minima, offsets, order, bias, out, partial,
+    x, x_stride, share, experts, numbers, scales, factors, minima, offsets, order, bias, table, out, partial,
     rows, inputs, outputs, steps, runs, groups, of_run, of_group, split_steps, factor, slope, cubic, limit, shift,
     FORMAT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, IN_BYTE: tl.constexpr, AT_ONCE: tl.constexpr,
     COLS: tl.constexpr,
@@ -131,7 +133,7 @@ def one_row_kernel(
                 stored = _of_step(numbers, matrix, own, steps, lane, col, outputs, LANES)
             place, is_input = _inputs_of(order, matrix, chunk, lane, inputs, CHUNK)
             value = tl.load(of_row + place, mask=is_input, other=0.0).to(tl.float32)
-            products = _numbers(stored, number % IN_BYTE == 1, FORMAT).to(tl.float32) * value[:, None]
+            products = _numbers(stored, table, number % IN_BYTE == 1, FORMAT).to(tl.float32) * value[:, None]
             if scales is not None:
                 within = there & (chunk * CHUNK < inputs)
                 scale = _of_chunk(
@@ -157,9 +159,9 @@ def one_row_kernel(
 
 @triton.jit(do_not_specialize=["rows", "places_stride"])
 def rows_kernel(
-    x, x_stride, share, counts, places, places_stride, numbers, scales, factors, minima, offsets, order, bias, out,
-    partial, rows, inputs, outputs, steps, runs, groups, of_run, of_group, split_steps, factor, slope, cubic, limit,
-    shift, FORMAT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, IN_BYTE: tl.constexpr,
+    x, x_stride, share, counts, places, places_stride, numbers, scales, factors, minima, offsets, order, bias, table,
+    out, partial, rows, inputs, outputs, steps, runs, groups, of_run, of_group, split_steps, factor, slope, cubic,
+    limit, shift, FORMAT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, IN_BYTE: tl.constexpr,
     AT_ONCE: tl.constexpr, COLS: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -198,7 +200,7 @@ def rows_kernel(
             value = tl.load(of_rows[:, None] + place[None, :], mask=live[:, None] & is_input[None, :], other=0.0)
             if WIDEN:
                 value = value.to(tl.float32)
-            numbers_of = _numbers(stored, number % IN_BYTE == 1, FORMAT).to(value.dtype)
+            numbers_of = _numbers(stored, table, number % IN_BYTE == 1, FORMAT).to(value.dtype)
             if scales is not None:
                 within = there & (chunk * CHUNK < inputs)
                 scale = _of_chunk(
@@ -302,7 +304,10 @@ def multiply(
     ]  # fmt: skip
     opens = gate or Gate()
     ends = [packed.factor, opens.slope, opens.cubic, opens.limit, opens.shift]
-    matrices = [packed.numbers, packed.scales, packed.factors, packed.minima, packed.offsets, packed.order, packed.bias]
+    matrices = [
+        packed.numbers, packed.scales, packed.factors, packed.minima, packed.offsets, packed.order, packed.bias,
+        packed.table,
+    ]  # fmt: skip
     constants = {
         "FORMAT": packed.format, "CHUNK": packed.chunk, "LANES": packed.lanes, "IN_BYTE": packed.in_byte,
         "AT_ONCE": at_once, "COLS": columns, "SPLITS": splits, "GATED": gate is not None, "num_warps": warps,

@@ -13,6 +13,14 @@ from torch import Tensor
 
 # Schemes in which a weight is multiplied; docs/quantization.md says what each means.
 QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4")
+# What codes of four bits stand for: e2m1, and quantiles of a normal distribution (Dettmers et al., 2023, appendix E).
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+CODES = {"float4-weight-only": E2M1, "normal4-weight-only": NF4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,7 @@ class Weight:
         scheme: one of QUANTIZATIONS, or one that some kernels have beside these.
         scales: float32 [out, 1]: what 1 stands for in a row. None: values are not packed, or have groups.
         groups: what packed values stand for where groups of inputs differ; they are one tensor then, of uint8 below 16
-            (int4-weight-only, and as codes of e2m1 float4-weight-only), int8 (int8-weight-only) or float8_e4m3fn
+            (int4-weight-only, and the schemes of CODES), int8 (int8-weight-only) or float8_e4m3fn
             (float8-weight-only).
         dtype: of what a packed weight is multiplied with; None: that of the values.
         factor: what products are multiplied with, before a bias is added.

@@ -17,8 +17,8 @@ from torch import Tensor
 from headway.kernels.weights import Weight
 from headway.models.config import ModelError, read_json
 from headway.models.families import OTHER_PARTS, WITHIN, Traits
-from headway.models.packed_layers import packed_layer
-from headway.models.quantization import PackedMatrices
+from headway.models.packed_layers import packed_layer, shape_in_state
+from headway.models.quantization import STATE, PackedMatrices
 from headway.models.tensors import STACKED, Shapes
 
 SINGLE_FILE = "model.safetensors"
@@ -29,7 +29,9 @@ LOADABLE = ("F64", "F32", "F16", "BF16")  # safetensors' names
 _PACKED = {
     **dict.fromkeys(("qweight", "qzeros", "g_idx", "weight_packed", "weight_zero_point", "weight_g_idx"), ("I32",)),
     "weight_shape": ("I64", "I32"),
+    "absmax": ("U8", "F32"),
 }
+_KIND_OF_WEIGHTS = {"fp8": "F8_E4M3", "nf4": "U8", "fp4": "U8"}
 # Tensors beside packed matrices that are not needed: of activations that are not rounded, and of parts that are plain.
 _UNUSED = (
     "activation_scale",
@@ -38,6 +40,7 @@ _UNUSED = (
     "input_global_scale",
     "weight_shape",
     "g_idx",
+    "weight_format",
     "rotary_emb.inv_freq",
 )
 DUMMY_STD = 0.02
@@ -96,6 +99,18 @@ def found_traits(folder: Path, traits: Traits) -> Traits:
     return replace(
         traits, stored=next(way for way in ways if stored_name("model.norm.weight", way) in names or not way)
     )
+
+
+def found_packed(
+    folder: Path, packed: PackedMatrices | None, stored: tuple[tuple[str, str], ...]
+) -> PackedMatrices | None:
+    """With the matrices that are plain where config.json does not name them (bitsandbytes): those without scales."""
+    if packed is None or packed.layout not in ("nf4", "fp4", "llm.int8"):
+        return packed
+    names, back = _names_in(folder), [(theirs, ours) for ours, theirs in reversed(stored)]
+    layers = (name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+    plain = (stored_name(layer, back) for layer in layers if f"{layer}.{packed.scale}" not in names)
+    return replace(packed, ignored=tuple(sorted(plain)))
 
 
 def _names_in(folder: Path) -> Collection[str]:
@@ -230,16 +245,15 @@ class Checkpoint:
             if name not in names_in[path]:
                 raise ModelError(f"{path}: tensor {name} is missing; the checkpoint does not fit config.json")
             found = self._handles[path].get_slice(name)
-            if [n for n in found.get_shape() if n != 1] != [n for n in shape if n != 1]:
-                raise ModelError(
-                    f"{path}: tensor {name} has shape {list(found.get_shape())}, but config.json asks for {list(shape)}"
-                )
             loadable = self._loadable(name)
             if found.get_dtype() not in loadable:
                 raise ModelError(
                     f"{path}: tensor {name} is stored as {found.get_dtype()}, which is not supported; "
                     f"use a checkpoint in one of {', '.join(loadable)}"
                 )
+            has = shape_in_state(self.stored(name), f"{path}: {name}") if STATE in name else found.get_shape()
+            if [n for n in has if n != 1] != [n for n in shape if n != 1]:
+                raise ModelError(f"{path}: tensor {name} has shape {list(has)}, but config.json asks for {list(shape)}")
         for path, names in names_in.items():
             for name in sorted(names - expected.keys()):
                 is_known = name == "lm_head.weight" or name.endswith(_UNUSED) or name.startswith(self._left_out)
@@ -252,8 +266,10 @@ class Checkpoint:
             return ("U8",)
         if self._packed and f"{name.removesuffix(part)}weight_scale" in self._expected and part in self._packed.kinds:
             return (self._packed.kinds[part],)
-        if part == "weight" and self._packed and f"{name}{self._packed.scale[6:]}" in self._expected:
-            return ("F8_E4M3",) if self._packed.layout == "fp8" else ("I8",)
+        if STATE in name:
+            return ("U8",)
+        if part == "weight" and self._packed and f"{name.removesuffix(part)}{self._packed.scale}" in self._expected:
+            return (_KIND_OF_WEIGHTS.get(self._packed.layout, "I8"),)
         return _PACKED.get(part, LOADABLE)
 
     def _is_nothing(self, path: Path, name: str) -> bool:

@@ -8,10 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headway.kernels.weights import Groups, Product, Weight
-
-# What the codes of float4-weight-only (e2m1) stand for.
-FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+from headway.kernels.weights import CODES, Groups, Product, Weight
 
 
 def stacked_groups(parts: Sequence[Weight | Tensor]) -> Weight:
@@ -24,7 +21,7 @@ def stacked_groups(parts: Sequence[Weight | Tensor]) -> Weight:
     if len(parts) == 1:
         return packed[0]
     groups = [part.groups for part in packed if part.groups is not None]
-    alike = {part.scheme if part.scheme.startswith("float") else "int" for part in packed}
+    alike = {"int" if part.scheme.startswith("int") else part.scheme for part in packed}
     if len(groups) < len(parts) or len(alike) > 1 or not _same_order(groups):
         return Weight(torch.cat([expanded(part) if isinstance(part, Weight) else part for part in parts]))
     values = [part.values for part in packed if isinstance(part.values, Tensor)]
@@ -82,7 +79,8 @@ def expanded(weight: Weight) -> Tensor:
         (_spread(floats, groups) * bytes_).repeat_interleave(groups.size, 1)
         for floats, bytes_ in ((groups.scales, groups.factors), (minima, groups.offsets))
     )
-    numbers = values.float() if weight.scheme != "float4-weight-only" else FLOAT4.to(values.device)[values.int()]
+    codes = CODES.get(weight.scheme)
+    numbers = values.float() if codes is None else torch.tensor(codes, device=values.device)[values.int()]
     plain = scales * numbers - least
     if groups.order is not None:
         plain = torch.empty_like(plain).index_copy_(1, groups.order.long(), plain)

@@ -17,6 +17,7 @@ from headway.models.checkpoint import (
     RandomWeights,
     StageClock,
     WeightSource,
+    found_packed,
     found_traits,
     has_stacked_experts,
     stored_name,
@@ -95,6 +96,7 @@ def load_model(
         return Decoder(config, kernels, dtype, device, weights, max_model_len)
     clock = StageClock()
     config = replace(config, traits=found_traits(folder, config.traits))
+    config = replace(config, packed=found_packed(folder, config.packed, config.traits.stored))
     stacked = config.routing is not None and load_format != "dummy" and has_stacked_experts(folder, config.traits)
     expected = expected_tensors(config, stacked)
     if load_format != "dummy":

@@ -1,21 +1,26 @@
-"""Linear layers as AWQ, GPTQ, compressed-tensors and FP8 checkpoints hold them, as numbers in groups, without loss."""
+"""Linear layers as AWQ, GPTQ, compressed-tensors, bitsandbytes and FP8 checkpoints hold them, as numbers in groups."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+import msgspec
 import torch
 from torch import Tensor
 
-from headway.kernels.weights import Groups, Weight
+from headway.kernels.weights import NF4, Groups, Weight
 from headway.models.config import ModelError
 from headway.models.gguf_blocks import powers_of_two
-from headway.models.quantization import PackedMatrices
+from headway.models.quantization import BLOCK_NUMBERS, BLOCK_SCALES, STATE, PackedMatrices
 
 # AWQ's order of the eight numbers in a word.
 _INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
 # Of a group with its own activation scale, the most inputs; and those whose products surely fit into an int32.
 _SIZES, _MOST_INPUTS = (128, 64, 32, 16, 8), 512
+
+_THIRDS = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)
+_OF_BLOCKS = {"nf4": NF4, "fp4": (*_THIRDS, *(-each for each in _THIRDS))}  # bitsandbytes' quant_map
 
 
 def packed_layer(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
@@ -27,7 +32,12 @@ def packed_layer(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tenso
     order: Tensor | None = None
     if packed.scheme == "float4-weight-only":
         return _float4(packed, layer, tensors, dtype)
-    if packed.layout == "fp8":
+    if packed.layout in ("nf4", "fp4"):
+        return _of_blocks(packed, layer, tensors, dtype)
+    if packed.layout == "llm.int8":
+        scales = tensors["SCB"].float().view(-1, 1) / 127
+        values, zeros = tensors["weight"].view(torch.uint8) ^ 128, torch.full(scales.shape, 128, dtype=torch.uint8)
+    elif packed.layout == "fp8":
         values, scales, zeros = _float8(packed, layer, tensors)
     elif packed.layout == "awq":
         values = _unpacked(tensors["qweight"], 4)[:, :, _INTERLEAVED].flatten(1).T.contiguous()
@@ -60,29 +70,87 @@ def mxfp4_matrix(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weigh
     """A matrix of MXFP4, as gpt-oss holds experts: uint8 [out, groups, 16], the first of two in the low bits, and
     uint8 [out, groups].
     """
-    return _of_codes(blocks.flatten(1), powers_of_two(exponents), dtype)
+    return _of_bytes(blocks.flatten(1), powers_of_two(exponents), dtype)
 
 
 def _float4(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
     """A matrix of e2m1, two in a byte, the first in the low bits."""
     codes, scales = tensors["weight" if packed.layout == "nvfp4-modelopt" else "weight_packed"], tensors["weight_scale"]
     if packed.layout == "mxfp4-packed":
-        return _of_codes(codes, powers_of_two(scales), dtype)
+        return _of_bytes(codes, powers_of_two(scales), dtype)
     if packed.layout == "nvfp4":  # by which scales were multiplied, to make use of e4m3's range
         scales = scales.float() / tensors["weight_global_scale"].float()
     else:
         scales = scales.float() * tensors["weight_scale_2"].float()
     if not scales.isfinite().all():
         raise ModelError(f"{layer}.weight_scale holds what is not a number; download the checkpoint again")
-    return _of_codes(codes, scales, dtype)
+    return _of_bytes(codes, scales, dtype)
 
 
-def _of_codes(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Weight:
+def _of_bytes(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Weight:
     """Of bytes [out, in / 2] of e2m1, and a scale for each group of inputs."""
-    values = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)
+    return _scaled(torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1), scales, "float4-weight-only", dtype)
+
+
+def _scaled(values: Tensor, scales: Tensor, scheme: str, dtype: torch.dtype) -> Weight:
     factors = torch.ones(scales.shape, dtype=torch.int8)
     groups = Groups(values.shape[1] // scales.shape[1], factors, torch.zeros_like(factors), scales.contiguous())
-    return Weight(values, "float4-weight-only", groups=groups, dtype=dtype)
+    return Weight(values, scheme, groups=groups, dtype=dtype)
+
+
+class _State(msgspec.Struct):
+    """What bitsandbytes says of a matrix, as JSON."""
+
+    shape: tuple[int, int]
+    blocksize: int
+    nested_blocksize: int = BLOCK_SCALES
+    nested_offset: float = 0.0
+
+
+def shape_in_state(stored: Tensor, name: str) -> tuple[int, int]:
+    """The shape of the matrix that a tensor of bitsandbytes describes. Raises ModelError where it is damaged."""
+    return _state(stored, name).shape
+
+
+def _state(stored: Tensor, name: str) -> _State:
+    try:
+        state = msgspec.json.decode(stored.numpy().tobytes(), type=_State)
+    except msgspec.MsgspecError as error:
+        raise ModelError(f"{name} is damaged ({error}); download the checkpoint again") from None
+    if (state.blocksize, state.nested_blocksize) != (BLOCK_NUMBERS, BLOCK_SCALES):
+        raise ModelError(
+            f"{name} has blocksize {state.blocksize} and nested_blocksize {state.nested_blocksize}, which are not "
+            f"supported, only {BLOCK_NUMBERS} and {BLOCK_SCALES} are; use the unquantised checkpoint"
+        )
+    return state
+
+
+def _of_blocks(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
+    """A matrix of bitsandbytes in four bits, two numbers in a byte, the first in the high bits.
+
+    A block of its numbers, row after row, has a scale. Where rows end within blocks, groups are of what divides both.
+    The numbers of fp4 times 192 are whole, and short enough for e4m3.
+    """
+    name = f"weight.{STATE}{packed.layout}"
+    state = _state(tensors[name], f"{layer}.{name}")
+    rows, columns = state.shape
+    size = math.gcd(columns, BLOCK_NUMBERS)
+    if size % 8:
+        raise ModelError(f"{layer} has {columns} inputs, which are no multiple of 8")
+    numbers = torch.tensor(_OF_BLOCKS[packed.layout])
+    if not torch.equal(tensors["weight.quant_map"], numbers):
+        raise ModelError(f"{layer}.weight.quant_map is not that of {packed.layout}; download the checkpoint again")
+    scales = tensors["weight.absmax"]
+    if packed.nested:
+        of_scales = tensors["weight.nested_absmax"].repeat_interleave(BLOCK_SCALES)[: len(scales)]
+        scales = tensors["weight.nested_quant_map"][scales.int()] * of_scales + state.nested_offset
+    scales = scales.float().repeat_interleave(BLOCK_NUMBERS // size)[: rows * columns // size].view(rows, -1)
+    codes = tensors["weight"].flatten()
+    codes = torch.stack([codes >> 4, codes & 15], dim=-1).view(rows, columns)
+    if packed.layout == "nf4":
+        return _scaled(codes, scales, packed.scheme, dtype)
+    whole = (numbers * 192).round().to(torch.float8_e4m3fn).view(torch.uint8)
+    return _scaled(whole[codes.int()].view(torch.float8_e4m3fn), scales / 192, packed.scheme, dtype)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

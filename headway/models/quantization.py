@@ -18,6 +18,8 @@ _FEW_NUMBERS = (*ROUTERS, *NUMBERS_OF_HEADS)
 # Routers and the head, which AWQ, GPTQ and FP8 leave plain without saying so.
 _LEFT_PLAIN = ("lm_head", *(rf"re:.*\.{router}$" for router in ROUTERS))
 _PLAIN_ONLY = "use the unquantised checkpoint"
+# Of bitsandbytes: numbers that share a scale, and scales that share one; and how the name of what says so begins.
+BLOCK_NUMBERS, BLOCK_SCALES, STATE = 64, 256, "quant_state.bitsandbytes__"
 # What a checkpoint of compressed-tensors must say, so that its numbers mean what the kernels take them for.
 _ROW_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 # Of layouts of e2m1: what the tensor of codes is called, and that of the scale of all groups, where there is one.
@@ -35,12 +37,14 @@ class PackedMatrices:
 
     Args:
         scheme: int8 or int8-weight-only with a scale for each row; gguf, whose tensors say themselves how they are
-            packed; or int4-weight-only, int8-weight-only, float8-weight-only or float4-weight-only in groups.
+            packed; or int4-weight-only, int8-weight-only, float8-weight-only, float4-weight-only or normal4-weight-only
+            in groups.
         ignored: names of the layers that are not packed; "re:" begins an expression that matches the start of names.
         layout: of the tensors: rows, gguf, awq, gptq, gptq_v2, pack-quantized, fp8, nvfp4, nvfp4-modelopt,
-            mxfp4-packed, or mxfp4, of experts alone.
+            mxfp4-packed, nf4, fp4 and llm.int8 (of bitsandbytes), or mxfp4, of experts alone.
         group_size: inputs that share a scale; None: all of a row.
         zero_points: there are some.
+        nested: scales are packed themselves.
         ordered: groups are of inputs that a tensor names.
         block_rows: rows that share a scale; 0: all of a matrix.
         scale: what its tensor is called.
@@ -52,6 +56,7 @@ class PackedMatrices:
     group_size: int | None = None
     zero_points: bool = False
     ordered: bool = False
+    nested: bool = False
     block_rows: int = 1
     scale: str = "weight_scale"
 
@@ -61,7 +66,7 @@ class PackedMatrices:
 
     @property
     def bits(self) -> int:
-        return 4 if self.scheme.startswith(("int4", "float4")) else 8
+        return 4 if self.scheme.startswith(("int4", "float4", "normal4")) else 8
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -91,6 +96,10 @@ class PackedMatrices:
         groups = -(-columns // size)
         if self.layout == "rows":
             return {"weight": (rows, columns), "weight_scale": (rows, 1)}
+        if self.layout == "llm.int8":
+            return {"weight": (rows, columns), "SCB": (rows,)}
+        if self.layout in ("nf4", "fp4"):
+            return _of_bitsandbytes(self, rows, columns)
         if self.layout == "fp8":
             blocks = -(-rows // self.block_rows) if self.block_rows else 1
             return {"weight": (rows, columns), self.scale: (blocks, groups)}
@@ -114,6 +123,16 @@ class PackedMatrices:
         if self.zero_points:
             shapes["weight_zero_point"] = (rows // in_word, groups)
         return shapes | ({"weight_g_idx": (columns,)} if self.ordered else {})
+
+
+def _of_bitsandbytes(packed: PackedMatrices, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    """The matrix is cut into blocks row after row. The state is of any length, and says the shape that it has here."""
+    blocks = -(-rows * columns // BLOCK_NUMBERS)
+    shapes: dict[str, tuple[int, ...]] = {"weight": (-(-rows * columns // 2), 1), "weight.absmax": (blocks,)}
+    shapes |= {"weight.quant_map": (16,), f"weight.{STATE}{packed.layout}": (rows, columns)}
+    if packed.nested:
+        shapes |= {"weight.nested_absmax": (-(-blocks // BLOCK_SCALES),), "weight.nested_quant_map": (256,)}
+    return shapes
 
 
 def read_packed(values: ConfigValues) -> PackedMatrices | None:
@@ -251,6 +270,21 @@ def _modelopt(section: ConfigValues) -> PackedMatrices:
     return PackedMatrices("float4-weight-only", (*_LEFT_PLAIN, *plain), "nvfp4-modelopt", 16)
 
 
+def _bitsandbytes(section: ConfigValues) -> PackedMatrices:
+    """Which matrices are packed, files say (found_packed)."""
+    if section.boolean("load_in_8bit"):
+        return PackedMatrices("int8-weight-only", layout="llm.int8", scale="SCB")
+    _check(section, {"load_in_4bit": True})
+    kind, storage = section.get("bnb_4bit_quant_type"), section.get("bnb_4bit_quant_storage")
+    if kind not in ("nf4", "fp4"):
+        raise section.error("bnb_4bit_quant_type", f"is not supported, only nf4 and fp4 are; {_PLAIN_ONLY}")
+    if storage not in (None, "uint8"):
+        raise section.error("bnb_4bit_quant_storage", f"is not supported, only uint8 is; {_PLAIN_ONLY}")
+    scheme = "normal4-weight-only" if kind == "nf4" else "float8-weight-only"
+    nested = section.boolean("bnb_4bit_use_double_quant")
+    return PackedMatrices(scheme, layout=str(kind), nested=nested, scale="weight.absmax")
+
+
 def _mxfp4(section: ConfigValues) -> PackedMatrices:
     """gpt-oss's experts; what is not converted are all other matrices."""
     return PackedMatrices("float4-weight-only", ("re:",), "mxfp4", 32)
@@ -258,7 +292,7 @@ def _mxfp4(section: ConfigValues) -> PackedMatrices:
 
 _METHODS = {
     "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "fp8": _fp8, "mxfp4": _mxfp4,
-    "modelopt": _modelopt,
+    "modelopt": _modelopt, "bitsandbytes": _bitsandbytes,
 }  # fmt: skip
 
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headway.kernels.weights import E2M1
 from headway.models.checkpoint import INDEX_FILE, SINGLE_FILE
-from headway.models.grouped import FLOAT4
 from headway.models.quantization import PackedMatrices
 from headway.quantize.rounding import Rounded
 
@@ -120,7 +120,7 @@ def packed_tensors(rounded: Rounded, packed: PackedMatrices) -> dict[str, Tensor
 
 def _float4_tensors(rounded: Rounded) -> dict[str, Tensor]:
     """Two codes of e2m1 in a byte, the first in the low bits."""
-    codes = torch.searchsorted(FLOAT4[:8].contiguous(), rounded.codes.abs().contiguous()).to(torch.uint8)
+    codes = torch.searchsorted(torch.tensor(E2M1[:8]), rounded.codes.abs().contiguous()).to(torch.uint8)
     codes |= rounded.codes.signbit().to(torch.uint8) << 3
     packed = codes[:, ::2] | codes[:, 1::2] << 4
     if rounded.of_all is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headway.kernels.weights import Groups, Weight
+from headway.kernels.weights import NF4, Groups, Weight
 
 # Scheme, rows, inputs, inputs of a group, groups of a run: every size, runs of a row, rows that are no whole panels.
 CASES = [
@@ -18,7 +18,11 @@ CASES = [
     ("float8-weight-only", 33, 48, 16, 3),
     ("float4-weight-only", 70, 96, 32, 1),
     ("float4-weight-only", 33, 48, 16, 3),
+    ("normal4-weight-only", 70, 192, 64, 1),
+    ("normal4-weight-only", 33, 48, 8, 1),
 ]
+# Whose activations are not rounded: their numbers are none of integers, and there are no offsets.
+UNROUNDED = ("float8-weight-only", "normal4-weight-only")
 
 
 def random_weight(
@@ -34,8 +38,10 @@ def random_weight(
     runs = count // run
     scales, minima = ((torch.randn(out, runs, generator=generator) * 0.01).half().float() for _ in range(2))
     order = torch.randperm(width, generator=generator).int() if ordered else None
-    if scheme == "float8-weight-only":
+    if scheme in UNROUNDED:
         values = torch.randn(out, width, generator=generator).to(torch.float8_e4m3fn)
+        if scheme == "normal4-weight-only":
+            values = whole(0, 16, width).to(torch.uint8)
         ones, zeros = torch.ones(out, count, dtype=torch.int8), torch.zeros(out, count, dtype=torch.int8)
         return Weight(values, scheme, groups=Groups(size, ones, zeros, scales, run), dtype=dtype)
     if scheme in ("int4-weight-only", "float4-weight-only"):
@@ -63,6 +69,8 @@ def multiplied_out(weight: Weight) -> Tensor:
             exponent, fraction = (code >> 1 & 3).float(), (code & 1).float()
             numbers = torch.where(exponent > 0, (1 + fraction / 2) * 2 ** (exponent - 1), fraction / 2)
             numbers = torch.where(code >= 8, -numbers, numbers)
+        if weight.scheme == "normal4-weight-only":
+            numbers = torch.tensor(NF4)[values[:, column].int()]
         to = column if groups.order is None else int(groups.order[column])
         dense[:, to] = scale * numbers - minimum
     return dense

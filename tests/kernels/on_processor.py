@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from headway.kernels import cpu_simd
-from headway.kernels.weights import Weight
+from headway.kernels.weights import CODES, Weight
 
 
 def pretend(features: str) -> None:
@@ -43,7 +43,7 @@ def check_products(dtype: torch.dtype, quantization: str) -> None:
 def check_groups(scheme: str) -> None:
     """Whatever the instructions, the same sums."""
     from headway.kernels.cpu import CpuKernels
-    from tests.kernels.grouped import multiplied_out, random_weight, rounded_by_group
+    from tests.kernels.grouped import UNROUNDED, multiplied_out, random_weight, rounded_by_group
     from tests.kernels.steps import random
     from tests.kernels.test_cpu_linear import ROUNDING, relative_error
 
@@ -52,7 +52,7 @@ def check_groups(scheme: str) -> None:
     assert torch.equal(linear.rows(torch.arange(70)), dense), scheme
     for tokens in range(1, 10):
         x = random(1, torch.float32, tokens, 96)
-        taken = x.double() if scheme.startswith("float8") else rounded_by_group(x, 32)
+        taken = x.double() if scheme in UNROUNDED else rounded_by_group(x, 32)
         error = relative_error(linear(x), F.linear(taken, dense.double()))
         assert error < ROUNDING[torch.float32], (scheme, tokens, error)
 
@@ -89,7 +89,7 @@ def main() -> None:
         check_products(dtype, "none")
     for quantization in ("int8", "int8-weight-only", "int4"):
         check_products(torch.float32, quantization)
-    for scheme in ("int4-weight-only", "int8-weight-only", "float8-weight-only", "float4-weight-only"):
+    for scheme in ("int4-weight-only", "int8-weight-only", "float8-weight-only", *CODES):
         check_groups(scheme)
     check_attention(torch.bfloat16, None)
     check_attention(torch.bfloat16, torch.int8)

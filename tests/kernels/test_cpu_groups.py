@@ -10,7 +10,7 @@ from torch import Tensor
 from headway.kernels.cpu import CpuKernels
 from headway.kernels.weights import Groups, Weight
 from headway.models.grouped import expanded, stacked_groups
-from tests.kernels.grouped import CASES, multiplied_out, random_weight, rounded_by_group
+from tests.kernels.grouped import CASES, UNROUNDED, multiplied_out, random_weight, rounded_by_group
 from tests.kernels.steps import random
 from tests.kernels.test_cpu import with_threads
 from tests.kernels.test_cpu_linear import ROUNDING, relative_error
@@ -22,7 +22,7 @@ def activations(x: Tensor, weight: Weight) -> Tensor:
     """As the documentation says that they are rounded, float64."""
     groups = weight.groups
     assert groups is not None
-    if weight.scheme == "float8-weight-only":
+    if weight.scheme in UNROUNDED:
         return x.double()
     order = torch.arange(x.shape[1]) if groups.order is None else groups.order.long()
     result = torch.empty(x.shape, dtype=torch.float64)
@@ -34,7 +34,7 @@ def activations(x: Tensor, weight: Weight) -> Tensor:
 @pytest.mark.parametrize(("scheme", "out", "width", "size", "run"), CASES)
 def test_products_and_rows(scheme: str, out: int, width: int, size: int, run: int, ordered: bool) -> None:
     """Also of few tokens and many, gated, with a bias, and with inputs in another order."""
-    if ordered and scheme == "float8-weight-only":
+    if ordered and scheme in UNROUNDED:
         pytest.skip("no format has it")
     weight = random_weight(scheme, out, width, size, run, ordered)
     dense, bias, x = multiplied_out(weight), random(1, torch.float32, out), random(2, torch.float32, 300, width)
@@ -61,7 +61,10 @@ def test_other_dtypes(dtype: torch.dtype, scheme: str) -> None:
     assert relative_error(linear(x), F.linear(activations(x, weight), dense.double())) < ROUNDING[dtype]
 
 
-@pytest.mark.parametrize("scheme", ["int4-weight-only", "int8-weight-only", "float8-weight-only", "float4-weight-only"])
+@pytest.mark.parametrize(
+    "scheme",
+    ["int4-weight-only", "int8-weight-only", "float8-weight-only", "float4-weight-only", "normal4-weight-only"],
+)
 def test_a_token_s_result_depends_on_nothing_else(scheme: str) -> None:
     weight = random_weight(scheme, 200, 256, 32, 8)
     one, three = (with_threads(n).linear(weight, None) for n in (1, 3))

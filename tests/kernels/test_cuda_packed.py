@@ -70,9 +70,12 @@ def test_products_and_rows(
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("scheme", ["int4-weight-only", "int8-weight-only", "float8-weight-only", "float4-weight-only"])
+@pytest.mark.parametrize(
+    "scheme",
+    ["int4-weight-only", "int8-weight-only", "float8-weight-only", "float4-weight-only", "normal4-weight-only"],
+)
 def test_half_precision_rounds_results_alone(kernels: CudaKernels, scheme: str, dtype: torch.dtype) -> None:
-    """Numbers are exact as operands, and scales are applied in float32."""
+    """Numbers are exact as operands but for those of NF4, and scales are applied in float32."""
     weight, x = random_weight(scheme, 70, 256, 32, 8, dtype=dtype), random(2, dtype, 18, 256)
     dense, linear = multiplied_out(weight), kernels.linear(there(weight), None)
     assert torch.equal(linear.rows(torch.arange(70, device=DEVICE)).cpu(), dense.to(dtype))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from headway.kernels.weights import NF4
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which column each four bits of a word are of
 
@@ -156,6 +159,54 @@ def fp8(block: tuple[int, int] | None, **more: Any) -> Format:
         return {"weight": stored["weight"], "weight_scale_inv": stored["weight_scale"]} | beside, dense
 
     return Format(said | ({"weight_block_size": list(block)} if block else {}) | more, make)
+
+
+def bitsandbytes(kind: str, nested: bool = False, **more: Any) -> Format:
+    """Blocks of 64 numbers, row after row; the scales are codes of 8 bits of their own in blocks of 256, or plain."""
+
+    def make(generator: torch.Generator, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor]:
+        codes = _numbers(generator, rows * columns, below=16)
+        numbers = normal_quantiles() if kind == "nf4" else torch.tensor(FP4) / 192
+        absmax = (0.5 + torch.rand(-(-rows * columns // 64), generator=generator)) * 0.3
+        state = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": [rows, columns]}
+        stored = {"weight.absmax": absmax, "weight.quant_map": numbers}
+        if nested:
+            eight, maps = _numbers(generator, len(absmax), below=256).to(torch.uint8), torch.linspace(-1, 1, 256)
+            of_all = torch.rand(-(-len(absmax) // 256), generator=generator)
+            absmax = maps[eight.int()] * of_all.repeat_interleave(256)[: len(absmax)] + 0.25
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.25}
+            stored |= {"weight.absmax": eight, "weight.nested_absmax": of_all, "weight.nested_quant_map": maps}
+        said = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+        stored |= {"weight": (codes[::2] << 4 | codes[1::2]).to(torch.uint8).unsqueeze(1)}
+        stored |= {f"weight.quant_state.bitsandbytes__{kind}": said}
+        scales = absmax.repeat_interleave(64)[: len(codes)]
+        dense = numbers[codes] * scales if kind == "nf4" else (numbers * 192).round()[codes] * (scales / 192)
+        return stored, dense.view(rows, columns)
+
+    said = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": kind}
+    return Format(said | {"bnb_4bit_use_double_quant": nested, "bnb_4bit_quant_storage": "uint8"} | more, make)
+
+
+FP4 = (0, 1, 128, 192, 64, 96, 32, 48, 0, -1, -128, -192, -64, -96, -32, -48)
+
+
+def normal_quantiles() -> Tensor:
+    """NF4: between the outermost of 16 and of 15 quantiles and 0, of which there is one (Dettmers et al., 2023)."""
+    negative, positive = (torch.linspace(0.9677083, 0.5, n, dtype=torch.float64) for n in (8, 9))
+    both = torch.cat([-torch.special.ndtri(negative), torch.special.ndtri(positive)[:-1].flip(0)])
+    exact = (both / both.abs().max()).float()
+    assert (exact - torch.tensor(NF4)).abs().max() < 1e-6  # which is rounded at several places
+    return torch.tensor(NF4)
+
+
+def llm_int8() -> Format:
+    def make(generator: torch.Generator, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor]:
+        numbers = (_numbers(generator, rows, columns, below=255) - 127).to(torch.int8)
+        largest = (0.5 + torch.rand(rows, generator=generator)) * 0.3
+        stored = {"weight": numbers, "SCB": largest, "weight_format": torch.zeros((), dtype=torch.uint8)}
+        return stored, numbers * (largest / 127).unsqueeze(1)
+
+    return Format({"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}, make)
 
 
 FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

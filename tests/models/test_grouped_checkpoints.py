@@ -54,6 +54,10 @@ FORMATS = {
     "fp8_null": packed_files.fp8(None, weight_block_size=None),
     "fp8_blocks": packed_files.fp8((32, 32)),
     "fp8_but": packed_files.fp8((16, 16), modules_to_not_convert=["model.layers.1", "q_proj"]),
+    "nf4": packed_files.bitsandbytes("nf4"),
+    "nf4_nested": packed_files.bitsandbytes("nf4", nested=True),
+    "fp4": packed_files.bitsandbytes("fp4"),
+    "llm_int8": packed_files.llm_int8(),
     "nvfp4": packed_files.nvfp4(),
     "nvfp4_modelopt": packed_files.nvfp4(modelopt=True),
     "nvfp4_but": packed_files.nvfp4(modelopt=True, ignore=["lm_head", "model.layers.1*", "*down_proj"]),
@@ -63,6 +67,7 @@ MIXTURES = {
     "gptq": packed_files.gptq(4, 8, ordered=True),
     "fp8": packed_files.fp8((32, 32)),
     "packed": packed_files.pack_quantized(4, 8, symmetric=False),
+    "nf4": packed_files.bitsandbytes("nf4", nested=True),
 }
 
 
@@ -237,6 +242,56 @@ def test_what_compressed_tensors_writes_in_four_bits_of_float(form: str, size: i
             packed_layer(packed, "layer", stored, torch.float32)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "llm_int8"])
+def test_what_bitsandbytes_writes(kind: str) -> None:
+    """Its own package packs, and says what the numbers are; of what it divides in the end, to the last bit."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = torch.randn(48, 128, generator=torch.Generator().manual_seed(0))
+    if kind == "llm_int8":
+        values, largest, _ = functional.int8_vectorwise_quant(weight.half())
+        stored = {"weight": values, "SCB": largest}
+        expected = functional.int8_vectorwise_dequant(values, largest)
+        ours = packed_layer(read(FORMATS[kind].said), "layer", stored, torch.float32)
+        torch.testing.assert_close(expanded(ours), expected.float(), rtol=2**-22, atol=0)
+        return
+    for nested in (False, True):
+        codes, state = functional.quantize_4bit(weight, compress_statistics=nested, quant_type=kind, blocksize=64)
+        stored = {"weight": codes} | {f"weight.{name}": each for name, each in state.as_dict(packed=True).items()}
+        packed = read(packed_files.bitsandbytes(kind, nested).said)
+        assert set(stored) == set(packed.tensors(48, 128))
+        ours = packed_layer(packed, "layer", stored, torch.float32)
+        expected = functional.dequantize_4bit(codes, state)
+        torch.testing.assert_close(expanded(ours), expected, rtol=0 if kind == "nf4" else 2**-22, atol=0)
+
+
+def test_which_matrices_bitsandbytes_packed_its_files_say(tmp_path: Path) -> None:
+    """Not config.json, where there may be no names, or beginnings, ends and parts of some."""
+    name = "model.layers.1.mlp.up_proj"
+    dense = save(tmp_path, FORMATS["nf4_nested"])
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    plain = {each: tensor for each, tensor in tensors.items() if not each.startswith(name)}
+    save_file(plain | {f"{name}.weight": dense[f"{name}.weight"]}, tmp_path / SINGLE_FILE)
+    ours = torch.cat(whole(load(tmp_path), PROMPTS))
+    expected = torch.cat([tiny.logits(with_weights(tiny.build("qwen2"), dense), prompt) for prompt in PROMPTS])
+    assert relative_error(ours, expected) < ROUNDING
+    state = f"{name}.weight.quant_state.bitsandbytes__nf4"
+    for changed, said in (
+        ({state: torch.tensor(list(b"{"), dtype=torch.uint8)}, r"bitsandbytes__nf4 is damaged \(.*\); download"),
+        (
+            {state: torch.tensor(list(b'{"shape": [80, 48], "blocksize": 128}'), dtype=torch.uint8)},
+            "blocksize 128 and nested_blocksize 256, which are not supported, only 64 and 256 are",
+        ),
+        (
+            {state: torch.tensor(list(b'{"shape": [48, 80], "blocksize": 64}'), dtype=torch.uint8)},
+            r"bitsandbytes__nf4 has shape \[48, 80\], but config.json asks for \[80, 48\]",
+        ),
+        ({f"{name}.weight.quant_map": torch.ones(16)}, "quant_map is not that of nf4; download the checkpoint again"),
+    ):
+        save_file(tensors | changed, tmp_path / SINGLE_FILE)
+        with pytest.raises(ModelError, match=said):
+            load(tmp_path)
+
+
 def test_an_order_that_leaves_groups_uneven_is_refused() -> None:
     form = FORMATS["gptq_ordered"]
     stored, _ = form.layer(16, 64, 0)
@@ -269,6 +324,9 @@ def test_an_order_that_leaves_groups_uneven_is_refused() -> None:
         ("packed", "config_groups.group_0.input_activations", {"num_bits": 8}),
         ("packed", "config_groups.group_0.weights.actorder", "other"),
         ("packed", "format", "mxfp8-quantized"),
+        ("nf4", "bnb_4bit_quant_type", "af4"),
+        ("nf4", "bnb_4bit_quant_storage", "bfloat16"),
+        ("nf4", "load_in_4bit", False),
         ("nvfp4", "config_groups.group_0.weights.group_size", 32),
         ("nvfp4_modelopt", "quant_algo", "FP8"),
         ("float_rows", "config_groups.group_0.weights.strategy", "group"),

@@ -188,7 +188,7 @@ IN_GROUP = "config_groups.group_0"
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("quant_method", "bitsandbytes"),
+        ("quant_method", "aqlm"),
         ("format", "marlin-24"),
         ("kv_cache_scheme", {"num_bits": 8}),
         ("ignore", ["re:("]),
