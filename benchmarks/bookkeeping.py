@@ -22,7 +22,7 @@ from headway.engine.core import EngineCore
 from headway.engine.messages import AddRequest
 from headway.engine.process import quiet_garbage_collector
 from headway.engine.runner import Runner
-from headway.kernels.reference import ReferenceKernels
+from headway.kernels.cpu import CpuKernels
 from headway.policy.accounting import StepTimes
 from headway.policy.intake import sequences_of
 from headway.policy.kv_blocks import KVBlocks
@@ -62,9 +62,7 @@ def build(sequences: int, vocab_size: int, context: int) -> EngineCore:
     scheduler = Scheduler(SchedulerConfig(sequences, 8192, context), KVBlocks(blocks, 16))
     model: Any = InstantModel(vocab_size, sequences)
     device = torch.device("cpu")
-    return EngineCore(
-        scheduler, Runner(model, ReferenceKernels(), device, torch.bfloat16, blocks, 16, sequences, context)
-    )
+    return EngineCore(scheduler, Runner(model, CpuKernels(), device, torch.bfloat16, blocks, 16, sequences, context))
 
 
 def measure(core: EngineCore, sequences: int, steps: int, prompt_len: int, params: dict[str, Any]) -> list[float]:

@@ -1,6 +1,6 @@
 """Microseconds of a sampler step, by vocabulary, batch and parameters.
 
-    python -m benchmarks.sampler [--device cuda] [--threads 2] [--steps 30]
+    python -m benchmarks.sampler [--device cuda] [--tensors] [--threads 2] [--steps 30]
 
 The batch stays the same and its sequences grow by a token a step, as in decoding. `flat` has logits of a
 model with random weights, whose nucleus is tens of thousands of tokens wide: the worst case for top_p.
@@ -16,6 +16,8 @@ import time
 import torch
 
 from headway.engine.sampler import Sampler
+from headway.kernels import kernels_for
+from headway.kernels.interface import Draw
 from headway.policy.plan import SequenceState
 from headway.policy.sampling_params import SamplingParams
 
@@ -38,10 +40,12 @@ def peaked_logits(rows: int, vocab_size: int, device: torch.device) -> torch.Ten
     return (-1.7 * torch.log1p(order.float())).bfloat16().to(device)
 
 
-def microseconds(params: SamplingParams, logits: torch.Tensor, prompt_len: int, steps: int) -> tuple[float, float]:
+def microseconds(
+    draw: Draw | None, params: SamplingParams, logits: torch.Tensor, prompt_len: int, steps: int
+) -> tuple[float, float]:
     """(best, median) of a step; where they are far apart, something else wanted the processor."""
     rows, vocab_size = logits.shape
-    sampler = Sampler(vocab_size, logits.device)
+    sampler = Sampler(vocab_size, logits.device, draw)
     sequences = []
     for index in range(rows):
         prompt = torch.randint(vocab_size, (prompt_len,)).tolist()
@@ -60,12 +64,14 @@ def microseconds(params: SamplingParams, logits: torch.Tensor, prompt_len: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tensors", action="store_true", help="draw without the device's kernel")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--steps", type=int, default=30)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     device = torch.device(args.device)
+    draw = None if args.tensors else kernels_for(args.device, torch.bfloat16).draw
     print(f"torch {torch.__version__}, {args.device}, {args.threads} threads; best / median µs a step")
     print(f"{'':16}{'V':>8}" + "".join(f"{f'B={rows}':>20}" for rows in (1, 16, 64)))
     for vocab_size in (128, 8192, 151936):
@@ -77,7 +83,7 @@ def main() -> None:
                 flat = torch.randn(rows, vocab_size).bfloat16().to(device)
                 logits = flat if "flat" in name else peaked_logits(rows, vocab_size, device)
                 params = SamplingParams(**values)  # type: ignore[arg-type]
-                best, median = microseconds(params, logits, 512, args.steps)
+                best, median = microseconds(draw, params, logits, 512, args.steps)
                 cells.append(f"{best:.0f} / {median:.0f}")
             label = "host" if vocab_size == 128 else name
             print(f"{label:16}{vocab_size:>8}" + "".join(f"{cell:>20}" for cell in cells), flush=True)

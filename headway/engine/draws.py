@@ -192,7 +192,9 @@ def _draw_by_rank(rows: Rows, cut: Cut) -> Tensor:
     the candidates; otherwise it is that of the whole row.
     """
     everything = cut.width >= rows.x.shape[1]
-    values, ids = (_falling(rows.x), None) if everything else likeliest(rows.x, rows.peaks, cut.width)
+    values, ids = (
+        (rows.x.sort(-1, descending=True).values, None) if everything else likeliest(rows.x, rows.peaks, cut.width)
+    )
     weights = _likelihoods(values, rows, cut)
     weights *= torch.arange(values.shape[1], device=values.device) < cut.top_k
     if everything or cut.bounded:
@@ -214,10 +216,3 @@ def _draw_by_rank(rows: Rows, cut: Cut) -> Tensor:
     if not cut.bounded:
         unsure |= weights[:, -1:] > 0.0  # the kept tokens may go on outside
     return tied.gather(1, nth).masked_fill_(unsure, UNDECIDED).squeeze(1)
-
-
-def _falling(x: Tensor) -> Tensor:
-    """x with each row sorted in falling order."""
-    if x.device.type == "cpu":  # numpy sorts values several times as fast as torch, which carries indices along
-        return torch.from_numpy(np.sort(x.numpy(), axis=-1)[:, ::-1].copy())
-    return x.sort(-1, descending=True).values

@@ -53,6 +53,11 @@ class PenaltyTable:
         """Forget a sequence. Does nothing for one that was not penalised."""
         self._histories.pop(sequence, None)
 
+    def seen(self, sequence: SequenceState) -> tuple[int, int, int]:
+        """(address of its distinct tokens, address of their counts, how many they are), good until the next call."""
+        history = self._history(sequence)
+        return history.token_ids.buffer_info()[0], *history.counts.buffer_info()
+
     def apply(self, logits: Tensor, rows: list[int], sequences: list[SequenceState]) -> None:
         """Penalise rows of logits in place for all tokens of their sequences; logits float32 [R, V], contiguous."""
         histories = [self._history(sequence) for sequence in sequences]

@@ -66,7 +66,7 @@ class Runner:
         self._paged = list(caches.values())  # some layers have one together, and groups share their memory
         self.host = HostBlocks(self._paged, host_blocks) if host_blocks else None
         self._states = StateSlots(max_num_seqs, checkpoints, device) if config.shape.recurrent else None
-        self.sampler = Sampler(config.shape.vocab, device, kernels.most_likely if device.type == "cpu" else None)
+        self.sampler = Sampler(config.shape.vocab, device, kernels.draw)
         self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len, len(groups) or 1, num_blocks)
         self._has_experts = config.routing is not None
         self._known: dict[int, SequenceState] = {}

@@ -1,4 +1,4 @@
-"""Chooses the next token of every sequence of a batch, as tensor work on the model's device.
+"""Chooses the next token of every sequence of a batch, on the model's device: by a kernel, or as tensor work.
 
 In order, as vLLM does: logit_bias, min_tokens (no stop token while the output is shorter), repetition,
 presence and frequency penalties, temperature, min_p, top_k, top_p, and one draw. A temperature below
@@ -14,13 +14,12 @@ are reported and do not disturb the others.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.engine import draws
@@ -29,6 +28,7 @@ from headway.engine.messages import TokenLogprobs
 from headway.engine.penalties import PenaltyTable
 from headway.engine.sampling_batch import SamplingBatch, TokenEdits, describe, undecided
 from headway.kernels.host import one_thread, to_device
+from headway.kernels.interface import Draw
 from headway.policy.plan import SequenceState
 from headway.policy.sizing import padded_size
 
@@ -38,9 +38,6 @@ _ALONE_BELOW = 2**21  # elements
 # is left.
 _STEPS_BEFORE_SHRINKING = 256
 _KEPT_BYTES = 4 << 20  # even then
-
-
-MostLikely = Callable[[Tensor], tuple[list[int], list[float]]]
 
 
 @dataclass(slots=True)
@@ -57,13 +54,13 @@ class Sampler:
     Args:
         vocab_size: tokens in the vocabulary; ids in logit_bias and in sequences must be below it.
         device: where the logits are.
-        most_likely: Kernels.most_likely of that device; without it, greedy batches are sampled as all others are.
+        draw: Kernels.draw of that device.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, most_likely: MostLikely | None = None) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, draw: Draw | None = None) -> None:
         self.vocab_size = vocab_size
         self.device = device
-        self._most_likely = most_likely
+        self._draw = draw
         self._penalties = PenaltyTable(device)
         self._edits: dict[SequenceState, TokenEdits] = {}
         self._batch: SamplingBatch | None = None
@@ -88,16 +85,36 @@ class Sampler:
         if self._batch is None or self._batch.sequences != sequences:
             with torch.inference_mode():
                 self._batch = describe(
-                    sequences, positions or _ends(sequences), self._edits, self.vocab_size, self.device
+                    sequences,
+                    positions or _ends(sequences),
+                    self._edits,
+                    self.vocab_size,
+                    self.device,
+                    self._draw is not None,
                 )
             self._known.update(sequences)
         batch = self._batch
-        if self._most_likely is not None and batch.is_greedy and not (batch.edits_logits or batch.wants_logprobs):
-            token_ids, best = self._most_likely(logits)
-            token_ids = [t if math.isfinite(logit) else BAD_TOKEN for t, logit in zip(token_ids, best, strict=True)]
-            return Sampled(token_ids, [None] * len(token_ids))
+        if self._draw is not None and batch.table is not None:
+            return self._sample_by_kernel(logits, batch, batch.table, self._draw, positions or _ends(sequences))
         with torch.inference_mode(), _threads_for(logits):
             return self._sample(logits, batch, positions or _ends(sequences))
+
+    def _sample_by_kernel(
+        self, logits: Tensor, batch: SamplingBatch, table: NDArray[np.void], draw: Draw, positions: list[int]
+    ) -> Sampled:
+        table["position"] = positions
+        for row in batch.penalised:
+            table["seen"][row], table["counts"][row], table["num_seen"][row] = self._penalties.seen(
+                batch.sequences[row]
+            )
+        token_ids = draw(logits, table)
+        if not batch.wants_logprobs:
+            return Sampled(token_ids, [None] * len(token_ids))
+        with torch.inference_mode(), _threads_for(logits):
+            raw = draws.padded(logits[batch.logprob_rows], self._room(len(batch.wants_logprobs)))
+            wanted = torch.tensor(token_ids)[batch.logprob_rows]
+            numbers = logprob_table(raw, wanted.clamp_(min=0), batch.top_logprobs)
+        return Sampled(token_ids, _entries(token_ids, numbers.tolist(), batch))
 
     def _sample(self, logits: Tensor, batch: SamplingBatch, positions: list[int]) -> Sampled:
         raw = draws.padded(logits, self._room(len(batch.sequences)))
@@ -167,19 +184,24 @@ class Sampler:
     def _read(self, raw: Tensor, ids: Tensor, batch: SamplingBatch) -> Sampled:
         """Bring token ids and log-probabilities to the host in one transfer."""
         count = len(ids)
-        logprobs: list[TokenLogprobs | None] = [None] * count
         if not batch.wants_logprobs:
-            return Sampled(ids.tolist(), logprobs)
+            return Sampled(ids.tolist(), [None] * count)
         wanted = ids[batch.logprob_rows].clamp(min=0)
         table = logprob_table(raw[batch.logprob_rows], wanted, batch.top_logprobs)
         numbers = torch.cat([ids.double(), table.flatten()]).tolist()
         token_ids = [int(token) for token in numbers[:count]]
         width = table.shape[1]
-        for row, start in zip(batch.wants_logprobs, range(count, len(numbers), width), strict=True):
-            if token_ids[row] != BAD_TOKEN:
-                entry = numbers[start : start + width]
-                logprobs[row] = token_logprobs(entry, batch.sequences[row].params.logprobs or 0)
-        return Sampled(token_ids, logprobs)
+        rows = [numbers[start : start + width] for start in range(count, len(numbers), width)]
+        return Sampled(token_ids, _entries(token_ids, rows, batch))
+
+
+def _entries(token_ids: list[int], rows: list[list[float]], batch: SamplingBatch) -> list[TokenLogprobs | None]:
+    """By row, from those of the logprob_table."""
+    entries: list[TokenLogprobs | None] = [None] * len(token_ids)
+    for row, numbers in zip(batch.wants_logprobs, rows, strict=True):
+        if token_ids[row] != BAD_TOKEN:
+            entries[row] = token_logprobs(numbers, batch.sequences[row].params.logprobs or 0)
+    return entries
 
 
 def _ends(sequences: list[SequenceState]) -> list[int]:

@@ -1,4 +1,7 @@
-"""What a list of sequences asks of the sampler, as tensors; made once for as long as the list stays the same."""
+"""What a list of sequences asks of the sampler; made once for as long as the list stays the same.
+
+It is a table for the kernel that draws, where there is one, and tensors elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.engine import draws
+from headway.kernels.interface import DRAW
 from headway.policy.plan import SequenceState
 from headway.policy.sizing import padded_size
 
 GREEDY_BELOW = 1e-5  # temperature; vLLM's limit
 
-# How many of the likeliest tokens are looked at before all are. More of them cost time on a CPU; too few cost a second
-# wait for the device on a GPU.
+# How many of the likeliest tokens are looked at before all are. Too few cost a second wait for the device.
 WIDTHS = (64, 128, 2048)
 SPARE = 14  # candidates beyond top_k, so that ties at the cut seldom matter; with it top_k = 50 fits 64
-FIRST_WIDTH = {"cpu": 128}
-FIRST_WIDTH_ELSEWHERE = 2048
-
-PART_BYTES = 8 << 20
+FIRST_WIDTH = 2048
 
 
 @dataclass(slots=True)
@@ -53,13 +53,15 @@ class SamplingBatch:
     """What the sequences of a step want, row by row.
 
     Args:
-        streams: of random numbers, by row.
+        table: rows of DRAW, without positions and seen tokens; None where no kernel draws.
+        streams: of random numbers, by row; they, groups and edits are for draws without a kernel.
         penalised: rows with penalties.
         wants_logprobs, logprob_rows: rows that want log-probabilities.
         top_logprobs: most alternatives that any row wants.
     """
 
     sequences: list[SequenceState]
+    table: NDArray[np.void] | None
     streams: NDArray[np.uint64]
     groups: list[Group]
     edits: Edits | None
@@ -84,35 +86,59 @@ def describe(
     known_edits: dict[SequenceState, TokenEdits],
     vocab_size: int,
     device: torch.device,
+    by_kernel: bool,
 ) -> SamplingBatch:
     """Read the parameters of the sequences of the rows, whose positions can only grow as long as they stay the same.
 
-    known_edits: what was read of sequences before, as their lists can be long. New ones are added to it.
+    known_edits: what was read of sequences before, as their lists can be long. New ones are added to it; a kernel reads
+    them there.
     """
-    members: dict[tuple[int, bool] | None, list[int]] = {}
     edits: dict[int, TokenEdits] = {}
     for row, sequence in enumerate(sequences):
         params = sequence.params
-        members.setdefault(_candidates(sequence, vocab_size, device), []).append(row)
         if params.logit_bias or (params.min_tokens and positions[row] < _allowed_from(sequence)):
             if sequence not in known_edits:
                 known_edits[sequence] = _token_edits(sequence, vocab_size)
             edits[row] = known_edits[sequence]
     wants_logprobs = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+    streams = draws.streams([sequence.seed for sequence in sequences])
     return SamplingBatch(
         sequences=list(sequences),
-        streams=draws.streams([sequence.seed for sequence in sequences]),
-        groups=[
-            _group(sequences, part, candidates, vocab_size, device)
-            for candidates, rows in members.items()
-            for part in _parts(rows, vocab_size, device)
-        ],
-        edits=_edits(edits, device),
+        table=_table(sequences, streams, edits, vocab_size) if by_kernel else None,
+        streams=streams,
+        groups=[] if by_kernel else _groups(sequences, vocab_size, device),
+        edits=None if by_kernel else _edits(edits, device),
         penalised=[row for row, sequence in enumerate(sequences) if sequence.params.penalises],
         wants_logprobs=wants_logprobs,
         logprob_rows=_index(wants_logprobs, device),
         top_logprobs=min(vocab_size, max((sequences[row].params.logprobs or 0 for row in wants_logprobs), default=0)),
     )
+
+
+def _table(
+    sequences: list[SequenceState], streams: NDArray[np.uint64], edits: dict[int, TokenEdits], vocab_size: int
+) -> NDArray[np.void]:
+    rows = []
+    for row, sequence in enumerate(sequences):
+        params, edit = sequence.params, edits.get(row)
+        rows.append(
+            (
+                1.0 / params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
+                math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
+                params.top_k if params.top_k < vocab_size else 0,
+                params.top_p,
+                math.log((1.0 - params.top_p) / (2 * vocab_size)) if params.top_p < 1.0 else 0.0,
+                streams[row],
+                0,
+                0 if edit is None else edit.ctypes.data,
+                0 if edit is None else edit.shape[1],
+                params.repetition_penalty,
+                params.frequency_penalty,
+                params.presence_penalty,
+                *(0, 0, 0),
+            )
+        )
+    return np.array(rows, DRAW)
 
 
 def undecided(groups: list[Group], token_ids: list[int], size: int, device: torch.device) -> list[Group]:
@@ -137,13 +163,7 @@ def _index(rows: list[int], device: torch.device) -> draws.Index:
     return torch.tensor(rows, device=device)
 
 
-def _parts(rows: list[int], vocab_size: int, device: torch.device) -> list[list[int]]:
-    """The rows in parts whose intermediate results fit a CPU's cache, and memory that it has mapped already."""
-    size = len(rows) if device.type != "cpu" else max(1, PART_BYTES // (4 * vocab_size))
-    return [rows[at : at + size] for at in range(0, len(rows), size)]
-
-
-def _candidates(sequence: SequenceState, vocab_size: int, device: torch.device) -> tuple[int, bool] | None:
+def _candidates(sequence: SequenceState, vocab_size: int) -> tuple[int, bool] | None:
     """(width, bounded) of a row's cut, or None if it is greedy; by its own parameters alone."""
     params = sequence.params
     size = padded_size(vocab_size)
@@ -153,8 +173,15 @@ def _candidates(sequence: SequenceState, vocab_size: int, device: torch.device) 
         needed = params.top_k + SPARE
         return next((width for width in WIDTHS if needed <= width < size), size), True
     if params.top_p < 1.0:
-        return min(FIRST_WIDTH.get(device.type, FIRST_WIDTH_ELSEWHERE), size), False
+        return min(FIRST_WIDTH, size), False
     return 0, False
+
+
+def _groups(sequences: list[SequenceState], vocab_size: int, device: torch.device) -> list[Group]:
+    members: dict[tuple[int, bool] | None, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        members.setdefault(_candidates(sequence, vocab_size), []).append(row)
+    return [_group(sequences, rows, candidates, vocab_size, device) for candidates, rows in members.items()]
 
 
 def _group(

@@ -7,9 +7,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.kernels import cpu_attention, cpu_cache, cpu_experts, cpu_recurrent, cpu_rows
+from headway.kernels import cpu_attention, cpu_cache, cpu_experts, cpu_recurrent, cpu_rows, cpu_sampling
 from headway.kernels.cpu_arithmetic import ALL_KINDS, WIDE_INT8, arithmetic_of
 from headway.kernels.cpu_attention_plan import AttentionPlan
 from headway.kernels.cpu_cache import is_arranged
@@ -63,6 +64,7 @@ class CpuKernels:
         self._programs: dict[Hashable, Program] = {}
         self._counts = np.zeros(4, np.int64)  # the fields of RoutingCounts
         self._head_plans: dict[tuple[int, ...], HeadPlan] = {}
+        self._drawing = np.empty(0, np.uint8)  # memory of the rows that are drawn at once
 
     @property
     def named(self) -> dict[str, object]:
@@ -316,15 +318,22 @@ class CpuKernels:
         self._team.share(code, cpu_experts.ROUTE, rows, _SCATTERED * logits.numel(), arguments)
         return chosen, weights
 
-    def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
-        """The token of the greatest logit of each row of [R, V], the lowest of equals, and that logit."""
+    def draw(self, logits: Tensor, rows: NDArray[np.void]) -> list[int]:
+        """See Draw."""
         logits = logits.contiguous()
-        rows, size = logits.shape
-        found = np.empty((2, rows), np.int32)
-        arguments = (logits.data_ptr(), size * logits.element_size(), size, found.ctypes.data)
-        code = cpu_rows.most_likely_job(KINDS[logits.dtype])
-        self._team.share(code, cpu_rows.MOST_LIKELY, rows, logits.numel() if rows > 1 else 0, arguments)
-        return found[0].tolist(), found[1].view(np.float32).tolist()
+        count, size = logits.shape
+        each = cpu_sampling.row_memory(size)
+        needed = each * min(count, self._team.threads)
+        if len(self._drawing) < needed:
+            self._drawing = np.empty(needed, np.uint8)
+        tokens = np.empty(count, np.int64)
+        arguments = (
+            logits.data_ptr(), size * logits.element_size(), size, rows.ctypes.data, tokens.ctypes.data,
+            self._drawing.ctypes.data, each,
+        )  # fmt: skip
+        code = cpu_sampling.draw_job(KINDS[logits.dtype])
+        self._team.share(code, cpu_sampling.DRAW_ROWS, count, logits.numel() if count > 1 else 0, arguments)
+        return tokens.tolist()  # type: ignore[no-any-return]
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes.

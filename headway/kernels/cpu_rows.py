@@ -18,19 +18,14 @@ from headway.kernels.cpu_simd import (
     FLOAT32,
     copy_element,
     exponential_of_two,
-    larger,
     load,
     read_int64,
     store,
-    write_integer,
 )
 from headway.kernels.cpu_team import arg, job, once_per_kind, real_arg, take_rows
 
 # Sums may be reordered into vectors; NaN and infinity keep their meaning.
 REORDER = {"reassoc", "contract", "nsz", "arcp"}
-
-# Elements among which the greatest is sought before the place is.
-_SEARCHED = 8192
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
@@ -209,38 +204,6 @@ def rotate_both_job(kind: Any) -> int:
     return job(rows)
 
 
-@compiled(fastmath=REORDER)
-def _greatest(kind, logits, first, last):
-    """The greatest of elements first .. last - 1, and whether one of them is NaN."""
-    best, unknown = -np.float32(np.inf), 0
-    for i in range(first, last):
-        value = load(logits, i, kind)
-        best = larger(best, value)
-        unknown |= value != value
-    return best, unknown
-
-
-@compiled()
-def _place_of(kind, logits, first, last, wanted):
-    place = np.int32(last)
-    for i in range(first, last):  # to the end, as vectors do; ending at the first would go one by one
-        place = min(place, np.int32(i) if load(logits, i, kind) == wanted else np.int32(last))
-    return place
-
-
-@compiled()
-def _most_likely_row(kind, logits, count):
-    """(index of the greatest, the first of equals, and the greatest); NaN as the greatest if there is one."""
-    best, begin = -np.float32(np.inf), 0
-    for first in range(0, count, _SEARCHED):
-        greatest, unknown = _greatest(kind, logits, first, min(first + _SEARCHED, count))
-        if unknown != 0:
-            return np.int32(0), np.float32(np.nan)
-        if greatest > best:
-            best, begin = greatest, first
-    return _place_of(kind, logits, begin, min(begin + _SEARCHED, count), best), best
-
-
 @compiled()
 def _copy(source, target, elements, size):
     for element in range(elements):
@@ -286,22 +249,5 @@ def take_job() -> int:
                 source, target = table + read_int64(numbers, index) * elements * size, out + index * elements * size
                 _copy(source, target, elements, size)
             first = take_rows(a, step)
-
-    return job(rows)
-
-
-MOST_LIKELY = struct.Struct("6q")
-
-
-@once_per_kind
-def most_likely_job(kind: Any) -> int:
-    def rows(a: int) -> None:
-        count = arg(a, 1)
-        row = take_rows(a, 1)
-        while row < count:
-            place, best = _most_likely_row(kind, arg(a, 2) + row * arg(a, 3), arg(a, 4))
-            write_integer(arg(a, 5), row, np.int64(place), 32)
-            store(arg(a, 5), count + row, best, FLOAT32)
-            row = take_rows(a, 1)
 
     return job(rows)

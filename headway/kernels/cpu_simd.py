@@ -129,6 +129,18 @@ def read_float64(typing: Any, address: Any, index: Any) -> Any:
 
 
 @intrinsic
+def write_float64(typing: Any, address: Any, index: Any, value: Any) -> Any:
+    """Write a float64 as element index of the memory at address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        double = ir.DoubleType().as_pointer()
+        builder.store(arguments[2], builder.gep(builder.inttoptr(arguments[0], double), [arguments[1]]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float64), generate
+
+
+@intrinsic
 def read_byte(typing: Any, address: Any, index: Any) -> Any:
     """Byte index of the memory at address, 0 to 255, as int64."""
 

@@ -49,8 +49,8 @@ class PackedLinear:
 class CudaKernels(TorchKernels):
     """Kernels for float32, bfloat16 and float16 on a CUDA device.
 
-    No operation waits for the device or reads back from it but `routing_counts` and `most_likely`. Every grid follows
-    from tensor shapes and the host-side sizes of StepGeometry, so a step of fixed sizes can be captured in a graph.
+    No operation waits for the device or reads back from it but `routing_counts`. Every grid follows from tensor
+    shapes and the host-side sizes of StepGeometry, so a step of fixed sizes can be captured in a graph.
     """
 
     name = "cuda"

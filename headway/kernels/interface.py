@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.kernels.weights import SILU, SOFTMAX, DeltaRule, Gate, Product, Scores, Weight
@@ -130,6 +132,39 @@ class RoutingCounts:
             self.touched - earlier.touched,
             self.busiest - earlier.busiest,
         )
+
+
+# What a row of logits asks of Draw; headway/engine/sampler.py says what is done with it, in which order.
+DRAW = np.dtype(
+    [
+        ("inverse_temperature", "f8"),  # 0: the likeliest token
+        ("log_min_p", "f8"),  # -inf keeps all
+        ("top_k", "i8"),  # 0 keeps all
+        ("top_p", "f8"),
+        ("log_rest", "f8"),  # of (1 - top_p) / (2 * tokens); read where top_p < 1
+        ("stream", "u8"),  # of random numbers
+        ("position", "i8"),  # of the token
+        ("edits", "i8"),  # address of float64 [3, num_edits]: token ids, biases, first positions they may come at
+        ("num_edits", "i8"),
+        ("repetition", "f8"),
+        ("frequency", "f8"),
+        ("presence", "f8"),
+        ("seen", "i8"),  # address of int64 [num_seen]: distinct tokens of prompt and output
+        ("counts", "i8"),  # address of float32 [num_seen]: how often each is in the output
+        ("num_seen", "i8"),  # 0: no penalties
+    ]
+)
+
+
+class Draw(Protocol):
+    """Chooses a token for each row of logits, each as if it were alone."""
+
+    def __call__(self, logits: Tensor, rows: NDArray[np.void]) -> list[int]:
+        """logits [R, V], left unchanged, rows [R] of DRAW -> a token of each, or -1.
+
+        It is -1 where the logits, edited, hold NaN or +inf or nothing above -inf.
+        """
+        ...
 
 
 class Linear(Protocol):
@@ -320,11 +355,9 @@ class Kernels(Protocol):
         """Of all mixtures of these kernels so far."""
         ...
 
-    def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
-        """The token of the greatest logit of each row of [R, V], the lowest of equals, and that logit.
-
-        A row that holds a NaN has NaN as its greatest. Waits for the device.
-        """
+    @property
+    def draw(self) -> Draw | None:
+        """Chooses the next tokens; None where the sampler's own tensor work is to."""
         ...
 
     def repeat(

@@ -120,6 +120,7 @@ class TorchKernels:
 
     name: str
     warm_up_tokens: int | None = None
+    draw = None
 
     def __init__(self) -> None:
         self._counts = RoutingCounts()
@@ -257,13 +258,6 @@ class TorchKernels:
         out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + rule.eps) * rule.norm
         wide = gate.float()
         return (out.flatten(1) * wide * wide.sigmoid()).to(mixed.dtype)
-
-    def most_likely(self, logits: Tensor) -> tuple[list[int], list[float]]:
-        """See Kernels; argmax does not promise the first of equals."""
-        best = logits.amax(dim=1, keepdim=True)
-        places = torch.arange(logits.shape[1], device=logits.device)
-        first = torch.where(logits == best, places, logits.shape[1] - 1).amin(dim=1)
-        return first.tolist(), best.squeeze(1).tolist()
 
     def repeat(
         self, key: Hashable, step: StepGeometry, attentions: Sequence[AttentionShape], run: Callable[[], Tensor]

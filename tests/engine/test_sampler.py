@@ -1,9 +1,14 @@
-"""The sampler against its definition in plain Python, and what it promises about batches and bad rows."""
+"""The sampler against its definition in plain Python, and what it promises about batches and bad rows.
+
+All of it as tensors, and with the kernel that draws.
+"""
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,10 +18,19 @@ from hypothesis import strategies as st
 
 from headway.engine import sampler as sampler_module
 from headway.engine.sampler import BAD_TOKEN, Sampler
+from headway.kernels.cpu import CpuKernels
 from headway.policy.plan import SequenceState
 from tests.engine.sampling_oracle import acceptable, distribution, kept, logits_of, make_sequence
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True, params=["tensors", "kernel"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "kernel":
+            patch.setitem(globals(), "Sampler", partial(Sampler, draw=CpuKernels().draw))
+        yield
 
 
 @pytest.fixture

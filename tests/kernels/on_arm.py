@@ -106,7 +106,16 @@ def emulate() -> None:
 
 def compile_all() -> int:
     """The jobs of every kind; LLVM ends the process where ARM has no such instruction. Returns how many they were."""
-    from headway.kernels import cpu_attention, cpu_cache, cpu_experts, cpu_groups, cpu_packing, cpu_product, cpu_rows
+    from headway.kernels import (
+        cpu_attention,
+        cpu_cache,
+        cpu_experts,
+        cpu_groups,
+        cpu_packing,
+        cpu_product,
+        cpu_rows,
+        cpu_sampling,
+    )
     from headway.kernels.cpu_arithmetic import GROUPED, INT4, INT8, WIDE_INT8
     from headway.kernels.cpu_simd import BFLOAT16, FLOAT16, FLOAT32
 
@@ -119,7 +128,7 @@ def compile_all() -> int:
     for x_kind, kind in (*plain, (BFLOAT16, WIDE_INT8)):
         codes += [make(x_kind, kind) for make in (cpu_cache.store_job, cpu_attention.attend_job)]
     for make in (
-        cpu_rows.rms_norm_job, cpu_rows.add_rms_norm_job, cpu_rows.rotate_both_job, cpu_rows.most_likely_job,
+        cpu_rows.rms_norm_job, cpu_rows.add_rms_norm_job, cpu_rows.rotate_both_job, cpu_sampling.draw_job,
         cpu_experts.route_job, cpu_experts.mix_job,
     ):  # fmt: skip
         codes.append(make(BFLOAT16))

@@ -76,7 +76,7 @@ def check_rows(dtype: torch.dtype) -> None:
     operations.check_gate(kernels, "cpu", dtype, 2, 24)
     operations.check_rotate(kernels, "cpu", dtype, 5, 24, 12)
     operations.check_take(kernels, "cpu", dtype, 7, 40)
-    operations.check_most_likely(kernels, "cpu", dtype)
+    operations.check_draw(kernels, "cpu", dtype)
     operations.check_route(kernels, "cpu", dtype)
     operations.check_mixture(kernels, "cpu", dtype, 9)
 

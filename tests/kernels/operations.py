@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from headway.engine.sampler import BAD_TOKEN, Sampler
 from headway.kernels.interface import Kernels, LayerCache
 from headway.kernels.reference import ReferenceKernels
 from headway.kernels.weights import CLAMPED, GELU_TANH, SILU, Groups, Product, Scores, Weight
+from tests.engine.sampling_oracle import make_sequence
 from tests.kernels.steps import assert_close, cache_of, on, random, step_of
 
 REFERENCE = ReferenceKernels()
@@ -85,31 +87,31 @@ def check_store(kernels: Kernels, device: str, dtype: torch.dtype, block_size: i
     assert torch.equal(ours.values.cpu(), cache.values)
 
 
-def check_most_likely(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
-    """The first of equals; NaN and infinities named; nothing of one row in another."""
-    inf, nan = math.inf, math.nan
-    rows = {
-        (0.0, 3.0, 3.0, -1.0): (1, 3.0), (-inf, -inf, -5.0, -inf): (2, -5.0), (1.0, inf, 0.0, 2.0): (1, inf),
-        (-inf, -inf, -inf, -inf): (0, -inf),
-    }  # fmt: skip
-    logits = torch.tensor([list(row) for row in rows], dtype=dtype, device=device)
-    tokens, best = kernels.most_likely(logits)
-    assert list(zip(tokens, best, strict=True)) == list(rows.values())
-    for bad in ([nan, 1.0], [1.0, nan], [inf, nan]):
-        assert math.isnan(kernels.most_likely(torch.tensor([bad], dtype=dtype, device=device))[1][0])
-    wide = random(0, dtype, 37, 5003)
-    tokens, best = kernels.most_likely(wide.to(device))
-    for row in range(37):
-        assert best[row] == wide[row].max().item()
-        assert tokens[row] == int((wide[row] == best[row]).nonzero()[0])
-        assert kernels.most_likely(wide[row : row + 1].to(device)) == ([tokens[row]], [best[row]])
-    many = torch.full((3, 20_001), -1.0, dtype=dtype)
-    many[0, [8191, 8192, 20_000]] = 2.0
-    many[1, [16_384, 20_000]] = 2.0
-    many[2, 100], many[2, 20_000] = inf, nan
-    tokens, best = kernels.most_likely(many.to(device))
-    assert (tokens[:2], best[:2]) == ([8191, 16_384], [2.0, 2.0])
-    assert math.isnan(best[2])
+def check_draw(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
+    """The sampler's tokens with the kernel that draws are those without; NaN and infinities are named."""
+    inf, size = math.inf, 20_001
+    ways: list[dict[str, object]] = [
+        {"temperature": 0.0}, {}, {"min_p": 0.05}, {"top_k": 50}, {"top_k": 300, "top_p": 0.9}, {"top_p": 0.6},
+        {"top_p": 0.999, "temperature": 2.0}, {"repetition_penalty": 1.3, "presence_penalty": 0.5, "top_p": 0.8},
+        {"temperature": 0.0, "frequency_penalty": 2.0, "logit_bias": {7: 3.0, 8: -100.0}, "min_tokens": 9},
+    ]  # fmt: skip
+    sequences = [
+        make_sequence([1, 2, 8191], [3, 2, 2], seed=row, stop_ids=(4, 99_999), **way)
+        for row, way in enumerate([*ways * 4, *[{"temperature": 0.0}] * 6])
+    ]
+    logits = (2 * random(0, torch.float32, len(sequences), size)).to(dtype)
+    logits[-6:] = -1.0
+    logits[-6, [8191, 8192, 20_000]] = 2.0
+    logits[-5, [16_384, 20_000]] = 2.0
+    logits[-4] = -inf
+    logits[-3, 20_000], logits[-2, 5], logits[-1, [3, 20_000]] = math.nan, inf, torch.tensor([-0.0, 0.0], dtype=dtype)
+    logits = logits.to(device)
+    drawn = Sampler(size, logits.device, kernels.draw).sample(logits, sequences).token_ids
+    assert drawn[-6:] == [8191, 16_384, BAD_TOKEN, BAD_TOKEN, BAD_TOKEN, 3]
+    assert drawn == Sampler(size, logits.device).sample(logits, sequences).token_ids
+    for row, sequence in enumerate(sequences):
+        alone = Sampler(size, logits.device, kernels.draw).sample(logits[row : row + 1], [sequence])
+        assert alone.token_ids == [drawn[row]]
 
 
 def check_add_and_soft_cap(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, width: int) -> None:

@@ -81,8 +81,8 @@ def test_rotate(kernels: CpuKernels, dtype: torch.dtype, tokens: int, width: int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_most_likely(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    operations.check_most_likely(kernels, "cpu", dtype)
+def test_draw(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    operations.check_draw(kernels, "cpu", dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

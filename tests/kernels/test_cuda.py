@@ -68,11 +68,6 @@ def test_add_and_soft_cap(kernels: CudaKernels, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_most_likely(kernels: CudaKernels, dtype: torch.dtype) -> None:
-    operations.check_most_likely(kernels, DEVICE, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_experts(kernels: CudaKernels, dtype: torch.dtype) -> None:
     operations.check_route(kernels, DEVICE, dtype)
     operations.check_mixture(kernels, DEVICE, dtype, 9)

@@ -123,8 +123,3 @@ def test_experts() -> None:
     for dtype in operations.DTYPES:
         operations.check_route(REFERENCE, "cpu", dtype)
         operations.check_mixture(REFERENCE, "cpu", dtype, 9)
-
-
-def test_most_likely() -> None:
-    for dtype in operations.DTYPES:
-        operations.check_most_likely(REFERENCE, "cpu", dtype)
