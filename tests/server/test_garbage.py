@@ -18,8 +18,9 @@ from tests.server.live_server import LiveServer, eventually
 
 @pytest.fixture
 def collections(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The generations that were collected on purpose; Python's own settings are put back."""
+    """The generations that were collected on purpose; begins without what a server before it in this process set."""
     before, done = gc.get_threshold(), []
+    gc.set_threshold(700, 10, 10)
     monkeypatch.setattr("headway.server.garbage.gc.collect", lambda: done.append(2))
     monkeypatch.setattr("headway.server.garbage.gc.freeze", lambda: None)
     yield done

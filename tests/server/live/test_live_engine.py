@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -330,32 +331,19 @@ def test_engine_that_cannot_start_ends_the_server(folder: Path) -> None:
 
 
 def test_who_waits_too_long_is_ended(folder: Path) -> None:
-    server = Live(
-        folder,
-        "--max-num-seqs",
-        "1",
-        "--max-queue-time",
-        "0.6",
-        "--max-num-queued-reqs",
-        "31",
-        "--scheduling-policy",
-        "fcfs",
-    )
+    limits = ["--max-num-seqs", "1", "--max-queue-time", "0.6", "--max-num-queued-reqs", "31"]
+    server = Live(folder, *limits, "--scheduling-policy", "fcfs")
     try:
         eventually(server.is_ready, 90)
-        long = server.stream(prompt="x", max_tokens=500, n=30, **GREEDY)  # one after the other
-        next(long)
-        refused: list[httpx.Response] = []
-        waiting = threading.Thread(
-            target=lambda: refused.append(server.http.post("/v1/completions", json={"prompt": "y"}))
-        )
-        waiting.start()
-        eventually(lambda: server.metric("num_requests_waiting") == 30)
-        assert server.http.post("/v1/completions", json={"prompt": "z"}).status_code == 429
-        waiting.join()
-        assert (refused[0].status_code, refused[0].json()["error"]["code"]) == (503, "queue_timeout")
-        assert "longer than 0.6 s" in refused[0].text
-        assert len(list(long)) > 100
+        with ThreadPoolExecutor(1) as reader:
+            long = server.stream(prompt="x", max_tokens=500, n=30, **GREEDY)  # one after the other
+            next(long)
+            rest = reader.submit(list, long)
+            refused = server.http.post("/v1/completions", json={"prompt": "y"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_timeout")
+            assert "longer than 0.6 s" in refused.text
+            ends = [each for each in rest.result() if each["choices"][0]["finish_reason"]]
+            assert [end["choices"][0]["finish_reason"] for end in ends] == ["length"] * 30, "who has begun goes on"
         eventually(server.is_idle)
     finally:
         server.close()
