@@ -69,7 +69,7 @@ ROOMS = {
         ours={"calibration", "cost", "policy", "models", "kernels", "engine", "files", "installation"},
         forbidden=NO_SERVER,
     ),
-    "kernels": Room(ours={"kernels", "models"}, forbidden=NO_SERVER),
+    "kernels": Room(ours={"kernels", "models", "files"}, forbidden=NO_SERVER),
     "models": Room(
         ours={"models", "kernels", "bundled", "cost.config", "cost.layers", "cost.shape", "cost.values", "files"},
         forbidden=NO_SERVER,

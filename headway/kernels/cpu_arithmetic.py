@@ -33,8 +33,8 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 
+from headway.kernels.cpu_compile import types
 from headway.kernels.cpu_ir import (
     F16,
     FLOATS,
@@ -105,32 +105,26 @@ _SHORTS = ir.VectorType(I16, 2 * LANES)
 _BYTES, _SCALES = ir.VectorType(I8, 2 * LANES), ir.VectorType(I8, LANES)
 
 ARITHMETIC = {
-    types.float32: Arithmetic(WORDS, 1, 1, False, 4),
-    types.int16: Arithmetic(_HALVES, 1, 1, False, 2),
-    types.uint16: Arithmetic(WORDS, 1, 2, False, 4),
-    types.uint8: Arithmetic(WORDS, 1, 4, True, 4, offset=128),
-    types.int8: Arithmetic(_BYTES, 1, 2, True, 2),
-    types.uint32: Arithmetic(WORDS, 8, 4, True, 17, offset=128),
-    types.int32: Arithmetic(WORDS, 4, 2, True, 4),
-    types.uint64: Arithmetic(_BYTES, 1, 2, True, 2),
-    types.float64: Arithmetic(_SCALES, 1, 1, False, 1),
-    types.complex64: Arithmetic(WORDS, 4, 2, True, 4),
-    types.complex128: Arithmetic(WORDS, 8, 1, False, 4),
+    "float32": Arithmetic(WORDS, 1, 1, False, 4),
+    "int16": Arithmetic(_HALVES, 1, 1, False, 2),
+    "uint16": Arithmetic(WORDS, 1, 2, False, 4),
+    "uint8": Arithmetic(WORDS, 1, 4, True, 4, offset=128),
+    "int8": Arithmetic(_BYTES, 1, 2, True, 2),
+    "uint32": Arithmetic(WORDS, 8, 4, True, 17, offset=128),
+    "int32": Arithmetic(WORDS, 4, 2, True, 4),
+    "uint64": Arithmetic(_BYTES, 1, 2, True, 2),
+    "float64": Arithmetic(_SCALES, 1, 1, False, 1),
+    "complex64": Arithmetic(WORDS, 4, 2, True, 4),
+    "complex128": Arithmetic(WORDS, 8, 1, False, 4),
 }
-_TYPE_OF = {
-    np.float32: types.float32, np.int16: types.int16, np.uint16: types.uint16, np.uint8: types.uint8,
-    np.int8: types.int8, np.uint32: types.uint32, np.int32: types.int32, np.uint64: types.uint64,
-    np.float64: types.float64, np.complex64: types.complex64,
-    np.complex128: types.complex128,
-}  # fmt: skip
 GROUPED = (GROUPS4, GROUPS8, FLOAT8, FLOAT4, NORMAL4)
 ALL_KINDS = (FLOAT32, FLOAT16, BFLOAT16, INT8, WIDE_INT8, INT4, *GROUPED)
-assert set(_TYPE_OF) == set(map(type, ALL_KINDS))
+assert set(ARITHMETIC) == {type(kind).__name__ for kind in ALL_KINDS}
 
 
 def arithmetic_of(kind: Any) -> Arithmetic:
     """The layout of a kind given as a numpy scalar."""
-    return ARITHMETIC[_TYPE_OF[type(kind)]]
+    return ARITHMETIC[type(kind).__name__]
 
 
 def _short(value: int) -> ir.Constant:
@@ -141,7 +135,7 @@ def operands(builder: Any, kind: Any, step: Any, vector: int) -> list[Any]:
     """One operand for each word of activations, of sixteen rows: a vector of the panel step at an address."""
     if kind == types.uint32:
         return _scaled_nibbles(builder, step, vector)
-    layout = ARITHMETIC[kind]
+    layout = ARITHMETIC[kind.name]
     if kind in (types.int32, types.complex64, types.complex128):
         stored = read(builder, builder.add(step, index(vector * VECTOR_BYTES)), WORDS)
         if kind == types.complex128:
@@ -155,7 +149,7 @@ def operands(builder: Any, kind: Any, step: Any, vector: int) -> list[Any]:
 
 def operand(builder: Any, kind: Any, address: Any) -> Any:
     """Sixteen rows at an address, for one word of activations; not of INT4."""
-    stored = read(builder, address, ARITHMETIC[kind].stored)
+    stored = read(builder, address, ARITHMETIC[kind.name].stored)
     if kind == types.int16:
         return builder.fpext(stored, FLOATS)
     if kind in (types.int8, types.uint64):
@@ -241,9 +235,9 @@ def multiply_add(builder: Any, kind: Any, total: Any, weights: Any, x: Any) -> A
             total = fused(builder, total, half(builder, weights), half(builder, x))
         return total
     if _VNNI:
-        name = "vpdpwssd" if ARITHMETIC[kind].inputs == 2 else "vpdpbusd"
+        name = "vpdpwssd" if ARITHMETIC[kind.name].inputs == 2 else "vpdpbusd"
         return _x86(builder, f"llvm.x86.avx512.{name}.{_VNNI}", I32, [total, weights, x], I32, _VNNI)
-    if ARITHMETIC[kind].inputs == 2:
+    if ARITHMETIC[kind.name].inputs == 2:
         return builder.add(total, _sum_of_pairs(builder, weights, x))
     left, right = builder.bitcast(weights, _SHORTS), builder.bitcast(x, _SHORTS)
     for odd in (False, True):

@@ -1,22 +1,126 @@
-"""How the CPU kernels are compiled, in one place."""
+"""How the CPU kernels are compiled, in one place, and kept as object files between starts.
+
+Importing Numba takes longer than loading everything that it has compiled. So its decorators are applied when a function
+is first compiled, and a start that finds all of its code on disk does not import it: LLVM links the objects.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
+import functools
 import hashlib
+import importlib.metadata
+import inspect
+import os
+import secrets
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llvmlite.binding import Linkage
-from numba import njit, types
-from numba.core.caching import FunctionCache
-from numba.core.ccallback import CFunc
-from numba.core.compiler_lock import global_compiler_lock
-from numba.core.sigutils import normalize_signature
+from llvmlite import binding, ir
 
+from headway.files import cache_folder
+
+_ENDING = ".native"
+_ENTRY = "headway_entry"
+_compiling = threading.RLock()
 _held: set[Path] = set()
+_loaded: list[Any] = []  # the code lives as long as what has linked it
+
+
+class _Later:
+    """What Numba makes of a function, made when it is first needed."""
+
+    def __init__(self, make: Callable[[], Any], function: Callable[..., Any] | None = None) -> None:
+        self._make, self.__wrapped__ = make, function
+
+    @functools.cached_property
+    def _made(self) -> Any:
+        return self._make()
+
+    @functools.cached_property
+    def _numba_type_(self) -> Any:
+        """By which Numba knows what it finds among the globals of a function that it compiles."""
+        from numba.core.registry import cpu_target
+
+        made, context = self._made, cpu_target.typing_context
+        context.refresh()
+        return context.resolve_value_type(made)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._made(*arguments)
+
+
+class _Types:
+    """Numba's types, by their names."""
+
+    def __getattr__(self, name: str) -> Any:
+        from numba import types
+
+        return getattr(types, name)
+
+
+types: Any = _Types()
+
+
+def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compile with Numba for callers that are compiled too, dividing as C does."""
+    options = {"no_cpython_wrapper": True, "error_model": "numpy", **options}
+
+    def make(function: Callable[..., Any]) -> Any:
+        from numba import njit
+
+        return njit(**options)(function)
+
+    return lambda function: _Later(lambda: make(function), function)
+
+
+def intrinsic(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Numba's decorator of functions that write LLVM IR."""
+    if function is None:
+        return lambda function: intrinsic(function, **options)
+
+    def make() -> Any:
+        from numba.extending import intrinsic
+
+        return intrinsic(**options)(function) if options else intrinsic(function)
+
+    return _Later(make)
+
+
+def external(name: str, result: str, *arguments: str) -> Any:
+    """A function of C, with the names of Numba's types."""
+    return _Later(
+        lambda: types.ExternalFunction(name, getattr(types, result)(*(getattr(types, each) for each in arguments)))
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def target() -> tuple[str, str, str]:
+    """What code is compiled for, by LLVM's names.
+
+    Returns:
+        Architecture-vendor-system, the processor, and "+" or "-" its extensions, as NUMBA_CPU_NAME and
+        NUMBA_CPU_FEATURES say, or else this machine's.
+    """
+    name, features = os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
+    host = binding.get_host_cpu_features().flatten() if features is None else features
+    return binding.get_process_triple(), binding.get_host_cpu_name() if name is None else name, host
+
+
+def code_folder() -> Path:
+    """Where code is kept: NUMBA_CACHE_DIR, beside the sources, or the user's cache where those cannot be written."""
+    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(chosen)
+    beside = Path(__file__).parent / "__pycache__"
+    writable = os.access(beside if beside.exists() else beside.parent, os.W_OK)
+    return beside if writable else cache_folder() / "kernels"
 
 
 @contextlib.contextmanager
@@ -25,9 +129,7 @@ def alone(lock: Path) -> Iterator[None]:
 
     A lock that cannot be had, as its folder cannot be written or its file system has none, keeps nobody out.
     """
-    with contextlib.ExitStack() as stack:
-        # Numba's own lock comes first: a thread that waited for it holding a file would wait for itself.
-        stack.enter_context(global_compiler_lock)
+    with _compiling, contextlib.ExitStack() as stack:
         if lock not in _held:
             with contextlib.suppress(OSError):
                 lock.parent.mkdir(parents=True, exist_ok=True)
@@ -37,96 +139,144 @@ def alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def drop_stale_code(folder: Path) -> None:
-    """Delete what Numba keeps of the kernels in `folder` if any of their sources has changed.
+@functools.lru_cache(maxsize=1)
+def _sources() -> str:
+    """A digest of all that compiled code comes from. Its name alone makes the code of other sources useless."""
+    folder = Path(__file__).parent
+    sources = b"".join(path.read_bytes() for path in (*sorted(folder.glob("cpu*.py")), folder / "interface.py"))
+    versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite")]
+    return hashlib.sha256(sources + repr(versions).encode()).hexdigest()
 
-    Numba itself notices a change of the file that a function stands in, not of the files it takes functions
-    from. A folder that cannot be written is left as it is: Numba keeps nothing there.
-    """
-    sources = b"".join(path.read_bytes() for path in sorted(folder.glob("cpu*.py")))
-    stamp, digest = folder / "__pycache__" / "cpu.sources", hashlib.sha256(sources).hexdigest()
-    with contextlib.suppress(OSError), alone(stamp.with_suffix(".lock")):
-        if stamp.exists() and stamp.read_text() == digest:
+
+def drop_stale_code(folder: Path, sources: str) -> None:
+    """Delete the code in a folder that comes of other sources. A folder that cannot be written is left as it is."""
+    stamp = folder / "cpu.sources"
+    with contextlib.suppress(OSError):
+        if stamp.exists() and stamp.read_text() == sources:
             return
-        for code in stamp.parent.glob("cpu*.nb[ic]"):
-            code.unlink(missing_ok=True)
-        stamp.write_text(digest)
+        with alone(stamp.with_suffix(".lock")):
+            for code in (*folder.glob(f"cpu*{_ENDING}"), *folder.glob("cpu*.nb[ic]")):
+                code.unlink(missing_ok=True)
+            stamp.write_text(sources)
 
 
-drop_stale_code(Path(__file__).parent)
+def address_of(function: Callable[..., None]) -> int:
+    """The address of the machine code of a function of int64s that returns nothing.
 
-
-def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile with Numba: without the interpreter lock, dividing as C does, and kept on disk between starts.
-
-    Processes that start together compile each function once, in the first that needs it. Without a lock they would
-    also write code for different types under the same name, as Numba numbers it by what it finds.
+    It is loaded, or compiled and kept. Processes that start together compile each function once, in the first that
+    needs it. A function is known by its name and by what it refers to from outside, which are numbers.
     """
-    options = {"nogil": True, "error_model": "numpy", **options}
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        lock = _lock_of(function)
-        dispatcher = njit(cache=lock is not None, **options)(function)
-        compile_or_load = dispatcher.compile
-        if lock is not None:
-
-            def compile_alone(signature: Any) -> Any:
-                with alone(lock):
-                    return compile_or_load(signature)
-
-            dispatcher.compile = compile_alone
-        return dispatcher
-
-    return decorate
+    function = inspect.unwrap(function)
+    path = _path_of(function)
+    code = _read(path)
+    if code is None:
+        with alone(path.with_suffix(".lock")):
+            code = _read(path)
+            if code is None:
+                code = compile_entry(function)
+                _keep(path, code)
+    return _link(code)
 
 
-class _Callback(CFunc):
-    """A callback that calls its own copies of the functions that it uses.
+@functools.cache
+def callable_of(function: Callable[..., None]) -> Callable[..., None]:
+    """The same for callers in Python; it runs without the interpreter lock."""
+    count = inspect.unwrap(function).__code__.co_argcount
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)(address_of(function))
+
+
+def _path_of(function: Callable[..., None]) -> Path:
+    code, outside = function.__code__, [cell.cell_contents for cell in function.__closure__ or ()]
+    own = code.co_code, code.co_names, [each for each in code.co_consts if not hasattr(each, "co_code")]
+    known = [(name, type(value).__name__, value) for name, value in zip(code.co_freevars, outside, strict=True)]
+    digest = hashlib.sha256(repr((_sources(), target(), own, known)).encode()).hexdigest()[:16]
+    name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__.partition('.<locals>')[0]}"
+    return code_folder() / f"{name}-{digest}{_ENDING}"
+
+
+def _read(path: Path) -> bytes | None:
+    """An object file and, at its end, its digest; None where there is none, or a damaged one."""
+    with contextlib.suppress(OSError):
+        content = path.read_bytes()
+        if hashlib.sha256(content[:-32]).digest() == content[-32:]:
+            return content[:-32]
+    return None
+
+
+def _keep(path: Path, code: bytes) -> None:
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):
+        drop_stale_code(path.parent, _sources())
+        draft.write_bytes(code + hashlib.sha256(code).digest())
+        draft.rename(path)
+
+
+@functools.lru_cache(maxsize=1)
+def _machine() -> Any:
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    return binding.Target.from_triple(target()[0]).create_target_machine(jit=True)
+
+
+def _link(code: bytes) -> int:
+    """By an engine of its own, as functions of several objects can have one name."""
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine())
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _loaded.append(engine)
+    return int(engine.get_function_address(_ENTRY))
+
+
+def compile_entry(function: Callable[..., None], see: Callable[[str], None] = lambda code: None) -> bytes:
+    """An object file with the function as _ENTRY, which calls its own copies of the functions that it uses.
 
     Numba optimises a function alone, and again within each that calls it, so copies can differ in the order of sums.
     All have one name, and of a name LLVM takes the code that it met first: results would depend on what the process has
     compiled or loaded before.
+
+    Args:
+        see: is given LLVM's code.
     """
+    from numba.core.ccallback import _CFuncCompiler  # type: ignore[attr-defined]
+    from numba.core.compiler import Compiler
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.registry import cpu_target
 
-    def _compile_uncached(self) -> Any:
-        result = super()._compile_uncached()  # type: ignore[misc]
-        code = result.library
-        finish = code._finalize_final_module
+    class Plain(_CFuncCompiler):  # type: ignore[misc]
+        def _customize_flags(self, flags: Any) -> Any:
+            flags = super()._customize_flags(flags)
+            flags.no_cfunc_wrapper = True  # which would show errors by what only Numba has
+            return flags
 
-        def finish_privately() -> None:
-            for function in code._final_module.functions:
-                if function.linkage == Linkage.linkonce_odr:
-                    function.linkage = Linkage.internal
-            finish()
-
-        code._finalize_final_module = finish_privately
-        return result
-
-
-def compiled_callback(function: Callable[[int], None]) -> Any:
-    """Compile a function of one address for callers that know its own, kept on disk as `compiled` does."""
-    lock = _lock_of(function)
-    options = {"nopython": True, "error_model": "numpy"}
-    callback = _Callback(function, normalize_signature("void(int64)"), locals={}, options=options)
-    with alone(lock) if lock is not None else contextlib.nullcontext():
-        if lock is not None:
-            callback.enable_caching()
-        callback.compile()
-    return callback
+    with global_compiler_lock:
+        compiler = Plain(function, cpu_target, {"nopython": True, "error_model": "numpy"}, {}, pipeline_class=Compiler)
+        result = compiler.compile((types.int64,) * function.__code__.co_argcount, types.void)
+        library, context = result.library, result.target_context
+        library.add_ir_module(_entry_of(context, result.fndesc))
+        library._finalize_final_module = lambda: None  # it would be compiled here, for this process alone
+        library.finalize()
+        module = library._final_module
+        for each in module.functions:
+            if each.linkage == binding.Linkage.linkonce_odr:
+                each.linkage = binding.Linkage.internal
+        see(str(module))
+        return bytes(context.codegen()._tm.emit_object(module))
 
 
-def _lock_of(function: Callable[..., Any]) -> Path | None:
-    """Beside a function's compiled code; None where Numba can write to no folder."""
-    try:
-        folder = FunctionCache(function).cache_path
-    except RuntimeError:
-        return None
-    name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}.lock"
-    return Path(folder) / name.replace("<", "").replace(">", "")
+def _entry_of(context: Any, described: Any) -> Any:
+    """A module with a function of the same numbers, which calls the function as Numba's functions are called."""
+    module = context.create_module(_ENTRY)
+    kind = context.call_conv.get_function_type(described.restype, described.argtypes)
+    callee = ir.Function(module, kind, described.llvm_func_name)
+    entry = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * len(described.argtypes)), _ENTRY)
+    builder = ir.IRBuilder(entry.append_basic_block())
+    context.call_conv.call_function(builder, callee, described.restype, described.argtypes, entry.args)
+    builder.ret_void()
+    return module
 
 
-_aligned_alloc = types.ExternalFunction("aligned_alloc", types.int64(types.int64, types.int64))
-_free = types.ExternalFunction("free", types.void(types.int64))
+_aligned_alloc = external("aligned_alloc", "int64", "int64", "int64")
+_free = external("free", "void", "int64")
 
 
 @compiled()

@@ -25,8 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 from torch import Tensor
 
 from headway.kernels.cpu_arithmetic import (
@@ -45,7 +43,7 @@ from headway.kernels.cpu_arithmetic import (
     operands,
     tile_vectors,
 )
-from headway.kernels.cpu_compile import compiled
+from headway.kernels.cpu_compile import compiled, intrinsic, types
 from headway.kernels.cpu_ir import (
     F32,
     FLOATS,
@@ -174,7 +172,7 @@ def multiply_groups(
     for each group, from the first on: the activations' scale, and the sum of the group with the opposite sign.
     row_scales and minima are those of the panel.
     """
-    if kind not in ARITHMETIC:
+    if kind.name not in ARITHMETIC:
         return None
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -209,7 +207,7 @@ class _Groups:
 
 def _tile(builder: Any, block: _Groups, tokens: int, vector: int) -> None:
     """The product of `tokens` tokens with as many vectors as suit them, from number `vector` on."""
-    layout = ARITHMETIC[block.kind]
+    layout = ARITHMETIC[block.kind.name]
     vectors = range(vector, vector + tile_vectors(tokens))
     slice_bytes = PANEL * layout.lane_bytes
     x_bytes = builder.mul(block.slices, index(layout.words * 4))

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from headway.kernels.cpu_arithmetic import PANEL
+from headway.kernels.cpu_compile import intrinsic, types
 from headway.kernels.cpu_ir import I8, I64, VECTOR_BYTES, declare, index, loop, prefetch
 from headway.kernels.cpu_simd import IS_X86, cpu_features
 
@@ -31,7 +30,7 @@ STEP_BYTES = STEP_WORDS * PANEL * 4
 _PANEL_ROW = PANEL * 4
 # What is fetched of a panel ahead of its use: loads of tiles alone do not keep memory busy.
 _AHEAD = 8192
-_MULTIPLY = {types.uint16: "llvm.x86.tdpbf16ps"}
+_MULTIPLY = {"uint16": "llvm.x86.tdpbf16ps"}
 # Linux's arch_prctl, which permits this process to use a part of the processor's state, and the part of the tiles.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 # The tiles: four of sums, two of tokens, two of weights.
@@ -112,7 +111,7 @@ def multiply_one(typing: Any, kind: Any, x: Any, x_stride: Any, packed: Any, ste
     For as many tokens as the tiles are laid out for, x_stride bytes between them, and all rows of the panel; a step is
     STEP_WORDS words. Sums start from zero if fresh is not 0; they are float32, _PANEL_ROW bytes a token.
     """
-    if kind not in _MULTIPLY:
+    if kind.name not in _MULTIPLY:
         return None
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -127,7 +126,7 @@ def multiply_one(typing: Any, kind: Any, x: Any, x_stride: Any, packed: Any, ste
                     prefetch(builder, builder.add(at, index(_AHEAD + line)))
                 weights = _WEIGHTS[vector % 2]
                 _load(builder, weights, builder.add(at, index(vector * VECTOR_BYTES)), index(_PANEL_ROW))
-                _emit(builder, _MULTIPLY[kind], (vector, _TOKENS[0], weights))
+                _emit(builder, _MULTIPLY[kind.name], (vector, _TOKENS[0], weights))
             return [], 1
 
         _with_sums(builder, places, fresh, lambda: loop(builder, steps, [], body))
@@ -142,7 +141,7 @@ def multiply_two(
     fresh: Any,
 ) -> Any:  # fmt: skip
     """As multiply_one, of the tokens at x and of as many at other, with half a panel; their sums go to `others`."""
-    if kind not in _MULTIPLY:
+    if kind.name not in _MULTIPLY:
         return None
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -156,7 +155,7 @@ def multiply_two(
                 for vector, weights in enumerate(_WEIGHTS):
                     if group == 0:
                         _load(builder, weights, builder.add(at, index(vector * VECTOR_BYTES)), index(_PANEL_ROW))
-                    _emit(builder, _MULTIPLY[kind], (2 * group + vector, _TOKENS[group], weights))
+                    _emit(builder, _MULTIPLY[kind.name], (2 * group + vector, _TOKENS[group], weights))
             for word in range(STEP_WORDS):
                 for vector in range(2):
                     ahead = _AHEAD + word * _PANEL_ROW + vector * VECTOR_BYTES

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from numba import types
-from numba.extending import intrinsic
-
 from headway.kernels.cpu_arithmetic import (
     ARITHMETIC,
     PANEL,
@@ -26,6 +23,7 @@ from headway.kernels.cpu_arithmetic import (
     operands,
     tile_vectors,
 )
+from headway.kernels.cpu_compile import intrinsic, types
 from headway.kernels.cpu_ir import (
     F32,
     FLOATS,
@@ -56,7 +54,7 @@ def multiply_panel(
     integer kind, scales has scales_stride bytes between tokens and gives a float32 that this block's sums are
     multiplied with, and an int32 that they start from. What lies `ahead` bytes on in packed is prefetched.
     """
-    if kind not in ARITHMETIC:
+    if kind.name not in ARITHMETIC:
         return None
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -100,7 +98,7 @@ class _Block:
 
 def _tile(builder: Any, block: _Block, tokens: int, vector: int) -> None:
     """The product of `tokens` tokens with as many vectors as suit them, from number `vector` on."""
-    layout = ARITHMETIC[block.kind]
+    layout = ARITHMETIC[block.kind.name]
     vector_bytes = layout.lane_bytes * LANES
     inputs = [builder.add(block.x, builder.mul(block.x_stride, index(t))) for t in range(tokens)]
     vectors = range(vector, vector + tile_vectors(tokens))
@@ -142,9 +140,9 @@ def _tile(builder: Any, block: _Block, tokens: int, vector: int) -> None:
 @intrinsic
 def unpack_panel(typing: Any, kind: Any, packed: Any, words: Any, unpacked: Any) -> Any:
     """What a panel's words are multiplied with, to unpacked[word, row], where several tiles read it."""
-    if kind not in ARITHMETIC:
+    if kind.name not in ARITHMETIC:
         return None
-    layout = ARITHMETIC[kind]
+    layout = ARITHMETIC[kind.name]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         def body(word: Any, nothing: list[Any]) -> tuple[list[Any], int]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from headway.kernels.cpu_arithmetic import ARITHMETIC, PANEL
+from headway.kernels.cpu_compile import intrinsic, types
 from headway.kernels.cpu_ir import (
     F16,
     FLOATS,
@@ -39,13 +38,13 @@ _LEAST_SCALE = -15
 _LEAST_FRACTION, _MOST_FRACTION = 0.65, 1.1
 _CANDIDATES = 9  # the most that lie between them
 _BYTES, _SHORTS, _HALVES = (ir.VectorType(element, LANES) for element in (I8, I16, F16))
-_SIZES = {types.float32: 4, types.uint16: 2, types.int16: 2}
+_SIZES = {"float32": 4, "uint16": 2, "int16": 2}
 
 
 @intrinsic
 def largest_of_rows(typing: Any, source: Any, rows: Any, words: Any, out: Any) -> Any:
     """out[lane] = the greatest magnitude of the row, float32; 1 for a row of zeros."""
-    if source not in _SIZES:
+    if source.name not in _SIZES:
         return None
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -65,10 +64,10 @@ def write_bytes(
 
     out has `stride` bytes between steps.
     """
-    if source not in _SIZES or kind not in (types.uint8, types.int8):
+    if source.name not in _SIZES or kind not in (types.uint8, types.int8):
         return None
-    stored = WORDS if ARITHMETIC[kind].lane_bytes == 4 else _SHORTS
-    words = ARITHMETIC[kind].inputs * _SIZES[source] // 4
+    stored = WORDS if ARITHMETIC[kind.name].lane_bytes == 4 else _SHORTS
+    words = ARITHMETIC[kind.name].inputs * _SIZES[source.name] // 4
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rows, steps, largest, offset, out, stride = arguments[2:]
@@ -100,9 +99,9 @@ def write_groups(
 
     units are the rows' float32 scales. Byte b of a word has weights b and 4 + b. out has `stride` bytes between steps.
     """
-    if source not in _SIZES:
+    if source.name not in _SIZES:
         return None
-    group_words, step_words = GROUP * _SIZES[source] // 4, 8 * _SIZES[source] // 4
+    group_words, step_words = GROUP * _SIZES[source.name] // 4, 8 * _SIZES[source.name] // 4
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rows, steps, units, vector, out, stride = arguments[1:]
@@ -173,9 +172,9 @@ def _best_scale(builder: Any, source: Any, rows: Any, words: int, unit: Any) -> 
 @intrinsic
 def write_words(typing: Any, kind: Any, rows: Any, steps: Any, out: Any, stride: Any) -> Any:
     """The rows as they are, but for a byte kind's offset, in `steps` lanes; out has `stride` bytes between steps."""
-    if ARITHMETIC[kind].words != 1:
+    if ARITHMETIC[kind.name].words != 1:
         return None
-    in_word = 4 // ARITHMETIC[kind].lane_bytes
+    in_word = 4 // ARITHMETIC[kind.name].lane_bytes
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rows, steps, out, stride = arguments[1:]
@@ -183,7 +182,7 @@ def write_words(typing: Any, kind: Any, rows: Any, steps: Any, out: Any, stride:
         def body(step: Any, _: list[Any]) -> tuple[list[Any], int]:
             word = builder.sdiv(step, index(in_word))
             lanes = read(builder, _place(builder, rows, word), WORDS)
-            if ARITHMETIC[kind].offset:
+            if ARITHMETIC[kind.name].offset:
                 lanes = builder.xor(lanes, word_constant(0x80808080))  # 128 more, for each of four bytes
             if in_word == 2:
                 half = builder.trunc(builder.srem(step, index(2)), I32)

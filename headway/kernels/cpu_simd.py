@@ -14,20 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import binding, ir
-from numba import types
-from numba.core.registry import cpu_target
-from numba.extending import intrinsic
 
-from headway.kernels.cpu_compile import compiled
+from headway.kernels.cpu_compile import compiled, intrinsic, target, types
 from headway.kernels.cpu_ir import BF16, F16, F32, I8, I16, I32, I64, declare, index
 
 FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-_STORED = {types.float32: F32, types.uint16: I16, types.int16: F16}
+_STORED = {"float32": F32, "uint16": I16, "int16": F16}
 
 
-# What Numba compiles for, by LLVM's names: architecture-vendor-system, the processor, and "+" or "-" its extensions.
-_TRIPLE, _PROCESSOR, _EXTENSIONS = cpu_target.target_context.codegen().magic_tuple()
+_TRIPLE, _PROCESSOR, _EXTENSIONS = target()
 IS_X86, IS_ARM = _TRIPLE.startswith("x86_64"), _TRIPLE.startswith(("aarch64", "arm64"))
 
 
@@ -51,7 +47,7 @@ _ROUNDS_TO_BFLOAT16 = IS_X86 and {"avx512bf16", "avx512vl"} <= cpu_features()
 @intrinsic
 def load(typing: Any, address: Any, index: Any, kind: Any) -> Any:
     """Element index of the memory at address, widened to float32."""
-    stored = _STORED[kind]
+    stored = _STORED[kind.name]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.gep(builder.inttoptr(arguments[0], stored.as_pointer()), [arguments[1]])
@@ -68,7 +64,7 @@ def load(typing: Any, address: Any, index: Any, kind: Any) -> Any:
 @intrinsic
 def store(typing: Any, address: Any, index: Any, value: Any, kind: Any) -> Any:
     """Write a float32 as element index of the memory at address, rounded to nearest even."""
-    stored = _STORED[kind]
+    stored = _STORED[kind.name]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.gep(builder.inttoptr(arguments[0], stored.as_pointer()), [arguments[1]])

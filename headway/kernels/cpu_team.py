@@ -23,11 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import types
 from torch import Tensor
 
 from headway.kernels.cpu_arena import Arena
-from headway.kernels.cpu_compile import compiled, compiled_callback
+from headway.kernels.cpu_compile import address_of, callable_of, compiled, external
 from headway.kernels.cpu_simd import (
     add_to,
     call_address,
@@ -61,20 +60,16 @@ _ALONE = 8192
 # A job's arguments, by their number.
 arg, real_arg = read_int64, read_float64
 
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+_sched_yield = external("sched_yield", "int32")
 
 
 def job(function: Callable[[int], None]) -> int:
-    """Compile a function of the arguments' address and return the address of its code."""
-    code = compiled_callback(function)
-    _compiled_jobs.append(code)
-    return int(code.address)
+    """The address of the compiled code of a function of the arguments' address."""
+    return address_of(function)
 
 
 # Kinds differ by their type and are all equal to zero.
 once_per_kind = lru_cache(maxsize=None, typed=True)
-
-_compiled_jobs: list[Any] = []  # the code lives as long as its wrapper
 
 
 @compiled()
@@ -173,6 +168,7 @@ class Team:
         self._arguments_at = offset + _ARGUMENTS_AT
         self._arena, self._large = Arena(), Arena()
         self._recorded: list[list[int]] | None = None
+        self._run, self._run_alone, self._replay = (callable_of(each) for each in (_run, _run_alone, _replay))
         self._doors = [_Door() for _ in range(self.threads - 1)]
         for number, door in enumerate(self._doors):
             threading.Thread(
@@ -185,7 +181,7 @@ class Team:
         layout.pack_into(self._memory, self._arguments_at, *arguments)
         self._note(1, code)
         self._wake()
-        _run(self._board, code)
+        self._run(self._board, code)
 
     def share(self, code: int, layout: struct.Struct, rows: int, size: int, arguments: tuple[Any, ...]) -> None:
         """Run an operation on rows, of `size` elements together, alone or, from _ALONE elements on, by all threads.
@@ -201,7 +197,7 @@ class Team:
         """Run a job by the calling thread, where waking others costs more than it saves."""
         layout.pack_into(self._memory, self._arguments_at, *arguments)
         self._note(0, code)
-        _run_alone(self._board, code)
+        self._run_alone(self._board, code)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for a job's result, where a recorded job finds it again."""
@@ -223,7 +219,7 @@ class Team:
     def replay(self, program: Program) -> Tensor:
         """Do it again; the result stands where it stood."""
         self._wake()
-        _replay(self._board, program.entries.ctypes.data, len(program.entries))
+        self._replay(self._board, program.entries.ctypes.data, len(program.entries))
         return program.result
 
     def _note(self, together: int, code: int) -> None:
@@ -262,6 +258,7 @@ def _helper(memory: np.ndarray, board: int, door: _Door) -> None:
     When it has given up looking it waits for the interpreter's lock. Who wakes the helpers meanwhile finds it not
     asleep, and is heard by `due`.
     """
+    help_ = callable_of(_help)
     while True:
         door.asleep = True
         if not door.due:
@@ -270,7 +267,7 @@ def _helper(memory: np.ndarray, board: int, door: _Door) -> None:
         door.asleep = door.due = False
         if door.dismissed:
             return
-        _help(board)
+        help_(board)
 
 
 def _dismiss(doors: list[_Door]) -> None:

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from headway.kernels.cpu_arithmetic import ARITHMETIC, TILE_TOKENS, multiply_add, operand, tile_vectors
+from headway.kernels.cpu_compile import intrinsic, types
 from headway.kernels.cpu_ir import FLOATS, I32, I64, LANES, WORDS, index, loop, prefetch, read, splat, transpose, write
 
 PANELS_AT_ONCE = 4
@@ -32,9 +31,9 @@ def multiply_keys(
     lane]. The panels whose addresses stand at `following` are prefetched. out is float32, or int32 for an integer
     kind; strides are in bytes.
     """
-    if kind not in ARITHMETIC:
+    if kind.name not in ARITHMETIC:
         return None
-    vector_bytes = ARITHMETIC[kind].lane_bytes * LANES
+    vector_bytes = ARITHMETIC[kind.name].lane_bytes * LANES
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rows, x, x_stride, panels, following, words, out, out_stride = arguments[1:]
@@ -61,9 +60,9 @@ def multiply_values(
     number `last` repeat it. The lines whose addresses stand at `following` are prefetched. out is float32 and added to,
     or int32 for an integer kind and written; strides are in bytes.
     """
-    if kind not in ARITHMETIC:
+    if kind.name not in ARITHMETIC:
         return None
-    vector_bytes = ARITHMETIC[kind].lane_bytes * LANES
+    vector_bytes = ARITHMETIC[kind.name].lane_bytes * LANES
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rows, x, x_stride, lines, following, offset, last, words, out, out_stride = arguments[1:]
@@ -80,7 +79,7 @@ def multiply_values(
 
             return address
 
-        add = not ARITHMETIC[kind].integer
+        add = not ARITHMETIC[kind.name].integer
         lanes = addresses(lines), addresses(following)
         _by_rows(builder, kind, rows, (x, x_stride), lanes, words, (out, out_stride), add)
         return context.get_dummy_value()
@@ -110,7 +109,7 @@ def _tile(
     words: Any, out: tuple[Any, Any], add: bool,
 ) -> None:  # fmt: skip
     address, following = lanes
-    layout = ARITHMETIC[kind]
+    layout = ARITHMETIC[kind.name]
     inputs = [builder.add(x[0], builder.mul(x[1], index(r))) for r in range(rows)]
     outputs = [builder.add(out[0], builder.mul(out[1], index(r))) for r in range(rows)]
     places = [builder.add(output, index(v * LANES * 4)) for output in outputs for v in vectors]

@@ -101,7 +101,7 @@ def emulate() -> None:
         ctypes.memset(board + cpu_team._COUNTERS_AT, 0, cpu_team.COUNTERS * cpu_team.LINE)
         emulator.run(code, board + cpu_team._ARGUMENTS_AT)
 
-    cpu_team._run = cpu_team._run_alone = run
+    cpu_team.callable_of = lambda function: run
 
 
 def compile_all() -> int:

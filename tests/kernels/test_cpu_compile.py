@@ -8,74 +8,106 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import headway
-from headway.kernels import cpu_compile
-from headway.kernels.cpu_compile import alone, compiled, compiled_callback, drop_stale_code
+from headway.kernels.cpu_compile import _keep, _path_of, alone, compile_entry, compiled, drop_stale_code
 
-# Each line of input calls the function with those numbers; says how often code was compiled, not loaded, and the sum.
+# A line of input asks for the code of the function with such numbers; it says how often code was compiled, and the sum.
 KERNEL = """
-import sys
-from headway.kernels.cpu_compile import compiled, compiled_callback
+import ctypes, sys
+from headway.kernels import cpu_compile
+from headway.kernels.cpu_compile import address_of, callable_of, compile_entry, compiled
+from headway.kernels.cpu_simd import add_to
+
+count = 0
+
+def counted(function):
+    global count
+    count += 1
+    return compile_entry(function)
+
+cpu_compile.compile_entry = counted
 
 @compiled()
 def double(x):
     return x + x
 
-@compiled()
-def twice_double(x):
-    return double(double(x))
+def adding(number):
+    def add(address: int) -> None:
+        add_to(address, double(number))
+    return callable_of(add)
 
 for line in sys.stdin:
-    total = sum(twice_double(float(word) if "." in word else int(word)) for word in line.split())
-    compiled_callback(lambda address: None)
-    missed = [sum(function.stats.cache_misses.values()) for function in (double, twice_double)]
-    print(*missed, total, flush=True)
+    total = ctypes.c_int64(0)
+    for word in line.split():
+        adding(int(word))(ctypes.addressof(total))
+    print(count, total.value, "numba" in sys.modules, flush=True)
 """
 
 
+def told(folder: Path, *lines: str) -> list[list[str]]:
+    """What processes say that start together, each with a line of input, and keep their code in the folder."""
+    (folder / "kernel.py").write_text(KERNEL)
+    environment = {**os.environ, "PYTHONPATH": str(Path(headway.__file__).parent.parent)}
+    environment["NUMBA_CACHE_DIR"] = str(folder / "code")
+    command = [sys.executable, str(folder / "kernel.py")]
+    pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    processes = [subprocess.Popen(command, text=True, env=environment, **pipe) for _ in lines]
+    for process, line in zip(processes, lines, strict=True):
+        assert process.stdin is not None
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+    said = [process.communicate()[0].split() for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(lines)
+    return said
+
+
 def test_code_is_dropped_when_a_source_changes_and_kept_when_none_does(tmp_path: Path) -> None:
-    (tmp_path / "cpu_a.py").write_text("one")
-    code = tmp_path / "__pycache__" / "cpu_b.f-1.py311.nbi"
-    drop_stale_code(tmp_path)
+    code = tmp_path / "cpu_b.f-0123.native"
+    drop_stale_code(tmp_path, "one")
     code.write_text("compiled")
-    drop_stale_code(tmp_path)
+    drop_stale_code(tmp_path, "one")
     assert code.exists()
-    (tmp_path / "cpu_a.py").write_text("two")
-    drop_stale_code(tmp_path)
+    drop_stale_code(tmp_path, "two")
     assert not code.exists()
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "cpu_a.py").write_text("one")
-    (tmp_path / "__pycache__").write_text("a file in the way")
-    drop_stale_code(tmp_path)
+    (tmp_path / "file").write_text("in the way")
+    drop_stale_code(tmp_path / "file", "one")
+    _keep(tmp_path / "file" / "cpu_b.f-0123.native", b"code")
 
 
 def test_processes_that_start_together_compile_each_function_once(tmp_path: Path) -> None:
-    """For each type; a function that another calls too. Each begins with what the other ends with."""
-    (tmp_path / "kernel.py").write_text(KERNEL)
-    environment = {**os.environ, "PYTHONPATH": str(Path(headway.__file__).parent.parent)}
-    environment["NUMBA_CACHE_DIR"] = str(tmp_path / "code")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "kernel.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    said = []
-    for process, line in zip(processes, ("1 2.5\n", "2.5 1\n"), strict=True):
-        assert process.stdin is not None
-        process.stdin.write(line)
-        process.stdin.flush()
-    for process in processes:
-        said.append(process.communicate()[0].split())
-        assert process.returncode == 0
-    for function in (0, 1):
-        assert sum(int(words[function]) for words in said) == 2
-    assert [float(words[2]) for words in said] == [14.0, 14.0]
+    """Each begins with what the other ends with. A process after them loads all, and does not import Numba."""
+    said = told(tmp_path, "1 2", "2 1")
+    assert sum(int(words[0]) for words in said) == 2
+    assert [words[1] for words in said] == ["6", "6"]
+    assert told(tmp_path, "1 2") == [["0", "6", "False"]]
+
+
+def test_damaged_code_is_compiled_again(tmp_path: Path) -> None:
+    told(tmp_path, "3")
+    (code,) = (tmp_path / "code").glob("*.native")
+    code.write_bytes(code.read_bytes()[:-40])
+    assert told(tmp_path, "3") == [["1", "6", "True"]]
+    assert told(tmp_path, "3") == [["0", "6", "False"]]
+
+
+def test_what_a_function_refers_to_outside_is_part_of_its_name() -> None:
+    """Also the type of a number, as kinds of weights differ by nothing else."""
+
+    def job(kind: object) -> Path:
+        def inner(address: int) -> None:
+            str(kind)
+
+        return _path_of(inner)
+
+    kinds = (0, 1, False, np.int8(0), np.uint16(0), np.float32(0))
+    assert len({job(kind) for kind in kinds}) == len(kinds)
+    assert job(np.int8(0)) == job(np.int8(0))
 
 
 def test_a_lock_is_let_go_of_whatever_happens_and_may_be_taken_again_inside(tmp_path: Path) -> None:
@@ -88,17 +120,17 @@ def test_a_lock_is_let_go_of_whatever_happens_and_may_be_taken_again_inside(tmp_
         pass
 
 
-def test_a_callback_uses_no_code_that_another_can_bring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what its functions were compiled to alone, nor what another callback has made of them."""
-    monkeypatch.setattr(cpu_compile, "_lock_of", lambda function: None)  # loaded code could not be looked into
+def test_a_job_uses_no_code_that_another_can_bring() -> None:
+    """Neither what its functions were compiled to alone, nor what another job has made of them."""
 
     @compiled()
     def fibonacci(n: int) -> int:  # calls itself, so that a call is left
         return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
 
-    def callback(address: int) -> None:
+    def job(address: int) -> None:
         fibonacci(address)
         fibonacci(address + 1)
 
-    linkages = re.findall(r"^define (\w+).*fibonacci", compiled_callback(callback).inspect_llvm(), re.MULTILINE)
-    assert linkages == ["internal"]
+    seen: list[str] = []
+    compile_entry(job, seen.append)
+    assert re.findall(r"^define (\w+).*fibonacci", seen[0], re.MULTILINE) == ["internal"]

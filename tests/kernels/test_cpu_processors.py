@@ -79,8 +79,13 @@ def test_matrix_tiles(tmp_path: Path) -> None:
 
 
 def test_code_for_two_processors_is_kept_apart() -> None:
-    """Numba's index of kept code has, beside a signature, what the code was compiled for."""
-    program = "from numba.core.registry import cpu_target as t; print(t.target_context.codegen().magic_tuple())"
+    """By the name of its file; and what it is compiled for is what Numba compiles for."""
+    program = """
+from headway.kernels import cpu_compile, cpu_team
+from numba.core.registry import cpu_target
+assert cpu_compile.target() == cpu_target.target_context.codegen().magic_tuple()
+print(cpu_compile._path_of(cpu_team._run.__wrapped__))
+"""
     keys = set()
     for features in (AVX2, AVX512):
         for name in ("x86-64-v3", "znver3"):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from headway.kernels import cpu_team
+from headway.kernels.cpu_compile import callable_of
 from headway.kernels.cpu_simd import add_to, pause, read_int64, read_shared, take_ticket
 from headway.kernels.cpu_team import Team, job, tickets
 from tests.kernels.steps import torch_threads
@@ -122,8 +123,7 @@ def board_with(code: int, word: int) -> np.ndarray:
 def test_a_helper_stays_while_a_job_is_open(code: int) -> None:
     """Its publisher may have lost its core in the middle of it; the jobs that follow want help too."""
     board = board_with(code, 1 << 8 | cpu_team._OPEN)
-    helper = threading.Thread(target=cpu_team._help, args=(board.ctypes.data,), daemon=True)
-    cpu_team._help(board_with(code, 0).ctypes.data)  # compiled before
+    helper = threading.Thread(target=callable_of(cpu_team._help), args=(board.ctypes.data,), daemon=True)
     helper.start()
     time.sleep(0.5)
     stayed = helper.is_alive()
