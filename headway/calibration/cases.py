@@ -120,7 +120,8 @@ def linear_cases(
         ]
         for qkv, out, gate_up, down in pool.tensors(sizes, dtype)
     ]
-    precision = Precision.of_engine(_name(dtype), quantization, "auto", shape.head_dim)
+    kind = "cpu" if pool.device == "cpu" else "gpu"
+    precision = Precision.of_engine(_name(dtype), quantization, "auto", shape.head_dim, kind)
     format_ = FORMATS[dtype] if quantization == "none" else quantization
     for count in tokens:
         parts = token_work(shape, count, precision)

@@ -252,7 +252,8 @@ def _named(deployment: Deployment, quantization: str, kv_cache_dtype: str = "aut
     """As the engine of a calibrated machine has it, or as others do."""
     dtype = deployment.precision.activations.name
     if deployment.hardware.measured:
-        return Precision.of_engine(dtype, quantization, kv_cache_dtype, deployment.shape.head_dim)
+        head_dim, kind = deployment.shape.head_dim, deployment.hardware.kind
+        return Precision.of_engine(dtype, quantization, kv_cache_dtype, head_dim, kind)
     return Precision.named(dtype, quantization, kv_cache_dtype)
 
 

@@ -31,7 +31,7 @@ class KnownModel:
     Args:
         key: its short name.
         name: on the Hugging Face hub.
-        weights: the precision in which its checkpoint is published: bf16, fp16, fp8 or mxfp4.
+        weights: the precision in which its checkpoint is published: bf16, fp16, fp8-block or mxfp4.
         parameters_b, active_parameters_b: billions, as published; the latter for mixtures of experts.
         config: the keys of its config.json that decide its shape.
     """

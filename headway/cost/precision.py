@@ -77,11 +77,13 @@ _DTYPES = {
 # after widening the weights. Groups and scales are those of the usual checkpoints: AWQ and GPTQ with 128 weights to a
 # 16-bit scale, blocks of 32 with an 8-bit exponent for MXFP4 (OCP Microscaling Formats, 2023), which devices with units
 # for it multiply with 8-bit activations, and blocks of 16 with an 8-bit float for NVFP4 (NVIDIA's introduction of it,
-# 2025), which Blackwell multiplies with activations in the same format. GGUF's types are as its files have them
-# (ggml-org/ggml, src/ggml-common.h).
+# 2025), which Blackwell multiplies with activations in the same format. FP8 in blocks has a scale for 128 rows and
+# inputs (DeepSeek-V3), and NF4 one of 8 bits for 64 (QLoRA, double quantisation). GGUF's types are as its files have
+# them (ggml-org/ggml, src/ggml-common.h).
 _WEIGHTS: dict[str, tuple[int, int, int, str | None]] = {
     "fp8": (8, 0, 0, "fp8"),
     "fp8-weight-only": (8, 0, 0, None),
+    "fp8-block": (8, 128 * 128, 32, "fp8"),
     "int8": (8, 0, 0, "int8"),
     "int8-weight-only": (8, 0, 0, None),
     "int4": (4, 128, 16, None),
@@ -91,12 +93,14 @@ _WEIGHTS: dict[str, tuple[int, int, int, str | None]] = {
     "q8_0": (8, 32, 16, None),
     "mxfp4": (4, 32, 8, "mxfp4"),
     "nvfp4": (4, 16, 8, "nvfp4"),
+    "nf4": (4, 64, 8, None),
 }
 # Of mixtures: the experts' matrices alone, everything else in the plain dtype.
 _EXPERTS_ONLY = {"int4-experts": "int4", "nvfp4-experts": "nvfp4"}
 QUANTIZATIONS = ("none", *_WEIGHTS, *_EXPERTS_ONLY)
-# What this engine packs (docs/quantization.md): panels of 64 rows, a float32 scale for each, and in int4 a byte for
-# each row and 32 inputs besides. Its head has no fewer than 8 bits. Compute None as above.
+# What this engine packs (docs/quantization.md): a float32 scale for each row, and in int4 a byte for each row and 32
+# inputs besides; on a CPU panels of 64 rows, whose inputs are filled up to a multiple of the fifth number. Its head has
+# no fewer than 8 bits. Compute None as above.
 _ENGINE_WEIGHTS: dict[str, tuple[int, int, int, int, str | None]] = {
     "int8": (8, 0, 0, 4, "int8"),
     "int8-weight-only": (8, 0, 0, 2, None),
@@ -104,18 +108,24 @@ _ENGINE_WEIGHTS: dict[str, tuple[int, int, int, int, str | None]] = {
 }
 _ENGINE_HEAD = {"int4": "int8"}
 # Of checkpoints that are packed: bits; inputs of a group; bits of its factor and offset, 8 each, and of its scale and
-# minimum, 32 each, or their part of those where a longer run shares them; the format of the head. AWQ and GPTQ have
-# groups of 128, and FP8 a scale for each row.
-_ENGINE_PACKED: dict[str, tuple[int, int, int, str | None]] = {
-    "int4-weight-only": (4, 128, 16 + 32, None),
-    "fp8-weight-only": (8, 128, 16, None),
-    "mxfp4": (4, 32, 16 + 32, None),
-    "q4_k": (4, 32, 16 + 64 // 8, "q6_k"),
-    "q6_k": (8, 16, 16 + 32 // 16, "q6_k"),
-    "q8_0": (8, 32, 16 + 32, "q8_0"),
+# minimum, 32 each, or their part of those where a longer run shares them; the same on a GPU, where factors of 1,
+# offsets of 0 and half of the scales' bits are left out if nothing is lost; the format of the head. AWQ and GPTQ have
+# groups of 128, and FP8 a scale for each row, or in blocks for each row and 128 inputs.
+_ENGINE_PACKED: dict[str, tuple[int, int, int, int, str | None]] = {
+    "int4-weight-only": (4, 128, 16 + 32, 8 + 16, None),
+    "fp8-weight-only": (8, 128, 16, 0, None),
+    "fp8-block": (8, 128, 16 + 32, 32, None),
+    "mxfp4": (4, 32, 16 + 32, 16, None),
+    "nvfp4": (4, 16, 16 + 32, 32, None),
+    "nf4": (4, 64, 16 + 32, 32, None),
+    "q4_k": (4, 32, 16 + 64 // 8, 16 + 32 // 8, "q6_k"),
+    "q6_k": (8, 16, 16 + 32 // 16, 8 + 16 // 16, "q6_k"),
+    "q8_0": (8, 32, 16 + 32, 16, "q8_0"),
 }
+# On a GPU, inputs are filled up to a multiple of those that are multiplied together.
+_GPU_INPUTS = 64
 _GGUF_TYPES = ("q4_k", "q6_k", "q8_0")
-_ROW_SCALES = {"fp8-weight-only": 64}  # bits of a row; in others 32, which are always there
+_ROW_SCALES = {"fp8-weight-only": 32}  # bits of a row; on a CPU each has 32 more
 ENGINE_QUANTIZATIONS = ("none", *_ENGINE_WEIGHTS)
 ENGINE_CHECKPOINTS = tuple(_ENGINE_PACKED)
 ENGINE_KV_DTYPES = ("auto", "int8")
@@ -177,13 +187,16 @@ class Precision:
         return found.for_experts_only() if quantization in _EXPERTS_ONLY else found
 
     @classmethod
-    def of_engine(cls, dtype: str, quantization: str, kv_cache_dtype: str, head_dim: int) -> Precision:
+    def of_engine(
+        cls, dtype: str, quantization: str, kv_cache_dtype: str, head_dim: int, kind: str = "cpu"
+    ) -> Precision:
         """As `headway serve` keeps a model; what it does not have, as in `named`.
 
         It has ENGINE_QUANTIZATIONS, which it makes itself, ENGINE_CHECKPOINTS and ENGINE_KV_DTYPES.
 
         Args:
             head_dim: of a key, which has a float32 scale of its own in a cache of int8.
+            kind: of the hardware, cpu or gpu.
 
         Raises:
             ValueError: a name is not known.
@@ -192,15 +205,18 @@ class Precision:
         if kv_cache_dtype == "int8":
             found = replace(found, kv=replace(INT8, group=head_dim, scale_bits=32))
         if quantization in _ENGINE_PACKED:
-            head_format = _ENGINE_PACKED[quantization][3]
-            head_ = found.head if head_format is None else _in_groups(head_format, found.activations)
+            head_format = _ENGINE_PACKED[quantization][4]
+            head_ = found.head if head_format is None else _in_groups(head_format, found.activations, kind)
             # GGUF's files have a matrix for each head; of others one is divided by heads, and no longer packed.
-            latent = None if quantization in _GGUF_TYPES else found.activations
-            return replace(found, linear=_in_groups(quantization, found.activations), head=head_, latent=latent)
+            latent = None if quantization in _GGUF_TYPES and kind == "cpu" else found.activations
+            return replace(found, linear=_in_groups(quantization, found.activations, kind), head=head_, latent=latent)
         if quantization not in _ENGINE_WEIGHTS:
             return found
-        head = _ENGINE_HEAD.get(quantization, quantization)
-        return replace(found, linear=_packed(quantization, found.activations), head=_packed(head, found.activations))
+        linear, head = (
+            _packed(each, found.activations, kind)
+            for each in (quantization, _ENGINE_HEAD.get(quantization, quantization))
+        )
+        return replace(found, linear=linear, head=head, latent=None if kind == "cpu" else found.activations)
 
     def for_experts_only(self) -> Precision:
         """The same, with `linear` kept for experts and all other matrices in the plain dtype (gpt-oss, MXFP4)."""
@@ -220,13 +236,18 @@ def is_for_experts(quantization: str) -> bool:
     return quantization in _EXPERTS_ONLY
 
 
-def _packed(quantization: str, activations: Format) -> Format:
+def _packed(quantization: str, activations: Format, kind: str) -> Format:
     bits, group, scale_bits, inputs, compute = _ENGINE_WEIGHTS[quantization]
-    return Format(quantization, bits, compute or activations.compute, group, scale_bits, 32, 64, inputs)
+    own = compute or activations.compute
+    if kind == "gpu":  # in groups numbers have offsets as they have scales
+        both = 2 if group else 1
+        return Format(quantization, bits, own, group, both * scale_bits, both * 32, inputs=_GPU_INPUTS)
+    return Format(quantization, bits, own, group, scale_bits, 32, 64, inputs)
 
 
-def _in_groups(quantization: str, activations: Format) -> Format:
-    bits, group, scale_bits, _ = _ENGINE_PACKED[quantization]
-    return Format(
-        quantization, bits, activations.compute, group, scale_bits, _ROW_SCALES.get(quantization, 32), rows=64
-    )
+def _in_groups(quantization: str, activations: Format, kind: str) -> Format:
+    bits, group, on_cpu, on_gpu, _ = _ENGINE_PACKED[quantization]
+    of_row = _ROW_SCALES.get(quantization, 0)
+    if kind == "gpu":
+        return Format(quantization, bits, activations.compute, group, on_gpu, of_row, inputs=_GPU_INPUTS)
+    return Format(quantization, bits, activations.compute, group, on_cpu, of_row + 32, rows=64)

@@ -147,6 +147,10 @@ def _published_quantization(config: Mapping[str, Any], source: str) -> str:
         return "none"
     method = str(said.get("quant_method", "")).lower()
     bits = said.get("bits")
+    if method == "bitsandbytes":
+        return "int8-weight-only" if said.get("load_in_8bit") else "nf4"
+    if method == "fp8" and said.get("weight_block_size"):
+        return "fp8-block"
     if method == "compressed-tensors":
         method, bits = _compressed_tensors(said), None
     if method in ("modelopt", "modelopt_fp4") and str(said.get("quant_algo", "NVFP4")).upper() in ("NVFP4", "FP8"):
@@ -155,7 +159,7 @@ def _published_quantization(config: Mapping[str, Any], source: str) -> str:
         return _METHODS[method]
     if method == "gptq" and bits in (4, 8):
         return "int4" if bits == 4 else "int8-weight-only"
-    if method in ("int8", "int8-weight-only", "int4", "fp8-weight-only"):
+    if method in ("int8", "int8-weight-only", "int4", "fp8-weight-only", "fp8-block"):
         return method
     raise PlanError(
         f"{source}: quantization_config says {method or 'nothing that is known'!r}; give --quantization yourself"
@@ -172,6 +176,8 @@ def _compressed_tensors(said: Mapping[str, Any]) -> str:
     kind = f"{'fp' if weights.get('type') == 'float' else 'int'}{weights.get('num_bits')}"
     if kind == "fp4":
         return "mxfp4" if weights.get("group_size") == 32 else "nvfp4"
+    if kind == "fp8" and weights.get("strategy") == "block":
+        return "fp8-block"
     if kind == "int4":
         return "int4-experts" if _spares_attention(said) else kind
     return kind if group.get("input_activations") else f"{kind}-weight-only"

@@ -151,7 +151,7 @@ def _precision(model: Model, dtype: str, quantization: str, kv_cache_dtype: str,
     if is_for_experts(quantization) and model.shape.experts is None:
         raise PlanError(f"quantization is {quantization}, and {model.name} has no experts; leave -experts out")
     if hardware.measured:
-        precision = Precision.of_engine(dtype, quantization, kv_cache_dtype, model.shape.head_dim)
+        precision = Precision.of_engine(dtype, quantization, kv_cache_dtype, model.shape.head_dim, hardware.kind)
     else:
         precision = Precision.named(dtype, quantization, kv_cache_dtype)
     return precision.for_experts_only() if quantization == "mxfp4" and model.shape.experts else precision

@@ -40,7 +40,7 @@ PUBLISHED = {
 def precision_of(model: KnownModel) -> Precision:
     """As its checkpoint is published."""
     dtype = "float16" if model.weights == "fp16" else "bfloat16"
-    precision = Precision.named(dtype, model.weights if model.weights in ("fp8", "mxfp4") else "none")
+    precision = Precision.named(dtype, model.weights if model.weights in ("fp8-block", "mxfp4") else "none")
     return precision.for_experts_only() if model.weights == "mxfp4" else precision
 
 
@@ -165,7 +165,7 @@ def test_hardware_is_whole(key):
 @pytest.mark.parametrize("key", MODELS)
 def test_models_have_sources(key):
     model = MODELS[key]
-    assert model.sources and "/" in model.name and model.weights in ("bf16", "fp16", "fp8", "mxfp4")
+    assert model.sources and "/" in model.name and model.weights in ("bf16", "fp16", "fp8-block", "mxfp4")
     assert model.shape.max_positions >= 1024
 
 

@@ -51,11 +51,13 @@ def test_an_impossible_format_is_refused(bad):
         ("none", 16, "bf16"),
         ("fp8", 8, "fp8"),
         ("fp8-weight-only", 8, "bf16"),
+        ("fp8-block", 8, "fp8"),
         ("int8", 8, "int8"),
         ("int8-weight-only", 8, "bf16"),
         ("int4", 4, "bf16"),
         ("mxfp4", 4, "mxfp4"),
         ("nvfp4", 4, "nvfp4"),
+        ("nf4", 4, "bf16"),
     ],
 )
 def test_schemes_keep_matrices_narrow_and_nothing_else(quantization, bits, compute):
@@ -63,7 +65,7 @@ def test_schemes_keep_matrices_narrow_and_nothing_else(quantization, bits, compu
     assert (precision.linear.bits, precision.linear.compute) == (bits, compute)
     assert precision.of_experts == precision.linear
     assert (precision.head, precision.rest, precision.activations, precision.kv) == (BF16,) * 4
-    assert quantization in QUANTIZATIONS and len(QUANTIZATIONS) == 14
+    assert quantization in QUANTIZATIONS and len(QUANTIZATIONS) == 16
 
 
 @pytest.mark.parametrize(("quantization", "bits"), [("int4-experts", 4.125), ("nvfp4-experts", 4.5)])
@@ -98,7 +100,9 @@ def test_the_cache_has_a_format_of_its_own(kv, kept):
 
 
 def test_unknown_names_are_refused_with_those_that_are_known():
-    with pytest.raises(ValueError, match="quantization is 'int2'; it must be one of none, fp8, fp8-weight-only, int8"):
+    with pytest.raises(
+        ValueError, match="quantization is 'int2'; it must be one of none, fp8, fp8-weight-only, fp8-block, int8"
+    ):
         Precision.named(quantization="int2")
     with pytest.raises(ValueError, match="kv_cache_dtype is 'fp4'; it must be one of auto, fp8, int8, bf16"):
         Precision.named(kv_cache_dtype="fp4")

@@ -66,7 +66,7 @@ def test_each_operation_is_multiplied_at_the_rate_of_its_format(quantization):
     step = deployment(MIXTURE, precision=precision, hardware=HEAVY_ARITHMETIC).step(PROMPT)
     for part in step.parts:
         narrow = {"qkv", "output", "gate_up", "down", "shared_experts", "experts"}
-        rate = 8e11 if quantization == "fp8" and part.name in narrow else 4e11
+        rate = 8e11 if quantization in ("fp8", "fp8-block") and part.name in narrow else 4e11
         rate = HEAVY_ARITHMETIC.rate("fp32") if "norm" in part.name else rate
         assert part.compute_s == pytest.approx(part.work.flops / rate)
         assert part.memory_s == pytest.approx(part.work.bytes / 1e16)

@@ -24,6 +24,7 @@ from headway.kernels.cpu_linear import PackedLinear
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.cpu_simd import BFLOAT16
 from headway.kernels.cpu_team import Team
+from headway.kernels.weights import Weight
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder, MixtureMLP
 from headway.models.loading import QUANTIZATIONS, load_model
@@ -215,23 +216,54 @@ def test_llama_3_2_1b_in_int4_takes_780_mb() -> None:
 GROUPED = {
     "int4-weight-only": ("int4-weight-only", 128, 1),
     "fp8-weight-only": ("float8-weight-only", 128, 3),
+    "fp8-block": ("float8-weight-only", 128, 1),
     "mxfp4": ("float4-weight-only", 32, 1),
+    "nvfp4": ("float4-weight-only", 16, 1),
+    "nf4": ("normal4-weight-only", 64, 1),
     "q4_k": ("int4-weight-only", 32, 8),
     "q6_k": ("int8-weight-only", 16, 16),
     "q8_0": ("int8-weight-only", 32, 1),
 }
 
 
+def random_checkpoint(name: str) -> Weight:
+    """A matrix of 100 rows in groups, as a checkpoint of this name has them."""
+    scheme, size, run = GROUPED[name]
+    weight = random_weight(scheme, 100, 384 if name == "fp8-weight-only" else 512, size, run, dtype=torch.bfloat16)
+    groups = weight.groups
+    assert groups is not None
+    if name != "q4_k":  # its minima are its own; others have none, or the scales
+        groups = replace(groups, minima=None)
+    if name in ("mxfp4", "nvfp4", "q6_k", "q8_0"):
+        groups = replace(groups, offsets=groups.offsets * 0)
+    if name not in ("q4_k", "q6_k"):
+        groups = replace(groups, factors=torch.ones_like(groups.factors))
+    if name in ("fp8-weight-only", "fp8-block", "nvfp4", "nf4"):  # products, or of float32
+        groups = replace(groups, scales=groups.scales * torch.pi)
+    return replace(weight, groups=groups)
+
+
+@pytest.mark.parametrize("name", [*ENGINE_CHECKPOINTS, *(each for each in ENGINE_QUANTIZATIONS if each != "none")])
+def test_the_planner_counts_what_lies_on_a_gpu(name: str) -> None:
+    """As cuda_packed lays it out, which needs no GPU: one matrix, and four experts."""
+    pack = pytest.importorskip("headway.kernels.cuda_packed").pack
+    if name in ENGINE_CHECKPOINTS:
+        weight = random_checkpoint(name)
+    else:
+        weight = Weight(torch.randn(100, 320, generator=torch.Generator().manual_seed(0)).bfloat16(), name)
+    inputs = weight.parts[0].shape[1]
+    kept = Precision.of_engine("bfloat16", name, "auto", 24, "gpu").linear
+    for count in (1, 4):
+        assert pack([(weight, None)] * count, count).nbytes == kept.bytes_of_matrices([(count, 100, inputs)])
+    filled_up = Weight(torch.ones(100, 40).bfloat16(), "int8")
+    assert pack([(filled_up, None)], 1).numbers.numel() == kept.filled_up((1, 100, 40))[2] * 100
+
+
 @pytest.mark.parametrize("name", ENGINE_CHECKPOINTS)
 def test_the_planner_counts_checkpoints_as_the_engine_keeps_them(name: str) -> None:
     """A matrix of rows that fill no panel, read whole by a product; four experts of a mixture, of which two are."""
-    scheme, size, run = GROUPED[name]
-    inputs = 384 if name == "fp8-weight-only" else 512
-    weights = [random_weight(scheme, 100, inputs, size, run, dtype=torch.bfloat16) for _ in range(4)]
-    if name != "q4_k":  # its minima are its own; others have none, or the scales
-        weights = [replace(each, groups=replace(each.groups, minima=None)) for each in weights]
-    if name in ("mxfp4", "q6_k", "q8_0"):
-        weights = [replace(each, groups=replace(each.groups, offsets=each.groups.offsets * 0)) for each in weights]
+    weights = [random_checkpoint(name) for _ in range(4)]
+    inputs = weights[0].parts[0].shape[1]
     team, memory = Team(), LargePages()
     one = PackedLinear([(weights[0], None)], team, memory)
     experts = PackedLinear([(each, None) for each in weights], team, memory, count=4)

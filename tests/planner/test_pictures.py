@@ -96,7 +96,7 @@ def test_points_are_attained_rates_below_the_roof(plan: Plan) -> None:
 def test_roofline_has_a_roof_for_each_format(plan: Plan) -> None:
     roofs = pictures._roofs(plan)
     assert next(iter(roofs.values())).ridge == plan.ridge_flops_per_byte
-    assert len(roofs) == (2 if plan.quantization == "fp8" else 1)
+    assert len(roofs) == (2 if plan.quantization in ("fp8", "fp8-block") else 1)
 
 
 def test_memory_crosses_where_the_plan_says() -> None:

@@ -48,7 +48,7 @@ def test_a_folder_and_its_config_say_the_same_as_the_catalogue(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("said", "means"),
     [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8-block"),
         ({"quant_method": "awq", "bits": 4}, "int4"),
         ({"quant_method": "gptq", "bits": 4}, "int4"),
         ({"quant_method": "gptq", "bits": 8}, "int8-weight-only"),
@@ -76,6 +76,16 @@ def test_a_folder_and_its_config_say_the_same_as_the_catalogue(tmp_path: Path) -
             },
             "int4",
         ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "block"}}},
+            },
+            "fp8-block",
+        ),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "nf4"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8-weight-only"),
     ],
 )
 def test_how_a_checkpoint_is_published(tmp_path: Path, said: dict[str, Any], means: str) -> None:
@@ -162,7 +172,7 @@ def test_unknown_hardware_and_engine() -> None:
     [
         ("llama-3.1-8b", "bfloat16", "none"),
         ("llama-2-7b", "float16", "none"),
-        ("deepseek-v3", "bfloat16", "fp8"),
+        ("deepseek-v3", "bfloat16", "fp8-block"),
         ("gpt-oss-20b", "bfloat16", "mxfp4"),
     ],
 )
