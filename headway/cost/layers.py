@@ -6,6 +6,7 @@ Symbols are those of `cost.shape`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # Matrices that are alike: how many, rows (outputs), and numbers in a row (inputs).
 Matrix = tuple[int, int, int]
@@ -13,6 +14,58 @@ Matrix = tuple[int, int, int]
 
 class ShapeError(ValueError):
     """A shape that can't be costed or divided; one line that names the value and the limit."""
+
+
+MOST_SINKS = 512
+
+
+class AttentionSinks(NamedTuple):
+    """Layers that see the first tokens of a sequence and its last ones (StreamingLLM; Xiao et al., 2024).
+
+    Args:
+        sinks: how many of the first, in whole blocks.
+        window: positions that a query sees, the sinks and itself included. Layers with this window have sinks.
+    """
+
+    sinks: int
+    window: int
+
+    @classmethod
+    def of(
+        cls, sinks: int | None, window: int | None, block_size: int, max_positions: int, max_model_len: int
+    ) -> AttentionSinks | None:
+        """What is asked for, the sinks in whole blocks; None where that is nothing.
+
+        Args:
+            window: None is the length that the model was trained for.
+            max_positions: this length; 0 where it is not known.
+
+        Raises:
+            ValueError: they do not go together, or no sequence has more tokens than the window.
+        """
+        if sinks is None:
+            if window is not None:
+                raise ValueError(f"attention_window is {window}, which needs --attention-sinks; 4 is usual")
+            return None
+        rounded, window = -(-sinks // block_size) * block_size, window or max_positions
+        if not 1 <= rounded <= MOST_SINKS:
+            raise ValueError(
+                f"attention_sinks is {sinks}, in whole blocks {rounded}; it must be between 1 and {MOST_SINKS}"
+            )
+        if max_positions and window > max_positions:
+            raise ValueError(
+                f"attention_window is {window}, but the model was trained for {max_positions} positions; lower it"
+            )
+        if window <= rounded:
+            raise ValueError(
+                f"attention_window is {window}, and sinks take {rounded} of it; raise it or lower --block-size"
+            )
+        if max_model_len <= window:
+            raise ValueError(
+                f"attention_sinks is {sinks}, but no sequence has more than {max_model_len} tokens, and attention sees "
+                f"{window}; raise --max-model-len or lower --attention-window"
+            )
+        return cls(rounded, window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +77,7 @@ class CacheSpec:
         key_dim, value_dim: elements of a head's key and value; value_dim is 0 where values are made of what is kept as
             the key, as of a latent.
         window: how many positions a query sees, itself included; None for all.
+        sinks: how many of them are always the first ones.
         latent: how many of the first elements of a latent values are made of; 0 where there are values.
         source: the layer whose keys and values this one attends to; None: its own.
     """
@@ -32,8 +86,19 @@ class CacheSpec:
     key_dim: int
     value_dim: int
     window: int | None = None
+    sinks: int = 0
     latent: int = 0
     source: int | None = None
+
+    @property
+    def sees_all(self) -> bool:
+        """It was trained to see all positions."""
+        return self.window is None or self.sinks > 0
+
+    @property
+    def recent(self) -> int | None:
+        """How many positions a query sees behind the sinks."""
+        return None if self.window is None else self.window - self.sinks
 
     @property
     def elements(self) -> int:

@@ -50,7 +50,7 @@ def kv_cache_bytes(
     kept = shape.attention_layers * -(-tokens // block_size)
     if rolling and any(shape.cache_windows):
         groups = group_windows(shape.cache_windows)
-        blocks = sum(decode_blocks(window, tokens, block_size) for window in groups)
+        blocks = sum(decode_blocks(window, tokens, block_size, shape.attention_sinks) for window in groups)
         kept = layers_per_group(shape.cache_windows) * blocks
     elements = shape.kv_elements_per_layer * kept * block_size
     return sequences * ((precision or Precision()).kv.bytes_of(elements) + shape.state_bytes)

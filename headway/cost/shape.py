@@ -9,7 +9,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from headway.cost.layers import CacheSpec, Experts, Latent, LayerInputs, LayerKind, Matrix, ShapeError, StateSpec
+from headway.cost.layers import (
+    AttentionSinks,
+    CacheSpec,
+    Experts,
+    Latent,
+    LayerInputs,
+    LayerKind,
+    Matrix,
+    ShapeError,
+    StateSpec,
+)
 
 
 def kv_elements_per_token(layers: int, kv_heads: int, head_dim: int) -> int:
@@ -24,6 +34,7 @@ class ModelShape:
     Args:
         tied_embeddings: the head is the embedding, held once.
         sliding_windows: for each layer with attention, how many positions a query sees, itself included; None for all.
+        attention_sinks: of layers that have their window (see `with_attention_sinks`).
         max_positions: what max_position_embeddings says.
         gated: the feed-forward layer has a gate, so three matrices and not two.
         qk_norm: queries and keys have a norm, each head by itself or, as "whole", all heads together.
@@ -55,6 +66,7 @@ class ModelShape:
     mlp_bias: bool = False
     qk_norm: bool | str = False
     sliding_windows: tuple[int | None, ...] = ()
+    attention_sinks: AttentionSinks | None = None
     max_positions: int = 0
     gated: bool = True
     layer_norms: int = 2
@@ -144,6 +156,25 @@ class ModelShape:
             for layer in range(self.layers)
         )
 
+    def with_attention_sinks(self, sinks: AttentionSinks) -> ModelShape:
+        """The same with sinks in all layers, but for those that have a shorter window.
+
+        Raises:
+            ShapeError: it has layers that cannot have them.
+        """
+        lacking = (
+            (bool(self.recurrent), "recurrent layers, which keep no tokens"),
+            (self.sinks, "learnt sinks"),
+            (self.latent is not None, "attention over latents"),
+            (bool(self.kinds), "layers of different sizes"),
+        )
+        if named := next((name for has, name in lacking if has), None):
+            raise ShapeError(f"attention_sinks is {sinks.sinks}, but the model has {named}; leave it out")
+        windows = (
+            window if window is not None and window < sinks.window else sinks.window for window in self.sliding_windows
+        )
+        return replace(self, sliding_windows=tuple(windows), attention_sinks=sinks)
+
     @property
     def cache_windows(self) -> tuple[int | None, ...]:
         """The window of each layer, where layers can be in KV cache groups: all keep alike, and no states."""
@@ -156,8 +187,10 @@ class ModelShape:
 
     def _cache(self, window: int | None) -> CacheSpec:
         if self.latent is not None:
-            return CacheSpec(1, self.latent.kv_rank + self.latent.rope_dim, 0, window, self.latent.kv_rank)
-        return CacheSpec(self.kv_heads, self.head_dim, self.head_dim, window)
+            return CacheSpec(1, self.latent.kv_rank + self.latent.rope_dim, 0, window, latent=self.latent.kv_rank)
+        of = self.attention_sinks
+        sinks = of.sinks if of is not None and window == of.window else 0
+        return CacheSpec(self.kv_heads, self.head_dim, self.head_dim, window, sinks)
 
     @property
     def kv_elements_per_layer(self) -> int:

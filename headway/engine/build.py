@@ -86,12 +86,14 @@ def build_engine(
         cache_dtype = _cache_dtype(config, model_config, dtype, device)
         kernels = kernels_for(str(device), dtype, memory)
     asked_len = _asked_model_len(config, model_config)
+    if (sinks := config.sinks(model_config.shape.max_positions, asked_len)) is not None:
+        model_config = model_config.with_attention_sinks(sinks)
     began = time.monotonic_ns()
     known = cache.weights(kernels.named) if cache is not None else None
     if known is not None:
         stages.done("weight_cache", time.monotonic_ns() - began)
     options = config.load_format, config.seed, stages.done, asked_len, config.quantization
-    model = load_model(folder, dtype, kernels, device, *options, known)
+    model = load_model(folder, dtype, kernels, device, *options, known, sinks)
     with stages.timed("kv_allocation"):
         windows = seen_windows(model_config.shape.cache_windows, asked_len)
         layers = group_layers(windows) if windows else []
@@ -155,7 +157,13 @@ def _pool(config: EngineConfig, device: torch.device, model: ModelConfig, block_
         config.max_model_len is None,
         model.shape.state_bytes,
         config.enable_prefix_caching,
-        kv_cache_groups(model.shape.cache_windows, config.batched_tokens(device.type), asked_len, config.block_size),
+        kv_cache_groups(
+            model.shape.cache_windows,
+            config.batched_tokens(device.type),
+            asked_len,
+            config.block_size,
+            model.shape.attention_sinks,
+        ),
     )
 
 
@@ -234,6 +242,10 @@ def _asked_model_len(config: EngineConfig, model: ModelConfig) -> int:
     longest = model.longest_model_len
     if config.max_model_len is None:
         return model.max_model_len
-    if not 2 <= config.max_model_len <= longest:
-        raise EngineError(f"max_model_len is {config.max_model_len}; for this model it must be between 2 and {longest}")
+    has_sinks = config.attention_sinks is not None  # then positions have no end
+    if config.max_model_len < 2 or (config.max_model_len > longest and not has_sinks):
+        raise EngineError(
+            f"max_model_len is {config.max_model_len}; for this model it must be between 2 and {longest}"
+            + ("" if has_sinks else "; more needs --attention-sinks")
+        )
     return config.max_model_len

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from headway.cost.layers import MOST_SINKS, AttentionSinks
 from headway.flags import Flag, size
 from headway.policy.kv_blocks import PROTECTED_SHARE, KVBlocks
 from headway.policy.preload import PreloadedPrompt
@@ -18,6 +19,21 @@ from headway.policy.sizing import SWAP_SPACE, PoolSize, default_batched_tokens
 from headway.policy.swap import NO_SWAP, SwapSpace
 
 _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
+
+# Also of plans and simulations.
+AttentionSinksFlag = Annotated[
+    int | None,
+    _engine(
+        "Let sequences be longer than the model was trained for: layers keep so many of their first tokens, such as 4, "
+        "and the last ones (StreamingLLM). Rounded up to whole blocks. Default: off.",
+        min=1,
+        max=MOST_SINKS,
+    ),
+]
+AttentionWindowFlag = Annotated[
+    int | None,
+    _engine("With --attention-sinks: tokens that attention sees, sinks included. Default: the model's length.", min=2),
+]
 
 
 @dataclass(kw_only=True)
@@ -172,6 +188,8 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     """
 
     model: str = ""
+    attention_sinks: AttentionSinksFlag = None
+    attention_window: AttentionWindowFlag = None
     preloaded: list[PreloadedPrompt] = field(default_factory=list)
     preload_what_fits: bool = False
     seed: Annotated[int, _engine("Seed of dummy weights.")] = 0
@@ -182,6 +200,11 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     record_steps: Annotated[
         str | None, _engine("Append each step's plan and timing to this file; no text is recorded.", metavar="FILE")
     ] = None
+
+    def sinks(self, max_positions: int, max_model_len: int) -> AttentionSinks | None:
+        """As AttentionSinks.of()."""
+        given = self.attention_sinks, self.attention_window, self.block_size
+        return AttentionSinks.of(*given, max_positions, max_model_len)
 
 
 # What `headway serve` takes for everything that nobody chose, and `headway plan` for a machine that was measured.

@@ -71,7 +71,7 @@ class BlockTables:
         if row is not None:
             self.arrays[change.group, row, change.start : change.start + len(change.blocks)] = change.blocks
             if change.first:
-                self.arrays[change.group, row, : change.first] = self._passed
+                self.arrays[change.group, row, change.sinks : change.first] = self._passed
             self.version += 1
 
     def forget(self, seq_id: int) -> None:

@@ -13,7 +13,7 @@ from headway.engine.config import EngineConfig
 from headway.policy.request import Request
 from headway.policy.service_class import ClassTable
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True, gc=False):
@@ -73,6 +73,7 @@ class Ready(_Message):
     device: str
     kv_cache_dtype: str  # what auto came to
     max_num_seqs: int  # that run at once
+    pool_tokens: int  # that the KV pool holds
     pinned_blocks: int = 0  # of preloaded prompts
     left_out: list[str] = []  # of prompts that were not preloaded, why
     checkpoints: int | None = None  # slots for states of prefixes; None for a model without recurrent layers

@@ -110,6 +110,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
     shape = engine.num_blocks, engine.block_size, engine.max_model_len
     seats = engine.core.scheduler.config.max_num_seqs
     blocks = engine.core.scheduler.blocks
+    pool_tokens = blocks.pool_tokens(engine.max_model_len)
     checkpoints = blocks.checkpoints
     pinned = len({blocks.node_of(block) for block in blocks.pinned})  # one for all KV cache groups
     channel.send(
@@ -120,6 +121,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
             engine.device,
             engine.kv_cache_dtype,
             seats,
+            pool_tokens,
             pinned,
             engine.left_out,
             None if checkpoints is None else checkpoints.num_slots,

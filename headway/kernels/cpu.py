@@ -29,6 +29,7 @@ from headway.kernels.interface import (
     Linear,
     Mixture,
     RoutingCounts,
+    SinkQueries,
     StepGeometry,
     check_heads,
 )
@@ -60,7 +61,8 @@ class CpuKernels:
         self._tiles = has_matrix_tiles() if tiles is None else tiles
         self._team = Team()
         self._memory = LargePages(memory)
-        self._plans: dict[int, AttentionPlan] = {}  # by query heads to each key/value head
+        # By query heads to each key/value head, and window.
+        self._plans: dict[tuple[int, int | None], AttentionPlan] = {}
         self._programs: dict[Hashable, Program] = {}
         self._counts = np.zeros(4, np.int64)  # the fields of RoutingCounts
         self._head_plans: dict[tuple[int, ...], HeadPlan] = {}
@@ -129,8 +131,8 @@ class CpuKernels:
         self, key: Hashable, step: StepGeometry, attentions: Sequence[AttentionShape], run: Callable[[], Tensor]
     ) -> Tensor:
         """The jobs of `run` without the Python around them, from the second time on."""
-        for heads, kv_heads, width in attentions:
-            self._plan_of(step, heads // kv_heads).reserve(heads, width)
+        for heads, kv_heads, width, window in attentions:
+            self._plan_of(step, heads // kv_heads, window).reserve(heads, width)
         # What was recorded before the memory moved that attention uses is of no use.
         name = key, *(plan.places for plan in self._plans.values())
         program = self._programs.get(name)
@@ -142,11 +144,11 @@ class CpuKernels:
         self._programs[name] = program
         return program.result
 
-    def _plan_of(self, step: StepGeometry, group: int) -> AttentionPlan:
+    def _plan_of(self, step: StepGeometry, group: int, window: int | None) -> AttentionPlan:
         """How the step is cut where so many query heads share a key/value head."""
-        plan = self._plans.get(group)
+        plan = self._plans.get((group, window))
         if plan is None:
-            plan = self._plans[group] = AttentionPlan(group)
+            plan = self._plans[group, window] = AttentionPlan(group, window)
         plan.make(step)
         return plan
 
@@ -198,7 +200,7 @@ class CpuKernels:
         cos, sin = cos.contiguous(), sin.contiguous()
         arguments = (
             query.data_ptr(), query.stride(0), heads, key.data_ptr(), key.stride(0), key.shape[1], width,
-            cos.shape[1], cos.data_ptr(), sin.data_ptr(), positions.data_ptr(),
+            cos.shape[1], cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), cos.shape[0] - 1,
         )  # fmt: skip
         size = query.numel() + key.numel()
         self._team.share(cpu_rows.rotate_both_job(KINDS[query.dtype]), cpu_rows.ROTATE, tokens, size, arguments)
@@ -227,12 +229,13 @@ class CpuKernels:
         sliding_window: int | None,
         sinks: Tensor | None = None,
         softcap: float | None = None,
+        first: SinkQueries | None = None,
     ) -> Tensor:
         """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D]."""
         check_heads("query", query)
         tokens, heads, width = query.shape
         kv_heads, value_width = cache.keys.shape[1], cache.values.shape[3]
-        plan = self._plan_of(step, heads // kv_heads)
+        plan = self._plan_of(step, heads // kv_heads, sliding_window)
         plan.reserve(heads, width)
         address, *partials = plan.places
         out = self._team.empty((tokens, heads, value_width), query.dtype)
@@ -240,7 +243,7 @@ class CpuKernels:
             address, heads, kv_heads, query.stride(0), step.block_tables.stride(0), sliding_window or 0,
             *_layout(cache), value_width, query.data_ptr(), step.block_tables.data_ptr(), cache.keys.data_ptr(),
             cache.values.data_ptr(), *_scale_addresses(cache), out.data_ptr(),
-            *partials, 0 if sinks is None else sinks.data_ptr(), scale, softcap or 0.0,
+            *partials, 0 if sinks is None else sinks.data_ptr(), *_sink_queries(first), scale, softcap or 0.0,
         )  # fmt: skip
         code = cpu_attention.attend_job(KINDS[query.dtype], CACHE_KINDS[cache.keys.dtype])
         self._team.run(code, cpu_attention.ATTEND, arguments)
@@ -359,6 +362,14 @@ def _scale_addresses(cache: LayerCache) -> tuple[int, int]:
     if cache.key_scales is None or cache.value_scales is None:
         return 0, 0
     return cache.key_scales.data_ptr(), cache.value_scales.data_ptr()
+
+
+def _sink_queries(first: SinkQueries | None) -> tuple[int, int, int]:
+    """(address, elements between tokens, how many keys they are for)."""
+    if first is None:
+        return 0, 0, 0
+    check_heads("query of sinks", first.rows)
+    return first.rows.data_ptr(), first.rows.stride(0), first.num_keys
 
 
 def _spans(step: StepGeometry) -> Tensor:

@@ -13,7 +13,6 @@ order, so a result depends neither on what else is in the step nor on how many o
 from __future__ import annotations
 
 import struct
-from collections import namedtuple
 from typing import Any
 
 import numpy as np
@@ -22,14 +21,18 @@ from headway.kernels.cpu_arithmetic import TILE_TOKENS, WIDE_INT8, arithmetic_of
 from headway.kernels.cpu_attention_plan import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS, SPLIT
 from headway.kernels.cpu_chunks import (
     ARRANGED,
+    AT_ONCE,
     CHUNK,
     LATENT,
+    PANELS,
     arrange,
     arrange_latent,
     ask_for_all,
     close_line,
     copy_scales,
+    cut_room,
     find,
+    room_bytes,
 )
 from headway.kernels.cpu_compile import compiled, give_back, take_memory
 from headway.kernels.cpu_ir import LANES
@@ -50,8 +53,6 @@ from headway.kernels.cpu_simd import (
 from headway.kernels.cpu_team import arg, job, once_per_kind, real_arg, tickets
 from headway.kernels.cpu_tiles import PANELS_AT_ONCE, multiply_keys, multiply_values
 
-_GROUP = PANELS_AT_ONCE * LANES  # keys of one call for scores, elements of one call for values
-_PANELS = CHUNK // LANES
 _MASKED = np.float32(-1e30)
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _LARGEST = np.float32(32767)
@@ -133,13 +134,13 @@ def _prepare_query(kind, x_kind, integer, query, source, width, row):
 @compiled()
 def _products_of_keys(cache_kind, rows, queries, query_bytes, panels, following, count, words, scores):
     passes = (rows + TILE_TOKENS - 1) // TILE_TOKENS
-    for group in range((count + _GROUP - 1) // _GROUP):
+    for group in range((count + AT_ONCE - 1) // AT_ONCE):
         for index in range(passes):
             row = index * rows // passes
             multiply_keys(
                 cache_kind, (index + 1) * rows // passes - row, queries + row * query_bytes, query_bytes,
                 panels + group * PANELS_AT_ONCE * 8, following + group * PANELS_AT_ONCE * 8, words,
-                scores + (row * CHUNK + group * _GROUP) * 4, CHUNK * 4,
+                scores + (row * CHUNK + group * AT_ONCE) * 4, CHUNK * 4,
             )  # fmt: skip
 
 
@@ -148,7 +149,7 @@ def _products_of_values(
     cache_kind, rows, weights, weight_bytes, lines, following, lane_bytes, count, width, out, out_stride
 ):
     passes = (rows + TILE_TOKENS - 1) // TILE_TOKENS
-    for element in range(0, width, _GROUP):
+    for element in range(0, width, AT_ONCE):
         for index in range(passes):
             row = index * rows // passes
             multiply_values(
@@ -222,14 +223,19 @@ def _take_whole(rows, width, out_width, room):
 
 
 @compiled()
-def _begin(kind, x_kind, integer, geometry, width, out_width, item, head, query, sinks, room):
-    """Lay out a tile's queries and clear its results; a sink is a key without a value, before all others."""
-    heads, kv_heads, query_stride, _, _ = geometry
-    group = heads // kv_heads
+def _prepare_queries(kind, x_kind, integer, group, width, item, head, query, query_stride, rows, row_bytes, factors):
+    """Lay out a tile's queries, and their scales."""
     for row in range(item[2] * group):
         source = (item[1] + row // group) * query_stride + (head * group + row % group) * width
-        to = room.queries + row * room.query_bytes
-        store(room.factors, row, _prepare_query(kind, x_kind, integer, query, source, width, to), FLOAT32)
+        factor = _prepare_query(kind, x_kind, integer, query, source, width, rows + row * row_bytes)
+        store(factors, row, factor, FLOAT32)
+
+
+@compiled()
+def _begin(geometry, out_width, item, head, sinks, room):
+    """Clear a tile's results; a sink is a key without a value, before all others."""
+    group = geometry[0] // geometry[1]
+    for row in range(item[2] * group):
         has_sink = sinks != 0 and item[4] == 0
         sink = load(sinks, head * group + row % group, FLOAT32) if has_sink else _MASKED
         store(room.maxima, row, sink, FLOAT32)
@@ -239,18 +245,23 @@ def _begin(kind, x_kind, integer, geometry, width, out_width, item, head, query,
 
 
 @compiled()
-def _softmax(x_kind, integer, item, group, window, key, count, padded, scale, cap, width, out_width, scales, room):
-    """Turn the scores of one chunk into weights, and rescale what the earlier chunks have left in out."""
+def _softmax(
+    x_kind, integer, item, group, window, least, key, count, padded, scale, cap, width, out_width, scales, factors, room
+):
+    """Turn the scores of one chunk into weights, and rescale what the earlier chunks have left in out.
+
+    No key before `least` counts.
+    """
     for row in range(item[2] * group):
         own = item[3] + row // group
         high = min(count, own + 1 - key)
-        low = max(0, own - window + 1 - key) if window > 0 else 0
+        low = max(0, max(least, own - window + 1 if window > 0 else 0) - key)
         scores, weights = room.scores + row * CHUNK * 4, room.weights + row * room.weight_bytes
         if high <= low:
             low = high = 0
         else:
             if integer:
-                _scale_row(scores, count, load(room.factors, row, FLOAT32), scales)
+                _scale_row(scores, count, load(factors, row, FLOAT32), scales)
             before = load(room.maxima, row, FLOAT32)
             if cap > _ZERO:
                 _cap_row(scores, count, scale, cap)
@@ -268,29 +279,58 @@ def _softmax(x_kind, integer, item, group, window, key, count, padded, scale, ca
 
 
 @compiled()
+def _chunk_at(at, first, ahead, sunk, end):
+    """The first key of a chunk, and how many it has: those of sink queries come before the `first` of others."""
+    if at < first:
+        key = at - first + ahead
+        return key, min(CHUNK, sunk - key)
+    return at, min(CHUNK, end - at)
+
+
+@compiled()
 def _attend(
-    kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, sinks, cache, tables, scale, cap, room
-):
+    kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, sinks, of_first, cache, tables, scale, cap,
+    room,
+):  # fmt: skip
     """Leave the unnormalised result of one tile in the room's out, and its maxima and sums."""
-    heads, kv_heads, _, table_stride, window = geometry
+    heads, kv_heads, query_stride, table_stride, window = geometry
     arranged, inputs, width, _, size, value_width = layout
     group, table = heads // kv_heads, tables + item[0] * table_stride * 4
     rows, words = item[2] * group, (width + inputs - 1) // inputs
-    out_width = (value_width + _GROUP - 1) // _GROUP * _GROUP
-    _begin(kind, x_kind, integer, geometry, width, out_width, item, head, query, sinks, room)
+    out_width = (value_width + AT_ONCE - 1) // AT_ONCE * AT_ONCE
+    _begin(geometry, out_width, item, head, sinks, room)
+    _prepare_queries(
+        kind, x_kind, integer, group, width, item, head, query, query_stride, room.queries, room.query_bytes,
+        room.factors,
+    )  # fmt: skip
     first, end = item[4], min(item[5], item[3] + item[2])
     if window > 0:
         first = max(first, (item[3] - window + 1) // CHUNK * CHUNK)
+    sunk = ahead = 0
+    if of_first[2] > 0:
+        first = min(end, max(first, of_first[2] // CHUNK * CHUNK))
+        if item[4] == 0:
+            sunk = min(of_first[2], end)
+            ahead = (sunk + CHUNK - 1) // CHUNK * CHUNK
+            _prepare_queries(
+                kind, x_kind, integer, group, width, item, head, of_first[0], of_first[1], room.first_queries,
+                room.query_bytes, room.first_factors,
+            )  # fmt: skip
     panels, lines, scales = room.panels, room.lines, room.scales
+    next_key, next_count = _chunk_at(first - ahead, first, ahead, sunk, end)
     if arranged == ARRANGED:
-        find(layout, table, first, min(CHUNK, end - first), kv_heads, head, cache, panels, lines)
-        ask_for_all(layout, min(CHUNK, end - first), panels, lines)
+        find(layout, table, next_key, next_count, kv_heads, head, cache, panels, lines)
+        ask_for_all(layout, next_count, panels, lines)
     part = opened = item[4] // SPLIT
-    for key in range(first, end, CHUNK):
+    for at in range(first - ahead, end, CHUNK):
+        key, count = next_key, next_count
+        next_key, next_count = _chunk_at(at + CHUNK, first, ahead, sunk, end)
+        is_first = at < first
+        queries = room.first_queries if is_first else room.queries
+        factors = room.first_factors if is_first else room.factors
         if key // SPLIT != part:
             _close_part(rows, value_width, out_width, part == opened, room)
             part = key // SPLIT
-        count = min(CHUNK, end - key)
         next_panels, next_lines = panels, lines
         if arranged == LATENT:
             arrange_latent(layout, table, key, count, cache[0], room)
@@ -299,23 +339,20 @@ def _attend(
         else:
             if integer:
                 copy_scales(layout[3], table, key, count, kv_heads, head, cache, scales)
-            if key + CHUNK < end:
-                next_panels = 2 * room.panels + 8 * _PANELS - panels
+            if at + CHUNK < end:
+                next_panels = 2 * room.panels + 8 * PANELS - panels
                 next_lines = 2 * room.lines + 8 * CHUNK - lines
-                left = min(CHUNK, end - key - CHUNK)
-                find(layout, table, key + CHUNK, left, kv_heads, head, cache, next_panels, next_lines)
+                find(layout, table, next_key, next_count, kv_heads, head, cache, next_panels, next_lines)
         if count % inputs:
             close_line(lines, count, inputs, value_width, size, room.line_room)
-        _products_of_keys(
-            cache_kind, rows, room.queries, room.query_bytes, panels, next_panels, count, words, room.scores
-        )
+        _products_of_keys(cache_kind, rows, queries, room.query_bytes, panels, next_panels, count, words, room.scores)
         used = (count + inputs - 1) // inputs
         _softmax(
-            x_kind, integer, item, group, window, key, count, used * inputs, scale, cap, value_width, out_width, scales,
-            room,
+            x_kind, integer, item, group, 0 if is_first else window, 0 if is_first else of_first[2], key, count,
+            used * inputs, scale, cap, value_width, out_width, scales, factors, room,
         )  # fmt: skip
         target = room.chunk_out if integer else room.out
-        following = next_lines if key + 2 * CHUNK <= end else lines
+        following = next_lines if next_count == CHUNK else lines
         _products_of_values(
             cache_kind, rows, room.weights, room.weight_bytes, lines, following, inputs * size, used, value_width,
             target, out_width,
@@ -335,7 +372,7 @@ def _finish(kind, geometry, width, item, head, room, out, partial_out, partial_s
     """Write a tile's result, or, if it is a part of a split, its unnormalised values, maximum and sum."""
     heads, partial = geometry[0], item[6]
     group = heads // geometry[1]
-    out_width = (width + _GROUP - 1) // _GROUP * _GROUP
+    out_width = (width + AT_ONCE - 1) // AT_ONCE * AT_ONCE
     for row in range(item[2] * group):
         query_head = head * group + row % group
         source = room.out + row * out_width * 4
@@ -369,54 +406,8 @@ def _merge(kind, merge, head, heads, width, out, partial_out, partial_sums):
         store(out, (token * heads + head) * width + d, load(partial_out, into * width + d, FLOAT32) * factor, kind)
 
 
-# The thread's own memory: addresses, and the bytes of a row of queries and of weights.
-_Room = namedtuple(
-    "_Room",
-    "queries query_bytes scores weights weight_bytes weight_factors out chunk_out maxima sums factors scales key_room"
-    " value_room line_room panels lines whole whole_maxima whole_sums",
-)
-
-
-@compiled()
-def _room(memory, rows, width, value_width, inputs, size):
-    """Cut a thread's memory, whose size _room_bytes tells, into the parts of a _Room."""
-    out_width = (value_width + _GROUP - 1) // _GROUP * _GROUP
-    line = out_width * inputs * size
-    query_bytes, weight_bytes = (width + inputs - 1) // inputs * 4, CHUNK // inputs * 4
-    scores = memory
-    weights = scores + rows * CHUNK * 4
-    out = weights + rows * weight_bytes
-    chunk_out = out + rows * out_width * 4
-    key_room = chunk_out + rows * out_width * 4
-    value_room = key_room + CHUNK * width * size
-    line_room = value_room + CHUNK * out_width * size
-    panels = line_room + line
-    lines = panels + 2 * 8 * _PANELS
-    scales = lines + 2 * 8 * CHUNK
-    weight_factors = scales + 2 * 4 * CHUNK
-    maxima = weight_factors + 4 * rows
-    sums = maxima + 4 * rows
-    factors = sums + 4 * rows
-    whole_maxima = factors + 4 * rows
-    whole_sums = whole_maxima + 4 * rows
-    whole = whole_sums + 4 * rows
-    queries = whole + rows * out_width * 4
-    return _Room(
-        queries, query_bytes, scores, weights, weight_bytes, weight_factors, out, chunk_out, maxima, sums, factors,
-        scales, key_room, value_room, line_room, panels, lines, whole, whole_maxima, whole_sums,
-    )  # fmt: skip
-
-
-@compiled()
-def _room_bytes(rows, width):
-    """Enough for the parts of a _Room of any kind."""
-    out_width = (width + _GROUP - 1) // _GROUP * _GROUP
-    of_row = CHUNK * 8 + out_width * 12 + width * 4 + 40
-    return rows * of_row + CHUNK * (width + out_width + 8) * 4 + out_width * 4 + CHUNK * 32 + 1024
-
-
-# The plan, eleven numbers of the geometry, ten addresses, then the scale and the soft cap, 0 for none.
-ATTEND = struct.Struct("22q2d")
+# The plan, eleven numbers of the geometry, ten addresses, three numbers of sink queries; the scale, the soft cap or 0.
+ATTEND = struct.Struct("25q2d")
 
 
 @once_per_kind
@@ -432,14 +423,15 @@ def attend_job(kind: Any, cache_kind: Any) -> int:
         query, tables = arg(a, 12), arg(a, 13)
         cache = (arg(a, 14), arg(a, 15), arg(a, 16), arg(a, 17))
         out, partial_out, partial_sums, sinks = arg(a, 18), arg(a, 19), arg(a, 20), arg(a, 21)
-        scale, cap = np.float32(real_arg(a, 22)), np.float32(real_arg(a, 23))
+        of_first = (arg(a, 22), arg(a, 23), arg(a, 24))
+        scale, cap = np.float32(real_arg(a, 25)), np.float32(real_arg(a, 26))
         count, most_rows, merges = read_int64(plan, 0), read_int64(plan, 1), read_int64(plan, 2)
         kv_heads, width, value_width = geometry[1], layout[2], layout[5]
         tiles, items = count * kv_heads, plan + HEADER_WORDS * 8
         ticket = take_ticket(tickets(a, 0))
         if ticket < tiles:
-            memory = take_memory(_room_bytes(most_rows, width))
-            room = _room(memory, most_rows, width, value_width, layout[1], layout[4])
+            memory = take_memory(room_bytes(most_rows, width))
+            room = cut_room(memory, most_rows, width, value_width, layout[1], layout[4])
             while ticket < tiles:
                 row, head = items + ticket // kv_heads * ITEM_WORDS * 8, ticket % kv_heads
                 item = (
@@ -447,8 +439,8 @@ def attend_job(kind: Any, cache_kind: Any) -> int:
                     read_int64(row, 4), read_int64(row, 5), read_int64(row, 6),
                 )  # fmt: skip
                 _attend(
-                    kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, sinks, cache, tables, scale,
-                    cap, room,
+                    kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, sinks, of_first, cache,
+                    tables, scale, cap, room,
                 )  # fmt: skip
                 _finish(kind, geometry, value_width, item, head, room, out, partial_out, partial_sums)
                 take_ticket(tickets(a, 1))

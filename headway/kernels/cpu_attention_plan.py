@@ -15,6 +15,8 @@ HEADER_WORDS, ITEM_WORDS, MERGE_WORDS = 3, 7, 4
 class AttentionPlan:
     """The tiles of a step, the same for all layers with as many query heads to each key/value head (`group`).
 
+    A context that is split has no parts that the window has passed, but for the first one, where sinks are.
+
     They are in memory that stays where it is while it suffices.
 
     The memory is int64: the number of tiles, the rows of the largest and the number of merges; then the tiles,
@@ -23,8 +25,8 @@ class AttentionPlan:
     merges, each of MERGE_WORDS: query token, its first partial row, number of parts, rows from one part to the next.
     """
 
-    def __init__(self, group: int) -> None:
-        self._group = group
+    def __init__(self, group: int, window: int | None = None) -> None:
+        self._group, self._window = group, window
         self._take(4096)
         self._partial_rows = 0
         self._values, self._sums = torch.empty(0), torch.empty(0)
@@ -53,7 +55,7 @@ class AttentionPlan:
         if step.context_lens_host is contexts and step.query_lens_host is queries:
             return
         self._lens = step.query_lens_host, step.context_lens_host
-        tiles, merges, self._partial_rows = _cut(step, max(1, _TILE_QUERIES // self._group))
+        tiles, merges, self._partial_rows = _cut(step, max(1, _TILE_QUERIES // self._group), self._window)
         tiles.sort(key=lambda tile: tile[2] * (tile[5] - tile[4]), reverse=True)
         most_rows = self._group * max((tile[2] for tile in tiles), default=0)
         numbers = [len(tiles), most_rows, len(merges)]
@@ -64,7 +66,9 @@ class AttentionPlan:
         self._memory[: len(numbers)] = numbers
 
 
-def _cut(step: StepGeometry, tile_tokens: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]:
+def _cut(
+    step: StepGeometry, tile_tokens: int, window: int | None
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]:
     """(tiles, merges, rows of partial results)."""
     tiles: list[tuple[int, ...]] = []
     merges: list[tuple[int, ...]] = []
@@ -73,11 +77,13 @@ def _cut(step: StepGeometry, tile_tokens: int) -> tuple[list[tuple[int, ...]], l
         first_position = context - queries
         parts = -(-context // SPLIT) if queries <= tile_tokens else 1
         if parts > 1:
-            for part in range(parts):
+            seen = 0 if window is None else max(0, first_position - window + 1) // SPLIT
+            kept = [0, *range(max(1, seen), parts)]
+            for number, part in enumerate(kept):
                 end = min((part + 1) * SPLIT, context)
-                tiles.append((sequence, start, queries, first_position, part * SPLIT, end, rows + part * queries))
-            merges.extend((start + token, rows + token, parts, queries) for token in range(queries))
-            rows += parts * queries
+                tiles.append((sequence, start, queries, first_position, part * SPLIT, end, rows + number * queries))
+            merges.extend((start + token, rows + token, len(kept), queries) for token in range(queries))
+            rows += len(kept) * queries
         else:
             for token in range(0, queries, tile_tokens):
                 count = min(tile_tokens, queries - token)

@@ -2,21 +2,74 @@
 
 A layout is (arranged, inputs of a word, head dimension, block size, bytes of an element, elements of a value); arranged
 is LATENT for keys whose first elements are the values. A cache is the addresses of
-keys, values and their scales, 0 where there are none. A room is what cpu_attention has of memory for each thread.
+keys, values and their scales, 0 where there are none. A room is the memory that a thread has for attention.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from collections import namedtuple
+
 from headway.kernels.cpu_cache import key_place, value_place
 from headway.kernels.cpu_compile import compiled
 from headway.kernels.cpu_ir import LANES
 from headway.kernels.cpu_simd import FLOAT32, copy_element, load, read_int32, read_int64, store, write_integer
-from headway.kernels.cpu_tiles import ask_for, transpose_words
+from headway.kernels.cpu_tiles import PANELS_AT_ONCE, ask_for, transpose_words
 
 CHUNK = 128
 LINE_BYTES = 64
+PANELS = CHUNK // LANES
+AT_ONCE = PANELS_AT_ONCE * LANES  # keys of one call for scores, elements of one call for values
 PLAIN, ARRANGED, LATENT = 0, 1, 2
+
+
+# The thread's own memory: addresses, and the bytes of a row of queries and of weights.
+Room = namedtuple(
+    "Room",
+    "queries query_bytes scores weights weight_bytes weight_factors out chunk_out maxima sums factors scales key_room"
+    " value_room line_room panels lines whole whole_maxima whole_sums first_queries first_factors",
+)
+
+
+@compiled()
+def cut_room(memory, rows, width, value_width, inputs, size):
+    """Cut a thread's memory, whose size room_bytes tells, into the parts of a Room."""
+    out_width = (value_width + AT_ONCE - 1) // AT_ONCE * AT_ONCE
+    line = out_width * inputs * size
+    query_bytes, weight_bytes = (width + inputs - 1) // inputs * 4, CHUNK // inputs * 4
+    scores = memory
+    weights = scores + rows * CHUNK * 4
+    out = weights + rows * weight_bytes
+    chunk_out = out + rows * out_width * 4
+    key_room = chunk_out + rows * out_width * 4
+    value_room = key_room + CHUNK * width * size
+    line_room = value_room + CHUNK * out_width * size
+    panels = line_room + line
+    lines = panels + 2 * 8 * PANELS
+    scales = lines + 2 * 8 * CHUNK
+    weight_factors = scales + 2 * 4 * CHUNK
+    maxima = weight_factors + 4 * rows
+    sums = maxima + 4 * rows
+    factors = sums + 4 * rows
+    whole_maxima = factors + 4 * rows
+    whole_sums = whole_maxima + 4 * rows
+    whole = whole_sums + 4 * rows
+    first_factors = whole + rows * out_width * 4
+    queries = first_factors + 4 * rows
+    first_queries = queries + rows * query_bytes
+    return Room(
+        queries, query_bytes, scores, weights, weight_bytes, weight_factors, out, chunk_out, maxima, sums, factors,
+        scales, key_room, value_room, line_room, panels, lines, whole, whole_maxima, whole_sums, first_queries,
+        first_factors,
+    )  # fmt: skip
+
+
+@compiled()
+def room_bytes(rows, width):
+    """Enough for the parts of a Room of any kind."""
+    out_width = (width + AT_ONCE - 1) // AT_ONCE * AT_ONCE
+    of_row = CHUNK * 8 + out_width * 12 + width * 8 + 48
+    return rows * of_row + CHUNK * (width + out_width + 8) * 4 + out_width * 4 + CHUNK * 32 + 1024
 
 
 @compiled()

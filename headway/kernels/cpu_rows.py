@@ -165,10 +165,10 @@ def soft_cap_job(kind: Any) -> int:
 
 
 @compiled(fastmath=REORDER)
-def rotate_rows(kind, first, last, x, stride, heads, width, half, cos, sin, positions):
+def rotate_rows(kind, first, last, x, stride, heads, width, half, cos, sin, positions, most):
     """RoPE in place on tokens first .. last - 1 of x, `stride` elements between tokens."""
     for token in range(first, last):
-        table = read_int64(positions, token) * half
+        table = min(read_int64(positions, token), most) * half
         for head in range(heads):
             at = token * stride + head * width
             for d in range(half):
@@ -180,13 +180,13 @@ def rotate_rows(kind, first, last, x, stride, heads, width, half, cos, sin, posi
 
 @compiled()
 def rotate_both_rows(
-    kind, first, last, query, query_stride, heads, key, key_stride, kv_heads, width, half, cos, sin, positions
+    kind, first, last, query, query_stride, heads, key, key_stride, kv_heads, width, half, cos, sin, positions, most
 ):
-    rotate_rows(kind, first, last, query, query_stride, heads, width, half, cos, sin, positions)
-    rotate_rows(kind, first, last, key, key_stride, kv_heads, width, half, cos, sin, positions)
+    rotate_rows(kind, first, last, query, query_stride, heads, width, half, cos, sin, positions, most)
+    rotate_rows(kind, first, last, key, key_stride, kv_heads, width, half, cos, sin, positions, most)
 
 
-ROTATE = struct.Struct("13q")
+ROTATE = struct.Struct("14q")
 
 
 @once_per_kind
@@ -197,7 +197,7 @@ def rotate_both_job(kind: Any) -> int:
         while first < count:
             rotate_both_rows(
                 kind, first, min(first + step, count), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5), arg(a, 6),
-                arg(a, 7), arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11), arg(a, 12),
+                arg(a, 7), arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11), arg(a, 12), arg(a, 13),
             )  # fmt: skip
             first = take_rows(a, step)
 

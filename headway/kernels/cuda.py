@@ -18,6 +18,7 @@ from headway.kernels.interface import (
     LayerState,
     Linear,
     RoutingCounts,
+    SinkQueries,
     StepGeometry,
     check_heads,
 )
@@ -130,7 +131,7 @@ class CudaKernels(TorchKernels):
             return
         half = cos.shape[1]
         cuda_rows.rotate_kernel[(tokens, heads + key.shape[1])](
-            query, query.stride(0), key, key.stride(0), cos.contiguous(), sin.contiguous(), positions,
+            query, query.stride(0), key, key.stride(0), cos.contiguous(), sin.contiguous(), positions, len(cos) - 1,
             HEADS=heads, WIDTH=width, HALF=half, PADDED=triton.next_power_of_2(half), num_warps=1,
         )  # fmt: skip
 
@@ -169,11 +170,14 @@ class CudaKernels(TorchKernels):
         sliding_window: int | None,
         sinks: Tensor | None = None,
         softcap: float | None = None,
+        first: SinkQueries | None = None,
     ) -> Tensor:
         """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D]."""
         check_heads("query", query)
+        if first is not None:
+            check_heads("query of sinks", first.rows)
         return cuda_attention.attention(
-            query, cache, step, scale, sliding_window, sinks, softcap, self._multiprocessors
+            query, cache, step, scale, sliding_window, sinks, softcap, first, self._multiprocessors
         )
 
     def convolve(

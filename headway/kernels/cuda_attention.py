@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.kernels.interface import LayerCache, StepGeometry
+from headway.kernels.interface import LayerCache, SinkQueries, StepGeometry
 
 _MOST_SPLITS = 32
 _LEAST_SPLIT_KEYS = 256
@@ -56,11 +56,11 @@ def _keys_of(
 @triton.jit
 def _attention_kernel(
     query, keys, values, tables, query_start, context_lens, sinks, out, partial_out, partial_max, partial_sum,
-    scale, softcap, query_stride, table_stride, window, split_keys,
+    scale, softcap, query_stride, table_stride, window, split_keys, of_first, of_first_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, CACHE_HEADS: tl.constexpr, GROUP: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     sequence = tl.program_id(1)
@@ -90,6 +90,12 @@ def _attention_kernel(
         if WIDEN:
             q_rest = q_rest.to(tl.float32)
 
+    if FIRST > 0:
+        first_at = of_first + token_index[:, None] * of_first_stride + head[:, None] * whole + dim[None, :]
+        q_first = tl.load(first_at, mask=live[:, None] & has_dim[None, :], other=0.0)
+        if WIDEN:
+            q_first = q_first.to(tl.float32)
+
     first_position = context - queries + tile * TOKENS
     begin, end = _keys_of(first_position, context, window, split, split_keys, TOKENS, KEYS, SPLITS, WINDOWED)
     best = tl.full([ROWS], -1.0e30, tl.float32)
@@ -100,16 +106,27 @@ def _attention_kernel(
         total = tl.where(split == 0, total + 1.0, total)
     result = tl.zeros([ROWS, WIDTH_PADDED], tl.float32)
     lane = tl.arange(0, KEYS)
-    for key in range(begin, end, KEYS):
+    ahead = 0
+    if FIRST > 0:
+        # The first keys come before others, in the first split.
+        ahead = tl.where(split == 0, (FIRST + KEYS - 1) // KEYS * KEYS, 0)
+        end = tl.maximum(begin, end)
+    for key in range(begin - ahead, end, KEYS):
         at = key + lane
         there = at < end
+        of_query = q
+        if FIRST > 0:
+            is_first = key < begin
+            at = tl.where(is_first, at - begin + ahead, at)
+            there = tl.where(is_first, at < tl.minimum(FIRST, context), (at < end) & (at >= FIRST))
+            of_query = tl.where(is_first, q_first, q)
         block = tl.load(tables + sequence.to(tl.int64) * table_stride + at // BLOCK_SIZE, mask=there, other=0)
         in_block = kv_head % CACHE_HEADS * BLOCK_SIZE + at % BLOCK_SIZE
         place = (block.to(tl.int64) * CACHE_HEADS * BLOCK_SIZE + in_block) * whole
         k = tl.load(keys + place[None, :] + dim[:, None], mask=there[None, :] & has_dim[:, None], other=0.0)
         if WIDEN:
             k = k.to(tl.float32)
-        scores = tl.dot(q, k, input_precision="ieee")
+        scores = tl.dot(of_query, k, input_precision="ieee")
         if REST > 0:
             # A latent, whose first part is the values too.
             v = tl.trans(k)
@@ -125,7 +142,10 @@ def _attention_kernel(
                 v = v.to(tl.float32)
         seen = there[None, :] & (at[None, :] <= position[:, None])
         if WINDOWED:
-            seen = seen & (at[None, :] > position[:, None] - window)
+            inside = at[None, :] > position[:, None] - window
+            if FIRST > 0:
+                inside = inside | is_first
+            seen = seen & inside
         best, total, result = _attend(scores * scale, v, seen, softcap, best, total, result, CAPPED)
     if SPLITS > 1:
         part = (token_index * HEADS + head) * SPLITS + split
@@ -182,7 +202,7 @@ def tile_sizes(group: int, width: int, max_query_len: int, itemsize: int) -> tup
 
 def attention(
     query: Tensor, cache: LayerCache, step: StepGeometry, scale: float, sliding_window: int | None,
-    sinks: Tensor | None, softcap: float | None, multiprocessors: int,
+    sinks: Tensor | None, softcap: float | None, first: SinkQueries | None, multiprocessors: int,
 ) -> Tensor:  # fmt: skip
     """Causal paged attention of query [T, H, D], strided along T or not -> dense, as wide as values are."""
     tokens, heads, width = query.shape
@@ -214,11 +234,12 @@ def attention(
     _attention_kernel[(tiles, step.num_sequences, kv_heads * splits)](
         query, cache.keys, cache.values, step.block_tables, step.query_start, step.context_lens, sinks, out,
         partial_out, partial_max, partial_sum, scale, softcap or 0.0, query.stride(0), step.block_tables.stride(0),
-        sliding_window or 0, split_keys,
+        sliding_window or 0, split_keys, *((query, 0) if first is None else (first.rows, first.rows.stride(0))),
         HEADS=heads, KV_HEADS=kv_heads, CACHE_HEADS=cache_heads, GROUP=group,
         WIDTH=width, WIDTH_PADDED=width_padded, REST=rest, REST_PADDED=max(16, triton.next_power_of_2(rest)),
         BLOCK_SIZE=block_size, ROWS=rows, TOKENS=tile_tokens, KEYS=keys, SPLITS=splits,
-        WINDOWED=sliding_window is not None, CAPPED=softcap is not None, WIDEN=widen, num_warps=warps,
+        WINDOWED=sliding_window is not None, CAPPED=softcap is not None, WIDEN=widen,
+        FIRST=0 if first is None else first.num_keys, num_warps=warps,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(tokens * heads,)](

@@ -58,7 +58,7 @@ def gate_kernel(x, out, width, slope, cubic, limit, shift, BLOCK: tl.constexpr):
 
 @triton.jit
 def rotate_kernel(
-    query, query_stride, key, key_stride, cos, sin, positions,
+    query, query_stride, key, key_stride, cos, sin, positions, last,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """RoPE in place: program (token, head), the heads of key following those of query."""
@@ -66,7 +66,7 @@ def rotate_kernel(
     head = tl.program_id(1)
     dim = tl.arange(0, PADDED)
     mask = dim < HALF
-    table = tl.load(positions + token) * HALF + dim
+    table = tl.minimum(tl.load(positions + token), last) * HALF + dim
     c = tl.load(cos + table, mask=mask, other=0.0)
     s = tl.load(sin + table, mask=mask, other=0.0)
     if head < HEADS:

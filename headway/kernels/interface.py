@@ -104,8 +104,30 @@ class Span(NamedTuple):
     further: int = 0
 
 
+class SinkQueries(NamedTuple):
+    """What the first keys of a sequence are multiplied with in place of queries (StreamingLLM; Xiao et al., 2024).
+
+    So a query sees them at another distance than that of their positions.
+
+    Args:
+        rows: [T, H, D], dense along heads and dimensions.
+        num_keys: of a sequence, at most 512 (see AttentionSinks).
+    """
+
+    rows: Tensor
+    num_keys: int
+
+
 KV_CACHE_DTYPES = ("auto", "int8")
-AttentionShape = tuple[int, int, int]  # query heads, key/value heads, head dimension
+
+
+class AttentionShape(NamedTuple):
+    """A kind of attention that layers have; the window sinks apart."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    window: int | None
 
 
 @dataclass(slots=True)
@@ -270,7 +292,8 @@ class Kernels(Protocol):
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         """Apply RoPE in place to query [T, H, D] and key [T, G, D], half-split layout.
 
-        cos and sin are float32 tables [context, R // 2], R <= D the rotated part of the head.
+        cos and sin are float32 tables [context, R // 2], R <= D the rotated part of the head. A position behind their
+        end counts as their last.
         """
         ...
 
@@ -291,13 +314,14 @@ class Kernels(Protocol):
         sliding_window: int | None,
         sinks: Tensor | None = None,
         softcap: float | None = None,
+        first: SinkQueries | None = None,
     ) -> Tensor:
         """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D], or as wide as values are.
 
         This step's keys and values are already stored. With a sliding window of w, position p attends
         to positions p - w + 1 .. p. Sinks, a float32 logit [H] for each head, take part in the softmax's denominator
         as a key of no value that every query sees (gpt-oss); they are not scaled. With a softcap, a scaled product s
-        becomes softcap * tanh(s / softcap) (Gemma 2).
+        becomes softcap * tanh(s / softcap) (Gemma 2). With sink queries, every query sees the first keys, too.
         """
         ...
 

@@ -17,6 +17,7 @@ from headway.kernels.interface import (
     Linear,
     Mixture,
     RoutingCounts,
+    SinkQueries,
     Span,
     StepGeometry,
 )
@@ -284,6 +285,7 @@ class ReferenceKernels(TorchKernels):
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         """RoPE in place on query [T, H, D] and key [T, G, D]: dimension i is paired with i + R // 2."""
+        positions = positions.clamp(max=len(cos) - 1)
         cos = cos[positions].unsqueeze(1)
         sin = sin[positions].unsqueeze(1)
         half = cos.shape[-1]
@@ -315,6 +317,7 @@ class ReferenceKernels(TorchKernels):
         sliding_window: int | None,
         sinks: Tensor | None = None,
         softcap: float | None = None,
+        first: SinkQueries | None = None,
     ) -> Tensor:
         """Attention of query [T, H, D], sequence by sequence over its gathered context -> [T, H, D]."""
         out = query.new_empty(*query.shape[:2], cache.values.shape[3])
@@ -324,7 +327,8 @@ class ReferenceKernels(TorchKernels):
             context_len = step.context_lens_host[i]
             keys = _gather(cache.keys, step.block_tables[i], context_len)
             values = _gather(cache.values, step.block_tables[i], context_len)
-            out[start:end] = _attend(query[start:end], keys, values, scale, sliding_window, sinks, softcap)
+            of_first = None if first is None else SinkQueries(first.rows[start:end], first.num_keys)
+            out[start:end] = _attend(query[start:end], keys, values, scale, sliding_window, sinks, softcap, of_first)
             start = end
         return out
 
@@ -388,6 +392,7 @@ def _attend(
     sliding_window: int | None,
     sinks: Tensor | None,
     softcap: float | None,
+    first: SinkQueries | None,
 ) -> Tensor:
     """softmax(q k^T scale) v of the last tokens of one context: query [Q, H, D], keys and values [G, C, D]."""
     num_queries, num_heads, _ = query.shape
@@ -399,8 +404,11 @@ def _attend(
     other = torch.arange(context_len, device=query.device).unsqueeze(0)
     hidden = other > own
     if sliding_window is not None:
-        hidden |= other <= own - sliding_window
+        hidden |= (other <= own - sliding_window) & (other >= (0 if first is None else first.num_keys))
     scores = (query.float().transpose(0, 1) @ keys.transpose(1, 2)) * scale
+    if first is not None:
+        of_first = first.rows.float().transpose(0, 1) @ keys[:, : first.num_keys].transpose(1, 2)
+        scores[..., : first.num_keys] = of_first * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(hidden, float("-inf"))

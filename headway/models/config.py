@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headway.cost.config import read_shape, text_part
-from headway.cost.layers import CacheSpec, Latent, StateSpec
+from headway.cost.layers import AttentionSinks, CacheSpec, Latent, StateSpec
 from headway.cost.shape import ModelShape
 from headway.cost.values import ConfigValues, ModelError
 from headway.models.families import (
@@ -177,6 +177,13 @@ class ModelConfig:
             by_heads=values.boolean("kv_b_by_heads"),
             heads_by_turns=values.boolean("linear_value_heads_by_turns"),
         )
+
+    def with_attention_sinks(self, sinks: AttentionSinks) -> ModelConfig:
+        """The same with sinks, see ModelShape. Raises ValueError where it has layers that cannot have them."""
+        if self.rope.query_growth:
+            raise ModelError("attention_sinks does not go with queries that grow with their position; leave it out")
+        shape = self.shape.with_attention_sinks(sinks)
+        return replace(self, shape=shape, caches=shape.caches)
 
     @property
     def residual_eps(self) -> float:

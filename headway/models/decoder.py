@@ -8,14 +8,23 @@ with a state (`recurrent`). What differs between families (biases, further norms
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headway.cost.layers import CacheSpec
-from headway.kernels.interface import Kernels, LayerCache, LayerState, Linear, Mixture, StepGeometry
+from headway.kernels.interface import (
+    AttentionShape,
+    Kernels,
+    LayerCache,
+    LayerState,
+    Linear,
+    Mixture,
+    SinkQueries,
+    StepGeometry,
+)
 from headway.kernels.weights import SOFTMAX, Scores
 from headway.models.config import ModelConfig
 from headway.models.latent_attention import LatentAttention, LatentWeights
@@ -102,6 +111,8 @@ class Attention:
     ) -> None:
         self._weights, self._kernels, self._rope = weights, kernels, rope
         self._query_rope = None if factors is None else (rope[0] * factors, rope[1] * factors)
+        # Sinks are at most as far away as what a query sees is long, whatever their position.
+        self._sink_rope = rope[0][: weights.cache.window], rope[1][: weights.cache.window]
         self._eps = config.rms_norm_eps
         self._scale = config.multipliers.attention or weights.cache.key_dim**-0.5
         self._softcap = config.softcaps.attention
@@ -121,6 +132,7 @@ class Attention:
             value = self._norm(value, weights.value_norm)
         if weights.key_norm is not None:
             key = self._norm(key, weights.key_norm)
+        first = self._sink_queries(query, step) if weights.cache.sinks else None
         if weights.rotated and self._query_rope is None:
             kernels.rotate(query, key, *self._rope, step.positions)
         elif self._query_rope is not None:
@@ -129,11 +141,18 @@ class Attention:
         if weights.projected_kv:
             kernels.store(key, value, cache, step.slots)
         attended = kernels.attention(
-            query, cache, step, self._scale, weights.cache.window, weights.sinks, self._softcap
+            query, cache, step, self._scale, weights.cache.recent, weights.sinks, self._softcap, first
         )
         if gate:
             attended = kernels.sigmoid_gate(attended, gate[0])
         return weights.o(attended.flatten(1))
+
+    def _sink_queries(self, query: Tensor, step: StepGeometry) -> SinkQueries:
+        """Those for the first keys, of queries [T, H, D] without positions."""
+        weights, rows = self._weights, self._kernels.join(query, query[..., :0])  # a copy
+        if weights.rotated:
+            self._kernels.rotate(rows, rows[:, :0], *self._sink_rope, step.positions)
+        return SinkQueries(rows, weights.cache.sinks)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Of x [T, H, D], each head by itself or all together, as the weight is long."""
@@ -172,8 +191,8 @@ class Decoder:
     captured in a graph where the kernels allow it. Call under torch.inference_mode() for the least dispatch time.
 
     Args:
-        max_model_len: positions to prepare tables for; None takes the config's max_model_len. It also fixes the
-            base of dynamic RoPE scaling (see rope.py).
+        max_model_len: positions to prepare tables for; None takes the config's max_model_len. Without attention sinks,
+            it also fixes the base of dynamic RoPE scaling (see rope.py).
 
     Raises:
         ValueError: a layer's cache is one that it cannot attend to.
@@ -195,20 +214,26 @@ class Decoder:
         self.weights = weights
         self.max_model_len = max_model_len or config.max_model_len
         self._identity = object()
-        tables = rope_tables(config.rope, self.max_model_len, self.device)
+        sinks = config.shape.attention_sinks
+        of_tables = self.max_model_len, self.device, None if sinks is None else sinks.window
+        tables = rope_tables(config.rope, *of_tables)
         factors = query_factors(config.rope, self.max_model_len, self.device)
-        local = tables if config.local_rope is None else rope_tables(config.local_rope, self.max_model_len, self.device)
-        attending = [each.mixer for each in weights.layers if isinstance(each.mixer, AttentionWeights | LatentWeights)]
+        local = tables if config.local_rope is None else rope_tables(config.local_rope, *of_tables)
+        given: list[Any] = [layer.mixer for layer in weights.layers]
+        if sinks is not None:  # weights are the same without, and all are of attention
+            given = [replace(mixer, cache=cache) for mixer, cache in zip(given, config.caches, strict=True)]
+        attending = [mixer for mixer in given if isinstance(mixer, AttentionWeights | LatentWeights)]
         mixers: list[Callable[[Tensor, Any, StepGeometry], Tensor]] = [
-            _attention(mixer, config, kernels, tables if mixer.cache.window is None else local, factors)
+            _attention(mixer, config, kernels, tables if mixer.cache.sees_all else local, factors)
             if isinstance(mixer, AttentionWeights | LatentWeights)
             else mixer
-            for mixer in (layer.mixer for layer in weights.layers)
+            for mixer in given
         ]
         # Each layer with the norm that follows it: a layer's closing residual addition is fused with the next norm.
         next_norms = [layer.mixer_norm for layer in weights.layers[1:]] + [weights.final_norm]
         self._layers = list(zip(weights.layers, mixers, next_norms, strict=True))
-        self._attentions = sorted({(config.shape.heads, each.cache.heads, each.cache.key_dim) for each in attending})
+        kinds = [(config.shape.heads, each.cache.heads, each.cache.key_dim, each.cache.recent) for each in attending]
+        self._attentions = [AttentionShape(*kind) for kind in dict.fromkeys(kinds)]
 
     def forward(self, token_ids: Tensor, step: StepGeometry, caches: Sequence[LayerCache | LayerState]) -> Tensor:
         """Run token_ids [T] int64 through all layers, storing their keys and values -> [T, hidden], final norm applied.

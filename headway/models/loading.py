@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from headway.cost.layers import AttentionSinks
 from headway.kernels.interface import Kernels
 from headway.kernels.weights import QUANTIZATIONS
 from headway.models.assembler import Assembler
@@ -59,6 +60,7 @@ def load_model(
     max_model_len: int | None = None,
     quantization: str = "none",
     weights: DecoderWeights | None = None,
+    attention_sinks: AttentionSinks | None = None,
 ) -> Decoder:
     """Build the decoder of a model folder.
 
@@ -74,6 +76,7 @@ def load_model(
         quantization: one of QUANTIZATIONS, for the matrices that the checkpoint has not packed; norms and biases stay
             as they are.
         weights: the model's, where they are known; then none are read.
+        attention_sinks: see ModelConfig.with_attention_sinks.
 
     Raises:
         ModelError: the folder's files are missing, damaged, contradict each other or ask for what is not supported.
@@ -84,6 +87,8 @@ def load_model(
         raise ModelError(f"quantization is {quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}")
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
+    if attention_sinks is not None:
+        config = config.with_attention_sinks(attention_sinks)
     if config.packed is not None and quantization not in ("none", config.packed.scheme):
         raise ModelError(
             f"quantization is {quantization}, but the matrices in {folder} are packed as {config.packed.scheme}; "

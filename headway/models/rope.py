@@ -15,6 +15,7 @@ on how the work was cut into steps. Here L is the context that the server was st
   as in vLLM.
 
 In the same way the factors of longrope are the long ones where the served context is longer than the one in training.
+With attention sinks L is what a query sees: no distance is longer.
 """
 
 from __future__ import annotations
@@ -29,8 +30,14 @@ from headway.models.rope_config import RopeConfig
 _MOST_BYTES = 2 << 30
 
 
-def rope_tables(rope: RopeConfig, context_len: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+def rope_tables(
+    rope: RopeConfig, context_len: int, device: torch.device | str = "cpu", seen: int | None = None
+) -> tuple[Tensor, Tensor]:
     """(cos, sin), each float32 [context_len, rope.dim // 2], times the attention factor of yarn and longrope.
+
+    Args:
+        seen: positions that a query sees, where that is less than the context, which then may be long: so angles are
+            in float64.
 
     Raises:
         ValueError: they would take more than _MOST_BYTES, as of a damaged max_position_embeddings.
@@ -40,9 +47,9 @@ def rope_tables(rope: RopeConfig, context_len: int, device: torch.device | str =
             f"a context of {context_len:,} tokens takes {size / 1e9:.1f} GB for the angles of its positions, more than "
             f"{_MOST_BYTES / 1e9:.1f}; give --max-model-len, or correct max_position_embeddings in config.json"
         )
-    positions = torch.arange(context_len, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, inverse_frequencies(rope, context_len).to(device))
-    cos, sin = angles.cos(), angles.sin_()
+    frequencies = inverse_frequencies(rope, seen or context_len).to(device, torch.float64 if seen else torch.float32)
+    angles = torch.outer(torch.arange(context_len, dtype=frequencies.dtype, device=device), frequencies)
+    cos, sin = angles.cos().float(), angles.sin_().float()
     if rope.attention_factor != 1.0:
         cos.mul_(rope.attention_factor)
         sin.mul_(rope.attention_factor)

@@ -44,6 +44,11 @@ def _of_model(plan: Plan) -> Iterator[str]:
             f"The router spreads tokens evenly over {shape.experts.count} experts; real routers are less even, and a "
             f"batch uses fewer experts."
         )
+    if (sinks := shape.attention_sinks) is not None:
+        yield (
+            f"Layers keep the first {sinks.sinks:,} tokens of a sequence and the last ones, of which attention sees "
+            f"{sinks.window:,} in all."
+        )
     if plan.workload.cached:
         yield (
             f"The first {plan.workload.cached:,} tokens of each prompt are already in the prefix cache, the same for "

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from headway.cost.loading import STORAGE_BYTES_PER_S
+from headway.engine.config import AttentionSinksFlag, AttentionWindowFlag
 from headway.flags import Flag
 from headway.policy.objectives import checked_objectives, parse_objectives
 
@@ -149,6 +150,8 @@ class DeploymentOptions:
     ] = None
     engine: Annotated[str, _engine("Inference engine whose measured efficiency is used.")] = "vllm"
     max_model_len: Annotated[int | None, _engine("Context length in tokens. Default: the model's.")] = None
+    attention_sinks: AttentionSinksFlag = None
+    attention_window: AttentionWindowFlag = None
     gpu_memory_utilization: Annotated[
         float | None,
         _engine("Share of device memory that the engine uses. Default: 0.9. On a calibrated CPU it has no effect."),

@@ -9,7 +9,7 @@ from headway.cost import catalogue
 from headway.cost.capacity import Settings
 from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware, network_of
-from headway.cost.layers import ShapeError
+from headway.cost.layers import AttentionSinks, ShapeError
 from headway.cost.parallel import Parallelism, check, machines
 from headway.cost.precision import QUANTIZATIONS, Precision, is_for_experts
 from headway.cost.requests import Limits
@@ -59,7 +59,7 @@ class Resolved:
 def resolve(request: PlanRequest) -> Resolved:
     """Raises PlanError when a name is not known or the model cannot be run like this."""
     try:
-        model = find_model(request.model, request.quantization)
+        model = _with_sinks(find_model(request.model, request.quantization), request)
         hardware, efficiency, machine = find_hardware(request.hardware, request.engine)
         if request.network_gb_per_s is not None:
             hardware = replace(hardware, network=network_of(request.network_gb_per_s))
@@ -95,6 +95,14 @@ def resolve(request: PlanRequest) -> Resolved:
         settings=_settings(request, model.shape, hardware, limits),
         machine=machine,
     )
+
+
+def _with_sinks(model: Model, request: PlanRequest) -> Model:
+    """With attention sinks, if they are asked for."""
+    trained = model.shape.max_positions
+    asked = request.attention_sinks, request.attention_window, request.block_size
+    sinks = AttentionSinks.of(*asked, trained, request.max_model_len or trained)
+    return model if sinks is None else replace(model, shape=model.shape.with_attention_sinks(sinks))
 
 
 def find_hardware(name: str, engine: str = "vllm") -> tuple[Hardware, Efficiency, CalibratedMachine | None]:

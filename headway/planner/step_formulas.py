@@ -135,14 +135,16 @@ def _kept(plan: Plan, shape: ModelShape, tokens: int) -> str:
     whole = f"ceil({plain(tokens)} / {block})"
     if not plan.settings.rolling or not any(windows):
         return f"{shape.attention_layers} * {block} * {whole}" if shape.attention_layers else ""
-    layers, groups = layers_per_group(windows), group_windows(windows)
-    return added(
-        [
-            f"{groups.count(window) * layers} * {block} * "
-            + (whole if window is None else f"min({whole}, ceil({window - 1} / {block}) + 1)")
-            for window in dict.fromkeys(groups)
-        ]
-    )
+    layers, groups, sinks = layers_per_group(windows), group_windows(windows), shape.attention_sinks
+
+    def blocks(window: int | None) -> str:
+        if window is None:
+            return whole
+        first = sinks.sinks if sinks is not None and window == sinks.window else 0
+        of_sinks = f"ceil({first} / {block}) + " if first else ""
+        return f"min({whole}, {of_sinks}ceil({window - first - 1} / {block}) + 1)"
+
+    return added([f"{groups.count(window) * layers} * {block} * {blocks(window)}" for window in dict.fromkeys(groups)])
 
 
 def of_memory(plan: Plan) -> Iterator[Formula]:

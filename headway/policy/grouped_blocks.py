@@ -20,7 +20,10 @@ from headway.policy.swap import Swapped
 
 
 class GroupedBlockManager(BlockManager):
-    """A BlockManager for a pool with groups. A further choice of a request finds its prompt in the prefix index."""
+    """A BlockManager for a pool with groups.
+
+    A further choice of a request finds its prompt in the prefix index if the first one has passed some of it.
+    """
 
     @property
     def _groups(self) -> tuple[KVCacheGroup, ...]:
@@ -35,18 +38,24 @@ class GroupedBlockManager(BlockManager):
 
     def wanted(self, sequence: Sequence) -> int:
         """Free blocks that its admission takes."""
+        if self._can_fork(sequence):
+            starts = [table.end for table in self._forked(sequence)[1]]
+            return sum(self._ends(sequence, starts)) - sum(starts) + len(self._groups)
         known, references = self._match(sequence), self._blocks.references
         if self._restorable(sequence, known) is None:
-            starts, shared = [known.length] * len(self._groups), known.blocks
+            starts, shared, lacking = [known.length] * len(self._groups), known.blocks, 0
         else:
             _, tables = self._begins(sequence)
             starts = [table.end for table in tables]
-            shared = [block for table in tables for block in table.blocks]
+            shared = [block for table in tables for block in table.held]
+            lacking = sum(group.sinks for group, table in zip(self._groups, tables, strict=True) if table.first)
         cached = sum(1 for block in shared if not references[block])
-        return sum(self._ends(sequence, starts)) - sum(starts) + cached
+        return sum(self._ends(sequence, starts)) - sum(starts) + cached + lacking
 
     def known_tokens(self, sequence: Sequence) -> int:
         """Of a waiting sequence: those that need not be computed."""
+        if self._can_fork(sequence):
+            return sequence.prompt_len - 1
         known = self._match(sequence)
         swapped = self._restorable(sequence, known)
         return known.length * self._blocks.block_size if swapped is None else swapped.computed
@@ -56,11 +65,14 @@ class GroupedBlockManager(BlockManager):
         blocks, owner, size = self._blocks, sequence.service.name, self._blocks.block_size
         if self.wanted(sequence) + spare > blocks.num_free:
             return False
-        known = self._match(sequence)
-        restored = self._restorable(sequence, known)
-        sequence.num_computed, tables = self._begins(sequence)
+        forks = self._can_fork(sequence)
+        known = PrefixMatch() if forks else self._match(sequence)
+        restored = None if forks else self._restorable(sequence, known)
+        sequence.num_computed, tables = self._forked(sequence) if forks else self._begins(sequence)
+        if forks and sequence.parent is not None:
+            sequence.parent.room = 0  # it copies the block that both go on in
         starts = [table.end for table in tables]
-        shared = [block for table in tables for block in table.blocks]
+        shared = [block for table in tables for block in table.held]
         blocks.share(shared, owner)
         sequence.num_registered = min(len(known.nodes), *starts)
         sequence.cache_node = known.nodes[sequence.num_registered - 1] if sequence.num_registered else 0
@@ -69,9 +81,11 @@ class GroupedBlockManager(BlockManager):
         if sequence.preemptions == 0 and sequence.output_len == 0:
             sequence.cached_tokens = sequence.num_computed
             blocks.prefix_stats.note(owner, sequence.prompt_len, sequence.num_computed)
-            if shared:
+            if shared and not forks:
                 blocks.cached.found(shared)
-        for end, table in zip(self._ends(sequence, starts), tables, strict=True):
+        for group, end, table in zip(self._groups, self._ends(sequence, starts), tables, strict=True):
+            if table.first and not table.sinks:  # the host has them
+                table.sinks = blocks.allocate(group.sinks, owner)
             table.blocks += blocks.allocate(end - table.end, owner)
         sequence.tables = tables
         sequence.parent = sequence.prefix_match = None
@@ -79,6 +93,25 @@ class GroupedBlockManager(BlockManager):
             self._restore(sequence, restored, starts)
         self._free_host(sequence)
         return True
+
+    def _can_fork(self, sequence: Sequence) -> bool:
+        """As BlockManager's; the first choice must have what windows see at the prompt's end."""
+        parent = sequence.parent
+        if parent is None or sequence.swapped is not None or not super()._can_fork(sequence):
+            return False
+        pairs, computed = zip(self._groups, parent.tables, strict=True), sequence.prompt_len - 1
+        return all(table.first <= group.first(computed, self._blocks.block_size) for group, table in pairs)
+
+    def _forked(self, sequence: Sequence) -> tuple[int, list[GroupTable]]:
+        """As _begins(), of a further choice: all of the prompt but its last token, which is computed again."""
+        parent, computed, tables = sequence.parent, sequence.prompt_len - 1, list[GroupTable]()
+        assert parent is not None
+        end = self._blocks.blocks_for(sequence.prompt_len)
+        for group, table in zip(self._groups, parent.tables, strict=True):
+            first = group.first(computed, self._blocks.block_size)
+            sinks = (table.sinks or table.blocks[: group.sinks]) if first else []
+            tables.append(GroupTable(first, table.entries(first, end), list(sinks)))
+        return computed, tables
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
         if not self._blocks.enable_prefix_caching or sequence.logit_rows(0, sequence.prompt_len):
@@ -104,11 +137,11 @@ class GroupedBlockManager(BlockManager):
         known, size = self._match(sequence), self._blocks.block_size
         swapped = self._restorable(sequence, known)
         if swapped is None:
-            return known.length * size, [GroupTable(*each) for each in self._pages.tables(known, known.length)]
+            return known.length * size, self._pages.tables(known, known.length)
         found = self._pages.tables(known, min(known.whole, swapped.computed // size))
         tables = [
-            GroupTable(0, blocks) if group.window is None else GroupTable(group.first(swapped.computed, size))
-            for group, (_, blocks) in zip(self._groups, found, strict=True)
+            table if group.window is None else GroupTable(group.first(swapped.computed, size))
+            for group, table in zip(self._groups, found, strict=True)
         ]
         return swapped.computed, tables
 
@@ -116,21 +149,33 @@ class GroupedBlockManager(BlockManager):
         """How long the tables become whose known entries end there."""
         needed = self._blocks.blocks_for(len(sequence.tokens))
         pairs = zip(self._groups, starts, strict=True)
-        return [needed if group.window is None else min(needed, start + group.ahead) for group, start in pairs]
+        return [
+            needed if group.window is None else min(needed, max(start, group.sinks) + group.ahead)
+            for group, start in pairs
+        ]
 
     # --- steps --------------------------------------------------------------------------------------
 
     def growth(self, sequence: Sequence) -> int:
         """Blocks that the next token of a decoding sequence takes, less those that windows have passed."""
-        return max(0, self._missing(sequence, self._wanted_ends(sequence, 1)) - self._passed(sequence))
+        missing = self._missing(sequence, self._wanted_ends(sequence, 1)) + len(self._shared(sequence))
+        return max(0, missing - self._passed(sequence))
+
+    def _shared(self, sequence: Sequence) -> list[int]:
+        """Groups where others hold the block of the next token, too."""
+        entry, references = sequence.num_computed // self._blocks.block_size, self._blocks.references
+        return [
+            number
+            for number, table in enumerate(sequence.tables)
+            if entry < table.end and references[table.blocks[entry - table.first]] > 1
+        ]
 
     def _wanted_ends(self, sequence: Sequence, count: int) -> list[int]:
         """How long the tables have to be for the next `count` tokens, and for a prompt's largest step."""
         size, start = self._blocks.block_size, sequence.num_computed
         needed, whole = self._blocks.blocks_for(start + count), self._blocks.blocks_for(len(sequence.tokens))
         return [
-            max(needed, whole if group.window is None else min(whole, group.first(start, size) + group.ahead))
-            for group in self._groups
+            max(needed, whole if group.window is None else min(whole, group.end(start, size))) for group in self._groups
         ]
 
     def _missing(self, sequence: Sequence, ends: list[int]) -> int:
@@ -141,18 +186,19 @@ class GroupedBlockManager(BlockManager):
         references, found = self._blocks.references, 0
         for group, table in zip(self._groups, sequence.tables, strict=True):
             first = group.first(sequence.num_computed, self._blocks.block_size)
-            found += sum(references[block] == 1 for block in table.entries(table.first, first))
+            found += sum(references[block] == 1 for block in table.entries(table.first or group.sinks, first))
         return found
 
     def extend(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
         """As BlockManager.extend(); gives up what windows have passed."""
         blocks, ends, tables = self._blocks, self._wanted_ends(sequence, count), sequence.tables
-        missing = self._missing(sequence, ends)
+        shared, entry = self._shared(sequence), sequence.num_computed // blocks.block_size
+        missing = self._missing(sequence, ends) + len(shared)
         if missing > blocks.num_free:
             free = blocks.num_free + self._passed(sequence)
             if missing > free:  # as others share what windows have passed
                 ends = [blocks.blocks_for(sequence.num_computed + count)] * len(tables)
-                missing = self._missing(sequence, ends)
+                missing = self._missing(sequence, ends) + len(shared)
             if missing > free:
                 return False
         changed = []
@@ -162,27 +208,36 @@ class GroupedBlockManager(BlockManager):
             changed.append(table.first > before)
         for number, (end, table) in enumerate(zip(ends, tables, strict=True)):
             start, lacking = table.end, end - table.end
+            if number in shared:
+                start = entry
+                (copy,) = blocks.allocate(1, sequence.service.name)
+                plan.copies.append((table.blocks[entry - table.first], copy))
+                blocks.release([table.blocks[entry - table.first]])
+                table.blocks[entry - table.first] = copy
             if lacking > 0:
                 table.blocks += blocks.allocate(lacking, sequence.service.name, *table.blocks[-1:])
-            if sequence.in_executor and (lacking > 0 or changed[number]):
-                added = table.entries(start, end)
-                plan.tables.append(TableChange(sequence.seq_id, start, added, number, table.first))
+            if sequence.in_executor and (lacking > 0 or changed[number] or number in shared):
+                added = table.entries(start, table.end)
+                sinks = len(table.sinks)
+                plan.tables.append(TableChange(sequence.seq_id, start, added, number, table.first, sinks))
         sequence.room = min(table.end for table in tables) * blocks.block_size
         return True
 
     def _pass_by(self, sequence: Sequence, group: KVCacheGroup, table: GroupTable) -> None:
-        """Give up what the window of a table has passed."""
+        """Give up what the window of a table has passed, sinks apart."""
         size = self._blocks.block_size
         first = group.first(sequence.num_computed, size)
-        count = first - table.first
+        count, start = first - table.first, table.first or group.sinks
         if count <= 0:
             return
         kept, passed = list[int](), list[int]()
-        for entry, block in enumerate(table.blocks[:count], table.first):
+        for entry, block in enumerate(table.entries(start, first), start):
             ends = (at for at in sequence.keeps_at if entry * size < at)
             (kept if any(group.first(at, size) <= entry for at in ends) else passed).append(block)
         self._blocks.release(kept)
         self._blocks.pass_by(passed)
+        if not table.first:
+            table.sinks = table.blocks[: group.sinks]
         del table.blocks[:count]
         table.first = first
 
@@ -231,11 +286,12 @@ class GroupedBlockManager(BlockManager):
     def _parts(self, sequence: Sequence, starts: list[int]) -> list[list[int]]:
         """What tables have of computed tokens, those without a window from these entries on."""
         size, computed = self._blocks.block_size, sequence.num_computed
-        end = self._blocks.blocks_for(computed)
-        return [
-            table.entries(start if group.window is None else group.first(computed, size), end)
-            for group, table, start in zip(self._groups, sequence.tables, starts, strict=True)
-        ]
+        end, parts = self._blocks.blocks_for(computed), []
+        for group, table, start in zip(self._groups, sequence.tables, starts, strict=True):
+            first = start if group.window is None else group.first(computed, size)
+            sinks = table.sinks or table.blocks[: group.sinks] if group.window is not None and first else []
+            parts.append(sinks + table.entries(first, end))
+        return parts
 
     def _restore(self, sequence: Sequence, swapped: Swapped, starts: list[int]) -> None:
         """Have copied back what tables without a window lack from `starts` on, and others altogether."""
@@ -252,6 +308,7 @@ class GroupedBlockManager(BlockManager):
     def release(self, sequence: Sequence) -> None:
         """Give back all blocks; those of the last tokens are the first to be given up."""
         held = [(table.first + at, block) for table in sequence.tables for at, block in enumerate(table.blocks)]
+        held += [(at, block) for table in sequence.tables for at, block in enumerate(table.sinks)]
         self._blocks.release([block for _, block in sorted(held)])
         sequence.tables = []
         super().release(sequence)
@@ -259,4 +316,6 @@ class GroupedBlockManager(BlockManager):
 
 def _entry(table: GroupTable, entry: int) -> int:
     """The block of an entry of a table; NO_BLOCK where a window has passed it."""
+    if entry < len(table.sinks):
+        return table.sinks[entry]
     return table.blocks[entry - table.first] if entry >= table.first else NO_BLOCK

@@ -123,6 +123,11 @@ class KVBlocks:
         """That one sequence holds at most until it has so many tokens, in all its tables."""
         return most_blocks(self.groups, self.blocks_for(num_tokens))
 
+    def pool_tokens(self, max_model_len: int) -> int:
+        """Tokens that the pool holds of sequences of this length, each counted once for all tables."""
+        whole = self.num_blocks * self.block_size
+        return min(whole, self.num_blocks * max_model_len // self.most_blocks(max_model_len)) if self.groups else whole
+
     # --- blocks -------------------------------------------------------------------------------------
 
     def allocate(self, count: int, owner: str = COMMON, after: int = _NONE) -> list[int]:

@@ -3,6 +3,8 @@
 A layer with a window needs the keys and values of the last tokens alone. So the layers are put in groups of one window,
 each with a block table of its own, and tables of windowed groups give up what the window has passed. All groups have
 room for the same number of layers, so that their blocks are of one size and come from one pool.
+
+Layers with attention sinks see the first tokens of a sequence, too, whose blocks stay.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from functools import cache
 
 import msgspec
 
+from headway.cost.layers import AttentionSinks
+
 # Block tables of a sequence. More, for fewer layers each, would waste less memory and cost more work with each block.
 MOST_GROUPS = 8
 
@@ -21,23 +25,36 @@ class KVCacheGroup(msgspec.Struct, frozen=True, array_like=True):
     """What the scheduler knows of a group; sizes are blocks of one sequence.
 
     Args:
-        window: positions that a query sees, itself included; None for all.
+        window: positions that a query sees, itself included, sinks apart; None for all.
         ahead: that a prompt under way has for its tokens, where it has more tokens than that: those that the largest
-            step sees. 0 without a window, where it has them for all tokens.
+            step sees, sinks apart. 0 without a window, where it has them for all tokens.
         known: that it begins with at most besides, of a known prefix.
+        sinks: the first ones, which stay.
     """
 
     window: int | None
     ahead: int = 0
     known: int = 0
+    sinks: int = 0
 
     def first(self, computed: int, block_size: int) -> int:
-        """The first entry of its table that is needed for tokens after so many computed ones."""
-        return 0 if self.window is None else max(0, computed - self.window + 1) // block_size
+        """The first entry of its table that is needed for tokens after so many computed ones, with those after it.
+
+        It is 0 while no entry behind the sinks has been passed.
+        """
+        if self.window is None:
+            return 0
+        first = max(0, computed - self.window + 1) // block_size
+        return first if first > self.sinks else 0
+
+    def end(self, computed: int, block_size: int) -> int:
+        """How long a window's table is for a prompt's largest step after so many computed tokens."""
+        first = self.first(computed, block_size)
+        return (first or self.sinks) + self.ahead
 
     def most(self, num_blocks: int) -> int:
         """That a sequence of so many runs of tokens ever has."""
-        return num_blocks if self.window is None else min(num_blocks, self.ahead + self.known)
+        return num_blocks if self.window is None else min(num_blocks, self.sinks + self.ahead + self.known)
 
 
 @dataclass(slots=True)
@@ -46,10 +63,17 @@ class GroupTable:
 
     Args:
         first: the entry of the first block; a window has passed those before.
+        sinks: the blocks of the first entries, which stay where a window has passed those behind them.
     """
 
     first: int = 0
     blocks: list[int] = field(default_factory=list)
+    sinks: list[int] = field(default_factory=list)
+
+    @property
+    def held(self) -> list[int]:
+        """All its blocks, in order."""
+        return self.sinks + self.blocks
 
     @property
     def end(self) -> int:
@@ -66,10 +90,13 @@ def most_blocks(groups: Sequence[KVCacheGroup], num_blocks: int) -> int:
     return sum(group.most(num_blocks) for group in groups) if groups else num_blocks
 
 
-def decode_blocks(window: int | None, tokens: int, block_size: int) -> int:
+def decode_blocks(window: int | None, tokens: int, block_size: int, sinks: AttentionSinks | None = None) -> int:
     """Blocks of one group that a sequence of so many tokens holds while it decodes."""
     whole = -(-tokens // block_size)
-    return whole if window is None else min(whole, -(-(window - 1) // block_size) + 1)
+    if window is None:
+        return whole
+    first = sinks.sinks if sinks is not None and window == sinks.window else 0
+    return min(whole, -(-first // block_size) + -(-(window - first - 1) // block_size) + 1)
 
 
 @cache
@@ -115,18 +142,25 @@ def seen_windows(windows: Iterable[int | None], max_model_len: int) -> tuple[int
 
 
 def kv_cache_groups(
-    windows: Iterable[int | None], largest_chunk: int, max_model_len: int, block_size: int
+    windows: Iterable[int | None],
+    largest_chunk: int,
+    max_model_len: int,
+    block_size: int,
+    sinks: AttentionSinks | None = None,
 ) -> tuple[KVCacheGroup, ...]:
     """The groups of a model whose layers have these windows; empty where all layers see all of a sequence.
 
     Args:
         largest_chunk: most tokens of a sequence in a step.
+        sinks: of those layers whose window it has.
     """
     seen, groups = seen_windows(windows, max_model_len), []
     for window in group_windows(seen) if seen else ():
         if window is None:
             groups.append(KVCacheGroup(None))
         else:
-            ahead = -(-(window - 1 + largest_chunk) // block_size) + 1
-            groups.append(KVCacheGroup(window, ahead, -(-(window - 1) // block_size)))
+            first = sinks.sinks if sinks is not None and window == sinks.window else 0
+            behind = window - first - 1
+            ahead = -(-(behind + largest_chunk) // block_size) + 1
+            groups.append(KVCacheGroup(behind + 1, ahead, -(-behind // block_size), first // block_size))
     return tuple(groups)

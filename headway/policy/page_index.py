@@ -5,7 +5,7 @@ up to one block for each group. Blocks of windowed groups come and go apart from
 has a block or other pages hang from it.
 
 A prefix of some pages can be gone on from if groups without a window have a block for each page, and those with a
-window for each of the last pages that it sees.
+window for each of the last pages that it sees and for the sinks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from headway.policy.kv_groups import KVCacheGroup
+from headway.policy.kv_groups import GroupTable, KVCacheGroup
 from headway.policy.prefix_index import PrefixMatch
 
 _Tokens = tuple[int, ...]
@@ -71,7 +71,7 @@ class PageIndex:
             found.append(page)
             parent = page
         self._measure(known)
-        known.blocks = [block for at, blocks in self.tables(known, known.length) for block in blocks]
+        known.blocks = [block for table in self.tables(known, known.length) for block in table.held]
         known.version = self.version
 
     def _measure(self, known: PrefixMatch) -> None:
@@ -82,6 +82,9 @@ class PageIndex:
             if seen.window is None and NO_BLOCK in (column := [blocks[group] for blocks in pages[:whole]]):
                 whole = column.index(NO_BLOCK)
         length = known.whole = whole
+        for group, seen in enumerate(self._groups):
+            if seen.sinks and NO_BLOCK in (column := [blocks[group] for blocks in pages[: min(seen.sinks, length)]]):
+                length = column.index(NO_BLOCK)
         # Where a window sees a page without a block, so it does from every shorter prefix that has the page.
         while (gap := self._gap(pages, length)) is not None:
             length = gap
@@ -96,13 +99,16 @@ class PageIndex:
                 return at
         return None
 
-    def tables(self, known: PrefixMatch, length: int) -> list[tuple[int, list[int]]]:
-        """What groups have of the first pages of a prefix: the first page that is needed of them, and their blocks."""
+    def tables(self, known: PrefixMatch, length: int) -> list[GroupTable]:
+        """What groups have of the first pages of a prefix, as far as it is needed."""
         size, tables = self._block_size, []
         pages = [self._pages[number].blocks for number in known.nodes[:length]]
         for group, seen in enumerate(self._groups):
             first = seen.first(length * size, size)
-            tables.append((first, [blocks[group] for blocks in pages[first:]]))
+            sinks = pages[: seen.sinks] if first else []
+            tables.append(
+                GroupTable(first, [blocks[group] for blocks in pages[first:]], [blocks[group] for blocks in sinks])
+            )
         return tables
 
     def path(self, tokens: Sequence[int], salt: str) -> list[list[int]]:

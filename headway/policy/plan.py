@@ -49,7 +49,7 @@ class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
         """Apply a change of a table."""
         table = self.further_tables[change.group - 1] if change.group else self.block_table
         table[change.start :] = change.blocks
-        for entry in range(change.first - 1, -1, -1):
+        for entry in range(change.first - 1, change.sinks - 1, -1):
             if table[entry] == PASSED:
                 break
             table[entry] = PASSED
@@ -57,7 +57,9 @@ class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
 
 def state_of(sequence: Sequence) -> SequenceState:
     """All that an executor has to know of a sequence, with copies of its lists."""
-    tables = [[PASSED] * table.first + table.blocks for table in sequence.tables] or [list(sequence.block_table)]
+    tables = [
+        table.sinks + [PASSED] * (table.first - len(table.sinks)) + table.blocks for table in sequence.tables
+    ] or [list(sequence.block_table)]
     return SequenceState(
         sequence.seq_id,
         sequence.params,
@@ -77,6 +79,7 @@ class TableChange(msgspec.Struct, array_like=True, gc=False):
     Args:
         group: whose table it is.
         first: entries before this one have been passed by a window.
+        sinks: but not so many of the first ones.
     """
 
     seq_id: int
@@ -84,6 +87,7 @@ class TableChange(msgspec.Struct, array_like=True, gc=False):
     blocks: list[int]
     group: int = 0
     first: int = 0
+    sinks: int = 0
 
 
 class ScheduledSequence(msgspec.Struct, array_like=True, gc=False):

@@ -45,7 +45,9 @@ def room_for(
         for at in range(0, len(prompt.token_ids) // size * size, size):
             parent = nodes.setdefault((parent, tuple(prompt.token_ids[at : at + size])), len(nodes) + 1)
         pages = len(prompt.token_ids) // size
-        seen = sum(min(group.known, pages) for group in pool.groups)  # by windows, at the end of this prompt
+        seen = sum(
+            min(group.sinks + group.known, pages) for group in pool.groups
+        )  # by windows, at the end of this prompt
         count = len(nodes) * whole + ends + seen
         needed = f"{prompt.where}: with this prompt of {len(prompt.token_ids)} tokens, {count} blocks must stay"
         if count > room:

@@ -143,7 +143,7 @@ class Sequence:
         """Those of all its tables."""
         if not self.tables:
             return self.block_table
-        return [block for table in self.tables for block in table.blocks]
+        return [block for table in self.tables for block in table.held]
 
     @property
     def num_to_compute(self) -> int:

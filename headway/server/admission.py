@@ -29,7 +29,7 @@ class Admission:
             self._ready = ready
             self.queues.of_all.limits = QueueLimits.for_engine(
                 ready.max_num_seqs,
-                ready.num_blocks * ready.block_size,
+                ready.pool_tokens,
                 self._settings.max_num_queued_reqs,
                 self._settings.max_num_queued_tokens,
             )

@@ -129,7 +129,7 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
     efficiency, usual = found.deployment.efficiency, math.inf if profile == VLLM else None
     limits = QueueLimits.for_engine(
         scheduler.config.max_num_seqs,
-        pool.num_blocks * scheduling.block_size,
+        scheduler.blocks.pool_tokens(pool.max_model_len),
         options.max_num_queued_reqs or usual,
         options.max_num_queued_tokens or usual,
     )
@@ -215,7 +215,13 @@ def _pool(
         may_shrink=options.max_model_len is None,
         state_bytes=found.deployment.device.state_bytes,
         keep_checkpoints=scheduling.enable_prefix_caching,
-        groups=kv_cache_groups(_windows(options, found), scheduling.batched_tokens(device), longest, block_size),
+        groups=kv_cache_groups(
+            _windows(options, found),
+            scheduling.batched_tokens(device),
+            longest,
+            block_size,
+            found.model.shape.attention_sinks,
+        ),
     )
 
 

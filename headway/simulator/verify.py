@@ -224,8 +224,8 @@ def _simulated(recording: Recording, steps: list[RecordedStep], load: Load, host
     engine = recording.engine
     scheduler = Scheduler(engine.scheduler_config(), engine.kv_blocks())
     teach(scheduler.accounting.step_time, steps)
-    limits = QueueLimits.for_engine(scheduler.config.max_num_seqs, engine.num_blocks * engine.block_size)
     source, context = SketchSource(load_tokenizer(engine.model)), scheduler.config.max_model_len
+    limits = QueueLimits.for_engine(scheduler.config.max_num_seqs, scheduler.blocks.pool_tokens(context))
     workload = build_workload(load.spec, source, chat=False, context=context)
     deployed = Deployed(scheduler, Learnt.of(steps, load.spec.seed), limits, host, {})
     return answer([deployed.server()], load, workload)[0]

@@ -12,9 +12,10 @@ import torch
 from headway import LLM, SamplingParams
 from headway.cost.memory import kv_cache_bytes
 from headway.engine import build as building
+from headway.engine.config import SchedulingOptions
 from headway.engine.messages import AddRequest
-from headway.models.config import ModelConfig
 from headway.policy.swap import SwapSpace
+from headway.simulator.deployed import ServerOptions, deploy
 from tests.engine.models import TINY_GEMMA, TINY_GPT_OSS, write_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -24,8 +25,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # As in most sizes of Gemma 3, one group has fewer layers than it has room for.
     "gemma": TINY_GEMMA | {"num_hidden_layers": 11, "sliding_window_pattern": 4},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 37},
+    "sinks": {"max_position_embeddings": 117},
 }
-GROUPS = {"gpt-oss": [[1], [0]], "gemma": [[3, 7], [0, 1], [2, 4], [5, 6], [8, 9], [10]], "mistral": [[0, 1]]}
+GROUPS = {
+    "gpt-oss": [[1], [0]],
+    "gemma": [[3, 7], [0, 1], [2, 4], [5, 6], [8, 9], [10]],
+    "mistral": [[0, 1]],
+    "sinks": [[0, 1]],
+}
+# Sinks that are as many in blocks of any size here.
+SINKS = {"attention_sinks": 80, "max_model_len": 256}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -36,7 +45,11 @@ def family(request: pytest.FixtureRequest) -> str:
 @functools.lru_cache(maxsize=8)
 def build(folder: str, **settings: Any) -> LLM:
     defaults: dict[str, Any] = {"load_format": "dummy", "num_threads": 1, "kv_cache_memory": 8 << 20, "device": "cpu"}
-    return LLM(folder, skip_tokenizer_init=True, **(defaults | settings))
+    return LLM(folder, skip_tokenizer_init=True, **(defaults | sinks_of(folder) | settings))
+
+
+def sinks_of(folder: str) -> dict[str, Any]:
+    return SINKS if Path(folder).name.startswith("sinks") else {}
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +63,8 @@ def whole(folder: str, request: pytest.FixtureRequest) -> tuple[str, list[list[i
     with pytest.MonkeyPatch.context() as patch:
         for name, nothing in (("seen_windows", []), ("kv_cache_groups", ())):
             patch.setattr(building, name, lambda *_, nothing=nothing: nothing)
-        llm = LLM(
-            folder, skip_tokenizer_init=True, load_format="dummy", num_threads=1, dtype=request.param, device="cpu"
-        )
+        options = {"skip_tokenizer_init": True, "load_format": "dummy", "num_threads": 1, "dtype": request.param}
+        llm = LLM(folder, device="cpu", **(options | sinks_of(folder)))  # type: ignore[arg-type]
     assert not llm.engine.core.scheduler.blocks.groups
     return request.param, tokens_of(llm)
 
@@ -93,7 +105,7 @@ def test_nothing_changes_what_is_said(
 @pytest.mark.parametrize("caching", [False, True])
 def test_preempted(folder: str, family: str, whole: tuple[str, list[list[int]]], swap: bool, caching: bool) -> None:
     dtype, expected = whole
-    least = {"gpt-oss": 20, "gemma": 52, "mistral": 12}[family]
+    least = {"gpt-oss": 20, "gemma": 52, "mistral": 12, "sinks": 15}[family]
     block = max(map(len, GROUPS[family])) * 2 * 2 * 16 * 16 * (4 if dtype == "float32" else 2)
     memory = (least + 8) * block
     sizes = {"kv_cache_memory": memory, "max_num_seqs": 12, "max_num_batched_tokens": 32}
@@ -132,9 +144,10 @@ def test_all_choices_of_a_greedy_request_are_the_same(folder: str, whole: tuple[
 
 def test_a_sequence_holds_the_bytes_that_the_cost_model_counts(folder: str, family: str) -> None:
     llm = build(folder, dtype="bfloat16", block_size=4)
-    core, shape = llm.engine.core, ModelConfig.from_folder(Path(folder)).shape
+    core = llm.engine.core
+    shape = core.executor.model.config.shape  # type: ignore[attr-defined]
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    core.add(AddRequest("one", PROMPTS[5], params, []))
+    core.add(AddRequest("one", PROMPTS[9], params, []))
     block = max(map(len, GROUPS[family])) * 2 * 2 * 4 * 16 * 2
     while core.has_work:
         core.step()
@@ -155,3 +168,24 @@ def test_the_pool_is_as_large_as_its_groups_say(folder: str, family: str) -> Non
     ]
     held = sum(tensor.nbytes for cache in executor._paged for tensor in cache.tensors)  # type: ignore[attr-defined]
     assert held == (blocks.num_blocks + 1) * layers * 2 * 2 * 16 * 16 * 2
+
+
+def test_sequences_are_longer_than_the_model_was_trained_for(tmp_path: Path) -> None:
+    """With sinks alone; and in no more blocks than the window has."""
+    folder = write_config(tmp_path / "sinks", **FAMILIES["sinks"])
+    with pytest.raises(ValueError, match="between 2 and 117; more needs --attention-sinks"):
+        build(folder, attention_sinks=None)
+    with pytest.raises(ValueError, match="no sequence has more than 117 tokens, and attention sees 117"):
+        build(folder, max_model_len=None)
+    with pytest.raises(ValueError, match="attention_window is 60, which needs --attention-sinks"):
+        build(folder, attention_sinks=None, max_model_len=None, attention_window=60)
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_memory": 1 << 19}
+    llm = build(folder, attention_sinks=4, max_model_len=4096, **sizes)
+    core, prompt = llm.engine.core, [(7 * i) % 500 + 5 for i in range(2000)]
+    assert core.scheduler.blocks.most_blocks(4096) == 1 + -(-(100 + 32) // 16) + 1 + 7
+    asked = ServerOptions(model=folder, hardware="H100-SXM", attention_sinks=4, max_model_len=4096)
+    simulated = deploy(asked, SchedulingOptions(max_num_batched_tokens=32, max_num_seqs=4))
+    assert simulated.scheduler.blocks.groups == core.scheduler.blocks.groups
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=50, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 50
+    core.check()

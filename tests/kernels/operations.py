@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headway.engine.sampler import BAD_TOKEN, Sampler
-from headway.kernels.interface import Kernels, LayerCache
+from headway.kernels.interface import Kernels, LayerCache, SinkQueries
 from headway.kernels.reference import ReferenceKernels
 from headway.kernels.weights import CLAMPED, GELU_TANH, SILU, Groups, Product, Scores, Weight
 from tests.engine.sampling_oracle import make_sequence
@@ -61,7 +61,7 @@ def check_gate(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, w
 
 
 def check_rotate(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, width: int, half: int) -> None:
-    angles = random(0, torch.float32, 64, half)
+    angles = random(0, torch.float32, 61, half)  # behind which positions count as the last
     positions = torch.randint(0, 64, (tokens,), generator=torch.Generator().manual_seed(1))
     fused = random(2, dtype, tokens, 7 * width)
     ours = fused.clone().to(device)
@@ -295,7 +295,7 @@ def check_copy_blocks(kernels: Kernels, device: str) -> None:
 def check_attention(
     kernels: Kernels, device: str, dtype: torch.dtype, queries: list[int], contexts: list[int], heads: int,
     kv_heads: int, width: int, block_size: int, window: int | None, seed: int = 0,
-    cache_dtype: torch.dtype | None = None, has_sinks: bool = False, softcap: float | None = None,
+    cache_dtype: torch.dtype | None = None, has_sinks: bool = False, softcap: float | None = None, first_keys: int = 0,
 ) -> None:  # fmt: skip
     """Attention of queries that are a slice of a wider projection, over what was stored in shuffled blocks before.
 
@@ -315,19 +315,23 @@ def check_attention(
         each.store(keys.to(to), values.to(to), target, before.slots.to(to))
     fused = random(seed + 3, dtype, sum(queries), (heads + 2) * width)
     sinks = random(seed + 4, torch.float32, heads) * 4 if has_sinks else None  # from negligible to most of the weight
+    first = SinkQueries(random(seed + 5, dtype, sum(queries), heads, width) * 2, first_keys) if first_keys else None
     expected = REFERENCE.attention(
-        fused[:, : heads * width].view(-1, heads, width), cache, step, width**-0.5, window, sinks, softcap
+        fused[:, : heads * width].view(-1, heads, width), cache, step, width**-0.5, window, sinks, softcap, first
     )
     if window is not None:
         for row, (count, context) in enumerate(zip(queries, contexts, strict=True)):
-            passed = step.block_tables[row, : max(0, context - count - window + 1) // block_size]
+            kept = first_keys // block_size
+            passed = step.block_tables[row, kept : max(kept, (context - count - window + 1) // block_size)]
             for tensor in ours.tensors:
                 tensor[passed.long().to(device)] = torch.nan if tensor.is_floating_point() else 99
                 tensor[num_blocks] = 0
             passed[:] = num_blocks
     query = fused.to(device)[:, : heads * width].view(-1, heads, width)
     of_device = sinks if sinks is None else sinks.to(device)
-    got = kernels.attention(query, ours, on(device, step), width**-0.5, window, of_device, softcap)
+    if first is not None:
+        first = SinkQueries(first.rows.to(device), first.num_keys)
+    got = kernels.attention(query, ours, on(device, step), width**-0.5, window, of_device, softcap, first)
     assert got.shape == (sum(queries), heads, width)
     if cache_dtype is None:
         assert_close(got, expected, dtype)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headway.kernels.cpu import CpuKernels
 from headway.kernels.host import one_thread
-from headway.kernels.interface import LayerCache
+from headway.kernels.interface import LayerCache, SinkQueries
 from headway.kernels.weights import Weight
 from tests.kernels import operations
 from tests.kernels.operations import DTYPES, check_attention
@@ -169,15 +169,16 @@ def test_attention_of_a_mixed_step(
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 1000),
     has_sinks=st.booleans(),
+    first_blocks=st.integers(0, 8),
 )
 def test_attention_of_any_step(
     lengths: list[tuple[int, int]], kv_heads: int, group: int, width: int, block_size: int, window: int | None,
-    dtype: torch.dtype, seed: int, has_sinks: bool,
+    dtype: torch.dtype, seed: int, has_sinks: bool, first_blocks: int,
 ) -> None:  # fmt: skip
     queries, contexts = [q for q, _ in lengths], [q + earlier for q, earlier in lengths]
     check_attention(
         CpuKernels(), "cpu", dtype, queries, contexts, kv_heads * group, kv_heads, width, block_size, window, seed,
-        has_sinks=has_sinks,
+        has_sinks=has_sinks, first_keys=first_blocks * block_size if window else 0,
     )  # fmt: skip
 
 
@@ -198,6 +199,17 @@ def test_attention_with_sinks(kernels: CpuKernels, window: int | None, cache_dty
     """Contexts in one part and in several; of those, the window hides the first."""
     steps = [1, 7, 1, 20], [1, 7, 1100, 333]
     check_attention(kernels, "cpu", torch.float32, *steps, 14, 2, 64, 16, window, 0, cache_dtype, has_sinks=True)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("block_size", "first_keys"), [(16, 16), (32, 160), (16, 512), (5, 5)])
+def test_attention_with_queries_of_their_own_for_the_first_keys(
+    kernels: CpuKernels, dtype: torch.dtype, cache_dtype: torch.dtype | None, block_size: int, first_keys: int
+) -> None:
+    for window in (37, 600):
+        sizes = 14, 2, 64, block_size, window, 0, cache_dtype
+        check_attention(kernels, "cpu", dtype, *MIXED, *sizes, first_keys=first_keys)
 
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])
@@ -255,12 +267,20 @@ def test_attention_does_not_depend_on_how_a_long_prompt_is_cut(
     cache = operations.empty_cache((blocks, 2, 16, 64), cache_dtype or dtype, "cpu")
     before, query = step_of([1500], [1500], 16)[0], random(0, dtype, 200, 4, 64)
     kernels.store(random(1, dtype, 1500, 2, 64), random(2, dtype, 1500, 2, 64), cache, before.slots)
-    for window, sinks in ((None, None), (700, random(3, torch.float32, 4))):
-        whole = kernels.attention(query, cache, step, 0.125, window, sinks)
+    of_first = random(4, dtype, 200, 4, 64)
+    for window, sinks, keys in (
+        (None, None, 0),
+        (700, random(3, torch.float32, 4), 0),
+        (100, None, 0),
+        (100, None, 32),
+    ):
+        options = 0.125, window, sinks, None
+        whole = kernels.attention(query, cache, step, *options, SinkQueries(of_first, keys) if keys else None)
         for first, end in ((0, 1), (57, 60), (199, 200)):
             few, _ = step_of([end - first], [1300 + end], 16)
             few.block_tables = step.block_tables
-            assert torch.equal(kernels.attention(query[first:end], cache, few, 0.125, window, sinks), whole[first:end])
+            own = SinkQueries(of_first[first:end], keys) if keys else None
+            assert torch.equal(kernels.attention(query[first:end], cache, few, *options, own), whole[first:end])
 
 
 def test_attention_over_latents_does_not_depend_on_its_company_or_on_threads() -> None:
@@ -296,11 +316,11 @@ def test_one_plan_serves_all_layers_and_a_new_step_makes_a_new_one(kernels: CpuK
     cache = cache_of(blocks, 1, 8, 16, torch.float32, 0)
     query = random(1, torch.float32, 2, 2, 16)
     kernels.attention(query, cache, first, 0.25, None)
-    made = kernels._plans[2]._memory.copy()
+    made = kernels._plans[2, None]._memory.copy()
     kernels.attention(query, cache, first, 0.25, 4)
-    assert (kernels._plans[2]._memory == made).all()
+    assert (kernels._plans[2, None]._memory == made).all()
     kernels.attention(query[:1], cache, step_of([1], [9], 8)[0], 0.25, None)
-    assert (kernels._plans[2]._memory != made).any()
+    assert (kernels._plans[2, None]._memory != made).any()
 
 
 def test_a_plan_finds_room_for_any_number_of_tiles(kernels: CpuKernels) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headway.kernels.cpu import CpuKernels
 from headway.kernels.cpu_arena import Arena
-from headway.kernels.interface import StepGeometry
+from headway.kernels.interface import AttentionShape, StepGeometry
 from headway.kernels.weights import Weight
 from tests.kernels.operations import empty_cache, random_experts
 from tests.kernels.steps import random, step_of
@@ -21,8 +21,8 @@ from tests.kernels.steps import random, step_of
 pytestmark = pytest.mark.timeout(600)
 
 BLOCK, HIDDEN = 16, 96
-# Query heads, key/value heads and their dimension of layers that have little in common.
-ATTENTIONS = [(4, 2, 32), (4, 4, 16), (6, 3, 48)]
+# Layers that have little in common.
+ATTENTIONS = [AttentionShape(4, 2, 32, None), AttentionShape(4, 4, 16, None), AttentionShape(6, 3, 48, 600)]
 
 
 @settings(max_examples=60)
@@ -70,7 +70,7 @@ class Layers:
         self.kernels = kernels = CpuKernels()
         self.table, self.norm = random(0, dtype, 50, HIDDEN), random(3, dtype, HIDDEN)
         self.layers = []
-        for number, (heads, kv_heads, width) in enumerate(ATTENTIONS):
+        for number, (heads, kv_heads, width, _) in enumerate(ATTENTIONS):
             qkv = kernels.linear(Weight(random(4 * number, dtype, (heads + 2 * kv_heads) * width, HIDDEN)), None)
             out = kernels.linear(Weight(random(4 * number + 1, dtype, HIDDEN, heads * width), "int8"), None)
             angles = random(4 * number + 2, torch.float32, 4096, width // 2)
@@ -95,11 +95,11 @@ class Layers:
         kernels, count = self.kernels, len(step.positions)
         residual = kernels.take(self.table, self.numbers[0, :count])
         hidden = kernels.rms_norm(residual, self.norm, 1e-6)
-        for (heads, kv_heads, width), (qkv, out, cos, sin, cache) in zip(ATTENTIONS, self.layers, strict=True):
+        for (heads, kv_heads, width, window), (qkv, out, cos, sin, cache) in zip(ATTENTIONS, self.layers, strict=True):
             query, key, value = qkv(hidden).view(count, -1, width).split([heads, kv_heads, kv_heads], 1)
             kernels.rotate(query, key, cos, sin, step.positions)
             kernels.store(key, value, cache, step.slots)
-            attended = kernels.attention(query, cache, step, 0.2, None)
+            attended = kernels.attention(query, cache, step, 0.2, window)
             hidden, residual = kernels.add_rms_norm(out(attended.flatten(1)), residual, self.norm, 1e-6)
         return hidden
 

@@ -117,6 +117,15 @@ def test_attention_with_sinks(kernels: CudaKernels, window: int | None) -> None:
         check_attention(kernels, DEVICE, torch.float32, *lengths, heads, kv_heads, 64, 16, window, has_sinks=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "first_keys"), [(37, 16), (300, 16), (5, 80)])
+def test_attention_with_queries_of_their_own_for_the_first_keys(
+    kernels: CudaKernels, dtype: torch.dtype, window: int, first_keys: int
+) -> None:
+    for lengths, heads, kv_heads in ((([1, 7, 20], [1, 7, 33]), 14, 2), (([1, 1], [700, 90]), 7, 1)):
+        check_attention(kernels, DEVICE, dtype, *lengths, heads, kv_heads, 64, 16, window, first_keys=first_keys)
+
+
 def test_attention_with_a_soft_cap(kernels: CudaKernels) -> None:
     for lengths, heads, kv_heads in ((([1, 7, 20], [1, 7, 33]), 14, 2), (([1, 1], [700, 90]), 7, 1)):
         check_attention(kernels, DEVICE, torch.float32, *lengths, heads, kv_heads, 64, 16, 37, softcap=0.7)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from headway.kernels import kernels_for
-from headway.kernels.interface import LayerCache
+from headway.kernels.interface import LayerCache, SinkQueries
 from headway.kernels.reference import ReferenceKernels
 from headway.kernels.weights import CLAMPED, GELU_TANH, SILU
 from tests.kernels import operations
@@ -56,6 +56,21 @@ def test_a_sink_is_a_key_without_a_value(window: int | None) -> None:
     assert got[:, 3].abs().max() < 1e-9
 
 
+def test_every_query_sees_the_first_keys_with_a_query_of_its_own() -> None:
+    """Against a softmax over the scores of both queries."""
+    step, num_blocks = step_of([9], [9], 4)
+    cache = LayerCache(*(torch.zeros(num_blocks, 1, 4, 16) for _ in range(2)))
+    query, first, key, value = (random(seed, torch.float32, 9, heads, 16) for seed, heads in enumerate((3, 3, 1, 1)))
+    REFERENCE.store(key, value, cache, step.slots)
+    got = REFERENCE.attention(query, cache, step, 0.2, 2, first=SinkQueries(first, 4))
+    for row in range(9):
+        seen = [(key[at, 0], value[at, 0], first[row] if at < 4 else query[row]) for at in range(row + 1)]
+        seen = [each for at, each in enumerate(seen) if at < 4 or at > row - 2]
+        scores = torch.stack([(own * keys).sum(1) * 0.2 for keys, _, own in seen], 1)
+        expected = scores.softmax(1) @ torch.stack([values for _, values, _ in seen])
+        torch.testing.assert_close(got[row], expected)
+
+
 def test_attention_of_one_key_is_its_value() -> None:
     step, num_blocks = step_of([1], [1], 8)
     cache = cache_of(num_blocks, 1, 8, 8, torch.float32, 0)
@@ -72,6 +87,12 @@ def test_rotation_by_a_quarter_turn_pairs_halves() -> None:
     query, key = torch.tensor([[[1.0, 2.0, 3.0, 4.0, 5.0]]]), torch.zeros(1, 1, 5)
     REFERENCE.rotate(query, key, torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([0]))
     assert query.tolist() == [[[-3.0, -4.0, 1.0, 2.0, 5.0]]]
+
+
+def test_positions_behind_the_tables_count_as_the_last() -> None:
+    angles, query, key = torch.arange(6.0).view(3, 2), torch.ones(3, 1, 4), torch.ones(3, 0, 4)
+    REFERENCE.rotate(query, key, angles.cos(), angles.sin(), torch.tensor([1, 2, 900]))
+    assert torch.equal(query[1], query[2]) and not torch.equal(query[0], query[1])
 
 
 def test_gates() -> None:

@@ -14,7 +14,7 @@ from headway.cost.memory import activation_bytes
 from headway.engine.config import DEFAULTS
 from headway.planner.formulas import formulas
 from headway.planner.make import make_plan
-from headway.planner.request import PlanRequest
+from headway.planner.request import PlanError, PlanRequest
 from headway.policy.sizing import CPU_SHARE, default_batched_tokens, sampling_bytes
 from tests.calibration.machines import HARDWARE, a_machine
 from tests.planner.command_line import CommandLine
@@ -75,6 +75,17 @@ def test_a_window_s_layers_keep_their_windows() -> None:
     """4,096 tokens lie in 257 blocks of 16, as the next one is not at the border of a block."""
     plan = make_plan(PlanRequest("mistral-7b-v0.1", "mine", prompt_tokens=8000, output_tokens=100))
     assert plan.kv_cache_bytes == plan.kv_bytes_per_token * 257 * 16
+
+
+def test_attention_sinks_bound_the_cache() -> None:
+    """Sinks take a block, and the 4,080 tokens behind them 256, as they rarely begin where a block does."""
+    given = {"attention_sinks": 4, "attention_window": 4096, "max_model_len": 100_000, "prompt_tokens": 60_000}
+    plan = make_plan(PlanRequest("llama-3.1-8b", "mine", output_tokens=100, **given))
+    assert plan.kv_cache_bytes == plan.kv_bytes_per_token * (1 + 255 + 1) * 16
+    with pytest.raises(PlanError, match="no sequence has more than 131072 tokens, and attention sees 131072"):
+        make_plan(PlanRequest("llama-3.1-8b", "mine", attention_sinks=4))
+    with pytest.raises(PlanError, match="attention_sinks is 16, but the model has learnt sinks; leave it out"):
+        make_plan(PlanRequest("gpt-oss-20b", "mine", **given))
 
 
 def test_bars_are_residuals_of_what_a_step_consists_of() -> None:

@@ -29,6 +29,7 @@ LOADS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama-3.1-70b", "H100-SXM", {}),
     ("llama-3.1-8b", "H100-SXM", {"speculation": Speculation(3, 1.0)}),
     ("llama-3.1-8b", "H100-SXM", {"output_tokens": 1, "concurrency": 2}),
+    ("llama-3.1-8b", "H100-SXM", {"attention_sinks": 4, "max_model_len": 200_000, "prompt_tokens": 150_000}),
 ]
 
 

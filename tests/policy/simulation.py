@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 
+from headway.cost.layers import AttentionSinks
 from headway.policy.accounting import StepTimes
 from headway.policy.intake import check, fit_to_context, sequences_of, taken_up
 from headway.policy.kv_blocks import KVBlocks
-from headway.policy.kv_groups import GroupTable, kv_cache_groups
+from headway.policy.kv_groups import GroupTable, KVCacheGroup, kv_cache_groups
 from headway.policy.plan import PASSED, ScheduledSequence, SequenceState, StepPlan, work_of
 from headway.policy.promises import MOST_LEFT_OUT_NS, is_promised
 from headway.policy.queue_bound import Place, QueueBound, QueueLimits
@@ -95,9 +96,9 @@ def make_sequence(name: str, prompt: list[int], max_tokens: int, **options: Any)
 class FakeExecutor:
     """Knows only what encoded plans say. Its cache stores, in place of keys and values, the tokens they depend on."""
 
-    def __init__(self, block_size: int, is_recurrent: bool = False, windows: tuple[int | None, ...] = (None,)) -> None:
+    def __init__(self, block_size: int, is_recurrent: bool = False, groups: tuple[KVCacheGroup, ...] = ()) -> None:
         self.block_size = block_size
-        self.windows = windows
+        self.groups = groups or (KVCacheGroup(None),)
         self.is_recurrent = is_recurrent
         self.states: dict[int, list[int]] = {}  # by seq_id, in place of a state the tokens that it has seen
         self.kept: dict[int, list[int]] = {}  # the same of the slots of checkpoints
@@ -118,7 +119,7 @@ class FakeExecutor:
         for change in plan.tables:
             table = self.known[change.seq_id].block_tables[change.group]
             table[change.start :] = change.blocks
-            table[: change.first] = [PASSED] * change.first
+            table[change.sinks : change.first] = [PASSED] * (change.first - change.sinks)
         for swap in plan.swaps:
             pairs = zip(swap.blocks, swap.host_blocks, strict=True)
             for block, host_block in pairs:
@@ -151,13 +152,15 @@ class FakeExecutor:
                 self.written[place] = group, tuple(state.tokens[: position + 1])
 
     def read(self, item: ScheduledSequence, state: SequenceState) -> None:
-        for group, (window, table) in enumerate(zip(self.windows, state.block_tables, strict=True)):
+        for number, (group, table) in enumerate(zip(self.groups, state.block_tables, strict=True)):
             for position in range(item.start + item.num_tokens):
-                block = table[position // self.block_size]
-                if window is not None and position <= item.start - window and block == PASSED:
+                entry = position // self.block_size
+                is_passed = group.window is not None and entry >= group.sinks and position <= item.start - group.window
+                if is_passed and table[entry] == PASSED:
                     continue
+                block = table[entry]
                 known = self.written[block, position % self.block_size]
-                assert known == (group, tuple(state.tokens[: position + 1])), "attention would read another's KV"
+                assert known == (number, tuple(state.tokens[: position + 1])), "attention would read another's KV"
 
     def advance(self, item: ScheduledSequence, state: SequenceState, plan: StepPlan) -> None:
         before, end = self.states.get(item.seq_id, []) if item.start else [], item.start + item.num_tokens
@@ -189,6 +192,7 @@ class Simulation:
     caching: bool = True
     num_checkpoints: int | None = None
     windows: tuple[int | None, ...] = ()  # of layers
+    sinks: AttentionSinks | None = None
     lookahead: int = 16
     max_bypasses: int = 32
     max_prefill_stall_ms: float = math.inf
@@ -219,7 +223,7 @@ class Simulation:
         )
         memory = self.num_blocks, 1, self.block_size
         longest = self.max_model_len, self.block_size
-        groups = kv_cache_groups(self.windows, self.max_num_batched_tokens, *longest)
+        groups = kv_cache_groups(self.windows, self.max_num_batched_tokens, *longest, self.sinks)
         pool = pool_size(*memory, self.max_num_seqs, self.max_model_len, may_shrink=False, groups=groups)
         blocks = KVBlocks(
             pool.num_blocks, self.block_size, self.caching, num_checkpoints=self.num_checkpoints, groups=groups
@@ -231,9 +235,7 @@ class Simulation:
         self.inbox: deque[tuple[list[int], int]] = deque()  # requests that have not been taken up: prompt, max_tokens
         self.queue = QueueBound(self.limits)
         self.places: list[tuple[Place, list[Sequence]]] = []  # with the choices that have not ended
-        self.executor = FakeExecutor(
-            self.block_size, self.num_checkpoints is not None, tuple(group.window for group in groups) or (None,)
-        )
+        self.executor = FakeExecutor(self.block_size, self.num_checkpoints is not None, groups)
 
     def make_scheduler(self, config: SchedulerConfig, blocks: KVBlocks) -> Scheduler:
         return Scheduler(config, blocks, self.step_time, self.budget_rule)
@@ -425,7 +427,8 @@ class Simulation:
             for known, table in zip(
                 state.block_tables, sequence.tables or [GroupTable(0, sequence.block_table)], strict=True
             ):
-                assert known[: table.end] == [PASSED] * table.first + table.blocks
+                passed = [PASSED] * (table.first - len(table.sinks))
+                assert known[: table.end] == table.sinks + passed + table.blocks
             assert (state.seed, state.prompt_len) == (sequence.seed, sequence.prompt_len)
             assert (state.params, state.stop_ids) == (sequence.params, sequence.stop_ids)
 

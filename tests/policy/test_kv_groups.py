@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy.kv_groups import MOST_GROUPS, decode_blocks, group_layers, kv_cache_groups, most_blocks
+from headway.cost.layers import AttentionSinks
+from headway.policy.kv_blocks import KVBlocks
+from headway.policy.kv_groups import (
+    MOST_GROUPS,
+    decode_blocks,
+    group_layers,
+    kv_cache_groups,
+    most_blocks,
+)
 from headway.policy.preload import PreloadedPrompt, room_for
 from headway.policy.swap import NO_SWAP, SwapSpace
 from tests.policy.simulation import Simulation
@@ -54,15 +62,30 @@ def test_windows_that_nothing_reaches_are_none() -> None:
     assert [group.window for group in kv_cache_groups([64, 8192], 512, 4096, 16)] == [None, 64]
 
 
-@given(window=st.integers(1, 70), start=st.integers(0, 300), count=st.integers(1, 40), size=st.integers(1, 17))
-def test_a_table_holds_what_the_window_sees(window: int, start: int, count: int, size: int) -> None:
-    (group,) = kv_cache_groups([window], 40, 10**6, size)
-    first, end = group.first(start, size), -(-(start + count) // size)
-    needed = {position // size for position in range(max(0, start - window + 1), start + count)}
-    assert set(range(first, end)) == needed
-    assert len(needed) <= group.ahead
+@given(
+    recent=st.integers(1, 70),
+    start=st.integers(0, 300),
+    count=st.integers(1, 40),
+    size=st.integers(1, 17),
+    first_blocks=st.integers(0, 3),
+)
+def test_a_table_holds_what_the_window_sees(recent: int, start: int, count: int, size: int, first_blocks: int) -> None:
+    sinks = AttentionSinks(first_blocks * size, first_blocks * size + recent)
+    (group,) = kv_cache_groups([sinks.window], 40, 10**6, size, sinks)
+    assert (group.window, group.sinks) == (recent, first_blocks)
+
+    def held(computed: int, end: int) -> set[int]:
+        first = group.first(computed, size)
+        return set(range(first, end)) | set(range(min(end, first_blocks)))
+
+    end = -(-(start + count) // size)
+    needed = {position // size for position in range(max(0, start - recent + 1), start + count)}
+    needed |= set(range(min(end, first_blocks)))
+    assert needed <= held(start, end) and len(held(start, end) - needed) <= (min(needed) > 0 and first_blocks)
+    assert end <= group.end(start, size) and len(held(start, end)) <= group.ahead + first_blocks
     at_border = start // size * size  # where a decode gives up blocks and takes one
-    assert at_border // size + 1 - group.first(at_border, size) <= decode_blocks(window, start + 1, size)
+    most = decode_blocks(sinks.window, start + 1, size, sinks)
+    assert len(held(at_border, at_border // size + 1)) <= most <= group.most(10**6)
 
 
 def random_run(sim: Simulation, rng: random.Random) -> None:
@@ -86,16 +109,20 @@ def random_run(sim: Simulation, rng: random.Random) -> None:
     spare=st.integers(0, 40),
     caching=st.booleans(),
     swap=st.booleans(),
+    sinks=st.sampled_from([None, AttentionSinks(4, 13), AttentionSinks(8, 9), AttentionSinks(12, 30)]),
 )
 def test_every_position_that_a_window_sees_holds_its_own_tokens(
-    seed: int, windows: list[int | None], spare: int, caching: bool, swap: bool
+    seed: int, windows: list[int | None], spare: int, caching: bool, swap: bool, sinks: AttentionSinks | None
 ) -> None:
     """The executor looks; with shared beginnings, choices, chunks, preemptions, swaps, failures and aborts."""
     rng = random.Random(seed)
     budget, chunked = (rng.choice([3, 8, 16]), True) if rng.random() < 0.7 else (64, False)
-    groups = kv_cache_groups(windows, budget, 64, 4)
+    if sinks is not None:
+        windows = [*windows, sinks.window]
+    groups = kv_cache_groups(windows, budget, 64, 4, sinks)
     sim = simulation(
         windows=tuple(windows),
+        sinks=sinks,
         num_blocks=most_blocks(groups, 16) + bool(groups) + spare,
         caching=caching,
         max_num_batched_tokens=budget,
@@ -195,6 +222,28 @@ def test_what_is_pinned_is_as_much_as_was_counted_and_stays() -> None:
     room = blocks.most_protected
     _, refused = room_for([PreloadedPrompt("prompts:1", list(range(4 * room)))], blocks, 64)
     assert f"{room + 2} blocks must stay" in refused[0]
+
+
+def test_a_further_choice_computes_one_token_of_the_prompt() -> None:
+    """Also where prefixes are not shared; but not once the first one's window has passed what it would see."""
+    for caching in (False, True):
+        sim = simulation(caching=caching, windows=(8, None), max_num_seqs=4)
+        choices = sim.submit_choices(SYSTEM, 6, n=3)
+        sim.run_until_done()
+        assert [choice.cached_tokens for choice in choices] == [0, 20, 20]
+    sim = simulation(caching=False, max_num_seqs=1)
+    choices = sim.submit_choices(SYSTEM, 30, n=2)
+    sim.run_until_done()
+    assert [choice.cached_tokens for choice in choices] == [0, 0]
+
+
+def test_a_token_counts_once_for_all_tables() -> None:
+    """As sequences of full length: of two groups of one window, 96 blocks hold 10 of them."""
+    groups = kv_cache_groups((8, None), 8, 64, 4)
+    assert most_blocks(groups, 16) == 16 + 5 + 2
+    assert KVBlocks(96, 4, groups=groups).pool_tokens(64) == 96 * 64 // 23
+    assert KVBlocks(96, 4, groups=kv_cache_groups((8,), 8, 64, 4)).pool_tokens(64) == 96 * 4
+    assert KVBlocks(96, 4).pool_tokens(64) == 96 * 4
 
 
 def test_more_sequences_run_at_once_in_as_much_memory() -> None:

@@ -80,7 +80,7 @@ class FakeEngine:
 
     def finish_loading(self) -> None:
         stages = {"storage_read": 5_000_000, "warm_up": 7_000_000}
-        self.ready = Ready(1, stages, 64, 16, self.max_model_len, "cpu", "float32", 256)
+        self.ready = Ready(1, stages, 64, 16, self.max_model_len, "cpu", "float32", 256, 64 * 16)
         self.state = "ready"
 
     async def wait_ready(self) -> Ready:

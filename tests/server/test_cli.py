@@ -130,7 +130,7 @@ def started(*progress: str, **more: bool) -> str:
     stages = dict.fromkeys((*progress, "quiet"), 2_000_000)
     ready = Ready(
         protocol=1, max_model_len=256, num_blocks=8, block_size=16, device="cpu", startup_ns=stages,
-        kv_cache_dtype="float32", max_num_seqs=4,
+        kv_cache_dtype="float32", max_num_seqs=4, pool_tokens=128,
     )  # fmt: skip
     display.on_ready(ready, "http://127.0.0.1:4321", **more)
     return file.getvalue()

@@ -56,7 +56,7 @@ def test_what_the_server_prints_is_understood():
     display.on_server_stage("tokenizer", 1_234_000_000)
     ready = Ready(
         protocol=1, max_model_len=32768, num_blocks=16385, block_size=16, device="cuda:0", startup_ns={"warm_up": 10},
-        kv_cache_dtype="bfloat16", max_num_seqs=256,
+        kv_cache_dtype="bfloat16", max_num_seqs=256, pool_tokens=262160,
     )  # fmt: skip
     display.on_ready(ready, "http://127.0.0.1:4321")
     startup = Startup()
