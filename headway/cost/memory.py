@@ -45,14 +45,13 @@ def kv_cache_bytes(
         raise ValueError(
             f"tokens is {tokens}, sequences {sequences}, block_size {block_size}; they can't be less than 0, 0, 1"
         )
-    if shape.kinds:
-        return sum(kv_cache_bytes(part, tokens, precision, block_size, sequences, rolling) for part in shape.parts)
-    kept = shape.attention_layers * -(-tokens // block_size)
     if rolling and any(shape.cache_windows):
         groups = group_windows(shape.cache_windows)
         blocks = sum(decode_blocks(window, tokens, block_size, shape.attention_sinks) for window in groups)
-        kept = layers_per_group(shape.cache_windows) * blocks
-    elements = shape.kv_elements_per_layer * kept * block_size
+        kept = layers_per_group(shape.cache_windows) * shape.kv_elements_per_place * blocks
+    else:
+        kept = shape.kv_elements_per_token * -(-tokens // block_size)
+    elements = kept * block_size
     return sequences * ((precision or Precision()).kv.bytes_of(elements) + shape.state_bytes)
 
 

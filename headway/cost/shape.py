@@ -170,15 +170,41 @@ class ModelShape:
         )
         if named := next((name for has, name in lacking if has), None):
             raise ShapeError(f"attention_sinks is {sinks.sinks}, but the model has {named}; leave it out")
-        windows = (
-            window if window is not None and window < sinks.window else sinks.window for window in self.sliding_windows
-        )
+        windows = (sinks.window if window is None else min(window, sinks.window) for window in self.sliding_windows)
         return replace(self, sliding_windows=tuple(windows), attention_sinks=sinks)
 
     @property
+    def cache_places(self) -> tuple[tuple[int, ...], ...]:
+        """Layers by the places that they have in KV cache groups: one, or as many as take the memory of the largest.
+
+        There are none for layers that keep states, or that do not divide the largest one, and for those that keep
+        nothing themselves.
+        """
+        if self.recurrent:
+            return ()
+        if not self.kinds:
+            return tuple((layer,) for layer in range(self.layers))
+        own = [kind for kind in self.kinds if kind.source is None]
+        sizes = [kind.kv_heads * kind.head_dim for kind in own]
+        if any(max(sizes) % size for size in sizes):
+            return ()
+        places = list[tuple[int, ...]]()
+        for kind, size in zip(own, sizes, strict=True):
+            shared = max(sizes) // size
+            places += [kind.layers[at : at + shared] for at in range(0, len(kind.layers), shared)]
+        return tuple(sorted(places))
+
+    @property
     def cache_windows(self) -> tuple[int | None, ...]:
-        """The window of each layer, where layers can be in KV cache groups: all keep alike, and no states."""
-        return () if self.recurrent or self.kinds else self.sliding_windows
+        """The window of each place."""
+        if self.kinds:
+            return tuple(self.kind_of(layers[0]).window for layers in self.cache_places)
+        return () if self.recurrent else self.sliding_windows
+
+    @property
+    def kv_elements_per_place(self) -> int:
+        """Elements of cache for one token in one of these places: of the largest layer."""
+        return max(part.kv_elements_per_layer for part in self.parts)
 
     @property
     def state_bytes(self) -> int:

@@ -95,10 +95,11 @@ def build_engine(
     options = config.load_format, config.seed, stages.done, asked_len, config.quantization
     model = load_model(folder, dtype, kernels, device, *options, known, sinks)
     with stages.timed("kv_allocation"):
-        windows = seen_windows(model_config.shape.cache_windows, asked_len)
-        layers = group_layers(windows) if windows else []
-        block_bytes = bytes_per_block(model_config.caches, config.block_size, cache_dtype, layers)
-        pool = _pool(config, device, model_config, block_bytes, asked_len)
+        grouped = _windows(model_config, cache_dtype)
+        windows, places = seen_windows(grouped, asked_len), model_config.shape.cache_places
+        groups = [[places[at] for at in group] for group in group_layers(windows)] if windows else []
+        block_bytes = bytes_per_block(model_config.caches, config.block_size, cache_dtype, groups)
+        pool = _pool(config, device, model_config, block_bytes, asked_len, grouped)
         runner = Runner(
             model,
             kernels,
@@ -110,7 +111,7 @@ def build_engine(
             pool.max_model_len,
             _host_blocks(config, device, block_bytes, has_states=pool.checkpoints is not None),
             pool.checkpoints or 0,
-            layers,
+            groups,
         )
         shown = str(cache_dtype).removeprefix("torch.")
         make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
@@ -147,7 +148,19 @@ class _Stages:
         self.done(stage, time.monotonic_ns() - began)
 
 
-def _pool(config: EngineConfig, device: torch.device, model: ModelConfig, block_bytes: int, asked_len: int) -> PoolSize:
+def _windows(model: ModelConfig, cache_dtype: torch.dtype) -> tuple[int | None, ...]:
+    """Of places in KV cache groups; none where layers that are not alike would have scales in one place."""
+    return () if model.shape.kinds and cache_dtype == torch.int8 else model.shape.cache_windows
+
+
+def _pool(
+    config: EngineConfig,
+    device: torch.device,
+    model: ModelConfig,
+    block_bytes: int,
+    asked_len: int,
+    windows: tuple[int | None, ...],
+) -> PoolSize:
     return pool_size(
         kv_pool_bytes(config, device, model, config.batched_tokens(device.type), asked_len),
         block_bytes,
@@ -158,7 +171,7 @@ def _pool(config: EngineConfig, device: torch.device, model: ModelConfig, block_
         model.shape.state_bytes,
         config.enable_prefix_caching,
         kv_cache_groups(
-            model.shape.cache_windows,
+            windows,
             config.batched_tokens(device.type),
             asked_len,
             config.block_size,

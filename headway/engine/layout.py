@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,12 +35,14 @@ class BlockTables:
     """Block tables of the running sequences as an array for each KV cache group. `version` changes with each change.
 
     Args:
+        shares: of each group, how many blocks of a layer are in a block of the pool; the arrays have the first ones.
         passed: what stands for blocks that windows have passed.
     """
 
-    def __init__(self, max_sequences: int, max_blocks: int, groups: int = 1, passed: int = 0) -> None:
-        self.arrays = np.zeros((groups, max_sequences, max_blocks), dtype=np.int32)
+    def __init__(self, max_sequences: int, max_blocks: int, shares: Sequence[int] = (1,), passed: int = 0) -> None:
+        self.arrays = np.zeros((len(shares), max_sequences, max_blocks), dtype=np.int32)
         self.array = self.arrays[0]
+        self.shares = shares
         self._passed = passed
         self.version = 0
         self._rows: dict[int, int] = {}  # by seq_id
@@ -57,10 +60,11 @@ class BlockTables:
         if found is not None:
             return found
         row = self._free.pop()
-        for array, table in zip(self.arrays, sequence.block_tables, strict=True):
+        for array, table, share in zip(self.arrays, sequence.block_tables, self.shares, strict=True):
             entries = array[row, : len(table)]
             entries[:] = table
             entries[entries == PASSED] = self._passed
+            entries *= share
         self._rows[sequence.seq_id] = row
         self.version += 1
         return row
@@ -69,9 +73,11 @@ class BlockTables:
         """Apply a change of a table."""
         row = self._rows.get(change.seq_id)
         if row is not None:
-            self.arrays[change.group, row, change.start : change.start + len(change.blocks)] = change.blocks
+            array, share = self.arrays[change.group, row], self.shares[change.group]
+            blocks = change.blocks if share == 1 else [block * share for block in change.blocks]
+            array[change.start : change.start + len(blocks)] = blocks
             if change.first:
-                self.arrays[change.group, row, change.sinks : change.first] = self._passed
+                array[change.sinks : change.first] = self._passed * share
             self.version += 1
 
     def forget(self, seq_id: int) -> None:
@@ -89,8 +95,7 @@ class StepLayout:
     Args:
         block_size: of the KV pool.
         max_num_seqs, max_model_len: bounds of the block table array.
-        groups: KV cache groups.
-        passed: as of BlockTables.
+        shares, passed: as of BlockTables.
     """
 
     def __init__(
@@ -99,17 +104,18 @@ class StepLayout:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
-        groups: int = 1,
+        shares: Sequence[int] = (1,),
         passed: int = 0,
     ) -> None:
-        self.tables = BlockTables(max_num_seqs, -(-max_model_len // block_size), groups, passed)
+        self.tables = BlockTables(max_num_seqs, -(-max_model_len // block_size), shares, passed)
         self._device = device
         self._block_size = block_size
+        self._pitch = block_size * shares[0]  # tokens from one block of the pool to the next
         fixed = _MOST_REPEATED if device.type == "cpu" else 0
         self._most_repeated = fixed
         self._numbers = np.zeros((3, fixed), np.int64)
-        self._tables = np.zeros((groups, fixed, self.tables.array.shape[1]), np.int32)
-        self._further_slots = np.zeros((groups - 1, fixed), np.int64)
+        self._tables = np.zeros((len(shares), fixed, self.tables.array.shape[1]), np.int32)
+        self._further_slots = np.zeros((len(shares) - 1, fixed), np.int64)
         self._taken: tuple[list[int], int, int] | None = None  # the rows, blocks and version that _tables has
         self._decodes: dict[int, tuple[ModelInput, np.ndarray]] = {}  # by their number, with the memory of context_lens
 
@@ -121,7 +127,7 @@ class StepLayout:
 
     def lay_out(self, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> ModelInput:
         """The tensors of a step of these sequences. They hold until the next step is laid out."""
-        size = self._block_size
+        size, pitch = self._block_size, self._pitch
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -133,11 +139,11 @@ class StepLayout:
             tokens += item.token_ids
             if count == 1:
                 positions.append(start)
-                slots.append(table[start // size] * size + start % size)
+                slots.append(table[start // size] * pitch + start % size)
             else:
                 span = range(start, start + count)
                 positions.extend(span)
-                slots.extend([table[p // size] * size + p % size for p in span])
+                slots.extend([table[p // size] * pitch + p % size for p in span])
             starts.append(len(tokens))
             lengths.append(count)
             contexts.append(start + count)

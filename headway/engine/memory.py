@@ -17,6 +17,8 @@ from headway.kernels.interface import LayerCache, LayerState
 from headway.models.config import ModelConfig
 from headway.policy.sizing import cpu_pool_bytes, gpu_pool_bytes, sampling_bytes
 
+# Of each KV cache group the places, each with its layers by number.
+Groups = Sequence[Sequence[tuple[int, ...]]]
 ACTIVATION_COPIES = 8  # tensors as large as the widest activation that a step has at once
 SCALE_DTYPE = torch.float32  # of a token and head in a cache of int8
 
@@ -36,16 +38,16 @@ def bytes_per_block(
     caches: Sequence[CacheSpec | StateSpec],
     block_size: int,
     dtype: torch.dtype,
-    groups: Sequence[Sequence[int]] = (),
+    groups: Groups = (),
 ) -> int:
     """Bytes of one block in all layers, or those that a KV cache group has room for; with the scales of an int8 cache.
 
     Args:
-        groups: the layers of each.
+        groups: the places of each.
     """
     paged = [spec for spec in caches if isinstance(spec, CacheSpec) and spec.source is None]
     if groups:
-        paged = paged[:1] * max(map(len, groups))
+        paged = [_largest(caches)] * max(map(len, groups))
     parts = [part for spec in paged for part in _cache_parts(spec, 1, block_size, dtype)]
     return sum(math.prod(shape) * of.itemsize for shape, of in parts)
 
@@ -57,12 +59,9 @@ def zero_caches(
     dtype: torch.dtype,
     device: torch.device,
     num_states: int = 0,
-    groups: Sequence[Sequence[int]] = (),
 ) -> list[LayerCache | LayerState]:
     """An empty cache for each layer: keys and values [N, G, B, D], and the scales of an int8 cache; or its states.
 
-    With KV cache groups, given by the numbers of their layers, the first layers of all share their memory, the second
-    ones do, and so on. It has a block of zeros behind the others, for what windows have passed.
     On a CPU the system gives their memory page by page when it is first written, not all at start-up.
     """
     memory = LargePages()
@@ -82,17 +81,6 @@ def zero_caches(
             return LayerState(inputs, None)
         return LayerState(inputs, zeros((num_states, spec.heads, spec.key_dim, spec.value_dim), torch.float32))
 
-    if groups:
-        alike = caches[groups[0][0]]
-        assert isinstance(alike, CacheSpec)
-        num_blocks += 1
-        shared = [cache(alike) for _ in range(max(map(len, groups)))]
-        of_layer = {
-            layer: replace(shared[at], group=number)
-            for number, layers in enumerate(groups)
-            for at, layer in enumerate(layers)
-        }
-        return [of_layer[layer] for layer in range(len(caches))]
     made: list[LayerCache | LayerState] = []
     for spec in caches:
         if isinstance(spec, StateSpec):
@@ -100,6 +88,58 @@ def zero_caches(
         else:
             made.append(cache(spec) if spec.source is None else made[spec.source])
     return made
+
+
+def zero_places(
+    caches: Sequence[CacheSpec | StateSpec],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    groups: Groups,
+) -> list[LayerCache]:
+    """The memory of KV cache groups: in a place are the first layers of all groups, in another the second ones.
+
+    It is as zero_caches() makes it for the largest layer, with a block of zeros behind the others, for what windows
+    have passed.
+    """
+    places = zero_caches([_largest(caches)] * max(map(len, groups)), num_blocks + 1, block_size, dtype, device)
+    return [place for place in places if isinstance(place, LayerCache)]
+
+
+def caches_in(
+    places: Sequence[LayerCache], caches: Sequence[CacheSpec | StateSpec], groups: Groups
+) -> list[LayerCache | LayerState]:
+    """Each layer's part of its place.
+
+    Of several layers in a place, each has as many of its blocks in a block of the place as there are layers: block b
+    of the place begins with block b times that many, of the first of them.
+    """
+    found: dict[int, LayerCache | LayerState] = {}
+    for number, group in enumerate(groups):
+        for place, layers in zip(places, group, strict=False):
+            for part, layer in enumerate(layers):
+                spec = caches[layer]
+                assert isinstance(spec, CacheSpec)
+                if place.keys.shape[1] == spec.heads and place.keys.shape[3] == spec.key_dim:
+                    found[layer] = replace(place, group=number)
+                else:
+                    keys, values = (_part(tensor, spec, part) for tensor in (place.keys, place.values))
+                    found[layer] = LayerCache(keys, values, group=number)
+    sources = [spec.source if isinstance(spec, CacheSpec) else None for spec in caches]
+    return [found[layer if source is None else source] for layer, source in enumerate(sources)]
+
+
+def _part(place: Tensor, spec: CacheSpec, part: int) -> Tensor:
+    """Blocks of a smaller layer in a place, from its part of the first one on."""
+    shape = spec.heads, place.shape[2], spec.key_dim
+    flat = place.view(-1)[part * math.prod(shape) :]
+    count = len(flat) // math.prod(shape)
+    return flat[: count * math.prod(shape)].view(count, *shape)
+
+
+def _largest(caches: Sequence[CacheSpec | StateSpec]) -> CacheSpec:
+    return max((spec for spec in caches if isinstance(spec, CacheSpec)), key=lambda spec: spec.elements)
 
 
 def kv_pool_bytes(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from itertools import compress
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from headway.engine.executor import EngineFault, StepOutcome
 from headway.engine.layout import ModelInput, StepLayout
 from headway.engine.logprobs import prompt_logprobs
-from headway.engine.memory import zero_caches
+from headway.engine.memory import Groups, caches_in, zero_caches, zero_places
 from headway.engine.sampler import BAD_TOKEN, Sampler
 from headway.engine.states import StateSlots
 from headway.engine.swap import HostBlocks
@@ -34,7 +33,7 @@ class Runner:
         max_num_seqs, max_model_len: bounds of the block table array.
         host_blocks: that preempted sequences may be swapped out to.
         checkpoints: states of recurrent layers that may be kept beside those of running sequences.
-        groups: the layers of each KV cache group; empty where one block table is for all.
+        groups: KV cache groups; empty where one block table is for all.
 
     Attributes:
         host: these blocks; None without any.
@@ -52,22 +51,28 @@ class Runner:
         max_model_len: int,
         host_blocks: int = 0,
         checkpoints: int = 0,
-        groups: Sequence[Sequence[int]] = (),
+        groups: Groups = (),
     ) -> None:
         config = model.config
         self.model = model
         self.vocab_size = config.shape.vocab
         self.kernels = kernels
         self.device = device
-        self.caches = zero_caches(
-            config.caches, num_blocks, block_size, cache_dtype, device, max_num_seqs + checkpoints, groups
-        )
-        caches = {cache.keys.data_ptr(): cache for cache in self.caches if isinstance(cache, LayerCache)}
-        self._paged = list(caches.values())  # some layers have one together, and groups share their memory
+        pool = config.caches, num_blocks, block_size, cache_dtype, device
+        if groups:
+            self._paged = zero_places(*pool, groups)
+            self.caches = caches_in(self._paged, config.caches, groups)
+            of_groups = [self.caches[group[0][0]].tensors[0] for group in groups]
+            shares = [self._paged[0].keys[0].numel() // tensor[0].numel() for tensor in of_groups]
+        else:
+            shares = [1]
+            self.caches = zero_caches(*pool, max_num_seqs + checkpoints)
+            caches = {cache.keys.data_ptr(): cache for cache in self.caches if isinstance(cache, LayerCache)}
+            self._paged = list(caches.values())  # some layers have one together
         self.host = HostBlocks(self._paged, host_blocks) if host_blocks else None
         self._states = StateSlots(max_num_seqs, checkpoints, device) if config.shape.recurrent else None
         self.sampler = Sampler(config.shape.vocab, device, kernels.draw)
-        self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len, len(groups) or 1, num_blocks)
+        self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len, shares, num_blocks)
         self._has_experts = config.routing is not None
         self._known: dict[int, SequenceState] = {}
 

@@ -272,7 +272,7 @@ def usual_limits(hardware: Hardware, engine: str) -> Limits:
 
 
 def _settings(request: PlanRequest, shape: ModelShape, hardware: Hardware, limits: Limits) -> Settings:
-    """Of memory. This engine keeps everything where layers differ in size, and on a CPU takes a share of what is free.
+    """Of memory. This engine keeps everything in int8 where layers differ in size, and on a CPU takes a share.
 
     Of other engines the sampler is part of the workspace.
     """
@@ -283,6 +283,6 @@ def _settings(request: PlanRequest, shape: ModelShape, hardware: Hardware, limit
         block_size=request.block_size,
         max_num_batched_tokens=limits.batched_tokens,
         max_num_seqs=limits.sequences,
-        rolling=not (hardware.measured and shape.kinds),
+        rolling=not (hardware.measured and shape.kinds and request.kv_cache_dtype == "int8"),
         sampler_bytes=sampling_bytes(limits.sequences, shape.vocab, longest) if hardware.measured else 0,
     )

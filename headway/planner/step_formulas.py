@@ -118,24 +118,28 @@ def _shared(plan: Plan) -> int:
 
 def _cached(plan: Plan, shape: ModelShape, tokens: int) -> str:
     """Bytes of cache of so many tokens in all layers."""
-    kv = plan.deployment.precision.kv
+    kv, block = plan.deployment.precision.kv, plan.settings.block_size
+    whole = f"ceil({plain(tokens)} / {block})"
+    if plan.settings.rolling and any(shape.cache_windows):
+        return f"{plain(kv.bytes_of(shape.kv_elements_per_place))} * ({_kept(shape, whole, block)})"
     return added(
-        f"{plain(kv.bytes_of(part.kv_elements_per_layer))} * ({_kept(plan, part, tokens) or '0'})"
+        f"{plain(kv.bytes_of(part.kv_elements_per_layer))} * "
+        + (f"({part.attention_layers} * {block} * {whole})" if part.attention_layers else "(0)")
         for part in shape.parts
         if part.projected_kv
     )
 
 
-def _kept(plan: Plan, shape: ModelShape, tokens: int) -> str:
-    """Of so many tokens, those that its layers keep, in whole blocks and for the layers that a group has room for.
+def _kept(shape: ModelShape, whole: str, block: int) -> str:
+    """Tokens that layers with windows keep, in whole blocks and for the layers that a group has room for.
 
-    Layers with a window keep what it sees, wherever blocks begin.
+    They keep what the window sees, wherever blocks begin.
+
+    Args:
+        whole: blocks of all tokens.
     """
-    block, windows = plan.settings.block_size, shape.cache_windows
-    whole = f"ceil({plain(tokens)} / {block})"
-    if not plan.settings.rolling or not any(windows):
-        return f"{shape.attention_layers} * {block} * {whole}" if shape.attention_layers else ""
-    layers, groups, sinks = layers_per_group(windows), group_windows(windows), shape.attention_sinks
+    windows, sinks = shape.cache_windows, shape.attention_sinks
+    layers, groups = layers_per_group(windows), group_windows(windows)
 
     def blocks(window: int | None) -> str:
         if window is None:

@@ -171,13 +171,17 @@ def _request(options: ServerOptions, scheduling: SchedulingOptions, device: str)
 
 def _block_bytes(options: ServerOptions, found: Resolved, block_size: int) -> int:
     """Of a device's part of a block, for all layers or those that a KV cache group has room for."""
-    deployment, windows = found.deployment, _windows(options, found)
-    whole = sequence_bytes(deployment, block_size, block_size, rolling=False) - deployment.device.state_bytes
-    return whole // deployment.device.attention_layers * layers_per_group(windows) if windows else whole
+    deployment, windows, shape = found.deployment, _windows(options, found), found.deployment.device
+    if windows:
+        kept = layers_per_group(windows) * shape.kv_elements_per_place
+        return deployment.precision.kv.bytes_of(kept * block_size)
+    return sequence_bytes(deployment, block_size, block_size, rolling=False) - shape.state_bytes
 
 
 def _windows(options: ServerOptions, found: Resolved) -> tuple[int | None, ...]:
-    """Those that sequences outgrow; empty without any."""
+    """Those that sequences outgrow; empty without any, or where the engine keeps everything."""
+    if not found.settings.rolling:
+        return ()
     return seen_windows(found.deployment.device.cache_windows, _longest(options, found))
 
 

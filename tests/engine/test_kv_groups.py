@@ -16,7 +16,7 @@ from headway.engine.config import SchedulingOptions
 from headway.engine.messages import AddRequest
 from headway.policy.swap import SwapSpace
 from headway.simulator.deployed import ServerOptions, deploy
-from tests.engine.models import TINY_GEMMA, TINY_GPT_OSS, write_config
+from tests.engine.models import TINY_GEMMA, TINY_GEMMA4, TINY_GPT_OSS, write_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 PROMPTS = [[(7 * i + 3 * j) % 500 + 5 for j in range(9 + 11 * i)] for i in range(12)]
@@ -26,13 +26,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": TINY_GEMMA | {"num_hidden_layers": 11, "sliding_window_pattern": 4},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 37},
     "sinks": {"max_position_embeddings": 117},
+    # Local layers are half as large as others, so two of them are in a place, and one alone; the last three have none.
+    "gemma4": TINY_GEMMA4
+    | {"num_hidden_layers": 10, "num_kv_shared_layers": 3}
+    | {
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) + ["sliding_attention"] * 3 + ["full_attention"]
+    },
+    # Here the others are half as large.
+    "gemma4-moe": TINY_GEMMA4
+    | {"num_hidden_layers": 6, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "head_dim": 16}
+    | {"num_key_value_heads": 4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] + ["full_attention"] * 2},
 }
 GROUPS = {
     "gpt-oss": [[1], [0]],
     "gemma": [[3, 7], [0, 1], [2, 4], [5, 6], [8, 9], [10]],
     "mistral": [[0, 1]],
     "sinks": [[0, 1]],
+    "gemma4": [[5, 9], [0, 1], [2, 3], [4, 6, 7, 8]],
+    "gemma4-moe": [[2, 4], [5], [0], [1], [3]],
 }
+# Of keys and values of a token in a block: 2 heads of 16, in as many layers as a group has room for.
+ELEMENTS = {"gpt-oss": 64, "gemma": 128, "mistral": 128, "sinks": 128, "gemma4": 128, "gemma4-moe": 128}
 # Sinks that are as many in blocks of any size here.
 SINKS = {"attention_sinks": 80, "max_model_len": 256}
 
@@ -105,8 +120,8 @@ def test_nothing_changes_what_is_said(
 @pytest.mark.parametrize("caching", [False, True])
 def test_preempted(folder: str, family: str, whole: tuple[str, list[list[int]]], swap: bool, caching: bool) -> None:
     dtype, expected = whole
-    least = {"gpt-oss": 20, "gemma": 52, "mistral": 12, "sinks": 15}[family]
-    block = max(map(len, GROUPS[family])) * 2 * 2 * 16 * 16 * (4 if dtype == "float32" else 2)
+    least = {"gpt-oss": 20, "gemma": 52, "mistral": 12, "sinks": 15, "gemma4": 34, "gemma4-moe": 47}[family]
+    block = ELEMENTS[family] * 16 * (4 if dtype == "float32" else 2)
     memory = (least + 8) * block
     sizes = {"kv_cache_memory": memory, "max_num_seqs": 12, "max_num_batched_tokens": 32}
     llm = build(folder, dtype=dtype, swap_space=memory / 2**30 if swap else 0.0, enable_prefix_caching=caching, **sizes)
@@ -148,7 +163,7 @@ def test_a_sequence_holds_the_bytes_that_the_cost_model_counts(folder: str, fami
     shape = core.executor.model.config.shape  # type: ignore[attr-defined]
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     core.add(AddRequest("one", PROMPTS[9], params, []))
-    block = max(map(len, GROUPS[family])) * 2 * 2 * 4 * 16 * 2
+    block = ELEMENTS[family] * 4 * 2
     while core.has_work:
         core.step()
         for sequence in core.scheduler.running:
@@ -161,13 +176,13 @@ def test_the_pool_is_as_large_as_its_groups_say(folder: str, family: str) -> Non
     llm = build(folder, dtype="bfloat16", enable_prefix_caching=False)
     core = llm.engine.core
     executor, blocks = core.executor, core.scheduler.blocks
-    groups, layers = GROUPS[family], max(map(len, GROUPS[family]))
+    groups = GROUPS[family]
     assert [cache.group for cache in executor.caches] == [  # type: ignore[attr-defined]
         next(number for number, group in enumerate(groups) if layer in group)
         for layer in range(len(executor.caches))  # type: ignore[attr-defined]
     ]
     held = sum(tensor.nbytes for cache in executor._paged for tensor in cache.tensors)  # type: ignore[attr-defined]
-    assert held == (blocks.num_blocks + 1) * layers * 2 * 2 * 16 * 16 * 2
+    assert held == (blocks.num_blocks + 1) * ELEMENTS[family] * 16 * 2
 
 
 def test_sequences_are_longer_than_the_model_was_trained_for(tmp_path: Path) -> None:
