@@ -31,7 +31,7 @@ from benchmarks.gpu.formats import EXPERT_FORMATS, FORMATS, TOKENS, Experts, For
 from benchmarks.gpu.part import Flaw, Machine, Row, Skipped, Tasks, said
 from headway.calibration.cases import BLOCK_SIZE, AttentionLoad, geometry
 from headway.kernels.cuda import CudaKernels
-from headway.kernels.interface import LayerCache, LayerState, Span
+from headway.kernels.interface import LayerCache, LayerState, SinkQueries, Span
 from headway.kernels.weights import SILU, DeltaRule
 
 # Bytes that one block may have, by compute capability (CUDA C++ Programming Guide, "Technical Specifications").
@@ -130,6 +130,9 @@ def tasks(machine: Machine) -> Tasks:
         gemma = partial(_attention, kernels, dtype, WIDE, LOADS["a prompt"], window=128, softcap=50.0)
         calls[f"attention {short}, gemma 2, window and soft cap"] = gemma
         for load, size in LOADS.items():
+            streamed = partial(_attention, kernels, dtype, LLAMA_8B, size, window=1008, first=16)
+            calls[f"attention {short}, first keys of a stream, {load}"] = streamed
+        for load, size in LOADS.items():
             calls[f"attention {short}, latents, {load}"] = partial(_over_latents, kernels, dtype, size)
         some = list(FORMATS)[:1] if machine.small else FORMATS
         for name in some:
@@ -171,14 +174,15 @@ def _capability() -> int:
 
 def _attention(
     kernels: CudaKernels, dtype: torch.dtype, heads: Heads, load: AttentionLoad, window: int | None = None,
-    sinks: bool = False, softcap: float | None = None,
+    sinks: bool = False, softcap: float | None = None, first: int = 0,
 ) -> None:  # fmt: skip
     query_heads, kv_heads, width = heads
     step = geometry(load, "cpu")
     block = torch.zeros(1, kv_heads, BLOCK_SIZE, width, dtype=dtype)
     query = torch.zeros(load.tokens * load.sequences, query_heads, width, dtype=dtype)
     has_sinks = torch.zeros(64) if sinks else None
-    kernels.attention(query, LayerCache(block, block), step, width**-0.5, window, has_sinks, softcap)
+    of_first = SinkQueries(query, first) if first else None
+    kernels.attention(query, LayerCache(block, block), step, width**-0.5, window, has_sinks, softcap, of_first)
 
 
 def _over_latents(kernels: CudaKernels, dtype: torch.dtype, load: AttentionLoad) -> None:

@@ -165,7 +165,6 @@ class ModelShape:
         lacking = (
             (bool(self.recurrent), "recurrent layers, which keep no tokens"),
             (self.sinks, "learnt sinks"),
-            (self.latent is not None, "attention over latents"),
             (bool(self.kinds), "layers of different sizes"),
         )
         if named := next((name for has, name in lacking if has), None):
@@ -212,10 +211,10 @@ class ModelShape:
         return len(self.recurrent) * self.state.bytes if self.state is not None else 0
 
     def _cache(self, window: int | None) -> CacheSpec:
-        if self.latent is not None:
-            return CacheSpec(1, self.latent.kv_rank + self.latent.rope_dim, 0, window, latent=self.latent.kv_rank)
         of = self.attention_sinks
         sinks = of.sinks if of is not None and window == of.window else 0
+        if self.latent is not None:
+            return CacheSpec(1, self.latent.kv_rank + self.latent.rope_dim, 0, window, sinks, self.latent.kv_rank)
         return CacheSpec(self.kv_heads, self.head_dim, self.head_dim, window, sinks)
 
     @property

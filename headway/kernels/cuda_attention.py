@@ -91,10 +91,7 @@ def _attention_kernel(
             q_rest = q_rest.to(tl.float32)
 
     if FIRST > 0:
-        first_at = of_first + token_index[:, None] * of_first_stride + head[:, None] * whole + dim[None, :]
-        q_first = tl.load(first_at, mask=live[:, None] & has_dim[None, :], other=0.0)
-        if WIDEN:
-            q_first = q_first.to(tl.float32)
+        first_at = of_first + token_index[:, None] * of_first_stride + head[:, None] * whole
 
     first_position = context - queries + tile * TOKENS
     begin, end = _keys_of(first_position, context, window, split, split_keys, TOKENS, KEYS, SPLITS, WINDOWED)
@@ -119,7 +116,10 @@ def _attention_kernel(
             is_first = key < begin
             at = tl.where(is_first, at - begin + ahead, at)
             there = tl.where(is_first, at < tl.minimum(FIRST, context), (at < end) & (at >= FIRST))
-            of_query = tl.where(is_first, q_first, q)
+            if is_first:  # where it is needed, as both in registers are too many
+                of_query = tl.load(first_at + dim[None, :], mask=live[:, None] & has_dim[None, :], other=0.0)
+                if WIDEN:
+                    of_query = of_query.to(tl.float32)
         block = tl.load(tables + sequence.to(tl.int64) * table_stride + at // BLOCK_SIZE, mask=there, other=0)
         in_block = kv_head % CACHE_HEADS * BLOCK_SIZE + at % BLOCK_SIZE
         place = (block.to(tl.int64) * CACHE_HEADS * BLOCK_SIZE + in_block) * whole
@@ -135,7 +135,14 @@ def _attention_kernel(
             )
             if WIDEN:
                 k_rest = k_rest.to(tl.float32)
-            scores += tl.dot(q_rest, k_rest, input_precision="ieee")
+            of_rest = q_rest
+            if FIRST > 0:  # noqa: SIM102 - FIRST is known to the compiler
+                if is_first:
+                    has_rest = live[:, None] & (rest < REST)[None, :]
+                    of_rest = tl.load(first_at + WIDTH + rest[None, :], mask=has_rest, other=0.0)
+                    if WIDEN:
+                        of_rest = of_rest.to(tl.float32)
+            scores += tl.dot(of_rest, k_rest, input_precision="ieee")
         else:
             v = tl.load(values + place[:, None] + dim[None, :], mask=there[:, None] & has_dim[None, :], other=0.0)
             if WIDEN:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from headway.cost.layers import CacheSpec
-from headway.kernels.interface import HeadLinear, Kernels, LayerCache, Linear, StepGeometry
+from headway.kernels.interface import HeadLinear, Kernels, LayerCache, Linear, SinkQueries, StepGeometry
 from headway.models.config import ModelConfig
 
 _EPS = 1e-6  # of its two norms, whatever config.json says of others
@@ -55,6 +55,7 @@ class LatentAttention:
         assert latent is not None and config.multipliers.attention is not None
         self._weights, self._kernels, self._rope, self._latent = weights, kernels, rope, latent
         self._heads, self._scale = shape.heads, config.multipliers.attention
+        self._sink_rope = rope[0][: weights.cache.window], rope[1][: weights.cache.window]
 
     def __call__(self, x: Tensor, cache: LayerCache, step: StepGeometry) -> Tensor:
         """x [T, hidden] -> [T, hidden]; its latents are stored."""
@@ -67,9 +68,14 @@ class LatentAttention:
             queries = weights.raised(normed.squeeze(1))
         plain, turned = queries.split([heads * latent.nope_dim, heads * latent.rope_dim], 1)
         turned, key = turned.view(tokens, heads, latent.rope_dim), key.view(tokens, 1, latent.rope_dim)
+        of_first = kernels.join(turned, turned[..., :0]) if weights.cache.sinks else None  # a copy
         kernels.rotate(turned, key, *self._rope, step.positions)
         key = kernels.join(kernels.rms_norm(kept.unsqueeze(1), weights.latent_norm, _EPS), key)
         kernels.store(key, key[..., : latent.kv_rank], cache, step.slots)
-        query = kernels.join(weights.to_keys(plain.view(tokens, heads, latent.nope_dim)), turned)
-        found = kernels.attention(query, cache, step, self._scale, weights.cache.window)
+        unturned = weights.to_keys(plain.view(tokens, heads, latent.nope_dim))
+        query, first = kernels.join(unturned, turned), None
+        if of_first is not None:
+            kernels.rotate(of_first, of_first[:, :0], *self._sink_rope, step.positions)
+            first = SinkQueries(kernels.join(unturned, of_first), weights.cache.sinks)
+        found = kernels.attention(query, cache, step, self._scale, weights.cache.recent, first=first)
         return weights.o(kernels.join(weights.to_values(found)).flatten(1))

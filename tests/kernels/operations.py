@@ -208,13 +208,15 @@ def check_heads(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, 
 
 def check_attention_over_latents(
     kernels: Kernels, device: str, dtype: torch.dtype, queries: list[int], contexts: list[int], heads: int, rank: int,
-    rotated: int, block_size: int,
+    rotated: int, block_size: int, window: int | None = None, first_keys: int = 0,
 ) -> None:  # fmt: skip
     """All heads over one latent, whose first elements are the values too; it is kept once."""
     step, num_blocks = step_of(queries, contexts, block_size)
     before, _ = step_of(contexts, contexts, block_size)
     width = rank + rotated
-    key, query = random(1, dtype, sum(contexts), 1, width), random(2, dtype, sum(queries), heads, width)
+    key, query, of_first = (random(seed, dtype, *shape, width) for seed, shape in enumerate(
+        [(sum(contexts), 1), (sum(queries), heads), (sum(queries), heads)], 1
+    ))  # fmt: skip
     results = []
     for each, to in ((REFERENCE, "cpu"), (kernels, device)):
         keys = torch.full((num_blocks, 1, block_size, width), math.nan, dtype=dtype, device=to)
@@ -222,7 +224,8 @@ def check_attention_over_latents(
         assert len(cache.tensors) == 1
         there = key.to(to)
         each.store(there, there[..., :rank], cache, before.slots.to(to))
-        results.append(each.attention(query.to(to), cache, on(to, step), width**-0.5, None))
+        first = SinkQueries(of_first.to(to), first_keys) if first_keys else None
+        results.append(each.attention(query.to(to), cache, on(to, step), width**-0.5, window, first=first))
     assert results[1].shape == (sum(queries), heads, rank)
     assert_close(results[1], results[0], dtype)
 

@@ -113,7 +113,9 @@ def test_attention_over_latents(
     kernels: CpuKernels, dtype: torch.dtype, heads: int, rank: int, rotated: int, block_size: int
 ) -> None:
     steps = [1, 7, 1, 20], [1, 7, 1100, 333]
-    operations.check_attention_over_latents(kernels, "cpu", dtype, *steps, heads, rank, rotated, block_size)
+    for window, first_keys in ((None, 0), (70, 2 * block_size)):
+        sizes = heads, rank, rotated, block_size, window, first_keys
+        operations.check_attention_over_latents(kernels, "cpu", dtype, *steps, *sizes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

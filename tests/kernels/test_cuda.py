@@ -84,6 +84,7 @@ def test_heads(kernels: CudaKernels, dtype: torch.dtype) -> None:
 def test_attention_over_latents(kernels: CudaKernels, dtype: torch.dtype, heads: int, rank: int, rotated: int) -> None:
     for steps in (([1, 7, 20], [1, 7, 33]), ([1, 1], [700, 90])):
         operations.check_attention_over_latents(kernels, DEVICE, dtype, *steps, heads, rank, rotated, 16)
+        operations.check_attention_over_latents(kernels, DEVICE, dtype, *steps, heads, rank, rotated, 16, 37, 16)
 
 
 def test_copy_blocks(kernels: CudaKernels) -> None:

@@ -25,8 +25,8 @@ from tests.models.paging import EXECUTIONS
 SINKS = AttentionSinks(4, 17)
 PROMPTS = tiny.prompts([90, 3, 17, 41])
 TOLERANCE = 2e-4
-# Whose layers see all; some have windows; some have no positions; and frequencies that are scaled.
-CASES = ["llama_tied", "gemma2", "smollm3", "llama_llama3", "qwen3_moe_all_of_few"]
+# Whose layers see all; some have windows; some have no positions; frequencies that are scaled; and latents.
+CASES = ["llama_tied", "gemma2", "smollm3", "llama_llama3", "qwen3_moe_all_of_few", "deepseek_v3_dense"]
 
 
 def streamed(model: PreTrainedModel, prompt: list[int], sinks: AttentionSinks) -> Tensor:
@@ -34,16 +34,18 @@ def streamed(model: PreTrainedModel, prompt: list[int], sinks: AttentionSinks) -
     cache, rows = DynamicCache(), []
     frequencies = model.model.rotary_emb.inv_freq.double()
     rotated = [getattr(layer.self_attn, "use_rope", True) for layer in model.model.layers]
+    is_latent = hasattr(model.config, "kv_lora_rank")  # which stands for the keys, and keys with positions for values
     with torch.inference_mode():
         for token in prompt:
             length = cache.get_seq_length()
             if length == sinks.window:
                 for layer, is_rotated in zip(cache.layers, rotated, strict=True):
-                    keys, values = layer.keys, layer.values
-                    moved = keys[:, :, sinks.sinks + 1 :]
-                    moved = turned_back(moved, frequencies) if is_rotated else moved
-                    layer.keys = torch.cat([keys[:, :, : sinks.sinks], moved], 2)
-                    layer.values = torch.cat([values[:, :, : sinks.sinks], values[:, :, sinks.sinks + 1 :]], 2)
+                    parts = []
+                    for part, has_positions in ((layer.keys, not is_latent), (layer.values, is_latent)):
+                        moved = part[:, :, sinks.sinks + 1 :]
+                        moved = turned_back(moved, frequencies) if is_rotated and has_positions else moved
+                        parts.append(torch.cat([part[:, :, : sinks.sinks], moved], 2))
+                    layer.keys, layer.values = parts
                 length -= 1
             at = torch.tensor([[length]])
             rows.append(model(torch.tensor([[token]]), past_key_values=cache, position_ids=at).logits[0, 0].float())
@@ -122,7 +124,6 @@ def test_scaling_is_that_of_what_a_query_sees(models: Any) -> None:
     [
         ("gpt_oss", "learnt sinks"),
         ("lfm2", "recurrent layers, which keep no tokens"),
-        ("deepseek_v3_dense", "attention over latents"),
         ("gemma4", "layers of different sizes"),
         ("ministral3", "queries that grow with their position"),
     ],
