@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from headway.engine.config import EngineConfig
 from headway.engine.messages import (
@@ -86,9 +85,11 @@ class EngineClient:
         self._requests = Requests(replay)
         self._explaining: deque[asyncio.Future[Explanation]] = deque()  # in the order in which they were asked
         self._changed = asyncio.Event()
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._folder = tempfile.TemporaryDirectory(prefix="headway-")
-        self._socket: zmq.asyncio.Socket | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._unsent: deque[bytes] = deque()  # until the engine has connected
+        self._readable = asyncio.Event()  # there may be a message
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -193,6 +194,7 @@ class EngineClient:
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)
+        asyncio.get_running_loop().add_reader(self._socket, self._readable.set)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", ENGINE_MODULE, address, env=environment
@@ -238,21 +240,38 @@ class EngineClient:
                 return message.message
 
     async def _next_frame(self) -> bytes:
-        """The next message. One that is there already is not awaited: that would take turns of a busy loop."""
+        """The next message.
+
+        ZeroMQ's descriptor tells of what comes after all has been taken, and sending may take that word away.
+        """
         assert self._socket is not None
-        with contextlib.suppress(zmq.Again):
-            return await self._socket.recv(zmq.NOBLOCK)
-        return await self._socket.recv()
+        while True:
+            with contextlib.suppress(zmq.Again):
+                return self._socket.recv(zmq.NOBLOCK)
+            self._flush()
+            self._readable.clear()
+            await self._readable.wait()
 
     def _close_socket(self) -> None:
         if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close(linger=0)
             self._socket = None
+            self._unsent.clear()
 
     def _send(self, message: ToEngine) -> None:
-        # The send buffer is unbounded, so the future is done when this returns.
         if self._socket is not None:
-            self._socket.send(_encoder.encode(message))
+            self._unsent.append(_encoder.encode(message))
+            self._flush()
+            self._readable.set()
+
+    def _flush(self) -> None:
+        """Send what waits; with an engine that has connected nothing does, as the buffer is unbounded."""
+        assert self._socket is not None
+        with contextlib.suppress(zmq.Again):
+            while self._unsent:
+                self._socket.send(self._unsent[0], zmq.NOBLOCK)
+                self._unsent.popleft()
 
     def set_classes(self, classes: ClassTable, weights: dict[str, float]) -> None:
         """New requests are of these classes, and tenants have these weights, also in engine processes to come."""

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headway.server.errors import ApiError, internal
 from headway.server.pacing import Pace
-from headway.server.streaming import ABORT_CONNECTION
+from headway.server.streaming import ABORT_CONNECTION, IS_WRITABLE
 from headway.tenant_file import Access, key_digest
 
 ARRIVED = "headway.arrived_ns"
@@ -91,7 +91,7 @@ class Connection(HttpToolsProtocol):
         self._start_reading()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope[ARRIVED] = self._came_ns or time.monotonic_ns()
-        scope[ABORT_CONNECTION] = self.reset
+        scope[ABORT_CONNECTION], scope[IS_WRITABLE] = self.reset, self._is_writable
 
     def on_message_complete(self) -> None:
         self._is_incomplete = False
@@ -135,6 +135,9 @@ class Connection(HttpToolsProtocol):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._fileno())) as same:
             same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
+
+    def _is_writable(self) -> bool:
+        return not self.flow.write_paused
 
     def _fileno(self) -> int:
         fileno: int = self.transport.get_extra_info("socket").fileno()

@@ -113,6 +113,7 @@ class Service:
         self.keys = {key_digest(key.encode()): Access() for key in self.settings.api_keys} | tenants.keys
         self.admission.queues.set_classes(classes.table)
         self.admission.queues.set_tenants(tenants.table.weights if self.settings.tenants is not None else None)
+        self.metrics.settle()
         self.metrics.by_class.set_classes(classes.table)
         if self.metrics.by_tenant is not None:
             self.metrics.by_tenant.set_tenants(tenants.table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -17,8 +18,8 @@ from headway.server.settings import ServerSettings
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-# The key of the connection's abort function in a request's scope.
-ABORT_CONNECTION = "headway.abort_connection"
+# Keys of the connection's functions in a request's scope: one cuts it, one says whether it takes bytes at once.
+ABORT_CONNECTION, IS_WRITABLE = "headway.abort_connection", "headway.is_writable"
 logger = logging.getLogger("headway.server")
 
 
@@ -62,14 +63,26 @@ class SlowReader(Exception):
 class EventWriter:
     """Sends what push() is given as fast as the client reads. What gathers meanwhile goes out together.
 
+    A token that the connection takes at once is sent by push() itself: run() would have to be woken, and at a few
+    streams, when nothing of the server is in the processor's caches any more, that takes longer than to send.
+
     Args:
         headers: of the answer; they go out with the first bytes.
         max_buffer: bytes that may wait here, on top of those that the operating system holds.
         timeout_s: seconds that one write may wait.
+        is_writable: whether `send` would not wait now.
     """
 
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], max_buffer: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        send: Send,
+        headers: list[tuple[bytes, bytes]],
+        max_buffer: int,
+        timeout_s: float,
+        is_writable: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._send = send
+        self._is_writable = is_writable
         self._head: Message | None = {"type": "http.response.start", "status": 200, "headers": headers}
         self.has_begun = False
         self._max_buffer = max_buffer
@@ -84,12 +97,14 @@ class EventWriter:
         self.overflow: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def push(self, data: bytes) -> None:
-        """Queue bytes for sending.
+        """Send bytes, or queue them for sending.
 
         Raises:
             SlowReader: more than max_buffer bytes wait; what waits is dropped.
         """
         self.has_begun = True
+        if self._head is None and self._drained.is_set() and self._is_writable():
+            return self._send_now(data)
         self._pending.append(data)
         self._pending_bytes += len(data)
         self._drained.clear()
@@ -99,6 +114,15 @@ class EventWriter:
             if not self.overflow.done():
                 self.overflow.set_result(None)
             raise SlowReader(f"{self._pending_bytes} bytes wait for the client, more than {self._max_buffer}")
+
+    def _send_now(self, data: bytes) -> None:
+        sending = self._send({"type": "http.response.body", "body": data, "more_body": True}).__await__()
+        with contextlib.suppress(StopIteration):
+            next(sending)
+            raise RuntimeError("a writable connection had its sender wait")
+        callbacks, self._when_sent = self._when_sent, []
+        for callback in callbacks:
+            callback(time.monotonic_ns())
 
     def when_sent(self, callback: Callable[[int], None]) -> None:
         """Call back with time.monotonic_ns() when the bytes that are pushed next have been handed to the connection."""
@@ -184,7 +208,8 @@ class EventStream(Response):
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         settings = self._settings
-        writer = EventWriter(send, self.raw_headers, settings.max_stream_buffer, settings.send_timeout)
+        is_writable = scope.get(IS_WRITABLE, lambda: False)
+        writer = EventWriter(send, self.raw_headers, settings.max_stream_buffer, settings.send_timeout, is_writable)
         producing = asyncio.create_task(self._produce(writer))
         writing = asyncio.create_task(writer.run())
         gone = asyncio.create_task(wait_until_gone(receive))

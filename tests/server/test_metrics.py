@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from headway.engine.messages import EngineStats
+from headway.server.edge import Connection
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually
 from tests.server.test_faults import RawClient
@@ -157,6 +158,7 @@ def test_times_end_when_the_bytes_are_handed_to_the_connection(
         await send(cycle, message)
 
     monkeypatch.setattr(RequestResponseCycle, "send", held_up)
+    monkeypatch.setattr(Connection, "_is_writable", lambda connection: False)
     assert server.post("/v1/completions", prompt="x", max_tokens=200, stream=stream).status_code == 200
     eventually(lambda: samples(server)["headway:e2e_request_latency_seconds_count"] == 1)
     found = samples(server)

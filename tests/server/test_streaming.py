@@ -97,3 +97,27 @@ async def test_write_does_not_wait_for_ever() -> None:
     writer.push(b"x")
     with pytest.raises(SlowReader, match=r"0\.02 s"):
         await writer.run()
+
+
+async def test_what_the_connection_takes_at_once_is_sent_at_once() -> None:
+    """The head goes out by run(); later events without a turn of the loop, but behind all that waits."""
+    pipe, sent = Pipe(), []
+    writer = EventWriter(pipe.send, [], 1000, 5, pipe.reads.is_set)
+    running = asyncio.create_task(writer.run())
+    writer.push(b"0")
+    assert pipe.bodies == []
+    await writer.drained()
+    writer.when_sent(sent.append)
+    writer.push(b"1")
+    assert pipe.bodies == [b"0", b"1"] and len(sent) == 1 and writer.is_drained
+    pipe.reads.clear()
+    writer.push(b"2")
+    await asyncio.sleep(0)
+    pipe.reads.set()
+    writer.push(b"3")
+    assert pipe.bodies == [b"0", b"1"] and not writer.is_drained
+    await writer.drained()
+    writer.push(b"4")
+    writer.close()
+    await running
+    assert b"".join(pipe.bodies) == b"01234" and pipe.ended
