@@ -6,16 +6,34 @@ from typing import TYPE_CHECKING, Any
 
 from headway.version import __version__
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoringRequestOutput",
+    "__version__",
+]
 
 if TYPE_CHECKING:
-    from headway.llm import LLM, AsyncLLM, CompletionOutput, RequestOutput
+    from headway.llm import (
+        LLM,
+        AsyncLLM,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
     from headway.policy.sampling_params import SamplingParams
 
 _HOMES = {
     "LLM": "headway.llm",
     "AsyncLLM": "headway.llm",
     "CompletionOutput": "headway.llm",
+    "EmbeddingRequestOutput": "headway.llm",
+    "ScoringRequestOutput": "headway.llm",
     "RequestOutput": "headway.llm",
     "SamplingParams": "headway.policy.sampling_params",
 }

@@ -73,6 +73,7 @@ class Choice:
     num_tokens: int = 0
     cached_tokens: int = 0
     prompt_logprobs: list[PromptLogprobs] | None = None
+    vector: bytes | None = None  # in place of tokens
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     engine_done: bool = False
@@ -99,6 +100,7 @@ class Choice:
         self.cached_tokens = output.cached_tokens or self.cached_tokens
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
+        self.vector = output.vector
         piece = self._push(output)
         if output.finish_reason is not None:
             piece.text += self._detokenizer.finish()

@@ -85,6 +85,7 @@ ROOMS = {
             "text",
             "policy",
             "choices",
+            "pooling",
             "class_file",
             "preload_file",
             "tenant_file",
@@ -100,6 +101,7 @@ ROOMS = {
         ours={
             "llm",
             "choices",
+            "pooling",
             "engine.client",
             "engine.config",
             "engine.core",

@@ -33,7 +33,7 @@ def read_shape(raw: Mapping[str, Any], source: str = "config.json", among: Colle
     Raises:
         ModelError: the architecture is not one of them, or a key is missing or of the wrong kind.
     """
-    raw = text_part(raw)
+    raw = text_part(without_head(raw))
     name = _architecture(raw, source, known_architectures() if among is None else among)
     if name == _GPTJ:
         return _gpt_j(ConfigValues(raw, source))
@@ -41,6 +41,19 @@ def read_shape(raw: Mapping[str, Any], source: str = "config.json", among: Colle
     values = ConfigValues(raw, source, family.defaults)
     _refuse_other_kinds(values, family, name)
     return _decoder(values, family)
+
+
+def without_head(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A parsed config.json with the family of a model that was saved without its output layer, as embedders are.
+
+    Its embedding stands for that layer. What names no such model is returned as it is.
+    """
+    named = raw.get("architectures")
+    for name in named if isinstance(named, list) else []:
+        family = f"{name.removesuffix('Model')}ForCausalLM" if isinstance(name, str) and name.endswith("Model") else ""
+        if family in FAMILIES:
+            return {**raw, "architectures": [family], "tie_word_embeddings": True}
+    return raw
 
 
 def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,6 +18,7 @@ from headway.engine.messages import (
     SequenceOutput,
     SequenceTimings,
 )
+from headway.engine.pooling import Part, vector_of
 from headway.engine.quarantine import Quarantine
 from headway.policy.intake import check, sequences_of
 from headway.policy.plan import StepPlan
@@ -28,6 +29,7 @@ from headway.policy.scheduler import Scheduler
 from headway.policy.service_class import ClassTable
 
 NOT_NUMBERS = "the model's logits were not numbers (NaN) for this sequence; check the weights and the dtype"
+HEADLESS = "this checkpoint has no output layer; it gives embeddings only"
 FAILED = "the engine failed on this request ({}); see the server's log"
 _YIELDED = {
     "oversized": "its prompt alone takes longer",
@@ -47,6 +49,7 @@ class EngineCore:
         self._live: dict[str, dict[int, Sequence]] = {}
         self._sequences: dict[int, Sequence] = {}  # the same by seq_id
         self._prompt_logprobs: dict[int, list[PromptLogprobs]] = {}  # by seq_id, until its first output
+        self._pooled: dict[int, Part] = {}  # by seq_id, until the vector is whole
         self._pending: list[SequenceOutput] = []
         self._counted = EngineStats(0, 0, 0.0)
         self._memory = MemoryCounts(scheduler)
@@ -79,6 +82,8 @@ class EngineCore:
             if request.request_id in self._live:
                 raise ValueError(f"a request with id {request.request_id!r} is running already")
             check(request, limit, self.executor.vocab_size)
+            if request.pooling is None and not self.executor.generates:
+                raise ValueError(HEADLESS)
         except ValueError as error:
             self._pending += [
                 SequenceOutput(request.request_id, choice.index, [], finish_reason="error", error=str(error))
@@ -160,6 +165,7 @@ class EngineCore:
         """Forget what was computed of a sequence."""
         self.executor.forget(seq_id)
         self._prompt_logprobs.pop(seq_id, None)
+        self._pooled.pop(seq_id, None)
 
     # --- steps --------------------------------------------------------------------------------------
 
@@ -187,6 +193,9 @@ class EngineCore:
         for seq_id, part in outcome.prompt_logprobs.items():
             if seq_id in self._sequences:
                 self._prompt_logprobs.setdefault(seq_id, []).extend(part)
+        for seq_id, pooled in outcome.pooled.items():
+            if seq_id in self._sequences:
+                self._pooled[seq_id] = self._pooled.get(seq_id, 0.0) + pooled
         changed = self.scheduler.complete(plan, outcome.tokens, outcome.times)
         for seq_id, drafts in outcome.drafts.items():
             self.scheduler.propose(seq_id, drafts)
@@ -240,12 +249,14 @@ class EngineCore:
             prompt_logprobs=self._prompt_logprobs.pop(sequence.seq_id, None),
         )
         if sequence.finish_reason is not None:
+            if sequence.finish_reason == "stop" and sequence.pooling is not None:
+                output.vector = vector_of(sequence.pooling, self._pooled[sequence.seq_id], sequence.prompt_len)
             self._finish_output(output, sequence)
         return output
 
     def _finish_output(self, output: SequenceOutput, sequence: Sequence) -> None:
         output.finish_reason = sequence.finish_reason
-        if sequence.finish_reason == "stop":
+        if sequence.finish_reason == "stop" and sequence.pooling is None:
             output.stop_token_id = sequence.tokens[-1]
         if sequence.finish_reason == "error":
             output.error = output.error or NOT_NUMBERS

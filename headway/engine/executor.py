@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from headway.engine.messages import PromptLogprobs, TokenLogprobs
 from headway.policy.accounting import StepTimes
@@ -20,9 +22,10 @@ class StepOutcome(msgspec.Struct):
 
     Args:
         tokens: new ones of each sequence that samples: the drafts that were accepted, and the token drawn after them.
-            None where the logits were not numbers.
+            None where the logits were not numbers, or the hidden states of a sequence that wants a vector.
         logprobs: of the new tokens, for sequences that want them.
         prompt_logprobs: of this step's prompt tokens, for sequences that want them.
+        pooled: what this step adds to the vectors that sequences want: float64.
         drafts: proposed to follow the new tokens; the next step tries them.
         failed_since_ns: when the step began that failed and was run again in parts; 0 where it did not fail.
         faults: names of the exceptions that sequences raised when they ran alone.
@@ -34,6 +37,7 @@ class StepOutcome(msgspec.Struct):
     tokens: dict[int, list[int] | None] = {}
     logprobs: dict[int, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[int, list[PromptLogprobs]] = {}
+    pooled: dict[int, NDArray[np.float64]] = {}
     drafts: dict[int, list[int]] = {}
     failed_since_ns: int = 0
     faults: dict[int, str] = {}
@@ -44,6 +48,7 @@ class StepOutcome(msgspec.Struct):
         self.tokens |= part.tokens
         self.logprobs |= part.logprobs
         self.prompt_logprobs |= part.prompt_logprobs
+        self.pooled |= part.pooled
         self.drafts |= part.drafts
         self.routing = tuple(map(sum, zip(self.routing, part.routing, strict=True)))  # type: ignore[assignment]
 
@@ -54,6 +59,10 @@ class Executor(Protocol):
     @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
+
+    @property
+    def generates(self) -> bool:
+        """The model has an output layer."""
 
     def run(self, plan: StepPlan) -> StepOutcome:
         """Run a step.

@@ -77,6 +77,7 @@ class Ready(_Message):
     pinned_blocks: int = 0  # of preloaded prompts
     left_out: list[str] = []  # of prompts that were not preloaded, why
     checkpoints: int | None = None  # slots for states of prefixes; None for a model without recurrent layers
+    generates: bool = True  # the model has an output layer
 
 
 class Failed(_Message):
@@ -149,6 +150,7 @@ class SequenceOutput(_Message):
     timings: SequenceTimings | None = None  # with the last output, for finished choices
     error: str | None = None  # with finish_reason "error", "late" and "timeout": what happened, for the user
     retry_after_s: int = 0  # with finish_reason "late": when there should be room
+    vector: bytes | None = None  # of a request with pooling: float32, with the last output
 
 
 class EngineStats(_Message):

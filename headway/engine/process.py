@@ -125,6 +125,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
             pinned,
             engine.left_out,
             None if checkpoints is None else checkpoints.num_slots,
+            engine.runner.generates,
         )
     )
     return _step_loop(channel, engine.core, parent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from itertools import compress
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from headway.engine.executor import EngineFault, StepOutcome
 from headway.engine.layout import ModelInput, StepLayout
 from headway.engine.logprobs import prompt_logprobs
 from headway.engine.memory import Groups, caches_in, zero_caches, zero_places
+from headway.engine.pooling import pooled_parts
 from headway.engine.sampler import BAD_TOKEN, Sampler
 from headway.engine.states import StateSlots
 from headway.engine.swap import HostBlocks
@@ -56,6 +58,7 @@ class Runner:
         config = model.config
         self.model = model
         self.vocab_size = config.shape.vocab
+        self.generates = not config.headless
         self.kernels = kernels
         self.device = device
         pool = config.caches, num_blocks, block_size, cache_dtype, device
@@ -91,6 +94,8 @@ class Runner:
         outcome = StepOutcome(StepTimes(launched, launched, launched))
         if any(item.logit_rows for item in plan.scheduled):
             self._prompt_logprobs(hidden, plan.scheduled, outcome)
+        if plan.pools:
+            outcome.pooled = pooled_parts(self.model, hidden, plan.scheduled, sequences)
         logits = None
         if len(step.last_rows):
             everyone = len(step.last_rows) == len(hidden)
@@ -98,6 +103,9 @@ class Runner:
         timer = _DeviceTimer(self.device)
         if logits is not None:
             self._sample(logits, plan.scheduled, sequences, outcome)
+        for seq_id, part in outcome.pooled.items():
+            if not np.isfinite(part).all():
+                outcome.tokens[seq_id] = None
         computed, sampled = timer.stop()
         if routed is not None:
             outcome.routing = self.kernels.routing_counts().since(routed)

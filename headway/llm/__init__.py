@@ -13,12 +13,24 @@ from typing import Any
 from headway.engine.client import EngineClient
 from headway.engine.config import EngineConfig
 from headway.llm.batch import Batch, Call
-from headway.llm.requests import CompletionOutput, Front, Message, PromptType, RequestOutput
+from headway.llm.requests import (
+    Collector,
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    Front,
+    Message,
+    PromptType,
+    RequestOutput,
+    Scored,
+    ScoringRequestOutput,
+    VectorCollector,
+)
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.service_class import BUILT_IN
+from headway.pooling import cosine, pairs, relevance
 from headway.text.tokenizer import Tokenizer
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EmbeddingRequestOutput", "RequestOutput", "ScoringRequestOutput"]
 
 _process: int | None = None  # that made the first LLM
 
@@ -79,8 +91,7 @@ class LLM:
         if len(each) != len(listed):
             raise ValueError(f"{len(listed)} prompts, but {len(each)} sampling_params; give one, or one for each")
         collectors = [self._front.collector(p, s, service_class) for p, s in zip(listed, each, strict=True)]
-        with _progress(len(collectors), use_progress) as advance:
-            self._batch.run(Call(collectors, advance))
+        self._run(collectors, use_progress)
         return [c.output for c in collectors]
 
     def chat(
@@ -95,6 +106,63 @@ class LLM:
         conversations: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
         prompts = [{"prompt_token_ids": self._front.render(conversation)} for conversation in conversations]
         return self.generate(prompts, sampling_params, use_progress, service_class)
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        dimensions: int | None = None,
+        use_progress: bool = False,
+        service_class: str = "",
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of every prompt, batched together; results are in the order of the prompts.
+
+        Args:
+            dimensions: keep only so many of the first numbers.
+
+        Raises:
+            ValueError: a prompt is too long, or the model gives no embeddings of this kind.
+        """
+        _check_process()
+        collectors = [self._front.embedding(p, dimensions, service_class) for p in _as_prompts(prompts)]
+        self._run(collectors, use_progress)
+        return [c.output for c in collectors]
+
+    def score(
+        self,
+        data_1: str | list[str],
+        data_2: str | list[str],
+        instruction: str | None = None,
+        use_progress: bool = False,
+        service_class: str = "",
+    ) -> list[ScoringRequestOutput]:
+        """How relevant each text of `data_2` is to that of `data_1`, or to each of as many.
+
+        A reranker judges each pair, as does a model with a chat template and no files on embeddings; scores are then
+        probabilities. Of other models they are cosines of embeddings.
+
+        Args:
+            instruction: what relevant means, for a model that judges.
+
+        Raises:
+            ValueError: there is no text on one side, or their numbers differ.
+        """
+        _check_process()
+        front = self._front
+        queries, documents = [[each] if isinstance(each, str) else list(each) for each in (data_1, data_2)]
+        asked = pairs(queries, documents)
+        if front.pooler.judges is not None:
+            judged = [front.judgement(queries[q], documents[d], instruction, service_class) for q, d in asked]
+            self._run(judged, use_progress)
+            return [_scored([c.output], relevance(c.output.outputs.embedding)) for c in judged]
+        if instruction is not None:
+            raise ValueError("this model scores by the cosine of embeddings, without an instruction")
+        embedded = self.embed([*queries, *documents], None, use_progress, service_class)
+        found = [(embedded[q], embedded[len(queries) + d]) for q, d in asked]
+        return [_scored([a, b], cosine(a.outputs.embedding, b.outputs.embedding)) for a, b in found]
+
+    def _run(self, collectors: Sequence[Collector | VectorCollector], use_progress: bool) -> None:
+        with _progress(len(collectors), use_progress) as advance:
+            self._batch.run(Call(collectors, advance))
 
 
 class AsyncLLM:
@@ -137,6 +205,21 @@ class AsyncLLM:
                 if collector.take(output):
                     self.engine.abort(output.request_id, output.index)
                 yield collector.output
+
+    async def embed(
+        self, prompt: PromptType, dimensions: int | None = None, service_class: str = ""
+    ) -> EmbeddingRequestOutput:
+        """The embedding of a prompt. Cancelling it aborts the request."""
+        collector = await asyncio.to_thread(self._front.embedding, prompt, dimensions, service_class)
+        async with aclosing(self.engine.generate(collector.request)) as outputs:
+            async for output in outputs:
+                collector.take(output)
+        return collector.output
+
+
+def _scored(embedded: list[EmbeddingRequestOutput], score: float) -> ScoringRequestOutput:
+    token_ids = [token for each in embedded for token in each.prompt_token_ids]
+    return ScoringRequestOutput(embedded[-1].request_id, token_ids, Scored(score))
 
 
 def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from headway.engine.messages import SequenceOutput
-from headway.llm.requests import Collector
+from headway.llm.requests import Collector, VectorCollector
 
 if TYPE_CHECKING:
     from headway.engine.core import EngineCore
@@ -19,13 +19,13 @@ _NOTICED_S = 0.5
 
 
 class Call:
-    """One call of `generate`: its requests, and how many choices of each are still to end.
+    """One call of `generate` or `embed`: its requests, and how many choices of each are still to end.
 
     Args:
         advance: called for every request that has ended.
     """
 
-    def __init__(self, collectors: list[Collector], advance: Callable[[], None]) -> None:
+    def __init__(self, collectors: Sequence[Collector | VectorCollector], advance: Callable[[], None]) -> None:
         self.collectors = {collector.request.request_id: collector for collector in collectors}
         self.ended = threading.Event()
         self.error: BaseException | None = None

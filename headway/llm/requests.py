@@ -11,14 +11,17 @@ from typing import Any
 from headway.choices import Choice, Piece, TokenizedPrompt
 from headway.engine.messages import AddRequest, SequenceOutput, TokenLogprobs, of_prompt
 from headway.models.folder import resolve_model
+from headway.policy.pooling import PoolingParams
 from headway.policy.sampling_params import SamplingParams, sampling_defaults
 from headway.policy.service_class import ClassTable
+from headway.pooling import Pooler, floats, judged_text
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import TextError, Tokenizer, stated_eos_ids
 
 PromptType = str | list[int] | dict[str, Any]
 Message = dict[str, Any]
 MAX_TOKEN_ID = 2**31
+_NOTHING = SamplingParams(temperature=0.0, max_tokens=1)  # is sampled
 
 
 @dataclass(slots=True)
@@ -96,6 +99,65 @@ class Collector:
             self.output.timings_ns = dict(output.timings.phases_ns)
 
 
+@dataclass(slots=True)
+class Embedding:
+    """A prompt's vector."""
+
+    embedding: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """A prompt and its embedding; `timings_ns` is its ledger, in nanoseconds."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: Embedding = field(default_factory=Embedding)
+    num_cached_tokens: int = 0
+    finished: bool = False
+    timings_ns: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Scored:
+    """How relevant a text is."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """A pair of texts and its score.
+
+    Args:
+        prompt_token_ids: those that the model was given: of both texts, one after the other where each was embedded.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: Scored
+    finished: bool = True
+
+
+class VectorCollector:
+    """Takes the vector of one request."""
+
+    def __init__(self, request: AddRequest) -> None:
+        self.output = EmbeddingRequestOutput(request.request_id, request.prompt_token_ids)
+        self.request = request
+
+    def take(self, output: SequenceOutput) -> bool:
+        """False: the engine has nothing to stop."""
+        if output.error is not None:
+            raise ValueError(output.error)
+        if output.timings is not None:
+            self.output.timings_ns = dict(output.timings.phases_ns)
+        if output.vector is not None:
+            self.output.outputs.embedding = floats(output.vector)
+            self.output.num_cached_tokens, self.output.finished = output.cached_tokens, True
+        return False
+
+
 class Front:
     """What both forms share: tokenizer, chat template, and the making of requests."""
 
@@ -106,6 +168,7 @@ class Front:
         self.chat_template = ChatTemplate.load(self.tokenizer) if self.tokenizer is not None else None
         self._eos_token_ids = self.tokenizer.eos_token_ids if self.tokenizer else sorted(stated_eos_ids(self.folder))
         self._ids = itertools.count(1)  # collectors are made in several threads
+        self.pooler = Pooler.load(self.tokenizer, self.chat_template) if self.tokenizer else Pooler(PoolingParams())
 
     def default_params(self) -> SamplingParams:
         """The checkpoint's own sampling defaults, from generation_config.json."""
@@ -114,28 +177,52 @@ class Front:
     def collector(
         self, prompt: PromptType, params: SamplingParams, service_class: str = "", request_id: str | None = None
     ) -> Collector:
+        prompted = self._prompted(prompt)
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one")
+        params = replace(params)  # the caller may change it while the request runs
+        request = self._request(prompted, params, service_class, request_id)
+        outputs = [CompletionOutput(index) for index in range(params.n)]
+        output = RequestOutput(request.request_id, prompted.text, prompted.token_ids, outputs)
+        return Collector(self.tokenizer, output, request)
+
+    def embedding(self, prompt: PromptType, dimensions: int | None, service_class: str) -> VectorCollector:
+        """Of a request for an embedding."""
+        request = self._request(self.pooler.ended(self._prompted(prompt)), _NOTHING, service_class)
+        request.pooling = self.pooler.embedding(dimensions)
+        return VectorCollector(request)
+
+    def judgement(self, query: str, document: str, instruction: str | None, service_class: str) -> VectorCollector:
+        """Of a request that has the model judge a pair."""
+        assert self.chat_template is not None and self.tokenizer is not None
+        text = judged_text(self.chat_template, query, document, instruction)
+        prompted = TokenizedPrompt(self.tokenizer.encode(text, add_special_tokens=False), text)
+        request = self._request(prompted, _NOTHING, service_class)
+        request.pooling = self.pooler.judgement
+        return VectorCollector(request)
+
+    def _prompted(self, prompt: PromptType) -> TokenizedPrompt:
         text, given = self._tokenize(prompt)
         if not given:
             raise ValueError("the prompt is empty; give at least one token")
         for token in given:
             if not isinstance(token, Integral) or not 0 <= token < MAX_TOKEN_ID:
                 raise ValueError(f"the prompt has {token!r:.60} for a token id; token ids are integers from 0")
-        token_ids = [int(token) for token in given]
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one")
-        params = replace(params)  # the caller may change it while the request runs
+        return TokenizedPrompt([int(token) for token in given], text)
+
+    def _request(
+        self, prompt: TokenizedPrompt, params: SamplingParams, service_class: str, request_id: str | None = None
+    ) -> AddRequest:
         now = time.monotonic_ns()
-        request = AddRequest(
+        return AddRequest(
             request_id=request_id or str(next(self._ids)),
-            prompt_token_ids=token_ids,
+            prompt_token_ids=prompt.token_ids,
             params=params,
             eos_token_ids=self._eos_token_ids,
             arrival_ns=now,
             sent_ns=now,
             service_class=self._classes.named(service_class).name if service_class else "",
         )
-        outputs = [CompletionOutput(index) for index in range(params.n)]
-        return Collector(self.tokenizer, RequestOutput(request.request_id, text, token_ids, outputs), request)
 
     def _tokenize(self, prompt: PromptType) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headway.kernels.weights import Weight
-from headway.models.config import ModelError, read_json
+from headway.models.config import ModelConfig, ModelError, read_json
 from headway.models.families import OTHER_PARTS, WITHIN, Traits
 from headway.models.packed_layers import packed_layer, shape_in_state
 from headway.models.quantization import STATE, PackedMatrices
@@ -88,6 +88,21 @@ class WeightSource(Protocol):
 def has_stacked_experts(folder: Path, traits: Traits) -> bool:
     """Whether the experts of a layer are one tensor."""
     return any(name.endswith(tuple(stored_name(each, traits.stored) for each in STACKED)) for name in _names_in(folder))
+
+
+def as_saved(folder: Path, config: ModelConfig) -> ModelConfig:
+    """The config as the folder's checkpoint has the model: embedders often lack the output layer and `model.` in names.
+
+    Only folders are looked into that sentence-transformers, or config.json, says to hold an embedder.
+    """
+    if not config.headless and not (folder / "modules.json").is_file():
+        return config
+    names = _names_in(folder)
+    if "embed_tokens.weight" in names:
+        config = replace(config, traits=replace(config.traits, stored=(("model.", ""), *config.traits.stored)))
+    if not config.shape.tied_embeddings and names and "lm_head.weight" not in names:
+        config = replace(config, shape=replace(config.shape, tied_embeddings=True), headless=True)
+    return config
 
 
 def found_traits(folder: Path, traits: Traits) -> Traits:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway.cost.config import read_shape, text_part
+from headway.cost.config import read_shape, text_part, without_head
 from headway.cost.layers import AttentionSinks, CacheSpec, Latent, StateSpec
 from headway.cost.shape import ModelShape
 from headway.cost.values import ConfigValues, ModelError
@@ -83,6 +83,7 @@ class ModelConfig:
     return Multipliers(embedding=shape.hidden**0.5, attention=size**-0.5)
         by_heads: what turns latents into keys and values is a matrix of each head, that of keys the other way round
             (GGUF).
+        headless: the checkpoint has no output layer, so nothing can be generated.
     """
 
     shape: ModelShape
@@ -100,6 +101,7 @@ class ModelConfig:
     left_out: tuple[str, ...] = ()
     by_heads: bool = False
     heads_by_turns: bool = False
+    headless: bool = False
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -120,6 +122,7 @@ class ModelConfig:
         named = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
         if lacking := next((each for each in named if each in LACKING), None):
             raise ModelError(f"{source}: {lacking} needs {LACKING[lacking]}, which this version does not have")
+        whole, raw = raw, without_head(raw)
         text = text_part(raw)
         shape = read_shape(text, source, tuple(ARCHITECTURES))
         name = next(each for each in text["architectures"] if each in ARCHITECTURES)
@@ -176,6 +179,7 @@ class ModelConfig:
             left_out=(*_left_out(values, shape.layers), *_borrowed(shape)),
             by_heads=values.boolean("kv_b_by_heads"),
             heads_by_turns=values.boolean("linear_value_heads_by_turns"),
+            headless=raw is not whole,
         )
 
     def with_attention_sinks(self, sinks: AttentionSinks) -> ModelConfig:

@@ -157,10 +157,31 @@ ARCHITECTURES: dict[str, Traits] = {
 }
 _MAMBA = "layers of Mamba"
 _LAYER_NORM = "LayerNorm and feed-forward layers without a gate"
+_BOTH_WAYS = "attention to later tokens, as an encoder"
 _PARALLEL = "attention and feed-forward layers side by side"
 # What known families need that the decoder does not have.
 LACKING = {
     "BambaForCausalLM": _MAMBA,
+    **dict.fromkeys(
+        (
+            "BertForMaskedLM",
+            "BertForSequenceClassification",
+            "BertModel",
+            "Gemma3TextModel",
+            "ModernBertForMaskedLM",
+            "ModernBertForSequenceClassification",
+            "ModernBertModel",
+            "MPNetModel",
+            "NewModel",
+            "NomicBertModel",
+            "RobertaForSequenceClassification",
+            "RobertaModel",
+            "T5EncoderModel",
+            "XLMRobertaForSequenceClassification",
+            "XLMRobertaModel",
+        ),
+        _BOTH_WAYS,
+    ),
     "Cohere2ForCausalLM": _PARALLEL,
     "CohereForCausalLM": _PARALLEL,
     "DeepseekV32ForCausalLM": "a sparse indexer",

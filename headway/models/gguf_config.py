@@ -220,6 +220,7 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
         "norm_topk_prob": bool(values.get(f"{family}.expert_weights_norm", family in _NORMALIZED)),
         "use_sliding_window": False,
         "dtype": _dtype(tensors),
+        "pooling_type": values.get(f"{family}.pooling_type"),
     }
     turned = values.get(f"{family}.rope.dimension_count")
     if family in _TURNED_IN_PART and isinstance(turned, int):

@@ -95,6 +95,8 @@ def tokenizer_files(values: dict[str, Any], source: str) -> dict[str, dict[str, 
     ]
     begins = kind != "gpt2" or values.get("tokenizer.ggml.pre") in _WHOLE_WORDS
     config: dict[str, Any] = {"add_bos_token": bool(values.get("tokenizer.ggml.add_bos_token", begins))}
+    if values.get("tokenizer.ggml.add_eos_token") is True:
+        config["add_eos_token"] = True
     for name in ("bos", "eos", "unknown", "padding"):
         number = _token_id(values, name, tokens, source)
         if number is not None:

@@ -18,6 +18,7 @@ from headway.models.checkpoint import (
     RandomWeights,
     StageClock,
     WeightSource,
+    as_saved,
     found_packed,
     found_traits,
     has_stacked_experts,
@@ -97,6 +98,7 @@ def load_model(
     if load_format == "dummy" and config.packed is not None and config.packed.layout != "rows":
         quantization = "int4" if config.packed.bits == 4 else "int8-weight-only"
         config = replace(config, packed=None)
+    config = as_saved(folder, config)
     if weights is not None:
         return Decoder(config, kernels, dtype, device, weights, max_model_len)
     clock = StageClock()

@@ -76,8 +76,8 @@ class BlockManager:
     def _known_prefix(self, sequence: Sequence) -> list[int]:
         if sequence.parent is not None and self._can_fork(sequence):
             return sequence.parent.block_table[: self._blocks.blocks_for(sequence.prompt_len)]
-        if sequence.logit_rows(0, sequence.prompt_len):
-            return []  # every prompt token's logits are wanted, so every one is computed
+        if sequence.needs_every_token:
+            return []  # every prompt token is computed
         if sequence.prefix_match is None:
             sequence.prefix_match = PrefixMatch()
         known = self._blocks.match(sequence.tokens, sequence.cache_salt, sequence.prefix_match)
@@ -216,7 +216,7 @@ class BlockManager:
     def _swap_out(self, sequence: Sequence) -> Swapped | None:
         """What others share with a sequence and the prefix index knows is not swapped out."""
         blocks, table, computed = self._blocks, sequence.block_table, sequence.num_computed
-        if self._host is None or not computed or sequence.logit_rows(0, sequence.prompt_len):
+        if self._host is None or not computed or sequence.needs_every_token:
             return None
         first = 0
         while first < sequence.num_registered and blocks.references[table[first]] > 1:

@@ -114,8 +114,8 @@ class GroupedBlockManager(BlockManager):
         return computed, tables
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
-        if not self._blocks.enable_prefix_caching or sequence.logit_rows(0, sequence.prompt_len):
-            return PrefixMatch()  # every prompt token's logits are wanted, so every one is computed
+        if not self._blocks.enable_prefix_caching or sequence.needs_every_token:
+            return PrefixMatch()  # every prompt token is computed
         if sequence.prefix_match is None:
             sequence.prefix_match = PrefixMatch()
         self._pages.match(sequence.tokens, sequence.cache_salt, sequence.prefix_match)
@@ -274,7 +274,7 @@ class GroupedBlockManager(BlockManager):
     def _swap_out(self, sequence: Sequence) -> Swapped | None:
         """What others share with a sequence in all tables without a window, and the index knows, is not swapped out."""
         blocks, tables, computed = self._blocks, sequence.tables, sequence.num_computed
-        if self._host is None or not computed or sequence.logit_rows(0, sequence.prompt_len):
+        if self._host is None or not computed or sequence.needs_every_token:
             return None
         references, first = blocks.references, 0
         whole = [table.blocks for table, group in zip(tables, self._groups, strict=True) if group.window is None]

@@ -30,19 +30,34 @@ def taken_up(messages: Iterable[T], clock: Callable[[], int]) -> Iterator[T]:
             return
 
 
-def context_left(prompt_len: int, max_model_len: int) -> int:
+def context_left(prompt_len: int, max_model_len: int, least: int = 1) -> int:
     """Tokens that may follow a prompt.
 
     Raises:
-        InvalidParameter: `prompt`, there is no room for any.
+        InvalidParameter: `prompt`, there is no room for the `least` that must follow.
     """
-    if prompt_len >= max_model_len:
+    if prompt_len + least > max_model_len:
         raise InvalidParameter(
             "prompt",
             f"the prompt has {prompt_len} tokens; the model's context is {max_model_len} tokens, "
-            f"so a prompt may have at most {max_model_len - 1}",
+            f"so a prompt may have at most {max_model_len - least}",
         )
     return max_model_len - prompt_len
+
+
+def check_prompt(prompt_len: int, max_model_len: int, service: ServiceClass) -> None:
+    """Raise InvalidParameter when a prompt that nothing follows does not fit the context or the class."""
+    context_left(prompt_len, max_model_len, 0)
+    _check_prompt_of_class(prompt_len, service)
+
+
+def _check_prompt_of_class(prompt_len: int, service: ServiceClass) -> None:
+    if prompt_len > service.max_prompt_tokens:
+        raise InvalidParameter(
+            "prompt",
+            f"the prompt has {prompt_len} tokens; service class {service.name!r} takes at most "
+            f"{service.max_prompt_tokens} (max_prompt_tokens)",
+        )
 
 
 def fit_to_context(
@@ -77,12 +92,7 @@ def fit_to_class(
     Raises:
         InvalidParameter: the prompt is longer than the class takes, or more tokens are asked for than it gives.
     """
-    if prompt_len > service.max_prompt_tokens:
-        raise InvalidParameter(
-            "prompt",
-            f"the prompt has {prompt_len} tokens; service class {service.name!r} takes at most "
-            f"{service.max_prompt_tokens} (max_prompt_tokens)",
-        )
+    _check_prompt_of_class(prompt_len, service)
     most = service.max_output_tokens
     for name, wished in ((max_tokens_field, params.max_tokens), ("min_tokens", params.min_tokens)):
         if name is not None and wished is not None and wished > most:
@@ -103,9 +113,10 @@ def check(request: Request, max_model_len: int, vocab_size: int | None) -> None:
     """
     if not request.prompt_token_ids:
         raise ValueError("the prompt is empty; give at least one token")
-    context_left(len(request.prompt_token_ids), max_model_len)
+    least = int(request.pooling is None)
+    context_left(len(request.prompt_token_ids), max_model_len, least)
     known = len(request.prompt_token_ids) + max(len(choice.token_ids) for choice in request.choices)
-    if known >= max_model_len:  # the engine that began the request had memory for more
+    if known + least > max_model_len:  # the engine that began the request had memory for more
         raise ValueError(f"{known} tokens are known, and the context is now {max_model_len}: there is no room to go on")
     if vocab_size is None:
         return
@@ -113,6 +124,7 @@ def check(request: Request, max_model_len: int, vocab_size: int | None) -> None:
         ("prompt", request.prompt_token_ids),
         ("logit_bias", request.params.logit_bias),
         ("stop_token_ids", request.params.stop_token_ids),
+        ("token_ids", request.pooling.token_ids if request.pooling is not None else ()),
     ):
         for token in (min(ids), max(ids)) if ids else ():
             if not 0 <= token < vocab_size:
@@ -135,7 +147,13 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
         due_ns = request.arrival_ns + round(max(in_time_ns, ttft_ms * 0.5e6))
     params, prompt = request.params, request.prompt_token_ids
     seed = (request.seed or 0) if params.seed is None else params.seed
-    longest = max_model_len if params.max_tokens is None else min(max_model_len, len(prompt) + params.max_tokens)
+    longest = (
+        len(prompt)
+        if request.pooling is not None
+        else max_model_len
+        if params.max_tokens is None
+        else min(max_model_len, len(prompt) + params.max_tokens)
+    )
     sequences: list[Sequence] = []
     for choice in request.choices:
         sequence = Sequence(
@@ -158,6 +176,7 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
             parent=sequences[0] if sequences else None,
             cached_tokens=choice.cached_tokens,
             pins_prompt=request.pins_prompt,
+            pooling=request.pooling,
         )
         sequence.ledger.began_ns = sequence.ledger.last_ns = request.sent_ns
         sequences.append(sequence)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from headway.policy.checkpoints import Checkpoint
+from headway.policy.pooling import PoolingParams
 from headway.policy.request import Sequence
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.step_time import StepWork, pairs
@@ -28,6 +29,7 @@ class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
         block_table: KV blocks in order of position; of several KV cache groups, the first one's.
         checkpoint: the slot with the state behind its computed tokens; -1: there are none, or no recurrent layers.
         further_tables: those of further groups. Where a window has passed, tables have PASSED.
+        pooling: the vector that is wanted of its prompt, in place of tokens.
     """
 
     seq_id: int
@@ -39,6 +41,7 @@ class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
     block_table: list[int]
     checkpoint: int = -1
     further_tables: list[list[int]] = []
+    pooling: PoolingParams | None = None
 
     @property
     def block_tables(self) -> list[list[int]]:
@@ -70,6 +73,7 @@ def state_of(sequence: Sequence) -> SequenceState:
         tables[0],
         sequence.checkpoint,
         tables[1:],
+        sequence.pooling,
     )
 
 
@@ -96,7 +100,7 @@ class ScheduledSequence(msgspec.Struct, array_like=True, gc=False):
     Args:
         token_ids: a chunk of known tokens; or the newest one, followed by drafts, which may be refused.
         samples: how many of the last tokens have their logits sampled: the newest known one and the drafts. None where
-            known tokens are left for later steps.
+            known tokens are left for later steps, or a vector is wanted in place of tokens.
         logit_rows: how many of the first tokens need their logits for prompt_logprobs.
         keeps: behind which tokens the state of recurrent layers is to be kept; in order, no two behind the same.
     """
@@ -129,6 +133,7 @@ class StepPlan(msgspec.Struct, array_like=True):
         preempted: sequences that have lost their blocks; the executor forgets them before the step.
         expired: sequences that waited too long or can't be in time, and are finished.
         work: what the scheduled parts come to, as `work_of` says.
+        pools: some of the sequences want a vector.
         wait_until_ns: nothing runs as the first request waits for others; schedule again then, or when one comes.
     """
 
@@ -140,6 +145,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     preempted: list[int] = []
     expired: list[int] = []
     work: StepWork = NO_WORK
+    pools: bool = False
     wait_until_ns: int = 0
 
     @property

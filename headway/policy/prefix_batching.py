@@ -40,7 +40,7 @@ class PrefixLeaders:
         leader = self._leaders.get(self._key(sequence))
         if leader is None or leader.status is not Status.RUNNING or leader.num_to_compute <= 1:
             return False
-        if sequence.logit_rows(0, sequence.prompt_len) or self._order(sequence) < self._order(leader):
+        if sequence.needs_every_token or self._order(sequence) < self._order(leader):
             return False
         shared = min(self._shared(leader, sequence), len(sequence.tokens) - 1) // self._block_size * self._block_size
         if not self._keep_states:

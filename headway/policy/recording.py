@@ -81,6 +81,7 @@ class Arrival(_Record):
         parent: the first choice of its request, whose prompt it shares.
         wants_logits: of its prompt, for prompt_logprobs.
         pins_prompt: its prompt's blocks stay for good.
+        pools: how a vector is made of it, in place of tokens; empty where none is.
     """
 
     now: int
@@ -100,6 +101,7 @@ class Arrival(_Record):
     parent: int | None = None
     wants_logits: bool = False
     pins_prompt: bool = False
+    pools: str = ""
 
 
 class End(_Record):
@@ -232,6 +234,7 @@ class RecordedScheduler(Scheduler):
             parent=None if sequence.parent is None else sequence.parent.seq_id,
             wants_logits=sequence.params.prompt_logprobs is not None,
             pins_prompt=sequence.pins_prompt,
+            pools=sequence.pooling.pooling if sequence.pooling is not None else "",
         )
         self._write(arrival)
 

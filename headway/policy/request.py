@@ -10,6 +10,7 @@ import msgspec
 
 from headway.policy.kv_groups import GroupTable
 from headway.policy.ledger import Ledger, Phase
+from headway.policy.pooling import PoolingParams
 from headway.policy.prefix_index import PrefixMatch
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.service_class import BUILT_IN, ServiceClass
@@ -61,6 +62,7 @@ class Request(msgspec.Struct, array_like=True, gc=False):
     pins_prompt: bool = False  # its prompt's blocks stay in the pool for good; it has no objectives
     way_back_ns: int = 0  # what a token takes from the engine to the API process, in busy times
     tenant: str = DEFAULT_TENANT  # who it is charged to
+    pooling: PoolingParams | None = None  # a vector is wanted of the prompt, and no tokens
 
     @property
     def choices(self) -> list[Resumed]:
@@ -126,6 +128,7 @@ class Sequence:
     in_executor: bool = False  # a plan has told of it since it was last admitted
     clock_marks: dict[Phase, int] | None = None  # reading of the shared clock that this sequence lives on
     pins_prompt: bool = False
+    pooling: PoolingParams | None = None  # of one that ends with its prompt
     finish_reason: FinishReason | None = None
 
     @property
@@ -137,6 +140,11 @@ class Sequence:
         if self.params.prompt_logprobs is None or self.index or self.output_len:
             return 0
         return max(0, min(start + count, self.prompt_len - 1) - start)
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Every token of the prompt is computed, whatever the prefix cache has: for its logits, or for the mean."""
+        return self.logit_rows(0, self.prompt_len) > 0 or (self.pooling is not None and self.pooling.takes_all)
 
     @property
     def held_blocks(self) -> list[int]:

@@ -244,6 +244,8 @@ class Scheduler(Sequences):
         chunk, rows = sequence.tokens[start : start + count], sequence.logit_rows(start, count)
         keeps = self.block_manager.keep_states(sequence, count) if sequence.keeps_at else ()
         samples = int(count == wanted)
+        if sequence.pooling is not None:
+            samples, plan.pools = 0, True
         item = ScheduledSequence(sequence.seq_id, start, chunk, sequence.is_decoding, samples, rows, keeps)
         plan.scheduled.append(item)
         budget.spend(start, count, rows)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -201,6 +201,7 @@ class Sequences:
             tokens: new tokens of each item that samples, by its seq_id: the drafts that were accepted, and the token
                 drawn after them. With an empty list the newest known token is computed again. None means that the
                 logits were not numbers: the sequence ends with an error and leaves nothing in the prefix index.
+                Of items that want a vector, only those are named whose vector is none.
 
         Returns:
             The sequences that have sampled or have finished, with their new tokens up to the one that ends them.
@@ -219,6 +220,13 @@ class Sequences:
             reason, samples = None, item.samples
             if not samples:
                 sequence.num_computed += len(item.token_ids)
+                if sequence.pooling is not None:
+                    reason = self._end_of_pooled(sequence, tokens.get(item.seq_id, ()), sampled_ns)
+                    if reason is not None:
+                        changed.append((sequence, []))
+                    if reason is FinishReason.ERROR:
+                        self.finish(sequence, reason, sampled_ns)
+                        continue
             elif (drawn := tokens[item.seq_id]) is None:
                 changed.append((sequence, []))
                 self.finish(sequence, FinishReason.ERROR, sampled_ns)
@@ -234,8 +242,8 @@ class Sequences:
                             drawn = mine[known:]
                             break
                 sequence.last_token_ns = sampled_ns
-                if sequence.yielded and known == sequence.prompt_len and sampled_ns <= sequence.due_ns:
-                    self._rekey(sequence, yielded="")  # it was in time after all
+                if sequence.yielded and known == sequence.prompt_len:
+                    self._forgive(sequence, sampled_ns)
                 changed.append((sequence, drawn))
                 sequence.num_computed = len(mine) - 1
                 if samples > 1:
@@ -255,6 +263,20 @@ class Sequences:
         if fair is not None:
             fair.measure()
         return changed
+
+    def _end_of_pooled(self, sequence: Sequence, told: Collection[int] | None, now: int) -> FinishReason | None:
+        """Whether a sequence ends that a vector is wanted of: None in place of tokens says that it is no numbers."""
+        if told is None:
+            return FinishReason.ERROR
+        if sequence.num_to_compute:
+            return None
+        self._forgive(sequence, now)
+        return FinishReason.STOP
+
+    def _forgive(self, sequence: Sequence, now: int) -> None:
+        """A sequence has its first token; one that had yielded may be in time after all."""
+        if sequence.yielded and now <= sequence.due_ns:
+            self._rekey(sequence, yielded="")
 
     def _heed(self, times: StepTimes) -> None:
         """Note how long the step of the latest decision took, and learn from it."""

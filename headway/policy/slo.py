@@ -88,7 +88,7 @@ class SloPolicy:
             self.shares.waiting[name] -= 1
             if not self.shares.waiting.total():
                 self.window.close()
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and sequence.pooling is None:
             self._lengths.ended(sequence)
 
     # --- before a step ------------------------------------------------------------------------------

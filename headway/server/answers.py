@@ -53,6 +53,32 @@ class _Whole(Response):
         self._when_sent(clock())
 
 
+async def in_one_piece(
+    generation: Generation, num_entries: Callable[[], int], render: Callable[[], bytes], timed: bool
+) -> Response:
+    """The answer when all choices are finished: `render` gives its JSON. Raises what Generation.run() raises.
+
+    Args:
+        num_entries: how much there is to write.
+        timed: with `timings`.
+    """
+    async with aclosing(generation.run()) as pieces:
+        async for _, piece in pieces:
+            if piece.finish_reason is not None:  # many end in one step; the rest of each takes its turn
+                await generation.turn()
+    encoded, headers = await generation.render(num_entries(), render), {}
+    timings = generation.timings() if timed else None
+    if timings is not None:
+        encoded = with_timings(encoded, timings, clock)
+        headers["server-timing"] = timings.as_header()
+
+    def sent(now_ns: int) -> None:
+        for choice in generation.choices:
+            generation.sent(choice, True, True, now_ns)
+
+    return _Whole(encoded, headers, sent)
+
+
 class Answer(ABC):
     """Gives a generation the shape of one route's answers.
 
@@ -123,16 +149,7 @@ class Answer(ABC):
 
     async def whole(self) -> Response:
         """The answer when all choices are finished. Raises what Generation.run() raises."""
-        async with aclosing(self.generation.run()) as pieces:
-            async for _, piece in pieces:
-                if piece.finish_reason is not None:  # many end in one step; the rest of each takes its turn
-                    await self.generation.turn()
-        encoded, headers = await self.generation.render(self._num_entries(), self._render), {}
-        timings = self.generation.timings() if self._timed else None
-        if timings is not None:
-            encoded = with_timings(encoded, timings, clock)
-            headers["server-timing"] = timings.as_header()
-        return _Whole(encoded, headers, self._sent)
+        return await in_one_piece(self.generation, self._num_entries, self._render, self._timed)
 
     def _num_entries(self) -> int:
         """How much there is to write: alternatives, and a few more for each token that has them."""
@@ -153,10 +170,6 @@ class Answer(ABC):
                 **self.extras(),
             }
         )
-
-    def _sent(self, now_ns: int) -> None:
-        for choice in self.generation.choices:
-            self.generation.sent(choice, True, True, now_ns)
 
     # --- in chunks ----------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from headway.server.errors import install_handlers
 from headway.server.routes import BODIES, Routes
 from headway.server.service import Service
 from headway.server.settings import ServerSettings
+from headway.server.vectors import VectorRoutes
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
 
@@ -64,6 +65,7 @@ def create_app(
     app = FastAPI(title="Headway", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     Routes(service).add_to(app)
+    VectorRoutes(service).add_to(app)
     batches = app.state.batches = _batches(app, service)
     BatchRoutes(batches, settings).add_to(app)
     app.add_middleware(Edge, keys=lambda: service.keys, pace=service.pace)

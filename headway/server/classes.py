@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headway.policy.service_class import BUILT_IN, MOST_MS, ClassTable, ServiceClass
 from headway.policy.tenants import DEFAULT_TENANT
 from headway.server.errors import ApiError, bad_request
-from headway.server.schemas import GenerationBody
+from headway.server.schemas import RequestBody
 from headway.tenant_file import Access
 
 CLASS_HEADER = "x-headway-service-class"
@@ -46,7 +46,7 @@ class Terms:
 
 
 def terms_of(
-    table: ClassTable, access: Access, body: GenerationBody, headers: Mapping[str, str], ignored: list[str]
+    table: ClassTable, access: Access, body: RequestBody, headers: Mapping[str, str], ignored: list[str]
 ) -> Terms:
     """The terms of a request with this access.
 
@@ -74,7 +74,7 @@ def terms_of(
 
 
 def _class_of(
-    table: ClassTable, access: Access, body: GenerationBody, headers: Mapping[str, str], ignored: list[str]
+    table: ClassTable, access: Access, body: RequestBody, headers: Mapping[str, str], ignored: list[str]
 ) -> ServiceClass:
     """The class: that of the body, else that of the header, else the key's default."""
     tier, name = body.service_tier, body.service_class

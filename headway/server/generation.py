@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from headway.choices import Piece, TokenizedPrompt
 from headway.engine.client import EngineDead
 from headway.engine.messages import AddRequest, SequenceOutput
+from headway.policy.pooling import PoolingParams
 from headway.policy.queue_bound import Place
 from headway.policy.sampling_params import SamplingParams
 from headway.server.choices import ServedChoice
@@ -39,6 +40,7 @@ class Generation:
         terms: its class, what it is promised, and the tenant that it is charged to.
         arrived_ns, checked_ns: when the request's first byte came, and when its body was found valid.
         keep: choices keep their whole text, for an answer in one piece.
+        pooling: a vector is wanted of each prompt, and no tokens.
         include_timings: hold back the end of a choice until the engine's part of its ledger has come.
     """
 
@@ -56,6 +58,7 @@ class Generation:
         cache_salt: str | None = None,
         keep: bool = True,
         include_timings: bool = False,
+        pooling: PoolingParams | None = None,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.prompts = prompts
@@ -64,6 +67,7 @@ class Generation:
         self._engine = service.engine
         self._metrics = service.metrics
         self._include_timings = include_timings
+        self._pooling = pooling
         self._aborted: ApiError | None = None
         self._failed = False
         self._requests: list[AddRequest] = []
@@ -85,12 +89,16 @@ class Generation:
                 ttft_ms=terms.ttft_ms,
                 tpot_ms=terms.tpot_ms,
                 tenant=terms.tenant,
+                pooling=pooling,
             )
             self._add(request, prompt, number * one.n, stamps, keep)
         self.choices = list(self._choice_of.values())
         service.enlist(self)
         try:
-            self._charge = service.quotas.reserve(terms.tenant, prompts, params) if service.quotas is not None else None
+            outputs = params if pooling is None else []
+            self._charge = (
+                service.quotas.reserve(terms.tenant, prompts, outputs) if service.quotas is not None else None
+            )
         except ApiError:
             service.generations.discard(self)
             raise
@@ -103,7 +111,7 @@ class Generation:
                 index=first + index,
                 prompt=prompt,
                 params=request.params,
-                tokenizer=self._service.tokenizer,
+                tokenizer=self._service.tokenizer if self._pooling is None else None,
                 eos_token_ids=request.eos_token_ids,
                 stamps=dataclasses.replace(stamps),
                 keep=keep,
@@ -161,9 +169,9 @@ class Generation:
     def _settle_charge(self, charge: Charge) -> None:
         """Charge what came of the request, also where its client went away; nothing where the server failed."""
         ends = [choice for choice in self.choices if choice.finish_reason in ("stop", "length")]
-        failed = self._failed or not any(choice.num_tokens for choice in self.choices)
+        failed = self._failed or not any(choice.num_tokens or choice.vector is not None for choice in self.choices)
         used = None if failed else self.usage()["total_tokens"]
-        charge.settle(used, [choice.num_tokens for choice in ends])
+        charge.settle(used, [choice.num_tokens for choice in ends if choice.num_tokens])
 
     async def turn(self) -> None:
         """Wait for room in a turn of the event loop (Pace)."""
@@ -251,7 +259,7 @@ class Generation:
         piece = choice.take(output)
         detokenized_ns = clock()
         stamps.detokenizing_ns += detokenized_ns - received_ns
-        if output.token_ids:
+        if output.token_ids or output.vector is not None:
             if stamps.last_token_ns:
                 self._metrics.on_output(received_ns - stamps.last_token_ns, self.terms.service.name)
             stamps.first_token_ns = stamps.first_token_ns or received_ns

@@ -293,7 +293,8 @@ class Metrics:
             return
         self.by_class.judged(name, terms.verdicts(stamps.ttft_ns, tpot_ns))
         self._prompt_len.observe(prompt_len)
-        self._output_len.observe(num_tokens)
+        if num_tokens:
+            self._output_len.observe(num_tokens)
         self._tokenize.observe((stamps.sent_ns - stamps.checked_ns) * NS)
         self._detokenize.observe(stamps.detokenizing_ns * NS)
         if tpot_ns is not None:

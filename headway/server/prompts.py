@@ -23,18 +23,23 @@ def as_list(given: Any) -> list[Any]:
 
 
 async def completion_prompts(
-    service: Service, given: Any, add_special_tokens: bool, cache_salt: str | None
+    service: Service,
+    given: Any,
+    add_special_tokens: bool,
+    cache_salt: str | None,
+    field: str = "prompt",
+    most: int = MAX_PROMPTS,
 ) -> list[TokenizedPrompt]:
-    """Each prompt of a completion request, encoded.
+    """Each of the prompts that a request has in a field, encoded.
 
     Raises:
         ApiError: 400 when there is none, one is empty, or an id is not in the vocabulary.
     """
     prompts = as_list(given)
     if not prompts:
-        raise bad_request("prompt is an empty list; give at least one prompt", "prompt")
-    if len(prompts) > MAX_PROMPTS:
-        raise bad_request(f"prompt has {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed", "prompt")
+        raise bad_request(f"{field} is an empty list; give at least one prompt", field)
+    if len(prompts) > most:
+        raise bad_request(f"{field} has {len(prompts)} prompts; at most {most} are allowed", field)
     texts = [text for text in prompts if isinstance(text, str)]
     if texts:
         found = await service.encoder.encode_all(texts, add_special_tokens, cache_salt)
@@ -42,11 +47,11 @@ async def completion_prompts(
     else:
         encoded = [TokenizedPrompt(token_ids) for token_ids in prompts]
         for prompt in encoded:
-            check_ids(prompt.token_ids, service.tokenizer.vocab_size, "prompt")
+            check_ids(prompt.token_ids, service.tokenizer.vocab_size, field)
     for position, prompt in enumerate(encoded):
         if not prompt.token_ids:
-            which = "prompt" if len(encoded) == 1 else f"prompt {position}"
-            raise bad_request(f"{which} is empty; give at least one token", "prompt")
+            which = field if len(encoded) == 1 else f"{field} {position}"
+            raise bad_request(f"{which} is empty; give at least one token", field)
     return encoded
 
 

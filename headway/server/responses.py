@@ -91,6 +91,60 @@ class ChatCompletion(BaseModel):
     prompt_logprobs: list[Any] | None = None
 
 
+class Embedding(BaseModel):
+    """`embedding` is a string with encoding_format base64: float32, little-endian."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: Usage
+    timings: Timings | None = None
+
+
+class Score(BaseModel):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+    timings: Timings | None = None
+
+
+class RankedText(BaseModel):
+    text: str
+
+
+class Ranked(BaseModel):
+    index: int
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class Ranking(BaseModel):
+    """The most relevant documents first."""
+
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: Usage
+    timings: Timings | None = None
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -20,9 +20,9 @@ from headway.policy.service_class import ServiceClass
 from headway.server import responses
 from headway.server.answers import Answer
 from headway.server.chat import ChatAnswer
-from headway.server.classes import Terms, terms_of
+from headway.server.classes import Terms
 from headway.server.completions import CompletionAnswer
-from headway.server.edge import ACCESS, ARRIVED, IGNORED
+from headway.server.edge import ARRIVED
 from headway.server.errors import bad_request, unavailable
 from headway.server.generation import Generation, clock
 from headway.server.metrics import CONTENT_TYPE
@@ -30,18 +30,19 @@ from headway.server.parameters import check_ids, fitted_params, sampling_params
 from headway.server.prompts import as_list, chat_prompt, completion_prompts
 from headway.server.request_body import check_body, parse_object, read_body
 from headway.server.schemas import (
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
+    RerankBody,
+    ScoreBody,
     TokenizeChat,
     TokenizeText,
 )
 from headway.server.service import Service
-from headway.server.streaming import EventStream, unless_gone
+from headway.server.serving import read, read_unless_full, serve
 
-B = TypeVar("B", bound=Body)
-BODIES = (CompletionBody, ChatBody, TokenizeText, TokenizeChat, DetokenizeBody)
+BODIES = (CompletionBody, ChatBody, EmbeddingBody, ScoreBody, RerankBody, TokenizeText, TokenizeChat, DetokenizeBody)
 MAX_CHOICES_OF_ALL_PROMPTS = 4096
 # Enough for a prompt of 131,072 tokens with the most alternatives; some 200 MB of JSON.
 MAX_PROMPT_LOGPROBS = 3_000_000
@@ -141,51 +142,18 @@ class Routes:
     # --- text generation ----------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
-        self._service.refuse_if_full(request.scope[ACCESS].tenant)
-        body = await self._read(request, CompletionBody)
-        return await self._generate(request, body)
+        return await self._generate(request, await read_unless_full(self._service, request, CompletionBody))
 
     async def chat_completions(self, request: Request) -> Response:
-        self._service.refuse_if_full(request.scope[ACCESS].tenant)
-        body = await self._read(request, ChatBody)
-        return await self._generate(request, body)
-
-    async def _read(self, request: Request, model: type[B]) -> B:
-        return check_body(model, parse_object(await read_body(request, self._service.settings.max_body_size)))
+        return await self._generate(request, await read_unless_full(self._service, request, ChatBody))
 
     async def _generate(self, request: Request, body: CompletionBody | ChatBody) -> Response:
-        service = self._service
-        service.check_model(body.model)
-        if body.priority and not service.settings.priority_allowed:
-            raise bad_request(
-                f"priority is {body.priority}; that needs a server with --scheduling-policy priority",
-                "priority",
-            )
+        if not self._service.check_ready().generates:
+            raise bad_request("this checkpoint has no output layer; it gives embeddings only, at /v1/embeddings")
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options needs stream to be true", "stream_options")
-        scope = request.scope
-        with service.counting_refusals():
-            terms = terms_of(service.classes.table, scope[ACCESS], body, request.headers, scope[IGNORED])
-        with service.counting_refusals(terms.service.name):
-            place = service.admit(self._num_choices(body), terms.service, terms.tenant)
-        service.begin()
-        streams = False
-        try:
-            answer = await unless_gone(request.receive, self._answer(request, body, terms, place))
-            streams = not isinstance(answer, Response)
-            if isinstance(answer, Answer):
-                answer = EventStream(answer.events, service.settings, partial(self._end, answer))
-            if service.quotas is not None:
-                answer.headers.update(service.quotas.headers(terms.tenant))
-            return answer
-        finally:
-            if not streams:
-                place.close(clock())
-                service.end()
-
-    def _end(self, answer: Answer) -> None:
-        answer.generation.release()
-        self._service.end()
+        make = partial(self._answer, request, body)
+        return await serve(self._service, request, body, lambda: self._num_choices(body), make)
 
     async def _answer(
         self, request: Request, body: CompletionBody | ChatBody, terms: Terms, place: Place
@@ -298,7 +266,7 @@ class Routes:
 
     async def detokenize(self, request: Request) -> Response:
         service = self._service
-        body = await self._read(request, DetokenizeBody)
+        body = await read(service, request, DetokenizeBody)
         service.check_model(body.model)
         service.check_ready()
         check_ids(body.tokens, service.tokenizer.vocab_size, "tokens")

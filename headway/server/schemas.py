@@ -32,8 +32,19 @@ def _is_prompt(value: Any) -> bool:
     return isinstance(value, list) and all(_all_of(int, item) for item in value)
 
 
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, str) or _all_of(str, value)
+
+
 def _is_stop(value: Any) -> bool:
-    return value is None or isinstance(value, str) or _all_of(str, value)
+    return value is None or _is_texts(value)
+
+
+def _are_documents(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, str) or (isinstance(each, dict) and each.keys() == {"text"} and isinstance(each["text"], str))
+        for each in value
+    )
 
 
 def _is_content(value: Any) -> bool:
@@ -50,10 +61,22 @@ _PART = {
     "additionalProperties": False,
 }
 
+_DOCUMENT = {"type": "object", "properties": {"text": _TEXT}, "required": ["text"], "additionalProperties": False}
+
 PromptField = Annotated[
     Any,
     _must_be("a string, a list of strings, a list of token ids, or a list of lists of token ids", _is_prompt),
     WithJsonSchema({"anyOf": [_TEXT, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]}),
+]
+TextsField = Annotated[
+    Any,
+    _must_be("a string or a list of strings", _is_texts),
+    WithJsonSchema({"anyOf": [_TEXT, _TEXTS]}),
+]
+DocumentsField = Annotated[
+    Any,
+    _must_be("a list of strings, or of objects with a text", _are_documents),
+    WithJsonSchema({"type": "array", "items": {"anyOf": [_TEXT, _DOCUMENT]}, "minItems": 1}),
 ]
 StopField = Annotated[
     Any,
@@ -88,10 +111,21 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class GenerationBody(Body):
-    """Fields that completions and chat completions share. A field that is null counts as left out."""
+class RequestBody(Body):
+    """Fields of every request for the engine. A field that is null counts as left out."""
 
     model: str | None = None
+    user: str | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    service_class: str | None = Field(default=None, min_length=1, max_length=LONGEST_NAME)
+    include_timings: bool = False
+
+
+class GenerationBody(RequestBody):
+    """Fields that completions and chat completions share."""
+
     temperature: float | None = None
     top_p: float | None = None
     n: Int | None = None
@@ -102,7 +136,6 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    user: str | None = None
 
     top_k: Int | None = None
     min_p: float | None = None
@@ -114,11 +147,6 @@ class GenerationBody(Body):
     skip_special_tokens: bool = True
     prompt_logprobs: Int | None = None
     return_token_ids: bool | None = None
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
-    priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
-    service_class: str | None = Field(default=None, min_length=1, max_length=LONGEST_NAME)
-    include_timings: bool = False
 
 
 class CompletionBody(GenerationBody):
@@ -168,6 +196,39 @@ class ChatBody(GenerationBody, ChatFields):
     top_logprobs: Int | None = None
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = Field(default=None, min_length=1, max_length=1)
+
+
+class EmbeddingBody(RequestBody):
+    """POST /v1/embeddings."""
+
+    input: PromptField
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = None
+    add_special_tokens: bool = True
+
+
+class ScoreBody(RequestBody):
+    """POST /v1/score: `text_1` and `text_2`, or by their other names `queries` and `documents`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": ["text_1", "text_2"]}, {"required": ["queries", "documents"]}]}
+    )
+
+    text_1: TextsField = None
+    text_2: TextsField = None
+    queries: TextsField = None
+    documents: TextsField = None
+    instruction: str | None = None
+
+
+class RerankBody(RequestBody):
+    """POST /v1/rerank."""
+
+    query: str
+    documents: DocumentsField
+    top_n: int | None = Field(default=None, ge=0, le=2**31 - 1)
+    return_documents: bool | None = None
+    instruction: str | None = None
 
 
 class TokenizeText(Body):

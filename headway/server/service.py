@@ -15,6 +15,7 @@ from headway.engine.messages import Ready
 from headway.policy.queue_bound import Place
 from headway.policy.service_class import ServiceClass
 from headway.policy.tenants import DEFAULT_TENANT
+from headway.pooling import Pooler
 from headway.server.activity import Activity
 from headway.server.admission import Admission
 from headway.server.encoder import Encoder
@@ -42,7 +43,7 @@ class Service:
     """The state behind every route.
 
     Raises:
-        TextError: the checkpoint's generation_config.json has values out of range.
+        TextError: the checkpoint's generation_config.json has values out of range, or a file on embeddings is damaged.
         ValueError: the journal of quotas cannot be kept.
     """
 
@@ -55,6 +56,7 @@ class Service:
         self.settings = settings
         self.defaults = {} if settings.generation_config == "none" else server_defaults(tokenizer.generation_config)
         self.text_work = TextWork(settings.max_queued_text)
+        self.pooler = Pooler.load(tokenizer, template)
         cuts = None if template is None else safe_cuts(tokenizer.backend, template.source)
         self.encoder = Encoder(tokenizer, KnownTexts(cuts, settings.max_known_text), self.text_work)
         self.metrics = Metrics(settings.metrics_prefix, settings.served_model_names[0], engine)

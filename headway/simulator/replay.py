@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from headway.policy.accounting import StepTimes
 from headway.policy.plan import StepPlan
+from headway.policy.pooling import PoolingParams
 from headway.policy.recording import NOT_NUMBERS, Arrival, End, Item, NewClasses, Proposal, Step
 from headway.policy.request import FinishReason, Sequence
 from headway.policy.sampling_params import SamplingParams
@@ -83,6 +84,7 @@ class _Replay:
             tpot_ns=arrival.tpot_ns,
             arrival_ns=arrival.arrival_ns,
             pins_prompt=arrival.pins_prompt,
+            pooling=PoolingParams(arrival.pools) if arrival.pools else None,
             parent=None if arrival.parent is None else self._sequences[arrival.parent],
         )
         sequence.ledger.began_ns = sequence.ledger.last_ns = arrival.sent_ns
@@ -95,7 +97,7 @@ class _Replay:
         numbers = arrival.blocks + (end.blocks if end is not None else [])
         tokens = [number for number in numbers for _ in range(self._size)]
         tokens += [_STOP - 1 - arrival.seq_id] * (arrival.max_len - len(tokens))
-        if end is not None and end.reason is FinishReason.STOP:
+        if end is not None and end.reason is FinishReason.STOP and not arrival.pools:
             tokens[end.length - 1] = _STOP
         return tokens
 
@@ -110,7 +112,7 @@ class _Replay:
         if recorded.retry is not None:
             failed = [self._sequences[seq_id] for seq_id in recorded.retry.failed]
             self._scheduler.take_out(failed, plan, recorded.retry.began, recorded.retry.ended)
-        tokens = {item.seq_id: self._drawn(item) for item in recorded.items if item.samples}
+        tokens = {item.seq_id: self._drawn(item) for item in recorded.items if item.samples or item.new == NOT_NUMBERS}
         self._scheduler.complete(plan, tokens, StepTimes(*recorded.times))
 
     def _drawn(self, item: Item) -> list[int] | None:

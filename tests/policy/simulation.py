@@ -18,6 +18,7 @@ from headway.policy.intake import check, fit_to_context, sequences_of, taken_up
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.kv_groups import GroupTable, KVCacheGroup, kv_cache_groups
 from headway.policy.plan import PASSED, ScheduledSequence, SequenceState, StepPlan, work_of
+from headway.policy.pooling import PoolingParams
 from headway.policy.promises import MOST_LEFT_OUT_NS, is_promised
 from headway.policy.queue_bound import Place, QueueBound, QueueLimits
 from headway.policy.request import Request, Sequence, Status
@@ -70,6 +71,7 @@ def make_request(
     service_class: str = "",
     ttft_ms: float = math.inf,
     tpot_ms: float = math.inf,
+    pooling: PoolingParams | None = None,
     **params: Any,
 ) -> Request:
     wanted = SamplingParams(temperature=0.0, max_tokens=max_tokens, **params)
@@ -85,6 +87,7 @@ def make_request(
         service_class=service_class,
         ttft_ms=ttft_ms,
         tpot_ms=tpot_ms,
+        pooling=pooling,
     )
 
 
@@ -105,12 +108,14 @@ class FakeExecutor:
         self.known: dict[int, SequenceState] = {}
         self.written: dict[tuple[int, int], Any] = {}  # (block, offset) -> group, tokens up to there
         self.host: dict[tuple[int, int], Any] = {}  # the same of host blocks
+        self.pooled: dict[int, list[int]] = {}  # by seq_id: the positions of what is in its vector
 
     def run(self, plan: StepPlan) -> None:
         plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
         for seq_id in plan.preempted:
             self.known.pop(seq_id, None)
             self.states.pop(seq_id, None)
+            self.pooled.pop(seq_id, None)
         for new in plan.new:
             assert new.seq_id not in self.known
             self.known[new.seq_id] = new
@@ -135,6 +140,17 @@ class FakeExecutor:
                 self.advance(item, self.known[item.seq_id], plan)
         for item in plan.scheduled:
             self.read(item, self.known[item.seq_id])
+            if plan.pools:
+                self.pool(item, self.known[item.seq_id])
+
+    def pool(self, item: ScheduledSequence, state: SequenceState) -> None:
+        if state.pooling is None:
+            return
+        end = item.start + item.num_tokens
+        mine = self.pooled.setdefault(item.seq_id, [])
+        mine += range(item.start, end)
+        if state.pooling.takes_all:
+            assert mine == list(range(end)), "the mean would lack a token, or have one twice"
 
     def copy(self, of: dict[tuple[int, int], Any], source: int, to: dict[tuple[int, int], Any], target: int) -> None:
         for offset in range(self.block_size):
@@ -321,6 +337,8 @@ class Simulation:
         if items:
             times = StepTimes(launched, computed, sampled)
             tokens = {item.seq_id: self.tokens_of(item) for item in plan.scheduled if item.samples}
+            pooled = [item for item in plan.scheduled if self.sequence_of(item).pooling is not None]
+            tokens |= dict.fromkeys(item.seq_id for item in pooled if self.tokens_of(item) is None)
             self.scheduler.complete(plan, tokens, times)
             self.propose(items)
         self.settle_places()
@@ -356,7 +374,8 @@ class Simulation:
             known = sequence.tokens[item.start : end]
             drafts = item.num_tokens - len(known)
             assert item.token_ids[: len(known)] == known
-            assert item.samples == (1 + drafts if end >= len(sequence.tokens) else 0)
+            samples = end >= len(sequence.tokens) and sequence.pooling is None
+            assert item.samples == (1 + drafts if samples else 0)
             assert drafts == 0 or (item.decoding and end < sequence.max_len)
             for table in sequence.tables or [GroupTable(0, sequence.block_table)]:
                 assert table.end * size >= end
@@ -458,3 +477,8 @@ def check_ledger(sequence: Sequence) -> None:
     ledger = sequence.ledger
     assert all(isinstance(ns, int) and ns >= 0 for ns in ledger.phases_ns.values())
     assert sum(ledger.phases_ns.values()) == ledger.last_ns - ledger.began_ns
+
+
+def some_pooling(rng: random.Random, share: float = 0.25) -> PoolingParams | None:
+    """For this share of requests a vector of either kind; else None."""
+    return PoolingParams(rng.choice(["last", "mean"])) if rng.random() < share else None

@@ -21,7 +21,7 @@ from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.step_budget import StepBudget
 from headway.policy.step_time import StepTimeModel, StepWork
 from headway.policy.swap import SwapSpace
-from tests.policy.simulation import Simulation, check_ledger, random_classes
+from tests.policy.simulation import Simulation, check_ledger, random_classes, some_pooling
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -345,7 +345,9 @@ def test_random_traffic_leaks_nothing_starves_nobody_and_every_ledger_closes(
             prompt = shared_prefix[: rng.randrange(20)] + [rng.randrange(4) for _ in range(rng.randrange(1, 24))]
             options: dict[str, Any] = {"priority": rng.randrange(-2, 3), "salt": rng.choice(["", "a"])}
             options["service_class"] = rng.choice(["", "chat", "report", "offline"])
-            sim.submit_choices(prompt, rng.randrange(1, 20), n=rng.choice([1, 1, 1, 2, 4]), **options)
+            pooling = some_pooling(rng)
+            n = rng.choice([1, 1, 1, 2, 4]) if pooling is None else 1
+            sim.submit_choices(prompt, rng.randrange(1, 20), n=n, pooling=pooling, **options)
         for _ in range(rng.randrange(3)):
             sim.step()
         if rng.random() < 0.2:

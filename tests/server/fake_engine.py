@@ -25,6 +25,8 @@ from headway.text.tokenizer import Tokenizer
 
 Reply = Callable[[AddRequest, int], list[int]]
 
+WIDTH = 8  # of embeddings
+
 
 class FakeEngine:
     """Answers each choice with `reply`'s tokens and then an eos, one token a step.
@@ -174,6 +176,12 @@ class _Saying:
 
     def next(self) -> SequenceOutput:
         output = SequenceOutput(self.request.request_id, self.index, [], cached_tokens=self._cached())
+        if (pooling := self.request.pooling) is not None:
+            numbers = len(pooling.token_ids) or pooling.dimensions or WIDTH
+            ends = [len(self.request.prompt_token_ids) / (at + 1) for at in range(numbers)]
+            output.vector, output.finish_reason = array("f", ends).tobytes(), "stop"
+            output.timings = self._timings()
+            return output
         if self.said == 0 and self.params.prompt_logprobs is not None and self.index == 0:
             prompt = self.request.prompt_token_ids
             output.prompt_logprobs = self._packed(prompt[1:], self.params.prompt_logprobs)

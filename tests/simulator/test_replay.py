@@ -27,7 +27,7 @@ from headway.simulator.recording import Recording, read_recordings
 from headway.simulator.replay import DifferentStep, replay
 from headway.simulator.server import simulate
 from tests.engine.models import write_config
-from tests.policy.simulation import Simulation, make_request, random_classes
+from tests.policy.simulation import Simulation, make_request, random_classes, some_pooling
 from tests.policy.test_drafts import Drafting
 
 
@@ -82,6 +82,7 @@ def test_the_same_steps_are_planned_again(seed: int, faults: dict[int, tuple[str
             stop_token_ids=list(range(3, 3 + rng.randrange(20))),
             n=rng.choice([1, 1, 2]),
         )
+        sim.submit_choices(prompt, 1, pooling=some_pooling(rng, 1.0))
         if rng.random() < 0.3:  # a conversation goes on with what came of another
             sim.submit([*rng.choice(sim.sequences).tokens, 1, 2][:60], 3)
         for _ in range(rng.randrange(3)):

@@ -237,7 +237,7 @@ def test_malformed_lines_are_in_the_error_file_and_the_rest_runs(user: User) -> 
     [
         ([], "empty_file", None),
         ([asked(1), asked(2), asked(1)], "duplicate_custom_id", 3),
-        ([asked(1), {**asked(2), "url": "/v1/embeddings"}], "invalid_url", 2),
+        ([asked(1), {**asked(2), "url": "/v1/images/generations"}], "invalid_url", 2),
         ([{**asked(1), "url": "/v1/completions"}], "invalid_url", 1),
         ([asked(1, model="gpt-17")], "model_not_found", 1),
     ],
@@ -259,7 +259,7 @@ def test_too_many_requests(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "status", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+        ({"endpoint": "/v1/images/generations"}, 400, "endpoint"),
         ({"completion_window": "soon"}, 400, "completion_window"),
         ({"completion_window": "0h"}, 400, "completion_window"),
         ({"input_file_id": "file-gone"}, 404, "input_file_id"),
