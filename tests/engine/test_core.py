@@ -29,6 +29,7 @@ class Clock:
     now: int = MS
 
     vocab_size = 1000
+    generates = True
 
     def __call__(self) -> int:
         return self.now

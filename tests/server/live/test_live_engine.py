@@ -198,36 +198,6 @@ def test_second_request_finds_the_prefix_of_the_first(live: Live) -> None:
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_embeddings_survive_the_engine(live: Live) -> None:
-    """Alone, together, cut, and over an engine that is killed meanwhile, a text has the same vector."""
-    texts = [f"Once upon a time, number {number}. " * (1 + number % 9) for number in range(60)]
-    alone = [live.openai.embeddings.create(model="random", input=text).data[0].embedding for text in texts[:4]]
-    assert all(sum(x * x for x in vector) == pytest.approx(1.0, abs=1e-5) for vector in alone)
-    together = live.openai.embeddings.create(model="random", input=texts)
-    vectors = [each.embedding for each in together.data]
-    assert vectors[:4] == [pytest.approx(vector, abs=1e-5) for vector in alone]
-    cut = live.openai.embeddings.create(model="random", input=texts[0], dimensions=8).data[0].embedding
-    scale = sum(x * x for x in vectors[0][:8]) ** 0.5
-    assert cut == pytest.approx([x / scale for x in vectors[0][:8]], abs=1e-5)
-    ranked = live.http.post("/v1/rerank", json={"query": texts[3], "documents": [texts[1], texts[3]]}).json()
-    assert [each["index"] for each in ranked["results"]] == [1, 0]
-    assert ranked["results"][0]["relevance_score"] == pytest.approx(1.0, abs=1e-5)
-    engine, again = live.engine_process(), list[Any]()
-    restarts = live.metric("engine_restarts")
-    engine.suspend()
-    body = {"input": texts, "include_timings": True}
-    asking = threading.Thread(target=lambda: again.append(live.http.post("/v1/embeddings", json=body)))
-    asking.start()
-    eventually(lambda: live.http.get("/load").json()["server_load"] > 0)
-    engine.kill()
-    asking.join()
-    answer = again[0].json()
-    assert [each["embedding"] for each in answer["data"]] == [pytest.approx(vector, abs=1e-5) for vector in vectors]
-    timings = answer["timings"]
-    assert sum(timings["phases_ns"].values()) == timings["e2e_ns"] and "decode_compute" not in timings["phases_ns"]
-    eventually(lambda: live.metric("engine_restarts") == restarts + 1 and live.is_idle())
-
-
 @pytest.mark.parametrize("body", [{"n": 2}, {"stream": True}, {"stream": True, "stop": ["\u0000never"]}])
 def test_ledger_closes_over_both_processes(live: Live, body: dict[str, Any]) -> None:
     asked = {"prompt": "Once upon a time " * 10, "max_tokens": 10, "include_timings": True, **GREEDY, **body}
@@ -333,6 +303,36 @@ def test_client_that_leaves_while_the_engine_is_started_again_is_forgotten(live:
     eventually(live.is_ready, 90)
     assert live.complete(prompt="x", max_tokens=3, **GREEDY)["usage"]["completion_tokens"] == 3
     eventually(live.is_idle)
+
+
+def test_embeddings_survive_the_engine(live: Live) -> None:
+    """Alone, together, cut, and over an engine that is killed meanwhile, a text has the same vector."""
+    texts = [f"Once upon a time, number {number}. " * (1 + number % 9) for number in range(60)]
+    alone = [live.openai.embeddings.create(model="random", input=text).data[0].embedding for text in texts[:4]]
+    assert all(sum(x * x for x in vector) == pytest.approx(1.0, abs=1e-5) for vector in alone)
+    together = live.openai.embeddings.create(model="random", input=texts)
+    vectors = [each.embedding for each in together.data]
+    assert vectors[:4] == [pytest.approx(vector, abs=1e-5) for vector in alone]
+    cut = live.openai.embeddings.create(model="random", input=texts[0], dimensions=8).data[0].embedding
+    scale = sum(x * x for x in vectors[0][:8]) ** 0.5
+    assert cut == pytest.approx([x / scale for x in vectors[0][:8]], abs=1e-5)
+    ranked = live.http.post("/v1/rerank", json={"query": texts[3], "documents": [texts[1], texts[3]]}).json()
+    assert [each["index"] for each in ranked["results"]] == [1, 0]
+    assert ranked["results"][0]["relevance_score"] == pytest.approx(1.0, abs=1e-5)
+    engine, again = live.engine_process(), list[Any]()
+    restarts = live.metric("engine_restarts")
+    engine.suspend()
+    body = {"input": texts, "include_timings": True}
+    asking = threading.Thread(target=lambda: again.append(live.http.post("/v1/embeddings", json=body)))
+    asking.start()
+    eventually(lambda: live.http.get("/load").json()["server_load"] > 0)
+    engine.kill()
+    asking.join()
+    answer = again[0].json()
+    assert [each["embedding"] for each in answer["data"]] == [pytest.approx(vector, abs=1e-5) for vector in vectors]
+    timings = answer["timings"]
+    assert sum(timings["phases_ns"].values()) == timings["e2e_ns"] and "decode_compute" not in timings["phases_ns"]
+    eventually(lambda: live.metric("engine_restarts") == restarts + 1 and live.is_idle())
 
 
 def test_terminated_server_finishes_its_stream_and_its_engine(folder: Path) -> None:
