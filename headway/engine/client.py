@@ -242,13 +242,14 @@ class EngineClient:
     async def _next_frame(self) -> bytes:
         """The next message.
 
-        ZeroMQ's descriptor tells of what comes after all has been taken, and sending may take that word away.
+        ZeroMQ's descriptor tells of what comes after all has been taken, and sending may take that word away: so it is
+        looked for last.
         """
         assert self._socket is not None
         while True:
+            self._flush()
             with contextlib.suppress(zmq.Again):
                 return self._socket.recv(zmq.NOBLOCK)
-            self._flush()
             self._readable.clear()
             await self._readable.wait()
 
