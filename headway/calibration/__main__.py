@@ -1,7 +1,8 @@
 """`python -m headway.calibration`: measure this machine, print one JSON object, and say on stderr what is going on.
 
-It prints the machine's peaks, or with --machine what `headway calibrate` stores: those, and what the engine's own
-kernels and its host reach of them. Lines of progress then begin with the share that is done.
+It prints the machine's peaks; or with --machine what `headway calibrate` stores: those, and what the engine's own
+kernels and its host reach of them; or with --kernels which way each product of a CPU takes. Lines of progress begin
+with the share that is done.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="Fewer of them; only with --machine.")
     parser.add_argument("--machine", action="store_true", help="Measure the engine too, and print a machine's entry.")
     parser.add_argument("--name", help="Of that entry. Default: from the processor's or GPU's name.")
+    parser.add_argument("--kernels", action="store_true", help="Only measure which of several CPU kernels are fastest.")
     arguments = parser.parse_args()
     if arguments.machine and arguments.dtype:
         parser.error("--dtype does not apply to --machine, which measures all types of the device")
@@ -32,7 +34,7 @@ def main() -> None:
         parser.error("--quick and --full contradict each other; give one")
     try:
         require_engine()
-        text = _machine(arguments) if arguments.machine else _peaks(arguments)
+        text = _kernels() if arguments.kernels else _machine(arguments) if arguments.machine else _peaks(arguments)
     except (ValueError, EngineNotInstalled) as error:
         sys.stderr.write(f"headway: {' '.join(str(error).split())}\n")
         sys.exit(2)
@@ -44,6 +46,14 @@ def _peaks(arguments: argparse.Namespace) -> bytes:
 
     dtypes = arguments.dtype or ["float32", "bfloat16"]
     return measure(arguments.device, arguments.threads, dtypes, not arguments.full, _say).to_json()
+
+
+def _kernels() -> bytes:
+    from headway.kernels.cpu_choice import choice_for
+
+    choice = choice_for()
+    choice.measure_again()
+    return choice.to_json()
 
 
 def _machine(arguments: argparse.Namespace) -> bytes:

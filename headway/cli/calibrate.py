@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -40,6 +41,9 @@ def calibrate(
     full: Annotated[bool, typer.Option("--full", help="Several minutes: more sizes and repeats.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write the entry here, and store nothing.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the entry as JSON and nothing else.")] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Only choose the fastest CPU kernels again, and show how fast each is.")
+    ] = False,
 ) -> None:
     """Measure this machine (one to three minutes), so that `headway plan` can plan for it.
 
@@ -53,12 +57,19 @@ def calibrate(
 
     if quick and full:
         fail("--quick and --full contradict each other; give one")
+    if kernels:
+        if any((name, device == "cuda", threads, quick, full, output)):
+            fail("--kernels measures one thread of the CPU for itself; give no other option than --json")
+        _kernels(as_json)
+        return
     effort = ["--quick"] if quick else ["--full"] if full else []
     try:
         if name is not None:
             check_name(name)
         check_place(output)
-        machine = _measured([*effort, *_given("--name", name), *_given("--threads", threads), "--device", device])
+        machine = _measured(
+            ["--machine", *effort, *_given("--name", name), *_given("--threads", threads), "--device", device]
+        )
         key = machine.hardware.key
         known = output is None and path_of(key).exists()
         path = save(machine, output)
@@ -74,6 +85,22 @@ def calibrate(
         console.print(f"To plan with it: headway plan MODEL --hardware {key}", highlight=False, soft_wrap=True)
 
 
+def _kernels(as_json: bool) -> None:
+    from rich.console import Console
+
+    from headway.cli.machine_tables import kernels_table
+    from headway.report.console import print_table
+
+    try:
+        printed = _run(["--kernels"], lambda done, stage: None)
+    except ValueError as error:
+        fail(str(error))
+    if as_json:
+        sys.stdout.write(printed.decode())
+    else:
+        print_table(Console(), kernels_table(json.loads(printed)))
+
+
 def _given(flag: str, value: object) -> list[str]:
     return [] if value is None else [flag, str(value)]
 
@@ -82,6 +109,8 @@ def _measured(arguments: list[str]) -> CalibratedMachine:
     """By a process of its own, which needs torch; its progress is shown on stderr, where that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from headway.calibration.store import CalibratedMachine
 
     columns = (
         SpinnerColumn(),
@@ -101,19 +130,20 @@ def _measured(arguments: list[str]) -> CalibratedMachine:
         def show(done: float, stage: str) -> None:
             progress.update(task, completed=done, description=stage)
 
-        return _run(arguments, show)
+        return CalibratedMachine.from_json(_run(arguments, show))
 
 
-def _run(arguments: list[str], on_progress: Callable[[float, str], None]) -> CalibratedMachine:
-    """The child is not in this process's group: Ctrl-C reaches it only by way of us, and it never outlives us.
+def _run(arguments: list[str], on_progress: Callable[[float, str], None]) -> bytes:
+    """What a child prints.
+
+    It is not in this process's group: Ctrl-C reaches it only by way of us, and it never outlives us.
 
     Raises:
         ValueError: it could not measure; its last words.
     """
     from headway.bench.profile.local_server import child_options
-    from headway.calibration.store import CalibratedMachine
 
-    command = [sys.executable, "-m", "headway.calibration", "--machine", *arguments]
+    command = [sys.executable, "-m", "headway.calibration", *arguments]
     last = "it said nothing"
     # A file for what it prints at its end: a pipe that nobody empties yet would hold it up.
     with (
@@ -142,7 +172,7 @@ def _run(arguments: list[str], on_progress: Callable[[float, str], None]) -> Cal
                 last.removeprefix("headway: ") if code == 2 else f"measuring ended with code {code}: {last}"
             )
         printed.seek(0)
-        return CalibratedMachine.from_json(printed.read())
+        return printed.read()
 
 
 def print_machine(console: Console, machine: CalibratedMachine) -> None:

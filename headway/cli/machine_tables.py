@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from headway.calibration.peaks import Rate
 from headway.calibration.store import CalibratedMachine
 from headway.report.parts import Cell, Table, cells
@@ -28,6 +30,22 @@ def machine_table(machine: CalibratedMachine) -> Table:
     ]
     threads = "" if hardware.kind == "gpu" else f", {machine.threads} thread{'s' * (machine.threads > 1)}"
     return Table(f"{hardware.name}{threads}", ("", "best", "what it is"), tuple(rows), left=frozenset({0, 2}))
+
+
+def kernels_table(kept: dict[str, Any]) -> Table:
+    """Which way each product of a CPU takes, and how fast each is that was timed."""
+    timed = kept["gflops"]
+    tokens = next((list(rates) for of in timed.values() for rates in of.values()), [])
+    rows = []
+    for product, chosen in kept["ways"].items():
+        rows.append(cells(product, chosen, "", *("" for _ in tokens)))
+        for way, of in timed.get(product, {}).items():
+            rows.append(cells("", "", way, *(number(of[count]) for count in tokens)))
+    columns = ("product", "takes", "of", *tokens)
+    note = f"GFLOP/s of one thread by tokens, with weights in a near cache. Kept in {kept['path']}."
+    if not tokens:
+        note = "This processor has one way for each product, so nothing was measured."
+    return Table("CPU kernels", columns, tuple(rows), left=frozenset({0, 1, 2}), note=note)
 
 
 def _products(name: str, rate: float, measured: dict[str, Rate]) -> tuple[Cell, ...]:

@@ -52,6 +52,7 @@ class LoadedEngine:
     kv_cache_dtype: str
     startup_ns: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    kernels: str = ""  # of several that there are, for people
 
 
 def build_engine(
@@ -62,9 +63,9 @@ def build_engine(
 ) -> LoadedEngine:
     """Load the model and make everything that a step needs.
 
-    The stages are prepare, storage_read, convert, layout (as far as a memory-mapped file tells them apart),
-    kv_allocation, warm_up and, where there are prompts to, preload. Where the cache has the weights, weight_cache takes
-    the place of the three of the file.
+    The stages are prepare, choose_kernels, storage_read, convert, layout (as far as a memory-mapped file tells them
+    apart), kv_allocation, warm_up and, where there are prompts to, preload. Where the cache has the weights,
+    weight_cache takes the place of the three of the file.
 
     Args:
         on_stage: is told the name and the nanoseconds of each stage when it is done.
@@ -85,6 +86,9 @@ def build_engine(
         dtype = resolve_dtype(config.dtype, model_config)
         cache_dtype = _cache_dtype(config, model_config, dtype, device)
         kernels = kernels_for(str(device), dtype, memory)
+    packed = model_config.packed
+    with stages.timed("choose_kernels"):
+        chosen = kernels.choose(dtype, config.quantization if packed is None else packed.scheme)
     asked_len = _asked_model_len(config, model_config)
     if (sinks := config.sinks(model_config.shape.max_positions, asked_len)) is not None:
         model_config = model_config.with_attention_sinks(sinks)
@@ -126,7 +130,7 @@ def build_engine(
             left_out = core.preload(config.preloaded, config.preload_what_fits)
     if cache is not None:
         cache.keep(model.weights, kernels.named)
-    return LoadedEngine(core, runner, pool.max_model_len, *sizes, str(device), shown, stages.ns, left_out)
+    return LoadedEngine(core, runner, pool.max_model_len, *sizes, str(device), shown, stages.ns, left_out, chosen)
 
 
 class _Stages:

@@ -78,6 +78,7 @@ class Ready(_Message):
     left_out: list[str] = []  # of prompts that were not preloaded, why
     checkpoints: int | None = None  # slots for states of prefixes; None for a model without recurrent layers
     generates: bool = True  # the model has an output layer
+    kernels: str = ""  # which of several were chosen by measuring, for people
 
 
 class Failed(_Message):

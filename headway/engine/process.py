@@ -126,6 +126,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
             engine.left_out,
             None if checkpoints is None else checkpoints.num_slots,
             engine.runner.generates,
+            engine.kernels,
         )
     )
     return _step_loop(channel, engine.core, parent)

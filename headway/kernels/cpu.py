@@ -14,12 +14,12 @@ from headway.kernels import cpu_attention, cpu_cache, cpu_experts, cpu_recurrent
 from headway.kernels.cpu_arithmetic import ALL_KINDS, WIDE_INT8, arithmetic_of
 from headway.kernels.cpu_attention_plan import AttentionPlan
 from headway.kernels.cpu_cache import is_arranged
+from headway.kernels.cpu_choice import choice_for
 from headway.kernels.cpu_chunks import ARRANGED, LATENT, PLAIN
 from headway.kernels.cpu_experts import HeadPlan, PackedHeads
 from headway.kernels.cpu_linear import PackedLinear
-from headway.kernels.cpu_matrix import has_matrix_tiles
 from headway.kernels.cpu_memory import LargePages
-from headway.kernels.cpu_simd import KINDS
+from headway.kernels.cpu_simd import BFLOAT16, KINDS
 from headway.kernels.cpu_team import Program, Team
 from headway.kernels.interface import (
     AttentionShape,
@@ -50,7 +50,10 @@ class CpuKernels:
 
     Args:
         memory: see LargePages.
-        tiles: whether to multiply on the processor's matrix tiles; None where it has them and the system permits it.
+        tiles: whether there are matrix tiles; None where the processor has them and the system permits it.
+
+    Raises:
+        ValueError: see choice_for.
     """
 
     name = "cpu"
@@ -58,7 +61,7 @@ class CpuKernels:
     warm_up_tokens: int | None = 2
 
     def __init__(self, memory: mmap.mmap | None = None, tiles: bool | None = None) -> None:
-        self._tiles = has_matrix_tiles() if tiles is None else tiles
+        self._choice = choice_for(tiles)
         self._team = Team()
         self._memory = LargePages(memory)
         # By query heads to each key/value head, and window.
@@ -68,11 +71,25 @@ class CpuKernels:
         self._head_plans: dict[tuple[int, ...], HeadPlan] = {}
         self._drawing = np.empty(0, np.uint8)  # memory of the rows that are drawn at once
 
+    def choose(self, dtype: torch.dtype, scheme: str) -> str:
+        """See Kernels."""
+        products = [*(("bfloat16", "attention") if dtype is torch.bfloat16 else ()), scheme]
+        if scheme == "int4":  # the head has 8 bits
+            products.append("int8")
+        chosen = {product: self._choice.name(product) for product in products if self._choice.is_open(product)}
+        return ", ".join(f"{product} {name}" for product, name in chosen.items())
+
     @property
     def named(self) -> dict[str, object]:
         """See Kernels."""
         kinds = {f"kind {type(kind).__name__}": kind for kind in ALL_KINDS}
-        return {f"cpu kernels, tiles: {self._tiles}": self, "team": self._team, "counts": self._counts, **kinds}
+        return {
+            f"cpu kernels, tiles: {self._choice.tiles}": self,
+            "team": self._team,
+            "counts": self._counts,
+            "choice": self._choice,
+            **kinds,
+        }
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """Pack weight [out, in]; its memory is not needed afterwards."""
@@ -112,7 +129,7 @@ class CpuKernels:
         return out
 
     def _packed(self, products: Iterable[Product], gate: Gate | None = None, count: int = 1) -> PackedLinear:
-        return PackedLinear(products, self._team, self._memory, gate, self._tiles, count)
+        return PackedLinear(products, self._team, self._memory, gate, self._choice, count)
 
     def routing_counts(self) -> RoutingCounts:
         """Of all mixtures of these kernels so far."""
@@ -245,7 +262,10 @@ class CpuKernels:
             cache.values.data_ptr(), *_scale_addresses(cache), out.data_ptr(),
             *partials, 0 if sinks is None else sinks.data_ptr(), *_sink_queries(first), scale, softcap or 0.0,
         )  # fmt: skip
-        code = cpu_attention.attend_job(KINDS[query.dtype], CACHE_KINDS[cache.keys.dtype])
+        kind = CACHE_KINDS[cache.keys.dtype]
+        if kind is BFLOAT16:
+            kind = self._choice.way(kind, "attention").kind
+        code = cpu_attention.attend_job(KINDS[query.dtype], kind)
         self._team.run(code, cpu_attention.ATTEND, arguments)
         return out
 

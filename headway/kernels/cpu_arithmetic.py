@@ -7,7 +7,7 @@ belongs to a weight row and holds the row's weights for that word.
 |---|---|---|---|
 | FLOAT32 | one float32 | one float32 | float32 |
 | FLOAT16 | one float32 | one float16 | float32 |
-| BFLOAT16 | two bfloat16 | two bfloat16 | float32 |
+| BFLOAT16, WIDENED | two bfloat16 | two bfloat16 | float32 |
 | INT8 | four int8 | four uint8, 128 more than the weight | int32 |
 | WIDE_INT8 | two int16 | two int8 | int32 |
 | INT4 | eight words of four int8 | a scale of one byte, 32 of four bits, 8 more than the weight | int32 |
@@ -21,9 +21,10 @@ A weight of INT4 times its scale, a whole number from -15 to 16, is multiplied l
 groups of inputs have scales of their own, which cpu_groups multiplies sums with. A weight of FLOAT4 is multiplied as a
 whole number, twice what it stands for.
 
-Where the processor has an instruction that multiplies and adds a whole word (VNNI, AVX512-BF16), it is used. Other x86
-multiplies pairs of int16 and adds the two products (AVX2, AVX512-BW); elsewhere the same sums are put together from
-multiplications that LLVM has for every processor. Sums of integers are exact, and so the same, whichever way is taken.
+Where the processor has an instruction that multiplies and adds a whole word (VNNI, AVX512-BF16), it is used. But the
+two numbers of WIDENED become float32, which some processors multiply faster (cpu_choice). Other x86 multiplies pairs of
+int16 and adds the two products (AVX2, AVX512-BW); elsewhere the same sums are put together from multiplications that
+LLVM has for every processor. Sums of integers are exact, and so the same, whichever way is taken.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ from headway.kernels.weights import NF4
 
 INT8, WIDE_INT8, INT4 = np.uint8(0), np.int8(0), np.uint32(0)
 GROUPS4, GROUPS8, FLOAT8, FLOAT4 = np.int32(0), np.uint64(0), np.float64(0), np.complex64(0)
-NORMAL4 = np.complex128(0)
+NORMAL4, WIDENED = np.complex128(0), np.int64(0)
 # What a number of FLOAT4 is multiplied as.
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 _FEATURES = cpu_features() if IS_X86 else set()
 _WIDE = "avx512f" in _FEATURES
-_HAS_BF16 = _WIDE and "avx512bf16" in _FEATURES
+HAS_BF16 = _WIDE and "avx512bf16" in _FEATURES
 # Bits of a vector for the instructions that multiply four bytes with four and that multiply pairs; 0 without them.
 _VNNI = 512 if _WIDE and "avx512vnni" in _FEATURES else 256 if "avxvnni" in _FEATURES else 0
 _PAIRS = 512 if _WIDE and "avx512bw" in _FEATURES else 256 if "avx2" in _FEATURES else 0
@@ -74,9 +75,18 @@ PANEL = PANEL_VECTORS * LANES
 TILE_TOKENS = 6 if _WIDE else 5
 
 
-def tile_vectors(tokens: int) -> int:
-    """Vectors of weight rows in a tile of so many tokens: for few tokens more, so that multiplications overlap."""
-    return PANEL_VECTORS if _WIDE or tokens == 1 else 2 if tokens == 2 else 1
+def tile_vectors(tokens: int, kind: Any) -> int:
+    """Vectors of weight rows in a tile of so many tokens: for few tokens more, so that multiplications overlap.
+
+    Both halves of words that are widened need registers.
+    """
+    if _WIDE:
+        return PANEL_VECTORS // 2 if tokens > 4 and _is_widened(kind) else PANEL_VECTORS
+    return PANEL_VECTORS if tokens == 1 else 2 if tokens == 2 else 1
+
+
+def _is_widened(kind: Any) -> bool:
+    return kind == types.int64 or (kind == types.uint16 and not HAS_BF16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +126,10 @@ ARITHMETIC = {
     "float64": Arithmetic(_SCALES, 1, 1, False, 1),
     "complex64": Arithmetic(WORDS, 4, 2, True, 4),
     "complex128": Arithmetic(WORDS, 8, 1, False, 4),
+    "int64": Arithmetic(WORDS, 1, 2, False, 4),
 }
 GROUPED = (GROUPS4, GROUPS8, FLOAT8, FLOAT4, NORMAL4)
-ALL_KINDS = (FLOAT32, FLOAT16, BFLOAT16, INT8, WIDE_INT8, INT4, *GROUPED)
+ALL_KINDS = (FLOAT32, FLOAT16, BFLOAT16, WIDENED, INT8, WIDE_INT8, INT4, *GROUPED)
 assert set(ARITHMETIC) == {type(kind).__name__ for kind in ALL_KINDS}
 
 
@@ -227,13 +238,13 @@ def multiply_add(builder: Any, kind: Any, total: Any, weights: Any, x: Any) -> A
     """total + weights * x, lane by lane; x is one word in all lanes."""
     if kind in (types.float32, types.int16, types.float64, types.complex128):
         return fused(builder, total, builder.bitcast(weights, FLOATS), builder.bitcast(x, FLOATS))
-    if kind == types.uint16:
-        if _HAS_BF16:
-            dot = declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [FLOATS, PAIRS, PAIRS])
-            return builder.call(dot, [total, builder.bitcast(weights, PAIRS), builder.bitcast(x, PAIRS)])
+    if _is_widened(kind):
         for half in (_low_half, _high_half):
             total = fused(builder, total, half(builder, weights), half(builder, x))
         return total
+    if kind == types.uint16:
+        dot = declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [FLOATS, PAIRS, PAIRS])
+        return builder.call(dot, [total, builder.bitcast(weights, PAIRS), builder.bitcast(x, PAIRS)])
     if _VNNI:
         name = "vpdpwssd" if ARITHMETIC[kind.name].inputs == 2 else "vpdpbusd"
         return _x86(builder, f"llvm.x86.avx512.{name}.{_VNNI}", I32, [total, weights, x], I32, _VNNI)

@@ -140,7 +140,7 @@ def alone(lock: Path) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=1)
-def _sources() -> str:
+def sources() -> str:
     """A digest of all that compiled code comes from. Its name alone makes the code of other sources useless."""
     folder = Path(__file__).parent
     sources = b"".join(path.read_bytes() for path in (*sorted(folder.glob("cpu*.py")), folder / "interface.py"))
@@ -155,7 +155,7 @@ def drop_stale_code(folder: Path, sources: str) -> None:
         if stamp.exists() and stamp.read_text() == sources:
             return
         with alone(stamp.with_suffix(".lock")):
-            for code in (*folder.glob(f"cpu*{_ENDING}"), *folder.glob("cpu*.nb[ic]")):
+            for code in [each for ending in (_ENDING, ".nb[ic]", ".ways") for each in folder.glob(f"cpu*{ending}")]:
                 code.unlink(missing_ok=True)
             stamp.write_text(sources)
 
@@ -189,7 +189,7 @@ def _path_of(function: Callable[..., None]) -> Path:
     code, outside = function.__code__, [cell.cell_contents for cell in function.__closure__ or ()]
     own = code.co_code, code.co_names, [each for each in code.co_consts if not hasattr(each, "co_code")]
     known = [(name, type(value).__name__, value) for name, value in zip(code.co_freevars, outside, strict=True)]
-    digest = hashlib.sha256(repr((_sources(), target(), own, known)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr((sources(), target(), own, known)).encode()).hexdigest()[:16]
     name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__.partition('.<locals>')[0]}"
     return code_folder() / f"{name}-{digest}{_ENDING}"
 
@@ -206,7 +206,7 @@ def _read(path: Path) -> bytes | None:
 def _keep(path: Path, code: bytes) -> None:
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
-        drop_stale_code(path.parent, _sources())
+        drop_stale_code(path.parent, sources())
         draft.write_bytes(code + hashlib.sha256(code).digest())
         draft.rename(path)
 

@@ -177,7 +177,7 @@ def multiply_groups(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         block = _Groups(kind, *arguments[2:])
-        tiles_of(builder, arguments[1], partial(_tile, builder, block))
+        tiles_of(builder, kind, arguments[1], partial(_tile, builder, block))
         return context.get_dummy_value()
 
     return types.void(kind, *[types.int64] * 16), generate
@@ -208,7 +208,7 @@ class _Groups:
 def _tile(builder: Any, block: _Groups, tokens: int, vector: int) -> None:
     """The product of `tokens` tokens with as many vectors as suit them, from number `vector` on."""
     layout = ARITHMETIC[block.kind.name]
-    vectors = range(vector, vector + tile_vectors(tokens))
+    vectors = range(vector, vector + tile_vectors(tokens, block.kind))
     slice_bytes = PANEL * layout.lane_bytes
     x_bytes = builder.mul(block.slices, index(layout.words * 4))
     places = [

@@ -27,6 +27,7 @@ from headway.kernels.cpu_arithmetic import (
     WIDE_INT8,
     arithmetic_of,
 )
+from headway.kernels.cpu_choice import Choice, choice_for
 from headway.kernels.cpu_expert_plan import MOST_ROWS
 from headway.kernels.cpu_groups import (
     GROUPED_ROWS,
@@ -36,11 +37,11 @@ from headway.kernels.cpu_groups import (
     pack_groups,
     stacked_panels,
 )
-from headway.kernels.cpu_matrix import STEP_WORDS, configurations
+from headway.kernels.cpu_matrix import ON_TILES, STEP_WORDS, configurations
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.cpu_packing import PACK, ROWS, pack_job, rows_job
-from headway.kernels.cpu_product import ON_TILES, PRODUCT, product_job, tile_product_job
-from headway.kernels.cpu_simd import BFLOAT16, FLOAT16, KINDS
+from headway.kernels.cpu_product import PRODUCT, product_job
+from headway.kernels.cpu_simd import FLOAT16, KINDS
 from headway.kernels.cpu_team import Team
 from headway.kernels.weights import Gate, Groups, Product, Weight
 
@@ -57,12 +58,12 @@ _FORMATS = ("none", *_QUANTISED, *_PACKED, *(f"{scheme} packed in groups" for sc
 # A block of a panel, which all tokens are multiplied with before the next, stays in a core's first two caches. For
 # integer kinds it is so many inputs, which share a scale of the activations.
 _BLOCK_BYTES, _BLOCK_INPUTS = 32 * 1024, 512
-# The same on matrix tiles, in steps: sums are brought into tiles and back for each.
-_BLOCK_STEPS = 32
+# The same of floats on matrix tiles, in words: sums are brought into tiles and back for each.
+_BLOCK_WORDS = 512
 # The least tokens that an item of work is cut down to for many threads.
 _LEAST_TOKENS = 24
 _ITEMS_PER_THREAD = 4
-_NO_GROUPS = (0,) * 7
+_NO_MORE: tuple[int, ...] = (0,) * 7
 
 
 class Plan(Protocol):
@@ -84,7 +85,7 @@ class PackedLinear:
         memory: what the packed weights are cut from.
         gate: with one, the first half of the rows is a gate and the second half is what it lets through, and the result
             is half as wide.
-        tiles: whether this process has matrix tiles, which then multiply what is not quantised in bfloat16.
+        choice: which way products take; None: that of this process.
 
     Raises:
         ValueError: a weight has another format.
@@ -96,17 +97,18 @@ class PackedLinear:
         team: Team,
         memory: LargePages,
         gate: Gate | None = None,
-        tiles: bool = False,
+        choice: Choice | None = None,
         count: int = 1,
     ) -> None:
-        self._team, self._gate = team, None if gate is None else _numbers(gate)
+        self._team, self._choice = team, choice or choice_for()
+        self._gate = None if gate is None else _numbers(gate)
         panels: list[GroupedPanels] = []
         orders: list[Tensor | None] = []
         for number, (weight, bias) in enumerate(products):
             like = weight.format, weight.rows, weight.parts[0].shape[1], weight.groups and weight.groups.layout
             if number == 0:
                 first = like
-                self._lay_out(weight, memory, tiles, count)
+                self._lay_out(weight, memory, count)
             elif like != first:
                 raise ValueError(f"an expert's weight is {like}, but that of another is {first}; they must be alike")
             if weight.groups is None:
@@ -121,7 +123,7 @@ class PackedLinear:
         self._groups = stacked_panels(panels) if panels else None
         self._order = _orders(orders, self.in_features)
 
-    def _lay_out(self, weight: Weight, memory: LargePages, tiles: bool, count: int) -> None:
+    def _lay_out(self, weight: Weight, memory: LargePages, count: int) -> None:
         """Settle how weights like this one are kept."""
         if weight.format not in _FORMATS:
             raise ValueError(f"the cpu kernels have no weights in {weight.format}; they have {', '.join(_FORMATS)}")
@@ -134,8 +136,8 @@ class PackedLinear:
         groups = weight.groups
         self._kind = kind = (_QUANTISED if groups is None else _GROUPED).get(weight.scheme, self._x_kind)
         layout = arithmetic_of(kind)
-        self._on_tiles = tiles and kind is BFLOAT16
-        step = (STEP_WORDS if self._on_tiles else layout.words) * layout.inputs
+        whole_tiles = self._choice.tiles and any(kind is each for each in ON_TILES)
+        step = (max(STEP_WORDS, layout.words) if whole_tiles else layout.words) * layout.inputs
         self._padded = -(-self.in_features // step) * step
         self._step_bytes = PANEL * layout.lane_bytes // layout.words  # a word of the panel's rows, with its scales
         # Inputs that share a scale of the activations, and words of a block.
@@ -156,17 +158,20 @@ class PackedLinear:
         self._bias = torch.zeros(count * self._panels * PANEL)
         self._row_scales = torch.ones(count * self._panels * PANEL)
         self._prepared = layout.integer or kind is FLOAT16 or groups is not None or self._padded != self.in_features
-        self._code = self._job()
+        self._choose()
 
-    def _job(self) -> int:
-        return tile_product_job() if self._on_tiles else product_job(self._x_kind, self._kind)
+    def _choose(self) -> None:
+        """Which way the products take; packed weights are the same for all."""
+        way = self._choice.way(self._kind)
+        self._least_on_tiles = way.least_on_tiles
+        self._code = product_job(self._x_kind, way.kind, way.least_on_tiles > 0)
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_code"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_code", "_least_on_tiles")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self._code = self._job()
+        self._choose()
 
     def _of(self, all_panels: Tensor, number: int) -> Tensor:
         """The part of the weight of this number."""
@@ -219,32 +224,25 @@ class PackedLinear:
         if rows == 0:
             return out
         made_ready = self._team.empty((rows * self._x_stride if self._prepared or gathers else 0,), torch.uint8)
-        if self._on_tiles:
-            self._team.run(self._code, ON_TILES, self._arguments_on_tiles(x, made_ready, out, plan, gathers))
-        else:
-            self._team.run(self._code, PRODUCT, self._arguments(x, made_ready, out, plan, gathers))
+        self._team.run(self._code, PRODUCT, self._arguments(x, made_ready, out, plan, gathers))
         return out
 
     def _arguments(self, x: Tensor, rows: Tensor, out: Tensor, plan: int, gathers: bool) -> tuple[int, ...]:
         """Of product_job."""
+        block, more = self._block, _NO_MORE
+        if self._groups is not None:
+            more = self._groups.arguments()[1:]
+        elif self._least_on_tiles:
+            more = self._least_on_tiles, configurations(), *_NO_MORE[2:]
+            block = block if arithmetic_of(self._kind).integer else _BLOCK_WORDS
         return (
             self._team.threads, self._panels, len(out), self._chunks(len(out)), x.data_ptr(), x.stride(0),
             self.in_features, 0 if self._order is None else self._order.data_ptr(),
             rows.data_ptr() if len(rows) else 0, self._x_bytes, self._x_stride, self._padded, self._inputs,
-            self._packed.data_ptr(), self._words, self._block, self._step_bytes,
+            self._packed.data_ptr(), self._words, block, self._step_bytes,
             self._row_scales.data_ptr(), self._bias.data_ptr(), out.data_ptr(), self.out_features,
             0 if self._gate is None else self._gate.data_ptr(), plan, int(gathers),
-            *(_NO_GROUPS if self._groups is None else self._groups.arguments()[1:]),
-        )  # fmt: skip
-
-    def _arguments_on_tiles(self, x: Tensor, rows: Tensor, out: Tensor, plan: int, gathers: bool) -> tuple[int, ...]:
-        """Of tile_product_job."""
-        return (
-            self._team.threads, self._panels, len(out), self._chunks(len(out)), x.data_ptr(),
-            x.stride(0) * x.element_size(), self.in_features, rows.data_ptr() if len(rows) else 0, self._x_stride,
-            self._packed.data_ptr(), self._words // STEP_WORDS, _BLOCK_STEPS, self._row_scales.data_ptr(),
-            self._bias.data_ptr(), out.data_ptr(), self.out_features,
-            0 if self._gate is None else self._gate.data_ptr(), configurations(), plan, int(gathers),
+            *more,
         )  # fmt: skip
 
     def _chunks(self, tokens: int) -> int:

@@ -3,9 +3,10 @@
 A tile is up to sixteen rows of 64 bytes. Sixteen words of a vector of a panel are one just as they are packed: a row
 of the tile is a word, and its columns are weight rows. Tokens are the rows of another tile, and of the sums.
 
-In bfloat16 a tile's even and odd inputs are added up apart, each with one rounding a product, then together, then to
-the sum so far; numbers too small for a normal float32 count as zero. So sums differ in their last bits from those of
-vectors, and a processor with tiles uses them for any number of tokens.
+Whole numbers of eight bits, tokens' signed and weights' not, are summed in int32, exactly. In bfloat16 a tile's even
+and odd inputs are added up apart, each with one rounding a product, then together, then to the sum so far; numbers too
+small for a normal float32 count as zero. So sums differ in their last bits from those of vectors, and a weight that is
+multiplied on tiles is so for any number of tokens. A row of sums depends on its token's row alone.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from headway.kernels.cpu_arithmetic import PANEL
+from headway.kernels.cpu_arithmetic import INT4, INT8, PANEL
 from headway.kernels.cpu_compile import intrinsic, types
 from headway.kernels.cpu_ir import I8, I64, VECTOR_BYTES, declare, index, loop, prefetch
-from headway.kernels.cpu_simd import IS_X86, cpu_features
+from headway.kernels.cpu_simd import BFLOAT16, IS_X86, cpu_features
 
 TILE_ROWS = 16
 # Words of a lane that one instruction multiplies, and the bytes that they take of a panel.
@@ -30,7 +31,8 @@ STEP_BYTES = STEP_WORDS * PANEL * 4
 _PANEL_ROW = PANEL * 4
 # What is fetched of a panel ahead of its use: loads of tiles alone do not keep memory busy.
 _AHEAD = 8192
-_MULTIPLY = {"uint16": "llvm.x86.tdpbf16ps"}
+_MULTIPLY = {"uint16": "llvm.x86.tdpbf16ps", "uint8": "llvm.x86.tdpbsud"}
+ON_TILES = (BFLOAT16, INT8, INT4)  # which is unpacked to INT8
 # Linux's arch_prctl, which permits this process to use a part of the processor's state, and the part of the tiles.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 # The tiles: four of sums, two of tokens, two of weights.
@@ -44,8 +46,8 @@ def _ask_the_system() -> bool:
 
 
 def may_use_tiles(features: set[str], ask: Callable[[], bool] = _ask_the_system) -> bool:
-    """Whether a processor with these extensions, by LLVM's names, has tiles for bfloat16 and the system permits it."""
-    return {"amx-tile", "amx-bf16"} <= features and ask()
+    """Whether a processor with these extensions, by LLVM's names, has tiles for all kinds and the system permits it."""
+    return {"amx-tile", "amx-bf16", "amx-int8"} <= features and ask()
 
 
 @lru_cache(maxsize=1)
@@ -109,7 +111,8 @@ def multiply_one(typing: Any, kind: Any, x: Any, x_stride: Any, packed: Any, ste
     """sums[t, row] (+)= the sum over steps of a panel's weights packed[step, row] times x[t, step].
 
     For as many tokens as the tiles are laid out for, x_stride bytes between them, and all rows of the panel; a step is
-    STEP_WORDS words. Sums start from zero if fresh is not 0; they are float32, _PANEL_ROW bytes a token.
+    STEP_WORDS words. Sums start from zero if fresh is not 0; they are float32, or int32 for an integer kind,
+    _PANEL_ROW bytes a token.
     """
     if kind.name not in _MULTIPLY:
         return None

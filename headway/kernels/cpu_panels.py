@@ -43,7 +43,7 @@ TOTALS_BYTES = PANEL * 4  # of one token's sums
 _LINE = 64
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def multiply_panel(
     typing: Any, kind: Any, tokens: Any, x: Any, x_stride: Any, packed: Any, words: Any, totals: Any, scales: Any,
     scales_stride: Any, ahead: Any,
@@ -52,20 +52,25 @@ def multiply_panel(
 
     For 1 to TILE_TOKENS tokens. x has x_stride bytes between tokens; totals are float32, TOTALS_BYTES a token. For an
     integer kind, scales has scales_stride bytes between tokens and gives a float32 that this block's sums are
-    multiplied with, and an int32 that they start from. What lies `ahead` bytes on in packed is prefetched.
+    multiplied with, and an int32 that they start from. What lies `ahead` bytes on in packed is prefetched. Code for a
+    number of tokens that is a literal is for no other.
     """
     if kind.name not in ARITHMETIC:
         return None
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         block = _Block(kind, *arguments[2:])
-        tiles_of(builder, arguments[1], partial(_tile, builder, block))
+        if isinstance(tokens, types.IntegerLiteral):
+            each_vector(kind, tokens.literal_value, partial(_tile, builder, block))
+        else:
+            tiles_of(builder, kind, arguments[1], partial(_tile, builder, block))
         return context.get_dummy_value()
 
-    return types.void(kind, *[types.int64] * 9), generate
+    known = tokens if isinstance(tokens, types.IntegerLiteral) else types.int64
+    return types.void(kind, known, *[types.int64] * 8), generate
 
 
-def tiles_of(builder: Any, tokens: Any, tile: Callable[[int, int], None]) -> None:
+def tiles_of(builder: Any, kind: Any, tokens: Any, tile: Callable[[int, int], None]) -> None:
     """Go through a panel, for the number of tokens that there is: `tile(tokens, vector)` writes the product of so many
     tokens with the vectors from number `vector` on.
     """
@@ -75,10 +80,15 @@ def tiles_of(builder: Any, tokens: Any, tile: Callable[[int, int], None]) -> Non
         case = builder.append_basic_block(f"tokens_{count}")
         choice.add_case(index(count), case)
         builder.position_at_end(case)
-        for vector in range(0, PANEL_VECTORS, tile_vectors(count)):
-            tile(count, vector)
+        each_vector(kind, count, tile)
         builder.branch(end)
     builder.position_at_end(end)
+
+
+def each_vector(kind: Any, tokens: int, tile: Callable[[int, int], None]) -> None:
+    """Go through a panel with so many tokens."""
+    for vector in range(0, PANEL_VECTORS, tile_vectors(tokens, kind)):
+        tile(tokens, vector)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +111,7 @@ def _tile(builder: Any, block: _Block, tokens: int, vector: int) -> None:
     layout = ARITHMETIC[block.kind.name]
     vector_bytes = layout.lane_bytes * LANES
     inputs = [builder.add(block.x, builder.mul(block.x_stride, index(t))) for t in range(tokens)]
-    vectors = range(vector, vector + tile_vectors(tokens))
+    vectors = range(vector, vector + tile_vectors(tokens, block.kind))
 
     def body(word: Any, sums: list[Any]) -> tuple[list[Any], int]:
         step = builder.sdiv(word, index(layout.words))
@@ -135,6 +145,24 @@ def _tile(builder: Any, block: _Block, tokens: int, vector: int) -> None:
         results = loop(builder, block.words, [read(builder, place, FLOATS) for place in places], body)
     for result, place in zip(results, places, strict=True):
         write(builder, result, place)
+
+
+@intrinsic
+def add_scaled(typing: Any, sums: Any, totals: Any, scales: Any) -> Any:
+    """totals[row] += sums[row] of a token and block, int32, scaled as multiply_panel does, bit for bit."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, totals, scales = arguments
+        factor = splat(builder, read(builder, scales, F32), FLOATS)
+        start = splat(builder, read(builder, builder.add(scales, index(4)), I32), WORDS)
+        for vector in range(PANEL_VECTORS):
+            place = index(vector * VECTOR_BYTES)
+            total = builder.add(read(builder, builder.add(sums, place), WORDS), start)
+            to = builder.add(totals, place)
+            write(builder, fused(builder, read(builder, to, FLOATS), builder.sitofp(total, FLOATS), factor), to)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
 
 
 @intrinsic

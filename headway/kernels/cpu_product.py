@@ -2,7 +2,7 @@
 
 A thread takes some panels and reads each straight through while it is multiplied with the tokens: with vectors
 TILE_TOKENS at a time and a block of inputs at a time, so that what several groups of tokens need comes from memory
-once; or, in bfloat16 where there are any, on matrix tiles.
+once; or, where there are any, on matrix tiles.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from headway.kernels.cpu_arithmetic import GROUPED, INT4, INT8, PANEL, TILE_TOKENS, arithmetic_of
+from headway.kernels.cpu_arithmetic import GROUPED, INT4, INT8, PANEL, TILE_TOKENS, WIDENED, arithmetic_of
 from headway.kernels.cpu_compile import compiled, give_back, take_memory
 from headway.kernels.cpu_expert_plan import item_of, pieces_of, row_of
 from headway.kernels.cpu_groups import PASSES_AHEAD, multiply_grouped
 from headway.kernels.cpu_ir import VECTOR_BYTES
 from headway.kernels.cpu_matrix import (
-    STEP_BYTES,
     STEP_WORDS,
     TILE_ROWS,
     configure,
@@ -27,11 +26,10 @@ from headway.kernels.cpu_matrix import (
     multiply_two,
     release,
 )
-from headway.kernels.cpu_panels import TOTALS_BYTES, multiply_panel, unpack_panel
+from headway.kernels.cpu_panels import TOTALS_BYTES, add_scaled, multiply_panel, unpack_panel
 from headway.kernels.cpu_rows import REORDER, exp_of_negative
 from headway.kernels.cpu_simd import (
     BFLOAT16,
-    FLOAT16,
     FLOAT32,
     copy_element,
     larger,
@@ -49,8 +47,8 @@ from headway.kernels.cpu_team import arg, job, once_per_kind, take_share, ticket
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 # Up to so many tokens, 4-bit weights are unpacked in registers by every tile, with more once for all tiles.
-_MOST_FROM_NIBBLES = 8
-_GROUPED = -1
+MOST_FROM_NIBBLES = 8
+_GROUPED, _NEVER = -1, 1 << 62
 
 
 @compiled()
@@ -115,7 +113,7 @@ def _tiles(kind, tokens, x, x_stride, packed, words, totals, scales, stride, ahe
 
 
 @compiled()
-def _multiply(
+def multiply(
     kind, tokens, x, x_stride, packed, words, block, step_bytes, totals, scales, stride, unpacked_kind, unpacked
 ):
     """A panel with the tokens, block after block of its words; scales has stride bytes between tokens.
@@ -146,25 +144,48 @@ def _first_of(group, groups, tokens, rows):
 
 
 @compiled()
-def _multiply_on_tiles(kind, tokens, rows, x, x_stride, packed, steps, block, totals):
-    """A panel with the tokens on matrix tiles, in groups of `rows` tokens, whose sums follow each other in totals.
+def _add_block(rows, sums, totals, scales, stride):
+    for row in range(rows):
+        add_scaled(sums + row * TOTALS_BYTES, totals + row * TOTALS_BYTES, scales + row * stride)
 
-    A block of steps is multiplied with all groups before the next, so that its weights come from a near cache.
+
+@compiled()
+def multiply_on_tiles(
+    kind, tile_kind, tokens, rows, x, x_stride, packed, words, block, step_bytes, totals, scales, stride, unpacked, sums
+):
+    """As multiply, on matrix tiles, in groups of `rows` tokens, whose sums follow each other in totals.
+
+    A block of words is multiplied with all groups before the next, so that its weights come from a near cache. Where
+    `sums` is not 0, it is room for those of two groups, int32, which are scaled block by block.
     """
     groups = (tokens + rows - 1) // rows
     of_group = rows * TOTALS_BYTES
-    for first in range(0, steps, block):
-        count, fresh = min(block, steps - first), 1 if first == 0 else 0
-        inputs, at = x + first * VECTOR_BYTES, packed + first * STEP_BYTES
+    if sums != 0:
+        for i in range(groups * rows * PANEL):
+            store(totals, i, _ZERO, FLOAT32)
+    for first in range(0, words, block):
+        inputs, at, steps = x + first * 4, packed + first * step_bytes, min(block, words - first) // STEP_WORDS
+        of_block, fresh = scales + first // block * 8, 1 if sums != 0 or first == 0 else 0
+        if unpacked != 0:
+            unpack_panel(kind, at, steps * STEP_WORDS, unpacked)
+            at = unpacked
         for group in range(0, groups - 1, 2):
-            one = inputs + _first_of(group, groups, tokens, rows) * x_stride
-            two = inputs + _first_of(group + 1, groups, tokens, rows) * x_stride
-            sums = totals + group * of_group
+            one, two = _first_of(group, groups, tokens, rows), _first_of(group + 1, groups, tokens, rows)
+            to = totals + group * of_group
+            out = to if sums == 0 else sums
             for half in range(0, TOTALS_BYTES, TOTALS_BYTES // 2):
-                multiply_two(kind, one, two, x_stride, at + half, count, sums + half, sums + of_group + half, fresh)
+                multiply_two(
+                    tile_kind, inputs + one * x_stride, inputs + two * x_stride, x_stride, at + half, steps, out + half,
+                    out + of_group + half, fresh,
+                )  # fmt: skip
+            if sums != 0:
+                _add_block(rows, sums, to, of_block + one * stride, stride)
+                _add_block(rows, sums + of_group, to + of_group, of_block + two * stride, stride)
         if groups % 2:
-            last = inputs + (tokens - rows) * x_stride
-            multiply_one(kind, last, x_stride, at, count, totals + (groups - 1) * of_group, fresh)
+            last, to = tokens - rows, totals + (groups - 1) * of_group
+            multiply_one(tile_kind, inputs + last * x_stride, x_stride, at, steps, to if sums == 0 else sums, fresh)
+            if sums != 0:
+                _add_block(rows, sums, to, of_block + last * stride, stride)
 
 
 @compiled(fastmath={"contract"})
@@ -219,20 +240,24 @@ PRODUCT = struct.Struct("31q")
 
 
 @once_per_kind
-def product_job(x_kind: Any, kind: Any) -> int:
+def product_job(x_kind: Any, kind: Any, on_tiles: bool = False) -> int:
     """x [tokens, inputs] of x_kind times packed weights of `kind`, to the same kind as x.
 
-    Where they have groups, a word is a group of inputs, a step its bytes, and more arguments say where scales are. A
-    plan says which rows of x go to which expert, whose panels follow each other; with `rows` they are made ready there.
+    Where they have groups, a word is a group of inputs, a step its bytes, and more arguments say where scales are. On
+    tiles are pieces of as many tokens as an argument says and more: their rows are cut evenly into as few groups as
+    there may be, all of one size, for which tiles are laid out; another argument is the address of cpu_matrix's
+    configurations. A plan says which rows of x go to which expert, whose panels follow each other; with `rows` they are
+    made ready there.
     """
     layout, is_grouped = arithmetic_of(kind), type(kind) in map(type, GROUPED)
-    copied = x_kind if kind is x_kind and kind is not FLOAT16 else FLOAT32
+    copied = BFLOAT16 if kind is WIDENED or kind is BFLOAT16 else FLOAT32
     x_size = 4 if x_kind is FLOAT32 else 2
     integer = np.int8(0) if layout.inputs == 4 else np.int16(0)
     largest, is_integer = np.float32(np.iinfo(integer.dtype).max), layout.integer
     offset = _GROUPED if is_grouped else layout.offset
     word_bytes = 4 // layout.inputs  # of an input that is made ready
     unpacks, unpacked_kind = kind is INT4, INT8 if kind is INT4 else kind
+    on_vectors = is_integer or not on_tiles  # sums of floats differ there, so that they never are on both
 
     def product(a: int) -> None:
         threads, panels, tokens = arg(a, 0), arg(a, 1), arg(a, 2)
@@ -266,89 +291,63 @@ def product_job(x_kind: Any, kind: Any) -> int:
         else:
             source, source_stride = x, x_stride * x_size
         pieces, most = pieces_of(plan, arg(a, 3), tokens)
-        totals = take_memory(most * TOTALS_BYTES)
+        totals = take_memory((most + TILE_ROWS) * TOTALS_BYTES)
         each = PANEL // 2 if gate != 0 else PANEL
-        room = take_memory(block * PANEL * 4) if unpacks and most > _MOST_FROM_NIBBLES else 0
+        room = take_memory(block * PANEL * 4) if unpacks and (on_tiles or most > MOST_FROM_NIBBLES) else 0
+        sums = take_memory(2 * TILE_ROWS * TOTALS_BYTES) if on_tiles and is_integer else 0
+        least, laid_out = arg(a, 24) if on_tiles else _NEVER, 0
         item, end = take_share(tickets(a, 2), panels * pieces, threads)
         while item < panels * pieces:
             for number in range(item, end):
                 panel, of_all, first, last = item_of(plan, number, panels, pieces, tokens)
                 at, count = source + first * source_stride, last - first
-                more = (
-                    arg(a, 24), arg(a, 25), block_inputs * word_bytes, arg(a, 26) + of_all * arg(a, 27),
-                    arg(a, 28) + of_all * arg(a, 29), arg(a, 30),
-                )  # fmt: skip
-                if is_grouped:  # a choice made outside would be another function for Numba in every process
-                    multiply_grouped(
-                        kind, count, at, source_stride, packed + of_all * words * step_bytes, words, block, step_bytes,
-                        totals, at + row_bytes, row_stride, more,
-                    )  # fmt: skip
-                else:
-                    _multiply(
-                        kind, count, at, source_stride, packed + of_all * words * step_bytes, words, block, step_bytes,
-                        totals, at + row_bytes, row_stride, unpacked_kind, room if count > _MOST_FROM_NIBBLES else 0,
-                    )  # fmt: skip
-                _finish(
-                    x_kind, x_size, gate, count, totals, row_scales, bias, of_all, panel * each, features, first, out
-                )
+                if on_tiles:  # noqa: SIM102  Numba leaves out what a constant alone guards
+                    if count >= least:
+                        groups = (count + TILE_ROWS - 1) // TILE_ROWS
+                        together = (count + groups - 1) // groups
+                        if together != laid_out:
+                            configure(arg(a, 25) + together * VECTOR_BYTES)
+                            laid_out = together
+                        multiply_on_tiles(
+                            kind, unpacked_kind, count, together, at, source_stride,
+                            packed + of_all * words * step_bytes, words, block, step_bytes, totals, at + row_bytes,
+                            row_stride, room, sums,
+                        )  # fmt: skip
+                        for group in range(groups):
+                            row = first + _first_of(group, groups, count, together)
+                            of_group = totals + group * together * TOTALS_BYTES
+                            _finish(
+                                x_kind, x_size, gate, together, of_group, row_scales, bias, of_all, panel * each,
+                                features, row, out,
+                            )  # fmt: skip
+                if on_vectors:  # noqa: SIM102
+                    if count < least:
+                        more = (
+                            arg(a, 24), arg(a, 25), block_inputs * word_bytes, arg(a, 26) + of_all * arg(a, 27),
+                            arg(a, 28) + of_all * arg(a, 29), arg(a, 30),
+                        )  # fmt: skip
+                        if is_grouped:  # a choice made outside would be another function for Numba in every process
+                            multiply_grouped(
+                                kind, count, at, source_stride, packed + of_all * words * step_bytes, words, block,
+                                step_bytes, totals, at + row_bytes, row_stride, more,
+                            )  # fmt: skip
+                        else:
+                            multiply(
+                                kind, count, at, source_stride, packed + of_all * words * step_bytes, words, block,
+                                step_bytes, totals, at + row_bytes, row_stride, unpacked_kind,
+                                room if count > MOST_FROM_NIBBLES else 0,
+                            )  # fmt: skip
+                        _finish(
+                            x_kind, x_size, gate, count, totals, row_scales, bias, of_all, panel * each, features,
+                            first, out,
+                        )  # fmt: skip
             item, end = take_share(tickets(a, 2), panels * pieces, threads)
+        if on_tiles:
+            release()
         give_back(totals)
         if room != 0:
             give_back(room)
-
-    return job(product)
-
-
-ON_TILES = struct.Struct("20q")
-
-
-@once_per_kind
-def tile_product_job() -> int:
-    """As product_job of bfloat16, on matrix tiles; strides are in bytes.
-
-    The rows of a piece are cut evenly into as few groups as there may be, all of one size, for which tiles are laid
-    out; configurations are those of cpu_matrix, one after the other.
-    """
-    kind = BFLOAT16
-
-    def product(a: int) -> None:
-        threads, panels, tokens = arg(a, 0), arg(a, 1), arg(a, 2)
-        x, x_stride, inputs, rows, row_stride = arg(a, 4), arg(a, 5), arg(a, 6), arg(a, 7), arg(a, 8)
-        packed, steps, block = arg(a, 9), arg(a, 10), arg(a, 11)
-        row_scales, bias, out, features, gate = arg(a, 12), arg(a, 13), arg(a, 14), arg(a, 15), arg(a, 16)
-        configurations, plan, gathers = arg(a, 17), arg(a, 18), arg(a, 19)
-        if rows != 0:
-            row = take_ticket(tickets(a, 0))
-            while row < tokens:
-                source = x + row_of(plan, gathers, row)[0] * x_stride
-                _copy_token(kind, kind, source, inputs, steps * STEP_WORDS * 2, rows + row * row_stride)
-                take_ticket(tickets(a, 1))
-                row = take_ticket(tickets(a, 0))
-            while read_shared(tickets(a, 1)) < tokens:
-                pause()
-            x, x_stride = rows, row_stride
-        pieces, most = pieces_of(plan, arg(a, 3), tokens)
-        totals = take_memory((most + TILE_ROWS) * TOTALS_BYTES)
-        each = PANEL // 2 if gate != 0 else PANEL
-        laid_out = 0
-        item, end = take_share(tickets(a, 2), panels * pieces, threads)
-        while item < panels * pieces:
-            for number in range(item, end):
-                panel, of_all, first, last = item_of(plan, number, panels, pieces, tokens)
-                count = last - first
-                groups = (count + TILE_ROWS - 1) // TILE_ROWS
-                together = (count + groups - 1) // groups
-                if together != laid_out:
-                    configure(configurations + together * VECTOR_BYTES)
-                    laid_out = together
-                at = packed + of_all * steps * STEP_BYTES
-                _multiply_on_tiles(kind, count, together, x + first * x_stride, x_stride, at, steps, block, totals)
-                for group in range(groups):
-                    row = first + _first_of(group, groups, count, together)
-                    sums = totals + group * together * TOTALS_BYTES
-                    _finish(kind, 2, gate, together, sums, row_scales, bias, of_all, panel * each, features, row, out)
-            item, end = take_share(tickets(a, 2), panels * pieces, threads)
-        release()
-        give_back(totals)
+        if sums != 0:
+            give_back(sums)
 
     return job(product)

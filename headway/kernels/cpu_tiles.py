@@ -98,8 +98,8 @@ def _by_rows(
         case = builder.append_basic_block(f"rows_{count}")
         choice.add_case(index(count), case)
         builder.position_at_end(case)
-        for vector in range(0, PANELS_AT_ONCE, tile_vectors(count)):
-            _tile(builder, kind, count, range(vector, vector + tile_vectors(count)), x, lanes, words, out, add)
+        for vector in range(0, PANELS_AT_ONCE, tile_vectors(count, kind)):
+            _tile(builder, kind, count, range(vector, vector + tile_vectors(count, kind)), x, lanes, words, out, add)
         builder.branch(end)
     builder.position_at_end(end)
 

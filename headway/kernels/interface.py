@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -250,6 +251,10 @@ class Kernels(Protocol):
 
     def mixture(self, gate_up: Iterable[Product], down: Iterable[Product], count: int, gate: Gate = SILU) -> Mixture:
         """Lay out `count` experts, each a gated linear layer and one behind it, all alike. Raises as `linear`."""
+        ...
+
+    def choose(self, dtype: torch.dtype, scheme: str) -> str:
+        """Settle which of several ways a model's products take, which may need measuring; say which, or nothing."""
         ...
 
     @property

@@ -144,6 +144,10 @@ class TorchKernels:
         gated = [self.gated_linear(*each, gate) for each in gate_up]
         return ReferenceMixture(list(zip(gated, [self.linear(*each) for each in down], strict=True)), self._counts)
 
+    def choose(self, dtype: torch.dtype, scheme: str) -> str:
+        """See Kernels."""
+        return ""
+
     @property
     def named(self) -> dict[str, object]:
         """See Kernels."""

@@ -83,6 +83,8 @@ class StartupDisplay:
             f"Ready after {total_ns / 1e9:.2f} s on {ready.device}: context {ready.max_model_len:,} tokens, "
             f"KV cache {ready.num_blocks:,} blocks of {ready.block_size} tokens in {ready.kv_cache_dtype}"
         )
+        if ready.kernels:
+            self._console.print(f"Kernels: {ready.kernels}")
         if ready.checkpoints is not None:
             self._console.print(
                 f"Recurrent layers: states of {ready.max_num_seqs:,} requests, and {ready.checkpoints:,} checkpoints"

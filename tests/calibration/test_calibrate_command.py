@@ -141,6 +141,29 @@ def test_flags_reach_the_child(headway: CommandLine, child: Child, tmp_path: Pat
         assert (tmp_path / "heard").read_text() == heard
 
 
+KERNELS = {
+    "ways": {"bfloat16": "tiles", "attention": "widened"},
+    "gflops": {
+        "bfloat16": {
+            "vdpbf16ps": {"1": 10.0, "6": 63.0},
+            "widened": {"1": 11.0, "6": 84.0},
+            "tiles": {"1": 9.0, "6": 500.0},
+        }
+    },
+    "path": "/there/cpu.ways.json",
+}
+
+
+def test_kernels_are_a_table_of_what_was_timed(headway: CommandLine, child: Child, tmp_path: Path) -> None:
+    child(f"open({str(tmp_path / 'heard')!r}, 'w').write(' '.join(sys.argv[1:]))\nprint({json.dumps(KERNELS)!r})")
+    ran = headway("calibrate", "--kernels")
+    assert (ran.code, (tmp_path / "heard").read_text()) == (0, "--kernels")
+    rows = [line.split() for line in ran.out.splitlines()]
+    assert ["bfloat16", "tiles"] in rows and ["tiles", "9", "500"] in rows and ["attention", "widened"] in rows
+    assert rows.count(["widened", "11", "84"]) == 1 and "/there/cpu.ways.json" in ran.out
+    assert json.loads(headway("calibrate", "--kernels", "--json").out) == KERNELS
+
+
 def test_a_second_run_says_that_it_replaced_the_first(headway: CommandLine, child: Child, entries: Path) -> None:
     child(printing(a_machine()))
     assert f"Written to {entries / 'mine.json'}\n" in headway("calibrate").out
@@ -257,6 +280,7 @@ BAD = """
 --output /no/such/folder/x.json | there is no such folder; make it
 --output . | which is not a file
 --output /dev/null | which is not a file
+--kernels --quick | give no other option than --json
 --bogus | --bogus
 extra | extra
 """.strip().splitlines()

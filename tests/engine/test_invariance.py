@@ -15,7 +15,7 @@ from headway import LLM, SamplingParams
 from headway.engine import runner
 from headway.engine.logprobs import prompt_logprobs
 from headway.engine.messages import AddRequest, PromptLogprobs
-from headway.kernels import cpu
+from headway.kernels import cpu_choice
 from headway.policy.swap import SwapSpace
 from tests.engine.models import (
     TINY_GEMMA,
@@ -74,7 +74,9 @@ class Model(NamedTuple):
         ("cpu", "none", "auto", "bfloat16"),
         pytest.param(
             ("cpu", "none", "auto", "bfloat16", "vectors"),
-            marks=pytest.mark.skipif(not cpu.has_matrix_tiles(), reason="without matrix tiles, all are on vectors"),
+            marks=pytest.mark.skipif(
+                not cpu_choice.has_matrix_tiles(), reason="without matrix tiles, all are on vectors"
+            ),
         ),
         ("cpu", "none", "auto", "float16"),
         ("cpu", "int8", "int8", "bfloat16"),
@@ -100,7 +102,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         *settings, family = settings
     with pytest.MonkeyPatch.context() as patch:
         if settings[-1] == "vectors":
-            patch.setattr(cpu, "has_matrix_tiles", lambda: False)
+            patch.setattr(cpu_choice, "has_matrix_tiles", lambda: False)
             settings = settings[:-1]
         folder = write_config(tmp_path_factory.mktemp("tiny"), **_FAMILIES.get(family, {}))
         yield Model(folder, *settings, family=family)

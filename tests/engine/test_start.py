@@ -22,7 +22,7 @@ from headway.models.config import ModelConfig
 from headway.policy.sampling_params import SamplingParams
 from tests.models import tiny
 
-BUILT = ["import", "prepare", "storage_read", "convert", "layout", "kv_allocation", "warm_up"]
+BUILT = ["import", "prepare", "choose_kernels", "storage_read", "convert", "layout", "kv_allocation", "warm_up"]
 
 
 def bundled(**settings: object) -> EngineConfig:

@@ -1,6 +1,6 @@
 """Products as on a processor with matrix tiles, whose instructions are taken over by plain code, anywhere.
 
-    python -m tests.kernels.on_tiles
+    python -m tests.kernels.on_tiles none|int8|int4
 
 A process of its own: the instructions are exchanged before the jobs that use them are made. Where the tokens' and the
 weights' tiles lie in memory, and in which order they are multiplied, is the kernels' own. It prints how many products
@@ -10,14 +10,23 @@ came out as the instruction's order of sums has them, bit for bit.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import json
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from unittest.mock import patch
+
 import numpy as np
 import torch
+from numba import types
+from numba.extending import overload
 
 from headway.kernels import cpu_matrix
 from headway.kernels.cpu_compile import compiled
 from headway.kernels.cpu_matrix import STEP_BYTES, STEP_WORDS
 from headway.kernels.cpu_panels import TOTALS_BYTES
-from headway.kernels.cpu_simd import BFLOAT16, FLOAT32, load, read_byte, read_int64, store, write_integer
+from headway.kernels.cpu_simd import BFLOAT16, FLOAT32, load, read_byte, read_int32, read_int64, store, write_integer
 from headway.kernels.weights import Weight
 
 _STATE = np.zeros(1, np.int64)  # the address of the configuration; of one thread
@@ -35,6 +44,48 @@ def release():
     write_integer(_STATE_AT, 0, 0, 64)
 
 
+def _sum_so_far(kind, sums, lane, fresh):
+    """Sums in their type, which numpy scalars are told apart by."""
+
+
+def _dot(kind, row, at):
+    """What a step adds to a sum."""
+
+
+def _write(kind, sums, lane, total):
+    """The sum's bits."""
+
+
+@overload(_sum_so_far)
+def _(kind, sums, lane, fresh):
+    if kind == types.uint8:
+        return lambda kind, sums, lane, fresh: 0 if fresh else read_int32(sums, lane)
+    return lambda kind, sums, lane, fresh: _ZERO if fresh else load(sums, lane, FLOAT32)
+
+
+@overload(_dot)
+def _(kind, row, at):
+    if kind == types.uint16:
+        return lambda kind, row, at: _part(row, at, 0) + _part(row, at, 1)
+
+    def integers(kind, row, at):
+        total = 0
+        for byte in range(4 * STEP_WORDS):
+            signed = read_byte(row, byte)
+            weight = read_byte(at, byte // 4 * (TOTALS_BYTES // 4) * 4 + byte % 4)
+            total += (signed - 256 if signed >= 128 else signed) * weight
+        return total
+
+    return integers
+
+
+@overload(_write)
+def _(kind, sums, lane, total):
+    if kind == types.uint8:
+        return lambda kind, sums, lane, total: write_integer(sums, lane, total, 32)
+    return lambda kind, sums, lane, total: store(sums, lane, total, FLOAT32)
+
+
 @compiled()
 def _part(x, lane, half):
     total = _ZERO
@@ -45,36 +96,71 @@ def _part(x, lane, half):
 
 
 @compiled()
-def _multiply(x, x_stride, packed, steps, sums, fresh, lanes):
+def _multiply(kind, x, x_stride, packed, steps, sums, fresh, lanes):
     tokens = read_byte(read_int64(_STATE_AT, 0), 48)
     for token in range(tokens):
         for lane in range(lanes):
-            total = _ZERO if fresh else load(sums + token * TOTALS_BYTES, lane, FLOAT32)
+            total = _sum_so_far(kind, sums + token * TOTALS_BYTES, lane, fresh)
             for step in range(steps):
                 row, at = x + token * x_stride + step * 64, packed + step * STEP_BYTES + lane * 4
-                total += _part(row, at, 0) + _part(row, at, 1)
-            store(sums + token * TOTALS_BYTES, lane, total, FLOAT32)
+                total += _dot(kind, row, at)
+            _write(kind, sums + token * TOTALS_BYTES, lane, total)
 
 
 @compiled()
 def multiply_one(kind, x, x_stride, packed, steps, sums, fresh):
-    _multiply(x, x_stride, packed, steps, sums, fresh, 64)
+    _multiply(kind, x, x_stride, packed, steps, sums, fresh, 64)
 
 
 @compiled()
 def multiply_two(kind, x, other, x_stride, packed, steps, sums, others, fresh):
-    _multiply(x, x_stride, packed, steps, sums, fresh, 32)
-    _multiply(other, x_stride, packed, steps, others, fresh, 32)
+    _multiply(kind, x, x_stride, packed, steps, sums, fresh, 32)
+    _multiply(kind, other, x_stride, packed, steps, others, fresh, 32)
 
 
-def check_experts() -> int:
+def check_integers(scheme: str) -> int:
+    """Sums of whole numbers are those of vectors, bit for bit, with a gate or without, wherever tiles begin."""
+    from headway.kernels.cpu import CpuKernels
+    from headway.kernels.cpu_choice import VARIABLE
+    from tests.kernels.steps import random
+
+    vectors, checked = CpuKernels(tiles=False), 0
+    for least in (1, 12):
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            file.write(json.dumps({"ways": {scheme: f"tiles from {least}"}}))
+            file.flush()
+            with patch.dict(os.environ, {VARIABLE: file.name}):
+                tiles = CpuKernels(tiles=True)
+        for out, width in ((70, 64), (9, 1090), (130, 520)):
+            weight, x = random(1, torch.bfloat16, 2 * out, width), random(2, torch.bfloat16, 49, width)
+            x[7] *= 1000.0
+            weight[3] = 0.0
+            for gated in (False, True):
+                products = [
+                    (kernels.gated_linear if gated else kernels.linear)(Weight(weight.clone(), scheme), None)
+                    for kernels in (vectors, tiles)
+                ]
+                for tokens in (1, 6, 13, 16, 17, 33, 49):
+                    expected, got = (linear(x[:tokens]) for linear in products)
+                    assert torch.equal(got, expected), (scheme, least, out, width, gated, tokens)
+                    checked += 1
+            assert torch.equal(
+                *(kernels.linear(Weight(weight, scheme), None).rows(torch.arange(out)) for kernels in (vectors, tiles))
+            )
+    return checked
+
+
+def check_experts(scheme: str) -> int:
     """Rows of a plan, whose experts have different numbers of them, come out as those of each expert alone."""
     from headway.kernels.cpu import CpuKernels
     from tests.kernels.operations import random_experts
     from tests.kernels.steps import random
 
     kernels, checked = CpuKernels(tiles=True), 0
-    gate_up, down = random_experts(torch.bfloat16, 3, 40, 33)
+    gate_up, down = (
+        [(replace(weight, scheme=scheme), bias) for weight, bias in products]
+        for products in random_experts(torch.bfloat16, 3, 40, 33)
+    )
     mixture = kernels.mixture(gate_up, down, 3)
     chosen = torch.tensor([0] * 19 + [2] * 34).view(-1, 1)
     x = random(7, torch.bfloat16, len(chosen), 40)
@@ -87,10 +173,17 @@ def check_experts() -> int:
     return checked
 
 
-def main() -> None:
-    for emulation in (configure, release, multiply_one, multiply_two):
-        setattr(cpu_matrix, emulation.__name__, emulation)
-    torch.set_num_threads(1)
+def check_choice(product: str) -> int:
+    """All ways can be timed; what is found of them is one of them."""
+    from headway.kernels.cpu_choice import fastest, measured, ways_of
+
+    rates = measured(product, True)
+    assert fastest(product, True, rates) in ways_of(product, True) and "tiles" in rates, (product, rates)
+    return 1
+
+
+def check_floats() -> int:
+    """A token gets the same among any number of others, and what the instruction's order of sums comes to."""
     from headway.kernels.cpu import CpuKernels
     from tests.kernels.steps import random
     from tests.kernels.tile_sums import products_of_tiles
@@ -106,8 +199,18 @@ def main() -> None:
             assert torch.equal(linear(x[:tokens]), expected[:tokens]), (out, width, tokens)
             checked += 1
         assert torch.equal(linear.rows(torch.arange(out)), weight)
-    checked += check_experts()
-    print(checked)
+    return checked
+
+
+def main() -> None:
+    for emulation in (configure, release, multiply_one, multiply_two):
+        setattr(cpu_matrix, emulation.__name__, emulation)
+    torch.set_num_threads(1)
+    os.environ["HEADWAY_CPU_KERNELS"] = "default"
+    scheme = sys.argv[1]
+    checked = check_floats() if scheme == "none" else check_integers(scheme)
+    timed = {"none": (), "int8": ("int8", "bfloat16"), "int4": ("int4",)}[scheme]
+    print(checked + check_experts(scheme) + sum(map(check_choice, timed)))
 
 
 if __name__ == "__main__":

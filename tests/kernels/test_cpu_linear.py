@@ -10,6 +10,7 @@ from torch import Tensor
 from headway.kernels.cpu import CpuKernels
 from headway.kernels.cpu_matrix import has_matrix_tiles, may_use_tiles
 from headway.kernels.weights import QUANTIZATIONS, Weight
+from tests.kernels.on_tiles import check_integers
 from tests.kernels.steps import random
 from tests.kernels.test_cpu import with_threads
 from tests.kernels.tile_sums import products_of_tiles, sums_of_tiles
@@ -223,9 +224,10 @@ def test_no_tokens(quantization: str) -> None:
 @pytest.mark.parametrize(
     ("features", "permitted", "used"),
     [
-        ({"amx-tile", "amx-bf16", "avx512f"}, True, True),
-        ({"amx-tile", "amx-bf16"}, False, False),
+        ({"amx-tile", "amx-bf16", "amx-int8", "avx512f"}, True, True),
+        ({"amx-tile", "amx-bf16", "amx-int8"}, False, False),
         ({"amx-tile", "amx-int8"}, True, False),
+        ({"amx-tile", "amx-bf16"}, True, False),
         (set(), True, False),
     ],
 )
@@ -237,7 +239,7 @@ def test_tiles_need_the_processor_and_the_system(features: set[str], permitted: 
         return permitted
 
     assert may_use_tiles(features, ask) == used
-    assert bool(asked) == ("amx-bf16" in features)
+    assert bool(asked) == ({"amx-bf16", "amx-int8"} <= features)
 
 
 @pytest.mark.parametrize(("out", "width"), SHAPES)
@@ -262,6 +264,12 @@ def test_sums_on_tiles_are_in_the_order_that_is_documented(gated: bool) -> None:
     else:
         got = CpuKernels(tiles=True).linear(Weight(weight), bias)(x)
         assert torch.equal(got, products_of_tiles(x, weight, bias))
+
+
+@needs_tiles
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_whole_numbers_on_tiles_come_to_what_they_come_to_on_vectors(scheme: str) -> None:
+    assert check_integers(scheme)
 
 
 @needs_tiles

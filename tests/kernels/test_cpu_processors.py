@@ -73,9 +73,17 @@ def test_arm(tmp_path: Path) -> None:
     assert run("tests.kernels.on_arm", NUMBA_CACHE_DIR=str(tmp_path)) == "0 0"
 
 
-def test_matrix_tiles(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "printed"),
+    [
+        ("none", "23"),
+        pytest.param("int8", "88", marks=pytest.mark.slow),
+        pytest.param("int4", "87", marks=pytest.mark.slow),
+    ],
+)
+def test_matrix_tiles(tmp_path: Path, scheme: str, printed: str) -> None:
     """Products laid out for tiles, with plain code in place of their instructions."""
-    assert run("tests.kernels.on_tiles", NUMBA_CACHE_DIR=str(tmp_path), NUMBA_OPT="1") == "23"
+    assert run("tests.kernels.on_tiles", scheme, NUMBA_CACHE_DIR=str(tmp_path), NUMBA_OPT="1") == printed
 
 
 def test_code_for_two_processors_is_kept_apart() -> None:
