@@ -90,7 +90,8 @@ def load_model(
     config = ModelConfig.from_folder(folder)
     if attention_sinks is not None:
         config = config.with_attention_sinks(attention_sinks)
-    if config.packed is not None and quantization not in ("none", config.packed.scheme):
+    is_packed = config.packed is not None and config.packed.layout != "mxfp4"  # which leaves all but experts plain
+    if config.packed is not None and is_packed and quantization not in ("none", config.packed.scheme):
         raise ModelError(
             f"quantization is {quantization}, but the matrices in {folder} are packed as {config.packed.scheme}; "
             "leave it out, or take the unquantised checkpoint"

@@ -79,6 +79,11 @@ def quantize(
     plain = [*(ROUTERS if config.routing else ()), *(["kv_b_proj"] if config.shape.latent else ())]
     plain += NUMBERS_OF_HEADS if config.shape.state and config.shape.state.heads else ()
     ignored = ["lm_head", *(rf"re:.*\.{each}$" for each in plain)]
+    if config.packed is not None and config.packed.layout == "mxfp4":
+        raise ModelError(
+            f"{folder}: its experts, nearly all of its weights, are MXFP4 already, and compressed-tensors has no form "
+            "for these; serve it as it is, and round its other matrices with --quantization int8-weight-only"
+        )
     if config.packed is not None:
         raise ModelError(f"{folder}: is quantised already; take the unquantised checkpoint")
     config = replace(config, traits=found_traits(folder, config.traits))
@@ -86,7 +91,10 @@ def quantize(
         ignored += [rf"re:.*{part}.*" for part in dict.fromkeys(each.split(".")[-2] for each in OTHER_PARTS)]
     stacked = has_stacked_experts(folder, config.traits)
     if config.routing is not None and config.routing.by_turns:
-        raise ModelError(f"{folder}: has experts with outputs by turns, which `headway quantize` does not know yet")
+        raise ModelError(
+            f"{folder}: compressed-tensors has no form for experts with outputs by turns (gpt-oss); take the published "
+            "checkpoint, whose experts are MXFP4, or give --quantization to `headway serve`"
+        )
     said = recipe.said(ignored)
     packed = read_packed(ConfigValues({"quantization_config": said}, "config.json"))
     assert packed is not None

@@ -268,6 +268,20 @@ def test_experts_in_mxfp4_are_those_of_hugging_face(tmp_path: Path) -> None:
     assert load(tmp_path, load_format="dummy").weights.layers[0].mlp.experts.down._packed.numel() > 0
 
 
+def test_what_is_not_packed_beside_mxfp4_may_be_rounded(tmp_path: Path) -> None:
+    """Attention and the head as the same matrices alone are, and experts as they were."""
+    save_mxfp4(tmp_path)
+    plain, rounded = load(tmp_path).weights, load(tmp_path, "int8").weights
+    rows, lanes = torch.arange(20), 64
+    for mine, other in zip(rounded.layers, plain.layers, strict=True):
+        assert torch.equal(mine.mlp.experts.down._packed, other.mlp.experts.down._packed)
+        assert mine.mixer.o._packed.nbytes == mine.mixer.o._padded * lanes < other.mixer.o._packed.nbytes
+        error = (mine.mixer.o.rows(rows) - other.mixer.o.rows(rows)).abs().amax(1)
+        assert (error <= other.mixer.o.rows(rows).abs().amax(1) / 254 * 1.01).all()
+    with pytest.raises(ModelError, match="quantization is 'int3'; it must be one of"):
+        load(tmp_path, "int3")
+
+
 def test_mxfp4_is_refused_where_it_cannot_be_read(tmp_path: Path) -> None:
     save_mxfp4(tmp_path)
     with pytest.raises(ValueError, match=r"the reference kernels .* weights in float4-weight-only packed in groups"):
