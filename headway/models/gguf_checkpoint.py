@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import re
 import warnings
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +21,8 @@ from headway.models.gguf_config import gguf_files
 from headway.models.gguf_names import as_stored, family_of, gguf_name, left_over, turns_neighbours
 from headway.models.tensors import Shapes
 
+# Of experts whose gates and what these let through are one tensor, the gates first.
+_HALVES = {"ffn_gate_exps": 0, "ffn_up_exps": 1}
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -33,22 +37,24 @@ class GGUFCheckpoint:
         self._clock, self._config, self._stack = clock, config, ExitStack()
         model = read_gguf(gguf_files(folder)[0])
         self._model, self._turned, family = model, turns_neighbours(model), family_of(model)
-        self._tensors: dict[str, tuple[GGUFTensor, int | None]] = {}
+        self._tensors: dict[str, GGUFTensor] = {}
         used: set[str] = set()
         for name, shape in expected.items():
             theirs, expert = gguf_name(name, family)
+            half = _HALVES.get(theirs.split(".")[-2]) if theirs not in model.tensors else None
+            if half is not None:
+                theirs = re.sub("ffn_(gate|up)_exps", "ffn_gate_up_exps", theirs)
             if theirs not in model.tensors:
                 raise ModelError(f"{model.path}: tensor {theirs} is missing; use a file that holds a whole model")
             used.add(theirs)
-            tensor = model.tensors[theirs]
-            self._tensors[name] = tensor, expert
-            found = tensor.shape if expert is None else tensor.shape[1:]
-            if _without_ones(found) != _without_ones(shape):
-                raise ModelError(f"{model.path}: tensor {theirs} has shape {list(found)}, but {list(shape)} is needed")
+            self._tensors[name] = tensor = _part(model.tensors[theirs], expert, half)
+            if _without_ones(tensor.shape) != _without_ones(shape):
+                said = f"has shape {list(model.tensors[theirs].shape)}, but {list(shape)} is needed"
+                raise ModelError(f"{model.path}: tensor {theirs} {said}{'' if expert is None else ' of each expert'}")
         for name in left_over(model, used, config.shape.layers):
             raise ModelError(f"{model.path}: tensor {name} has no place in the model that the file describes")
         try:
-            self._mapped = {path: self._map(path) for path in {tensor.path for tensor, _ in self._tensors.values()}}
+            self._mapped = {path: self._map(path) for path in {tensor.path for tensor in self._tensors.values()}}
         except BaseException:
             self._stack.close()
             raise
@@ -66,7 +72,7 @@ class GGUFCheckpoint:
 
     def lend(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """The mapped tensor, if it is plain, of this dtype and in the order of a Hugging Face checkpoint."""
-        tensor, _ = self._tensors[name]
+        tensor = self._tensors[name]
         if _PLAIN.get(tensor.kind) != dtype or self._heads(name):
             return None
         with self._clock.measure("storage_read"):
@@ -78,7 +84,7 @@ class GGUFCheckpoint:
         Raises:
             ModelError: it is packed.
         """
-        tensor, _ = self._tensors[name]
+        tensor = self._tensors[name]
         if tensor.kind not in _PLAIN:
             raise ModelError(f"{tensor.path}: {name} is stored as {tensor.kind}, where plain numbers are needed")
         with self._clock.measure("convert"):
@@ -91,25 +97,23 @@ class GGUFCheckpoint:
     def packed(self, layer: str, dtype: torch.dtype) -> Weight | None:
         """The matrix of a linear layer, to be multiplied in `dtype`; None if it is plain."""
         name = f"{layer}.weight"
-        tensor, _ = self._tensors[name]
+        tensor = self._tensors[name]
         if tensor.kind not in BLOCKS:
             return None
         with self._clock.measure("convert"):
             return packed_blocks(tensor.kind, self._in_halves(name, self._bytes(name)), dtype)
 
     def _plain(self, name: str) -> Tensor:
-        tensor, _ = self._tensors[name]
+        tensor = self._tensors[name]
         return self._bytes(name).view(_PLAIN[tensor.kind])
 
     def _bytes(self, name: str) -> Tensor:
         """The tensor's rows as bytes, where they lie: [out, bytes of a row], or one row of a vector."""
-        tensor, expert = self._tensors[name]
+        tensor = self._tensors[name]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             content = torch.frombuffer(self._mapped[tensor.path], dtype=torch.uint8)
-        mapped = content[tensor.first : tensor.first + tensor.size]
-        mapped = mapped.view(*tensor.shape[:-1], -1)
-        return mapped if expert is None else mapped[expert]
+        return content[tensor.first : tensor.first + tensor.size].view(*tensor.shape[:-1], -1)
 
     def _heads(self, name: str) -> int:
         """Heads of a query or key projection whose rows stand in another order; 0 for any other."""
@@ -125,6 +129,21 @@ class GGUFCheckpoint:
         if rows.dim() == 1:
             return rows.view(heads, -1, 2).transpose(1, 2).reshape(-1)
         return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+
+
+def _part(tensor: GGUFTensor, expert: int | None, half: int | None) -> GGUFTensor:
+    """An expert's part of a tensor, or the half of its rows that is its gate, or what that lets through.
+
+    A tensor of too few experts stays as it is, and has not the shape that one of them has.
+    """
+    if expert is None or expert >= tensor.shape[0]:
+        return tensor
+    size = tensor.size // tensor.shape[0]
+    part = replace(tensor, shape=tensor.shape[1:], first=tensor.first + expert * size, size=size)
+    if half is None or part.shape[0] % 2:
+        return part
+    rows = part.shape[0] // 2
+    return replace(part, shape=(rows, *part.shape[1:]), first=part.first + half * size // 2, size=size // 2)
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -32,6 +32,10 @@ ARCHITECTURES = {
     "gpt-oss": "GptOssForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "minimax-m2": "MiniMaxM2ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
@@ -50,7 +54,7 @@ ARCHITECTURES = {
     "lfm2moe": "Lfm2MoeForCausalLM",
 }
 # Of what each head turns, a key says how much.
-_TURNED_IN_PART = ("phi3", "glm4", "glm4moe", *DELTA_NETS)
+_TURNED_IN_PART = ("phi3", "glm4", "glm4moe", "minimax-m2", *DELTA_NETS)
 # Weights of experts that are chosen sum to 1 unless a key says otherwise.
 _NORMALIZED = ("qwen3moe", "qwen3next", "qwen35moe", "lfm2moe")
 _FIELDS = {
@@ -100,6 +104,15 @@ _DEEPSEEK_FIELDS = {
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
 }
+_ERNIE_FIELDS = {
+    "moe_num_experts": "expert_count",
+    "moe_k": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "moe_num_shared_experts": "expert_shared_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
+    "moe_layer_start_index": "leading_dense_block_count",
+}
+_LOCAL_EXPERTS = ("MixtralForCausalLM", "GptOssForCausalLM", "GraniteMoeForCausalLM", "MiniMaxM2ForCausalLM")
 _SIGMOID = 2  # of expert_gating_func
 
 
@@ -188,7 +201,7 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
     architecture = ARCHITECTURES[family]
     if family == "llama" and config.get("num_experts"):
         architecture = "MixtralForCausalLM"
-    if architecture in ("MixtralForCausalLM", "GptOssForCausalLM") and "num_experts" in config:
+    if architecture in _LOCAL_EXPERTS and "num_experts" in config:
         config["num_local_experts"] = config.pop("num_experts")
     if family == "gpt-oss":
         config |= {"intermediate_size": config.get("moe_intermediate_size"), "experts_one_by_one": True}
@@ -216,6 +229,7 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": biased,
+        "use_bias": biased,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "norm_topk_prob": bool(values.get(f"{family}.expert_weights_norm", family in _NORMALIZED)),
         "use_sliding_window": False,
@@ -233,6 +247,10 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
     if family == "glm4moe":
         config |= _stated(values, family, _DEEPSEEK_FIELDS)
         config |= {"num_experts": None, "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors}
+    if family == "ernie4_5-moe":
+        config |= _stated(values, family, _ERNIE_FIELDS) | {"num_experts": None}
+    if family == "minimax-m2":  # all layers have experts of the one width
+        config["intermediate_size"] = config.get("moe_intermediate_size")
     if family in DELTA_NETS:
         config |= _delta_net(values, family, source)
     if family in ("lfm2", "lfm2moe"):

@@ -7,7 +7,7 @@ import re
 from headway.models.gguf import GGUFModel
 
 # Of queries and keys these have neighbours turned together, where a Hugging Face checkpoint has halves of a head.
-_NEIGHBOURS = ("llama", "granite", "smollm3")
+_NEIGHBOURS = ("llama", "granite", "granitemoe", "smollm3")
 GEMMA, DELTA_NETS = ("gemma", "gemma2", "gemma3"), ("qwen3next", "qwen35", "qwen35moe")
 # The norms of these are stored as what they are, where a Hugging Face checkpoint has one less; but for one.
 _LESS_ONE, _AS_IT_IS = GEMMA + DELTA_NETS, "linear_attn.norm.weight"
@@ -69,6 +69,8 @@ TENSORS = {
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.moe_statics.e_score_correction_bias": "exp_probs_b",
+    "block_sparse_moe.e_score_correction_bias": "exp_probs_b",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.experts.w1": "ffn_gate_exps",
     "block_sparse_moe.experts.w3": "ffn_up_exps",

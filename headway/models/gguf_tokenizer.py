@@ -38,6 +38,14 @@ _SIGNS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 _IDEOGRAPHS = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _DEEPSEEK_LLM = (r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", _SIGNS, r"\s+$", _IDEOGRAPHS, r"\p{N}+")
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAPHS, r"\p{N}")
+# Chinese characters by themselves, then words as O200K has them.
+_NO_HAN = "&&[^\\p{Han}]]"
+_KIMI_UPPER, _KIMI_LOWER = (f"{each[:-1]}{_NO_HAN}" for each in (_UPPER, _LOWER))
+_KIMI_K2 = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_ENDINGS}?|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_ENDINGS}?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN35 = (
     rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -60,6 +68,7 @@ _CUTS: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("gpt2", "olmo", "mpt", "phi-2", "jais", "gigachat", "trillion", "granite-docling"), (_GPT2,)),
     **dict.fromkeys(("gpt-4o", "llama4", "o200k", "minimax-m2"), (_O200K,)),
+    "kimi-k2": (_KIMI_K2,),
     "tekken": (_TEKKEN,),
     "deepseek-llm": _DEEPSEEK_LLM,
     "deepseek-coder": _DEEPSEEK_CODER,

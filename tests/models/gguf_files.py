@@ -63,11 +63,13 @@ def write(
     kind_of: Callable[[str], str],
     tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
     given: Mapping[str, Tensor] | None = None,
+    fused_experts: bool = False,
     **writer_options: Any,
 ) -> dict[str, Tensor]:
     """Write a model whose matrices become random blocks of the types that kind_of names; return them dequantised.
 
-    F32, F16 and BF16 keep the model's own numbers, or those that are given.
+    F32, F16 and BF16 keep the model's own numbers, or those that are given. With fused_experts, gates and what they let
+    through are one tensor.
     """
     config = model.config
     architecture = type(model).__name__.replace("DeepseekV3", "DeepseekV2")
@@ -94,21 +96,26 @@ def write(
     writer.add_layer_norm_rms_eps(config.norm_eps if "conv" in kinds else config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
+    counts = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    experts = next(filter(None, (getattr(config, each, None) for each in counts)), None)
     if experts:
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_used_count(getattr(config, "moe_k", None) or config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
-    if family in ("phi3", "glm4", "glm4moe", "qwen3next", "qwen35", "qwen35moe"):
+    if family in ("phi3", "glm4", "glm4moe", "minimax-m2", "qwen3next", "qwen35", "qwen35moe"):
         writer.add_rope_dimension_count(int(head * config.rope_parameters.get("partial_rotary_factor", 1.0)))
     if family == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
         for kind in ("long", "short"):
             factors = np.array(config.rope_parameters[f"{kind}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{kind}.weight", factors)
-    if family == "granite":
+    if family == "ernie4_5-moe":
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+    if family in ("granite", "granitemoe"):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
@@ -146,7 +153,7 @@ def write(
         is_plain = "gate." in name.replace("_gate.", ".") or ".conv" in name
         kind = kind_of(name) if tensor.dim() == 2 and not is_plain else "F32"
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2], 0)
-        heads = heads if family in ("llama", "granite", "smollm3") else 0
+        heads = heads if family in ("llama", "granite", "granitemoe", "smollm3") else 0
         less_one = (family.startswith("gemma") and family != "gemma4") or (
             "qwen3" in family and "linear_attention" in kinds
         )
@@ -166,6 +173,11 @@ def write(
             stored = np.stack(stacks[theirs])
             if len(stored) < (config.num_attention_heads if ".heads." in name else experts):
                 continue
+            if fused_experts and "ffn_gate_exps" in theirs:
+                continue
+            if fused_experts and "ffn_up_exps" in theirs:
+                stored = np.concatenate([np.stack(stacks[theirs.replace("ffn_up", "ffn_gate")]), stored], axis=1)
+                theirs = theirs.replace("ffn_up", "ffn_gate_up")
         writer.add_tensor(theirs, stored, raw_dtype=Kind[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -280,7 +292,7 @@ def _by_heads(config: Any, name: str, matrix: Tensor) -> dict[str, Tensor]:
 
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """As a checkpoint has them: experts one by one, a tied head once."""
-    found = {name.replace("mlp.router", "mlp.gate"): each.detach() for name, each in model.state_dict().items()}
+    found = {_published(model, name): each.detach() for name, each in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del found["lm_head.weight"]
     for name in [name for name in found if ".linear_attn." in name]:
@@ -293,7 +305,8 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         found |= _by_heads(model.config, name, found.pop(name))
     for name in [name for name in found if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         stacked, block = found.pop(name), name.rpartition(".")[0]
-        gate_name, up_name, down_name = ("w1", "w3", "w2") if "feed_forward" in name else _PROJECTIONS
+        by_number = "feed_forward" in name or "block_sparse_moe" in name
+        gate_name, up_name, down_name = ("w1", "w3", "w2") if by_number else _PROJECTIONS
         if (biases := found.pop(f"{name}_bias", None)) is not None:
             found |= _by_turns(name, stacked, biases)
             continue
@@ -304,6 +317,14 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
             else:
                 found[f"{block}.{number}.{down_name}.weight"] = expert
     return found
+
+
+def _published(model: PreTrainedModel, name: str) -> str:
+    """What checkpoints call a tensor that transformers has under another name."""
+    if model.config.model_type == "minimax_m2":
+        return name.replace(".mlp.", ".block_sparse_moe.")
+    name = name.replace("mlp.router", "mlp.gate").replace("gate.moe_statics", "moe_statics")
+    return name.replace("block_sparse_moe.router", "mlp.gate").replace("block_sparse_moe.experts", "mlp.experts")
 
 
 def _by_turns(name: str, stacked: Tensor, biases: Tensor) -> dict[str, Tensor]:

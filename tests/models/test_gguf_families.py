@@ -62,6 +62,10 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
         ("olmoe", {}),
         ("seed_oss", {}),
         ("lfm2_moe", {"tie_word_embeddings": True}),
+        ("minimax_m2", {}),
+        ("granite_moe", {"attention_bias": False}),
+        ("ernie4_5", {}),
+        ("ernie4_5_moe", {}),
     ],
 )
 def test_families_with_traits_of_their_own(case: str, changes: dict[str, object], tmp_path: Path) -> None:
@@ -71,6 +75,16 @@ def test_families_with_traits_of_their_own(case: str, changes: dict[str, object]
     ours = torch.cat(whole(load(tmp_path / "model.gguf"), PROMPTS))
     expected = torch.cat([tiny.logits(model, prompt) for prompt in PROMPTS])
     assert (ours - expected).abs().max() < 1e-4 * max(1.0, expected.std().item())
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_gates_and_what_they_let_through_may_be_one_tensor(kind: str, tmp_path: Path) -> None:
+    """As newer converters write experts on request: the same numbers as apart."""
+    model = tiny.build("qwen3_moe", hidden_size=64, intermediate_size=64, moe_intermediate_size=32)
+    for name, fused in (("apart", False), ("fused", True)):
+        gguf_files.write(tmp_path / f"{name}.gguf", model, lambda _: kind, fused_experts=fused)
+    apart, fused = (torch.cat(whole(load(tmp_path / f"{name}.gguf"), PROMPTS)) for name in ("apart", "fused"))
+    assert torch.equal(apart, fused)
 
 
 @pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "lfm2", "glm4_moe"])
@@ -145,6 +159,7 @@ def test_texts_are_cut_as_deepseek_v3_cuts_them() -> None:
             ["Hi\u00e9", "!", " Two", "\n", "\n", "1", "2", "3", "4", "\u6771\u4eac", " ", "\u30ab", " ;)"],
         ),
         ("qwen35", ["Hi\u00e9", "!", " Two", "\n\n", "1", "2", "3", "4", "\u6771\u4eac", " \u30ab", " ;)"]),
+        ("kimi-k2", ["Hi\u00e9", "!", " Two", "\n\n", "123", "4", "\u6771\u4eac", " \u30ab", " ;)"]),
         ("seed-coder", ["Hi\u00e9", "!", " Two", "\n\n", "1", "2", "3", "4", "\u6771\u4eac", " \u30ab", " ;)"]),
     ],
 )
