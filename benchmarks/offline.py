@@ -87,7 +87,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="decode after long prompts that are kept over the rounds, such as 1x4096 8x4096",
     )  # fmt: skip
     parser.add_argument("--context-tokens", type=int, default=16, help="new tokens of each round; default: 16")
-    parser.add_argument("--start", action="store_true", help="time processes from start to first token, in bf16")
+    parser.add_argument("--start", action="store_true", help="time processes from start to first token")
     parser.add_argument("--llama-simple", metavar="PROGRAM", help="of llama.cpp, for --start")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -154,9 +154,11 @@ def measure(arguments: argparse.Namespace, keep: Callable[[dict[str, Any]], None
             title = f"{shape}, {precision}{cache}: tokens/s"
             print(table(title, rows(sitting), sitting.left_out, sitting.died.values()), flush=True)
     for shape in arguments.shapes if arguments.start else []:
-        sitting, parts["starts"][shape] = _start(arguments, shape)
-        sat.append(sitting)
-        keep(parts)
+        starts = parts["starts"][shape] = {}
+        for precision in arguments.precisions:
+            sitting, starts[precision] = _start(arguments, shape, precision)
+            sat.append(sitting)
+            keep(parts)
     return sat
 
 
@@ -173,13 +175,14 @@ def _content(sitting: Sitting) -> dict[str, Any]:
     return content | {"summary": [asdict(row) for row in rows(sitting)]}
 
 
-def _start(arguments: argparse.Namespace, shape: str) -> tuple[Sitting, dict[str, Any]]:
-    engines = entries("bf16", arguments.peers, not arguments.no_headway, variants=False)
-    sitting = Sitting(shape, "bf16", [PROMPT], engines)
+def _start(arguments: argparse.Namespace, shape: str, precision: str) -> tuple[Sitting, dict[str, Any]]:
+    engines = entries(precision, arguments.peers, not arguments.no_headway, variants=False)
+    engines += [replace(engines[0], label="old", root=arguments.old)] if arguments.old else []
+    sitting = Sitting(shape, precision, [PROMPT], engines)
     start_times(sitting, arguments.rounds, arguments.threads, arguments.folder, arguments.llama_simple)
     seconds = sitting.rates.get(PROMPT.label, {})
     summary = compared(PROMPT.label, seconds, set(), min)
-    print(table(f"{shape}, bf16: seconds", summary, {}, sitting.died.values()), flush=True)
+    print(table(f"{shape}, {precision}: seconds", summary, {}, sitting.died.values()), flush=True)
     died = {label: end.line for label, end in sitting.died.items()}
     return sitting, {"seconds": seconds, "died": died, "summary": [asdict(row) for row in summary]}
 

@@ -13,9 +13,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from benchmarks.exports import model_for
 from benchmarks.points import Point
-from benchmarks.processes import Child, Died, environment
-from benchmarks.sitting import Sitting, worker_command
+from benchmarks.processes import ROOT, Child, Died, environment
+from benchmarks.sitting import Entry, Sitting, worker_command
 from benchmarks.steal import undisturbed
 
 PROMPT = Point("start to first token", "prefill", 1, 16, 1)
@@ -30,11 +31,12 @@ def start_times(sitting: Sitting, rounds: int, threads: int, folder: Path, llama
         for place in range(len(order)):
             entry = order[(place + number) % len(order)]  # nobody always comes first
             try:
-                command = worker_command(entry, sitting.shape, "bf16", [PROMPT], rounds, threads, folder)
+                command = worker_command(entry, sitting.shape, sitting.precision, [PROMPT], rounds, threads, folder)
                 if entry.engine == "llama.cpp" and llama_simple is not None:
-                    measure = partial(_program, llama_simple, folder / sitting.shape / "bf16.gguf", threads)
+                    model = model_for("llama.cpp", sitting.precision, sitting.shape, entry.python, folder)
+                    measure = partial(_program, llama_simple, model, threads)
                 else:
-                    measure = partial(_worker, entry.label, command, number)
+                    measure = partial(_worker, entry, command, number)
                 seconds, _ = undisturbed(measure)
             except Died as end:
                 sitting.lose(entry.label, end)
@@ -44,9 +46,9 @@ def start_times(sitting: Sitting, rounds: int, threads: int, folder: Path, llama
                 sitting.add(PROMPT, entry.label, seconds)
 
 
-def _worker(label: str, command: list[str], seed: int) -> float:
+def _worker(entry: Entry, command: list[str], seed: int) -> float:
     began = time.perf_counter()
-    child = Child(label, command)
+    child = Child(entry.label, command, Path(entry.root or ROOT))
     try:
         child.ask({"do": "run", "batch": PROMPT.batch, "prompt": PROMPT.prompt, "new": PROMPT.new, "seed": seed})
         return time.perf_counter() - began

@@ -106,6 +106,7 @@ ROOMS = {
             "engine.config",
             "engine.core",
             "engine.messages",
+            "engine.libraries",
             "engine.start",
             "models.folder",
             "policy",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -32,6 +33,9 @@ class Headway:
             **extra,
         ).engine.core
         self._counts: dict[str, int] = {}
+        for thread in threading.enumerate():  # of the first start, which writes the weights that later ones read
+            if thread.name == "headway-weights":
+                thread.join()
 
     def start(self, prompts: list[list[int]], new_tokens: int) -> None:
         """See Engine."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -74,30 +75,37 @@ def model_folder(model: str) -> Path:
 
 def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | None, replay: bool) -> None:
     from headway.engine.client import EngineClient
-    from headway.server.lifecycle import StartupError, bind, run_server
-    from headway.server.prompts import preloaded
+    from headway.server.listening import StartupError, bind
     from headway.server.startup_display import StartupDisplay
     from headway.text.chat_template import ChatTemplate
     from headway.text.tokenizer import TextError, Tokenizer
 
     display = StartupDisplay(settings.served_model_names[0], _BEGAN_NS)
-    display.on_server_stage("imports", time.monotonic_ns() - _BEGAN_NS)
-    try:
-        listener = bind(settings.host, settings.port)
-        began = time.monotonic_ns()
-        tokenizer = Tokenizer.load(config.model)
-        template = ChatTemplate.load(tokenizer, chat_template)
-        display.on_server_stage("tokenizer", time.monotonic_ns() - began)
-        config.preloaded = preloaded(settings.preload_prompts or [], tokenizer, template)
-        engine = EngineClient(config, display.on_progress, replay)
-        display.start()
-        can_reload = settings.service_classes is not None or settings.tenants is not None
-        on_ready = functools.partial(
-            display.on_ready, can_reload=can_reload, is_open=settings.is_open, asks_for_key=settings.asks_for_key
-        )
-        run_server(listener, engine, tokenizer, settings, template, on_ready)
-    except (TextError, StartupError) as error:
-        display.stop()
-        fail(str(error))
-    finally:
-        display.stop()
+    with ExitStack() as ending:
+        ending.callback(display.stop)
+        try:
+            listener = bind(settings.host, settings.port)
+            display.on_server_stage("imports", time.monotonic_ns() - _BEGAN_NS)
+            engine = EngineClient(config, display.on_progress, replay)
+            ending.callback(engine.kill)
+            if not settings.preload_prompts:  # else the engine needs their tokens
+                with suppress(OSError):  # it is tried again, and then reported
+                    engine.launch()
+            from headway.server.lifecycle import run_server
+            from headway.server.prompts import preloaded
+
+            began = time.monotonic_ns()
+            tokenizer = Tokenizer.load(config.model)
+            template = ChatTemplate.load(tokenizer, chat_template)
+            if settings.preload_prompts:
+                display.on_server_stage("tokenizer", time.monotonic_ns() - began)
+            config.preloaded = preloaded(settings.preload_prompts or [], tokenizer, template)
+            display.start()
+            can_reload = settings.service_classes is not None or settings.tenants is not None
+            on_ready = functools.partial(
+                display.on_ready, can_reload=can_reload, is_open=settings.is_open, asks_for_key=settings.asks_for_key
+            )
+            run_server(listener, engine, tokenizer, settings, template, on_ready)
+        except (TextError, StartupError) as error:
+            display.stop()
+            fail(str(error))

@@ -185,19 +185,20 @@ def _pool(
 
 
 def warm_up(config: SchedulerConfig, runner: Runner, blocks: KVBlocks) -> None:
-    """Run two prompts and decode, so that kernels are compiled before the first request.
+    """Run two prompts and decode, so that kernels are compiled, or loaded, before the first request.
 
-    The prompts fill a step, or have the few tokens that the kernels say are enough. Each kind of step comes twice, as
-    only the second repeats the first: steps of both sequences, and of the greedy one alone, whose tokens are found by
-    a kernel of their own.
+    Where the kernels say how few tokens are enough, each job is run once: in a step of both prompts, and in one of the
+    greedy sequence alone, whose tokens are found by a kernel of their own. Else the prompts fill a step, and each kind
+    of step comes twice.
 
     Args:
         blocks: an empty pool, without a prefix cache.
     """
     scheduler = Scheduler(config, blocks)
     longest = max(1, min(config.max_model_len - 6, config.max_num_batched_tokens))
-    longest = min(longest, runner.kernels.warm_up_tokens or longest)
-    for index, (length, new) in enumerate(((longest, 5), (1, 3))):
+    enough = runner.kernels.warm_up_tokens
+    sequences = ((longest, 5), (1, 3)) if enough is None else ((min(longest, enough), 2), (1, 1))
+    for index, (length, new) in enumerate(sequences):
         params = SamplingParams(temperature=float(index), max_tokens=new, ignore_eos=True)
         for sequence in sequences_of(Request(str(index), [1] * length, params, []), config.max_model_len):
             scheduler.add(sequence, 0)

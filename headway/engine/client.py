@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -43,7 +45,7 @@ RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 STABLE_S = 60.0
 # Requests wait for the engine until this many starts in a row have failed.
 MOST_FAILED_STARTS = 5
-ENGINE_MODULE = "headway.engine.process"
+ENGINE_MODULE = "headway.engine"
 STOP_TIMEOUT_S = 5.0
 # Of the longest way back, with each output that is quicker.
 _WAY_BACK_KEPT = 0.98
@@ -54,6 +56,19 @@ logger = logging.getLogger("headway.engine")
 
 class EngineDead(Exception):
     """The engine process is not there; the message is for the user."""
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> None:
+    """Wait until it has ended, in a thread that nobody has to wait for."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def wait() -> None:
+        process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=wait, daemon=True, name="headway-engine-end").start()
+    await ended.wait()
 
 
 class EngineClient:
@@ -90,10 +105,32 @@ class EngineClient:
         self._socket: zmq.Socket[bytes] | None = None
         self._unsent: deque[bytes] = deque()  # until the engine has connected
         self._readable = asyncio.Event()  # there may be a message
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._task: asyncio.Task[None] | None = None
 
     # --- life ---------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Start the process of the engine, with what it is to run: it begins to load at once, before start() or after.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        # What the first engine had room for may be too much for one that finds less memory.
+        configure = Configure(replace(self.config, preload_what_fits=self.ready is not None))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", ENGINE_MODULE, self._address], stdin=subprocess.PIPE, env=environment
+        )
+        assert self._process.stdin is not None
+        with self._process.stdin as pipe:
+            pipe.write(_encoder.encode(configure))
+
+    def kill(self) -> None:
+        """End an engine process that was launched, where start() was never reached."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            self._process.wait()
 
     async def start(self) -> None:
         """Start the engine in the background; returns at once."""
@@ -122,10 +159,10 @@ class EngineClient:
                 process.kill()
             self._send(Shutdown())
             try:
-                await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+                await asyncio.wait_for(_ended(process), STOP_TIMEOUT_S)
             except TimeoutError:
                 process.kill()
-                await process.wait()
+                await _ended(process)
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -138,6 +175,10 @@ class EngineClient:
     def pid(self) -> int | None:
         """Process id of the engine, None while there is none."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    @property
+    def _address(self) -> str:
+        return f"ipc://{self._folder.name}/{self.restarts}"
 
     def _enter(self, state: str, error: str = "") -> None:
         if self.state == "stopped":
@@ -188,21 +229,18 @@ class EngineClient:
 
     async def _run_process(self) -> str:
         """As _run_once; an empty string where the engine gave no reason."""
-        address = f"ipc://{self._folder.name}/{self.restarts}"
         self._close_socket()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
+        self._socket.bind(self._address)
         asyncio.get_running_loop().add_reader(self._socket, self._readable.set)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", ENGINE_MODULE, address, env=environment
-        )
-        # What the first engine had room for may be too much for one that finds less memory.
-        self._send(Configure(replace(self.config, preload_what_fits=self.ready is not None)))
+        if self._process is None or self._process.returncode is not None:
+            self.launch()
+        process = self._process
+        assert process is not None
         receiving = asyncio.create_task(self._receive())
-        ending = asyncio.create_task(self._process.wait())
+        ending = asyncio.create_task(_ended(process))
         try:
             await asyncio.wait({receiving, ending}, return_when=asyncio.FIRST_COMPLETED)
             # What the engine sent before it died is still worth reading.
@@ -211,8 +249,8 @@ class EngineClient:
             return receiving.result() if receiving.done() else ""
         finally:
             receiving.cancel()
-            if self._process.returncode is None:
-                self._process.kill()
+            if process.returncode is None:
+                process.kill()
             await ending
 
     async def _receive(self) -> str:

@@ -24,7 +24,7 @@ class _Message(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class Configure(_Message):
-    """The first message; the engine refuses another protocol version."""
+    """What the engine reads from its standard input; it refuses another protocol version."""
 
     config: EngineConfig
     protocol: int = PROTOCOL_VERSION

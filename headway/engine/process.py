@@ -1,7 +1,7 @@
 """The engine process: the step loop between a socket and a device.
 
-Run as `python -m headway.engine.process ADDRESS`; it connects to the API process there, is configured by
-the first message, and ends when told to, when the parent dies, or when a step fails and no request is to blame.
+Run as `python -m headway.engine ADDRESS`; it connects to the API process there, reads from its standard input what it
+is to run, and ends when told to, when the parent dies, or when a step fails and no request is to blame.
 """
 
 from __future__ import annotations
@@ -79,20 +79,12 @@ def main(address: str) -> int:
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(address)
     try:
-        configure = _wait_for_configure(channel, parent)
-        if configure is None:
+        configure = sys.stdin.buffer.read()
+        if not configure:  # the API process is gone
             return 0
-        return _serve(channel, configure, parent)
+        return _serve(channel, msgspec.msgpack.decode(configure, type=Configure), parent)
     finally:
         channel.close()
-
-
-def _wait_for_configure(channel: Channel, parent: int) -> Configure | None:
-    while os.getppid() == parent:
-        for message in channel.receive(IDLE_POLL_MS):
-            if isinstance(message, Configure):
-                return message
-    return None
 
 
 def _serve(channel: Channel, configure: Configure, parent: int) -> int:
@@ -165,7 +157,3 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
             checking = None
         if os.getppid() != parent:
             return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

@@ -43,6 +43,7 @@ _FREE_OF_DISK = 0.05  # that stay
 _ALIGNMENT, _LARGE_PAGE, _PIECE = 64, 2 << 20, 32 << 20
 _READERS = 4  # most of the time, the system fills pages with zeros before it copies into them
 _ENDING = ".weights"
+_ABANDONED_S = 3600.0
 _ROOMS = ("kernels", "models")  # whose code says what is packed, and how
 
 
@@ -297,6 +298,9 @@ def _room(folder: Path) -> int:
 
 def _evict(kept: Path) -> None:
     """Delete the files that were not used for longest, until all together have no more than they may."""
+    for draft in kept.parent.glob(f".*{_ENDING}.*"):
+        if time.time() - draft.stat().st_mtime > _ABANDONED_S:  # by a process that was killed
+            draft.unlink(missing_ok=True)
     disk = shutil.disk_usage(kept.parent)
     most, total = min(_MOST_BYTES, int(_MOST_OF_DISK * disk.total)), 0
     files = [(path.stat(), path) for path in kept.parent.glob(f"*{_ENDING}")]

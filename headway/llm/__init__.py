@@ -12,6 +12,7 @@ from typing import Any
 
 from headway.engine.client import EngineClient
 from headway.engine.config import EngineConfig
+from headway.engine.libraries import load_libraries
 from headway.llm.batch import Batch, Call
 from headway.llm.requests import (
     Collector,
@@ -60,6 +61,7 @@ class LLM:
 
     def __init__(self, model: str, *, skip_tokenizer_init: bool = False, **engine_args: Any) -> None:
         global _process
+        load_libraries()
         from headway.engine.start import start_engine
 
         _check_process()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import errno
 import logging
 import signal
 import socket
@@ -23,51 +22,17 @@ from headway.engine.messages import Ready
 from headway.server.app import create_app
 from headway.server.edge import Connection
 from headway.server.encoder import share_cores
+from headway.server.listening import StartupError
 from headway.server.service import Service
 from headway.server.settings import ServerSettings
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
 
-BACKLOG = 2048
 # Connections accepted in one turn of the event loop; each takes about a tenth of a millisecond.
 ACCEPTED_PER_TURN = 8
 # Seconds until a server without free file descriptors tries again.
 ACCEPT_AGAIN_S = 0.5
-# Bytes that the kernel may hold unsent for one client; beyond it the stream's own buffer fills and is bounded.
-UNSENT_BYTES = 128 * 1024
 logger = logging.getLogger("headway.server")
-
-
-class StartupError(Exception):
-    """The server can't serve; the message is one line for the user."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address.
-
-    Raises:
-        StartupError: the port is in use, or the address can't be used.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise StartupError(f"cannot listen on {host}:{port}: {error}") from None
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-        bound.bind(address)
-        # Two listeners may bind the same port with SO_REUSEADDR, but only one may listen.
-        bound.listen(BACKLOG)
-        return bound
-    except OSError as error:
-        bound.close()
-        if error.errno == errno.EADDRINUSE:
-            raise StartupError(f"port {port} on {host} is in use; choose another with --port") from None
-        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
 def _url(listener: socket.socket) -> str:

@@ -191,7 +191,7 @@ def test_a_whole_sitting(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     measured = report["sittings"][0]["rates"]
     assert list(measured) == ["decode, batch 1", "decode, batch 3", "prefill, 2 x 32", "decode, batch 2 at 64 tokens"]
     assert all(len(rates["headway"]) == 2 and min(rates["headway"]) > 0 for rates in measured.values())
-    assert len(report["starts"]["tiny"]["seconds"]["headway"]) == 2
+    assert len(report["starts"]["tiny"]["bf16"]["seconds"]["headway"]) == 2
     assert len(report["sittings"][0]["summary"]) == 4
     said = capsys.readouterr().out
     assert said.count("| headway |") == 4 + 1 and "tiny, bf16, 8-bit KV cache" in said
@@ -277,8 +277,8 @@ def test_a_peer_that_cannot_start_is_left_out(
     report = json.loads(output.read_text())
     counts = [{name: len(each) for name, each in rates.items()} for rates in report["sittings"][0]["rates"].values()]
     assert counts == [{"headway": 3, "openvino": 0, "llama.cpp": 3}] * 2
-    assert {name: len(each) for name, each in report["starts"]["tiny"]["seconds"].items()} == counts[0]
-    assert list(report["starts"]["tiny"]["died"]) == ["openvino"]
+    assert {name: len(each) for name, each in report["starts"]["tiny"]["bf16"]["seconds"].items()} == counts[0]
+    assert list(report["starts"]["tiny"]["bf16"]["died"]) == ["openvino"]
     assert "| openvino |" not in capsys.readouterr().out
 
 

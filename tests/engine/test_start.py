@@ -78,6 +78,18 @@ def test_a_further_start_compiles_nothing() -> None:
         assert imported() == "[]"
 
 
+def test_the_libraries_of_torch_are_loaded_without_importing_it() -> None:
+    code = """
+import sys
+from headway.engine.libraries import load_libraries
+
+load_libraries().join()
+assert "torch" not in sys.modules and "headway.engine.process" not in sys.modules
+print("libtorch_python" in open("/proc/self/maps").read())
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "True\n"
+
+
 def test_taking_memory_leaves_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "_PIECE", 1 << 16)
     mapping = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -137,3 +137,14 @@ def test_what_was_not_used_for_longest_goes(
     monkeypatch.setattr(weight_cache, "_MOST_BYTES", 1)
     answer(model, quantization="int4")
     assert len(list(folder.iterdir())) == 2, "nothing is written that has no room"
+
+
+def test_what_a_killed_process_left_is_deleted(folder: Path, tmp_path: Path, written: list[bool]) -> None:
+    folder.mkdir(parents=True)
+    left, being_written = (folder / f".m-{number}.weights.1.ab" for number in range(2))
+    for draft in (left, being_written):
+        draft.write_bytes(b"half of it")
+    os.utime(left, (0, 0))
+    answer(saved("qwen2", tmp_path / "model"))
+    assert written == [True]
+    assert not left.exists() and being_written.exists()

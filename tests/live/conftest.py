@@ -66,7 +66,7 @@ class Served:
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()
         (pid,) = [
-            int(child) for child in children if b"headway.engine.process" in Path(f"/proc/{child}/cmdline").read_bytes()
+            int(child) for child in children if b"headway.engine\0" in Path(f"/proc/{child}/cmdline").read_bytes()
         ]
         return pid
 

@@ -60,6 +60,7 @@ class FakeEngine:
         self.max_model_len = 256
         self.num_waiting = 0
         self.classes = BUILT_IN
+        self.launched = False
         self.requests: list[AddRequest] = []
         self.aborted: list[str] = []
         self.running: set[tuple[str, int]] = set()
@@ -75,6 +76,12 @@ class FakeEngine:
         self.finish_loading()
 
     # --- life ---------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        self.launched = True
+
+    def kill(self) -> None:
+        self.launched = False
 
     async def start(self) -> None:
         if self.loads and self.fails_with is None:

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 
 from headway.server.app import create_app
-from headway.server.lifecycle import Server, bind
+from headway.server.lifecycle import Server
+from headway.server.listening import bind
 from headway.server.settings import ServerSettings
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer

@@ -212,7 +212,7 @@ def test_startup_is_told_and_exported(start: StartProcess) -> None:
     assert re.search(r'headway:startup_seconds{.*stage="warm_up"} 0.007', metrics)
     process.popen.terminate()
     _, errors = process.end()
-    for expected in ("storage read: 5 ms", "warm up", "server: tokenizer", "Ready after", f"{process.url}/v1"):
+    for expected in ("storage read: 5 ms", "warm up", "server: imports", "Ready after", f"{process.url}/v1"):
         assert expected in errors
 
 

@@ -88,7 +88,7 @@ class Live:
 
     def engine_process(self) -> psutil.Process:
         children = psutil.Process(self.popen.pid).children()
-        return next(child for child in children if "headway.engine.process" in child.cmdline())
+        return next(child for child in children if "headway.engine" in child.cmdline())
 
     def close(self) -> None:
         self.http.close()

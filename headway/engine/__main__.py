@@ -1,0 +1,19 @@
+"""The engine process, as `python -m headway.engine ADDRESS`."""
+
+from __future__ import annotations
+
+import sys
+
+from headway.engine.libraries import load_libraries
+
+
+def run() -> int:
+    """Begin to load torch before anything else is imported; see process.main."""
+    load_libraries()
+    from headway.engine.process import main
+
+    return main(sys.argv[1])
+
+
+if __name__ == "__main__":
+    sys.exit(run())
