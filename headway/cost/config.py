@@ -227,6 +227,12 @@ def _latent(values: ConfigValues) -> Latent:
 
 def _experts(values: ConfigValues, keys: ExpertKeys, layers: int) -> Experts | None:
     """None where no layer has experts."""
+    stated = {key: values.get(key) for key in (keys.per_token, keys.shared) if key is not None}
+    # Hunyuan's files have a number for each layer.
+    same = {
+        key: each[0] for key, each in stated.items() if isinstance(each, list) and each and len({*map(str, each)}) == 1
+    }
+    values = replace(values, raw={**values.raw, **same}) if same else values
     with_experts = len(_layers_with_experts(values, keys, layers))
     count_key = keys.other if keys.other in values.raw and keys.count not in values.raw else keys.count
     count, per_token, width = (values.positive_int(key) for key in (str(count_key), keys.per_token, keys.width))

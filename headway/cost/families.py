@@ -107,6 +107,20 @@ _GEMMA_DEFAULTS: dict[str, Any] = {"head_dim": 256, "sliding_window": 4096, "tie
 _OLMO = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="whole", defaults={"num_key_value_heads": None}
 )
+_COHERE = Family(
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    layer_norms=1,
+    refused=("use_qk_norm",),
+    defaults={"num_key_value_heads": None, "tie_word_embeddings": True},
+)
+_HUNYUAN = Family(
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    refused=("use_cla",),
+    defaults={"num_key_value_heads": None},
+)
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         qkv_bias="attention_bias",
@@ -138,6 +152,25 @@ FAMILIES: dict[str, Family] = {
         windows="switched",
         experts=_QWEN_EXPERTS,
         defaults=_QWEN_WINDOWS,
+    ),
+    "Qwen3VLMoeForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=True,
+        experts=_QWEN_EXPERTS,
+        defaults={"head_dim": 128},
+    ),
+    "CohereForCausalLM": _COHERE,
+    "Cohere2ForCausalLM": replace(
+        _COHERE, windows="types", defaults={**_COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4}
+    ),
+    "HunYuanDenseV1ForCausalLM": _HUNYUAN,
+    "HunYuanMoEV1ForCausalLM": replace(
+        _HUNYUAN,
+        experts=ExpertKeys(
+            "num_experts", "moe_topk", "intermediate_size", shared="num_shared_expert", other="num_local_experts"
+        ),
+        defaults={"num_key_value_heads": None, "num_shared_expert": 1},
     ),
     "OlmoeForCausalLM": Family(
         qkv_bias="attention_bias",
@@ -313,6 +346,7 @@ WRAPPERS = {
     "Mistral3ForConditionalGeneration": "MistralForCausalLM",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3VLMoeForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
@@ -329,6 +363,7 @@ TEXT_TYPES = {
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3VLMoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",

@@ -38,6 +38,7 @@ from headway.models.tensors import (
     recurrent_names,
 )
 
+_CENTRED_AT_ONCE = 4096  # rows
 GATES = {"silu": SILU, "gelu_tanh": GELU_TANH, "clamped": CLAMPED}
 
 
@@ -66,7 +67,14 @@ class Assembler:
 
     def decoder_weights(self) -> DecoderWeights:
         embedding: Callable[[Tensor], Tensor]
-        if self._config.shape.tied_embeddings:
+        if self._config.traits.centred:
+            lm_head = self._linear(EMBEDDING if self._config.shape.tied_embeddings else "lm_head")
+            self._refuse_packed(EMBEDDING)
+            rows = self._stack(f"{EMBEDDING}.weight")
+            for part in rows.split(_CENTRED_AT_ONCE):
+                part.sub_(part.float().mean(1, keepdim=True))
+            embedding = partial(self._kernels.take, rows)
+        elif self._config.shape.tied_embeddings:
             lm_head = self._linear(EMBEDDING)
             embedding = lm_head.rows
         else:
@@ -115,6 +123,7 @@ class Assembler:
             mlp_out_norm=self._norm(f"{layer}.{norms.mlp_out}", added) if norms.mlp_out else None,
             mlp=self._beside_experts(index) if self._is_beside(index) else self._mlp(index),
             end=self._end(index),
+            beside=self._config.traits.beside,
         )
 
     def _is_beside(self, index: int) -> bool:
@@ -141,6 +150,7 @@ class Assembler:
             o=self._linear(f"{attention}.o_proj", factor=factor),
             cache=cache,
             rotated=self._config.rotated[index],
+            norms_behind=self._config.traits.norms_behind,
             sinks=self._stack(f"{attention}.sinks", dtype=torch.float32) if shape.sinks else None,
             value_norm=self._ones(cache.value_dim) if shape.kinds and cache.source is None else None,
             projected_kv=projected_kv(shape, index),
@@ -303,6 +313,9 @@ class Assembler:
     def _matrices(self, name: str, factors: Sequence[float] | None = None) -> Iterator[Product]:
         """Those of the experts of a layer, whose tensor holds all of them, [E, out, in]; with factors of products."""
         scheme = scheme_of(name, self._quantization, None)
+        if self._config.traits.inputs_first:
+            yield from ((Weight(matrix.T.contiguous(), scheme), None) for matrix in self._stack(name))
+            return
         lent = self._lent([name], self._dtype) if self._device.type == "cpu" else None
         for number, matrix in enumerate(self._stack(name) if lent is None else lent[0]):
             factor = 1.0 if factors is None else factors[number]
@@ -324,10 +337,31 @@ class Assembler:
 
     def _product(self, *layers: str, factor: float = 1.0) -> Product:
         """The matrices one under the other and their biases, times the factor."""
-        weight, bias = self._weight(*layers), self._bias(*layers)
+        is_added = layers[-1].endswith((".o_proj", ".down_proj"))
+        weight, bias = (
+            self._centred(*layers)
+            if is_added and self._config.traits.centred
+            else (
+                self._weight(*layers),
+                self._bias(*layers),
+            )
+        )
         if factor != 1.0:
             weight, bias = replace(weight, factor=factor), None if bias is None else bias * factor
         return weight, bias
+
+    def _centred(self, layer: str) -> Product:
+        """The matrix and bias of a layer, such that the mean of its outputs is 0."""
+        self._refuse_packed(layer)
+        weight, bias = self._stack(f"{layer}.weight"), self._bias(layer)
+        weight.sub_(weight.float().mean(0))
+        return Weight(weight, scheme_of(layer, self._quantization, None)), None if bias is None else bias - bias.mean()
+
+    def _refuse_packed(self, layer: str) -> None:
+        if f"{layer}.weight" not in self._shapes or f"{layer}.weight_scale" in self._shapes:
+            raise ModelError(
+                f"{layer} is packed, and weights of this family change while loading; take a checkpoint that is not"
+            )
 
     def _linear(self, *layers: str, factor: float = 1.0) -> Linear:
         product = self._product(*layers, factor=factor)

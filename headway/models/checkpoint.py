@@ -111,9 +111,22 @@ def found_traits(folder: Path, traits: Traits) -> Traits:
         return traits
     names = _names_in(folder)
     ways = ((*pairs, *traits.stored) for pairs in WITHIN)
-    return replace(
-        traits, stored=next(way for way in ways if stored_name("model.norm.weight", way) in names or not way)
-    )
+    stored = next(way for way in ways if stored_name("model.norm.weight", way) in names or not way)
+    return replace(traits, stored=stored, inputs_first=traits.inputs_first and not _has_outputs_first(folder, names))
+
+
+def _has_outputs_first(folder: Path, names: Collection[str]) -> bool:
+    """Whether stacked experts are [E, out, in], as transformers 5 saves those of a family that has inputs first."""
+    shapes = []
+    for part in STACKED:
+        name = next((each for each in names if each.endswith(part)), None)
+        if name is None:
+            return False
+        path = folder / str(names[name] if isinstance(names, dict) else SINGLE_FILE)
+        with safe_open(str(path), framework="pt") as file:
+            shapes.append(file.get_slice(name).get_shape())
+    (_, above, _), (_, _, width) = shapes
+    return bool(above == 2 * width)
 
 
 def found_packed(

@@ -157,6 +157,8 @@ class ModelConfig:
             multipliers = Multipliers(attention=shape.head_dim**-0.5 * rope.depth_factor**2)
         if values.boolean("linear_gate_apart"):
             traits = replace(traits, fused=("in_proj_ba",))
+        if name.startswith("Cohere"):
+            multipliers = Multipliers(logits=values.positive_number("logit_scale", 0.0625))
         if name.startswith("Granite"):
             multipliers = _multipliers(values)
         if name == "GptOssForCausalLM":
@@ -171,7 +173,7 @@ class ModelConfig:
             rms_norm_eps=values.positive_number(traits.eps),
             rope=rope,
             dtype=_dtype(values),
-            rotated=_rotated(values, name, shape.layers),
+            rotated=_rotated(values, name, shape),
             traits=traits,
             multipliers=multipliers,
             local_rope=local_rope,
@@ -287,8 +289,14 @@ def _outside(name: str) -> str:
     return name
 
 
-def _rotated(values: ConfigValues, architecture: str, layers: int) -> tuple[bool, ...]:
-    """SmolLM3: `no_rope_layers` has 1 for layers that do have rotary positions. Granite 4: all have, or none."""
+def _rotated(values: ConfigValues, architecture: str, shape: ModelShape) -> tuple[bool, ...]:
+    """Which layers have rotary positions.
+
+    SmolLM3: those with a 1 in `no_rope_layers`. Granite 4: all have, or none. Cohere2: those with a window.
+    """
+    layers = shape.layers
+    if architecture == "Cohere2ForCausalLM":
+        return tuple(window is not None for window in shape.sliding_windows)
     if architecture == "GraniteMoeHybridForCausalLM":
         return (values.get("position_embedding_type") == "rope",) * layers
     if architecture != "SmolLM3ForCausalLM":

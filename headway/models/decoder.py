@@ -85,6 +85,7 @@ class AttentionWeights:
     o: Linear
     cache: CacheSpec
     rotated: bool = True  # whether queries and keys have rotary positions
+    norms_behind: bool = False  # their norms come behind these
     sinks: Tensor | None = None  # [heads] float32
     value_norm: Tensor | None = None  # [head_dim]
     projected_kv: int = 2  # see ModelShape
@@ -124,20 +125,21 @@ class Attention:
         """x [T, hidden] -> [T, hidden]; its keys and values are stored."""
         weights, kernels, heads = self._weights, self._kernels, self._heads
         query, *rest = weights.qkv(x).view(len(x), sum(heads), weights.cache.key_dim).split(heads, 1)
-        if weights.query_norm is not None:
-            query = self._norm(query, weights.query_norm)
+        if not weights.norms_behind:
+            query = self._normed(query, weights.query_norm)
         key = rest[0] if weights.projected_kv else query[:, :0]
         value, gate = (rest[1], rest[2:]) if weights.projected_kv == 2 else (key, rest[1:])
-        if weights.value_norm is not None:
-            value = self._norm(value, weights.value_norm)
-        if weights.key_norm is not None:
-            key = self._norm(key, weights.key_norm)
+        value = self._normed(value, weights.value_norm)
+        if not weights.norms_behind:
+            key = self._normed(key, weights.key_norm)
         first = self._sink_queries(query, step) if weights.cache.sinks else None
         if weights.rotated and self._query_rope is None:
             kernels.rotate(query, key, *self._rope, step.positions)
         elif self._query_rope is not None:
             kernels.rotate(query, query[:, :0], *self._query_rope, step.positions)
             kernels.rotate(key, key[:, :0], *self._rope, step.positions)
+        if weights.norms_behind:
+            query, key = self._normed(query, weights.query_norm), self._normed(key, weights.key_norm)
         if weights.projected_kv:
             kernels.store(key, value, cache, step.slots)
         attended = kernels.attention(
@@ -152,10 +154,14 @@ class Attention:
         weights, rows = self._weights, self._kernels.join(query, query[..., :0])  # a copy
         if weights.rotated:
             self._kernels.rotate(rows, rows[:, :0], *self._sink_rope, step.positions)
+        if weights.norms_behind:
+            rows = self._normed(rows, weights.query_norm)
         return SinkQueries(rows, weights.cache.sinks)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Of x [T, H, D], each head by itself or all together, as the weight is long."""
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """x [T, H, D] with each head normed by itself or all together, as the weight is long; x where there is none."""
+        if weight is None:
+            return x
         return self._kernels.rms_norm(x.view(len(x), -1, len(weight)), weight, self._eps).view(x.shape)
 
 
@@ -170,6 +176,7 @@ class LayerWeights:
     mixed_norm: Tensor | None = None  # [hidden], of what the mixer adds to the residual stream
     mlp_out_norm: Tensor | None = None  # [hidden], of what the MLP adds to it
     end: LayerEnd | None = None
+    beside: bool = False  # the MLP reads what the mixer reads
 
 
 @dataclass(slots=True)
@@ -258,8 +265,11 @@ class Decoder:
             added = mixer(hidden, cache, steps[cache.group] if steps else step)
             if layer.mixed_norm is not None:
                 added = rms_norm(added, layer.mixed_norm, eps)
-            hidden, residual = self._joined(added, residual, layer.mlp_norm)
-            added = layer.mlp(hidden)
+            if layer.beside:
+                added = self.kernels.add(layer.mlp(hidden), added)
+            else:
+                hidden, residual = self._joined(added, residual, layer.mlp_norm)
+                added = layer.mlp(hidden)
             if layer.mlp_out_norm is not None:
                 added = rms_norm(added, layer.mlp_out_norm, eps)
             if layer.end is None:

@@ -39,6 +39,11 @@ class Traits:
         unused: how names of tensors begin that the decoder does not need.
         turns_neighbours: of queries and keys, neighbours are turned together, not halves of what is turned.
         within: the checkpoint has parts that read images too.
+        norms_behind: queries and keys are normed behind their rotation.
+        inputs_first: stacked experts are stored as [E, in, out].
+        centred: norms subtract the mean. All that is added to the residual stream gets a mean of 0 while loading, so
+            that the norms need not.
+        beside: attention and the feed-forward layer read the same, and are added together.
     """
 
     norms: NormNames = _PLAIN_NORMS
@@ -51,6 +56,10 @@ class Traits:
     unused: tuple[str, ...] = ()
     turns_neighbours: bool = False
     within: bool = False
+    norms_behind: bool = False
+    inputs_first: bool = False
+    centred: bool = False
+    beside: bool = False
 
 
 PLAIN = Traits()
@@ -101,6 +110,11 @@ OTHER_PARTS = (
     "vision_tower.",
     "visual.",
 )
+_HUNYUAN = Traits(
+    stored=((".self_attn.q_norm.", ".self_attn.query_layernorm."), (".self_attn.k_norm.", ".self_attn.key_layernorm.")),
+    norms_behind=True,
+)
+_COHERE = Traits(norms=NormNames(mlp=None), eps="layer_norm_eps", turns_neighbours=True, centred=True, beside=True)
 _GLM = Traits(fused=("gate_up_proj",), turns_neighbours=True)
 # Of those that are known, the ones whose tensors and operations the decoder has.
 ARCHITECTURES: dict[str, Traits] = {
@@ -154,11 +168,15 @@ ARCHITECTURES: dict[str, Traits] = {
     "Qwen3_5MoeForCausalLM": _QWEN_3_5,
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": _LFM2_MOE,
+    "Qwen3VLMoeForCausalLM": Traits(inputs_first=True),
+    "CohereForCausalLM": _COHERE,
+    "Cohere2ForCausalLM": _COHERE,
+    "HunYuanDenseV1ForCausalLM": _HUNYUAN,
+    "HunYuanMoEV1ForCausalLM": replace(_HUNYUAN, stored=(*_HUNYUAN.stored, (".mlp.gate.", ".mlp.gate.wg."))),
 }
 _MAMBA = "layers of Mamba"
 _LAYER_NORM = "LayerNorm and feed-forward layers without a gate"
 _BOTH_WAYS = "attention to later tokens, as an encoder"
-_PARALLEL = "attention and feed-forward layers side by side"
 # What known families need that the decoder does not have.
 LACKING = {
     "BambaForCausalLM": _MAMBA,
@@ -182,16 +200,12 @@ LACKING = {
         ),
         _BOTH_WAYS,
     ),
-    "Cohere2ForCausalLM": _PARALLEL,
-    "CohereForCausalLM": _PARALLEL,
     "DeepseekV32ForCausalLM": "a sparse indexer",
     "DeepseekV4ForCausalLM": "hyper-connections",
     "FalconH1ForCausalLM": _MAMBA,
     "GPTNeoXForCausalLM": _LAYER_NORM,
     "Gemma3nForConditionalGeneration": "several residual streams",
     "GlmMoeDsaForCausalLM": "a sparse indexer",
-    "HunYuanDenseV1ForCausalLM": "norms of queries and keys behind their rotation",
-    "HunYuanMoEV1ForCausalLM": "norms of queries and keys behind their rotation",
     "JambaForCausalLM": _MAMBA,
     "KimiLinearForCausalLM": "layers of Kimi Delta Attention",
     "Lfm2VlForConditionalGeneration": "the names of its part that reads text",
@@ -204,7 +218,6 @@ LACKING = {
     "Phi4MMForCausalLM": "adapters for images and sounds",
     "PhiForCausalLM": _LAYER_NORM,
     "PhiMoEForCausalLM": "routing by sparse mixing",
-    "Qwen3VLMoeForConditionalGeneration": "experts with inputs before outputs",
     "Starcoder2ForCausalLM": _LAYER_NORM,
 }
 # What config.json calls what gates do.
@@ -237,6 +250,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "use_expert_bias": True,
     },
+    "Qwen3VLMoeForCausalLM": {"norm_topk_prob": True},
+    "CohereForCausalLM": {"layer_norm_eps": 1e-5},
+    "Cohere2ForCausalLM": {"layer_norm_eps": 1e-5},
+    "HunYuanDenseV1ForCausalLM": {"rms_norm_eps": 1e-5},
+    "HunYuanMoEV1ForCausalLM": {"rms_norm_eps": 1e-5},
     "MiniMaxM2ForCausalLM": {"rms_norm_eps": 1e-6, "rope_theta": 5_000_000.0},
     "Ernie4_5ForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
     "Ernie4_5_MoeForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},

@@ -16,10 +16,12 @@ from headway.cost.values import ConfigValues, ModelError
 DEFAULT_THETA = 10_000.0
 
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+# Hunyuan's files have keys of yarn too, which have no effect.
+_OF_YARN = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 _KEYS: dict[str, set[str]] = {
     "default": set(),
     "linear": {"factor"},
-    "dynamic": {"factor"},
+    "dynamic": {"factor", "alpha", *_OF_YARN},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {
         "factor",
@@ -90,6 +92,8 @@ def read_rope(values: ConfigValues, head_dim: int, max_positions: int) -> RopeCo
     dim = _rotated(values, scaling, head_dim, kind)
     if kind == "proportional":
         return RopeConfig(kind, theta, head_dim, scaling.positive_number("factor", 1.0), still=(head_dim - dim) // 2)
+    if kind == "dynamic" and scaling.get("alpha"):  # Hunyuan: whatever the length
+        return RopeConfig("default", theta * scaling.positive_number("alpha") ** (dim / (dim - 2)), dim)
     if kind == "default":
         return RopeConfig(kind, theta, dim)
     original = _original_length(values, scaling, max_positions)

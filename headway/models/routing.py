@@ -82,6 +82,8 @@ def read_routing(values: ConfigValues, experts: Experts) -> Routing:
     if "Ernie4_5_MoeForCausalLM" in named:
         bias = "moe_statics.e_score_correction_bias"
         return Routing(layers, normalized=True, shared="shared_experts", bias=bias)
+    if "HunYuanMoEV1ForCausalLM" in named:
+        return Routing(layers, normalized=True, shared="shared_mlp")
     if "GptOssForCausalLM" in named:
         return Routing(layers, normalized=True, by_turns=not values.boolean("experts_one_by_one"))
     return Routing(layers, values.boolean("norm_topk_prob"))

@@ -223,8 +223,9 @@ class _Tensors:
         if routing.by_turns:
             self.shapes.update(_experts_by_turns(layer, experts, hidden, self._config.packed is not None))
         elif self._stacked:
-            self.shapes[f"{layer}.{STACKED[0]}"] = (experts.count, 2 * experts.width, hidden)
-            self.shapes[f"{layer}.{STACKED[1]}"] = (experts.count, hidden, experts.width)
+            for name, shape in zip(STACKED, ((2 * experts.width, hidden), (hidden, experts.width)), strict=True):
+                turned = shape[::-1] if self._config.traits.inputs_first else shape
+                self.shapes[f"{layer}.{name}"] = (experts.count, *turned)
         for parts in mixture.experts:
             self._feed_forward(parts, experts.width, experts.bias)
         if mixture.shared is not None:

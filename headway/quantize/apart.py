@@ -19,6 +19,7 @@ class TakenApart:
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
         self._checkpoint = checkpoint
+        self._inputs_first = config.traits.inputs_first
         self._names: dict[str, str] = {}
         self._experts: dict[str, tuple[str, int, slice]] = {}
         for layer in range(config.shape.layers):
@@ -42,7 +43,8 @@ class TakenApart:
         if name not in self._experts:
             return self._checkpoint.stored(self._names.get(name, name))
         of_all, number, rows = self._experts[name]
-        return self._checkpoint.stored(of_all)[number, rows]
+        matrix = self._checkpoint.stored(of_all)[number]
+        return (matrix.T if self._inputs_first else matrix)[rows]
 
     def lend(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """See WeightSource."""

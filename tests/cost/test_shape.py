@@ -118,7 +118,8 @@ def parameters_of(decoder):
         **({"recurrent": sum(map(recurrent, others))} if others else {}),
         "ffn": sum(dense(layer.mlp) for layer in weights.layers if isinstance(layer.mlp, DenseMLP)),
         "norms": sum(norms(layer) for layer in weights.layers) + weights.final_norm.numel(),
-        "head": 0 if tied else linear(weights.lm_head),
+        # Cohere2 has its one matrix twice: the rows that are looked up get a mean of 0.
+        "head": 0 if decoder.config.shape.tied_embeddings else linear(weights.lm_head),
         **({"inputs": inputs()} if weights.inputs is not None else {}),
     } | (
         {

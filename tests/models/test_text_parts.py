@@ -27,6 +27,8 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from headway.kernels.reference import ReferenceKernels
@@ -49,6 +51,12 @@ GEMMA_EYES = {each: EYES[each] for each in list(EYES)[:4]} | {"num_key_value_hea
 QWEN_EYES = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 48}
 SECTIONS = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 2, 2]}
 
+_QWEN3_VL_MOE: tuple[Any, Any, dict[str, Any], dict[str, Any]] = (
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+    {"head_dim": 16, "rope_parameters": SECTIONS | {"mrope_interleaved": True}} | tiny.EXPERTS,
+    QWEN_EYES | {"deepstack_visual_indexes": [0]},
+)
 CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "gemma3": (Gemma3Config, Gemma3ForConditionalGeneration, tiny.GEMMA3, EYES),
     "gemma4": (Gemma4Config, Gemma4ForConditionalGeneration, tiny.GEMMA4 | tiny.GEMMA4_SHARED, GEMMA_EYES),
@@ -73,6 +81,8 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 16, "rope_parameters": SECTIONS | {"mrope_interleaved": True}},
         QWEN_EYES | {"deepstack_visual_indexes": [0]},
     ),
+    "qwen3_vl_moe": _QWEN3_VL_MOE,
+    "qwen3_vl_moe_published": _QWEN3_VL_MOE,
     "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration, tiny.DELTA_NET, QWEN_EYES),
     "kimi_k25": (
         Kimi_K25Config,
@@ -104,6 +114,10 @@ def save(case: str, folder: Path) -> Any:
         save_file(
             {name.replace(".blocks.", ".layers."): each for name, each in tensors.items()}, folder / "model.safetensors"
         )
+    if case == "qwen3_vl_moe_published":  # transformers turns the experts around that it loads
+        tensors = load_file(folder / "model.safetensors")
+        turned = {name: each.transpose(1, 2).contiguous() for name, each in tensors.items() if ".experts." in name}
+        save_file(tensors | turned, folder / "model.safetensors")
     return model
 
 

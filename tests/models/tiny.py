@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
@@ -40,6 +44,10 @@ from transformers import (
     GraniteMoeForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
@@ -120,6 +128,10 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "ernie4_5": (Ernie4_5Config, Ernie4_5ForCausalLM),
     "ernie4_5_moe": (Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
+    "cohere": (CohereConfig, CohereForCausalLM),
+    "cohere2": (Cohere2Config, Cohere2ForCausalLM),
+    "hunyuan": (HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM),
+    "hunyuan_moe": (HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM),
 }
 
 BASE = {
@@ -429,6 +441,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3_long_window": ("phi3", PARTIAL | {"pad_token_id": 0, "sliding_window": 6}),
     "smollm3": ("smollm3", {"pad_token_id": 0, "no_rope_layer_interval": 2}),
     "smollm3_listed": ("smollm3", {"pad_token_id": 0, "no_rope_layers": [0, 1, 0], "tie_word_embeddings": True}),
+    "cohere": ("cohere", {"logit_scale": 0.3, "layer_norm_eps": 1e-4, "attention_bias": True}),
+    "cohere2": ("cohere2", GEMMA2 | {"layer_types": OLMO3["layer_types"], "logit_scale": 0.3}),
+    "hunyuan": ("hunyuan", rope("dynamic", alpha=50.0, factor=1.0) | {"tie_word_embeddings": True}),
+    "hunyuan_moe": ("hunyuan_moe", {"head_dim": 16, "num_experts": 5, "moe_topk": 2}),
     "qwen3_moe_some_dense": ("qwen3_moe", EXPERTS | {"mlp_only_layers": [0, 2], "attention_bias": True}),
 }
 
