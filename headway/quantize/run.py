@@ -92,8 +92,8 @@ def quantize(
     stacked = has_stacked_experts(folder, config.traits)
     if config.routing is not None and config.routing.by_turns:
         raise ModelError(
-            f"{folder}: compressed-tensors has no form for experts with outputs by turns (gpt-oss); take the published "
-            "checkpoint, whose experts are MXFP4, or give --quantization to `headway serve`"
+            f"{folder}: experts with outputs by turns (gpt-oss) are not written; take the published checkpoint, whose "
+            "experts are MXFP4, or give --quantization to `headway serve`"
         )
     said = recipe.said(ignored)
     packed = read_packed(ConfigValues({"quantization_config": said}, "config.json"))
