@@ -200,7 +200,7 @@ def test_what_is_quantised_already_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is quantised already; take the unquantised checkpoint"):
         quantize(target, tmp_path / "again", Recipe.of("W8A8", "rtn", None), Windows(), lambda done, what: None)
     tiny.save("gpt_oss", tmp_path / "gpt_oss")
-    with pytest.raises(ValueError, match="experts with outputs by turns .gpt-oss. are not written"):
+    with pytest.raises(ValueError, match=r"experts with outputs by turns \(gpt-oss\) are not written"):
         quantize(tmp_path / "gpt_oss", tmp_path / "o", Recipe.of("W8A8", "rtn", None), Windows(), lambda *_: None)
 
 
