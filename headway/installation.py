@@ -5,7 +5,17 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 # Modules that only the extra `serve` of pyproject.toml brings; pydantic comes with typer, too.
-ENGINE_MODULES = ("torch", "numba", "safetensors", "zmq", "fastapi", "starlette", "uvicorn", "python_multipart")
+ENGINE_MODULES = (
+    "torch",
+    "numba",
+    "llvmlite",
+    "safetensors",
+    "zmq",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "python_multipart",
+)
 
 
 class EngineNotInstalled(ImportError):

@@ -95,6 +95,11 @@ def quantize(
             f"{folder}: experts with outputs by turns (gpt-oss) are not written; take the published checkpoint, whose "
             "experts are MXFP4, or give --quantization to `headway serve`"
         )
+    if config.traits.centred:
+        raise ModelError(
+            f"{folder}: a model whose norms subtract the mean (Command R) is served from unquantised weights alone; "
+            "give --quantization to `headway serve`"
+        )
     said = recipe.said(ignored)
     packed = read_packed(ConfigValues({"quantization_config": said}, "config.json"))
     assert packed is not None

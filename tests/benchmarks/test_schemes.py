@@ -21,6 +21,7 @@ def test_rows_are_all_different_and_twins_are_rows() -> None:
     assert not any(case.gguf for case in cases(with_gguf=False))
 
 
+@pytest.mark.slow
 def test_perplexity_and_then_speed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,10 +114,10 @@ def test_a_call_joins_a_batch_that_is_running(
     alone = completion(llm, [7, 8], greedy(10)).token_ids
     steps = Steps(llm, monkeypatch, before)
     ended_first = []
-    long = threads.submit(completion, llm, [5, 6], greedy(60))
+    long = threads.submit(completion, llm, [5, 6], greedy(200))
     long.add_done_callback(lambda _: ended_first.append(short[0].done()))
-    assert len(long.result().token_ids) == 60 and short[0].result().token_ids == alone
-    assert ended_first == [True] and steps.count < 65
+    assert len(long.result().token_ids) == 200 and short[0].result().token_ids == alone
+    assert ended_first == [True] and steps.count < 205
 
 
 def test_an_error_is_that_of_its_call_alone(

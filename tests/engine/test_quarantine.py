@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway import LLM, SamplingParams
-from headway.engine import penalties
+from headway.engine import penalties, sampler
 from headway.engine.core import EngineCore
 from headway.engine.executor import EngineFault, StepOutcome
 from headway.engine.messages import AddRequest, SequenceOutput
@@ -155,8 +155,8 @@ PLACES: dict[str, Callable[[pytest.MonkeyPatch, EngineCore, Raise], None]] = {
     "forward": lambda m, core, fail: patch(m, core.executor.model, "forward", nothing, fail),
     "logits": lambda m, core, fail: patch(m, core.executor.model, "logits", fail),
     "penalties": fail_half_counted,
-    "sampler": lambda m, core, fail: patch(m, core.executor.sampler, "_prepare", nothing, fail),
-    "logprobs": lambda m, core, fail: patch(m, core.executor.sampler, "_read", nothing, fail),
+    "sampler": lambda m, core, fail: patch(m, core.executor.sampler, "_sample_by_kernel", nothing, fail),
+    "logprobs": lambda m, core, fail: patch(m, sampler, "logprob_table", nothing, fail),
     "prompt_logprobs": lambda m, core, fail: patch(m, core.executor, "_prompt_logprobs", nothing, fail),
 }
 

@@ -343,7 +343,7 @@ REFUSED = [
     (without(LLAMA, "architectures"), {}, "architectures", "must name one of"),
     (LLAMA, {"num_local_experts": 8}, "num_local_experts", "a mixture of experts"),
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act", "gelu"),
-    (LLAMA, {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config", "bitsandbytes"),
+    (LLAMA, {"quantization_config": {"quant_method": "hqq"}}, "quantization_config", "hqq"),
     (LLAMA, {"num_key_value_heads": 3}, "num_key_value_heads", "8"),
     (LLAMA, {"num_hidden_layers": 0}, "num_hidden_layers", "0"),
     (LLAMA, {"num_hidden_layers": True}, "num_hidden_layers", "True"),
