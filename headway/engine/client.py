@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
+from typing import IO
 
 import msgspec
 import zmq
@@ -56,6 +57,12 @@ logger = logging.getLogger("headway.engine")
 
 class EngineDead(Exception):
     """The engine process is not there; the message is for the user."""
+
+
+def _write(pipe: IO[bytes], content: bytes) -> None:
+    """All of it, and close; an engine that ends before it has read is noticed by its end."""
+    with contextlib.suppress(OSError), pipe:
+        pipe.write(content)
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> None:
@@ -113,6 +120,8 @@ class EngineClient:
     def launch(self) -> None:
         """Start the process of the engine, with what it is to run: it begins to load at once, before start() or after.
 
+        Returns without waiting until the engine reads this, which may be more than a pipe holds.
+
         Raises:
             OSError: it cannot be started.
         """
@@ -122,9 +131,8 @@ class EngineClient:
         self._process = subprocess.Popen(
             [sys.executable, "-m", ENGINE_MODULE, self._address], stdin=subprocess.PIPE, env=environment
         )
-        assert self._process.stdin is not None
-        with self._process.stdin as pipe:
-            pipe.write(_encoder.encode(configure))
+        arguments = self._process.stdin, _encoder.encode(configure)
+        threading.Thread(target=_write, args=arguments, daemon=True, name="headway-engine-configure").start()
 
     def kill(self) -> None:
         """End an engine process that was launched, where start() was never reached."""

@@ -75,31 +75,15 @@ def quantize(
     """
     check_place(output)
     config = ModelConfig.from_folder(folder)
+    _check(folder, config)
     raw = read_json(folder / "config.json", "")
     plain = [*(ROUTERS if config.routing else ()), *(["kv_b_proj"] if config.shape.latent else ())]
     plain += NUMBERS_OF_HEADS if config.shape.state and config.shape.state.heads else ()
     ignored = ["lm_head", *(rf"re:.*\.{each}$" for each in plain)]
-    if config.packed is not None and config.packed.layout == "mxfp4":
-        raise ModelError(
-            f"{folder}: its experts, nearly all of its weights, are MXFP4 already, and compressed-tensors has no form "
-            "for these; serve it as it is, and round its other matrices with --quantization int8-weight-only"
-        )
-    if config.packed is not None:
-        raise ModelError(f"{folder}: is quantised already; take the unquantised checkpoint")
     config = replace(config, traits=found_traits(folder, config.traits))
     if config.traits.within:
         ignored += [rf"re:.*{part}.*" for part in dict.fromkeys(each.split(".")[-2] for each in OTHER_PARTS)]
     stacked = has_stacked_experts(folder, config.traits)
-    if config.routing is not None and config.routing.by_turns:
-        raise ModelError(
-            f"{folder}: experts with outputs by turns (gpt-oss) are not written; take the published checkpoint, whose "
-            "experts are MXFP4, or give --quantization to `headway serve`"
-        )
-    if config.traits.centred:
-        raise ModelError(
-            f"{folder}: a model whose norms subtract the mean (Command R) is served from unquantised weights alone; "
-            "give --quantization to `headway serve`"
-        )
     said = recipe.said(ignored)
     packed = read_packed(ConfigValues({"quantization_config": said}, "config.json"))
     assert packed is not None
@@ -134,6 +118,27 @@ def quantize(
         after = draft.finish(folder, raw | {"quantization_config": said})
     before = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
     return Result(before, after, len(layers))
+
+
+def _check(folder: Path, config: ModelConfig) -> None:
+    """Raises ModelError for a checkpoint of which no quantised one is written."""
+    if config.packed is not None and config.packed.layout == "mxfp4":
+        raise ModelError(
+            f"{folder}: its experts, nearly all of its weights, are MXFP4 already; serve it as it is, and round "
+            "its other matrices with --quantization int8-weight-only"
+        )
+    if config.packed is not None:
+        raise ModelError(f"{folder}: is quantised already; take the unquantised checkpoint")
+    if config.routing is not None and config.routing.by_turns:
+        raise ModelError(
+            f"{folder}: experts with outputs by turns (gpt-oss) are not written; take the published checkpoint, whose "
+            "experts are MXFP4, or give --quantization to `headway serve`"
+        )
+    if config.traits.centred:
+        raise ModelError(
+            f"{folder}: a model whose norms subtract the mean (Command R) is served from unquantised weights alone; "
+            "give --quantization to `headway serve`"
+        )
 
 
 def _matrices(shapes: Shapes, packed: PackedMatrices, scheme: Scheme) -> Shapes:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from headway.engine.client import EngineClient
+from headway.policy.preload import PreloadedPrompt
 from tests.engine.test_client import config
 
 
@@ -30,3 +32,19 @@ def test_it_is_ended_where_nothing_was_started(tmp_path: Path) -> None:
     launched = psutil.Process(client.pid)
     client.kill()
     assert client.pid is None and not launched.is_running()
+
+
+def test_nobody_waits_until_an_engine_has_read_what_it_is_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "module"
+    folder.mkdir()
+    (folder / "never_reads.py").write_text("import time; time.sleep(60)")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr("headway.engine.client.ENGINE_MODULE", "never_reads")
+    more_than_a_pipe_holds = [PreloadedPrompt("long", [70_000] * 100_000)]
+    client = EngineClient(config(tmp_path, preloaded=more_than_a_pipe_holds))
+    began = time.monotonic()
+    client.launch()
+    client.kill()
+    assert time.monotonic() - began < 30.0
