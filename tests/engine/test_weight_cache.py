@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from headway.policy.sampling_params import SamplingParams
 from tests.models import tiny
 
 WRITTEN_S = 30.0
+DiskUsage = namedtuple("DiskUsage", "total used free")
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +26,13 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where the files go, which hold models of any size."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(weight_cache, "_LEAST_BYTES", 1)
+    disk_with(monkeypatch, free=1 << 30)
     return tmp_path / "cache" / "headway" / "weights"
+
+
+def disk_with(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """A disk of 2 GiB: what the machine's own has left decides nothing."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: DiskUsage(2 << 30, (2 << 30) - free, free))
 
 
 @pytest.fixture
@@ -137,6 +146,15 @@ def test_what_was_not_used_for_longest_goes(
     monkeypatch.setattr(weight_cache, "_MOST_BYTES", 1)
     answer(model, quantization="int4")
     assert len(list(folder.iterdir())) == 2, "nothing is written that has no room"
+
+
+def test_the_last_of_a_disk_stays_free(
+    tmp_path: Path, written: list[bool], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved("qwen2", tmp_path / "model")
+    disk_with(monkeypatch, free=100 << 20)  # of 2 GiB: under a twentieth
+    assert answer(model) == answer(model)
+    assert not folder.exists() and written == [False, False]
 
 
 def test_what_a_killed_process_left_is_deleted(folder: Path, tmp_path: Path, written: list[bool]) -> None:
