@@ -9,7 +9,7 @@ from headway.policy.preload import PreloadedPrompt
 from headway.preload_file import NamedPrompt
 from headway.server.errors import bad_request
 from headway.server.parameters import check_ids
-from headway.server.schemas import ChatFields, Message
+from headway.server.schemas import ChatFields, Message, RequestBody
 from headway.server.service import Service
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import TextError, Tokenizer
@@ -53,6 +53,51 @@ async def completion_prompts(
             which = field if len(encoded) == 1 else f"{field} {position}"
             raise bad_request(f"{which} is empty; give at least one token", field)
     return encoded
+
+
+def most_tokens(body: RequestBody, max_model_len: int, longest: float) -> int | None:
+    """Tokens to which a request's prompts are truncated, as vLLM understands it; None where they are not.
+
+    Args:
+        longest: what -1 stands for, the most tokens that a prompt of this request may have.
+
+    Raises:
+        ApiError: 400 when truncate_prompt_tokens is out of its range.
+    """
+    asked = body.truncate_prompt_tokens
+    if asked is None or 1 <= asked <= max_model_len:
+        return asked
+    if asked != -1:
+        raise bad_request(
+            f"truncate_prompt_tokens is {asked}; it must be from 1 to {max_model_len}, the model's context, or -1 for "
+            "as much as fits",
+            "truncate_prompt_tokens",
+        )
+    return max(1, int(min(max_model_len, longest)))
+
+
+def truncated(prompt: TokenizedPrompt, most: int, keep_end: bool, before: int = 0, behind: int = 0) -> TokenizedPrompt:
+    """The first tokens of a prompt, or with `keep_end` the last: at most `most`.
+
+    Args:
+        before, behind: special tokens around the text, which stay.
+
+    Raises:
+        ApiError: 400 when no room is left for the text.
+    """
+    ids = prompt.token_ids
+    if len(ids) <= most:
+        return prompt
+    room = most - before - behind
+    if room < 1:
+        raise bad_request(
+            f"truncate_prompt_tokens is {most}, and {before + behind} special tokens belong to each text; give at "
+            f"least {before + behind + 1}",
+            "truncate_prompt_tokens",
+        )
+    end = len(ids) - behind
+    kept = ids[end - room : end] if keep_end else ids[before : before + room]
+    return TokenizedPrompt([*ids[:before], *kept, *ids[end:]])
 
 
 CHARS_OF_A_TURN = 50  # for what a template adds around a message: many empty messages are a long text too

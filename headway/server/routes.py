@@ -27,7 +27,7 @@ from headway.server.errors import bad_request, unavailable
 from headway.server.generation import Generation, clock
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.parameters import check_ids, fitted_params, sampling_params
-from headway.server.prompts import as_list, chat_prompt, completion_prompts
+from headway.server.prompts import as_list, chat_prompt, completion_prompts, most_tokens, truncated
 from headway.server.request_body import check_body, parse_object, read_body
 from headway.server.schemas import (
     ChatBody,
@@ -164,7 +164,7 @@ class Routes:
         params = sampling_params(body, service.defaults, service.tokenizer.vocab_size)
         checked_ns = clock()
         with service.counting_refusals(terms.service.name):
-            prompts = await self._prompts(body)
+            prompts = self._truncated(body, await self._prompts(body), terms.service)
             self._check_prompt_logprobs(prompts, params, body)
             fitted = self._fitted(body, params, prompts, terms.service)
             service.admission.add_prompts(place, [len(prompt.token_ids) for prompt in prompts])
@@ -216,6 +216,18 @@ class Routes:
         if isinstance(body, ChatBody):
             return [await chat_prompt(self._service, body, body.cache_salt)]
         return await completion_prompts(self._service, body.prompt, body.add_special_tokens, body.cache_salt)
+
+    def _truncated(
+        self, body: CompletionBody | ChatBody, prompts: list[TokenizedPrompt], service_class: ServiceClass
+    ) -> list[TokenizedPrompt]:
+        limit = self._service.check_ready().max_model_len
+        wished = getattr(body, "max_completion_tokens", None) or body.max_tokens or body.min_tokens or 1
+        most = most_tokens(body, limit, min(limit - wished, service_class.max_prompt_tokens))
+        if most is None:
+            return prompts
+        framed = body.add_special_tokens and prompts[0].text is not None
+        before, behind = self._service.tokenizer.num_added if framed else (0, 0)
+        return [truncated(each, most, body.truncation_side != "right", before, behind) for each in prompts]
 
     def _num_choices(self, body: CompletionBody | ChatBody) -> int:
         n = body.n or 1

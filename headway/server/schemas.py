@@ -121,6 +121,8 @@ class RequestBody(Body):
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
     service_class: str | None = Field(default=None, min_length=1, max_length=LONGEST_NAME)
     include_timings: bool = False
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
 
 class GenerationBody(RequestBody):

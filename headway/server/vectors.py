@@ -24,7 +24,7 @@ from headway.server.classes import Terms
 from headway.server.edge import ARRIVED
 from headway.server.errors import bad_request
 from headway.server.generation import Generation, clock
-from headway.server.prompts import CHARS_OF_A_TURN, as_list, completion_prompts
+from headway.server.prompts import CHARS_OF_A_TURN, as_list, completion_prompts, most_tokens, truncated
 from headway.server.schemas import EmbeddingBody, RequestBody, RerankBody, ScoreBody
 from headway.server.service import Service
 from headway.server.serving import read_unless_full, serve
@@ -68,7 +68,7 @@ class VectorRoutes:
             checked_ns = clock()
             params = self._embedding(body.dimensions)
             given = body.input, body.add_special_tokens, body.cache_salt, "input", MAX_INPUTS
-            prompts = [service.pooler.ended(each) for each in await completion_prompts(service, *given)]
+            prompts = self._embedded(body, await completion_prompts(service, *given), body.add_special_tokens, terms)
             generation = self._generation(request, body, prompts, params, terms, place, checked_ns, "input")
             write = partial(_embeddings, generation, self._head(body), body.encoding_format == "base64")
             return await self._answer(body, generation, write)
@@ -132,11 +132,11 @@ class VectorRoutes:
             checked_ns = clock()
             if judged:
                 params = service.pooler.judgement
-                prompts = await self._judged(body, [(queries[q], documents[d]) for q, d in asked], fields[1])
+                prompts = await self._judged(body, [(queries[q], documents[d]) for q, d in asked], fields[1], terms)
             else:
                 params = self._embedding(None)
                 given = [*queries, *documents], True, body.cache_salt, fields[1], 2 * MAX_INPUTS
-                prompts = [service.pooler.ended(each) for each in await completion_prompts(service, *given)]
+                prompts = self._embedded(body, await completion_prompts(service, *given), True, terms)
             generation = self._generation(request, body, prompts, params, terms, place, checked_ns, fields[1])
 
             def encoded() -> bytes:
@@ -160,10 +160,51 @@ class VectorRoutes:
         except ValueError as error:
             raise bad_request(str(error), None if dimensions is None else "dimensions") from None
 
+    def _most_tokens(self, body: RequestBody, terms: Terms) -> int | None:
+        return most_tokens(body, self._service.check_ready().max_model_len, terms.service.max_prompt_tokens)
+
+    def _embedded(
+        self, body: RequestBody, prompts: list[TokenizedPrompt], add_special_tokens: bool, terms: Terms
+    ) -> list[TokenizedPrompt]:
+        """The prompts with the token that ends them, as long as the request allows."""
+        service, most = self._service, self._most_tokens(body, terms)
+        prompts = [service.pooler.ended(each) for each in prompts]
+        if most is None:
+            return prompts
+        framed = add_special_tokens and prompts[0].text is not None
+        before, behind = service.tokenizer.num_added if framed else (0, 0)
+        behind = max(behind, int(service.pooler.end is not None))
+        return [truncated(each, most, body.truncation_side == "left", before, behind) for each in prompts]
+
     async def _judged(
+        self, body: ScoreBody | RerankBody, texts: list[tuple[str, str]], field: str, terms: Terms
+    ) -> list[TokenizedPrompt]:
+        """Each pair as a prompt. Of one that is too long, the document is cut: the template's end has to stay."""
+        most, texts = self._most_tokens(body, terms), list(texts)
+        prompts = await self._rendered(body, texts, field)
+        if most is None:
+            return prompts
+        while too_long := [at for at, prompt in enumerate(prompts) if len(prompt.token_ids) > most]:
+            for at in too_long:
+                query, document = texts[at]
+                excess = len(prompts[at].token_ids) - most
+                texts[at] = query, await self._shorter(document, excess, body.truncation_side == "left")
+                if not texts[at][1]:
+                    raise bad_request(
+                        f"truncate_prompt_tokens is {body.truncate_prompt_tokens}, which leaves no room for a document "
+                        "beside the query and the chat template",
+                        "truncate_prompt_tokens",
+                    )
+            prompts = await self._rendered(body, texts, field)
+        return prompts
+
+    async def _shorter(self, text: str, num_tokens: int, keep_end: bool) -> str:
+        tokenizer = self._service.tokenizer
+        return await self._service.text_work.run(len(text), lambda: tokenizer.shorter(text, num_tokens, keep_end))
+
+    async def _rendered(
         self, body: ScoreBody | RerankBody, texts: list[tuple[str, str]], field: str
     ) -> list[TokenizedPrompt]:
-        """Each pair as a prompt."""
         service, template = self._service, self._service.template
         assert template is not None
 

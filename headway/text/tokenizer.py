@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,14 @@ class Tokenizer:
         token = self.special_tokens.get("bos_token")
         return None if token is None else self.backend.token_to_id(token)
 
+    @cached_property
+    def num_added(self) -> tuple[int, int]:
+        """Special tokens that encoding puts before a text and behind it."""
+        plain, whole = (self.encode_here("a", each) for each in (False, True))
+        starts = range(len(whole) - len(plain) + 1)
+        before = next((at for at in starts if whole[at : at + len(plain)] == plain), 0)
+        return before, max(0, len(whole) - len(plain) - before)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. The interpreter lock is free while a long text is encoded."""
         return next(self.encode_all([text], add_special_tokens))
@@ -135,6 +144,15 @@ class Tokenizer:
         encoded = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         for text, one in zip(texts, encoded, strict=True):
             yield self._with_stated_bos(text, one.ids) if add_special_tokens else one.ids
+
+    def shorter(self, text: str, num_tokens: int, keep_end: bool = False) -> str:
+        """The text without its last tokens, or with `keep_end` its first; at least one character less."""
+        spans = self.backend.encode(text, add_special_tokens=False).offsets
+        if num_tokens >= len(spans):
+            return ""
+        if keep_end:
+            return text[max(1, spans[num_tokens - 1][1]) :]
+        return text[: min(spans[-num_tokens][0], len(text) - 1)]
 
     def _with_stated_bos(self, text: str, ids: list[int]) -> list[int]:
         """tokenizer_config.json's add_bos_token, where it is stated, wins over tokenizer.json's post-processor."""

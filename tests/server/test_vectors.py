@@ -6,18 +6,19 @@ import base64
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from headway.class_file import read_class_file
 from headway.text.tokenizer import Tokenizer
 from tests.server.batches.test_batch_command import Command, read, write
 from tests.server.fake_engine import WIDTH, FakeEngine
 from tests.server.live_server import MODEL, LiveServer, eventually
-from tests.text.tiny_tokenizers import save_chat_model
+from tests.text.tiny_tokenizers import save, save_chat_model, sentencepiece_style
 
 TEXTS = ["Hello", "Once upon a time", "The quick brown fox jumps"]
 
@@ -81,6 +82,23 @@ def test_dimensions_reach_the_engine(client: openai.OpenAI, engine: FakeEngine) 
         ("embeddings", {"input": "a", "n": 2}, "n", "unknown field n"),
         ("embeddings", {"input": "a", "priority": 1}, "priority", "--scheduling-policy priority"),
         ("embeddings", {"input": "a", "service_class": "best"}, "service_class", "not a class here"),
+        ("embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "from 1 to 256"),
+        (
+            "embeddings",
+            {"input": "a", "truncate_prompt_tokens": -2},
+            "truncate_prompt_tokens",
+            "-1 for as much as fits",
+        ),
+        ("embeddings", {"input": "a", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens", "it must be from 1 to"),
+        ("embeddings", {"input": "a", "truncate_prompt_tokens": "5"}, "truncate_prompt_tokens", "valid integer"),
+        ("embeddings", {"input": "a", "truncation_side": "both"}, "truncation_side", "'left' or 'right'"),
+        ("score", {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "from 1 to"),
+        (
+            "rerank",
+            {"query": "a", "documents": ["b"], "truncate_prompt_tokens": 300},
+            "truncate_prompt_tokens",
+            "to 256",
+        ),
         ("score", {"text_1": "a"}, "text_2", "text_2 is missing"),
         ("score", {"text_1": "a", "queries": "b", "documents": "c"}, "text_1", "or queries and documents"),
         ("score", {"queries": ["a", "b"], "documents": ["c"] * 3}, "documents", "2 queries and 3 documents"),
@@ -96,6 +114,84 @@ def test_bad_input_is_named(server: LiveServer, path: str, body: dict[str, Any],
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert message in error["message"]
+
+
+LONG = "".join(f"line {number} \u00e9\U0001f30a" for number in range(200))
+
+
+@pytest.fixture(scope="module")
+def framing(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Begins each text with a token; the model wants another at its end."""
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    folder = save(tmp_path_factory.mktemp("framing"), sentencepiece_style(), add_eos_token=True, **names)
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture
+def framed(framing: Tokenizer) -> Iterator[LiveServer]:
+    server = LiveServer(FakeEngine(framing), framing).start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("side", ["right", "left", None])
+def test_a_text_that_is_too_long_is_truncated(
+    client: openai.OpenAI, engine: FakeEngine, tokenizer: Tokenizer, side: str | None
+) -> None:
+    """Its first tokens stay, unless the request wants the last."""
+    extra = {"truncate_prompt_tokens": 20, **({} if side is None else {"truncation_side": side})}
+    answer = client.embeddings.create(model=MODEL, input=[LONG, "a"], extra_body=extra)
+    ids, short = tokenizer.encode(LONG), tokenizer.encode("a")
+    kept = ids[-20:] if side == "left" else ids[:20]
+    assert [one.prompt_token_ids for one in engine.requests] == [kept, short]
+    assert answer.usage.prompt_tokens == 20 + len(short)
+    client.embeddings.create(model=MODEL, input=list(range(3, 63)), extra_body=extra)
+    assert engine.requests[-1].prompt_token_ids == list(range(43, 63) if side == "left" else range(3, 23))
+    scored = {"text_1": "a", "text_2": LONG, **extra}
+    client.post("/score", body=scored, cast_to=object)
+    assert [one.prompt_token_ids for one in engine.requests[-2:]] == [short, kept]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_tokens_around_a_text_stay(framed: LiveServer, framing: Tokenizer, side: str) -> None:
+    bos, *ids = framing.encode(LONG)
+    end = framing.eos_token_ids[0]
+    cut = {"truncate_prompt_tokens": 20, "truncation_side": side}
+    assert framed.post("/v1/embeddings", input=LONG, **cut).json()["usage"]["prompt_tokens"] == 20
+    framed.post("/v1/completions", prompt=LONG, **cut)
+    kept = [one.prompt_token_ids for one in framed.engine.requests]
+    first, last = (ids[:18], ids[:19]) if side == "right" else (ids[-18:], ids[-19:])
+    assert kept == [[bos, *first, end], [bos, *last]]
+    error = framed.post("/v1/embeddings", input=LONG, truncate_prompt_tokens=2).json()["error"]
+    assert error["param"] == "truncate_prompt_tokens" and "give at least 3" in error["message"]
+
+
+def test_minus_one_truncates_to_what_fits(start_server: Callable[..., LiveServer], tmp_path: Path) -> None:
+    """The model's context, or the longest prompt of the class; before a text, less what may follow."""
+    path = tmp_path / "classes.toml"
+    path.write_text('[[class]]\nname = "long"\n[[class]]\nname = "short"\nmax_prompt_tokens = 30\n')
+    server = start_server(service_classes=read_class_file(str(path)))
+    for service_class, most in (("long", 256), ("short", 30)):
+        chosen = {"truncate_prompt_tokens": -1, "service_class": service_class}
+        answer = server.post("/v1/embeddings", input=LONG, **chosen).json()
+        assert answer["usage"]["prompt_tokens"] == most
+        answer = server.post("/v1/completions", prompt=LONG, max_tokens=6, **chosen).json()
+        assert answer["usage"]["prompt_tokens"] == min(most, 250)
+
+
+def test_prompts_of_texts_keep_their_end(client: openai.OpenAI, engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    cut = {"truncate_prompt_tokens": 20}
+    answer = client.completions.create(model=MODEL, prompt=LONG, max_tokens=1, echo=True, extra_body=cut)
+    kept = tokenizer.encode(LONG)[-20:]
+    assert engine.requests[-1].prompt_token_ids == kept
+    assert answer.choices[0].text.startswith(tokenizer.decode(kept))
+    messages: list[Any] = [{"role": "user", "content": LONG}]
+    chat = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, extra_body=cut)
+    assert chat.usage is not None and chat.usage.prompt_tokens == 20
+    text = tokenizer.decode(engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+    assert text.endswith("assistant\n") and "199" in text
+    with pytest.raises(openai.BadRequestError, match="from 1 to 256"):
+        client.completions.create(model=MODEL, prompt=LONG, extra_body={"truncate_prompt_tokens": 257})
 
 
 def test_another_model_is_not_found(client: openai.OpenAI) -> None:
@@ -172,6 +268,25 @@ def test_a_reranker_judges_each_document_with_its_query(reranker: LiveServer, ju
     assert [each["relevance_score"] for each in answer["results"]] == pytest.approx([scores[at] for at in best])
     assert [each["document"] for each in answer["results"]] == [{"text": TEXTS[at]} for at in best]
     assert answer["usage"]["total_tokens"] == sum(map(len, ids))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_of_a_pair_that_is_too_long_the_document_is_cut(reranker: LiveServer, judging: Tokenizer, side: str) -> None:
+    reranker.post("/v1/rerank", query="Which?", documents=["a"])
+    short = reranker.engine.requests[0].prompt_token_ids
+    before, after = judging.decode(short, skip_special_tokens=False).split("<Document>: a")
+    body = {"query": "Which?", "documents": [LONG, "a"], "truncation_side": side}
+    most = len(short) + 40
+    answer = reranker.post("/v1/rerank", **body, truncate_prompt_tokens=most).json()
+    assert {each["document"]["text"] for each in answer["results"]} == {LONG, "a"}  # as they were given
+    ids, other = (one.prompt_token_ids for one in reranker.engine.requests[1:])
+    assert most - 4 <= len(ids) <= most and other == short
+    text = judging.decode(ids, skip_special_tokens=False)
+    assert text.startswith(before) and text.endswith(after)
+    kept = text.removeprefix(f"{before}<Document>: ").removesuffix(after)
+    assert len(kept) > 10 and (LONG.startswith(kept) if side == "right" else LONG.endswith(kept))
+    error = reranker.post("/v1/rerank", **body, truncate_prompt_tokens=30).json()["error"]
+    assert error["param"] == "truncate_prompt_tokens" and "no room for a document" in error["message"]
 
 
 def test_an_instruction_is_part_of_the_prompt(reranker: LiveServer, judging: Tokenizer) -> None:
