@@ -118,10 +118,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         """The same from a parsed config.json; `source` is the file that errors name."""
-        named = raw.get("architectures")
-        named = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
-        if lacking := next((each for each in named if each in LACKING), None):
-            raise ModelError(f"{source}: {lacking} needs {LACKING[lacking]}, which this version does not have")
+        _refuse_lacking(raw, source)
         whole, raw = raw, without_head(raw)
         text = text_part(raw)
         shape = read_shape(text, source, tuple(ARCHITECTURES))
@@ -139,32 +136,14 @@ class ModelConfig:
             raise values.error(traits.act, f"is not supported; only {acts[0]} is")
         if shape.head_dim % 2:
             raise ModelError(f"{source}: head_dim is {shape.head_dim}; rotary embeddings need an even number")
-        multipliers, local_rope, softcaps = Multipliers(), None, _NO_CAPS
-        if name in LOCAL_THETAS:
-            of_kinds = [part.head_dim for part in shape.parts if part.sliding_windows[0] is None]
-            head_dims = of_kinds[0] if shape.kinds else shape.head_dim, shape.head_dim
-            rope, local_rope = read_two_ropes(values, LOCAL_THETAS[name], head_dims, shape.max_positions)
-        else:
-            turned = shape.head_dim if shape.latent is None else shape.latent.rope_dim
-            rope = read_rope(values, turned, shape.max_positions)
-        if rope.query_growth and rope.dim != shape.head_dim:
-            raise values.error(
-                "rope_parameters", "scales queries of which only a part is turned; that is not supported"
-            )
+        rope, local_rope = _ropes(values, name, shape)
         if shape.latent is not None:
             _check_latent(values, shape.latent)
             traits = replace(traits, turns_neighbours=values.boolean("rope_interleave", True))
-            multipliers = Multipliers(attention=shape.head_dim**-0.5 * rope.depth_factor**2)
         if values.boolean("linear_gate_apart"):
             traits = replace(traits, fused=("in_proj_ba",))
-        if name.startswith("Cohere"):
-            multipliers = Multipliers(logits=values.positive_number("logit_scale", 0.0625))
-        if name.startswith("Granite"):
-            multipliers = _multipliers(values)
         if name == "GptOssForCausalLM":
             _check_gpt_oss(values, shape)
-        if name.startswith("Gemma"):
-            multipliers, softcaps = _gemma(values, shape), _softcaps(values)
         return cls(
             shape=shape,
             caches=shape.caches,
@@ -175,9 +154,9 @@ class ModelConfig:
             dtype=_dtype(values),
             rotated=_rotated(values, name, shape),
             traits=traits,
-            multipliers=multipliers,
+            multipliers=_multipliers(values, name, shape, rope),
             local_rope=local_rope,
-            softcaps=softcaps,
+            softcaps=_softcaps(values) if name.startswith("Gemma") else _NO_CAPS,
             left_out=(*_left_out(values, shape.layers), *_borrowed(shape)),
             by_heads=values.boolean("kv_b_by_heads"),
             heads_by_turns=values.boolean("linear_value_heads_by_turns"),
@@ -230,6 +209,28 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
     return content
 
 
+def _refuse_lacking(raw: Mapping[str, Any], source: str) -> None:
+    named = raw.get("architectures")
+    named = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
+    if lacking := next((each for each in named if each in LACKING), None):
+        raise ModelError(f"{source}: {lacking} needs {LACKING[lacking]}, which this version does not have")
+
+
+def _ropes(values: ConfigValues, architecture: str, shape: ModelShape) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rotary positions, and those of layers with a window where they are others."""
+    local = None
+    if architecture in LOCAL_THETAS:
+        of_kinds = [part.head_dim for part in shape.parts if part.sliding_windows[0] is None]
+        head_dims = of_kinds[0] if shape.kinds else shape.head_dim, shape.head_dim
+        rope, local = read_two_ropes(values, LOCAL_THETAS[architecture], head_dims, shape.max_positions)
+    else:
+        turned = shape.head_dim if shape.latent is None else shape.latent.rope_dim
+        rope = read_rope(values, turned, shape.max_positions)
+    if rope.query_growth and rope.dim != shape.head_dim:
+        raise values.error("rope_parameters", "scales queries of which only a part is turned; that is not supported")
+    return rope, local
+
+
 def _check_gpt_oss(values: ConfigValues, shape: ModelShape) -> None:
     for key, published in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
         if values.get(key) not in (None, published):
@@ -242,19 +243,23 @@ def _check_gpt_oss(values: ConfigValues, shape: ModelShape) -> None:
         )
 
 
-def _multipliers(values: ConfigValues) -> Multipliers:
-    return Multipliers(
-        embedding=values.positive_number("embedding_multiplier", 1.0),
-        residual=values.positive_number("residual_multiplier", 1.0),
-        attention=values.positive_number("attention_multiplier", 1.0),
-        logits=1 / values.positive_number("logits_scaling", 1.0),
-    )
-
-
-def _gemma(values: ConfigValues, shape: ModelShape) -> Multipliers:
-    """Embeddings are multiplied with sqrt(h), and attention's products with a number of their own."""
-    size = 1.0 if shape.kinds else values.positive_number("query_pre_attn_scalar", shape.head_dim)
-    return Multipliers(embedding=shape.hidden**0.5, attention=size**-0.5)
+def _multipliers(values: ConfigValues, architecture: str, shape: ModelShape, rope: RopeConfig) -> Multipliers:
+    if architecture.startswith("Gemma"):
+        # Embeddings are multiplied with sqrt(h), and attention's products with a number of their own.
+        size = 1.0 if shape.kinds else values.positive_number("query_pre_attn_scalar", shape.head_dim)
+        return Multipliers(embedding=shape.hidden**0.5, attention=size**-0.5)
+    if architecture.startswith("Granite"):
+        return Multipliers(
+            embedding=values.positive_number("embedding_multiplier", 1.0),
+            residual=values.positive_number("residual_multiplier", 1.0),
+            attention=values.positive_number("attention_multiplier", 1.0),
+            logits=1 / values.positive_number("logits_scaling", 1.0),
+        )
+    if architecture.startswith("Cohere"):
+        return Multipliers(logits=values.positive_number("logit_scale", 0.0625))
+    if shape.latent is not None:
+        return Multipliers(attention=shape.head_dim**-0.5 * rope.depth_factor**2)
+    return Multipliers()
 
 
 def _check_latent(values: ConfigValues, latent: Latent) -> None:

@@ -197,7 +197,40 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
             f"{source}: general.architecture is {family!r}, which is not supported; "
             f"it must be one of {', '.join(ARCHITECTURES)}"
         )
-    config = {name: values[f"{family}.{key}"] for name, key in _FIELDS.items() if f"{family}.{key}" in values}
+    config = _stated(values, family, _FIELDS)
+    _rename(family, config)
+    if family == "gemma4":
+        factors = tensors.get("rope_freqs.weight")
+        divided = [1.0] if factors is None else _floats("rope_freqs.weight", factors, factors.size)
+        config |= gemma4_config(values, tensors, divided, source)
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{source}: tensor token_embd.weight is missing; use a file that holds a whole model")
+    heads = ConfigValues(config, source).positive_int("num_attention_heads")
+    biased = "blk.0.attn_q.bias" in tensors
+    config |= {
+        "head_dim": config.get("head_dim") or config.get("hidden_size", 0) // heads,
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": biased,
+        "use_bias": biased,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "norm_topk_prob": bool(values.get(f"{family}.expert_weights_norm", family in _NORMALIZED)),
+        "use_sliding_window": False,
+        "dtype": _dtype(tensors),
+        "pooling_type": values.get(f"{family}.pooling_type"),
+    }
+    config |= _of_family(model, family, config, heads)
+    if any(tensor.kind not in _PLAIN for tensor in tensors.values()):
+        config["quantization_config"] = {"quant_method": "gguf"}
+    scaling = _rope_scaling(model, family, config)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+    return config
+
+
+def _rename(family: str, config: dict[str, Any]) -> None:
+    """Put config.json's names and counts in place of GGUF's, and the architecture that they tell."""
     architecture = ARCHITECTURES[family]
     if family == "llama" and config.get("num_experts"):
         architecture = "MixtralForCausalLM"
@@ -214,53 +247,32 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
     for name in ("num_experts", "num_experts_per_tok"):
         if not config.get(name):
             config.pop(name, None)
-    if family == "gemma4":
-        factors = tensors.get("rope_freqs.weight")
-        divided = [1.0] if factors is None else _floats("rope_freqs.weight", factors, factors.size)
-        config |= gemma4_config(values, tensors, divided, source)
-    embedding = tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise ModelError(f"{source}: tensor token_embd.weight is missing; use a file that holds a whole model")
-    heads = ConfigValues(config, source).positive_int("num_attention_heads")
-    biased = "blk.0.attn_q.bias" in tensors
-    config |= {
-        "architectures": [architecture],
-        "head_dim": config.get("head_dim") or config.get("hidden_size", 0) // heads,
-        "vocab_size": embedding.shape[0],
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": biased,
-        "use_bias": biased,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
-        "norm_topk_prob": bool(values.get(f"{family}.expert_weights_norm", family in _NORMALIZED)),
-        "use_sliding_window": False,
-        "dtype": _dtype(tensors),
-        "pooling_type": values.get(f"{family}.pooling_type"),
-    }
+    config["architectures"] = [architecture]
+
+
+def _of_family(model: GGUFModel, family: str, config: Mapping[str, Any], heads: int) -> dict[str, Any]:
+    """What a family has beside others."""
+    values, tensors, found = model.values, model.tensors, dict[str, Any]()
     turned = values.get(f"{family}.rope.dimension_count")
     if family in _TURNED_IN_PART and isinstance(turned, int):
-        config["partial_rotary_factor"] = turned / config["head_dim"]
+        found["partial_rotary_factor"] = turned / config["head_dim"]
     if family in GEMMA:  # the largest of each have another scale than their heads' size
         is_largest = config.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}.get(family)
-        config["query_pre_attn_scalar"] = config.get("hidden_size", 0) // heads if is_largest else config["head_dim"]
+        found["query_pre_attn_scalar"] = config.get("hidden_size", 0) // heads if is_largest else config["head_dim"]
     if family == "deepseek2":
-        config |= _latent(model, config)
+        found |= _latent(model, config)
     if family == "glm4moe":
-        config |= _stated(values, family, _DEEPSEEK_FIELDS)
-        config |= {"num_experts": None, "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors}
+        found |= _stated(values, family, _DEEPSEEK_FIELDS)
+        found |= {"num_experts": None, "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors}
     if family == "ernie4_5-moe":
-        config |= _stated(values, family, _ERNIE_FIELDS) | {"num_experts": None}
+        found |= _stated(values, family, _ERNIE_FIELDS) | {"num_experts": None}
     if family == "minimax-m2":  # all layers have experts of the one width
-        config["intermediate_size"] = config.get("moe_intermediate_size")
+        found["intermediate_size"] = config.get("moe_intermediate_size")
     if family in DELTA_NETS:
-        config |= _delta_net(values, family, source)
+        found |= _delta_net(values, family, str(model.path))
     if family in ("lfm2", "lfm2moe"):
-        config |= _short_convolutions(config, tensors, source)
-    if any(tensor.kind not in _PLAIN for tensor in tensors.values()):
-        config["quantization_config"] = {"quant_method": "gguf"}
-    scaling = _rope_scaling(model, family, config)
-    if scaling is not None:
-        config["rope_scaling"] = scaling
-    return config
+        found |= _short_convolutions(config, tensors, str(model.path))
+    return found
 
 
 def _latent(model: GGUFModel, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,24 +82,8 @@ def load_model(
     Raises:
         ModelError: the folder's files are missing, damaged, contradict each other or ask for what is not supported.
     """
-    if load_format not in LOAD_FORMATS:
-        raise ModelError(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
-    if quantization not in QUANTIZATIONS:
-        raise ModelError(f"quantization is {quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}")
     folder = Path(folder)
-    config = ModelConfig.from_folder(folder)
-    if attention_sinks is not None:
-        config = config.with_attention_sinks(attention_sinks)
-    is_packed = config.packed is not None and config.packed.layout != "mxfp4"  # which leaves all but experts plain
-    if config.packed is not None and is_packed and quantization not in ("none", config.packed.scheme):
-        raise ModelError(
-            f"quantization is {quantization}, but the matrices in {folder} are packed as {config.packed.scheme}; "
-            "leave it out, or take the unquantised checkpoint"
-        )
-    if load_format == "dummy" and config.packed is not None and config.packed.layout != "rows":
-        quantization = "int4" if config.packed.bits == 4 else "int8-weight-only"
-        config = replace(config, packed=None)
-    config = as_saved(folder, config)
+    config, quantization = _config_as_served(folder, load_format, quantization, attention_sinks)
     if weights is not None:
         return Decoder(config, kernels, dtype, device, weights, max_model_len)
     clock = StageClock()
@@ -116,6 +100,30 @@ def load_model(
         for stage, elapsed_ns in clock.ns.items():
             on_stage(stage, elapsed_ns)
     return Decoder(config, kernels, dtype, device, weights, max_model_len)
+
+
+def _config_as_served(
+    folder: Path, load_format: str, quantization: str, sinks: AttentionSinks | None
+) -> tuple[ModelConfig, str]:
+    """The config with what is asked for, and how plain matrices are quantised. Raises ModelError."""
+    if load_format not in LOAD_FORMATS:
+        raise ModelError(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
+    if quantization not in QUANTIZATIONS:
+        raise ModelError(f"quantization is {quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}")
+    config = ModelConfig.from_folder(folder)
+    if sinks is not None:
+        config = config.with_attention_sinks(sinks)
+    packed = config.packed
+    is_packed = packed is not None and packed.layout != "mxfp4"  # which leaves all but experts plain
+    if packed is not None and is_packed and quantization not in ("none", packed.scheme):
+        raise ModelError(
+            f"quantization is {quantization}, but the matrices in {folder} are packed as {packed.scheme}; "
+            "leave it out, or take the unquantised checkpoint"
+        )
+    if load_format == "dummy" and packed is not None and packed.layout != "rows":
+        quantization = "int4" if packed.bits == 4 else "int8-weight-only"
+        config = replace(config, packed=None)
+    return as_saved(folder, config), quantization
 
 
 def _open(

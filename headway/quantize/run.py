@@ -77,14 +77,9 @@ def quantize(
     config = ModelConfig.from_folder(folder)
     _check(folder, config)
     raw = read_json(folder / "config.json", "")
-    plain = [*(ROUTERS if config.routing else ()), *(["kv_b_proj"] if config.shape.latent else ())]
-    plain += NUMBERS_OF_HEADS if config.shape.state and config.shape.state.heads else ()
-    ignored = ["lm_head", *(rf"re:.*\.{each}$" for each in plain)]
     config = replace(config, traits=found_traits(folder, config.traits))
-    if config.traits.within:
-        ignored += [rf"re:.*{part}.*" for part in dict.fromkeys(each.split(".")[-2] for each in OTHER_PARTS)]
     stacked = has_stacked_experts(folder, config.traits)
-    said = recipe.said(ignored)
+    said = recipe.said(_ignored(config))
     packed = read_packed(ConfigValues({"quantization_config": said}, "config.json"))
     assert packed is not None
     shapes = expected_tensors(config)
@@ -98,26 +93,23 @@ def quantize(
     checkpoint = open_checkpoint(folder, expected_tensors(config, stacked), config, StageClock())
     with checkpoint, new_folder(output) as draft, torch.inference_mode():
         source = TakenApart(checkpoint, config) if stacked else checkpoint
-        weights = NamedWeights(source)
-        kernels = WatchedKernels(weights)
-        device = torch.device("cpu")
-        assembler = Assembler(weights, shapes, config, kernels, dtype, device, StageClock(), "none")
-        decoder = Decoder(config, kernels, dtype, device, assembler.decoder_weights())
         quantizer = _Quantizer(config, source, shapes, draft, recipe, packed, layers, dtype, on_progress)
-        linears = [each for each in kernels.layers if set(each.names) & quantizer.wanted]
-        for each in linears:
-            each.exchange = quantizer.exchange
-        if windows:
-            _run(decoder, windows)
-        for each in linears:  # those that no token came to
-            if each.exchange is not None:
-                quantizer.exchange(each, None)
-        quantizer.finish()
+        quantizer.go(windows)
         for name, tensor in other_parts(folder) if config.traits.within else ():
             draft.add(name, tensor)
         after = draft.finish(folder, raw | {"quantization_config": said})
     before = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
     return Result(before, after, len(layers))
+
+
+def _ignored(config: ModelConfig) -> list[str]:
+    """Matrices that stay as they are, as a checkpoint names them."""
+    plain = [*(ROUTERS if config.routing else ()), *(["kv_b_proj"] if config.shape.latent else ())]
+    plain += NUMBERS_OF_HEADS if config.shape.state and config.shape.state.heads else ()
+    ignored = ["lm_head", *(rf"re:.*\.{each}$" for each in plain)]
+    if config.traits.within:
+        ignored += [rf"re:.*{part}.*" for part in dict.fromkeys(each.split(".")[-2] for each in OTHER_PARTS)]
+    return ignored
 
 
 def _check(folder: Path, config: ModelConfig) -> None:
@@ -192,10 +184,26 @@ class _Quantizer:
         self._rounded: dict[str, Rounded] = {}  # by layer; of this block of the model, not yet written
         self._scales: dict[str, Tensor] = {}  # by norm: what its outputs were divided by
         self._written: set[str] = set()
-        self.folds = _Folds(config) if recipe.method == "awq" else None
-        self.wanted = set(layers) | (self.folds.plain if self.folds else set())
+        self._folds = _Folds(config) if recipe.method == "awq" else None
 
-    def exchange(self, linear: WatchedLinear, x: Tensor | None) -> Tensor:
+    def go(self, windows: list[list[int]]) -> None:
+        """Write all tensors; matrices that a token of the windows comes to are rounded for its inputs."""
+        weights = NamedWeights(self._checkpoint)
+        kernels, device = WatchedKernels(weights), torch.device("cpu")
+        assembler = Assembler(weights, self._tensors, self._config, kernels, self._dtype, device, StageClock(), "none")
+        decoder = Decoder(self._config, kernels, self._dtype, device, assembler.decoder_weights())
+        wanted = set(self._shapes) | (self._folds.plain if self._folds else set())
+        linears = [each for each in kernels.layers if set(each.names) & wanted]
+        for each in linears:
+            each.exchange = self._exchange
+        if windows:
+            _run(decoder, windows)
+        for each in linears:  # those that no token came to
+            if each.exchange is not None:
+                self._exchange(each, None)
+        self._finish()
+
+    def _exchange(self, linear: WatchedLinear, x: Tensor | None) -> Tensor:
         """Quantise the matrix of a linear layer, which has inputs x [T, in]; what it now multiplies with.
 
         Args:
@@ -223,7 +231,7 @@ class _Quantizer:
             rounded = self._round(given, scales, moments)
         return rounded.dense / scales
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Write what is left, and all that is not quantised."""
         self._write(list(self._rounded))
         for name in self._tensors:
@@ -239,13 +247,13 @@ class _Quantizer:
     def _input_scales(self, names: tuple[str, ...], weight: Tensor, moments: Tensor | None) -> Tensor:
         """What the weights of each input are multiplied with; what makes the inputs has been changed to match."""
         plain = torch.ones(weight.shape[1])
-        if self.folds is None:
+        if self._folds is None:
             return plain
-        if (norm := self.folds.norms.get(names)) is not None:
+        if (norm := self._folds.norms.get(names)) is not None:
             if norm not in self._scales:
                 self._scales[norm] = plain if moments is None else self._fold_norm(norm, weight, moments)
             return self._scales[norm]
-        if (feeder := self.folds.feeder(names, self._shapes)) is None or moments is None:
+        if (feeder := self._folds.feeder(names, self._shapes)) is None or moments is None:
             return plain
         scales = awq_scales(weight, moments, self._scheme, self._dtype, feeder.alike)
         self._divide_rows(feeder, feeder.outputs(scales))
@@ -263,8 +271,8 @@ class _Quantizer:
 
     def _fold_plain(self, names: tuple[str, ...], moments: Tensor | None) -> None:
         """Routers see what experts see: some rows of all experts decide. Others see what was folded before."""
-        assert self.folds is not None
-        norm, experts = self.folds.norms[names], self.folds.experts.get(names)
+        assert self._folds is not None
+        norm, experts = self._folds.norms[names], self._folds.experts.get(names)
         if moments is None:
             return
         if experts is not None:

@@ -229,4 +229,9 @@ def definitions(*schemas: type[BaseModel]) -> dict[str, Any]:
     return found
 
 
-EVENT_STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+_EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "A JSON object, or [DONE] at the end."}},
+    "required": ["data"],
+}
+EVENT_STREAM = {"content": {"text/event-stream": {"itemSchema": _EVENT}}}

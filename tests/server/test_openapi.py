@@ -72,6 +72,22 @@ def _try(operation: Any, seen: set[int], examples: int) -> None:
         run()
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("completions", {"prompt": "Once"}), ("chat/completions", {"messages": [{"role": "user", "content": "Once"}]})],
+)
+def test_events_of_a_stream_are_as_described(
+    server: LiveServer, document: dict[str, Any], path: str, asked: dict[str, Any]
+) -> None:
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.update(base_url=server.url)
+    body = {**asked, "stream": True, "max_tokens": 2}
+    answer = (
+        schema[f"/v1/{path}"]["POST"].Case(body=body, media_type="application/json").call_and_validate(checks=CHECKS)
+    )
+    assert answer.status_code == 200 and answer.headers["content-type"][0].startswith("text/event-stream")
+
+
 def test_every_field_of_a_body_is_described(document: dict[str, Any]) -> None:
     body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body["required"] == ["prompt"]
