@@ -38,11 +38,19 @@ def _attend(scores, v, seen, softcap, best, total, result, CAPPED: tl.constexpr)
 
 
 @triton.jit
+def _load(at, mask, WIDEN: tl.constexpr):
+    numbers = tl.load(at, mask=mask, other=0.0)
+    if WIDEN:
+        numbers = numbers.to(tl.float32)
+    return numbers
+
+
+@triton.jit
 def _keys_of(
     first_position, context, window, split, split_keys,
-    TOKENS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr,
+    TOKENS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The first key that a tile looks at in its split, and the end of them."""
+    """The first key that a tile looks at in its split, the end of them, and places for the first keys before them."""
     begin = 0
     end = tl.minimum(first_position + TOKENS, context)
     if WINDOWED:
@@ -50,7 +58,51 @@ def _keys_of(
     if SPLITS > 1:
         begin = tl.maximum(begin, split * split_keys)
         end = tl.minimum(end, (split + 1) * split_keys)
-    return begin, end
+    ahead = 0
+    if FIRST > 0:
+        # The first keys come before others, in the first split.
+        ahead = tl.where(split == 0, (FIRST + KEYS - 1) // KEYS * KEYS, 0)
+        end = tl.maximum(begin, end)
+    return begin, end, ahead
+
+
+@triton.jit
+def _positions_of(key, begin, end, ahead, context, KEYS: tl.constexpr, FIRST: tl.constexpr):
+    """Positions of the next keys, which of them there are, and whether they are the first ones of the context."""
+    at = key + tl.arange(0, KEYS)
+    there = at < end
+    is_first = False
+    if FIRST > 0:
+        is_first = key < begin
+        at = tl.where(is_first, at - begin + ahead, at)
+        there = tl.where(is_first, at < tl.minimum(FIRST, context), (at < end) & (at >= FIRST))
+    return at, there, is_first
+
+
+@triton.jit
+def _for_keys(q, first_at, mask, is_first, FIRST: tl.constexpr, WIDEN: tl.constexpr):
+    """The queries that these keys are multiplied with: those at first_at for the first ones."""
+    if FIRST > 0:  # noqa: SIM102 - FIRST is known to the compiler
+        if is_first:  # where it is needed, as both in registers are too many
+            q = _load(first_at, mask, WIDEN)
+    return q
+
+
+@triton.jit
+def _store(
+    best, total, result, at, split, live, dim, out, partial_out, partial_max, partial_sum,
+    WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Results of a tile's rows, [ROWS, WIDTH], or those of this split, which are still to be merged."""
+    mask = live[:, None] & (dim < WIDTH)[None, :]
+    if SPLITS > 1:
+        part = at * SPLITS + split
+        tl.store(partial_max + part, best, mask=live)
+        tl.store(partial_sum + part, total, mask=live)
+        tl.store(partial_out + part[:, None] * WIDTH + dim[None, :], result, mask=mask)
+    else:
+        result = result / tl.where(live, total, 1.0)[:, None]
+        tl.store(out + at[:, None] * WIDTH + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -76,25 +128,20 @@ def _attention_kernel(
     head = kv_head * GROUP + row % GROUP
     live = (row // GROUP < TOKENS) & (token < queries)
     position = context - queries + token
-    dim = tl.arange(0, WIDTH_PADDED)
-    has_dim = dim < WIDTH
     token_index = (start + token).to(tl.int64)
     whole = WIDTH + REST
+    dim, rest = tl.arange(0, WIDTH_PADDED), tl.arange(0, REST_PADDED)
+    has_dim, has_rest = dim < WIDTH, rest < REST
+    row_dims, row_rests = live[:, None] & has_dim[None, :], live[:, None] & has_rest[None, :]
     queries_at = query + token_index[:, None] * query_stride + head[:, None] * whole
-    q = tl.load(queries_at + dim[None, :], mask=live[:, None] & has_dim[None, :], other=0.0)
-    if WIDEN:
-        q = q.to(tl.float32)
-    rest = tl.arange(0, REST_PADDED)
+    q = _load(queries_at + dim[None, :], row_dims, WIDEN)
     if REST > 0:
-        q_rest = tl.load(queries_at + WIDTH + rest[None, :], mask=live[:, None] & (rest < REST)[None, :], other=0.0)
-        if WIDEN:
-            q_rest = q_rest.to(tl.float32)
-
-    if FIRST > 0:
-        first_at = of_first + token_index[:, None] * of_first_stride + head[:, None] * whole
-
+        q_rest = _load(queries_at + WIDTH + rest[None, :], row_rests, WIDEN)
+    first_at = of_first + token_index[:, None] * of_first_stride + head[:, None] * whole
     first_position = context - queries + tile * TOKENS
-    begin, end = _keys_of(first_position, context, window, split, split_keys, TOKENS, KEYS, SPLITS, WINDOWED)
+    begin, end, ahead = _keys_of(
+        first_position, context, window, split, split_keys, TOKENS, KEYS, SPLITS, WINDOWED, FIRST
+    )
     best = tl.full([ROWS], -1.0e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sinks is not None:
@@ -102,69 +149,29 @@ def _attention_kernel(
         best = tl.where(split == 0, tl.load(sinks + head), best)
         total = tl.where(split == 0, total + 1.0, total)
     result = tl.zeros([ROWS, WIDTH_PADDED], tl.float32)
-    lane = tl.arange(0, KEYS)
-    ahead = 0
-    if FIRST > 0:
-        # The first keys come before others, in the first split.
-        ahead = tl.where(split == 0, (FIRST + KEYS - 1) // KEYS * KEYS, 0)
-        end = tl.maximum(begin, end)
     for key in range(begin - ahead, end, KEYS):
-        at = key + lane
-        there = at < end
-        of_query = q
-        if FIRST > 0:
-            is_first = key < begin
-            at = tl.where(is_first, at - begin + ahead, at)
-            there = tl.where(is_first, at < tl.minimum(FIRST, context), (at < end) & (at >= FIRST))
-            if is_first:  # where it is needed, as both in registers are too many
-                of_query = tl.load(first_at + dim[None, :], mask=live[:, None] & has_dim[None, :], other=0.0)
-                if WIDEN:
-                    of_query = of_query.to(tl.float32)
+        at, there, is_first = _positions_of(key, begin, end, ahead, context, KEYS, FIRST)
+        of_query = _for_keys(q, first_at + dim[None, :], row_dims, is_first, FIRST, WIDEN)
         block = tl.load(tables + sequence.to(tl.int64) * table_stride + at // BLOCK_SIZE, mask=there, other=0)
         in_block = kv_head % CACHE_HEADS * BLOCK_SIZE + at % BLOCK_SIZE
         place = (block.to(tl.int64) * CACHE_HEADS * BLOCK_SIZE + in_block) * whole
-        k = tl.load(keys + place[None, :] + dim[:, None], mask=there[None, :] & has_dim[:, None], other=0.0)
-        if WIDEN:
-            k = k.to(tl.float32)
+        k = _load(keys + place[None, :] + dim[:, None], there[None, :] & has_dim[:, None], WIDEN)
         scores = tl.dot(of_query, k, input_precision="ieee")
         if REST > 0:
             # A latent, whose first part is the values too.
             v = tl.trans(k)
-            k_rest = tl.load(
-                keys + place[None, :] + WIDTH + rest[:, None], mask=there[None, :] & (rest < REST)[:, None], other=0.0
-            )
-            if WIDEN:
-                k_rest = k_rest.to(tl.float32)
-            of_rest = q_rest
-            if FIRST > 0:  # noqa: SIM102 - FIRST is known to the compiler
-                if is_first:
-                    has_rest = live[:, None] & (rest < REST)[None, :]
-                    of_rest = tl.load(first_at + WIDTH + rest[None, :], mask=has_rest, other=0.0)
-                    if WIDEN:
-                        of_rest = of_rest.to(tl.float32)
+            rest_mask = there[None, :] & has_rest[:, None]
+            k_rest = _load(keys + place[None, :] + WIDTH + rest[:, None], rest_mask, WIDEN)
+            of_rest = _for_keys(q_rest, first_at + WIDTH + rest[None, :], row_rests, is_first, FIRST, WIDEN)
             scores += tl.dot(of_rest, k_rest, input_precision="ieee")
         else:
-            v = tl.load(values + place[:, None] + dim[None, :], mask=there[:, None] & has_dim[None, :], other=0.0)
-            if WIDEN:
-                v = v.to(tl.float32)
+            v = _load(values + place[:, None] + dim[None, :], there[:, None] & has_dim[None, :], WIDEN)
         seen = there[None, :] & (at[None, :] <= position[:, None])
         if WINDOWED:
-            inside = at[None, :] > position[:, None] - window
-            if FIRST > 0:
-                inside = inside | is_first
-            seen = seen & inside
+            seen = seen & ((at[None, :] > position[:, None] - window) | is_first)
         best, total, result = _attend(scores * scale, v, seen, softcap, best, total, result, CAPPED)
-    if SPLITS > 1:
-        part = (token_index * HEADS + head) * SPLITS + split
-        tl.store(partial_max + part, best, mask=live)
-        tl.store(partial_sum + part, total, mask=live)
-        tl.store(
-            partial_out + part[:, None] * WIDTH + dim[None, :], result, mask=live[:, None] & has_dim[None, :]
-        )  # fmt: skip
-    else:
-        result = result / tl.where(live, total, 1.0)[:, None]
-        target = out + (token_index * HEADS + head)[:, None] * WIDTH + dim[None, :]
-        tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & has_dim[None, :])
+    of_rows = token_index * HEADS + head
+    _store(best, total, result, of_rows, split, live, dim, out, partial_out, partial_max, partial_sum, WIDTH, SPLITS)
 
 
 @triton.jit

@@ -157,6 +157,17 @@ def one_row_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def _tile_of_expert(tile, counts, ROWS: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr):
+    """(whose rows a tile has, EXPERTS or more for none, the first of them that it has, how many the expert has)."""
+    expert = tl.arange(0, PADDED)
+    has = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
+    tiles = (has + ROWS - 1) // ROWS
+    mine = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), axis=0)
+    first = (tile - tl.sum(tl.where(expert < mine, tiles, 0), axis=0)) * ROWS
+    return mine, first, tl.sum(tl.where(expert == mine, has, 0), axis=0)
+
+
 @triton.jit(do_not_specialize=["rows", "places_stride"])
 def rows_kernel(
     x, x_stride, share, counts, places, places_stride, numbers, scales, factors, minima, offsets, order, bias, table,
@@ -171,14 +182,11 @@ def rows_kernel(
     split = tl.program_id(2)
     matrix = tl.zeros([], tl.int64)
     if EXPERTS > 0:
-        expert = tl.arange(0, PADDED)
-        has = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
-        tiles = (has + ROWS - 1) // ROWS
-        mine = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), axis=0)
+        mine, first_visit, visits = _tile_of_expert(tile, counts, ROWS, EXPERTS, PADDED)
         if mine >= EXPERTS:
             return
-        visit = (tile - tl.sum(tl.where(expert < mine, tiles, 0), axis=0)) * ROWS + tl.arange(0, ROWS)
-        live = visit < tl.sum(tl.where(expert == mine, has, 0), axis=0)
+        visit = first_visit + tl.arange(0, ROWS)
+        live = visit < visits
         matrix += mine
         row = tl.load(places + matrix * places_stride + visit, mask=live, other=0)
     else:
