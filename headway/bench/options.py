@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from headway.bench.client.endpoint import Endpoint, lower_names
+from headway.bench.client.endpoint import Api, Endpoint, lower_names
 from headway.bench.errors import BenchError
 from headway.bench.measures.numbers import PERCENTILES
 from headway.bench.option_values import json_object, key_values, parse_goodput, percentiles
@@ -19,6 +19,8 @@ from headway.flags import Flag
 
 _endpoint, _load = functools.partial(Flag, panel="Endpoint"), functools.partial(Flag, panel="Load")
 _numbers, _results = functools.partial(Flag, panel="Numbers"), functools.partial(Flag, panel="Results")
+
+_APIS_OF_VECTORS: dict[str, Api] = {"openai-embeddings": "embeddings", "vllm-rerank": "rerank", "vllm-score": "score"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,9 @@ class Target:
     backend: Annotated[
         str,
         _endpoint(
-            "openai-chat uses /v1/chat/completions, the others /v1/completions.",
-            choices=("openai", "openai-chat", "vllm", "headway"),
+            "openai-chat uses /v1/chat/completions, openai-embeddings /v1/embeddings, vllm-rerank /v1/rerank, "
+            "vllm-score /v1/score, the others /v1/completions.",
+            choices=("openai", "openai-chat", "vllm", "headway", *_APIS_OF_VECTORS),
             common=True,
         ),
     ] = "openai"
@@ -97,8 +100,12 @@ class Target:
         return self.base_url or f"http://{self.host}:{self.port}"
 
     @property
+    def api(self) -> Api:
+        return _APIS_OF_VECTORS.get(self.backend, "chat" if self.backend == "openai-chat" else "completions")
+
+    @property
     def chat(self) -> bool:
-        return self.backend == "openai-chat"
+        return self.api == "chat"
 
     @property
     def tokenizer_name(self) -> str | None:
@@ -110,7 +117,7 @@ class Target:
         return Endpoint(
             base_url=self.url,
             model=self.served_model_name or self.model,
-            api="chat" if self.chat else "completions",
+            api=self.api,
             path=self.path,
             api_key=self.api_key,
             tenant_keys=self.tenant_keys,
@@ -253,6 +260,10 @@ class BenchOptions:
             "--reuse-prefix-cache",
         ),
     ] = False
+    random_batch_size: Annotated[
+        int,
+        _load("Texts of a request for embeddings, or documents of one for rankings and scores.", min=1, max=2048),
+    ] = 1
     num_warmups: Annotated[int, _load("Warm-up requests, which are not measured.", min=0)] = 3
     drain_timeout_s: Annotated[
         float,

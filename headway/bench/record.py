@@ -51,8 +51,8 @@ class RequestRecord:
         sent_ns: just before its first byte was handed to the socket (a new connection's set-up comes after).
         connected_ns: when its connection stood; equal to sent_ns where one was kept open.
         headers_ns: when the response's status line and headers were in.
-        chunk_ns: when each chunk that brought tokens came.
-        chunk_tokens: tokens of each such chunk where the server says so (continuous usage), else 1 each.
+        chunk_ns: when each chunk that brought tokens came; of vectors and scores when they were complete.
+        chunk_tokens: tokens of each such chunk where the server says so (continuous usage), else 1 each; 0 of vectors.
         tokens_per_chunk_known: chunk_tokens are the server's word.
         end_ns: when the response was complete, or failed.
         prompt_tokens, output_tokens, cached_tokens: by the server's `usage`; None where it gave none.
@@ -99,6 +99,11 @@ class RequestRecord:
     @property
     def ok(self) -> bool:
         return self.failure is None and bool(self.chunk_ns)
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether the answer was vectors or scores: it has an end, and no tokens."""
+        return bool(self.chunk_tokens) and not any(self.chunk_tokens)
 
     @property
     def cancelled(self) -> bool:

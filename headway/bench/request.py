@@ -10,17 +10,19 @@ Message = dict[str, str]  # {"role", "content"}
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked, in exactly one of three forms.
+    """What is asked, in exactly one of four forms.
 
     Args:
-        text: for /v1/completions; in a chat it becomes one user message.
-        token_ids: for /v1/completions only.
+        text: for all but rankings; in a chat it becomes one user message.
+        token_ids: for /v1/completions and /v1/embeddings only.
         messages: for /v1/chat/completions; on /v1/completions their contents are joined by newlines.
+        several: texts, or token ids, for one request for embeddings; the query and then the documents of a ranking.
     """
 
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     messages: tuple[Message, ...] | None = None
+    several: tuple[str | tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class PlannedRequest:
             it, with the answers that came, in front.
         prompt_tokens: tokens that the prompt was made for, as well as the tokenizer at hand can tell; None when
             nobody can tell before the server's `usage`.
-        output_tokens: max_tokens.
+        output_tokens: max_tokens; 0 where nothing is generated.
         class_name: the class of a mix that it belongs to; "" when there are none.
         arrival_s: when it is due, in seconds after the start; None when the load generator decides (closed
             loop), and for later turns.

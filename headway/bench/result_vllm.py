@@ -129,6 +129,8 @@ def _error(record: RequestRecord) -> str:
 def _latencies(records: Sequence[RequestRecord]) -> dict[str, Floats]:
     """An answer of several tokens in one chunk has a TPOT of 0 here."""
     latencies = Latencies.of(records)
+    if any(record.is_vector for record in latencies.records):
+        return {"e2el": latencies.e2el_ms}
     several = latencies.output_tokens > 1
     return {
         "ttft": latencies.ttft_ms,

@@ -20,8 +20,10 @@ from headway.bench.settings import settings_of
 from headway.bench.workload.arrival_flags import TRACES
 from headway.bench.workload.arrivals import AllAtOnce, Constant, Gamma, Poisson
 from headway.bench.workload.build import Workload, build_workload, probe_requests, warm_up_requests
+from headway.bench.workload.lengths import Fixed
 from headway.bench.workload.mix import load_mix
-from headway.bench.workload.spec import WorkloadSpec
+from headway.bench.workload.prompts import Texts
+from headway.bench.workload.spec import WorkloadSpec, flag
 
 TEXTS = ("sharegpt", "custom")  # datasets with prompts of their own
 RATED = (Poisson, Gamma, Constant)  # arrival processes with one rate
@@ -58,6 +60,14 @@ def load_of(spec: WorkloadSpec, most: int | None) -> Load:
 def is_made_up(spec: WorkloadSpec) -> bool:
     """Whether prompts are random words, which a model may answer with its end token at once."""
     return spec.mix is not None or spec.dataset_name not in TEXTS
+
+
+def without_answers(spec: WorkloadSpec, backend: str) -> WorkloadSpec:
+    """The workload where nothing is generated. Raises BenchError where a length of answers was given."""
+    for name in ("output_len", "random_output_len", "sharegpt_output_len", "custom_output_len", "max_output_len"):
+        if getattr(spec, name) is not None:
+            raise BenchError(f"{flag(name)} was given, and --backend {backend} generates nothing; leave it out")
+    return spec if spec.mix is not None else dataclasses.replace(spec, output_len=Fixed(0))
 
 
 def at_rate(options: BenchOptions, spec: WorkloadSpec, rate: float) -> Load:
@@ -98,6 +108,13 @@ class Bench(Runner):
     ) -> None:
         super().__init__(options, stop, out, progress)
         self.session = session
+        batch, endpoint = options.random_batch_size, session.server.endpoint
+        if endpoint.generates and batch > 1:
+            raise BenchError(
+                f"--random-batch-size is {batch}, and --backend {options.target.backend} takes one prompt; use "
+                "openai-embeddings, vllm-rerank or vllm-score"
+            )
+        self.texts = None if endpoint.generates else Texts(batch, query=endpoint.api != "embeddings")
 
     def plan(self, spec: WorkloadSpec) -> Workload:
         """Make the prompts.
@@ -114,9 +131,17 @@ class Bench(Runner):
 
             with self.stoppable():
                 workload = build_workload(
-                    spec, self.session.source, chat=self.options.target.chat, context=context, progress=show
+                    spec if self.texts is None else without_answers(spec, self.options.target.backend),
+                    self.session.source,
+                    chat=self.options.target.chat,
+                    context=context,
+                    progress=show,
+                    texts=self.texts,
                 )
         self.options.target.check_keys(workload.requests)
+        if self.texts is not None:
+            self._check_texts(workload, self.texts, context)
+            return workload
         if context is not None and workload.longest_tokens > context:
             too_long = sum((each.prompt_tokens or 0) + each.output_tokens > context for each in workload.requests)
             raise BenchError(
@@ -125,6 +150,20 @@ class Bench(Runner):
                 f"--max-input-len {context * 3 // 4} --max-output-len {context // 8}"
             )
         return workload
+
+    def _check_texts(self, workload: Workload, texts: Texts, context: int | None) -> None:
+        for objectives in (self.options.claims.objectives, *workload.classes.values()):
+            if wrong := next((name for name in objectives if name != "e2el"), None):
+                raise BenchError(
+                    f"there is an objective for {wrong}, and --backend {self.options.target.backend} has no tokens to "
+                    "time; give e2el:MS"
+                )
+        longest = max(texts.longest(each.prompt_tokens or 0) for each in workload.requests)
+        if context is not None and longest > context:
+            raise BenchError(
+                f"the longest text has {longest} tokens, more than the model's context of {context}; clip texts, for "
+                f"example with --max-input-len {context * 3 // 4}"
+            )
 
     def _fresh(self, load: Load) -> tuple[str, Load]:
         """A salt for the run, and its load, so that no prompt finds what the server has cached in an earlier run.
@@ -145,10 +184,12 @@ class Bench(Runner):
         salt, load = self._fresh(load)
         workload = self.plan(load.spec)
         source, rate = self.session.source, self.options.probe_rate
-        warm_ups = warm_up_requests(workload, source, self.options.num_warmups)
-        probes = None if rate is None else probe_requests(workload, source, rate, made=len(warm_ups))
+        warm_ups = warm_up_requests(workload, source, self.options.num_warmups, self.texts)
+        made = sum(len(each.prompt.several or (None,)) for each in warm_ups)
+        probes = None if rate is None else probe_requests(workload, source, rate, made)
         last = workload.requests[-1].arrival_s if workload.requests[-1].follows is None else None
-        with LiveView(self.progress, len(workload.requests), label, expected_s=last) as view:
+        generates = self.texts is None
+        with LiveView(self.progress, len(workload.requests), label, expected_s=last, generates=generates) as view:
             result = await self.session.measure(
                 workload,
                 settings=settings_of(self.options, self.session, load.spec, workload, load.max_concurrency, salt),

@@ -51,7 +51,10 @@ class Session:
         Raises:
             BenchError: it cannot be reached, or cannot be asked for what is wanted.
         """
-        to_the_end = made_up and target.ignore_eos is None
+        generates = target.endpoint().generates
+        if target.ignore_eos and not generates:
+            raise BenchError(f"--ignore-eos and --backend {target.backend} exclude each other: nothing is generated")
+        to_the_end = generates and made_up and target.ignore_eos is None
         server = await probe(target.endpoint(), target.ready_timeout_s, may_ignore_eos=to_the_end)
         return cls(server, *await token_source(target, server))
 

@@ -33,6 +33,7 @@ def settings_of(
         "extra_body": target.body_fields,
         "cache_salt": cache_salt or None,
         "reuse_prefix_cache": options.reuse_prefix_cache,
+        **({} if endpoint.generates else {"random_batch_size": options.random_batch_size}),
         "num_warmups": options.num_warmups,
         "probe_rate": options.probe_rate,
     }

@@ -77,8 +77,9 @@ def _local(name: str) -> Path:
 
 
 def _check_token_ids(target: Target, server: Server) -> None:
-    if target.chat:
-        raise BenchError("--prompts token-ids needs /v1/completions; a chat takes text only")
+    if target.api not in ("completions", "embeddings"):
+        taker = "a chat" if target.chat else "a ranking"
+        raise BenchError(f"--prompts token-ids needs /v1/completions or /v1/embeddings; {taker} takes text only")
     if not server.token_id_prompts:
         raise BenchError(f"this server ({server.name}) does not accept token ids; use --prompts text")
 

@@ -10,8 +10,15 @@ from typing import Any, Literal
 from headway.bench.client.address import Address, parse_base_url
 from headway.bench.errors import BenchError
 
-Api = Literal["completions", "chat"]
-ROUTES: dict[str, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+Api = Literal["completions", "chat", "embeddings", "rerank", "score"]
+ROUTES: dict[str, str] = {
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "embeddings": "/v1/embeddings",
+    "rerank": "/v1/rerank",
+    "score": "/v1/score",
+}
+GENERATING = ("completions", "chat")
 _FRAMING_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection", "accept-encoding"})
 
 
@@ -75,6 +82,11 @@ class Endpoint:
     @property
     def address(self) -> Address:
         return parse_base_url(self.base_url)
+
+    @property
+    def generates(self) -> bool:
+        """Whether answers are texts: those of the other APIs are vectors or scores, in one piece."""
+        return self.api in GENERATING
 
     @property
     def route(self) -> str:

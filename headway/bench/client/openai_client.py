@@ -10,9 +10,20 @@ from headway.bench.client.answer import StreamedAnswer
 from headway.bench.client.endpoint import Endpoint, lower_names
 from headway.bench.client.failures import RequestFailed
 from headway.bench.client.http_client import HttpClient
-from headway.bench.client.request_body import BodyBuilder
+from headway.bench.client.request_body import BodyBuilder, num_answers
+from headway.bench.client.vector_answer import VectorAnswer
 from headway.bench.record import Failure, FailureKind, RequestRecord
 from headway.bench.request import PlannedRequest, Prompt
+
+
+def receiver(
+    endpoint: Endpoint, record: RequestRecord, prompt: Prompt, keep_text: bool = False
+) -> StreamedAnswer | VectorAnswer:
+    """What receives the answer to a prompt, into its record."""
+    timings = endpoint.include_timings
+    if endpoint.generates:
+        return StreamedAnswer(record, keep_text=keep_text, keep_timings=timings)
+    return VectorAnswer(record, num_answers(endpoint, prompt), keep_timings=timings)
 
 
 class OpenAIClient:
@@ -66,7 +77,7 @@ class OpenAIClient:
         endpoint = self.endpoint
         body = self._bodies.body(planned, prompt)
         head = self._head_of(planned) if planned.headers or planned.tenant else self._head
-        answer = StreamedAnswer(record, keep_text=self._keep_text, keep_timings=endpoint.include_timings)
+        answer = receiver(endpoint, record, planned.prompt if prompt is None else prompt, self._keep_text)
         record.sent_ns = record.connected_ns = time.monotonic_ns()
         try:
             async with asyncio.timeout(planned.cancel_after_s):

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway.bench.client.answer import StreamedAnswer
 from headway.bench.client.asker import Asker, Reply
 from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.failures import RequestFailed
+from headway.bench.client.openai_client import receiver
 from headway.bench.client.request_body import BodyBuilder, as_messages, as_text
 from headway.bench.errors import BenchError
 from headway.bench.record import Failure, FailureKind, RequestRecord
@@ -95,12 +95,13 @@ async def probe(wanted: Endpoint, ready_timeout_s: float = 0.0, may_ignore_eos: 
         wishes = dataclasses.replace(
             wanted,
             model=model or None,
-            continuous_usage=True,
+            include_usage=wanted.generates,
+            continuous_usage=wanted.generates,
             ignore_eos=wanted.ignore_eos or (may_ignore_eos and kind in KNOWS_IGNORE_EOS),
             cache_salt="probe" if kind in KNOWS_CACHE_SALT and "cache_salt" not in wanted.extra_body else "",
             include_timings=kind == "headway",
         )
-        accepted, record = await negotiate_stream(asker, wishes)
+        accepted, record = await negotiate(asker, wishes)
         if wanted.ignore_eos and not accepted.ignore_eos:
             raise BenchError("--ignore-eos was given, and the server refuses the field 'ignore_eos'; leave it out")
         if kind == "headway":
@@ -110,7 +111,7 @@ async def probe(wanted: Endpoint, ready_timeout_s: float = 0.0, may_ignore_eos: 
             endpoint=dataclasses.replace(
                 accepted,
                 include_timings=record.timings is not None,
-                include_usage=record.output_tokens is not None,
+                include_usage=accepted.generates and record.output_tokens is not None,
                 continuous_usage=record.tokens_per_chunk_known,
             ),
             kind=kind,
@@ -137,7 +138,7 @@ async def count_tokens(server: Server, prompts: Sequence[Prompt]) -> list[int]:
             body = _tokenize_body(server.kind, endpoint.model or "", prompt, is_chat=endpoint.api == "chat")
             found = await _counted(asker, body) if server.tokenize and body is not None else None
             if found is None:
-                found = await count_by_stream(asker, endpoint, prompt)
+                found = await count_by_answer(asker, endpoint, prompt)
             if found is None:
                 raise BenchError("the server reports no token counts (no /tokenize, no usage); give --tokenizer")
             return found
@@ -202,10 +203,10 @@ def _is_metrics(reply: Reply) -> bool:
 
 
 async def _takes_token_ids(asker: Asker, endpoint: Endpoint) -> bool:
-    """A server that takes the list for text would count other than three tokens."""
-    if endpoint.api == "chat":
+    """A server that takes the list for text would count other than three tokens, and the one that ends a text."""
+    if endpoint.api not in ("completions", "embeddings"):
         return False
-    return await count_by_stream(asker, endpoint, Prompt(token_ids=(1, 2, 3))) == 3
+    return await count_by_answer(asker, endpoint, Prompt(token_ids=(1, 2, 3))) in (3, 3 + (not endpoint.generates))
 
 
 def _tokenize_body(kind: str, model: str, prompt: Prompt, is_chat: bool = False) -> dict[str, Any] | None:
@@ -223,14 +224,14 @@ async def _counted(asker: Asker, body: dict[str, Any] | None) -> int | None:
     return len(tokens) if isinstance(tokens, list) else None
 
 
-async def negotiate_stream(asker: Asker, wanted: Endpoint) -> tuple[Endpoint, RequestRecord]:
-    """Ask for a stream of two tokens, leaving out what the server refuses.
+async def negotiate(asker: Asker, wanted: Endpoint) -> tuple[Endpoint, RequestRecord]:
+    """Ask for two tokens, a vector or a score, leaving out what the server refuses.
 
     Returns:
-        The endpoint as the server accepted it, and the record of the stream; its times mean nothing.
+        The endpoint as the server accepted it, and the record of the answer; its times mean nothing.
 
     Raises:
-        BenchError: it refuses what every server should know, or its stream cannot be read.
+        BenchError: it refuses what every server should know, or its answer cannot be read.
     """
     candidate = wanted
     while True:
@@ -239,25 +240,25 @@ async def negotiate_stream(asker: Asker, wanted: Endpoint) -> tuple[Endpoint, Re
             break
         weaker = _without(candidate, reply.failure.message)
         if weaker is None:
-            raise BenchError(f"the server refuses a request for two tokens ({reply.failure.message})")
+            raise BenchError(f"the server refuses {_asked_for(candidate)} ({reply.failure.message})")
         candidate = weaker
-    record, failure = read_stream(reply, candidate)
+    record, failure = read_answer(reply, candidate, GREETING)
     if failure is not None and failure.kind is not FailureKind.NO_TOKENS:
         raise BenchError(_advice(failure, candidate))
     return candidate, record
 
 
-async def count_by_stream(asker: Asker, endpoint: Endpoint, prompt: Prompt) -> int | None:
-    """Prompt tokens by the usage of a stream of one token; None when the server refuses it, or gives no usage."""
+async def count_by_answer(asker: Asker, endpoint: Endpoint, prompt: Prompt) -> int | None:
+    """Prompt tokens by the usage of the shortest answer; None when the server refuses it, or gives no usage."""
     reply = await _ask(asker, endpoint, prompt, max_tokens=1)
-    record, _ = read_stream(reply, endpoint)
+    record, _ = read_answer(reply, endpoint, prompt)
     return record.prompt_tokens
 
 
-def read_stream(reply: Reply, endpoint: Endpoint) -> tuple[RequestRecord, Failure | None]:
-    """The record of a stream that has come as one piece, and why it is no answer."""
+def read_answer(reply: Reply, endpoint: Endpoint, prompt: Prompt) -> tuple[RequestRecord, Failure | None]:
+    """The record of an answer that has come as one piece, and why it is none."""
     record = RequestRecord(0)
-    answer = StreamedAnswer(record, keep_timings=endpoint.include_timings)
+    answer = receiver(endpoint, record, prompt)
     answer.headers(reply.status, reply.headers_by_name, 1)
     try:
         answer.body(reply.bytes, 1)
@@ -270,8 +271,9 @@ def read_stream(reply: Reply, endpoint: Endpoint) -> tuple[RequestRecord, Failur
 
 async def _ask(asker: Asker, endpoint: Endpoint, prompt: Prompt, max_tokens: int) -> Reply:
     fields: dict[str, Any] = BodyBuilder(endpoint).fields(prompt, max_tokens, {})
-    fields.pop("min_tokens", None)  # more than max_tokens would be refused
-    fields[endpoint.max_tokens_field] = max_tokens
+    if endpoint.generates:
+        fields.pop("min_tokens", None)  # more than max_tokens would be refused
+        fields[endpoint.max_tokens_field] = max_tokens
     return await asker.ask("POST", endpoint.route, fields)
 
 
@@ -295,5 +297,10 @@ def _switched_off(endpoint: Endpoint, options: Iterable[str]) -> Endpoint:
 def _advice(failure: Failure, endpoint: Endpoint) -> str:
     if failure.kind is FailureKind.NOT_FOUND:
         other = "completions" if endpoint.api == "chat" else "chat"
-        return f"the server does not answer on {endpoint.route} ({failure.message}); has it only the {other} API?"
-    return f"the server fails on a request for two tokens ({failure.kind}: {failure.message}); see its log"
+        hint = f"has it only the {other} API?" if endpoint.generates else "does it serve a model for this?"
+        return f"the server does not answer on {endpoint.route} ({failure.message}); {hint}"
+    return f"the server fails on {_asked_for(endpoint)} ({failure.kind}: {failure.message}); see its log"
+
+
+def _asked_for(endpoint: Endpoint) -> str:
+    return "a request for two tokens" if endpoint.generates else f"a text at {endpoint.route}"

@@ -43,17 +43,32 @@ def as_messages(prompt: Prompt) -> list[dict[str, str]]:
     raise BenchError("a request of the workload has no prompt: give it a text, token ids or messages")
 
 
+def as_texts(prompt: Prompt) -> list[str | tuple[int, ...]]:
+    """`input` of /v1/embeddings as a list; query and documents of a ranking or of scores.
+
+    Raises:
+        BenchError: it holds nothing.
+    """
+    return list(prompt.several) if prompt.several is not None else [as_text(prompt)]
+
+
+def num_answers(endpoint: Endpoint, prompt: Prompt) -> int:
+    """How many vectors or scores a request gets."""
+    texts = len(as_texts(prompt))
+    return texts if endpoint.api == "embeddings" else max(texts - 1, 1)
+
+
 class BodyBuilder:
     """Bodies of one endpoint's requests. Later fields win: the endpoint's, its extra_body, the request's own."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._is_chat = endpoint.api == "chat"
+        self._api = endpoint.api
         self._max_tokens_field = endpoint.max_tokens_field
-        fields: dict[str, Any] = {"stream": True}
+        fields: dict[str, Any] = {"stream": True} if endpoint.generates else {}
         if endpoint.model is not None:
             fields["model"] = endpoint.model
         options = {"include_usage": endpoint.include_usage, "continuous_usage_stats": endpoint.continuous_usage}
-        if any(options.values()):
+        if endpoint.generates and any(options.values()):
             fields["stream_options"] = {name: True for name, wanted in options.items() if wanted}
         if endpoint.ignore_eos:
             fields["ignore_eos"] = True
@@ -65,8 +80,21 @@ class BodyBuilder:
 
     def fields(self, prompt: Prompt, max_tokens: int, extra_body: dict[str, Any]) -> dict[str, Any]:
         """The body's fields. Raises BenchError when the prompt does not fit the API."""
-        asked = {"messages": as_messages(prompt)} if self._is_chat else {"prompt": as_text(prompt)}
-        return {**asked, self._max_tokens_field: max_tokens, **self._fields, **extra_body}
+        if self._api == "chat":
+            asked: dict[str, Any] = {"messages": as_messages(prompt), self._max_tokens_field: max_tokens}
+        elif self._api == "completions":
+            asked = {"prompt": as_text(prompt), self._max_tokens_field: max_tokens}
+        else:
+            asked = self._of_texts(as_texts(prompt))
+        return {**asked, **self._fields, **extra_body}
+
+    def _of_texts(self, texts: list[str | tuple[int, ...]]) -> dict[str, Any]:
+        if self._api == "embeddings":
+            return {"input": texts if len(texts) > 1 else texts[0]}
+        query, documents = texts[0], texts[1:] or texts
+        if self._api == "score":
+            return {"text_1": query, "text_2": documents}
+        return {"query": query, "documents": documents}
 
     def body(self, planned: PlannedRequest, prompt: Prompt | None = None) -> bytes:
         """JSON. `prompt` takes the place of the plan's. Raises BenchError when it does not fit the API."""

@@ -27,8 +27,8 @@ class Latencies:
     Args:
         records: the completed requests themselves.
         start_lag_ms: from when it was due until it was sent.
-        ttft_ms: from the send to the first token.
-        e2el_ms: from the send to the last token.
+        ttft_ms: from the send to the first token; NaN where nothing is generated (vectors, scores).
+        e2el_ms: from the send to the last token, or the end of an answer without tokens.
         tpot_ms: (E2EL - TTFT) / (output tokens - 1); NaN for answers of one token, or that the client read at once.
         output_tokens: by the server's `usage`, else by chunks.
         itl_ms: shape (gaps,), the gaps between chunks that brought tokens, of all requests.
@@ -53,6 +53,8 @@ class Latencies:
         last = _integers(completed, lambda record: record.last_token_ns)
         tokens = _integers(completed, lambda record: record.tokens)
         chunks = _integers(completed, lambda record: len(record.chunk_ns))
+        ttft_ms = (first - sent) / NS_PER_MS
+        ttft_ms[[record.is_vector for record in completed]] = np.nan
         several = (tokens > 1) & (last > first)
         tpot_ms = np.full(len(completed), np.nan)
         tpot_ms[several] = (last - first)[several] / (tokens[several] - 1) / NS_PER_MS
@@ -60,7 +62,7 @@ class Latencies:
         return cls(
             records=completed,
             start_lag_ms=(sent - _integers(completed, lambda record: record.scheduled_ns)) / NS_PER_MS,
-            ttft_ms=(first - sent) / NS_PER_MS,
+            ttft_ms=ttft_ms,
             e2el_ms=(last - sent) / NS_PER_MS,
             tpot_ms=tpot_ms,
             output_tokens=tokens,

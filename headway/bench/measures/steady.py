@@ -68,8 +68,9 @@ class _Run:
         return int(self.scheduled[-1] - self.scheduled[0])
 
     def series(self) -> tuple[_Series, ...]:
+        ttft = () if np.isnan(self.ttft_ms).all() else (_Series("TTFT", self.ttft_ms, _milliseconds),)
         return (
-            _Series("TTFT", self.ttft_ms, _milliseconds),
+            *ttft,
             _Series("E2EL", self.e2el_ms, _milliseconds),
             _Series("the number of requests in flight", self.in_flight, lambda slope: f"{abs(slope):.3g}"),
         )
@@ -110,7 +111,9 @@ def _read(records: list[RequestRecord]) -> _Run | None:
     records = sorted(records, key=lambda record: record.scheduled_ns)
     scheduled = np.array([record.scheduled_ns for record in records], dtype=np.int64)
     ended = np.array([max(record.end_ns, record.scheduled_ns) for record in records], dtype=np.int64)
-    first = np.array([record.first_token_ns if record.ok else 0 for record in records], dtype=np.int64)
+    first = np.array(
+        [record.first_token_ns if record.ok and not record.is_vector else 0 for record in records], dtype=np.int64
+    )
     position = np.arange(1, len(records) + 1)
     return _Run(
         scheduled=scheduled,

@@ -13,7 +13,7 @@ from headway.bench.measures.summary import STEADY_STATE
 from headway.bench.options import Claims
 from headway.bench.record import FailureKind, RunResult
 from headway.bench.report import verdict
-from headway.bench.report.views import part_views, steady_or_whole
+from headway.bench.report.views import part_views, steady_or_whole, tokens_per_s
 from headway.report.parts import Line, Tone
 from headway.report.style import number, plain
 
@@ -58,10 +58,10 @@ def _asked(settings: dict[str, Any]) -> str:
 
 def _answered(result: RunResult, whole: Summary) -> str:
     asked = result.settings.get("num_prompts", 0) if result.interrupted else whole.completed + whole.failed
+    rate, of_what = tokens_per_s(whole)
     said = (
         f"{whole.completed:,} of {verdict.count(asked, 'request')} in {number(result.duration_s)} s: "
-        f"{number(whole.rates.get('request_throughput', 0.0))} requests/s, "
-        f"{number(whole.rates.get('output_throughput', 0.0))} output tokens/s"
+        f"{number(whole.rates.get('request_throughput', 0.0))} requests/s, {number(rate)} {of_what}"
     )
     failed = [(kind, times) for kind, times, _ in verdict.failures_by_kind(result) if kind != FailureKind.REFUSED]
     kinds = ", ".join(f"{kind} {times:,}" for kind, times in failed)
@@ -159,9 +159,8 @@ def _next(result: RunResult, summaries: Sequence[Summary], claims: Claims) -> st
     if (found is None or not found.total) and summaries[0].failed > summaries[0].refused:
         return "--verbose shows what failed and how"
     if found is None or not found.total:
-        return (
-            "add objectives with --goodput ttft:500 tpot:100; --verbose shows all tables, --report FILE.html pictures"
-        )
+        objectives = "ttft:500 tpot:100" if summaries[0].tokens.get("output", 0) else "e2el:500"
+        return f"add objectives with --goodput {objectives}; --verbose shows all tables, --report FILE.html pictures"
     decision = verdict.outcome(found, target)
     if decision == "undecided":
         unsteady = max(summaries[0].completed + summaries[0].failed - found.total, 0)

@@ -23,13 +23,21 @@ MOST_GROUPS = 8
 
 @style.drawing()
 def latency_cdf(records: Sequence[RequestRecord], whole: Summary | None = None) -> Figure:
-    """Cumulative distributions of TTFT and E2E (from the schedule and from the send), TPOT and ITL.
+    """Cumulative distributions of TTFT and E2E (from the schedule and from the send), TPOT and ITL; of vectors and
+    scores only of E2E.
 
     P50, P90 and P99 are marked on the curves counted from the schedule, as far as `whole`, the summary of these
     records, claims them; without it none is.
     """
-    figure, (ttft, e2e, tpot, itl) = style.new_figure(8.0, 5.6, rows=2, columns=2)
     latencies = Latencies.of(records)
+    if latencies.records and all(record.is_vector for record in latencies.records):
+        figure, (e2e,) = style.new_figure(8.0, 3.2)
+        curves = {"from the schedule": latencies.e2el("schedule"), "from the send": latencies.e2el("send")}
+        _cdfs(e2e, curves, "End to end (ms)", "requests")
+        if whole is not None and "e2el_ms" in whole.from_schedule:
+            _mark_percentiles(e2e, whole.from_schedule["e2el_ms"])
+        return figure
+    figure, (ttft, e2e, tpot, itl) = style.new_figure(8.0, 5.6, rows=2, columns=2)
     for axes, of, name in ((ttft, latencies.ttft, "Time to first token"), (e2e, latencies.e2el, "End to end")):
         curves = {"from the schedule": of("schedule"), "from the send": of("send")}
         _cdfs(axes, curves, f"{name} (ms)", "requests")

@@ -46,9 +46,12 @@ def load_points(runs: Sequence[Run]) -> list[LoadPoint]:
 
 @style.drawing()
 def latency_against_load(points: Sequence[LoadPoint], load: str = "Request rate (1/s)") -> Figure:
-    """P50, P90 and P99 of TTFT, TPOT and E2E against the load, with their intervals and the objectives."""
-    figure, panels = style.new_figure(8.0, 3.3, columns=3)
-    for axes, (metric, label) in zip(panels, METRICS, strict=True):
+    """P50, P90 and P99 of TTFT, TPOT and E2E against the load, with their intervals and the objectives; without the
+    latencies that no run has, as of vectors.
+    """
+    metrics = [each for each in METRICS if any(each[0] in point.summary.from_schedule for point in points)] or METRICS
+    figure, panels = style.new_figure(8.0, 3.3, columns=len(metrics))
+    for axes, (metric, label) in zip(panels, metrics, strict=True):
         axes.set_xlabel(load)
         axes.set_ylabel(label)
         highest = _percentile_lines(axes, points, metric)

@@ -9,7 +9,7 @@ import numpy as np
 
 from headway.bench.measures.latencies import Floats, Latencies
 from headway.bench.measures.numbers import Window
-from headway.bench.measures.throughput import token_arrivals
+from headway.bench.measures.throughput import prompt_tokens, token_arrivals
 from headway.bench.record import RequestRecord
 from headway.bench.report import samples
 from headway.bench.report.figures_requests import draw_bars
@@ -41,16 +41,28 @@ def itl_over_time(records: Sequence[RequestRecord], began_ns: int, steady: Windo
     return figure
 
 
+def first_latency(latencies: Latencies) -> tuple[Floats, str]:
+    """From the schedule to the first token, with its name; to the end of answers that have no tokens."""
+    ttft = latencies.ttft("schedule")
+    if np.isnan(ttft).any():
+        return latencies.e2el("schedule"), "End to end (ms)"
+    return ttft, "Time to first token (ms)"
+
+
 @style.drawing()
-def ttft_over_time(records: Sequence[RequestRecord], began_ns: int, steady: Window | None = None) -> Figure:
-    """Each request's TTFT from the schedule over when it was due; failed requests below, as crosses."""
+def latency_over_time(records: Sequence[RequestRecord], began_ns: int, steady: Window | None = None) -> Figure:
+    """Each request's TTFT from the schedule over when it was due; failed requests below, as crosses.
+
+    Of vectors and scores it is the end-to-end latency.
+    """
     figure, (axes,) = style.new_figure(8.0, 3.2)
     axes.set_xlabel("Time at which the request was due (s)")
-    axes.set_ylabel("Time to first token (ms)")
     latencies = Latencies.of(records)
+    values, name = first_latency(latencies)
+    axes.set_ylabel(name)
     due = np.asarray([(record.scheduled_ns - began_ns) / 1e9 for record in latencies.records])
-    _cloud(axes, due, latencies.ttft("schedule"), "no request was answered")
-    _rolling_lines(axes, due, latencies.ttft("schedule"))
+    _cloud(axes, due, values, "no request was answered")
+    _rolling_lines(axes, due, values)
     failed = [(each.scheduled_ns - began_ns) / 1e9 for each in records if each.failed and each.scheduled_ns]
     if failed:
         axes.plot(
@@ -71,7 +83,9 @@ def ttft_over_time(records: Sequence[RequestRecord], began_ns: int, steady: Wind
 def load_over_time(
     records: Sequence[RequestRecord], began_ns: int, ended_ns: int, steady: Window | None = None
 ) -> Figure:
-    """Three panels over one time axis: requests due and answered per second, in flight, output tokens per second."""
+    """Three panels over one time axis: requests due and answered per second, in flight, output tokens per second; input
+    tokens where all answers are vectors or scores.
+    """
     figure, (rate, flight, tokens) = style.new_figure(8.0, 5.4, rows=3, sharex=True)
     rate.set_ylabel("Requests (1/s)")
     flight.set_ylabel("Requests in flight")
@@ -92,6 +106,11 @@ def load_over_time(
     rate.stairs(done, edges, color=style.series_colour(1), lw=1.4, ls=style.series_line(1), label="answered")
     flight.step(*_thin_steps(*samples.open_over_time(starts, ends)), where="post", color=style.series_colour(0), lw=1.3)
     times, weights = token_arrivals(records)
+    completed = [record for record in records if record.ok]
+    if completed and all(record.is_vector for record in completed):
+        tokens.set_ylabel("Input tokens (1/s)")
+        weights = np.array([prompt_tokens(record) for record in completed], float)
+        times = np.array([record.end_ns for record in completed])
     produced = samples.per_second((times - began_ns) / 1e9, weights, edges)
     tokens.stairs(produced, edges, fill=True, color=style.colour("sky"), alpha=0.6, lw=0)
     for axes in (rate, flight, tokens):

@@ -72,10 +72,14 @@ class LiveView(LoadListener):
         total: requests of the run, without warm-ups.
         label: which run it is, where there are several.
         expected_s: how long the schedule takes, where that is known; it gives the time left.
+        generates: answers have tokens; those with vectors or scores are timed to their end only.
     """
 
-    def __init__(self, console: Console, total: int, label: str = "", expected_s: float | None = None) -> None:
+    def __init__(
+        self, console: Console, total: int, label: str = "", expected_s: float | None = None, generates: bool = True
+    ) -> None:
         self.total = total
+        self._generates = generates
         self.sent = self.done = self.tokens = 0
         self.failures: Counter[str] = Counter()
         self.ttft_ms, self.tpot_ms, self.e2el_ms, self.start_lag_ms = (Reservoir() for _ in range(4))
@@ -155,7 +159,7 @@ class LiveView(LoadListener):
                 self.tpot_ms.add((record.last_token_ns - record.first_token_ns) / NS_PER_MS / (record.tokens - 1))
 
     def _note_first_token(self, record: RequestRecord) -> None:
-        if record.chunk_ns and record.index not in self._first_seen:
+        if record.chunk_ns and not record.is_vector and record.index not in self._first_seen:
             self._first_seen.add(record.index)
             self.ttft_ms.add((record.chunk_ns[0] - record.scheduled_ns) / NS_PER_MS)
 
@@ -206,11 +210,12 @@ class LiveView(LoadListener):
         if self._stage == STAGES[LoadStage.DONE]:
             return said  # the figures of the last seconds would be taken for the run's
         requests_per_s, tokens_per_s = self.rates()
+        said += f", {len(self._in_flight)} in flight{waiting}, {number(requests_per_s)} requests/s"
+        if not self._generates:
+            e2e = _milliseconds(self.e2el_ms.quantiles(0.5, 0.99))
+            return f"{said}, end to end P50 {e2e[0]} P99 {e2e[1]} ms"
         ttft = _milliseconds(self.ttft_ms.quantiles(0.5, 0.99))
-        return (
-            f"{said}, {len(self._in_flight)} in flight{waiting}, {number(requests_per_s)} requests/s, "
-            f"{number(tokens_per_s)} tokens/s, TTFT P50 {ttft[0]} P99 {ttft[1]} ms"
-        )
+        return f"{said}, {number(tokens_per_s)} tokens/s, TTFT P50 {ttft[0]} P99 {ttft[1]} ms"
 
     def frame(self, now_ns: int | None = None) -> Text:
         """The state as a few lines of a terminal."""
@@ -221,12 +226,13 @@ class LiveView(LoadListener):
         frame.append(f"in flight {len(self._in_flight):,}", style="cyan")
         if self._waiting:
             frame.append(f"   waiting for a place {self._waiting:,}", style="yellow")
-        frame.append(f"\n  now {number(requests_per_s)} requests/s   {number(tokens_per_s)} output tokens/s")
+        tokens = f"   {number(tokens_per_s)} output tokens/s" * self._generates
+        frame.append(f"\n  now {number(requests_per_s)} requests/s{tokens}")
         if self.failures:
             frame.append(f"\n  not answered: {_counts(self.failures)}", style="bold red")
         frame.append("\n\n  so far, from the schedule       P50       P90       P99\n", style="dim")
         named = (("TTFT", self.ttft_ms), ("TPOT", self.tpot_ms), ("end to end", self.e2el_ms))
-        for name, sample in named:
+        for name, sample in named if self._generates else named[-1:]:
             values = "".join(f"{text:>10}" for text in _milliseconds(sample.quantiles(0.5, 0.9, 0.99)))
             frame.append(f"  {name:<23} ms{values}\n")
         lag = self.start_lag_ms.quantiles(0.99)[0]

@@ -52,8 +52,9 @@ def latency_pictures(result: RunResult, whole: Summary) -> list[Picture]:
 
 def tail_pictures(result: RunResult) -> list[Picture]:
     """What the tail is made of: the composition, and the slowest requests one by one."""
-    slices = {metric: median_and_slowest(result.records, metric) for metric in ("ttft", "e2el")}  # type: ignore[arg-type]
-    rows = [(f"{name}, {each.name}", each) for metric, name in NAMES.items() for each in slices[metric]]
+    names = {"e2el": "E2E"} if _of_vectors(result) else NAMES
+    slices = {metric: median_and_slowest(result.records, metric) for metric in names}  # type: ignore[arg-type]
+    rows = [(f"{name}, {each.name}", each) for metric, name in names.items() for each in slices[metric]]
     return [
         Picture(
             "tail-composition",
@@ -81,12 +82,16 @@ def time_pictures(result: RunResult, summaries: Sequence[Summary]) -> list[Pictu
     """The run over its time."""
     records, began = result.records, result.began_ns
     steady = next((view.window for view in main_views(summaries)[1:]), None)
+    if _of_vectors(result):
+        figure = figures_time.latency_over_time(records, began, steady)
+        over_time = Picture("latency-over-time", "Latency over time", _latency_caption(result), figure)
+        return [over_time, load_picture(result, steady), *server_pictures(result)]
     return [
         Picture(
             "ttft-over-time",
             "First tokens over time",
-            _ttft_caption(result),
-            figures_time.ttft_over_time(records, began, steady),
+            _latency_caption(result),
+            figures_time.latency_over_time(records, began, steady),
         ),
         Picture(
             "itl-over-time",
@@ -97,6 +102,12 @@ def time_pictures(result: RunResult, summaries: Sequence[Summary]) -> list[Pictu
         load_picture(result, steady),
         *server_pictures(result),
     ]
+
+
+def _of_vectors(result: RunResult) -> bool:
+    """Whether all answers are vectors or scores, without tokens."""
+    answered = [record for record in result.records if record.ok]
+    return bool(answered) and all(record.is_vector for record in answered)
 
 
 def server_pictures(result: RunResult) -> list[Picture]:
@@ -137,7 +148,7 @@ def client_picture(result: RunResult) -> Picture:
 
 def load_pictures(points: Sequence[LoadPoint], load: str, target: float = 0.99) -> list[Picture]:
     """Several runs against their load."""
-    return [
+    found = [
         Picture(
             "latency-against-load",
             "Latency against load",
@@ -157,13 +168,18 @@ def load_pictures(points: Sequence[LoadPoint], load: str, target: float = 0.99) 
             figures_rates.goodput_against_load(points, load, target),
         ),
     ]
+    of_tokens = any(point.summary.tokens.get("output", 0) for point in points)
+    return [picture for picture in found if of_tokens or picture.name != "throughput-against-latency"]
 
 
 NAMES = {"ttft": "TTFT", "e2el": "E2E"}
 
 
 def _cdf_caption(whole: Summary) -> str:
-    due, sent = whole.from_schedule.get("ttft_ms"), whole.from_send.get("ttft_ms")
+    metric, what = (
+        ("ttft_ms", "had their first token") if "ttft_ms" in whole.from_send else ("e2el_ms", "were answered")
+    )
+    due, sent = whole.from_schedule.get(metric), whole.from_send.get(metric)
     if due is None or sent is None:
         return "No request was answered."
     claims = [claim for claim in due.percentiles if claim.value is not None]
@@ -177,19 +193,22 @@ def _cdf_caption(whole: Summary) -> str:
         else ""
     )
     return (
-        f"{tail.p:g} % of the requests had their first token within {number(tail.value or 0.0)} ms of when they were "
+        f"{tail.p:g} % of the requests {what} within {number(tail.value or 0.0)} ms of when they were "
         f"due{compared}. Where the two curves differ, requests waited before they were sent. Percentiles with enough "
         f"samples are marked."
     )
 
 
 def _groups_caption(groups: Mapping[str, Sequence[RequestRecord]]) -> str:
-    medians = []
+    medians, metric = [], "TTFT"
     for name, records in groups.items():
-        ttft = Latencies.of(records).ttft("schedule")
-        if len(ttft):
-            medians.append(f"{name} {number(float(np.median(ttft)))} ms")
-    return f"Median TTFT from the schedule: {', '.join(medians) or 'no request was answered'}."
+        latencies = Latencies.of(records)
+        values = latencies.ttft("schedule")
+        if np.isnan(values).any():
+            values, metric = latencies.e2el("schedule"), "latency"
+        if len(values):
+            medians.append(f"{name} {number(float(np.median(values)))} ms")
+    return f"Median {metric} from the schedule: {', '.join(medians) or 'no request was answered'}."
 
 
 def sides_picture(groups: Mapping[str, Sequence[RequestRecord]]) -> Picture:
@@ -200,7 +219,7 @@ def sides_picture(groups: Mapping[str, Sequence[RequestRecord]]) -> Picture:
 def _composition_caption(slices: dict[str, list[Slice]]) -> str:
     sentences = []
     for metric, name in NAMES.items():
-        if slices[metric]:
+        if slices.get(metric):
             median, slowest = slices[metric]
             ratio = slowest.total_ms / median.total_ms if median.total_ms else 1.0
             who = "the slowest 1 %" if slowest.name.endswith("%") else "the slowest request"
@@ -244,8 +263,9 @@ def _timeline_caption(result: RunResult) -> str:
     return f"{shown}{100 * share:.0f} % of their accounted time was spent {words}."
 
 
-def _ttft_caption(result: RunResult) -> str:
-    ttft = Latencies.of(result.records).ttft("schedule")
+def _latency_caption(result: RunResult) -> str:
+    """Of the first token; of vectors and scores, which have none, of the whole answer."""
+    ttft, _ = figures_time.first_latency(Latencies.of(result.records))
     if not len(ttft):
         return "No request was answered."
     half = len(ttft) // 2

@@ -17,7 +17,7 @@ from headway.bench.record import RunResult
 from headway.bench.report import pictures, tables, verdict
 from headway.bench.report.comparison import comparison_banners, comparison_section
 from headway.bench.report.figures_rates import load_points
-from headway.bench.report.views import Run, load_name, load_of, steady_or_whole
+from headway.bench.report.views import Run, load_name, load_of, steady_or_whole, tokens_per_s
 from headway.report.parts import Banner, Page, Section, Table
 from headway.report.style import number, plain, sentence
 
@@ -262,7 +262,8 @@ def _key_figures(views: Sequence[Summary]) -> tuple[tuple[str, str], ...]:
         claims = [claim for claim in found.percentiles if claim.value is not None] if found else []
         for claim in [claim for claim in claims if claim.p == 50.0] + claims[-1:][: len(claims) > 1]:
             figures.append((f"{number(claim.value or 0.0)} ms", f"{name} P{claim.p:g}, {view.name}"))
-    figures.append((number(view.rates.get("output_throughput", 0.0)), f"output tokens/s, {view.name}"))
+    rate, of_what = tokens_per_s(view)
+    figures.append((number(rate), f"{of_what}, {view.name}"))
     if view.attainment is not None and view.attainment.total:
         figures.append((number(view.attainment.requests_per_s), "goodput, requests/s"))
     return tuple(figures)

@@ -14,7 +14,7 @@ from headway.bench.options import Claims
 from headway.bench.record import ClientHealth, RunResult
 from headway.bench.report.phases import SERVER_REST, part_of
 from headway.bench.report.verdict import METRIC_NAMES, failures_by_kind, is_valid, objectives_in_words, outcome
-from headway.bench.report.views import Run, load_of, main_views, part_views, probe_view, steady_or_whole
+from headway.bench.report.views import Run, load_of, main_views, part_views, probe_view, steady_or_whole, tokens_per_s
 from headway.report.parts import Cell, Table, Tone, cells
 from headway.report.style import number, plain
 
@@ -39,6 +39,12 @@ RATES = (
     ("max_concurrent_requests", "in flight, most"),
 )
 
+VECTOR_RATES = (RATES[0], ("total_token_throughput", "input tokens/s"), *RATES[4:])
+TOKENS = (("prompt", "prompt tokens"), ("cached", "of them cached"), ("output", "output tokens"))
+
+TOKEN_COLUMNS = (("TTFT P50", "ttft_ms", 50.0), ("TTFT P99", "ttft_ms", 99.0), ("TPOT P99", "tpot_ms", 99.0))
+E2E_COLUMNS = (("E2E P50", "e2el_ms", 50.0), ("E2E P99", "e2el_ms", 99.0))
+
 
 def overview(summaries: Sequence[Summary]) -> Table:
     """Requests, rates, tokens, goodput and cost: a column for each view."""
@@ -51,8 +57,9 @@ def overview(summaries: Sequence[Summary]) -> Table:
         ("requests sent again", [Cell(f"{view.resent:,}", "warn" if view.resent else "") for view in views]),
         ("seconds", [number((view.window.ended_ns - view.window.began_ns) / 1e9) for view in views]),
     ]
-    rows += [(label, [number(view.rates.get(key, 0.0)) for view in views]) for key, label in RATES]
-    for key, label in (("prompt", "prompt tokens"), ("cached", "of them cached"), ("output", "output tokens")):
+    rates, counts = (RATES, TOKENS) if tokens_per_s(views[0])[1] == "output tokens/s" else (VECTOR_RATES, TOKENS[:2])
+    rows += [(label, [number(view.rates.get(key, 0.0)) for view in views]) for key, label in rates]
+    for key, label in counts:
         rows.append((label, [f"{view.tokens.get(key, 0):,}" for view in views]))
     rows += _goodput_rows(views) + _cost_rows(views)
     return Table(
@@ -75,11 +82,14 @@ def _goodput_rows(views: Sequence[Summary]) -> list[Row]:
     found = [view.attainment for view in views]
     if not any(found):
         return []
-    return [
+    rows: list[Row] = [
         ("met their objectives", [_share_cell(each) for each in found]),
         ("goodput, requests/s", [number(each.requests_per_s) if each else NOTHING for each in found]),
-        ("goodput, output tokens/s", [number(each.tokens_per_s) if each else NOTHING for each in found]),
     ]
+    if any(view.tokens.get("output", 0) for view in views):
+        tokens = [number(each.tokens_per_s) if each else NOTHING for each in found]
+        rows.append(("goodput, output tokens/s", tokens))
+    return rows
 
 
 def _share_cell(found: Attainment | None) -> Cell:
@@ -182,6 +192,8 @@ def _apart_rows(views: Sequence[Summary]) -> list[Row]:
         ("cancelled", [f"{view.cancelled:,}" for view in views]),
     ]
     for metric, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2el_ms", "E2E")):
+        if not any(metric in view.from_schedule for view in views):
+            continue
         rows += [(f"{name} P{p:g}, ms", [_claim_cell(view, metric, p) for view in views]) for p in (50.0, 90.0, 99.0)]
     return rows
 
@@ -332,6 +344,8 @@ def sweep_table(
     """
     rows = []
     wholes = [summaries[0] for _, summaries in runs]
+    of_vectors = any(tokens_per_s(whole)[1] == "input tokens/s" for whole in wholes)
+    shown = E2E_COLUMNS if of_vectors else TOKEN_COLUMNS
     any_failed, any_refused = any(each.failed > each.refused for each in wholes), any(each.refused for each in wholes)
     for at, (result, summaries) in enumerate(runs):
         view = steady_or_whole(summaries)
@@ -347,16 +361,14 @@ def sweep_table(
                 *([f"{wholes[at].refused:,}"] if any_refused else []),
                 *([_failed_cell(wholes[at])] if any_failed else []),
                 number(view.rates.get("request_throughput", 0.0)),
-                number(view.rates.get("output_throughput", 0.0)),
-                _claim_cell(view, "ttft_ms", 50.0),
-                _claim_cell(view, "ttft_ms", 99.0),
-                _claim_cell(view, "tpot_ms", 99.0),
+                number(tokens_per_s(view)[0]),
+                *(_claim_cell(view, metric, p) for _, metric, p in shown),
                 replace(_share_cell(found), tone=tone),
                 Cell(word, "" if valid else "bad"),
             )
         )
     more = ("refused",) * any_refused + ("failed",) * any_failed
-    columns = (load, "done", *more, "req/s", "tok/s", "TTFT P50", "TTFT P99", "TPOT P99", "met", "run")
+    columns = (load, "done", *more, "req/s", "tok/s", *(name for name, *_ in shown), "met", "run")
     if not intervals:
         rows = [tuple(_without_interval(cell) for cell in row) for row in rows]
     note = (

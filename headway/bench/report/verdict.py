@@ -11,7 +11,7 @@ from headway.bench.measures.client_effect import spoilt
 from headway.bench.measures.numbers import Attainment, Summary
 from headway.bench.options import Claims
 from headway.bench.record import FailureKind, RunResult
-from headway.bench.report.views import Run, load_of, steady_or_whole
+from headway.bench.report.views import Run, load_of, steady_or_whole, tokens_per_s
 from headway.report.parts import Banner
 from headway.report.style import number, plain, sentence
 
@@ -56,11 +56,11 @@ def headline(result: RunResult, summaries: Sequence[Summary], claims: Claims = U
     figures = spoilt_figures(summaries)
     if valid == "Valid" and figures:
         valid = f"Valid but for {figures[0]}" + (f" and {len(figures) - 1} more" if len(figures) > 1 else "")
+    rate, of_what = tokens_per_s(whole)
     return (
         f"{valid}: {whole.completed:,} of {count(asked, 'request')} answered"
         f"{f', {whole.refused:,} refused,' if whole.refused else ''} in {number(result.duration_s)} s, "
-        f"{number(whole.rates.get('request_throughput', 0.0))} requests/s and "
-        f"{number(whole.rates.get('output_throughput', 0.0))} output tokens/s."
+        f"{number(whole.rates.get('request_throughput', 0.0))} requests/s and {number(rate)} {of_what}."
     )
 
 

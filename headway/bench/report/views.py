@@ -30,6 +30,13 @@ def steady_or_whole(summaries: Sequence[Summary]) -> Summary:
     return next((view for view in summaries if view.name == STEADY_STATE), summaries[0])
 
 
+def tokens_per_s(view: Summary) -> tuple[float, str]:
+    """Of what comes out, with its name; of what goes in where nothing comes out but vectors or scores."""
+    if view.completed and not view.tokens.get("output", 0):
+        return view.rates.get("total_token_throughput", 0.0), "input tokens/s"
+    return view.rates.get("output_throughput", 0.0), "output tokens/s"
+
+
 def load_of(result: RunResult) -> float:
     """The load of a run: its rate, else its concurrency, else the rate at which requests came."""
     for key in ("request_rate", "max_concurrency"):

@@ -5,6 +5,7 @@ The same specification and seed make the same workload, byte by byte.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
@@ -20,7 +21,7 @@ from headway.bench.errors import BenchError
 from headway.bench.request import PlannedRequest, Prompt
 from headway.bench.workload.datasets import SampleRequest
 from headway.bench.workload.mix import MixClass, load_mix, options_beside_a_mix
-from headway.bench.workload.prompts import MadePrompt, PromptMaker, TokenSource
+from headway.bench.workload.prompts import MadePrompt, PromptMaker, Texts, TokenSource
 from headway.bench.workload.schedule import (
     PROBES,
     Conversation,
@@ -61,6 +62,11 @@ class Workload:
     users: dict[str, int] = field(default_factory=dict)
 
     @property
+    def num_prompts(self) -> int:
+        """Made for these requests, of which one may have several."""
+        return sum(len(request.prompt.several or (None,)) for request in self.requests)
+
+    @property
     def longest_tokens(self) -> int:
         """Prompt and answer of the longest request, to be compared with the model's context."""
         return max((request.prompt_tokens or 0) + request.output_tokens for request in self.requests)
@@ -80,6 +86,7 @@ def build_workload(
     chat: bool,
     context: int | None = None,
     progress: Progress | None = None,
+    texts: Texts | None = None,
 ) -> Workload:
     """Schedule a run.
 
@@ -88,6 +95,7 @@ def build_workload(
         chat: requests go to /v1/chat/completions: conversations become messages.
         context: tokens that the model has room for, for lengths that were left open; None where it is not known.
         progress: called now and then while prompts are made.
+        texts: of a request, where nothing is generated; None where answers are.
 
     Raises:
         BenchError: a flag, a file or a combination that cannot be; one line.
@@ -98,9 +106,11 @@ def build_workload(
         _check_alone(spec)
     parts = parts_of(spec, mix.classes if mix else (MixClass("", 1.0, spec),), source, context)
     schedule = make_schedule(spec, parts)
+    if texts is not None:
+        _check_texts(texts, schedule)
     clipped = _clip(schedule)
     schedule.conversations = with_cancellations(spec, parts, schedule.conversations)
-    writer = _Writer(PromptMaker(source, spec.seed_of_prompts), len(parts), chat)
+    writer = _Writer(PromptMaker(source, spec.seed_of_prompts), len(parts), chat, texts)
     requests = writer.requests(schedule, progress)
     return Workload(
         description=f"mix {mix.name}: {mix.description}" if mix else parts[0].dataset.describe(),
@@ -123,19 +133,27 @@ def _as_ever(request: PlannedRequest) -> dict[str, Any]:
     for name in ("headers", "cancel_after_s", "tenant"):
         if not fields[name] and fields[name] != 0:
             del fields[name]
+    if fields["prompt"]["several"] is None:
+        del fields["prompt"]["several"]
     return fields
 
 
-def warm_up_requests(workload: Workload, source: TokenSource, count: int) -> list[PlannedRequest]:
+def warm_up_requests(
+    workload: Workload, source: TokenSource, count: int, texts: Texts | None = None
+) -> list[PlannedRequest]:
     """Requests to send before the first is measured: of the workload's median lengths, with prompts of their own.
 
     Args:
-        source: the one that the workload was built with.
+        source, texts: those that the workload was built with.
     """
     prompts = sorted(request.prompt_tokens or 1 for request in workload.requests if request.follows is None)
     answers = sorted(request.output_tokens for request in workload.requests)
-    maker = PromptMaker(source, workload.seed, made=len(workload.requests))
-    made = [maker.make(prompts[len(prompts) // 2]) for _ in range(count)]
+    maker = PromptMaker(source, workload.seed, made=workload.num_prompts)
+    length = prompts[len(prompts) // 2]
+    if texts is not None:
+        length = texts.longest(length)
+    make = functools.partial(maker.make, length)
+    made = [make() if texts is None else texts.made(maker, make(), make) for _ in range(count)]
     return [
         PlannedRequest(index, each.prompt, each.tokens, answers[len(answers) // 2]) for index, each in enumerate(made)
     ]
@@ -149,7 +167,7 @@ def probe_requests(workload: Workload, source: TokenSource, rate: float, made: i
         rate: per second.
         made: prompts made beside the workload's: they are unlike those too.
     """
-    maker = PromptMaker(source, workload.seed, made=len(workload.requests) + made)
+    maker = PromptMaker(source, workload.seed, made=workload.num_prompts + made)
     rng = np.random.default_rng([workload.seed, PROBES])
     at_s = 0.0
     for index in itertools.count():
@@ -172,6 +190,14 @@ def _check(spec: WorkloadSpec, source: TokenSource, chat: bool) -> None:
     beside = options_beside_a_mix(spec) if spec.mix is not None else []
     if beside:
         raise BenchError(f"{beside[0]} and --mix both define the requests; leave one of the two out")
+
+
+def _check_texts(texts: Texts, schedule: Schedule) -> None:
+    for _, turns in schedule.conversations:
+        if len(turns) > 1:
+            raise BenchError("embeddings and scores have no answers that a conversation could go on from")
+        if texts.count > 1 and turns[0].text is not None:
+            raise BenchError("--random-batch-size needs made-up prompts; this dataset has texts of its own")
 
 
 def _check_alone(spec: WorkloadSpec) -> None:
@@ -237,6 +263,7 @@ class _Writer:
     maker: PromptMaker
     classes: int
     chat: bool
+    texts: Texts | None = None
     made: int = 0
     off: list[int] = field(default_factory=list)
 
@@ -258,12 +285,13 @@ class _Writer:
         for turn, request in enumerate(turns):
             made = self._prompt(part, request, turn, len(turns))
             tokens = None if made.tokens is None else said + made.tokens
+            answer = request.output_tokens if self.texts is None else 0
             requests.append(
                 PlannedRequest(
                     index=len(requests),
                     prompt=made.prompt,
                     prompt_tokens=tokens,
-                    output_tokens=request.output_tokens,
+                    output_tokens=answer,
                     class_name=part.of_class.name,
                     arrival_s=None if turn else arrival_s,
                     follows=len(requests) - 1 if turn else None,
@@ -274,9 +302,13 @@ class _Writer:
                     tenant=request.tenant or part.of_class.tenant,
                 )
             )
-            said = (tokens or 0) + request.output_tokens
+            said = (tokens or 0) + answer
 
     def _prompt(self, part: Part, request: SampleRequest, turn: int, turns: int) -> MadePrompt:
+        make = functools.partial(self._one, part, request, turn, turns)
+        return make() if self.texts is None else self.texts.made(self.maker, make(), make)
+
+    def _one(self, part: Part, request: SampleRequest, turn: int, turns: int) -> MadePrompt:
         if request.text is not None:
             return self.maker.source.of_text(request.text)
         # Classes do not share blocks, whatever their ids.

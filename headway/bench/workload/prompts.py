@@ -7,7 +7,7 @@ tokens in every prompt, and after the same blocks a server's prefix cache can ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -19,6 +19,7 @@ from headway.bench.request import Prompt
 
 Members = NDArray[np.int64]
 BLOCKS_KEPT = 4096
+QUERY_TOKENS = 32  # of a ranking
 
 # Kinds of streams. Prompts' own and blocks start with different members.
 _OWN, _BLOCK, _ORDER, _SPARE = range(4)
@@ -30,6 +31,28 @@ class MadePrompt:
 
     prompt: Prompt
     tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What a request has where nothing is generated: so many texts, and for rankings and scores a query."""
+
+    count: int = 1
+    query: bool = False
+
+    def made(self, maker: PromptMaker, first: MadePrompt, more: Callable[[], MadePrompt]) -> MadePrompt:
+        """A prompt of all of them; `more` makes the texts behind the first."""
+        query = [maker.make(QUERY_TOKENS)] if self.query else []
+        found = [*query, first, *(more() for _ in range(self.count - 1))]
+        if len(found) == 1:
+            return first
+        said = tuple(each.prompt.text or each.prompt.token_ids or () for each in found)
+        tokens = [each.tokens for each in found if each.tokens is not None]
+        return MadePrompt(Prompt(several=said), sum(tokens) if len(tokens) == len(found) else None)
+
+    def longest(self, tokens: int) -> int:
+        """Tokens of a text, of so many tokens of a request."""
+        return max(tokens - QUERY_TOKENS * self.query, 1) // self.count
 
 
 class TokenSource(Protocol):

@@ -47,7 +47,8 @@ class RandomLengths(Dataset):
 
     def describe(self) -> str:
         prefix = f", after {self.prefix_len} shared" if self.prefix_len else ""
-        return f"random prompts ({self.input_len.describe()}{prefix}; answers {self.output_len.describe()})"
+        answers = f"; answers {self.output_len.describe()}" if self.output_len.mean else ""
+        return f"random prompts ({self.input_len.describe()}{prefix}{answers})"
 
 
 @dataclass

@@ -102,7 +102,7 @@ def test_many_requests_do_not_make_a_large_file() -> None:
     for figure in (
         figures_requests.timeline(run.records, run.began_ns),
         figures_time.itl_over_time(run.records, run.began_ns),
-        figures_time.ttft_over_time(run.records, run.began_ns),
+        figures_time.latency_over_time(run.records, run.began_ns),
         figures_time.load_over_time(run.records, run.began_ns, run.ended_ns),
     ):
         figure.set_layout_engine("none")
