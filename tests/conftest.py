@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import functools
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Servers of tests are on this machine, and every client would look for them behind the user's proxy.
+for name in [each for each in os.environ if each.lower().endswith("_proxy")]:
+    del os.environ[name]
 # Each process that a test starts would compile the whole package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -80,9 +84,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_setup() -> None:
-    """An engine of the test before may have left torch with threads for all cores, which other workers are on."""
+    """An engine of the test before may have left torch with threads for all cores, which other workers are on. A server
+    says where a process logs and how much, and many tests share one that goes on.
+    """
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    logger = logging.getLogger("headway")
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+    logger.handlers.clear()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -21,13 +21,21 @@ class FullCollections:
     def __init__(self) -> None:
         self._ended = 0
         self._is_on = False
+        self._before = gc.get_threshold()
 
     def start(self) -> None:
         """Take over from Python. Objects that exist now are not looked at again."""
         gc.freeze()
-        young, middle, _ = gc.get_threshold()
-        gc.set_threshold(young, middle, _NEVER)
+        if not self._is_on:
+            self._before = gc.get_threshold()
+        gc.set_threshold(*self._before[:2], _NEVER)
         self._is_on = True
+
+    def stop(self) -> None:
+        """Leave them to Python again, as they were; a process may go on when its server has ended."""
+        if self._is_on:
+            gc.set_threshold(*self._before)
+            self._is_on = False
 
     def on_end(self, in_flight: int) -> None:
         """A request has ended; `in_flight` others are under way."""

@@ -229,6 +229,7 @@ class Service:
 
     async def close(self) -> None:
         """Stop the engine and the threads."""
+        self.full_collections.stop()
         for task in list(self._background):
             task.cancel()
         await self.engine.stop()

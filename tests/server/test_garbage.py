@@ -47,6 +47,20 @@ def test_it_does_not_wait_for_ever(collections: list[int]) -> None:
     assert collections == [2, 2]
 
 
+def test_a_server_that_has_ended_leaves_python_as_it_was(collections: list[int]) -> None:
+    full = FullCollections()
+    before = gc.get_threshold()
+    for _ in range(2):  # an engine that is replaced starts it again
+        full.start()
+        full.start()
+        full.stop()
+        full.stop()
+        assert gc.get_threshold() == before
+    for _ in range(2 * garbage.ENDED_BETWEEN):
+        full.on_end(0)
+    assert collections == []
+
+
 def test_without_a_server_nothing_changes(collections: list[int]) -> None:
     full = FullCollections()
     for _ in range(2 * garbage.ENDED_BETWEEN):

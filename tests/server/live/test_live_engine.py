@@ -44,6 +44,13 @@ OPTIONS = ["--load-format", "dummy", "--kv-cache-memory", "4M", "--threads", "1"
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
+def is_engine(process: psutil.Process) -> bool:
+    try:
+        return "headway.engine" in process.cmdline()
+    except psutil.Error:  # it has just ended
+        return False
+
+
 class Live:
     """`headway serve` on the random model."""
 
@@ -87,8 +94,15 @@ class Live:
         return busy == 0 and self.metric("kv_cache_usage_perc") == 0
 
     def engine_process(self) -> psutil.Process:
-        children = psutil.Process(self.popen.pid).children()
-        return next(child for child in children if "headway.engine" in child.cmdline())
+        """The one that lives; where one was killed, the next as soon as it is there."""
+        found: list[psutil.Process] = []
+
+        def look() -> bool:
+            found.extend(filter(is_engine, psutil.Process(self.popen.pid).children()))
+            return bool(found)
+
+        eventually(look, 60)
+        return found[0]
 
     def close(self) -> None:
         self.http.close()
