@@ -17,7 +17,7 @@ HEADER = re.compile(r"\s*\[\[?\s*([\w-]+)")
 def read_text(path: str) -> str:
     """Raises ValueError, one line, where the file cannot be read."""
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -204,7 +204,7 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
     if path is None:
         return
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         fail(f"cannot read --config {path}: {error.strerror}")
     except ValueError as error:

@@ -74,7 +74,7 @@ def _unsupported(folder: Path) -> str:
     from headway.cost.layers import ShapeError
 
     try:
-        read_shape(json.loads((folder / "config.json").read_text()), str(folder))
+        read_shape(json.loads((folder / "config.json").read_text(encoding="utf-8")), str(folder))
     except (ShapeError, ValueError, OSError):
         return "; not supported"
     return ""

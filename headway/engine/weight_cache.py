@@ -67,7 +67,7 @@ class WeightCache:
         folder = Path(config.model)
         if not config.weight_cache or config.load_format == "dummy" or not folder.is_dir():
             return None
-        about = [_identity(path) for path in weight_files(folder)], (folder / "config.json").read_text()
+        about = [_identity(path) for path in weight_files(folder)], (folder / "config.json").read_text(encoding="utf-8")
         options = config.dtype, config.quantization, config.load_format
         content = json.dumps([*about, options, _processor(), _code()]).encode()
         digest = hashlib.sha256(content).hexdigest()[:24]

@@ -172,7 +172,7 @@ def folder_of(path: Path) -> Path:
                 (folder / part.name).symlink_to(part)
         for name in sorted(contents, key="config.json".__eq__):  # last, as who finds it finds all
             draft = folder / f".{name}.{os.getpid()}"
-            draft.write_text(json.dumps(contents[name], ensure_ascii=False))
+            draft.write_text(json.dumps(contents[name], ensure_ascii=False), encoding="utf-8")
             draft.replace(folder / name)
     except OSError as error:
         raise ModelError(

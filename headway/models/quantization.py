@@ -150,6 +150,10 @@ def read_packed(values: ConfigValues) -> PackedMatrices | None:
     method = section.get("quant_method")
     if method == "gguf":
         return PackedMatrices("gguf", ("re:",), "gguf")
+    if method == "torchao":
+        raise section.error(
+            "quant_method", f"is not supported; {_PLAIN_ONLY}, and --quantization rounds it at the start"
+        )
     if method not in _METHODS:
         raise section.error("quant_method", f"is not supported, only {', '.join(_METHODS)} are; {_PLAIN_ONLY}")
     return _METHODS[method](section)

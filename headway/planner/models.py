@@ -98,7 +98,7 @@ def names_taken(model: str, found_model: str, hardware: str, found_hardware: str
 def _model_of_files(path: Path, quantization: str) -> Model:
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"{file} cannot be read: {error.strerror}; give a model's name or its config.json") from None
     except (ValueError, RecursionError) as error:

@@ -202,6 +202,10 @@ def test_what_is_quantised_already_is_refused(tmp_path: Path) -> None:
     tiny.save("gpt_oss", tmp_path / "gpt_oss")
     with pytest.raises(ValueError, match=r"experts with outputs by turns \(gpt-oss\) are not written"):
         quantize(tmp_path / "gpt_oss", tmp_path / "o", Recipe.of("W8A8", "rtn", None), Windows(), lambda *_: None)
+    config = tmp_path / "gpt_oss" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(ValueError, match=r"its experts, .* are MXFP4 already; serve it as it is, and round its other"):
+        quantize(tmp_path / "gpt_oss", tmp_path / "o", Recipe.of("W8A8", "rtn", None), Windows(), lambda *_: None)
     tiny.save("cohere", tmp_path / "cohere")
     with pytest.raises(ValueError, match=r"norms subtract the mean .* is served from unquantised weights alone"):
         quantize(tmp_path / "cohere", tmp_path / "o", Recipe.of("W8A8", "rtn", None), Windows(), lambda *_: None)
