@@ -21,9 +21,13 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Servers of tests are on this machine, and every client would look for them behind the user's proxy.
-for name in [each for each in os.environ if each.lower().endswith("_proxy")]:
-    del os.environ[name]
+# What users have set for their own commands: a proxy before the servers of tests, a key for them, colours of output.
+for name in list(os.environ):
+    if name.lower().endswith("_proxy") or name in (
+        *("HEADWAY_API_KEY", "OPENAI_API_KEY", "OPENAI_BASE_URL"),
+        *("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"),
+    ):
+        del os.environ[name]
 # Each process that a test starts would compile the whole package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

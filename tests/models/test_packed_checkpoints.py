@@ -282,6 +282,14 @@ def test_what_is_not_packed_beside_mxfp4_may_be_rounded(tmp_path: Path) -> None:
         load(tmp_path, "int3")
 
 
+def test_torchao_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    said = "'torchao', which is not supported; use the unquantised checkpoint, and --quantization rounds it"
+    with pytest.raises(ModelError, match=said):
+        ModelConfig.from_dict(config | {"quantization_config": {"quant_method": "torchao", "quant_type": {}}})
+
+
 def test_mxfp4_is_refused_where_it_cannot_be_read(tmp_path: Path) -> None:
     save_mxfp4(tmp_path)
     with pytest.raises(ValueError, match=r"the reference kernels .* weights in float4-weight-only packed in groups"):
