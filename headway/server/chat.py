@@ -22,6 +22,7 @@ class ChatAnswer(Answer):
     def __init__(self, generation: Generation, body: ChatBody, model: str, tokenizer: Tokenizer) -> None:
         super().__init__(generation, body, model, tokenizer)
         self._with_logprobs = bool(body.logprobs)
+        self._as_ids = bool(body.return_tokens_as_token_ids)
         self._num_top = body.top_logprobs or 0
         self._with_prompt_logprobs = body.prompt_logprobs is not None
 
@@ -59,4 +60,5 @@ class ChatAnswer(Answer):
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self.tokenizer.token_bytes(token_id)
-        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+        token = f"token_id:{token_id}" if self._as_ids else raw.decode(errors="replace")
+        return {"token": token, "logprob": logprob, "bytes": list(raw)}

@@ -26,6 +26,7 @@ class CompletionAnswer(Answer):
         self._with_logprobs = body.logprobs is not None
         self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._skip_special_tokens = body.skip_special_tokens
+        self._name = "token_id:{}".format if body.return_tokens_as_token_ids else tokenizer.token_text
 
     def opening(self, choice: ServedChoice) -> list[dict[str, Any]]:
         if not (self._echo or self.with_token_ids):
@@ -60,15 +61,15 @@ class CompletionAnswer(Answer):
 
     def _logprobs(self, tokens: list[ScoredToken], shift: int = 0) -> dict[str, Any]:
         return {
-            "tokens": [self.tokenizer.token_text(token.token_id) for token in tokens],
+            "tokens": [self._name(token.token_id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": written(self._top(token) for token in tokens),
             "text_offset": [token.offset + shift for token in tokens],
         }
 
     def _top(self, token: ScoredToken) -> dict[str, float]:
-        top = {self.tokenizer.token_text(token_id): logprob for token_id, logprob in token.top}
-        top.setdefault(self.tokenizer.token_text(token.token_id), token.logprob)
+        top = {self._name(token_id): logprob for token_id, logprob in token.top}
+        top.setdefault(self._name(token.token_id), token.logprob)
         return top
 
     def _logprobs_of_prompt(self, choice: ServedChoice) -> dict[str, Any]:
@@ -82,7 +83,7 @@ class CompletionAnswer(Answer):
             detokenizer.push([token_id])
             tokens.append(None if one is None else scored(token_id, one, offsets[-1]))
         return {
-            "tokens": [self.tokenizer.token_text(token_id) for token_id in choice.prompt.token_ids],
+            "tokens": [self._name(token_id) for token_id in choice.prompt.token_ids],
             "token_logprobs": [None if token is None else token.logprob for token in tokens],
             "top_logprobs": written(None if token is None else self._top(token) for token in tokens),
             "text_offset": offsets,

@@ -24,7 +24,7 @@ from headway.server.streaming import ABORT_CONNECTION, IS_WRITABLE
 from headway.tenant_file import Access, key_digest
 
 ARRIVED = "headway.arrived_ns"
-OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs"})
 MAX_ID_LENGTH = 128
 # Known, but without effect so far. llm-d's router sets them on all traffic, so refusing them would refuse all of it.
 IGNORED_HEADERS = ("x-llm-d-inference-fairness-id",)

@@ -95,6 +95,17 @@ class ClientGone(Exception):
     """The client closed its connection; there is nobody to answer."""
 
 
+# Routes of OpenAI and vLLM that clients look for, and what this server has instead.
+_ELSEWHERE = {
+    "/v1/responses": "; use /v1/chat/completions",
+    "/v1/messages": "; use /v1/chat/completions",
+    "/pooling": "; use /v1/embeddings",
+    "/classify": "; use /v1/score",
+    "/v1/audio": "; only text is served",
+    "/v1/images": "; only text is served",
+}
+
+
 def _allowed(error: HTTPException) -> str:
     methods = (error.headers or {}).get("Allow", "")
     return f"; use {methods}" if methods else ""
@@ -102,7 +113,8 @@ def _allowed(error: HTTPException) -> str:
 
 def _of_http_exception(request: Request, error: HTTPException) -> Response:
     path = f"{request.method} {request.url.path}"
-    message = {404: f"there is no {path}", 405: f"{path} is not allowed{_allowed(error)}"}.get(
+    hint = next((hint for route, hint in _ELSEWHERE.items() if request.url.path.startswith(route)), "")
+    message = {404: f"there is no {path}{hint}", 405: f"{path} is not allowed{_allowed(error)}"}.get(
         error.status_code, str(error.detail)
     )
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)

@@ -78,6 +78,15 @@ class MemoryMetrics:
         ready = self._engine.ready
         left_out = 0 if ready is None else len(ready.left_out)
         yield self._gauge("preloaded_prompts_left_out", "Preloaded prompts that did not fit.", left_out)
+        if ready is not None:
+            about = {
+                "block_size": ready.block_size,
+                "num_gpu_blocks": ready.num_blocks,
+                "cache_dtype": ready.kv_cache_dtype,
+            }
+            yield self._gauge(
+                "cache_config_info", "The KV cache: tokens of a block, blocks, type of its numbers.", 1, about
+            )
         yield self._gauge("kv_watermark_blocks", "Blocks that admission keeps free.", watermark)
         used = GaugeMetricFamily(
             f"{self._prefix}class_kv_blocks_used", "Blocks in use, by class.", labels=[*self.labels_of("")]
@@ -90,7 +99,10 @@ class MemoryMetrics:
             used.add_metric([*(self.labels_of("") | {"service_class": label}).values()], count)
         yield used
 
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(self._prefix + name, text, labels=[*self._labels])
-        family.add_metric([*self._labels.values()], value)
+    def _gauge(
+        self, name: str, text: str, value: float, further: Mapping[str, object] | None = None
+    ) -> GaugeMetricFamily:
+        labels = {**self._labels, **{key: str(each) for key, each in (further or {}).items()}}
+        family = GaugeMetricFamily(self._prefix + name, text, labels=[*labels])
+        family.add_metric([*labels.values()], value)
         return family

@@ -122,7 +122,7 @@ async def chat_prompt(service: Service, body: ChatFields, cache_salt: str | None
             messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
+            variables=_reasoning(body, template) | (body.chat_template_kwargs or {}),
         )
 
     try:
@@ -134,6 +134,21 @@ async def chat_prompt(service: Service, body: ChatFields, cache_salt: str | None
     if not token_ids:
         raise bad_request("the chat template gives an empty prompt for these messages", "messages")
     return TokenizedPrompt(token_ids, text)
+
+
+def _reasoning(body: ChatFields, template: ChatTemplate) -> dict[str, Any]:
+    """Variables of the template for `reasoning_effort`. Raises ApiError where it has none."""
+    effort = body.reasoning_effort
+    if effort is None:
+        return {}
+    if "reasoning_effort" in template.source:
+        return {"reasoning_effort": effort}
+    if effort == "none" and "enable_thinking" in template.source:
+        return {"enable_thinking": False}
+    raise bad_request(
+        f"reasoning_effort is {effort!r}, and the model's chat template does not know it; leave it out",
+        "reasoning_effort",
+    )
 
 
 def preloaded(prompts: list[NamedPrompt], tokenizer: Tokenizer, template: ChatTemplate | None) -> list[PreloadedPrompt]:

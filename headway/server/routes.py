@@ -117,6 +117,8 @@ class Routes:
             methods=["GET"],
             responses={200: {"model": responses.Health}, **responses.errors(503)},
         )
+        for method in ("GET", "POST"):  # as SageMaker asks
+            add("/ping", self.health, methods=[method], include_in_schema=False)
         add("/", self.root, methods=["GET"], include_in_schema=False)
         add("/version", self.version, methods=["GET"], responses={200: {"model": responses.Version}})
         add(
@@ -294,6 +296,8 @@ class Routes:
             "object": "model",
             "created": self._service.created,
             "owned_by": "headway",
+            "root": name,
+            "parent": None,
             "max_model_len": None if ready is None else ready.max_model_len,
         }
 

@@ -149,6 +149,11 @@ class GenerationBody(RequestBody):
     skip_special_tokens: bool = True
     prompt_logprobs: Int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text"]
 
 
 class CompletionBody(GenerationBody):
@@ -160,6 +165,7 @@ class CompletionBody(GenerationBody):
     logprobs: Int | None = None
     best_of: Int | None = None
     add_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
 
 
 class Message(Body):
@@ -175,10 +181,6 @@ class Message(Body):
     tool_calls: NullField = None
 
 
-class ResponseFormat(Body):
-    type: Literal["text"]
-
-
 class ChatFields(Body):
     """How messages become a prompt."""
 
@@ -186,6 +188,7 @@ class ChatFields(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     add_special_tokens: bool = False
 
 
@@ -271,6 +274,8 @@ class Unsupported:
 
 
 _NO_TOOLS = "tool calls are not supported yet"
+_NO_GRAMMAR = "answers are not held to a grammar"
+_NO_BEAMS = "beam search is not supported"
 UNSUPPORTED = {
     "suffix": Unsupported("inserting before a suffix is not supported", lambda value: value == ""),
     "tools": Unsupported(_NO_TOOLS, lambda value: value == []),
@@ -280,11 +285,41 @@ UNSUPPORTED = {
     "function_call": Unsupported(_NO_TOOLS, lambda value: value in ("none", "auto")),
     "audio": Unsupported("only text is produced"),
     "prediction": Unsupported("predicted outputs are not supported"),
-    "reasoning_effort": Unsupported("pass parameters of the chat template in chat_template_kwargs"),
     "verbosity": Unsupported("state the length of the answer in a message"),
     "web_search_options": Unsupported("web search is not supported"),
     "store": Unsupported("nothing is stored", lambda value: value is False),
     "metadata": Unsupported("a JSON object is accepted and ignored", lambda value: isinstance(value, dict)),
     "safety_identifier": Unsupported("it must be a string", lambda value: isinstance(value, str)),
     "prompt_cache_key": Unsupported("it must be a string", lambda value: isinstance(value, str)),
+    "prompt_cache_retention": Unsupported("it must be a string", lambda value: isinstance(value, str)),
+    "prompt_cache_options": Unsupported("a JSON object has no effect", lambda value: isinstance(value, dict)),
+    "moderation": Unsupported("nothing is moderated"),
+    # Of vLLM's own fields.
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        Unsupported(_NO_GRAMMAR),
+    ),
+    "use_beam_search": Unsupported(_NO_BEAMS, lambda value: value is False),
+    "early_stopping": Unsupported(_NO_BEAMS, lambda value: value is False),
+    "length_penalty": Unsupported(_NO_BEAMS, lambda value: value == 1),
+    "bad_words": Unsupported("give the tokens a logit_bias of -100", lambda value: value == []),
+    "allowed_token_ids": Unsupported("give these tokens a logit_bias of 100"),
+    "logprob_token_ids": Unsupported("only the likeliest tokens are shown, with logprobs"),
+    "logits_processors": Unsupported("sampling has no plug-ins", lambda value: value == []),
+    "spaces_between_special_tokens": Unsupported("it must be a boolean", lambda value: isinstance(value, bool)),
+    "include_reasoning": Unsupported("it must be a boolean", lambda value: isinstance(value, bool)),
+    "thinking_token_budget": Unsupported("limit the whole answer with max_tokens", lambda value: value == -1),
+    "repetition_detection": Unsupported("use repetition_penalty"),
+    "chat_template": Unsupported("start the server with --chat-template"),
+    "documents": Unsupported("pass them to the chat template in chat_template_kwargs", lambda value: value == []),
+    "prompt_embeds": Unsupported("prompts are texts or token ids"),
+    "mm_processor_kwargs": Unsupported("only text is understood", lambda value: value == {}),
+    "kv_transfer_params": Unsupported("prompts and answers are computed by one server"),
+    "vllm_xargs": Unsupported("there are no extensions", lambda value: value == {}),
+    "request_id": Unsupported("send it in the header x-request-id"),
+    "return_token_offsets": Unsupported("offsets are not returned", lambda value: value is False),
+    "echo": Unsupported("use continue_final_message", lambda value: value is False),
+    "embed_dtype": Unsupported("vectors are float32", lambda value: value == "float32"),
+    "endianness": Unsupported("vectors are little-endian", lambda value: value in ("native", "little")),
+    "max_tokens_per_doc": Unsupported("use truncate_prompt_tokens", lambda value: value == 0),
 }

@@ -69,6 +69,46 @@ def test_only_the_chosen_token_when_no_top_logprobs(server: LiveServer) -> None:
     assert [token["top_logprobs"] for token in choice["logprobs"]["content"]] == [[], []]
 
 
+def test_tokens_may_be_named_by_their_ids(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    """As tokens of a part of a character have no text that tells them apart."""
+    named = {"return_tokens_as_token_ids": True}
+    ids = tokenizer.encode(TEXT)[:3]
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HELLO, logprobs=True, top_logprobs=2, max_tokens=3, extra_body=named
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert [token.token for token in logprobs.content] == [f"token_id:{each}" for each in ids]
+    assert all(each.token.startswith("token_id:") for token in logprobs.content for each in token.top_logprobs)
+    assert b"".join(bytes(token.bytes or []) for token in logprobs.content).decode() == tokenizer.decode(ids)
+    found = client.completions.create(model=MODEL, prompt="x", max_tokens=3, logprobs=2, echo=True, extra_body=named)
+    completion = found.choices[0].logprobs
+    assert completion is not None and completion.tokens is not None and completion.top_logprobs is not None
+    assert completion.tokens == [f"token_id:{each}" for each in [*tokenizer.encode("x"), *ids]]
+    assert all(name.startswith("token_id:") for top in completion.top_logprobs[1:] for name in top)
+
+
+def test_reasoning_effort_is_a_variable_of_the_template(
+    start_server: Any, engine: FakeEngine, tokenizer: Tokenizer
+) -> None:
+    from headway.text.chat_template import ChatTemplate
+
+    effort = ChatTemplate("{{ reasoning_effort }}: {{ messages[0].content }}", {})
+    switch = ChatTemplate("{{ 'no ' if not enable_thinking }}thoughts: {{ messages[0].content }}", {})
+    for template, asked, prompt in (
+        (effort, {"reasoning_effort": "high"}, "high: Hello"),
+        (effort, {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "x"}}, "x: Hello"),
+        (switch, {"reasoning_effort": "none"}, "no thoughts: Hello"),
+    ):
+        server = start_server(template=template)
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=asked)
+            assert prompt_of(engine, tokenizer) == prompt
+            if template is switch:
+                with pytest.raises(openai.BadRequestError, match="the model's chat template does not know it"):
+                    client.chat.completions.create(model=MODEL, messages=HELLO, reasoning_effort="high")
+
+
 def test_stop_and_seed_and_limits(client: openai.OpenAI, engine: FakeEngine) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=HELLO, stop=" time", seed=7, max_tokens=50)
     assert answer.choices[0].message.content == "Once upon a"
@@ -126,6 +166,19 @@ def test_text_is_the_only_response_format(server: LiveServer) -> None:
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"chat_template": "x"}, "chat_template"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"request_id": "x"}, "request_id"),
+        ({"echo": True}, "echo"),
+        ({"moderation": {}}, "moderation"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"modalities": ["audio"]}, "modalities[0]"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
@@ -170,6 +223,14 @@ def test_values_that_change_nothing_are_taken(server: LiveServer) -> None:
         "user": "u-1",
         "safety_identifier": "u-1",
         "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "bad_words": [],
+        "spaces_between_special_tokens": True,
+        "include_reasoning": True,
+        "vllm_xargs": {},
+        "echo": False,
         "reasoning_effort": None,
         "response_format": {"type": "text"},
     }
@@ -179,6 +240,7 @@ def test_values_that_change_nothing_are_taken(server: LiveServer) -> None:
     replayed = {"role": "assistant", "content": "x", "tool_calls": [], "annotations": [], "refusal": None}
     assert server.post("/v1/chat/completions", messages=[*HELLO, replayed, *HELLO]).status_code == 200
     assert server.post("/v1/completions", prompt="x", suffix="", tools=[], store=False).status_code == 200
+    assert server.post("/v1/completions", prompt="x", response_format={"type": "text"}).status_code == 200
 
 
 def test_template_that_refuses(start_server: Any, tokenizer: Tokenizer) -> None:

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.server.fake_engine import FakeEngine
-from tests.server.live_server import LiveServer, eventually
+from tests.server.live_server import MODEL, LiveServer, eventually
 
 StartServer = Callable[..., LiveServer]
 
@@ -266,6 +266,15 @@ def test_models_version_load(server: LiveServer, engine: FakeEngine) -> None:
     engine.open = True
     asker.join()
     eventually(lambda: httpx.get(f"{server.url}/load").json() == {"server_load": 0})
+
+
+def test_what_other_servers_have_is_here_or_said_to_be_elsewhere(server: LiveServer) -> None:
+    assert server.client.get("/ping").json() == server.client.post("/ping").json() == {"status": "ready"}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        (card,) = client.models.list().data
+        assert (card.id, card.model_extra) == (MODEL, {"root": MODEL, "parent": None, "max_model_len": 256})
+        with pytest.raises(openai.NotFoundError, match="there is no POST /v1/responses; use /v1/chat/completions"):
+            client.responses.create(model=MODEL, input="Hello")
 
 
 def test_tokenize_and_back(server: LiveServer) -> None:

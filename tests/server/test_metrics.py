@@ -199,6 +199,13 @@ def test_gauges_follow_the_engine(start_server: StartServer, engine: FakeEngine)
     assert (found["headway:num_requests_waiting"], found["headway:engine_restarts"]) == (7, 2)
 
 
+def test_the_cache_is_described_as_routers_look_for_it(start_server: StartServer) -> None:
+    text = start_server(metrics_prefix="vllm:").client.get("/metrics").text
+    labels = 'block_size="16",cache_dtype="float32",engine="0",model_name="tiny",num_gpu_blocks="64"'
+    (line,) = [each for each in text.splitlines() if each.startswith("vllm:cache_config_info{")]
+    assert sorted(line.partition("{")[2].removesuffix("} 1.0").split(",")) == labels.split(",")
+
+
 def test_the_pool_is_told_by_class(start_server: StartServer, engine: FakeEngine) -> None:
     server = start_server()
     stats = EngineStats(
