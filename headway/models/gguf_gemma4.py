@@ -12,6 +12,11 @@ _KEYS = {
     "num_kv_shared_layers": "attention.shared_kv_layers",
     "hidden_size_per_layer_input": "embedding_length_per_layer_input",
 }
+_EXPERTS = {
+    "num_experts": "expert_count",
+    "top_k_experts": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
 
 
 def gemma4_config(
@@ -24,16 +29,16 @@ def gemma4_config(
             as it is.
 
     Raises:
-        ModelError: a key is missing or of another kind, or there are experts, which are read from safetensors alone.
+        ModelError: a key is missing or of another kind.
     """
     said = {name.removeprefix("gemma4."): value for name, value in values.items() if name.startswith("gemma4.")}
-    if said.get("expert_count"):
-        raise ModelError(f"{source}: Gemma 4 with experts is not read from GGUF; use the safetensors checkpoint")
     is_local, layers = said.get("attention.sliding_window_pattern"), said.get("block_count")
     if not isinstance(is_local, list) or not isinstance(layers, int) or not 0 < len(is_local) == layers:
         raise ModelError(f"{source}: gemma4.attention.sliding_window_pattern is not one for each of {layers} layers")
     widths, heads = (_each(said, key, layers, source) for key in ("feed_forward_length", "attention.head_count_kv"))
     found: dict[str, Any] = {name: said.get(key) for name, key in _KEYS.items() if said.get(key) is not None}
+    if said.get("expert_count"):
+        found |= {"enable_moe_block": True} | {name: said.get(key) for name, key in _EXPERTS.items()}
     last, first_local = layers - 1, is_local.index(True) if True in is_local else layers - 1
     whole = {"head_dim": said.get("attention.key_length"), "num_key_value_heads": heads[last]}
     own = [layer for layer in range(layers - (found.get("num_kv_shared_layers") or 0)) if not is_local[layer]]

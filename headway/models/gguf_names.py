@@ -89,6 +89,11 @@ _NORMS = {
     "gemma4": _POST_NORMS
     | {
         "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+        "router": "ffn_gate_inp",
+        "router.per_expert_scale": "ffn_down_exps",
         "layer_scalar": "layer_output_scale",
         "per_layer_input_gate": "inp_gate",
         "per_layer_projection": "proj",
@@ -108,6 +113,7 @@ _ENDINGS = {
     "e_score_correction_bias": ".bias",
     "expert_bias": ".bias",
     "layer_scalar": ".weight",
+    "per_expert_scale": ".scale",
     "dt_bias": ".bias",
     "A_log": ".",
 }

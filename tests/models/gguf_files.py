@@ -99,8 +99,9 @@ def write(
     counts = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     experts = next(filter(None, (getattr(config, each, None) for each in counts)), None)
     if experts:
+        used = ("moe_k", "top_k_experts", "num_experts_per_tok")
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(getattr(config, "moe_k", None) or config.num_experts_per_tok)
+        writer.add_expert_used_count(next(getattr(config, each) for each in used if hasattr(config, each)))
         writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
@@ -140,6 +141,7 @@ def write(
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
         writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+    fused_experts |= family == "gemma4"
     (tokenizer or byte_tokenizer)(writer)
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
     known = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kind]}
@@ -147,7 +149,10 @@ def write(
     stacks: dict[str, list[np.ndarray]] = {}
     for seed, (name, tensor) in enumerate(_tensors(model).items()):
         theirs, expert = gguf_name(name, family)
-        assert re.sub(r"\.\d+\.", ".{bid}.", theirs).removesuffix(".weight").removesuffix(".bias") in known
+        stem = re.sub(r"\.\d+\.", ".{bid}.", theirs)
+        if family == "gemma4":
+            stem = re.sub("ffn_(gate|up)_exps", "ffn_gate_up_exps", stem)
+        assert re.sub(r"\.(weight|bias|scale)$", "", stem) in known
         if ".conv.conv." in name:
             tensor = tensor.squeeze(1)
         is_plain = "gate." in name.replace("_gate.", ".") or ".conv" in name
@@ -323,6 +328,8 @@ def _published(model: PreTrainedModel, name: str) -> str:
     """What checkpoints call a tensor that transformers has under another name."""
     if model.config.model_type == "minimax_m2":
         return name.replace(".mlp.", ".block_sparse_moe.")
+    if model.config.model_type == "gemma4_text":
+        return name.replace(".experts.", ".mlp.experts.").replace(".router.proj.", ".mlp.gate.")
     name = name.replace("mlp.router", "mlp.gate").replace("gate.moe_statics", "moe_statics")
     return name.replace("block_sparse_moe.router", "mlp.gate").replace("block_sparse_moe.experts", "mlp.experts")
 

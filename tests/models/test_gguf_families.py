@@ -48,6 +48,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
         ("gemma4", {}),
         ("gemma4_shared", {}),
         ("gemma4_keys_are_values", {}),
+        ("gemma4_experts", {}),
         ("glm4", {}),
         ("olmo2", {}),
         ("deepseek_v2", {}),
@@ -87,7 +88,7 @@ def test_gates_and_what_they_let_through_may_be_one_tensor(kind: str, tmp_path: 
     assert torch.equal(apart, fused)
 
 
-@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "lfm2", "glm4_moe"])
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "lfm2", "glm4_moe", "gemma4_experts"])
 def test_packed_matrices_are_those_of_the_same_numbers(case: str, tmp_path: Path) -> None:
     """Also where their rows stand in another order, and there are heads by turns."""
     sizes: dict[str, object] = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
