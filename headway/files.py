@@ -14,8 +14,23 @@ _LONGEST_NAME = 200  # of a draft, before what makes it unique: file systems all
 
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/headway, or ~/.cache/headway."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "headway"
+    return _of_user("XDG_CACHE_HOME", ".cache")
+
+
+def config_folder() -> Path:
+    """$XDG_CONFIG_HOME/headway, or ~/.config/headway."""
+    return _of_user("XDG_CONFIG_HOME", ".config")
+
+
+def _of_user(variable: str, name: str) -> Path:
+    """By the XDG Base Directory Specification, where a relative path counts as none."""
+    base = Path(os.environ.get(variable, ""))
+    if not base.is_absolute():
+        try:
+            base = Path.home() / name
+        except RuntimeError:  # as in a container, under the id of no user
+            base = Path("/nonexistent") / name
+    return base / "headway"
 
 
 def write_files(contents: Mapping[Path, bytes]) -> None:

@@ -13,7 +13,7 @@ from headway.calibration.peaks import MachinePeaks
 from headway.calibration.samples import Kind, Sample
 from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware
-from headway.files import write_files
+from headway.files import config_folder, write_files
 
 FORMAT = 2  # of the file; raised when its meaning changes
 LONGEST_NAME = 64
@@ -84,9 +84,7 @@ class _Version(msgspec.Struct):
 
 def folder() -> Path:
     """Where calibrated machines are kept: $XDG_CONFIG_HOME/headway/hardware, by default below ~/.config."""
-    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    # The XDG Base Directory Specification: a relative path counts as none.
-    return (base if base.is_absolute() else Path.home() / ".config") / "headway" / "hardware"
+    return config_folder() / "hardware"
 
 
 def slug(name: str) -> str:

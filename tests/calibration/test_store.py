@@ -28,6 +28,7 @@ from headway.calibration.store import (
     save,
     slug,
 )
+from headway.files import cache_folder
 from tests.calibration.machines import a_machine
 
 
@@ -60,6 +61,14 @@ def test_where_entries_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said
     assert folder() == tmp_path / base / "headway" / "hardware"
     monkeypatch.delenv("XDG_CONFIG_HOME")
     assert folder() == tmp_path / ".config" / "headway" / "hardware"
+
+
+def test_a_user_without_a_home_has_no_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process in a container, under an id that is no user's."""
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    assert not folder().exists() and not cache_folder().exists()
 
 
 @pytest.mark.parametrize(
