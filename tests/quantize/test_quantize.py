@@ -203,7 +203,8 @@ def test_what_is_quantised_already_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"experts with outputs by turns \(gpt-oss\) are not written"):
         quantize(tmp_path / "gpt_oss", tmp_path / "o", Recipe.of("W8A8", "rtn", None), Windows(), lambda *_: None)
     config = tmp_path / "gpt_oss" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "quantization_config": {"quant_method": "mxfp4"}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | sizes))
     with pytest.raises(ValueError, match=r"its experts, .* are MXFP4 already; serve it as it is, and round its other"):
         quantize(tmp_path / "gpt_oss", tmp_path / "o", Recipe.of("W8A8", "rtn", None), Windows(), lambda *_: None)
     tiny.save("cohere", tmp_path / "cohere")
