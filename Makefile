@@ -38,16 +38,22 @@ $(VENV)/.installed-serve: pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) --no-build-isolation --config-settings editable_mode=compat --editable '.[serve]'
 	@touch $@
 
+# What is not compiled here, the first start compiles.
+$(VENV)/.compiled: $(VENV)/.installed-serve
+	@echo "Compiling CPU kernels, once on this machine ..."
+	@$(BIN)/headway calibrate --kernels --json > /dev/null || true
+	@touch $@
+
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Headway and its development tools into $(VENV) ..."
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation --config-settings editable_mode=compat --editable '.[serve,test,dev]'
 	@touch $@ $(VENV)/.installed-serve
 
-install: $(VENV)/.installed-serve
+install: $(VENV)/.compiled
 	@echo "Headway is in $(VENV). In each new terminal: source $(BIN)/activate"
 
-serve: $(VENV)/.installed-serve
+serve: $(VENV)/.compiled
 	@exec $(BIN)/headway serve $(ARGS)
 
 test: $(VENV)/.installed-dev

@@ -66,7 +66,7 @@ ROOMS = {
     "policy": Room(ours={"policy", "cost"}, packages={"msgspec"}, forbidden=frozenset(CLOCKS_AND_IO)),
     "cost": Room(ours={"cost", "policy"}, packages={"msgspec", "numpy"}, forbidden=frozenset(CLOCKS_AND_IO)),
     "calibration": Room(
-        ours={"calibration", "cost", "policy", "models", "kernels", "engine", "files", "installation"},
+        ours={"calibration", "cost", "policy", "models", "kernels", "engine", "bundled", "files", "installation"},
         forbidden=NO_SERVER,
     ),
     "kernels": Room(ours={"kernels", "models", "files"}, forbidden=NO_SERVER),

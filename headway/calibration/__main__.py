@@ -1,14 +1,15 @@
 """`python -m headway.calibration`: measure this machine, print one JSON object, and say on stderr what is going on.
 
 It prints the machine's peaks; or with --machine what `headway calibrate` stores: those, and what the engine's own
-kernels and its host reach of them; or with --kernels which way each product of a CPU takes. Lines of progress begin
-with the share that is done.
+kernels and its host reach of them; or with --kernels which way each product of a CPU takes, and compiles the kernels of
+the bundled model. Lines of progress begin with the share that is done.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 
 from headway.installation import EngineNotInstalled, require_engine
@@ -24,7 +25,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="Fewer of them; only with --machine.")
     parser.add_argument("--machine", action="store_true", help="Measure the engine too, and print a machine's entry.")
     parser.add_argument("--name", help="Of that entry. Default: from the processor's or GPU's name.")
-    parser.add_argument("--kernels", action="store_true", help="Only measure which of several CPU kernels are fastest.")
+    parser.add_argument("--kernels", action="store_true", help="Only choose and compile CPU kernels.")
     arguments = parser.parse_args()
     if arguments.machine and arguments.dtype:
         parser.error("--dtype does not apply to --machine, which measures all types of the device")
@@ -52,8 +53,24 @@ def _kernels() -> bytes:
     from headway.kernels.cpu_choice import choice_for
 
     choice = choice_for()
+    _say("0.0000 measuring CPU kernels")
     choice.measure_again()
+    _compile()
     return choice.to_json()
+
+
+def _compile() -> None:
+    """What the bundled model's first start would compile, and that of most models in bfloat16."""
+    from headway.bundled import STORY
+    from headway.engine.config import EngineConfig
+    from headway.engine.start import start_engine
+
+    def say(stage: str, taken_ns: int) -> None:
+        left = re.search(r"(\d+) of (\d+)", stage)
+        if left is not None and not taken_ns:
+            _say(f"{int(left[1]) / int(left[2]):.4f} {stage}")
+
+    start_engine(EngineConfig(str(STORY), device="cpu", kv_cache_memory=1 << 24), say)
 
 
 def _machine(arguments: argparse.Namespace) -> bytes:

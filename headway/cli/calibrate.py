@@ -7,7 +7,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -42,7 +43,8 @@ def calibrate(
     output: Annotated[Path | None, typer.Option(help="Write the entry here, and store nothing.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the entry as JSON and nothing else.")] = False,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Only choose the fastest CPU kernels again, and show how fast each is.")
+        bool,
+        typer.Option("--kernels", help="Only choose the fastest CPU kernels again, and compile those of most models."),
     ] = False,
 ) -> None:
     """Measure this machine (one to three minutes), so that `headway plan` can plan for it.
@@ -92,7 +94,8 @@ def _kernels(as_json: bool) -> None:
     from headway.report.console import print_table
 
     try:
-        printed = _run(["--kernels"], lambda done, stage: None)
+        with _shown() as show:
+            printed = _run(["--kernels"], show)
     except ValueError as error:
         fail(str(error))
     if as_json:
@@ -106,11 +109,17 @@ def _given(flag: str, value: object) -> list[str]:
 
 
 def _measured(arguments: list[str]) -> CalibratedMachine:
-    """By a process of its own, which needs torch; its progress is shown on stderr, where that is a terminal."""
+    from headway.calibration.store import CalibratedMachine
+
+    with _shown() as show:
+        return CalibratedMachine.from_json(_run(arguments, show))
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[float, str], None]]:
+    """The progress of a process of its own, which needs torch; on stderr, where that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    from headway.calibration.store import CalibratedMachine
 
     columns = (
         SpinnerColumn(),
@@ -130,7 +139,7 @@ def _measured(arguments: list[str]) -> CalibratedMachine:
         def show(done: float, stage: str) -> None:
             progress.update(task, completed=done, description=stage)
 
-        return CalibratedMachine.from_json(_run(arguments, show))
+        yield show
 
 
 def _run(arguments: list[str], on_progress: Callable[[float, str], None]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -60,6 +60,7 @@ def build_engine(
     on_stage: StageListener | None = None,
     memory: mmap.mmap | None = None,
     cache: WeightCache | None = None,
+    beside: ExitStack | None = None,
 ) -> LoadedEngine:
     """Load the model and make everything that a step needs.
 
@@ -71,6 +72,7 @@ def build_engine(
         on_stage: is told the name and the nanoseconds of each stage when it is done.
         memory: for a CPU's weights, see LargePages.
         cache: which has them, or is to have them.
+        beside: what other processes do for this start, until it is closed.
 
     Raises:
         EngineError, ModelError, ValueError: one line naming the value, the limit and what to do.
@@ -88,7 +90,12 @@ def build_engine(
         kernels = kernels_for(str(device), dtype, memory)
     packed = model_config.packed
     with stages.timed("choose_kernels"):
-        chosen = kernels.choose(dtype, config.quantization if packed is None else packed.scheme)
+        scheme = config.quantization if packed is None else packed.scheme
+        chosen = kernels.choose(dtype, scheme)
+    if device.type == "cpu" and beside is not None:
+        from headway.kernels.cpu_ahead import compiling
+
+        beside.enter_context(compiling(dtype, scheme, cache_dtype, stages.say))
     asked_len = _asked_model_len(config, model_config)
     if (sinks := config.sinks(model_config.shape.max_positions, asked_len)) is not None:
         model_config = model_config.with_attention_sinks(sinks)
@@ -139,6 +146,11 @@ class _Stages:
     def __init__(self, listener: StageListener | None) -> None:
         self.ns: dict[str, int] = {}
         self._listener = listener
+
+    def say(self, line: str) -> None:
+        """What is being done, which is no stage."""
+        if self._listener is not None:
+            self._listener(line, 0)
 
     def done(self, stage: str, elapsed_ns: int) -> None:
         self.ns[stage] = elapsed_ns

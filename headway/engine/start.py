@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +45,7 @@ def start_engine(config: EngineConfig, on_stage: Callable[[str, int], None] | No
 
     Raises as build_engine.
     """
-    with uncollected():
+    with uncollected(), ExitStack() as beside:
         began = time.monotonic_ns()
         memory, cache = _prepare(config)
         from headway.engine.build import build_engine
@@ -53,7 +53,7 @@ def start_engine(config: EngineConfig, on_stage: Callable[[str, int], None] | No
         imported = time.monotonic_ns() - began
         if on_stage is not None:
             on_stage("import", imported)
-        engine = build_engine(config, on_stage, memory, cache)
+        engine = build_engine(config, on_stage, memory, cache, beside)
     engine.startup_ns = {"import": imported, **engine.startup_ns}
     return engine
 

@@ -7,6 +7,7 @@ is first compiled, and a start that finds all of its code on disk does not impor
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import fcntl
 import functools
@@ -26,9 +27,15 @@ from headway.files import cache_folder
 
 _ENDING = ".native"
 _ENTRY = "headway_entry"
+# Instructions; to call a function of more costs nothing, and all in one function takes LLVM twice as long.
+_MOST_INLINED = 200
+_BESIDE = Path(__file__).parent / "__pycache__"
 _compiling = threading.RLock()
 _held: set[Path] = set()
 _loaded: list[Any] = []  # the code lives as long as what has linked it
+_named: contextvars.ContextVar[list[Path] | None] = contextvars.ContextVar("named", default=None)
+# Is given the name of a function before it is compiled, or waited for, and where its code will be.
+listener: Callable[[str, Path], None] | None = None
 
 
 class _Later:
@@ -71,12 +78,16 @@ types: Any = _Types()
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile with Numba for callers that are compiled too, dividing as C does."""
-    options = {"no_cpython_wrapper": True, "error_model": "numpy", **options}
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy", **options}
 
     def make(function: Callable[..., Any]) -> Any:
         from numba import njit
 
-        return njit(**options)(function)
+        made = njit(pipeline_class=_passes(), **options)(function)
+        compile_for = made.compile
+        # A number that stands in a call is no type of its own: the function would be compiled once for each.
+        made.compile = lambda kinds: compile_for(tuple(types.unliteral(kind) for kind in kinds))
+        return made
 
     return lambda function: _Later(lambda: make(function), function)
 
@@ -118,9 +129,8 @@ def code_folder() -> Path:
     """Where code is kept: NUMBA_CACHE_DIR, beside the sources, or the user's cache where those cannot be written."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(chosen)
-    beside = Path(__file__).parent / "__pycache__"
-    writable = os.access(beside if beside.exists() else beside.parent, os.W_OK)
-    return beside if writable else cache_folder() / "kernels"
+    writable = os.access(_BESIDE if _BESIDE.exists() else _BESIDE.parent, os.W_OK)
+    return _BESIDE if writable else cache_folder() / "kernels"
 
 
 @contextlib.contextmanager
@@ -137,6 +147,16 @@ def alone(lock: Path) -> Iterator[None]:
             _held.add(lock)
             stack.callback(_held.discard, lock)
         yield
+
+
+def is_being_compiled(path: Path) -> bool:
+    """Whether a process is compiling the code that will be here."""
+    with contextlib.suppress(OSError), path.with_suffix(".lock").open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 @functools.lru_cache(maxsize=1)
@@ -167,15 +187,31 @@ def address_of(function: Callable[..., None]) -> int:
     needs it. A function is known by its name and by what it refers to from outside, which are numbers.
     """
     function = inspect.unwrap(function)
-    path = _path_of(function)
+    path, named = _path_of(function), _named.get()
+    if named is not None:
+        named.append(path)
+        return 0
     code = _read(path)
     if code is None:
+        if listener is not None:
+            listener(function.__qualname__.partition(".")[0].removesuffix("_job").lstrip("_"), path)
         with alone(path.with_suffix(".lock")):
             code = _read(path)
             if code is None:
                 code = compile_entry(function)
                 _keep(path, code)
     return _link(code)
+
+
+def path_of(make: Callable[[], int]) -> Path:
+    """Where the code is kept, or will be, of which `make` returns the address."""
+    paths: list[Path] = []
+    token = _named.set(paths)
+    try:
+        make()
+    finally:
+        _named.reset(token)
+    return paths[0]
 
 
 @functools.cache
@@ -191,7 +227,9 @@ def _path_of(function: Callable[..., None]) -> Path:
     known = [(name, type(value).__name__, value) for name, value in zip(code.co_freevars, outside, strict=True)]
     digest = hashlib.sha256(repr((sources(), target(), own, known)).encode()).hexdigest()[:16]
     name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__.partition('.<locals>')[0]}"
-    return code_folder() / f"{name}-{digest}{_ENDING}"
+    path = code_folder() / f"{name}-{digest}{_ENDING}"
+    installed = _BESIDE / path.name  # by a user who may write there
+    return installed if "NUMBA_CACHE_DIR" not in os.environ and installed.exists() else path
 
 
 def _read(path: Path) -> bytes | None:
@@ -227,18 +265,78 @@ def _link(code: bytes) -> int:
     return int(engine.get_function_address(_ENTRY))
 
 
+@functools.lru_cache(maxsize=1)
+def _passes() -> Any:
+    """Numba's compiler with the passes that functions of numbers, without closures or exceptions, have need of."""
+    from numba.core import typed_passes, untyped_passes
+    from numba.core.compiler import CompilerBase
+    from numba.core.compiler_machinery import PassManager
+
+    class Passes(CompilerBase):  # type: ignore[misc]
+        def define_pipelines(self) -> list[Any]:
+            self.state.type_annotation = None
+            passes = PassManager("headway")
+            for each in (
+                untyped_passes.TranslateByteCode,
+                untyped_passes.FixupArgs,
+                untyped_passes.IRProcessing,
+                untyped_passes.RewriteSemanticConstants,
+                untyped_passes.GenericRewrites,
+                untyped_passes.InlineInlinables,
+                untyped_passes.DeadBranchPrune,
+                untyped_passes.ReconstructSSA,
+                typed_passes.NopythonTypeInference,
+                typed_passes.PreLowerStripPhis,
+                typed_passes.IRLegalization,
+                typed_passes.NativeLowering,
+                typed_passes.NoPythonBackend,
+            ):
+                passes.add_pass(each, each.__name__)
+            passes.finalize()
+            return [passes]
+
+    return Passes
+
+
+@functools.lru_cache(maxsize=1)
+def _codegen() -> Any:
+    """Numba's, but each function is optimised once, together with all that an entry needs, and none is loaded.
+
+    Numba optimises a function alone, and again within each that calls it, and makes machine code of every result.
+    """
+    from numba.core.codegen import CPUCodeLibrary, JITCPUCodegen
+
+    class Library(CPUCodeLibrary):  # type: ignore[misc]
+        optimize = CPUCodeLibrary._optimize_final_module
+
+        def _optimize_final_module(self) -> None:
+            pass
+
+        def _finalize_final_module(self) -> None:
+            self._finalized = True
+
+        def get_pointer_to_function(self, name: str) -> int:
+            return 0
+
+    class Codegen(JITCPUCodegen):  # type: ignore[misc]
+        _library_class = Library
+
+        def set_env(self, env_name: str, env: Any) -> None:
+            pass
+
+    return Codegen("headway")
+
+
 def compile_entry(function: Callable[..., None], see: Callable[[str], None] = lambda code: None) -> bytes:
     """An object file with the function as _ENTRY, which calls its own copies of the functions that it uses.
 
-    Numba optimises a function alone, and again within each that calls it, so copies can differ in the order of sums.
-    All have one name, and of a name LLVM takes the code that it met first: results would depend on what the process has
-    compiled or loaded before.
+    Copies can differ in the order of sums, as each is optimised for its callers. All have one name, and of a name LLVM
+    takes the code that it met first: results would depend on what the process has compiled or loaded before.
 
     Args:
         see: is given LLVM's code.
     """
     from numba.core.ccallback import _CFuncCompiler  # type: ignore[attr-defined]
-    from numba.core.compiler import Compiler
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
 
@@ -248,19 +346,27 @@ def compile_entry(function: Callable[..., None], see: Callable[[str], None] = la
             flags.no_cfunc_wrapper = True  # which would show errors by what only Numba has
             return flags
 
+    context = cpu_target.target_context
     with global_compiler_lock:
-        compiler = Plain(function, cpu_target, {"nopython": True, "error_model": "numpy"}, {}, pipeline_class=Compiler)
-        result = compiler.compile((types.int64,) * function.__code__.co_argcount, types.void)
-        library, context = result.library, result.target_context
-        library.add_ir_module(_entry_of(context, result.fndesc))
-        library._finalize_final_module = lambda: None  # it would be compiled here, for this process alone
+        codegen, context._internal_codegen = context._internal_codegen, _codegen()
+        try:
+            options = {"nopython": True, "error_model": "numpy"}
+            compiler = Plain(function, cpu_target, options, {}, pipeline_class=_passes())
+            result = compiler.compile((types.int64,) * function.__code__.co_argcount, types.void)
+        finally:
+            context._internal_codegen = codegen
+        library = result.library
+        library.add_ir_module(_entry_of(result.target_context, result.fndesc))
         library.finalize()
         module = library._final_module
         for each in module.functions:
-            if each.linkage == binding.Linkage.linkonce_odr:
+            if not each.is_declaration and each.name != _ENTRY:
                 each.linkage = binding.Linkage.internal
+                if sum(1 for block in each.blocks for _ in block.instructions) > _MOST_INLINED:
+                    each.add_function_attribute("noinline")
+        library.optimize()
         see(str(module))
-        return bytes(context.codegen()._tm.emit_object(module))
+        return bytes(_codegen()._tm.emit_object(module))
 
 
 def _entry_of(context: Any, described: Any) -> Any:

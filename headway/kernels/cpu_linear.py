@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -64,6 +64,11 @@ _BLOCK_WORDS = 512
 _LEAST_TOKENS = 24
 _ITEMS_PER_THREAD = 4
 _NO_MORE: tuple[int, ...] = (0,) * 7
+
+
+def kind_of(scheme: str, dtype: torch.dtype) -> Any:
+    """Of the weights that --quantization makes, or that most checkpoints in this scheme have."""
+    return {**_GROUPED, **_QUANTISED}.get(scheme, KINDS[dtype])
 
 
 class Plan(Protocol):

@@ -29,6 +29,7 @@ class StartupDisplay:
         self._title = title
         self._server_ns: dict[str, int] = {}
         self._printed: set[str] = set()
+        self._said = False
         self._live: Live | None = None
 
     def start(self) -> None:
@@ -48,11 +49,12 @@ class StartupDisplay:
         self._server_ns[stage] = elapsed_ns
 
     def on_progress(self, stage: str, elapsed_ns: int) -> None:
-        """A stage of the engine has ended."""
-        line = f"{stage.replace('_', ' ')}: {elapsed_ns * MS:,.0f} ms"
+        """A stage of the engine has ended; or, without a time, what it is doing, of which a log gets the first."""
+        line = f"{stage.replace('_', ' ')}: {elapsed_ns * MS:,.0f} ms" if elapsed_ns else stage
         if self._live is not None:
             self._live.update(Spinner("dots", Text(f"Loading {self._title} ({line})")))
-        else:
+        elif elapsed_ns or not self._said:
+            self._said = self._said or not elapsed_ns
             self._console.print(f"  {line}")
             self._printed.add(stage)
 

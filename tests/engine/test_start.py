@@ -42,8 +42,9 @@ def run(engine: LoadedEngine, name: str, prompt: int, temperature: float) -> lis
 def test_the_import_is_the_first_stage() -> None:
     heard: list[tuple[str, int]] = []
     engine = start_engine(bundled(), lambda stage, ns: heard.append((stage, ns)))
-    assert [stage for stage, _ in heard] == BUILT
-    assert engine.startup_ns == dict(heard)
+    stages = [(stage, ns) for stage, ns in heard if not stage.startswith("compiling CPU kernels")]
+    assert [stage for stage, _ in stages] == BUILT
+    assert engine.startup_ns == dict(stages)
     assert len(run(engine, "a", 5, 0.0)) == 4
 
 

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 
 import headway
+from headway.kernels import cpu_compile
 from headway.kernels.cpu_compile import _keep, _path_of, alone, compile_entry, compiled, drop_stale_code
+from headway.kernels.cpu_simd import write_integer
 
 # A line of input asks for the code of the function with such numbers; it says how often code was compiled, and the sum.
 KERNEL = """
@@ -110,6 +113,23 @@ def test_what_a_function_refers_to_outside_is_part_of_its_name() -> None:
     assert job(np.int8(0)) == job(np.int8(0))
 
 
+def test_code_beside_sources_that_may_not_be_written_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another user has installed it."""
+
+    def job(address: int) -> None:
+        pass
+
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_compile, "_BESIDE", tmp_path / "installed")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    path = _path_of(job)
+    assert path.parent == tmp_path / "headway" / "kernels"
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / path.name).touch()
+    assert _path_of(job) == tmp_path / "installed" / path.name
+
+
 def test_a_lock_is_let_go_of_whatever_happens_and_may_be_taken_again_inside(tmp_path: Path) -> None:
     lock = tmp_path / "new" / "f.lock"
     for _ in range(2):
@@ -134,3 +154,15 @@ def test_a_job_uses_no_code_that_another_can_bring() -> None:
     seen: list[str] = []
     compile_entry(job, seen.append)
     assert re.findall(r"^define (\w+).*fibonacci", seen[0], re.MULTILINE) == ["internal"]
+
+
+def test_numba_compiles_for_others_as_before() -> None:
+    """Also what a job of ours has used of Numba's own."""
+    seen: list[str] = []
+
+    def job(address: int) -> None:
+        write_integer(address, 0, max(address, 3), 64)
+
+    compile_entry(job, seen.append)
+    assert numba.njit(lambda number: max(number, 3))(2) == 3
+    assert numba.njit(lambda number: [number, max(number, 3)])(5) == [5, 5]

@@ -141,6 +141,15 @@ def test_each_stage_of_a_start_is_logged_once() -> None:
     assert [said.count(stage) for stage in ("imports", "load weights", "warm up", "quiet")] == [1, 1, 1, 1]
 
 
+def test_a_log_says_once_that_kernels_are_compiled() -> None:
+    file = io.StringIO()
+    display = StartupDisplay("tiny", time.monotonic_ns(), Console(file=file, soft_wrap=True, width=80))
+    display.on_progress("compiling: first, 0 of 2 done", 0)
+    display.on_progress("compiling: second, 1 of 2 done", 0)
+    display.on_progress("warm_up", 2_000_000)
+    assert file.getvalue() == "  compiling: first, 0 of 2 done\n  warm up: 2 ms\n"
+
+
 def test_a_start_names_its_process_and_warns_where_it_is_open() -> None:
     closed, open_ = started(), started(can_reload=True, is_open=True)
     assert f"(process {os.getpid()})" in closed and "kill -HUP" not in closed and "Warning" not in closed
