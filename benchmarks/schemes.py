@@ -91,6 +91,9 @@ def cases(with_gguf: bool) -> Iterator[Case]:
             yield Case(f"{scheme} g128 {method}", Recipe.of(scheme, method, 128), twin=twin)
     for size in (64, 32):
         yield Case(f"W4A16 g{size} rtn", Recipe.of("W4A16", "rtn", size))
+    for method in ("rtn", "gptq"):  # the head as of int4, with which it is packed alike
+        plain = Recipe.of("W4A8", method, None)
+        yield Case(f"W4A8 {method}", plain, arguments={"quantization": "int4"}, twin="--quantization int4")
     yield from (Case(f"GGUF {kind.upper()}", gguf=kind) for kind in _GGUF if with_gguf)
 
 

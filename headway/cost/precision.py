@@ -88,6 +88,7 @@ _WEIGHTS: dict[str, tuple[int, int, int, str | None]] = {
     "int8-weight-only": (8, 0, 0, None),
     "int4": (4, 128, 16, None),
     "int4-weight-only": (4, 128, 16, None),
+    "w4a8": (4, 128, 16, "int8"),
     "q4_k": (4, 256, 128, None),
     "q6_k": (6, 256, 144, None),
     "q8_0": (8, 32, 16, None),
@@ -107,6 +108,7 @@ _ENGINE_WEIGHTS: dict[str, tuple[int, int, int, int, str | None]] = {
     "int4": (4, 32, 8, 32, "int8"),
 }
 _ENGINE_HEAD = {"int4": "int8"}
+_AS_ROUNDED = {"w4a8": "int4"}  # checkpoints that are kept as what the engine rounds, but for the head
 # Of checkpoints that are packed: bits; inputs of a group; bits of its factor and offset, 8 each, and of its scale and
 # minimum, 32 each, or their part of those where a longer run shares them; the same on a GPU, where factors of 1,
 # offsets of 0 and half of the scales' bits are left out if nothing is lost; the format of the head. AWQ and GPTQ have
@@ -127,7 +129,7 @@ _GPU_INPUTS = 64
 _GGUF_TYPES = ("q4_k", "q6_k", "q8_0")
 _ROW_SCALES = {"fp8-weight-only": 32}  # bits of a row; on a CPU each has 32 more
 ENGINE_QUANTIZATIONS = ("none", *_ENGINE_WEIGHTS)
-ENGINE_CHECKPOINTS = tuple(_ENGINE_PACKED)
+ENGINE_CHECKPOINTS = (*_ENGINE_PACKED, *_AS_ROUNDED)
 ENGINE_KV_DTYPES = ("auto", "int8")
 KV_DTYPES = ("auto", "fp8", "int8", "bf16", "fp16", "fp32")
 
@@ -210,13 +212,18 @@ class Precision:
             # GGUF's files have a matrix for each head; of others one is divided by heads, and no longer packed.
             latent = None if quantization in _GGUF_TYPES and kind == "cpu" else found.activations
             return replace(found, linear=_in_groups(quantization, found.activations, kind), head=head_, latent=latent)
+        latent = None if kind == "cpu" else found.activations
+        if quantization in _AS_ROUNDED:
+            linear = _packed(_AS_ROUNDED[quantization], found.activations, kind)
+            on_gpu = replace(linear, row_bits=linear.row_bits // 2)  # scales that 16 bits hold
+            return replace(found, linear=linear if kind == "cpu" else on_gpu, latent=found.activations)
         if quantization not in _ENGINE_WEIGHTS:
             return found
         linear, head = (
             _packed(each, found.activations, kind)
             for each in (quantization, _ENGINE_HEAD.get(quantization, quantization))
         )
-        return replace(found, linear=linear, head=head, latent=None if kind == "cpu" else found.activations)
+        return replace(found, linear=linear, head=head, latent=latent)
 
     def for_experts_only(self) -> Precision:
         """The same, with `linear` kept for experts and all other matrices in the plain dtype (gpt-oss, MXFP4)."""

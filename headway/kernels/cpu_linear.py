@@ -39,7 +39,7 @@ from headway.kernels.cpu_groups import (
 )
 from headway.kernels.cpu_matrix import ON_TILES, STEP_WORDS, configurations
 from headway.kernels.cpu_memory import LargePages
-from headway.kernels.cpu_packing import PACK, ROWS, pack_job, rows_job
+from headway.kernels.cpu_packing import PACK, ROWS, pack_job, pack_nibbles, rows_job
 from headway.kernels.cpu_product import PRODUCT, product_job
 from headway.kernels.cpu_simd import FLOAT16, KINDS
 from headway.kernels.cpu_team import Team
@@ -53,7 +53,7 @@ _GROUPED = {
     "float4-weight-only": FLOAT4,
     "normal4-weight-only": NORMAL4,
 }
-_PACKED = [f"{scheme} packed in rows" for scheme in ("int8", "int8-weight-only")]
+_PACKED = [*(f"{scheme} packed in rows" for scheme in ("int8", "int8-weight-only")), "int4 packed in groups"]
 _FORMATS = ("none", *_QUANTISED, *_PACKED, *(f"{scheme} packed in groups" for scheme in _GROUPED))
 # A block of a panel, which all tokens are multiplied with before the next, stays in a core's first two caches. For
 # integer kinds it is so many inputs, which share a scale of the activations.
@@ -118,6 +118,8 @@ class PackedLinear:
                 raise ValueError(f"an expert's weight is {like}, but that of another is {first}; they must be alike")
             if weight.groups is None:
                 self._fill(number, weight)
+            elif self._kind is INT4:
+                self._fill_int4(number, weight, weight.groups)
             else:
                 panels.append(self._fill_groups(number, weight, weight.groups))
                 orders.append(weight.groups.order)
@@ -138,7 +140,7 @@ class PackedLinear:
         self.in_features, self._dtype = part.shape[1], weight.dtype or part.dtype
         self.out_features = weight.rows // (2 if gated else 1)
         self._x_kind = KINDS[self._dtype]
-        groups = weight.groups
+        groups = None if weight.scheme == "int4" else weight.groups  # whose factors lie with its numbers
         self._kind = kind = (_QUANTISED if groups is None else _GROUPED).get(weight.scheme, self._x_kind)
         layout = arithmetic_of(kind)
         whole_tiles = self._choice.tiles and any(kind is each for each in ON_TILES)
@@ -206,9 +208,21 @@ class PackedLinear:
         )  # fmt: skip
         self._team.run(code, PACK, arguments)
 
+    def _fill_int4(self, number: int, weight: Weight, groups: Groups) -> None:
+        """Pack numbers that have been rounded before, whose groups' factors belong to one scale for each row."""
+        self._of(self._row_scales, number).copy_(self._in_lanes(groups.scales.view(-1)))
+        lanes, inputs = self._rows_in_lanes(weight.rows), self._padded - self.in_features
+        numbers = F.pad(weight.parts[0], (0, inputs, 0, 1), value=8)[lanes]
+        factors = F.pad(groups.factors, (0, inputs // groups.size, 0, 1), value=1)[lanes]
+        pack_nibbles(numbers, factors, self._of(self._packed, number))
+
+    def _rows_in_lanes(self, rows: int) -> Tensor:
+        """Which row each lane of the panels has, int64; -1: none."""
+        return self._in_lanes(torch.arange(1.0, 1 + rows)).long() - 1
+
     def _fill_groups(self, number: int, weight: Weight, groups: Groups) -> GroupedPanels:
-        rows = self._in_lanes(torch.arange(1.0, 1 + weight.rows)).long() - 1
-        return pack_groups(self._kind, weight.parts[0].contiguous(), groups, rows, self._of(self._packed, number))
+        rows, packed = self._rows_in_lanes(weight.rows), self._of(self._packed, number)
+        return pack_groups(self._kind, weight.parts[0].contiguous(), groups, rows, packed)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""

@@ -11,6 +11,8 @@ import struct
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from headway.kernels.cpu_arithmetic import PANEL, PANEL_VECTORS, WIDE_INT8
 from headway.kernels.cpu_compile import compiled, give_back, take_memory
@@ -132,6 +134,20 @@ def pack_job(source_kind: Any, kind: Any) -> int:
             give_back(memory)
 
     return job(pack)
+
+
+def pack_nibbles(numbers: Tensor, factors: Tensor, out: Tensor) -> None:
+    """Panels of INT4 from what has been rounded before: as write_groups leaves them, in the bytes `out`.
+
+    Args:
+        numbers: uint8 below 16 [lanes, in], 8 more than the weights.
+        factors: int8 [lanes, in / GROUP], of the rows' scales.
+    """
+    panels, groups = len(numbers) // PANEL, factors.shape[1]
+    low, high = numbers.view(panels, PANEL, groups, GROUP // 8, 2, 4).unbind(4)
+    words = (low | high << 4).permute(0, 2, 3, 1, 4).reshape(panels, groups, -1)
+    scales = (factors.view(torch.uint8) ^ 128).view(panels, PANEL, groups).transpose(1, 2)
+    out.copy_(torch.cat([scales, words], dim=2).view(-1))
 
 
 @compiled()

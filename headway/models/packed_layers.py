@@ -12,7 +12,7 @@ from torch import Tensor
 from headway.kernels.weights import NF4, Groups, Weight
 from headway.models.config import ModelError
 from headway.models.gguf_blocks import powers_of_two
-from headway.models.quantization import BLOCK_NUMBERS, BLOCK_SCALES, STATE, PackedMatrices
+from headway.models.quantization import BLOCK_NUMBERS, BLOCK_SCALES, INT4_GROUP, MOST_STEPS, STATE, PackedMatrices
 
 # AWQ's order of the eight numbers in a word.
 _INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -37,6 +37,11 @@ def packed_layer(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tenso
     if packed.layout == "llm.int8":
         scales = tensors["SCB"].float().view(-1, 1) / 127
         values, zeros = tensors["weight"].view(torch.uint8) ^ 128, torch.full(scales.shape, 128, dtype=torch.uint8)
+    elif packed.scheme == "int4":
+        return _in_steps(packed, layer, tensors, dtype)
+    elif packed.layout == "int-quantized":
+        values, scales = (tensors["weight"] + 8).view(torch.uint8), tensors["weight_scale"]
+        zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
     elif packed.layout == "fp8":
         values, scales, zeros = _float8(packed, layer, tensors)
     elif packed.layout == "awq":
@@ -64,6 +69,26 @@ def packed_layer(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tenso
     return Weight(
         values, packed.scheme, groups=_groups(layer, values.shape[1], size, scales, zeros, order), dtype=dtype
     )
+
+
+def _in_steps(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
+    """A matrix of int4, whose scales are whole multiples of one in each row, its unit."""
+    scales = tensors["weight_scale"].float()
+    largest = scales.amax(1, keepdim=True)
+    units = torch.zeros_like(largest)
+    for steps in range(1, MOST_STEPS + 1):  # of several units, the least
+        unit = largest / steps
+        factors = (scales / unit).round()
+        units = torch.where((factors * unit == scales).all(1, keepdim=True), unit, units)
+    if not (scales > 0).all() or not (units > 0).all():
+        raise ModelError(
+            f"{layer}.weight_scale is not made of whole multiples up to {MOST_STEPS} of one scale for each row, as "
+            "scale_steps of quantization_config says; quantise the model again, or remove scale_steps"
+        )
+    inputs = tensors["weight"].shape[1]
+    factors = (scales / units).round().to(torch.int8).repeat_interleave(inputs // INT4_GROUP // scales.shape[1], 1)
+    groups = Groups(INT4_GROUP, factors, -8 * factors, units, run=inputs // INT4_GROUP, minima=-units)
+    return Weight((tensors["weight"] + 8).view(torch.uint8), packed.scheme, groups=groups, dtype=dtype)
 
 
 def mxfp4_matrix(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight:

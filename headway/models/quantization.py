@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headway.cost.values import ConfigValues, ModelError
@@ -20,6 +20,8 @@ _LEFT_PLAIN = ("lm_head", *(rf"re:.*\.{router}$" for router in ROUTERS))
 _PLAIN_ONLY = "use the unquantised checkpoint"
 # Of bitsandbytes: numbers that share a scale, and scales that share one; and how the name of what says so begins.
 BLOCK_NUMBERS, BLOCK_SCALES, STATE = 64, 256, "quant_state.bitsandbytes__"
+# Of int4: inputs that share a factor, and what the factor of a row's scale is at most.
+INT4_GROUP, MOST_STEPS = 32, 16
 # What a checkpoint of compressed-tensors must say, so that its numbers mean what the kernels take them for.
 _ROW_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 # Of layouts of e2m1: what the tensor of codes is called, and that of the scale of all groups, where there is one.
@@ -37,11 +39,11 @@ class PackedMatrices:
 
     Args:
         scheme: int8 or int8-weight-only with a scale for each row; gguf, whose tensors say themselves how they are
-            packed; or int4-weight-only, int8-weight-only, float8-weight-only, float4-weight-only or normal4-weight-only
-            in groups.
+            packed; int4, of whose row all scales are whole multiples of one; or int4-weight-only, int8-weight-only,
+            float8-weight-only, float4-weight-only or normal4-weight-only in groups.
         ignored: names of the layers that are not packed; "re:" begins an expression that matches the start of names.
-        layout: of the tensors: rows, gguf, awq, gptq, gptq_v2, pack-quantized, fp8, nvfp4, nvfp4-modelopt,
-            mxfp4-packed, nf4, fp4 and llm.int8 (of bitsandbytes), or mxfp4, of experts alone.
+        layout: of the tensors: rows, gguf, awq, gptq, gptq_v2, pack-quantized, int-quantized (four bits in a byte),
+            fp8, nvfp4, nvfp4-modelopt, mxfp4-packed, nf4, fp4 and llm.int8 (of bitsandbytes), or mxfp4, of experts.
         group_size: inputs that share a scale; None: all of a row.
         zero_points: there are some.
         nested: scales are packed themselves.
@@ -104,6 +106,8 @@ class PackedMatrices:
             blocks = -(-rows // self.block_rows) if self.block_rows else 1
             return {"weight": (rows, columns), self.scale: (blocks, groups)}
         is_float4 = self.layout in _FLOAT4
+        if self.layout == "int-quantized" and columns % size == 0:
+            return {"weight": (rows, columns), "weight_scale": (rows, groups)}
         if columns % size or (not is_float4 and (columns % in_word or rows % in_word)):
             raise ModelError(
                 f"quantization_config has group_size {size}, which does not fit a matrix of {rows} rows and {columns} "
@@ -211,7 +215,8 @@ def _compressed_tensors(section: ConfigValues) -> PackedMatrices:
     ignored = _ignored(section)
     form = group.get("format") or section.get("format")
     if form == "pack-quantized":
-        return _pack_quantized(group, weights, ignored)
+        _check(group, {"input_activations": None})
+        return _in_groups(weights, ignored, form)
     if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
         return _float4(weights, ignored, str(form))
     if form == "float-quantized":
@@ -219,17 +224,33 @@ def _compressed_tensors(section: ConfigValues) -> PackedMatrices:
     if form != "int-quantized":
         known = "int-quantized, pack-quantized, float-quantized, nvfp4-pack-quantized and mxfp4-pack-quantized"
         raise section.error("format", f"is not supported, only {known} are; {_PLAIN_ONLY}")
+    rounds = group.get("input_activations") is not None
+    if rounds:
+        activations = _section(group.get("input_activations"), section.source, f"{group.prefix}input_activations")
+        _check(activations, _ROW_ACTIVATIONS)
+    if weights.get("num_bits") == 4:
+        _check(weights, {"symmetric": True})
+        packed = _in_groups(weights, ignored, form)
+        if packed.ordered:
+            raise weights.error("actorder", f"is not supported with {form}; {_PLAIN_ONLY}")
+        return replace(packed, scheme="int4") if _in_steps(section, packed) else packed
     _check(weights, _ROW_WEIGHTS)
-    if group.get("input_activations") is None:
-        return PackedMatrices("int8-weight-only", ignored)
-    _check(
-        _section(group.get("input_activations"), section.source, f"{group.prefix}input_activations"), _ROW_ACTIVATIONS
-    )
-    return PackedMatrices("int8", ignored)
+    return PackedMatrices("int8" if rounds else "int8-weight-only", ignored)
 
 
-def _pack_quantized(group: ConfigValues, weights: ConfigValues, ignored: tuple[str, ...]) -> PackedMatrices:
-    _check(group, {"input_activations": None})
+def _in_steps(section: ConfigValues, packed: PackedMatrices) -> bool:
+    """Whether the scales of each row are whole multiples of one, as `headway quantize` writes them."""
+    steps = section.get("scale_steps")
+    if steps is None:
+        return False
+    if steps != MOST_STEPS or packed.group_size is None or packed.group_size % INT4_GROUP:
+        wanted = f"only {MOST_STEPS} in groups of a multiple of {INT4_GROUP} is"
+        raise section.error("scale_steps", f"is not supported, {wanted}; {_PLAIN_ONLY}")
+    return True
+
+
+def _in_groups(weights: ConfigValues, ignored: tuple[str, ...], layout: str) -> PackedMatrices:
+    """Whole numbers of which groups or rows share a scale."""
     _check(weights, {"type": "int", "dynamic": False})
     bits, strategy = weights.get("num_bits"), weights.get("strategy")
     if bits not in (4, 8):
@@ -241,7 +262,7 @@ def _pack_quantized(group: ConfigValues, weights: ConfigValues, ignored: tuple[s
     return PackedMatrices(
         f"int{bits}-weight-only",
         ignored,
-        "pack-quantized",
+        layout,
         weights.positive_int("group_size") if strategy == "group" else None,
         zero_points=not weights.boolean("symmetric", True),
         ordered=weights.get("actorder") in (True, "group", "dynamic"),

@@ -159,7 +159,7 @@ def _published_quantization(config: Mapping[str, Any], source: str) -> str:
         return _METHODS[method]
     if method == "gptq" and bits in (4, 8):
         return "int4" if bits == 4 else "int8-weight-only"
-    if method in ("int8", "int8-weight-only", "int4", "fp8-weight-only", "fp8-block"):
+    if method in ("int8", "int8-weight-only", "int4", "w4a8", "fp8-weight-only", "fp8-block"):
         return method
     raise PlanError(
         f"{source}: quantization_config says {method or 'nothing that is known'!r}; give --quantization yourself"
@@ -179,6 +179,8 @@ def _compressed_tensors(said: Mapping[str, Any]) -> str:
     if kind == "fp8" and weights.get("strategy") == "block":
         return "fp8-block"
     if kind == "int4":
+        if said.get("scale_steps"):
+            return "w4a8"
         return "int4-experts" if _spares_attention(said) else kind
     return kind if group.get("input_activations") else f"{kind}-weight-only"
 

@@ -136,8 +136,8 @@ class DeploymentOptions:
         str,
         _deployment(
             "Format of weights: auto (as published), none, fp8, fp8-weight-only, fp8-block, int8, int8-weight-only, "
-            "int4, mxfp4, nvfp4, nf4; q4_k, q6_k or q8_0 of a GGUF file; or of a mixture's experts alone, int4-experts "
-            "or nvfp4-experts.",
+            "int4, w4a8, mxfp4, nvfp4, nf4; q4_k, q6_k or q8_0 of a GGUF file; or of a mixture's experts alone, "
+            "int4-experts or nvfp4-experts.",
             common=True,
         ),
     ] = "auto"

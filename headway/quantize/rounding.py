@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headway.models.quantization import MOST_STEPS
 from headway.quantize.schemes import Scheme
 
 _POWERS = tuple(step / 20 for step in range(1, 20))  # of the size of inputs, that AWQ tries
@@ -68,6 +69,8 @@ class Grid:
     def _of(self, grouped: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Scales, as they are stored, and zero points [out, groups]."""
         low, high = self._scheme.limits
+        if self._scheme.in_steps:
+            return _in_steps(grouped, low, high)
         if self._scheme.symmetric:
             scales = grouped.abs().amax(2) / ((high - low) / 2)
             return self._stored(scales, dtype), torch.zeros_like(scales)
@@ -110,6 +113,22 @@ class Grid:
             return Rounded(codes, self.scales, None, self._of_all)
         stored = codes.to(torch.float8_e4m3fn if self._scheme.floats else torch.int8)
         return Rounded(stored, self.scales.to(dtype), None if self._scheme.symmetric else self.zeros.to(torch.int8))
+
+
+def _in_steps(grouped: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Of all multiples of a row's unit the scale that loses least in the square, for each group; and zero points.
+
+    The unit has so few bits that float16 and bfloat16 hold its multiples as they are.
+    """
+    largest = grouped.abs().amax((1, 2)).clamp(min=torch.finfo(torch.float16).tiny * high * MOST_STEPS)
+    fraction, exponent = torch.frexp(largest / ((high - low) / 2 * MOST_STEPS))
+    unit = torch.ldexp((fraction * 16).ceil() / 16, exponent).view(-1, 1)
+    best, least = unit.expand(grouped.shape[:2]), torch.full(grouped.shape[:2], torch.inf)
+    for steps in range(1, MOST_STEPS + 1):
+        scale = (unit * steps).unsqueeze(2)
+        lost = (grouped - (grouped / scale).round().clamp(low, high) * scale).square().sum(2)
+        best, least = torch.where(lost < least, unit * steps, best), torch.minimum(lost, least)
+    return best, torch.zeros_like(best)
 
 
 def _e2m1(numbers: Tensor) -> Tensor:

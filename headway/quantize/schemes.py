@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headway.models.quantization import INT4_GROUP, MOST_STEPS
+
 METHODS = ("rtn", "awq", "gptq")
 
 
@@ -17,7 +19,7 @@ class Scheme:
         group_size: inputs that share a scale; None: all of a row.
         symmetric: there are no zero points.
         floats: weights become e4m3 or, of four bits, e2m1, and not whole numbers.
-        activations: servers that can do so round activations too, each token by itself, as weights are.
+        activations: servers that can do so round activations too, to 8 bits, each token by itself.
     """
 
     name: str
@@ -34,6 +36,11 @@ class Scheme:
                 "float-quantized" if self.bits == 8 else f"{'nv' if self.group_size == 16 else 'mx'}fp4-pack-quantized"
             )
         return "int-quantized" if self.activations else "pack-quantized"
+
+    @property
+    def in_steps(self) -> bool:
+        """Scales are whole multiples of one for the row, which is how --quantization int4 keeps them."""
+        return self.activations and self.bits == 4 and self.group_size is not None and self.group_size % INT4_GROUP == 0
 
     @property
     def strategy(self) -> str:
@@ -68,6 +75,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.scheme.floats and self.method != "rtn":
             raise ValueError(f"--method {self.method}: {self.scheme.name} has only rtn")
+        if self.scheme.in_steps and self.method == "awq":  # which divides rows' scales, and leaves no whole multiples
+            raise ValueError(f"--method awq: {self.scheme.name} has only rtn and gptq")
 
     @classmethod
     def of(cls, name: str, method: str, group_size: int | None, act_order: bool = True) -> Recipe:
@@ -98,8 +107,7 @@ class Recipe:
             weights["actorder"] = "static"
         if scheme.floats and scheme.bits == 4:
             weights["scale_dtype"] = "torch.float8_e4m3fn" if scheme.group_size == 16 else "torch.uint8"
-        activations = {key: weights[key] for key in ("num_bits", "type")}
-        activations |= {"symmetric": True, "strategy": "token", "dynamic": True}
+        activations = {"num_bits": 8, "type": weights["type"], "symmetric": True, "strategy": "token", "dynamic": True}
         group = {
             "targets": ["Linear"],
             "weights": weights,
@@ -107,6 +115,7 @@ class Recipe:
             "output_activations": None,
             "format": scheme.format,
         }
+        steps = {"scale_steps": MOST_STEPS} if scheme.in_steps else {}  # which other servers pass over
         return {
             "quant_method": "compressed-tensors",
             "format": scheme.format,
@@ -114,7 +123,7 @@ class Recipe:
             "config_groups": {"group_0": group},
             "ignore": ignored,
             "kv_cache_scheme": None,
-        }
+        } | steps
 
 
 SCHEMES = {
@@ -124,6 +133,7 @@ SCHEMES = {
         Scheme("W4A16_ASYM", 4, 128, symmetric=False),
         Scheme("W8A16", 8),
         Scheme("W8A8", 8, activations=True),
+        Scheme("W4A8", 4, 32, activations=True),
         Scheme("FP8_DYNAMIC", 8, floats=True, activations=True),
         Scheme("NVFP4A16", 4, 16, floats=True),
         Scheme("MXFP4A16", 4, 32, floats=True),

@@ -55,6 +55,7 @@ def test_an_impossible_format_is_refused(bad):
         ("int8", 8, "int8"),
         ("int8-weight-only", 8, "bf16"),
         ("int4", 4, "bf16"),
+        ("w4a8", 4, "int8"),
         ("mxfp4", 4, "mxfp4"),
         ("nvfp4", 4, "nvfp4"),
         ("nf4", 4, "bf16"),
@@ -65,7 +66,7 @@ def test_schemes_keep_matrices_narrow_and_nothing_else(quantization, bits, compu
     assert (precision.linear.bits, precision.linear.compute) == (bits, compute)
     assert precision.of_experts == precision.linear
     assert (precision.head, precision.rest, precision.activations, precision.kv) == (BF16,) * 4
-    assert quantization in QUANTIZATIONS and len(QUANTIZATIONS) == 16
+    assert quantization in QUANTIZATIONS and len(QUANTIZATIONS) == 17
 
 
 @pytest.mark.parametrize(("quantization", "bits"), [("int4-experts", 4.125), ("nvfp4-experts", 4.5)])

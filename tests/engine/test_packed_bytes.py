@@ -16,6 +16,7 @@ from headway.cost.attention import Chunk
 from headway.cost.config import read_shape
 from headway.cost.memory import kv_cache_bytes, weight_bytes
 from headway.cost.precision import ENGINE_CHECKPOINTS, ENGINE_QUANTIZATIONS, Precision
+from headway.cost.values import ConfigValues
 from headway.cost.work import Operation, step_work
 from headway.engine.memory import bytes_per_block, zero_caches
 from headway.kernels import kernels_for
@@ -28,9 +29,11 @@ from headway.kernels.weights import Weight
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder, MixtureMLP
 from headway.models.loading import QUANTIZATIONS, load_model
+from headway.models.packed_layers import packed_layer
+from headway.models.quantization import read_packed
 from tests.kernels.grouped import random_weight
 from tests.models import tiny
-from tests.models.packed_files import float_quantized, pack_quantized
+from tests.models.packed_files import float_quantized, int_quantized, pack_quantized
 from tests.models.test_grouped_checkpoints import save
 
 # Sizes that fill neither panels of 64 rows nor groups of 32 inputs.
@@ -228,6 +231,12 @@ GROUPED = {
 
 def random_checkpoint(name: str) -> Weight:
     """A matrix of 100 rows in groups, as a checkpoint of this name has them."""
+    if name == "w4a8":
+        form = int_quantized(32, steps=True)
+        stored, _ = form.layer(100, 512, 0)
+        packed = read_packed(ConfigValues({"quantization_config": form.said}, ""))
+        assert packed is not None
+        return packed_layer(packed, "layer", stored, torch.bfloat16)
     scheme, size, run = GROUPED[name]
     weight = random_weight(scheme, 100, 384 if name == "fp8-weight-only" else 512, size, run, dtype=torch.bfloat16)
     groups = weight.groups

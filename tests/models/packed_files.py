@@ -121,6 +121,26 @@ def pack_quantized(bits: int, size: int | None, symmetric: bool = True, actorder
     return Format(compressed("pack-quantized", described), make)
 
 
+def int_quantized(size: int | None, steps: bool = False) -> Format:
+    """Four bits in a byte, with activations of eight. With `steps`, scales are 1 .. 16 times one of the row."""
+    described = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": size}
+    described |= {"strategy": "channel" if size is None else "group"}
+
+    def make(generator: torch.Generator, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor]:
+        group = size or columns
+        numbers = _numbers(generator, rows, columns, below=16) - 8
+        scales = _scales(generator, rows, columns // group, largest=8).bfloat16()
+        if steps:
+            units = torch.randint(8, 16, (rows, 1), generator=generator) * 2.0**-13  # of four bits
+            scales = (units * (1 + _numbers(generator, *scales.shape, below=16))).bfloat16()
+        stored = {"weight": numbers.to(torch.int8), "weight_scale": scales}
+        return stored, numbers * scales.float().repeat_interleave(group, 1)
+
+    activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    said = compressed("int-quantized", described, activations)
+    return Format(said | ({"scale_steps": 16} if steps else {}), make)
+
+
 def _float8(generator: torch.Generator, rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn)
 

@@ -28,7 +28,7 @@ from tests.kernels.test_cpu_linear import relative_error
 from tests.models import packed_files, tiny
 from tests.models.packed_files import Format
 from tests.models.paging import whole
-from tests.models.test_gguf import ROUNDING, with_weights
+from tests.models.test_gguf import ROUNDING, WIDE, with_weights
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -47,6 +47,8 @@ FORMATS = {
     "packed_ordered": packed_files.pack_quantized(4, 16, symmetric=False, actorder="group"),
     "packed_8_bits": packed_files.pack_quantized(8, 16),
     "packed_rows": packed_files.pack_quantized(8, None),
+    "int_groups": packed_files.int_quantized(16),
+    "int_rows": packed_files.int_quantized(None),
     "float_tensor": packed_files.float_quantized("tensor", dynamic=False),
     "float_rows": packed_files.float_quantized("channel"),
     "float_blocks": packed_files.float_quantized("block"),
@@ -62,6 +64,7 @@ FORMATS = {
     "nvfp4_modelopt": packed_files.nvfp4(modelopt=True),
     "nvfp4_but": packed_files.nvfp4(modelopt=True, ignore=["lm_head", "model.layers.1*", "*down_proj"]),
 }
+STEPS = {size: packed_files.int_quantized(size, steps=True) for size in (32, 64)}
 # Whose experts have 24 inputs.
 MIXTURES = {
     "gptq": packed_files.gptq(4, 8, ordered=True),
@@ -131,6 +134,49 @@ def test_experts_may_be_packed(name: str, tmp_path: Path) -> None:
     model = with_weights(tiny.build("qwen2_moe"), dense)
     expected = torch.cat([tiny.logits(model, prompt) for prompt in PROMPTS])
     assert relative_error(ours, expected) < ROUNDING
+
+
+@pytest.mark.parametrize("size", STEPS)
+def test_scales_in_steps_are_kept_as_int4_keeps_its_own(size: int) -> None:
+    """The numbers to the bit, whatever group and row they are of; products as exact as int4's, which round inputs."""
+    form = STEPS[size]
+    stored, dense = form.layer(200, 320, 0)
+    weight = packed_layer(read(form.said), "layer", stored, torch.float32)
+    assert weight.scheme == "int4" and torch.equal(expanded(weight), dense)
+    kernels, x = kernels_for("cpu", torch.float32), torch.randn(20, 320, generator=torch.Generator().manual_seed(1))
+    linear, gated = kernels.linear(weight, None), kernels.gated_linear(weight, None)
+    assert torch.equal(linear.rows(torch.arange(200)), dense)
+    assert relative_error(linear(x), x @ dense.T) < 0.01
+    gate, up = (x @ dense.T).chunk(2, 1)
+    assert relative_error(gated(x), torch.nn.functional.silu(gate) * up) < 0.02
+    alone = [linear(each) for each in x.split(1)]
+    assert torch.equal(torch.cat(alone), linear(x))
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2_moe"])
+def test_a_model_with_scales_in_steps(case: str, tmp_path: Path) -> None:
+    sizes = WIDE | ({"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96} if "moe" in case else {})
+    dense = save(tmp_path, STEPS[32], case, sizes)
+    decoder = load(tmp_path)
+    ours = torch.cat(whole(decoder, PROMPTS))
+    expected = torch.cat([tiny.logits(with_weights(tiny.build(case, **sizes), dense), prompt) for prompt in PROMPTS])
+    assert relative_error(ours, expected) < 0.03  # of activations in eight bits
+    o = decoder.weights.layers[0].mixer.o
+    assert o._packed.nbytes == 256 * o.in_features * 17 // 32
+
+
+def test_scales_that_are_not_in_steps_are_refused(tmp_path: Path) -> None:
+    form = STEPS[32]
+    stored, _ = form.layer(64, 64, 0)
+    for wrong in (
+        stored["weight_scale"] * torch.tensor([1, 1.0078125]),
+        -stored["weight_scale"],
+        stored["weight_scale"] / 0,
+    ):
+        with pytest.raises(
+            ModelError, match=r"layer\.weight_scale is not made of whole multiples up to 16 of one scale"
+        ):
+            packed_layer(read(form.said), "layer", stored | {"weight_scale": wrong}, torch.float32)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -324,6 +370,9 @@ def test_an_order_that_leaves_groups_uneven_is_refused() -> None:
         ("packed", "config_groups.group_0.input_activations", {"num_bits": 8}),
         ("packed", "config_groups.group_0.weights.actorder", "other"),
         ("packed", "format", "mxfp8-quantized"),
+        ("int_groups", "config_groups.group_0.weights.symmetric", False),
+        ("int_groups", "config_groups.group_0.weights.actorder", "group"),
+        ("int_groups", "scale_steps", 16),
         ("nf4", "bnb_4bit_quant_type", "af4"),
         ("nf4", "bnb_4bit_quant_storage", "bfloat16"),
         ("nf4", "load_in_4bit", False),

@@ -195,7 +195,7 @@ IN_GROUP = "config_groups.group_0"
         ("config_groups", {}),
         ("config_groups", {"group_0": GROUP, "group_1": GROUP}),
         (f"{IN_GROUP}.targets", ["re:.*mlp.*"]),
-        (f"{IN_GROUP}.weights.num_bits", 4),
+        (f"{IN_GROUP}.weights.num_bits", 5),
         (f"{IN_GROUP}.weights.strategy", "group"),
         (f"{IN_GROUP}.weights.symmetric", False),
         (f"{IN_GROUP}.input_activations.dynamic", False),

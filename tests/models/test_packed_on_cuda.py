@@ -17,7 +17,7 @@ from headway.models.loading import load_model
 from tests.models import gguf_files, test_grouped_checkpoints, test_packed_checkpoints, tiny
 from tests.models.paging import whole
 from tests.models.test_gguf import WIDE, mixed, with_weights
-from tests.models.test_grouped_checkpoints import FORMATS, MIXTURES
+from tests.models.test_grouped_checkpoints import FORMATS, MIXTURES, STEPS
 
 pytest.importorskip("triton")
 from headway.kernels.cuda import CudaKernels, PackedLinear
@@ -55,6 +55,12 @@ def check(path: Path, model: PreTrainedModel, packed_parts: bool = True, quantiz
 def test_layers_in_groups(name: str, tmp_path: Path) -> None:
     dense = test_grouped_checkpoints.save(tmp_path, FORMATS[name])
     check(tmp_path, with_weights(tiny.build("qwen2"), dense))
+
+
+def test_scales_in_steps(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 16}
+    dense = test_grouped_checkpoints.save(tmp_path, STEPS[32], "llama", sizes)
+    check(tmp_path, with_weights(tiny.build("llama", **sizes), dense))
 
 
 @pytest.mark.parametrize(
