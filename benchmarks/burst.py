@@ -60,7 +60,7 @@ def serve() -> None:
     written: list[int] = []
     written_cpu: list[int] = []
     first: list[str] = []
-    deliver, write = EngineClient._deliver, EventWriter._write
+    deliver, write, send_now = EngineClient._deliver, EventWriter._write, EventWriter._send_now
 
     def noted_deliver(self: EngineClient, message: EngineOutputs) -> None:
         for output in message.outputs:
@@ -70,14 +70,22 @@ def serve() -> None:
                 made.append(message.made_ns)
         deliver(self, message)
 
-    async def noted_write(self: EventWriter, data: bytes, more: bool) -> None:
-        await write(self, data, more)
+    def note(data: bytes) -> None:
         tokens = data.count(b"data: {")
         written.extend([time.monotonic_ns()] * tokens)
         written_cpu.extend([time.thread_time_ns()] * tokens)
 
+    async def noted_write(self: EventWriter, data: bytes, more: bool) -> None:
+        await write(self, data, more)
+        note(data)
+
+    def noted_send_now(self: EventWriter, data: bytes) -> None:
+        send_now(self, data)
+        note(data)
+
     EngineClient._deliver = noted_deliver  # type: ignore[method-assign]
     EventWriter._write = noted_write  # type: ignore[method-assign]
+    EventWriter._send_now = noted_send_now  # type: ignore[method-assign]
     try:
         main()
     finally:
@@ -179,9 +187,8 @@ def _burst_into_stream(port: int, requests: int) -> tuple[int, int, dict[int, in
 
 def _figures(notes: dict[str, list[int]], began: int, ended: int, statuses: dict[int, int]) -> Figures:
     made, written, cpu = notes["made"], notes["written"], notes["cpu"]
-    inside = [
-        at for at in range(1, len(written)) if began <= written[at] <= ended
-    ]  # what was not sent any more has none
+    # The last event has no token. What was not sent any more has no time.
+    inside = [at for at in range(1, min(len(made), len(written))) if began <= written[at] <= ended]
 
     def longest(times: list[int], before: list[int], step: int) -> float:
         return max(times[at] - before[at - step] for at in inside) / 1e6

@@ -65,7 +65,8 @@ def test_bytes_of_tokens_join_to_the_text(by_bytes: Tokenizer, by_pieces: Tokeni
     ids = by_bytes.encode(text)
     assert b"".join(map(by_bytes.token_bytes, ids)) == text.encode()
     pieces = by_pieces.encode(text, add_special_tokens=False)
-    assert b"".join(map(by_pieces.token_bytes, pieces)) in (b" " + text.encode(), text.encode())
+    spaced = text.replace("▁", " ").encode()  # SentencePiece has this character for a space
+    assert b"".join(map(by_pieces.token_bytes, pieces)) in (b" " + spaced, spaced)
 
 
 def test_part_of_a_character_is_named_by_its_bytes(by_bytes: Tokenizer) -> None:
