@@ -116,8 +116,8 @@ def capacity(deployment: Deployment, prompt: int, output: int, settings: Setting
 
     Args:
         cached: tokens of each prompt that are in the prefix cache already: the same ones for all requests, held once.
-            Whole blocks of them are; what the last block only fills in part each sequence holds for itself, as
-            `memory.shared_prefix_kv_bytes` counts it. Where windows make it cheaper not to share, nothing is.
+            Whole blocks of them are; what the last block only fills in part each sequence holds for itself. Where
+            windows make it cheaper not to share, nothing is.
 
     Raises:
         ValueError: a length is below 1, or fewer tokens than none or more than the prompt's are cached.

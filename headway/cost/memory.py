@@ -55,19 +55,6 @@ def kv_cache_bytes(
     return sequences * ((precision or Precision()).kv.bytes_of(elements) + shape.state_bytes)
 
 
-def shared_prefix_kv_bytes(
-    shape: ModelShape, prefix: int, rest: int, sequences: int, precision: Precision | None = None, block_size: int = 1
-) -> int:
-    """Bytes of cache for sequences that have their first `prefix` tokens in common, and `rest` of their own.
-
-    Whole blocks of the prefix are held once, and a state; what the last of its blocks only fills in part, each holds
-    for itself.
-    """
-    whole = prefix // block_size * block_size
-    own = kv_cache_bytes(shape, prefix - whole + rest, precision, block_size, sequences)
-    return (kv_cache_bytes(shape, whole, precision, block_size) if sequences else 0) + own
-
-
 def activation_bytes(
     shape: ModelShape,
     tokens: int,

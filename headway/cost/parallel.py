@@ -158,11 +158,6 @@ def _stage(shape: ModelShape, first: int, length: int) -> ModelShape:
     )
 
 
-def pipeline_bubble(stages: int, micro_batches: int) -> float:
-    """Share of the time that a stage idles: (p - 1) / (m + p - 1) (GPipe, Huang et al., 2019)."""
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """What the devices of a stage send in one step.

@@ -8,6 +8,7 @@ from typing import Any
 from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware, Link
 from headway.cost.layers import Experts, Latent
+from headway.cost.memory import kv_cache_bytes
 from headway.cost.precision import Precision
 from headway.cost.shape import ModelShape
 from headway.cost.timing import Deployment
@@ -45,3 +46,12 @@ def deployment(shape: ModelShape = DENSE, **changes: Any) -> Deployment:
     """On the machine with round numbers, in bfloat16, without any loss unless `changes` say otherwise."""
     settings: dict[str, Any] = {"precision": Precision(), "hardware": MACHINE, "efficiency": Efficiency.ideal()}
     return Deployment(shape, **{**settings, **changes})
+
+
+def shared_prefix_kv_bytes(
+    shape: ModelShape, prefix: int, rest: int, sequences: int, precision: Precision, block_size: int
+) -> int:
+    """Whole blocks of a prefix are held once; what its last block only fills in part, each holds itself."""
+    whole = prefix // block_size * block_size
+    own = kv_cache_bytes(shape, prefix - whole + rest, precision, block_size, sequences)
+    return (kv_cache_bytes(shape, whole, precision, block_size) if sequences else 0) + own

@@ -21,11 +21,21 @@ from headway.cost.capacity import (
 )
 from headway.cost.catalogue import find_hardware, find_model
 from headway.cost.layers import ShapeError
-from headway.cost.memory import activation_bytes, shared_prefix_kv_bytes, weight_bytes
+from headway.cost.memory import activation_bytes, weight_bytes
 from headway.cost.parallel import Parallelism
 from headway.cost.precision import FP8, Precision
 from headway.cost.timing import Deployment
-from tests.cost.machines import DENSE, LATENT, LINK, MACHINE, MIXTURE, SHAPES, WINDOWED, deployment
+from tests.cost.machines import (
+    DENSE,
+    LATENT,
+    LINK,
+    MACHINE,
+    MIXTURE,
+    SHAPES,
+    WINDOWED,
+    deployment,
+    shared_prefix_kv_bytes,
+)
 
 H100 = find_hardware("H100-SXM")
 SMALL_STEP = {"max_num_batched_tokens": 64, "max_num_seqs": 16}

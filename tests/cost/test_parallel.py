@@ -19,7 +19,6 @@ from headway.cost.parallel import (
     check,
     device_shape,
     device_weight_bytes,
-    pipeline_bubble,
     stage_layers,
     traffic,
 )
@@ -236,16 +235,6 @@ def test_experts_dealt_out_are_held_once_over_all_devices():
 def test_stages_cover_all_layers(layers, pipeline):
     longest = stage_layers(layers, pipeline)
     assert longest * pipeline >= layers > (longest - 1) * pipeline
-
-
-@given(stages=st.integers(1, 12), micro_batches=st.integers(1, 40))
-def test_the_bubble_is_that_of_a_schedule_drawn_up(stages, micro_batches):
-    """Micro-batch m is in stage s in slot m + s; what a stage idles of all slots is the bubble."""
-    busy = [{batch + stage for batch in range(micro_batches)} for stage in range(stages)]
-    slots = max(max(each) for each in busy) + 1
-    idle = {slots - len(each) for each in busy}
-    assert pipeline_bubble(stages, micro_batches) == pytest.approx(idle.pop() / slots)
-    assert not idle
 
 
 def test_tensor_parallelism_over_machines_takes_the_network_for_a_device_s_share():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from headway.cost.attention import Chunk
 from headway.cost.efficiency import Efficiency
-from headway.cost.parallel import Parallelism, pipeline_bubble
+from headway.cost.parallel import Parallelism
 from headway.cost.requests import Limits, RequestShape
 from headway.cost.serving import PERCENTILES, Served, benchmark, burst, closed_loop, open_loop
 from headway.cost.timing import Deployment
@@ -446,7 +446,7 @@ def test_batches_of_a_pipeline_that_are_alike_leave_it_full(stages):
 
 def test_stages_without_a_batch_idle():
     """One request in a pipeline of four: a stage works a quarter of the time (GPipe: (p - 1) / (m + p - 1))."""
-    assert burst(staged(4), RequestShape(8, 50), 1).bubble == pytest.approx(pipeline_bubble(4, 1))
+    assert burst(staged(4), RequestShape(8, 50), 1).bubble == pytest.approx(3 / 4)
     assert burst(staged(1), RequestShape(8, 50), 1).bubble == 0.0
 
 
