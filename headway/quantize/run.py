@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headway.cost.layers import CacheSpec
 from headway.cost.values import ConfigValues, ModelError
 from headway.engine.memory import zero_caches
 from headway.kernels.interface import LayerCache, LayerState, Span, StepGeometry
@@ -28,17 +27,11 @@ from headway.models.decoder import Decoder
 from headway.models.families import OTHER_PARTS
 from headway.models.loading import open_checkpoint, resolve_dtype
 from headway.models.quantization import NUMBERS_OF_HEADS, ROUTERS, PackedMatrices, read_packed
-from headway.models.tensors import (
-    Shapes,
-    attention_names,
-    dense_names,
-    expected_tensors,
-    mixture_names,
-    recurrent_names,
-)
+from headway.models.tensors import Shapes, expected_tensors
 from headway.quantize.apart import TakenApart
 from headway.quantize.calibration import Calibration
 from headway.quantize.folder import FolderDraft, check_place, new_folder, packed_tensors
+from headway.quantize.folds import Feeder, Folds
 from headway.quantize.rounding import Rounded, awq_scales, gptq, nearest
 from headway.quantize.schemes import Recipe, Scheme
 from headway.quantize.watched import NamedWeights, WatchedKernels, WatchedLinear
@@ -184,7 +177,7 @@ class _Quantizer:
         self._rounded: dict[str, Rounded] = {}  # by layer; of this block of the model, not yet written
         self._scales: dict[str, Tensor] = {}  # by norm: what its outputs were divided by
         self._written: set[str] = set()
-        self._folds = _Folds(config) if recipe.method == "awq" else None
+        self._folds = Folds(config) if recipe.method == "awq" else None
 
     def go(self, windows: list[list[int]]) -> None:
         """Write all tensors; matrices that a token of the windows comes to are rounded for its inputs."""
@@ -282,7 +275,7 @@ class _Quantizer:
             stored = self._stored(f"{name}.weight")
             self._changed[f"{name}.weight"] = (stored.float() * self._scales[norm]).to(stored.dtype)
 
-    def _divide_rows(self, feeder: _Feeder, scales: Tensor) -> None:
+    def _divide_rows(self, feeder: Feeder, scales: Tensor) -> None:
         rounded, rows = self._rounded[feeder.layer], slice(feeder.first, feeder.first + len(scales))
         rounded.scales = rounded.scales.clone()
         rounded.scales[rows] = (rounded.scales[rows].float() / scales.unsqueeze(1)).to(self._dtype)
@@ -300,86 +293,6 @@ class _Quantizer:
             for part, tensor in packed_tensors(self._rounded.pop(layer), self._packed).items():
                 self._draft.add(stored_name(f"{layer}.{part}", self._config.traits.stored), tensor)
             self._written.add(layer)
-
-
-@dataclass(frozen=True, slots=True)
-class _Feeder:
-    """Rows of a layer that another one's inputs are proportional to: an input for each of `times` rows' heads.
-
-    Args:
-        first: of the rows.
-        heads: that the rows are of, each as long; inputs have `times` heads for each.
-    """
-
-    layer: str
-    first: int
-    heads: int
-    times: int
-
-    def alike(self, inputs: Tensor) -> Tensor:
-        """The same for all inputs that come from one row: the mean."""
-        if self.times == 1:
-            return inputs
-        grouped = inputs.view(self.heads, self.times, -1)
-        return grouped.mean(1, keepdim=True).expand_as(grouped).reshape(-1)
-
-    def outputs(self, inputs: Tensor) -> Tensor:
-        """Of numbers that are alike, those of the rows."""
-        return inputs.view(self.heads, self.times, -1)[:, 0].reshape(-1)
-
-
-class _Folds:
-    """Where the scales of inputs go: into the norm before a product, or the rows of the product before.
-
-    Args:
-        norms: by the names of layers with one input: the norm that makes it.
-        experts: by the names of routers: the layers of experts that have their input.
-        plain: names of layers that are not quantised and have an input that others have.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        self._config = config
-        self.norms: dict[tuple[str, ...], str] = {}
-        self.experts: dict[tuple[str, ...], list[str]] = {}
-        self._feeds: dict[str, str] = {}
-        self.plain: set[str] = set()
-        for index in range(config.shape.layers):
-            layer, norms = f"model.layers.{index}", config.traits.norms
-            first: tuple[tuple[str, ...], ...] = (attention_names(config, index),)
-            if index in config.shape.recurrent:
-                first = recurrent_names(config, index)
-                self.plain |= set(first[1])
-            for names in filter(None, first if norms.attention else ()):
-                self.norms[names] = f"{layer}.{norms.attention}"
-            mixture = mixture_names(config, index, stacked=False)
-            blocks = [dense_names(f"{layer}.mlp", config.traits.fused)]
-            if mixture is not None:
-                blocks = [*mixture.experts, *([mixture.shared] if mixture.shared else [])]
-                self.norms[mixture.router] = f"{layer}.{norms.mlp}"
-                self.experts[mixture.router] = [name for *gated, _ in blocks for name in gated]
-                self.plain |= set(mixture.router)
-            for *gated, down in blocks:
-                if norms.mlp:
-                    self.norms[tuple(gated)] = f"{layer}.{norms.mlp}"
-                self._feeds[down] = gated[-1]
-
-    def feeder(self, names: tuple[str, ...], shapes: Shapes) -> _Feeder | None:
-        """Of a layer with these names."""
-        if len(names) > 1:
-            return None
-        if (up := self._feeds.get(names[0])) is not None:
-            inputs = shapes[names[0]][1]
-            return _Feeder(up, shapes[up][0] - inputs, 1, 1)
-        attention, _, part = names[0].rpartition(".")
-        if part != "o_proj":
-            return None
-        value = f"{attention}.{'qkv' if 'qkv_proj' in self._config.traits.fused else 'v'}_proj"
-        if value not in shapes:
-            return None
-        cache = self._config.caches[int(_block(attention).rpartition(".")[2])]
-        assert isinstance(cache, CacheSpec)
-        rows = cache.heads * cache.value_dim
-        return _Feeder(value, shapes[value][0] - rows, cache.heads, self._config.shape.heads // cache.heads)
 
 
 def _block(layer: str) -> str:
