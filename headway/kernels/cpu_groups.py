@@ -209,7 +209,6 @@ def _tile(builder: Any, block: _Groups, tokens: int, vector: int) -> None:
     """The product of `tokens` tokens with as many vectors as suit them, from number `vector` on."""
     layout = ARITHMETIC[block.kind.name]
     vectors = range(vector, vector + tile_vectors(tokens, block.kind))
-    slice_bytes = PANEL * layout.lane_bytes
     x_bytes = builder.mul(block.slices, index(layout.words * 4))
     places = [
         builder.add(block.totals, builder.add(index(t * PANEL * 4), index(v * LANES * 4)))
@@ -221,55 +220,63 @@ def _tile(builder: Any, block: _Groups, tokens: int, vector: int) -> None:
         at = builder.add(block.packed, builder.mul(number, block.group_bytes))
         inputs = builder.add(block.x, builder.mul(number, x_bytes))
         rows = [builder.add(inputs, builder.mul(block.x_stride, index(t))) for t in range(tokens)]
-        numbers = builder.add(at, index(HEADER_BYTES * PANEL))
-
-        def body(place: Any, sums: list[Any]) -> tuple[list[Any], int]:
-            step = builder.add(numbers, builder.mul(place, index(slice_bytes)))
-            first, last = (v * LANES * layout.lane_bytes for v in (vectors.start, vectors.stop))
-            for line in range(first, last, _LINE):
-                prefetch(builder, builder.add(builder.add(step, block.ahead), index(line)))
-            weights = [operands(builder, block.kind, step, v) for v in vectors]
-            sums = list(sums)
-            for part in range(layout.words):
-                word = builder.mul(builder.add(builder.mul(place, index(layout.words)), index(part)), index(4))
-                for t, address in enumerate(rows):
-                    value = splat(builder, read(builder, builder.add(address, word), I32), WORDS)
-                    for v, lanes in enumerate(weights):
-                        which = t * len(weights) + v
-                        sums[which] = multiply_add(builder, block.kind, sums[which], lanes[part], value)
-            return sums, 1
-
-        zero = word_constant(0) if layout.integer else ir.Constant(FLOATS, [0.0] * LANES)
-        sums = loop(builder, block.slices, [zero] * (tokens * len(vectors)), body)
+        sums = _sums_of_group(builder, block, rows, builder.add(at, index(HEADER_BYTES * PANEL)), vectors)
         run = builder.lshr(builder.add(block.first, number), block.shift)
         scale_at = builder.add(block.row_scales, builder.mul(run, index(PANEL * 4)))
         minimum_at = builder.add(block.minima, builder.mul(run, block.minima_stride))
         scales = [_of_rows(builder, at, scale_at, v) for v in vectors]
         if not layout.integer:
-            of_tokens = [scales] * tokens
-            products = [
-                fused(builder, totals[t * len(vectors) + v], sums[t * len(vectors) + v], of_tokens[t][v])
-                for t in range(tokens)
-                for v in range(len(vectors))
-            ]
-            return products, 1
+            pairs = zip(totals, sums, scales * tokens, strict=True)
+            return [fused(builder, total, of_group, scale) for total, of_group, scale in pairs], 1
         minima = [_of_rows(builder, builder.add(at, index(PANEL)), minimum_at, v) for v in vectors]
-        results = []
-        for t in range(tokens):
-            of_token = builder.add(block.scales, builder.mul(block.scales_stride, index(t)))
-            of_token = builder.add(of_token, builder.mul(number, index(8)))
-            scale = splat(builder, read(builder, of_token, F32), FLOATS)
-            less = splat(builder, read(builder, builder.add(of_token, index(4)), F32), FLOATS)
-            for v in range(len(vectors)):
-                which = t * len(vectors) + v
-                total = fused(builder, totals[which], less, minima[v])
-                product = builder.fmul(builder.sitofp(sums[which], FLOATS), scale)
-                results.append(fused(builder, total, product, scales[v]))
-        return results, 1
+        return _add_integers(builder, block, number, totals, sums, scales, minima), 1
 
     results = loop(builder, block.groups, [read(builder, place, FLOATS) for place in places], group)
     for result, place in zip(results, places, strict=True):
         write(builder, result, place)
+
+
+def _sums_of_group(builder: Any, block: _Groups, rows: list[Any], numbers: Any, vectors: range) -> list[Any]:
+    """Of the products of a group's stored numbers with its inputs, which begin at `rows`; [token, vector] in a row."""
+    layout = ARITHMETIC[block.kind.name]
+    slice_bytes = PANEL * layout.lane_bytes
+
+    def body(place: Any, sums: list[Any]) -> tuple[list[Any], int]:
+        step = builder.add(numbers, builder.mul(place, index(slice_bytes)))
+        first, last = (v * LANES * layout.lane_bytes for v in (vectors.start, vectors.stop))
+        for line in range(first, last, _LINE):
+            prefetch(builder, builder.add(builder.add(step, block.ahead), index(line)))
+        weights = [operands(builder, block.kind, step, v) for v in vectors]
+        sums = list(sums)
+        for part in range(layout.words):
+            word = builder.mul(builder.add(builder.mul(place, index(layout.words)), index(part)), index(4))
+            for t, address in enumerate(rows):
+                value = splat(builder, read(builder, builder.add(address, word), I32), WORDS)
+                for v, lanes in enumerate(weights):
+                    which = t * len(weights) + v
+                    sums[which] = multiply_add(builder, block.kind, sums[which], lanes[part], value)
+        return sums, 1
+
+    zero = word_constant(0) if layout.integer else ir.Constant(FLOATS, [0.0] * LANES)
+    return loop(builder, block.slices, [zero] * (len(rows) * len(vectors)), body)
+
+
+def _add_integers(
+    builder: Any, block: _Groups, number: Any, totals: list[Any], sums: list[Any], scales: list[Any], minima: list[Any]
+) -> list[Any]:
+    """Totals and a group's sums of whole numbers, with the scales of tokens and rows, less what the minima make."""
+    results = []
+    for t in range(len(totals) // len(scales)):
+        of_token = builder.add(block.scales, builder.mul(block.scales_stride, index(t)))
+        of_token = builder.add(of_token, builder.mul(number, index(8)))
+        scale = splat(builder, read(builder, of_token, F32), FLOATS)
+        less = splat(builder, read(builder, builder.add(of_token, index(4)), F32), FLOATS)
+        for v in range(len(scales)):
+            which = t * len(scales) + v
+            total = fused(builder, totals[which], less, minima[v])
+            product = builder.fmul(builder.sitofp(sums[which], FLOATS), scale)
+            results.append(fused(builder, total, product, scales[v]))
+    return results
 
 
 def _of_rows(builder: Any, header: Any, floats: Any, vector: int) -> Any:

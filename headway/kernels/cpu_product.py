@@ -217,13 +217,15 @@ def _finish_gated(out_kind, tokens, count, totals, scales, bias, out, stride, ga
 
 
 @compiled()
-def _finish(out_kind, size, gate, tokens, totals, scales, bias, panel, column, features, row, out):
-    """A panel's sums of some tokens to the columns of out [rows, features] from `column` on, in the rows from `row` on.
+def _finish(a, out_kind, size, tokens, totals, panel, of_all, row):
+    """A panel's sums of some tokens to its columns of out [rows, features], in the rows from `row` on.
 
-    scales and bias are those of all panels; a number of out has `size` bytes.
+    of_all is the panel's number among those of all experts; a number of out has `size` bytes.
     """
-    to, of_panel = out + (row * features + column) * size, panel * PANEL * 4
-    count = min(PANEL // 2 if gate != 0 else PANEL, features - column)
+    scales, bias, out, features, gate = arg(a, 17), arg(a, 18), arg(a, 19), arg(a, 20), arg(a, 21)
+    each = PANEL // 2 if gate != 0 else PANEL
+    to, of_panel = out + (row * features + panel * each) * size, of_all * PANEL * 4
+    count = min(each, features - panel * each)
     if gate != 0:
         _finish_gated(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, features, gate)
     else:
@@ -234,6 +236,77 @@ def _finish(out_kind, size, gate, tokens, totals, scales, bias, panel, column, f
 def _reorder(x, order, inputs, size, out):
     for i in range(inputs):
         copy_element(x, read_int32(order, i), out, i, size)
+
+
+@compiled()
+def _make_ready(a, x_kind, x_size, copied, is_integer, integer, largest, offset):
+    """The rows of a plan as what panels are multiplied with, by all threads; returns when the last one is there."""
+    tokens, x, x_stride, inputs, order = arg(a, 2), arg(a, 4), arg(a, 5), arg(a, 6), arg(a, 7)
+    rows, row_bytes, row_stride, width, block_inputs = arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11), arg(a, 12)
+    plan, gathers = arg(a, 22), arg(a, 23)
+    ordered = take_memory(inputs * x_size) if order != 0 else 0
+    row = take_ticket(tickets(a, 0))
+    while row < tokens:
+        number, expert = row_of(plan, gathers, row)
+        source, to = x + number * x_stride * x_size, rows + row * row_stride
+        if order != 0:
+            _reorder(source, order + expert * inputs * 4, inputs, x_size, ordered)
+            source = ordered
+        if is_integer:
+            _prepare_integers(x_kind, integer, largest, offset, source, inputs, width, block_inputs, to, to + row_bytes)
+        else:
+            _copy_token(x_kind, copied, source, inputs, width, to)
+        take_ticket(tickets(a, 1))
+        row = take_ticket(tickets(a, 0))
+    if order != 0:
+        give_back(ordered)
+    while read_shared(tickets(a, 1)) < tokens:
+        pause()
+
+
+@compiled()
+def _on_tiles(
+    a, x_kind, x_size, kind, tile_kind, panel, of_all, first, count, x, x_stride, laid_out, totals, room, sums
+):
+    """A panel with `count` rows from `first` on, by matrix tiles; returns the rows for which these are laid out now."""
+    words, block, step_bytes = arg(a, 14), arg(a, 15), arg(a, 16)
+    groups = (count + TILE_ROWS - 1) // TILE_ROWS
+    together = (count + groups - 1) // groups
+    if together != laid_out:
+        configure(arg(a, 25) + together * VECTOR_BYTES)
+    multiply_on_tiles(
+        kind, tile_kind, count, together, x, x_stride, arg(a, 13) + of_all * words * step_bytes, words, block,
+        step_bytes, totals, x + arg(a, 9), arg(a, 10), room, sums,
+    )  # fmt: skip
+    for group in range(groups):
+        row = first + _first_of(group, groups, count, together)
+        _finish(a, x_kind, x_size, together, totals + group * together * TOTALS_BYTES, panel, of_all, row)
+    return together
+
+
+@compiled()
+def _on_vectors(a, kind, unpacked_kind, of_all, count, x, x_stride, totals, room):
+    """The sums of a panel with `count` rows."""
+    words, block, step_bytes = arg(a, 14), arg(a, 15), arg(a, 16)
+    packed, unpacked = arg(a, 13) + of_all * words * step_bytes, room if count > MOST_FROM_NIBBLES else 0
+    multiply(
+        kind, count, x, x_stride, packed, words, block, step_bytes, totals, x + arg(a, 9), arg(a, 10), unpacked_kind,
+        unpacked,
+    )  # fmt: skip
+
+
+@compiled()
+def _groups_on_vectors(a, kind, word_bytes, of_all, count, x, x_stride, totals):
+    """As _on_vectors, of a weight with groups of inputs; an input that is made ready has word_bytes."""
+    words, block, step_bytes = arg(a, 14), arg(a, 15), arg(a, 16)
+    more = (
+        arg(a, 24), arg(a, 25), arg(a, 12) * word_bytes, arg(a, 26) + of_all * arg(a, 27),
+        arg(a, 28) + of_all * arg(a, 29), arg(a, 30),
+    )  # fmt: skip
+    multiply_grouped(
+        kind, count, x, x_stride, arg(a, 13) + of_all * words * step_bytes, words, block, step_bytes, totals,
+        x + arg(a, 9), arg(a, 10), more,
+    )  # fmt: skip
 
 
 PRODUCT = struct.Struct("31q")
@@ -260,39 +333,13 @@ def product_job(x_kind: Any, kind: Any, on_tiles: bool = False) -> int:
     on_vectors = is_integer or not on_tiles  # sums of floats differ there, so that they never are on both
 
     def product(a: int) -> None:
-        threads, panels, tokens = arg(a, 0), arg(a, 1), arg(a, 2)
-        x, x_stride, inputs, order = arg(a, 4), arg(a, 5), arg(a, 6), arg(a, 7)
-        rows, row_bytes, row_stride, width, block_inputs = arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11), arg(a, 12)
-        packed, words, block, step_bytes = arg(a, 13), arg(a, 14), arg(a, 15), arg(a, 16)
-        row_scales, bias, out, features, gate = arg(a, 17), arg(a, 18), arg(a, 19), arg(a, 20), arg(a, 21)
-        plan, gathers = arg(a, 22), arg(a, 23)
-        if rows != 0:
-            ordered = take_memory(inputs * x_size) if order != 0 else 0
-            row = take_ticket(tickets(a, 0))
-            while row < tokens:
-                number, expert = row_of(plan, gathers, row)
-                source, to = x + number * x_stride * x_size, rows + row * row_stride
-                if order != 0:
-                    _reorder(source, order + expert * inputs * 4, inputs, x_size, ordered)
-                    source = ordered
-                if is_integer:
-                    _prepare_integers(
-                        x_kind, integer, largest, offset, source, inputs, width, block_inputs, to, to + row_bytes
-                    )
-                else:
-                    _copy_token(x_kind, copied, source, inputs, width, to)
-                take_ticket(tickets(a, 1))
-                row = take_ticket(tickets(a, 0))
-            if order != 0:
-                give_back(ordered)
-            while read_shared(tickets(a, 1)) < tokens:
-                pause()
-            source, source_stride = rows, row_stride
-        else:
-            source, source_stride = x, x_stride * x_size
+        threads, panels, tokens, block, plan = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 15), arg(a, 22)
+        x, x_stride = arg(a, 4), arg(a, 5) * x_size
+        if arg(a, 8) != 0:
+            _make_ready(a, x_kind, x_size, copied, is_integer, integer, largest, offset)
+            x, x_stride = arg(a, 8), arg(a, 10)
         pieces, most = pieces_of(plan, arg(a, 3), tokens)
         totals = take_memory((most + TILE_ROWS) * TOTALS_BYTES)
-        each = PANEL // 2 if gate != 0 else PANEL
         room = take_memory(block * PANEL * 4) if unpacks and (on_tiles or most > MOST_FROM_NIBBLES) else 0
         sums = take_memory(2 * TILE_ROWS * TOTALS_BYTES) if on_tiles and is_integer else 0
         least, laid_out = arg(a, 24) if on_tiles else _NEVER, 0
@@ -300,47 +347,20 @@ def product_job(x_kind: Any, kind: Any, on_tiles: bool = False) -> int:
         while item < panels * pieces:
             for number in range(item, end):
                 panel, of_all, first, last = item_of(plan, number, panels, pieces, tokens)
-                at, count = source + first * source_stride, last - first
+                at, count = x + first * x_stride, last - first
                 if on_tiles:  # noqa: SIM102  Numba leaves out what a constant alone guards
                     if count >= least:
-                        groups = (count + TILE_ROWS - 1) // TILE_ROWS
-                        together = (count + groups - 1) // groups
-                        if together != laid_out:
-                            configure(arg(a, 25) + together * VECTOR_BYTES)
-                            laid_out = together
-                        multiply_on_tiles(
-                            kind, unpacked_kind, count, together, at, source_stride,
-                            packed + of_all * words * step_bytes, words, block, step_bytes, totals, at + row_bytes,
-                            row_stride, room, sums,
+                        laid_out = _on_tiles(
+                            a, x_kind, x_size, kind, unpacked_kind, panel, of_all, first, count, at, x_stride,
+                            laid_out, totals, room, sums,
                         )  # fmt: skip
-                        for group in range(groups):
-                            row = first + _first_of(group, groups, count, together)
-                            of_group = totals + group * together * TOTALS_BYTES
-                            _finish(
-                                x_kind, x_size, gate, together, of_group, row_scales, bias, of_all, panel * each,
-                                features, row, out,
-                            )  # fmt: skip
                 if on_vectors:  # noqa: SIM102
                     if count < least:
-                        more = (
-                            arg(a, 24), arg(a, 25), block_inputs * word_bytes, arg(a, 26) + of_all * arg(a, 27),
-                            arg(a, 28) + of_all * arg(a, 29), arg(a, 30),
-                        )  # fmt: skip
                         if is_grouped:  # a choice made outside would be another function for Numba in every process
-                            multiply_grouped(
-                                kind, count, at, source_stride, packed + of_all * words * step_bytes, words, block,
-                                step_bytes, totals, at + row_bytes, row_stride, more,
-                            )  # fmt: skip
+                            _groups_on_vectors(a, kind, word_bytes, of_all, count, at, x_stride, totals)
                         else:
-                            multiply(
-                                kind, count, at, source_stride, packed + of_all * words * step_bytes, words, block,
-                                step_bytes, totals, at + row_bytes, row_stride, unpacked_kind,
-                                room if count > MOST_FROM_NIBBLES else 0,
-                            )  # fmt: skip
-                        _finish(
-                            x_kind, x_size, gate, count, totals, row_scales, bias, of_all, panel * each, features,
-                            first, out,
-                        )  # fmt: skip
+                            _on_vectors(a, kind, unpacked_kind, of_all, count, at, x_stride, totals, room)
+                        _finish(a, x_kind, x_size, count, totals, panel, of_all, first)
             item, end = take_share(tickets(a, 2), panels * pieces, threads)
         if on_tiles:
             release()

@@ -46,6 +46,15 @@ def _load(at, mask, WIDEN: tl.constexpr):
 
 
 @triton.jit
+def _rows_of(tile, kv_head, queries, GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+    """(token of its sequence, head, whether there is such a token) of each row of a tile."""
+    row = tl.arange(0, ROWS)
+    token = tile * TOKENS + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    return token, head, (row // GROUP < TOKENS) & (token < queries)
+
+
+@triton.jit
 def _keys_of(
     first_position, context, window, split, split_keys,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, FIRST: tl.constexpr,
@@ -77,6 +86,14 @@ def _positions_of(key, begin, end, ahead, context, KEYS: tl.constexpr, FIRST: tl
         at = tl.where(is_first, at - begin + ahead, at)
         there = tl.where(is_first, at < tl.minimum(FIRST, context), (at < end) & (at >= FIRST))
     return at, there, is_first
+
+
+@triton.jit
+def _place_of(table, at, there, kv_head, CACHE_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where the cache has the keys of these positions, in rows of one head."""
+    block = tl.load(table + at // BLOCK_SIZE, mask=there, other=0)
+    in_block = kv_head % CACHE_HEADS * BLOCK_SIZE + at % BLOCK_SIZE
+    return block.to(tl.int64) * CACHE_HEADS * BLOCK_SIZE + in_block
 
 
 @triton.jit
@@ -123,10 +140,7 @@ def _attention_kernel(
     context = tl.load(context_lens + sequence)
     if tile * TOKENS >= queries:
         return
-    row = tl.arange(0, ROWS)
-    token = tile * TOKENS + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    live = (row // GROUP < TOKENS) & (token < queries)
+    token, head, live = _rows_of(tile, kv_head, queries, GROUP, ROWS, TOKENS)
     position = context - queries + token
     token_index = (start + token).to(tl.int64)
     whole = WIDTH + REST
@@ -152,9 +166,8 @@ def _attention_kernel(
     for key in range(begin - ahead, end, KEYS):
         at, there, is_first = _positions_of(key, begin, end, ahead, context, KEYS, FIRST)
         of_query = _for_keys(q, first_at + dim[None, :], row_dims, is_first, FIRST, WIDEN)
-        block = tl.load(tables + sequence.to(tl.int64) * table_stride + at // BLOCK_SIZE, mask=there, other=0)
-        in_block = kv_head % CACHE_HEADS * BLOCK_SIZE + at % BLOCK_SIZE
-        place = (block.to(tl.int64) * CACHE_HEADS * BLOCK_SIZE + in_block) * whole
+        of_sequence = tables + sequence.to(tl.int64) * table_stride
+        place = _place_of(of_sequence, at, there, kv_head, CACHE_HEADS, BLOCK_SIZE) * whole
         k = _load(keys + place[None, :] + dim[:, None], there[None, :] & has_dim[:, None], WIDEN)
         scores = tl.dot(of_query, k, input_precision="ieee")
         if REST > 0:
