@@ -8,7 +8,8 @@ long as one would come too late, another yields: of those up to it the one of th
 1968, with classes). That leaves the most others in time.
 
 Tokens: a step may take as long as the tightest promised token allows. Prompts fill what decoding leaves of that time;
-decoding without a promise is left out of the step where it would not fit, or where a prompt is urgent.
+decoding without a promise is left out of the step where it would not fit, or where a prompt is urgent. An answer whose
+first token was late, with an objective for the others, goes on beside an urgent prompt as long as that prompt has time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from headway.policy.step_time import StepTime, StepWork
 
 # A promised prompt is urgent when it would be done only after this share of its time.
 URGENT_SHARE = 0.5
+# It presses when it would be done only after this share: then answers that were late are held back for it as well.
+PRESSING_SHARE = 0.8
 # The share of the time between two tokens that decoding alone may take; the rest is for prompts.
 DECODE_SHARE = 0.8
 # Of a step's prompt tokens that one who has starved may take while prompts are promised.
@@ -124,6 +127,8 @@ class Promises:
 
     Attributes:
         fair: where tenants take turns, those that wait; else None.
+        are_prompts_promised: first tokens, of those who yielded() was asked about.
+        is_pressed: one of these needs nearly all of its time.
     """
 
     def __init__(self, step_time: StepTime, step_tokens: int, known_tokens: Callable[[Sequence], int]) -> None:
@@ -135,6 +140,7 @@ class Promises:
         self._decoding = _Decoding()
         self._passes = 0
         self.are_prompts_promised = False
+        self.is_pressed = False
         self.between_steps_ns = 0.0
         self._last_sampled_ns = 0
 
@@ -179,7 +185,7 @@ class Promises:
         """Nobody waits for a first token in the step that begins."""
         if self._step_time.is_trained:
             self._passes += 1
-            self.are_prompts_promised = False
+            self.are_prompts_promised = self.is_pressed = False
 
     def _pass(self, prompts: list[Sequence], now: int, refresh: bool) -> tuple[list[Yield], Sequence | None]:
         """yielding(), with the work of all prompts predicted anew, or of some that wait as it was some steps ago."""
@@ -187,6 +193,7 @@ class Promises:
         done, kept = float(now), list[_Kept]()
         gone: dict[int, Yield] = {}
         hurrying: list[Sequence] = []
+        pressing: list[Sequence] = []
         for sequence in prompts:
             if sequence.parent is not None:  # the prompt is computed once, for the first choice of its request
                 if sequence.parent.seq_id in gone:
@@ -205,6 +212,7 @@ class Promises:
                 if self.fair is not None and self.fair.is_owed(sequence):  # late, but before all others
                     done += work
                     hurrying.append(sequence)
+                    pressing.append(sequence)
                     continue
                 oversized = sequence.arrival_ns + work * pace > sequence.due_ns
                 gone[sequence.seq_id] = Yield(sequence, "oversized" if oversized else "late", done - now)
@@ -215,9 +223,13 @@ class Promises:
                 done = _give_up_in_turn(self.fair, kept, sequence, done, done - now, gone)
             elif done > sequence.due_ns:
                 done = _give_up(kept, done, sequence.due_ns, done - now, gone)
-            if done > sequence.arrival_ns + URGENT_SHARE * (sequence.due_ns - sequence.arrival_ns):
+            time_ns = sequence.due_ns - sequence.arrival_ns
+            if done > sequence.arrival_ns + URGENT_SHARE * time_ns:
                 hurrying.append(sequence)
+            if done > sequence.arrival_ns + PRESSING_SHARE * time_ns:
+                pressing.append(sequence)
         self.are_prompts_promised = bool(kept)
+        self.is_pressed = any(each.seq_id not in gone for each in pressing)
         return list(gone.values()), next((each for each in hurrying if each.seq_id not in gone), None)
 
     def prefill_ns(self, sequence: Sequence) -> float:
@@ -267,7 +279,8 @@ class Promises:
     def _leave_out(self, decoding: list[Sequence], count: int, context: int, outlook: Outlook, now: int) -> None:
         """Leave out sequences that decode without a promise, where the step would take too long with all of them.
 
-        Those that have waited longest for a token are kept first. One that has starved stays.
+        Those that have waited longest for a token are kept first. One that has starved stays. For an urgent prompt,
+        those without an objective for their tokens are left out, and if it presses, all.
         """
         if math.isinf(outlook.slack_ns) and outlook.urgent is None:
             return
@@ -276,11 +289,17 @@ class Promises:
         stay = sum([sequence.has_starved for sequence in others])
         if len(others) > stay and now - others[stay].last_token_ns >= MOST_LEFT_OUT_NS:
             stay += 1
-        for at, sequence in enumerate(others):
+        kept, rest = others[:stay], others[stay:]
+        if outlook.urgent is not None:
+            rest = [] if self.is_pressed else [sequence for sequence in rest if sequence.tpot_ns != NEVER]
+        count, context = count + stay, context + sum([sequence.num_computed for sequence in kept])
+        for sequence in rest:
             count, context = count + 1, context + sequence.num_computed
-            if at >= stay and (outlook.urgent is not None or self.step_ns(count, context) > outlook.slack_ns):
-                outlook.left_out = others[at:]
-                return
+            if self.step_ns(count, context) > outlook.slack_ns:
+                break
+            kept.append(sequence)
+        staying = {sequence.seq_id for sequence in kept}
+        outlook.left_out = [sequence for sequence in others if sequence.seq_id not in staying]
 
     def begins(self, sequence: Sequence) -> None:
         """Note that a sequence runs now."""

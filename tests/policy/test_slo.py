@@ -327,6 +327,27 @@ def test_who_is_left_out_is_told_in_the_ledger() -> None:
     assert Phase.DECODE_STALL_POLICY not in first.ledger.phases_ns
 
 
+def test_an_answer_that_was_late_does_not_stand_still_for_an_urgent_prompt_that_has_time() -> None:
+    sim = simulation(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=512, step_time=Exact(fixed=5))
+    late = sim.submit([1] * 200, 40, service_class="chat")
+    offline = sim.submit([1] * 8, 40, service_class="offline")
+    while late.output_len < 2 or offline.output_len < 2:
+        sim.step()
+    assert late.yielded == "oversized"
+    prompt = sim.submit([2] * 90, 3, service_class="chat")  # 124 ms, more than half of its time
+    had, stood = (late.output_len, offline.output_len), 0
+    while not prompt.output_len:
+        before = sim.now
+        sim.step()
+        stood = max(stood, sim.now - before)
+    assert prompt.last_token_ns <= prompt.due_ns
+    assert late.output_len > had[0] + 4 and stood <= late.tpot_ns
+    assert offline.output_len == had[1], "it has no objective"
+    sim.run_until_done()
+    sim.check_all_closed()
+    assert Phase.DECODE_STALL_POLICY not in late.ledger.phases_ns
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_what_has_no_promise_is_served_while_promised_requests_come_without_end(begun: bool) -> None:
     """Whether it waits, or its prompt is under way: those of others would take every step whole."""
