@@ -69,7 +69,7 @@ def build_engine(
     weight_cache takes the place of the three of the file.
 
     Args:
-        on_stage: is told the name and the nanoseconds of each stage when it is done.
+        on_stage: is told the name and the nanoseconds of each stage when it is done; and with 0, what is being done.
         memory: for a CPU's weights, see LargePages.
         cache: which has them, or is to have them.
         beside: what other processes do for this start, until it is closed.

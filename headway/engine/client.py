@@ -87,7 +87,7 @@ class EngineClient:
 
     Args:
         config: what to run.
-        on_progress: hears of each start-up stage and its nanoseconds.
+        on_progress: hears of each start-up stage and its nanoseconds; and with 0, of what is being done.
         replay: hand the requests of an engine that dies to the next one; else they end with EngineDead.
     """
 

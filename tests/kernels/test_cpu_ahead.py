@@ -186,5 +186,4 @@ print(len(own), len(list(cpu_compile.code_folder().glob("*.native"))))
         counts.append([int(word) for word in ran.stdout.split()])
     (alone, kept), (together, kept_together) = counts
     assert alone == kept
-    assert together < alone
-    assert kept_together >= kept  # one thread has no helper of the team
+    assert together < kept_together == kept + 1  # two threads need one function more
