@@ -76,7 +76,7 @@ def compiling(dtype: torch.dtype, scheme: str, cache_dtype: torch.dtype, say: Ca
     paths = [path_of(partial(make.__wrapped__, *kinds)) for make, kinds in wanted]
     missing = [path for path in paths if not path.exists()]
     helpers: list[subprocess.Popen[bytes]] = []
-    if 2 * len(missing) > len(wanted) and sys.platform == "linux":
+    if 2 * len(missing) > len(wanted) and sys.platform == "linux" and sys.executable:
         names = [str(kind).removeprefix("torch.") for kind in (dtype, scheme, cache_dtype)]
         command = [sys.executable, "-m", __name__, str(os.getpid()), *names]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
