@@ -96,6 +96,8 @@ def test_texts_of_a_file_and_a_sweep(headway: CommandLine, server: LiveServer, f
     ran = headway("bench", *where, "--dataset-name", "custom", "--dataset-path", path, "--sweep", "concurrency:1,2")
     assert ran.code == 0, ran.err
     assert "E2E P50" in ran.out and "TTFT" not in ran.out
+    compared = headway("bench", "--compare", *ran.files(".json"), results=False)
+    assert compared.code == 0 and "E2E median" in compared.out and "output tokens" not in compared.out
     refused = headway("bench", *where, "--dataset-name", "custom", "--dataset-path", path, "--random-batch-size", "2")
     assert "--random-batch-size needs made-up prompts" in refused.error()
 

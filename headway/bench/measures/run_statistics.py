@@ -124,6 +124,8 @@ class RunStatistics:
         """Whether the run has such a metric at all, be it of too few samples."""
         if statistic.family == LATENCY:
             return statistic.metric in self.distributions
+        if statistic.metric == "output_throughput" and not self.completion_tokens.any():
+            return False  # vectors and scores
         return self.units(statistic.family) > 0
 
     def needs(self, statistic: Statistic) -> int | None:
