@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import pytest
 import typer.main
 from httpx._transports import default as httpx_transport
 from hypothesis import settings
+
+from headway.files import cache_folder
 
 # Before anything imports torch: tests are small, and threads that spin for each other only slow them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,6 +31,9 @@ for name in list(os.environ):
         *("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"),
     ):
         del os.environ[name]
+# Without a place for compiled kernels, each process would compile them again.
+if not os.access(next(each for each in (cache_folder(), *cache_folder().parents) if each.exists()), os.W_OK):
+    os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"headway-tests-{os.getuid()}")
 # Each process that a test starts would compile the whole package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -119,7 +119,7 @@ def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(tmp_path: Path
 def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF\3\0\0\0")
-    ended = CliRunner().invoke(app, ["serve", str(path)])
+    ended = CliRunner().invoke(app, ["serve", str(path), "--port", "0"])
     assert ended.exit_code == 2
     assert ended.stderr.count("\n") == 1 and f"{path}: not a whole GGUF file" in ended.stderr
 

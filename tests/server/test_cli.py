@@ -95,7 +95,7 @@ def test_bad_classes_are_refused_at_start(
 def test_folder_without_a_tokenizer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert run(monkeypatch, "serve", str(tmp_path)) == 2
+    assert run(monkeypatch, "serve", str(tmp_path), "--port", "0") == 2
     assert "tokenizer.json is missing" in capsys.readouterr().err
 
 
@@ -107,7 +107,7 @@ def test_broken_template_and_generation_config(
     folder = save_chat_model(tmp_path, temperature=-5)
     assert run(monkeypatch, "serve", str(folder), "--port", "0") == 2
     assert "temperature is -5" in capsys.readouterr().err
-    assert run(monkeypatch, "serve", str(folder), "--chat-template", "{% if %}") == 2
+    assert run(monkeypatch, "serve", str(folder), "--port", "0", "--chat-template", "{% if %}") == 2
     assert "not valid Jinja" in capsys.readouterr().err
 
 
