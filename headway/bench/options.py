@@ -104,6 +104,11 @@ class Target:
         return _APIS_OF_VECTORS.get(self.backend, "chat" if self.backend == "openai-chat" else "completions")
 
     @property
+    def generates(self) -> bool:
+        """Whether answers are texts, and not vectors or scores."""
+        return self.backend not in _APIS_OF_VECTORS
+
+    @property
     def chat(self) -> bool:
         return self.api == "chat"
 

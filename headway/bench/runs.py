@@ -108,13 +108,13 @@ class Bench(Runner):
     ) -> None:
         super().__init__(options, stop, out, progress)
         self.session = session
-        batch, endpoint = options.random_batch_size, session.server.endpoint
-        if endpoint.generates and batch > 1:
+        batch, target = options.random_batch_size, options.target
+        if target.generates and batch > 1:
             raise BenchError(
-                f"--random-batch-size is {batch}, and --backend {options.target.backend} takes one prompt; use "
+                f"--random-batch-size is {batch}, and --backend {target.backend} takes one prompt; use "
                 "openai-embeddings, vllm-rerank or vllm-score"
             )
-        self.texts = None if endpoint.generates else Texts(batch, query=endpoint.api != "embeddings")
+        self.texts = None if target.generates else Texts(batch, query=target.api != "embeddings")
 
     def plan(self, spec: WorkloadSpec) -> Workload:
         """Make the prompts.

@@ -51,10 +51,9 @@ class Session:
         Raises:
             BenchError: it cannot be reached, or cannot be asked for what is wanted.
         """
-        generates = target.endpoint().generates
-        if target.ignore_eos and not generates:
+        if target.ignore_eos and not target.generates:
             raise BenchError(f"--ignore-eos and --backend {target.backend} exclude each other: nothing is generated")
-        to_the_end = generates and made_up and target.ignore_eos is None
+        to_the_end = target.generates and made_up and target.ignore_eos is None
         server = await probe(target.endpoint(), target.ready_timeout_s, may_ignore_eos=to_the_end)
         return cls(server, *await token_source(target, server))
 
