@@ -12,6 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from headway.bundled import STORY
+
 _QWEN2_05B = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -110,6 +112,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": _QWEN2_7B,
     "deepseek-r1-distill-qwen-7b": {**_QWEN2_7B, "rope_theta": 10000.0},
     "qwen2-30m": _QWEN2_30M,
+    "story": json.loads((STORY / "config.json").read_text()),  # of the bundled model
     "tiny": _TINY,
 }
 

@@ -19,8 +19,12 @@ _PATIENCE_S = 15.0
 
 
 def environment(root: Path = ROOT) -> dict[str, str]:
-    """Where the modules of a checkout are found by any Python, and nothing is looked up on the network."""
-    return {**os.environ, "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}
+    """Where the modules of a checkout are found by any Python, and nothing is looked up on the network.
+
+    They are compiled once, as those of installed packages are, whatever PYTHONDONTWRITEBYTECODE says.
+    """
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}
 
 
 def tail(log: Path) -> str:

@@ -1,6 +1,7 @@
 """How long an engine takes from the start of its process to its first token: imports, weights, a prompt of 16 tokens.
 
-The weights are in the page cache. llama.cpp is started as a program of its own, llama-simple, where that is given.
+A first start does not count: afterwards kernels are compiled, packed weights are on disk, and files in the page cache.
+llama.cpp is started as a program of its own, llama-simple, where that is given.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def summary(cases: list[Case]) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["story"], choices=["story", *SHAPES])
+    parser.add_argument("--shapes", nargs="+", default=["story"], choices=SHAPES)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--longest", type=int, default=2000, help="victim, in tokens")
     parser.add_argument("--cases", type=int, default=40)

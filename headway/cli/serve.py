@@ -77,23 +77,26 @@ def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | No
     from headway.engine.client import EngineClient
     from headway.server.listening import StartupError, bind
     from headway.server.startup_display import StartupDisplay
-    from headway.text.chat_template import ChatTemplate
-    from headway.text.tokenizer import TextError, Tokenizer
 
     display = StartupDisplay(settings.served_model_names[0], _BEGAN_NS)
+    try:
+        listener = bind(settings.host, settings.port)
+    except StartupError as error:
+        fail(str(error))
+    display.on_server_stage("imports", time.monotonic_ns() - _BEGAN_NS)
+    engine = EngineClient(config, display.on_progress, replay)
     with ExitStack() as ending:
         ending.callback(display.stop)
-        try:
-            listener = bind(settings.host, settings.port)
-            display.on_server_stage("imports", time.monotonic_ns() - _BEGAN_NS)
-            engine = EngineClient(config, display.on_progress, replay)
-            ending.callback(engine.kill)
-            if not settings.preload_prompts:  # else the engine needs their tokens
-                with suppress(OSError):  # it is tried again, and then reported
-                    engine.launch()
-            from headway.server.lifecycle import run_server
-            from headway.server.prompts import preloaded
+        ending.callback(engine.kill)
+        if not settings.preload_prompts:  # else the engine needs their tokens
+            with suppress(OSError):  # it is tried again, and then reported
+                engine.launch()
+        from headway.server.lifecycle import run_server
+        from headway.server.prompts import preloaded
+        from headway.text.chat_template import ChatTemplate
+        from headway.text.tokenizer import TextError, Tokenizer
 
+        try:
             began = time.monotonic_ns()
             tokenizer = Tokenizer.load(config.model)
             template = ChatTemplate.load(tokenizer, chat_template)

@@ -8,13 +8,17 @@ import mmap
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from headway.bundled import STORY
+from headway.cost.layers import CacheSpec
 from headway.engine import start
 from headway.engine.build import LoadedEngine
 from headway.engine.config import EngineConfig
+from headway.engine.memory import fill_first_blocks, zero_caches
 from headway.engine.messages import AddRequest
 from headway.engine.start import packed_bytes, start_engine, uncollected
 from headway.kernels import cpu_compile
@@ -37,6 +41,11 @@ def run(engine: LoadedEngine, name: str, prompt: int, temperature: float) -> lis
     while engine.core.has_work:
         tokens += [token for output in engine.core.step().outputs for token in output.token_ids]
     return tokens
+
+
+def _printed(code: str) -> str:
+    """What a process of its own prints."""
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def test_the_import_is_the_first_stage() -> None:
@@ -70,13 +79,8 @@ print([module for module in ("numba", "scipy", "yaml", "transformers") if module
 
 def test_a_further_start_compiles_nothing() -> None:
     """It does not even import Numba, which takes longer than loading what Numba has compiled."""
-
-    def imported() -> str:
-        ran = subprocess.run([sys.executable, "-c", IMPORTED], check=True, capture_output=True, text=True)
-        return ran.stdout.strip()
-
-    if imported() != "[]":  # this process is the first one
-        assert imported() == "[]"
+    if _printed(IMPORTED) != "[]":  # this process is the first one
+        assert _printed(IMPORTED) == "[]"
 
 
 def test_the_libraries_of_torch_are_loaded_without_importing_it() -> None:
@@ -86,9 +90,90 @@ from headway.engine.libraries import load_libraries
 
 load_libraries().join()
 assert "torch" not in sys.modules and "headway.engine.process" not in sys.modules
-print("libtorch_python" in open("/proc/self/maps").read())
+print("libtorch_cpu" in open("/proc/self/maps").read())
 """
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "True\n"
+    assert _printed(code) == "True"
+
+
+def test_other_threads_run_while_the_libraries_are_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = """
+import threading
+from headway.engine.libraries import load_libraries
+
+thread = load_libraries()
+turns = 0
+while thread.is_alive():
+    turns += 1
+print(turns > 1000)
+"""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is read meanwhile
+    assert _printed(code) == "True"
+
+
+AHEAD = """
+import sys
+from headway.engine import libraries
+
+read = libraries._read_ahead(lambda: True)
+libraries._ahead = read
+sys.meta_path.insert(0, read)
+ahead = list(read._specs)
+libraries.import_torch()
+import torch
+assert torch.equal(torch.ones(2), torch.ones(2)) and read not in sys.meta_path and libraries._ahead is None
+specs = [getattr(sys.modules[name], "__spec__", None) for name in ahead]  # torch puts other things in some places
+used = sum(spec is not None and isinstance(spec.loader, libraries._Read) for spec in specs)
+print(len(ahead) >= used > 500, sorted(read._specs))
+"""
+
+
+def test_the_code_of_torch_is_read_ahead_from_the_second_start_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert _printed(AHEAD) == "False []"
+    assert _printed(AHEAD) == "True []"
+
+
+@pytest.mark.parametrize("names", ["torch.nowhere torch.nn.nowhere.deep .. torch..nn os", "\0 torch.nn", "torch.nn"])
+def test_a_damaged_list_of_modules_does_no_harm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: str) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "headway" / "torch-modules"
+    path.parent.mkdir()
+    path.write_text(names)
+    assert _printed(AHEAD).startswith("False")
+    assert len(path.read_text().split()) > 500
+
+
+def test_a_list_of_modules_that_cannot_be_read_does_no_harm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "headway" / "torch-modules").mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert _printed(AHEAD) == "False []"
+
+
+def test_a_start_without_the_packages_of_the_server() -> None:
+    """What imports only the API process or a client needs has no place in an engine's start."""
+    code = """
+import sys
+from headway.engine.libraries import load_libraries
+load_libraries()
+from headway.bundled import STORY
+from headway.engine.config import EngineConfig
+from headway.engine.process import start_engine
+start_engine(EngineConfig(str(STORY), device="cpu", num_threads=2, kv_cache_memory=1 << 24))
+others = "fastapi", "pydantic", "rich", "typer", "jinja2", "tokenizers", "uvicorn", "numba"
+print([each for each in others if each in sys.modules])
+"""
+    assert _printed(code) == "[]"
+
+
+def test_the_memory_of_first_blocks_is_filled() -> None:
+    caches = zero_caches([CacheSpec(2, 64, 64)] * 3, 256, 16, torch.bfloat16, torch.device("cpu"))
+    fill_first_blocks(caches).join()
+    assert not any(tensor.any() for cache in caches for tensor in cache.tensors)
+    caches[0].keys[0] = 1.0
+    fill_first_blocks(caches).join()
+    assert (caches[0].keys[0] == 1.0).all()
 
 
 def test_taking_memory_leaves_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
