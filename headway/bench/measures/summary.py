@@ -33,7 +33,6 @@ def summarise_all(
     objectives: Objectives | None = None,
     objectives_by_class: Mapping[str, Objectives] | None = None,
     price_per_hour: float | None = None,
-    confidence: float = 0.95,
 ) -> list[Summary]:
     """The whole run first, then its steady state where there is one, then each class and each tenant by name, over the
     whole run, and at last the probes, which are in none of these.
@@ -45,7 +44,6 @@ def summarise_all(
         "objectives": objectives,
         "objectives_by_class": objectives_by_class,
         "price_per_hour": price_per_hour,
-        "confidence": confidence,
     }
     whole = summarise(result, **options)
     steady = find_steady_window(result.records, result.began_ns, result.ended_ns)
@@ -59,8 +57,7 @@ def summarise_all(
         summaries += [summarise(result, name=PARTS[kind] + name, part={kind: name}, **options) for name in names]
     if result.probes:
         beside = replace(result, records=result.probes)
-        limits: dict[str, Any] = {"percentiles": percentiles, "confidence": confidence}
-        summaries.append(summarise(beside, name=PROBE_STREAM, part={"class_name": ""}, **limits))
+        summaries.append(summarise(beside, name=PROBE_STREAM, part={"class_name": ""}, percentiles=percentiles))
     return summaries
 
 
@@ -74,7 +71,6 @@ def summarise(
     objectives: Objectives | None = None,
     objectives_by_class: Mapping[str, Objectives] | None = None,
     price_per_hour: float | None = None,
-    confidence: float = 0.95,
 ) -> Summary:
     """One view of a run.
 
@@ -85,7 +81,6 @@ def summarise(
         percentiles: 0 < p < 100, of every distribution.
         objectives, objectives_by_class: in ms, see `slo.attainment`.
         price_per_hour: of the machine. There is no cost of a part: all share the machine.
-        confidence: of all intervals.
 
     Returns:
         Metrics of which there is no value at all are left out of from_schedule, from_send and phases_ms.
@@ -104,19 +99,15 @@ def summarise(
         completed=len(latencies.records),
         failed=failures.total(),
         failures=dict(sorted(failures.items())),
-        from_schedule=_distributions(latencies, "schedule", percentiles, confidence, result.client),
-        from_send=_distributions(latencies, "send", percentiles, confidence, result.client),
-        phases_ms=_phases(latencies, percentiles, confidence),
+        from_schedule=_distributions(latencies, "schedule", percentiles, result.client),
+        from_send=_distributions(latencies, "send", percentiles, result.client),
+        phases_ms=_phases(latencies, percentiles),
         rates=rates,
         tokens=tokens,
         resent=sum(record.resent > 0 for record in records),
         cancelled=sum(record.cancelled for record in records),
         attainment=attainment(
-            records,
-            objectives,
-            duration_s=(ended_ns - began_ns) / 1e9,
-            by_class=objectives_by_class,
-            confidence=confidence,
+            records, objectives, duration_s=(ended_ns - began_ns) / 1e9, by_class=objectives_by_class
         ),
         cost_per_million_output_tokens=cost_per_million_tokens(price, rates["output_throughput"]),
         cost_per_million_tokens=cost_per_million_tokens(price, rates["total_token_throughput"]),
@@ -145,7 +136,7 @@ def cost_per_million_tokens(price_per_hour: float | None, tokens_per_s: float) -
 
 
 def _distributions(
-    latencies: Latencies, since: Since, percentiles: Sequence[float], confidence: float, client: ClientHealth
+    latencies: Latencies, since: Since, percentiles: Sequence[float], client: ClientHealth
 ) -> dict[str, Distribution]:
     distributions = {}
     for metric, values in latencies.metrics(since).items():
@@ -154,14 +145,14 @@ def _distributions(
             continue
         # Gaps of one request are not independent of each other.
         groups = latencies.itl_request[known] if metric == "itl_ms" else None
-        distributions[metric] = distribution(values[known], percentiles, groups=groups, confidence=confidence)
+        distributions[metric] = distribution(values[known], percentiles, groups=groups)
     tokens = float(np.mean(latencies.output_tokens)) if len(latencies.records) else 0.0
     return with_client(distributions, client, since, tokens)
 
 
-def _phases(latencies: Latencies, percentiles: Sequence[float], confidence: float) -> dict[str, Distribution]:
+def _phases(latencies: Latencies, percentiles: Sequence[float]) -> dict[str, Distribution]:
     lengths = phase_lengths(latencies.records)
-    return {phase: distribution(each, percentiles, confidence=confidence) for phase, each in lengths.items()}
+    return {phase: distribution(each, percentiles) for phase, each in lengths.items()}
 
 
 def _tokens(completed: Sequence[RequestRecord]) -> dict[str, int]:

@@ -22,26 +22,24 @@ MOST_SLOWEST = 40
 Bar = tuple[float, float, float, float]  # x from, x to, y from, y to
 
 
-def timeline_rows(
-    records: Sequence[RequestRecord], most: int = MOST_ROWS, excerpt: int = EXCERPT
-) -> tuple[list[RequestRecord], int]:
+def timeline_rows(records: Sequence[RequestRecord]) -> tuple[list[RequestRecord], int]:
     """Requests in order of arrival, and the rank of the first of them.
 
-    All of up to `most`; of more, the `excerpt` around the slowest one, side by side: who stood in whose way can only be
-    seen of neighbours.
+    All of up to MOST_ROWS; of more, the EXCERPT around the slowest one, side by side: who stood in whose way can only
+    be seen of neighbours.
     """
     ordered = samples.sent(records)
-    if len(ordered) <= most:
+    if len(ordered) <= MOST_ROWS:
         return ordered, 0
     worst = max(range(len(ordered)), key=lambda rank: ordered[rank].end_ns - ordered[rank].scheduled_ns)
-    first = min(max(worst - excerpt * 2 // 3, 0), len(ordered) - excerpt)
-    return ordered[first : first + excerpt], first
+    first = min(max(worst - EXCERPT * 2 // 3, 0), len(ordered) - EXCERPT)
+    return ordered[first : first + EXCERPT], first
 
 
-def slowest(records: Sequence[RequestRecord], most: int = MOST_SLOWEST) -> list[RequestRecord]:
+def slowest(records: Sequence[RequestRecord]) -> list[RequestRecord]:
     """The slowest answered requests, by E2E from the schedule, the slowest first."""
     done = [record for record in samples.sent(records) if record.ok]
-    return sorted(done, key=lambda each: each.end_ns - each.scheduled_ns, reverse=True)[:most]
+    return sorted(done, key=lambda each: each.end_ns - each.scheduled_ns, reverse=True)[:MOST_SLOWEST]
 
 
 @style.drawing()

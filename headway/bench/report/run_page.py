@@ -48,17 +48,11 @@ DEFINITIONS = (
 )
 
 
-def comparison_page(
-    comparison: Comparison,
-    sides: Mapping[str, tuple[RunResult, Sequence[Summary]]],
-    *,
-    environment: Mapping[str, Any] | None = None,
-) -> Page:
+def comparison_page(comparison: Comparison, sides: Mapping[str, tuple[RunResult, Sequence[Summary]]]) -> Page:
     """The report of a comparison.
 
     Args:
         sides: by what it is called, one run of each side, a first, with what `summarise_all` makes of it.
-        environment: see `report_page`.
 
     Raises:
         ValueError: there are not two sides.
@@ -77,7 +71,7 @@ def comparison_page(
         title=f"headway bench: {plain(b, 60)} compared with {plain(a, 60)}",
         subtitle=_subtitle(results),
         verdict=comparison_banners(comparison, a, b),
-        sections=(*sections, *_closing(results, environment)),
+        sections=(*sections, *_closing(results)),
         footer=_footer(),
     )
 
@@ -96,13 +90,11 @@ def report_page(
     extra: Sequence[Section] = (),
     title: str | None = None,
     claims: Claims = verdict.USUAL,
-    environment: Mapping[str, Any] | None = None,
 ) -> Page:
     """The report of one run, or of several runs of one workload.
 
     Args:
         extra: sections that come first. Their banners, such as the outcome of a search, are the verdict of the page.
-        environment: where the client ran; None describes this machine.
     """
     results = [result for result, _ in runs]
     result, views = runs[0]
@@ -120,7 +112,7 @@ def report_page(
         subtitle=_subtitle(results),
         verdict=banners,
         key_figures=_key_figures(views) if single else (),
-        sections=(*sections, *_closing(results, environment)),
+        sections=(*sections, *_closing(results)),
         footer=_footer(),
     )
 
@@ -203,12 +195,12 @@ def _most_telling(runs: Sequence[Run], target: float) -> list[int]:
     return sorted({0, len(runs) - 1, *held[-1:]})
 
 
-def _closing(results: Sequence[RunResult], environment: Mapping[str, Any] | None) -> list[Section]:
+def _closing(results: Sequence[RunResult]) -> list[Section]:
     settings = results[0].settings if len(results) == 1 else _shared([result.settings for result in results])
     found = _present(
         tables.mapping_table("Settings" if len(results) == 1 else "Settings that all runs share", settings),
         tables.server_table(results[0].server),
-        tables.mapping_table("The client's machine", environment if environment is not None else this_machine()),
+        tables.mapping_table("The client's machine", this_machine()),
     )
     return [
         Section("Definitions", terms=DEFINITIONS, anchor="definitions"),
