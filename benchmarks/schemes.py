@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("text", type=Path, nargs="?", help="UTF-8, .gz too; default: what the model writes")
     parser.add_argument("--speed", action="store_true", help="measure speed, and add it to the result")
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="a Python with llama-cpp-python")
-    parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=512, help="of a window")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS / "schemes.json")

@@ -56,21 +56,23 @@ class Grid:
     Args:
         weight: float32 [out, in].
         dtype: of scales.
+        sizes: of the squares of inputs [in]; where a scale is the one that loses least, large inputs count for more.
     """
 
-    def __init__(self, weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, scheme: Scheme, dtype: torch.dtype, sizes: Tensor | None = None) -> None:
         self._scheme = scheme
         rows, inputs = weight.shape
         self._of_all: Tensor | None = None
         if scheme.format == "nvfp4-pack-quantized":
             self._of_all = (6 * 448 / weight.abs().max().clamp(min=1e-30)).view(1)
+        self._sizes = torch.ones(inputs) if sizes is None or not sizes.any() else sizes
         self.scales, self.zeros = self._of(weight.view(rows, -1, scheme.group_size or inputs), dtype)
 
     def _of(self, grouped: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Scales, as they are stored, and zero points [out, groups]."""
         low, high = self._scheme.limits
         if self._scheme.in_steps:
-            return _in_steps(grouped, low, high)
+            return _in_steps(grouped, self._sizes.view(grouped.shape[1:]), low, high)
         if self._scheme.symmetric:
             scales = grouped.abs().amax(2) / ((high - low) / 2)
             return self._stored(scales, dtype), torch.zeros_like(scales)
@@ -115,7 +117,7 @@ class Grid:
         return Rounded(stored, self.scales.to(dtype), None if self._scheme.symmetric else self.zeros.to(torch.int8))
 
 
-def _in_steps(grouped: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def _in_steps(grouped: Tensor, sizes: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """Of all multiples of a row's unit the scale that loses least in the square, for each group; and zero points.
 
     The unit has so few bits that float16 and bfloat16 hold its multiples as they are.
@@ -126,7 +128,7 @@ def _in_steps(grouped: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]
     best, least = unit.expand(grouped.shape[:2]), torch.full(grouped.shape[:2], torch.inf)
     for steps in range(1, MOST_STEPS + 1):
         scale = (unit * steps).unsqueeze(2)
-        lost = (grouped - (grouped / scale).round().clamp(low, high) * scale).square().sum(2)
+        lost = ((grouped - (grouped / scale).round().clamp(low, high) * scale).square() * sizes).sum(2)
         best, least = torch.where(lost < least, unit * steps, best), torch.minimum(lost, least)
     return best, torch.zeros_like(best)
 
@@ -151,7 +153,7 @@ def gptq(weight: Tensor, moments: Tensor, scheme: Scheme, dtype: torch.dtype, ac
         act_order: the inputs of the largest moments first. Groups stay as they are.
     """
     inputs = weight.shape[1]
-    grid = Grid(weight, scheme, dtype)
+    grid = Grid(weight, scheme, dtype, moments.diagonal())
     order = moments.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(inputs)
     factor = _inverse_factor(moments[order][:, order])
     if factor is None:
