@@ -27,6 +27,7 @@ class Load:
         rate: requests/s, Poisson; None sends as soon as `streams` allows.
         streams: most requests at once; None is an open loop.
         warmups: requests before, which are not counted.
+        range_ratio: lengths are drawn evenly from 1 - range_ratio to 1 + range_ratio times these; 0: all are alike.
     """
 
     label: str
@@ -36,11 +37,14 @@ class Load:
     rate: float | None = None
     streams: int | None = None
     warmups: int = 0
+    range_ratio: float = 0.0
 
     def flags(self) -> list[str]:
         flags = ["--dataset-name", "random", "--ignore-eos", "--num-prompts", str(self.prompts)]
         flags += ["--random-input-len", str(self.input_len), "--random-output-len", str(self.output_len)]
         flags += ["--num-warmups", str(self.warmups)]
+        if self.range_ratio:
+            flags += ["--random-range-ratio", f"{self.range_ratio:g}"]
         if self.rate is not None:
             flags += ["--request-rate", f"{self.rate:g}"]
         if self.streams is not None:
@@ -67,7 +71,7 @@ def measure(client: list[str], base_url: str, model: str, tokenizer: Path, load:
         said = "\n".join((done.stdout + done.stderr).splitlines()[-_LINES_OF_A_FAILURE:])
         what = "answered none of the requests" if result else "left no results"
         raise Died(f"{base_url} {what} (exit code {done.returncode}):\n{' '.join(command)}\n{said}")
-    if result["total_output_tokens"] != result["completed"] * load.output_len:
+    if not load.range_ratio and result["total_output_tokens"] != result["completed"] * load.output_len:
         count_anew(result, load.output_len)
     return result
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -53,14 +54,14 @@ COUNTS = {"failed": "requests failed, all rounds", "client_bound": "runs marked 
 def loads(arguments: argparse.Namespace) -> list[Load]:
     """A closed loop for each number of streams, then one open loop."""
     lengths = {"input_len": arguments.input_len, "output_len": arguments.output_len}
-    rows = []
+    ratio, rows = arguments.range_ratio, []
     for streams in arguments.streams:
         label = f"{streams} stream{'' if streams == 1 else 's'}"
         prompts = max(8, streams * arguments.prompts_per_stream)
-        rows.append(Load(label, prompts=prompts, streams=streams, warmups=streams, **lengths))
+        rows.append(Load(label, prompts=prompts, streams=streams, warmups=streams, range_ratio=ratio, **lengths))
     if arguments.rate:
         label = f"Poisson, {arguments.rate:g} requests/s"
-        rows.append(Load(label, prompts=arguments.rate_prompts, rate=arguments.rate, warmups=1, **lengths))
+        rows.append(Load(label, prompts=arguments.rate_prompts, rate=arguments.rate, warmups=1, range_ratio=ratio, **lengths))
     return rows
 
 
@@ -230,7 +231,7 @@ def ours_of(arguments: argparse.Namespace) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> None:
     most = max([*arguments.streams, 16])
-    context = arguments.input_len + arguments.output_len + 64
+    context = math.ceil((1 + arguments.range_ratio) * (arguments.input_len + arguments.output_len)) + 64
     settings = Settings(arguments.shape, arguments.threads, context, most)
     checkpoint = write_weights(arguments.shape, CHECKPOINTS)
     client = [arguments.client, "bench", "serve", "--disable-tqdm"] if arguments.client else HEADWAY
@@ -271,9 +272,11 @@ def run(arguments: argparse.Namespace) -> None:
 def put_and_compare(
     client: list[str], server: Server, offlines: dict[str, Child], load: Load, checkpoint: Path, seed: int
 ) -> dict[str, dict[str, float]]:
-    """What one load gives, by the name of the server; of ours, the engine alone does a closed loop's work beside it."""
+    """What one load gives, by the name of the server; of ours, the engine alone does a closed loop's work beside it, if
+    all requests are alike.
+    """
     measured = {server.name: put_load(client, server, load, checkpoint, seed)}
-    if server.name in offlines and load.streams:
+    if server.name in offlines and load.streams and not load.range_ratio:
         measured[offline(server.name)] = offline_rate(offlines[server.name], load, seed)
     return measured
 
@@ -302,6 +305,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate-prompts", type=int, default=48, help="requests of the open loop")
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--range-ratio", type=float, default=0.0, help="lengths differ by as much, 0.5 is ±50 %%")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of computation, for every server")
     parser.add_argument("--append", action="store_true", help="add the rounds to those in --output")
@@ -315,6 +319,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--output-len is {arguments.output_len}; the time between tokens needs at least 2")
     if arguments.rate < 0:
         parser.error(f"--rate is {arguments.rate:g}; it must not be negative")
+    if not 0 <= arguments.range_ratio < 1:
+        parser.error(f"--range-ratio is {arguments.range_ratio:g}; it must be at least 0 and below 1")
+    if arguments.range_ratio and "llama.cpp" in dict(arguments.peers):
+        parser.error("--range-ratio: clients cannot count the tokens of llama.cpp's answers; leave it out")
     if arguments.client and not os.access(arguments.client, os.X_OK):
         parser.error(f"--client {arguments.client!r} is not a program; name bin/vllm of vLLM's environment")
     if len(dict(arguments.peers)) < len(arguments.peers):

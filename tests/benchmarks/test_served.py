@@ -43,6 +43,8 @@ def test_loads_are_closed_loops_and_then_one_open_loop() -> None:
     assert (four.label, four.prompts, four.streams, four.warmups) == ("4 streams", 16, 4, 4)
     assert (poisson.label, poisson.prompts, poisson.streams, poisson.rate) == ("Poisson, 0.5 requests/s", 9, None, 0.5)
     assert len(served.loads(served.parse(["--rate", "0"]))) == 3
+    varied = served.loads(served.parse(["--range-ratio", "0.5"]))
+    assert all(load.flags()[-4:-2] == ["--random-range-ratio", "0.5"] for load in varied)
 
 
 def test_ratios_compare_medians_and_neighbouring_rounds() -> None:
@@ -103,6 +105,8 @@ def test_table_has_each_server_and_its_ratio() -> None:
         (["--streams", "4", "0"], "--streams is 0; it must be at least 1"),
         (["--output-len", "1"], "--output-len is 1; the time between tokens needs at least 2"),
         (["--rate", "-1"], "--rate is -1; it must not be negative"),
+        (["--range-ratio", "1"], "--range-ratio is 1; it must be at least 0 and below 1"),
+        (["--peer", f"llama.cpp={sys.executable}", "--range-ratio", "0.5"], "cannot count the tokens of llama.cpp's"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
