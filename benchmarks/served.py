@@ -61,7 +61,8 @@ def loads(arguments: argparse.Namespace) -> list[Load]:
         rows.append(Load(label, prompts=prompts, streams=streams, warmups=streams, range_ratio=ratio, **lengths))
     if arguments.rate:
         label = f"Poisson, {arguments.rate:g} requests/s"
-        rows.append(Load(label, prompts=arguments.rate_prompts, rate=arguments.rate, warmups=1, range_ratio=ratio, **lengths))
+        opened = {"prompts": arguments.rate_prompts, "rate": arguments.rate}
+        rows.append(Load(label, warmups=1, range_ratio=ratio, **opened, **lengths))
     return rows
 
 
