@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from headway.engine.config import EngineConfig
 from headway.engine.host import fill_pages
-from headway.engine.libraries import import_torch
 from headway.engine.weight_cache import WeightCache
 from headway.models.config import ModelConfig
 from headway.models.folder import read_ahead
@@ -49,7 +48,6 @@ def start_engine(config: EngineConfig, on_stage: Callable[[str, int], None] | No
     with uncollected(), ExitStack() as beside:
         began = time.monotonic_ns()
         memory, cache = _prepare(config)
-        import_torch()
         from headway.engine.build import build_engine
 
         imported = time.monotonic_ns() - began

@@ -8,7 +8,6 @@ import mmap
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -95,7 +94,7 @@ print("libtorch_cpu" in open("/proc/self/maps").read())
     assert _printed(code) == "True"
 
 
-def test_other_threads_run_while_the_libraries_are_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_other_threads_run_while_the_libraries_are_loaded() -> None:
     code = """
 import threading
 from headway.engine.libraries import load_libraries
@@ -106,49 +105,7 @@ while thread.is_alive():
     turns += 1
 print(turns > 1000)
 """
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is read meanwhile
     assert _printed(code) == "True"
-
-
-AHEAD = """
-import sys
-from headway.engine import libraries
-
-read = libraries._read_ahead(lambda: True)
-libraries._ahead = read
-sys.meta_path.insert(0, read)
-ahead = list(read._specs)
-libraries.import_torch()
-import torch
-assert torch.equal(torch.ones(2), torch.ones(2)) and read not in sys.meta_path and libraries._ahead is None
-specs = [getattr(sys.modules[name], "__spec__", None) for name in ahead]  # torch puts other things in some places
-used = sum(spec is not None and isinstance(spec.loader, libraries._Read) for spec in specs)
-print(len(ahead) >= used > 500, sorted(read._specs))
-"""
-
-
-def test_the_code_of_torch_is_read_ahead_from_the_second_start_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert _printed(AHEAD) == "False []"
-    assert _printed(AHEAD) == "True []"
-
-
-@pytest.mark.parametrize("names", ["torch.nowhere torch.nn.nowhere.deep .. torch..nn os", "\0 torch.nn", "torch.nn"])
-def test_a_damaged_list_of_modules_does_no_harm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: str) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = tmp_path / "headway" / "torch-modules"
-    path.parent.mkdir()
-    path.write_text(names)
-    assert _printed(AHEAD).startswith("False")
-    assert len(path.read_text().split()) > 500
-
-
-def test_a_list_of_modules_that_cannot_be_read_does_no_harm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "headway" / "torch-modules").mkdir(parents=True)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert _printed(AHEAD) == "False []"
 
 
 def test_a_start_without_the_packages_of_the_server() -> None:
