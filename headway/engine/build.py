@@ -14,7 +14,7 @@ import torch
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
 from headway.engine.host import available_memory, usable_threads
-from headway.engine.memory import bytes_per_block, fill_first_blocks, kv_pool_bytes
+from headway.engine.memory import bytes_per_block, kv_pool_bytes
 from headway.engine.record_file import RecordFile
 from headway.engine.runner import Runner
 from headway.engine.weight_cache import WeightCache
@@ -124,8 +124,6 @@ def build_engine(
             pool.checkpoints or 0,
             groups,
         )
-        if device.type == "cpu":
-            fill_first_blocks(runner.caches)
         shown = str(cache_dtype).removeprefix("torch.")
         make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
         swap = NO_SWAP if runner.host is None else runner.host.measured()

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 _ROOT = Path("/")
-_POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE, of Linux 5.14; it changes nothing that is written meanwhile
 
 
 def usable_threads(root: Path = _ROOT, processors: Collection[int] | None = None) -> int:
@@ -46,17 +44,6 @@ def available_memory(root: Path = _ROOT) -> int:
         files = held.get(prefix + "active_file", 0) + held.get(prefix + "inactive_file", 0)
         available = min(available, limit - max(0, used - files))
     return max(0, available)
-
-
-def fill_pages(address: int, size: int) -> bool:
-    """Have the system fill memory now, without the interpreter's lock; False where it cannot before memory is written.
-
-    Args:
-        address: where a page begins.
-    """
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return bool(madvise(address, size, _POPULATE_WRITE) == 0)
 
 
 def total_memory(root: Path = _ROOT) -> int:

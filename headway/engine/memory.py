@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from headway.cost.layers import CacheSpec, StateSpec
 from headway.engine.config import EngineConfig
-from headway.engine.host import available_memory, fill_pages
+from headway.engine.host import available_memory
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.interface import LayerCache, LayerState
 from headway.models.config import ModelConfig
@@ -22,7 +20,6 @@ from headway.policy.sizing import cpu_pool_bytes, gpu_pool_bytes, sampling_bytes
 # Of each KV cache group the places, each with its layers by number.
 Groups = Sequence[Sequence[tuple[int, ...]]]
 ACTIVATION_COPIES = 8  # tensors as large as the widest activation that a step has at once
-_FIRST_BLOCKS = 64 << 10  # bytes of a tensor; a large page holds many more
 SCALE_DTYPE = torch.float32  # of a token and head in a cache of int8
 
 
@@ -91,23 +88,6 @@ def zero_caches(
         else:
             made.append(cache(spec) if spec.source is None else made[spec.source])
     return made
-
-
-def fill_first_blocks(caches: Sequence[LayerCache | LayerState]) -> threading.Thread:
-    """Have the system fill the memory of a CPU's first blocks, in a thread that is returned.
-
-    Large pages can take it some milliseconds each to find, and the first step would wait for those of all layers.
-    """
-    tensors = [tensor for cache in caches if isinstance(cache, LayerCache) for tensor in cache.tensors]
-
-    def fill() -> None:
-        for tensor in tensors:
-            before = tensor.data_ptr() % mmap.PAGESIZE
-            fill_pages(tensor.data_ptr() - before, before + min(tensor.nbytes, _FIRST_BLOCKS))
-
-    thread = threading.Thread(target=fill, daemon=True, name="headway-memory")
-    thread.start()
-    return thread
 
 
 def zero_places(

@@ -10,14 +10,11 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from headway.bundled import STORY
-from headway.cost.layers import CacheSpec
 from headway.engine import start
 from headway.engine.build import LoadedEngine
 from headway.engine.config import EngineConfig
-from headway.engine.memory import fill_first_blocks, zero_caches
 from headway.engine.messages import AddRequest
 from headway.engine.start import packed_bytes, start_engine, uncollected
 from headway.kernels import cpu_compile
@@ -122,15 +119,6 @@ others = "fastapi", "pydantic", "rich", "typer", "jinja2", "tokenizers", "uvicor
 print([each for each in others if each in sys.modules])
 """
     assert _printed(code) == "[]"
-
-
-def test_the_memory_of_first_blocks_is_filled() -> None:
-    caches = zero_caches([CacheSpec(2, 64, 64)] * 3, 256, 16, torch.bfloat16, torch.device("cpu"))
-    fill_first_blocks(caches).join()
-    assert not any(tensor.any() for cache in caches for tensor in cache.tensors)
-    caches[0].keys[0] = 1.0
-    fill_first_blocks(caches).join()
-    assert (caches[0].keys[0] == 1.0).all()
 
 
 def test_taking_memory_leaves_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
