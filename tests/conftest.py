@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import fcntl
 import functools
 import gc
+import importlib
 import logging
 import os
 import sys
@@ -18,6 +20,7 @@ import typer.main
 from httpx._transports import default as httpx_transport
 from hypothesis import settings
 
+import headway
 from headway.files import cache_folder
 
 # Before anything imports torch: tests are small, and threads that spin for each other only slow them down.
@@ -105,21 +108,49 @@ def pytest_runtest_setup() -> None:
     logger.handlers.clear()
 
 
+COUNT_FROZEN = gc.get_freeze_count
+
+
+def _import_share() -> None:
+    """In a fresh clone all workers would compile all files at once. Each begins with some of its own, and finds the
+    code of the others when it comes to theirs.
+    """
+    number, workers = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    here, package = Path(__file__).parent, Path(headway.__file__).parent
+    for source in sorted(package.rglob("*.py"))[number::workers]:
+        compileall.compile_file(source, quiet=2)
+    for test in sorted(here.rglob("test_*.py"))[number::workers]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # collection says what is wrong with it
+            importlib.import_module(".".join(["tests", *test.relative_to(here).with_suffix("").parts]))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What 6,000 tests import stays, and each full garbage collection would look through it for a second."""
+    """What 9,000 tests import stays, and each full garbage collection would look through it for a second."""
     gc.disable()
     try:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            _import_share()
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+        gc.get_freeze_count = lambda: 1  # it counts them one by one, in 40 ms; who asks wants to know if it is zero
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    """What the tests of a file import stays too; each benchmark and each `quantize` collects garbage before it runs."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
-def thawed() -> Iterator[None]:
+def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has not frozen anything."""
     gc.unfreeze()
+    monkeypatch.setattr(gc, "get_freeze_count", COUNT_FROZEN)
     yield
     gc.freeze()
 
