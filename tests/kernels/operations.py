@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from headway.engine.sampler import BAD_TOKEN, Sampler
 from headway.kernels.interface import Kernels, LayerCache, SinkQueries
@@ -85,6 +86,22 @@ def check_store(kernels: Kernels, device: str, dtype: torch.dtype, block_size: i
         kernel.store(key, value, target, slots)
     assert torch.equal(ours.keys.cpu(), cache.keys)
     assert torch.equal(ours.values.cpu(), cache.values)
+
+
+def check_store_of_latents(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
+    step, num_blocks = step_of([3, 20], [3, 25], 16)
+    fused = random(9, dtype, 23, 1, 60)
+    keys = []
+    for kernel, to in ((REFERENCE, "cpu"), (kernels, device)):
+        cache, there = latent_cache(num_blocks, 16, 44, 36, dtype, to), fused.to(to)[..., 8:52]
+        kernel.store(there, there[..., :36], cache, step.slots.to(to))
+        keys.append(cache.keys.cpu())
+    torch.testing.assert_close(*keys, rtol=0, atol=0, equal_nan=True)
+
+
+def store_history(kernels: Kernels, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    """What check_store shows that CUDA's kernels store; Triton's interpreter takes longer for it than for attention."""
+    (REFERENCE if kernels.name == "cuda" else kernels).store(key, value, cache, slots)
 
 
 def check_draw(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
@@ -219,11 +236,10 @@ def check_attention_over_latents(
     ))  # fmt: skip
     results = []
     for each, to in ((REFERENCE, "cpu"), (kernels, device)):
-        keys = torch.full((num_blocks, 1, block_size, width), math.nan, dtype=dtype, device=to)
-        cache = LayerCache(keys, keys[..., :rank])
+        cache = latent_cache(num_blocks, block_size, width, rank, dtype, to)
         assert len(cache.tensors) == 1
         there = key.to(to)
-        each.store(there, there[..., :rank], cache, before.slots.to(to))
+        store_history(each, there, there[..., :rank], cache, before.slots.to(to))
         first = SinkQueries(of_first.to(to), first_keys) if first_keys else None
         results.append(each.attention(query.to(to), cache, on(to, step), width**-0.5, window, first=first))
     assert results[1].shape == (sum(queries), heads, rank)
@@ -315,7 +331,7 @@ def check_attention(
         for at in (kv_heads * width, 2 * kv_heads * width)
     )
     for each, to, target in ((REFERENCE, "cpu", cache), (kernels, device, ours)):
-        each.store(keys.to(to), values.to(to), target, before.slots.to(to))
+        store_history(each, keys.to(to), values.to(to), target, before.slots.to(to))
     fused = random(seed + 3, dtype, sum(queries), (heads + 2) * width)
     sinks = random(seed + 4, torch.float32, heads) * 4 if has_sinks else None  # from negligible to most of the weight
     first = SinkQueries(random(seed + 5, dtype, sum(queries), heads, width) * 2, first_keys) if first_keys else None
@@ -359,6 +375,11 @@ def check_int8_cache_is_refused(kernels: Kernels) -> None:
     cache, key = empty_cache((2, 1, 16, 8), torch.int8, "cpu"), torch.zeros(1, 1, 8)
     with pytest.raises(ValueError, match=f"the KV cache is int8, which the {kernels.name} kernels do not support"):
         kernels.store(key, key, cache, torch.zeros(1, dtype=torch.int64))
+
+
+def latent_cache(blocks: int, block_size: int, width: int, rank: int, dtype: torch.dtype, device: str) -> LayerCache:
+    keys = torch.full((blocks, 1, block_size, width), math.nan, dtype=dtype, device=device)
+    return LayerCache(keys, keys[..., :rank])
 
 
 def empty_cache(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> LayerCache:

@@ -63,6 +63,11 @@ def test_store(kernels: CudaKernels, dtype: torch.dtype, block_size: int, width:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_store_of_latents(kernels: CudaKernels, dtype: torch.dtype) -> None:
+    operations.check_store_of_latents(kernels, DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_add_and_soft_cap(kernels: CudaKernels, dtype: torch.dtype) -> None:
     operations.check_add_and_soft_cap(kernels, DEVICE, dtype, 3, 40)
 
@@ -82,7 +87,7 @@ def test_heads(kernels: CudaKernels, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "rank", "rotated"), [(16, 64, 32), (20, 36, 8)])
 def test_attention_over_latents(kernels: CudaKernels, dtype: torch.dtype, heads: int, rank: int, rotated: int) -> None:
-    for steps in (([1, 7, 20], [1, 7, 33]), ([1, 1], [700, 90])):
+    for steps in (([1, 5, 9], [1, 7, 33]), ([1, 1], [700, 90])):  # a program has one token, however many there are
         operations.check_attention_over_latents(kernels, DEVICE, dtype, *steps, heads, rank, rotated, 16)
         operations.check_attention_over_latents(kernels, DEVICE, dtype, *steps, heads, rank, rotated, 16, 37, 16)
 
