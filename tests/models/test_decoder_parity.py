@@ -48,6 +48,12 @@ def models(tmp_path_factory):
     return make
 
 
+@pytest.fixture(scope="module")
+def expected(models):
+    """Case name -> Hugging Face's logits of all PROMPTS, computed once."""
+    return functools.cache(lambda case: [tiny.logits(models(case)[0], prompt) for prompt in PROMPTS])
+
+
 def decoder(folder: Path, dtype: torch.dtype = torch.float32, max_model_len: int | None = None) -> Decoder:
     """On the reference kernels."""
     return load_model(folder, dtype, ReferenceKernels(), max_model_len=max_model_len)
@@ -71,21 +77,17 @@ def worst(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("case", tiny.CASES)
-def test_logits_equal_hugging_face(models, case, execution):
-    model, folder = models(case)
-    expected = [tiny.logits(model, prompt) for prompt in PROMPTS]
-    assert expected[0].std() > 0.5  # else the tolerance would say nothing
-    assert worst(EXECUTIONS[execution](decoder(folder), PROMPTS), expected) <= TOLERANCE
+def test_logits_equal_hugging_face(models, expected, case, execution):
+    assert expected(case)[0].std() > 0.5  # else the tolerance would say nothing
+    assert worst(EXECUTIONS[execution](decoder(models(case)[1]), PROMPTS), expected(case)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", tiny.CASES)
-def test_logits_of_the_kernels_that_serve_equal_hugging_face(models, case, device):
-    model, folder = models(case)
-    expected = [tiny.logits(model, prompt) for prompt in PROMPTS]
-    ours = decoder_on(device, folder)
-    assert worst(EXECUTIONS["mixed"](ours, PROMPTS), expected) <= TOLERANCE
-    assert worst(EXECUTIONS["whole"](ours, PROMPTS), expected) <= TOLERANCE
+def test_logits_of_the_kernels_that_serve_equal_hugging_face(models, expected, case, device):
+    ours = decoder_on(device, models(case)[1])
+    assert worst(EXECUTIONS["mixed"](ours, PROMPTS), expected(case)) <= TOLERANCE
+    assert worst(EXECUTIONS["whole"](ours, PROMPTS), expected(case)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -147,9 +149,9 @@ def test_soft_caps_change_the_logits(models, bent):
 
 
 @pytest.mark.parametrize("on", ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_layers_may_have_different_caches(models, on):
+def test_layers_may_have_different_caches(models, expected, on):
     """A layer that has each key/value head twice, for half of its queries each, changes nothing."""
-    model, folder = models("qwen2")
+    folder = models("qwen2")[1]
     plain, ours = decoder(folder), decoder(folder) if on == "reference" else decoder_on(on, folder)
     cache = plain.config.caches[1]
     sizes = [plain.config.shape.heads * cache.key_dim, cache.elements // 2, cache.elements // 2]
@@ -163,8 +165,7 @@ def test_layers_may_have_different_caches(models, on):
     mixer.qkv = ours.kernels.linear(Weight(doubled(qkv.weight)), doubled(qkv.bias))
     mixer.cache = dataclasses.replace(cache, heads=2 * cache.heads)
     ours = with_config(ours, caches=tuple(each.mixer.cache for each in ours.weights.layers))
-    expected = [tiny.logits(model, prompt) for prompt in PROMPTS]
-    assert worst(EXECUTIONS["mixed"](ours, PROMPTS), expected) <= TOLERANCE
+    assert worst(EXECUTIONS["mixed"](ours, PROMPTS), expected("qwen2")) <= TOLERANCE
 
 
 def test_a_cache_that_the_decoder_cannot_attend_to_is_refused(models):
@@ -196,10 +197,9 @@ def test_partial_rotation_equals_a_model_whose_other_frequencies_are_zero(tmp_pa
 @pytest.mark.parametrize("on", ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", HALF)
-def test_half_precision_is_as_close_to_float32_as_hugging_face(models, case, dtype, on):
-    model, folder = models(case)
-    exact = torch.cat([tiny.logits(model, prompt) for prompt in PROMPTS])
-    theirs = torch.cat([tiny.logits(tiny.build(case).to(dtype), prompt) for prompt in PROMPTS])
+def test_half_precision_is_as_close_to_float32_as_hugging_face(models, expected, case, dtype, on):
+    folder, rounded = models(case)[1], tiny.build(case).to(dtype)
+    exact, theirs = (torch.cat(each) for each in (expected(case), [tiny.logits(rounded, p) for p in PROMPTS]))
     served = decoder(folder, dtype) if on == "reference" else decoder_on(on, folder, dtype)
     ours = torch.cat(EXECUTIONS["mixed"](served, PROMPTS))
     error, allowed = (ours - exact).square().mean().sqrt(), (theirs - exact).square().mean().sqrt()
