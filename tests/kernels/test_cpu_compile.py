@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numba
@@ -14,8 +16,8 @@ import pytest
 
 import headway
 from headway.kernels import cpu_compile
-from headway.kernels.cpu_compile import _keep, _path_of, alone, compile_entry, compiled, drop_stale_code
-from headway.kernels.cpu_simd import write_integer
+from headway.kernels.cpu_compile import _keep, _path_of, address_of, alone, compile_entry, compiled, drop_stale_code
+from headway.kernels.cpu_simd import add_to, write_integer
 
 # A line of input asks for the code of the function with such numbers; it says how often code was compiled, and the sum.
 KERNEL = """
@@ -91,12 +93,27 @@ def test_processes_that_start_together_compile_each_function_once(tmp_path: Path
     assert told(tmp_path, "1 2") == [["0", "6", "False"]]
 
 
-def test_damaged_code_is_compiled_again(tmp_path: Path) -> None:
-    told(tmp_path, "3")
-    (code,) = (tmp_path / "code").glob("*.native")
+def test_damaged_code_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_code: list[bytes] = []
+
+    def counted(function: Callable[..., None]) -> bytes:
+        compiled_code.append(compile_entry(function))
+        return compiled_code[-1]
+
+    def add_three(address: int) -> None:
+        add_to(address, 3)
+
+    def count_and_sum() -> tuple[int, int]:
+        total = ctypes.c_int64(0)
+        ctypes.CFUNCTYPE(None, ctypes.c_int64)(address_of(add_three))(ctypes.addressof(total))
+        return len(compiled_code), total.value
+
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cpu_compile, "compile_entry", counted)
+    assert count_and_sum() == count_and_sum() == (1, 3)
+    (code,) = tmp_path.glob("*.native")
     code.write_bytes(code.read_bytes()[:-40])
-    assert told(tmp_path, "3") == [["1", "6", "True"]]
-    assert told(tmp_path, "3") == [["0", "6", "False"]]
+    assert count_and_sum() == count_and_sum() == (2, 3)
 
 
 def test_what_a_function_refers_to_outside_is_part_of_its_name() -> None:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 from llvmlite import binding
+from numba.core import config
+from numba.core.codegen import JITCPUCodegen
 
+from headway.kernels import cpu_compile, cpu_team
 from headway.kernels.cpu_simd import IS_X86
 
 pytestmark = pytest.mark.timeout(600)
@@ -88,15 +91,18 @@ def test_matrix_tiles(tmp_path: Path, scheme: str, printed: str) -> None:
 
 def test_code_for_two_processors_is_kept_apart() -> None:
     """By the name of its file; and what it is compiled for is what Numba compiles for."""
-    program = """
-from headway.kernels import cpu_compile, cpu_team
-from numba.core.registry import cpu_target
-assert cpu_compile.target() == cpu_target.target_context.codegen().magic_tuple()
-print(cpu_compile._path_of(cpu_team._run.__wrapped__))
-"""
-    keys = set()
-    for features in (AVX2, AVX512):
-        for name in ("x86-64-v3", "znver3"):
-            environment = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
-            keys.add(subprocess.check_output([sys.executable, "-c", program], env=environment))
-    assert len(keys) == 4
+    names = set()
+    try:
+        for features in (AVX2, AVX512):
+            for name in ("x86-64-v3", "znver3"):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setenv("NUMBA_CPU_NAME", name)
+                    patch.setenv("NUMBA_CPU_FEATURES", features)
+                    cpu_compile.target.cache_clear()
+                    config.reload_config()
+                    assert cpu_compile.target() == JITCPUCodegen("other").magic_tuple()
+                    names.add(cpu_compile._path_of(cpu_team._run.__wrapped__).name)
+    finally:
+        cpu_compile.target.cache_clear()
+        config.reload_config()
+    assert len(names) == 4
