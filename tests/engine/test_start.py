@@ -8,6 +8,7 @@ import mmap
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -20,7 +21,6 @@ from headway.engine.start import packed_bytes, start_engine, uncollected
 from headway.kernels import cpu_compile
 from headway.models.config import ModelConfig
 from headway.policy.sampling_params import SamplingParams
-from tests.models import tiny
 
 BUILT = ["import", "prepare", "choose_kernels", "storage_read", "convert", "layout", "kv_allocation", "warm_up"]
 
@@ -39,9 +39,23 @@ def run(engine: LoadedEngine, name: str, prompt: int, temperature: float) -> lis
     return tokens
 
 
+def run_without_code(engine: LoadedEngine) -> None:
+    """Steps of all sizes, which must not compile or load anything."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("compiled or loaded after the start")
+
+    with mock.patch.object(cpu_compile, "_read", refuse):
+        for number, (prompt, temperature) in enumerate([(1, 0.0), (16, 0.0), (65, 1.0), (100, 0.0), (130, 1.0)]):
+            assert len(run(engine, str(number), prompt, temperature)) == 4
+
+
 def _printed(code: str) -> str:
     """What a process of its own prints."""
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return ran.stdout.strip()
 
 
 def test_the_import_is_the_first_stage() -> None:
@@ -63,62 +77,45 @@ def test_memory_is_taken_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(start_engine(bundled()), "a", 20, 0.0) == expected
 
 
-IMPORTED = """
-import sys
-from headway.bundled import STORY
-from headway.engine.config import EngineConfig
-from headway.engine.start import start_engine
-start_engine(EngineConfig(str(STORY), device="cpu", num_threads=2, kv_cache_memory=1 << 24))
-print([module for module in ("numba", "scipy", "yaml", "transformers") if module in sys.modules])
-"""
-
-
-def test_a_further_start_compiles_nothing() -> None:
-    """It does not even import Numba, which takes longer than loading what Numba has compiled."""
-    if _printed(IMPORTED) != "[]":  # this process is the first one
-        assert _printed(IMPORTED) == "[]"
-
-
-def test_the_libraries_of_torch_are_loaded_without_importing_it() -> None:
-    code = """
-import sys
-from headway.engine.libraries import load_libraries
-
-load_libraries().join()
-assert "torch" not in sys.modules and "headway.engine.process" not in sys.modules
-print("libtorch_cpu" in open("/proc/self/maps").read())
-"""
-    assert _printed(code) == "True"
-
-
-def test_other_threads_run_while_the_libraries_are_loaded() -> None:
-    code = """
-import threading
-from headway.engine.libraries import load_libraries
-
-thread = load_libraries()
-turns = 0
-while thread.is_alive():
-    turns += 1
-print(turns > 1000)
-"""
-    assert _printed(code) == "True"
-
-
-def test_a_start_without_the_packages_of_the_server() -> None:
-    """What imports only the API process or a client needs has no place in an engine's start."""
-    code = """
+NEW = """
 import sys
 from headway.engine.libraries import load_libraries
 load_libraries()
 from headway.bundled import STORY
 from headway.engine.config import EngineConfig
 from headway.engine.process import start_engine
-start_engine(EngineConfig(str(STORY), device="cpu", num_threads=2, kv_cache_memory=1 << 24))
-others = "fastapi", "pydantic", "rich", "typer", "jinja2", "tokenizers", "uvicorn", "numba"
+from headway.kernels import cpu_compile
+config = EngineConfig(str(STORY), device="cpu", num_threads=2, kv_cache_memory=1 << 24, enable_prefix_caching=False)
+engine = start_engine(config)
+others = "numba scipy yaml transformers fastapi pydantic rich typer jinja2 tokenizers uvicorn".split()
 print([each for each in others if each in sys.modules])
+from tests.engine.test_start import run_without_code
+run_without_code(engine)
 """
-    assert _printed(code) == "[]"
+
+
+def test_a_further_start_imports_little_and_compiles_nothing() -> None:
+    """Not even Numba, which takes longer than loading what Numba has compiled; nothing that only the API process or a
+    client needs. Nor is anything compiled or loaded after the warm-up: in this process others have run steps before.
+    """
+    if _printed(NEW) != "[]":  # this process is the first one
+        assert _printed(NEW) == "[]"
+
+
+def test_the_libraries_of_torch_are_loaded_without_importing_it_while_other_threads_run() -> None:
+    code = """
+import sys
+from headway.engine.libraries import load_libraries
+
+thread = load_libraries()
+turns = 0
+while thread.is_alive():
+    turns += 1
+assert turns > 1000
+assert "torch" not in sys.modules and "headway.engine.process" not in sys.modules
+print("libtorch_cpu" in open("/proc/self/maps").read())
+"""
+    assert _printed(code) == "True"
 
 
 def test_taking_memory_leaves_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +136,8 @@ def test_no_memory_for_a_model_that_is_not_there(tmp_path) -> None:
 @pytest.mark.parametrize(("quantization", "bytes_each"), [("none", 4.0), ("int8", 1.0), ("int4", 0.53)])
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_tied"])
 def test_packed_bytes_are_those_of_the_matrices(tmp_path, family: str, quantization: str, bytes_each: float) -> None:
+    from tests.models import tiny  # transformers, which a process that is new need not import
+
     model = tiny.save(family, tmp_path)
     matrices = {id(m.weight): m.weight.numel() for m in model.modules() if m.__class__.__name__ == "Linear"}
     config = EngineConfig(str(tmp_path), dtype="float32", quantization=quantization)
@@ -166,26 +165,5 @@ def test_what_is_new_is_not_looked_through_afterwards() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_nothing_is_compiled_after_the_warm_up(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start_engine(bundled(quantization=quantization, enable_prefix_caching=False))
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("compiled or loaded after the start")
-
-    monkeypatch.setattr(cpu_compile, "_read", refuse)
-    for number, (prompt, temperature) in enumerate([(1, 0.0), (16, 0.0), (65, 1.0), (100, 0.0), (130, 1.0)]):
-        assert len(run(engine, str(number), prompt, temperature)) == 4
-
-
-def test_nothing_is_compiled_after_the_warm_up_of_a_process_that_is_new() -> None:
-    """In this one others have run steps before."""
-    code = """
-import pytest
-from tests.engine.test_start import test_nothing_is_compiled_after_the_warm_up
-
-with pytest.MonkeyPatch.context() as monkeypatch:
-    test_nothing_is_compiled_after_the_warm_up("none", monkeypatch)
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert ran.returncode == 0, ran.stderr[-2000:]
+def test_nothing_is_compiled_after_the_warm_up(quantization: str) -> None:
+    run_without_code(start_engine(bundled(quantization=quantization, enable_prefix_caching=False)))
