@@ -241,40 +241,38 @@ async def check_classes(client: EngineClient) -> None:
     assert (await collect(client.generate(hasty)))[-1].finish_reason == "length"
 
 
-async def test_preloaded_prompts_are_computed_again_by_the_next_engine(
+async def next_engine(client: EngineClient) -> None:
+    """Kill the one that serves, and wait for the next."""
+    restarts = client.restarts
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    while client.restarts == restarts or client.state != "ready":
+        await asyncio.sleep(0.01)
+
+
+async def test_preloaded_prompts_are_computed_again_by_the_next_engine_as_far_as_they_fit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prompt = list(range(3, 53))
+    """The third engine finds less memory."""
+    prompts = [PreloadedPrompt("p.toml, line 1", list(range(3, 53))), PreloadedPrompt("p.toml, line 5", [7] * 400)]
+    settings: dict[str, Any] = {"preloaded": prompts, "max_model_len": 512, "protected_kv": 0.5}
     with caplog.at_level("INFO", logger="headway.engine"):
-        async with running(tmp_path, preloaded=[PreloadedPrompt("support", prompt)]) as client:
-            first = await collect(client.generate(request("first", prompt=[*prompt, 60])))
-            assert client.ready is not None and "preload" in client.ready.startup_ns and client.pid is not None
-            os.kill(client.pid, signal.SIGKILL)
-            while client.restarts == 0 or client.state != "ready":
-                await asyncio.sleep(0.01)
-            again = await collect(client.generate(request("again", prompt=[*prompt, 60])))
+        async with running(tmp_path, **settings) as client:
+            assert client.ready is not None and not client.ready.left_out and "preload" in client.ready.startup_ns
+            first = await collect(client.generate(request("first", prompt=[*prompts[0].token_ids, 60])))
+            await next_engine(client)
+            again = await collect(client.generate(request("again", prompt=[*prompts[0].token_ids, 60])))
             assert first[0].cached_tokens == again[0].cached_tokens == 48
             assert tokens_of(first) == tokens_of(again)
-            stats = await until_idle(client)
-            assert stats.kv_cache_usage == 0.0
-    assert caplog.text.count("1 prompts are preloaded: 48 tokens stay in the cache") == 2
-
-
-async def test_an_engine_that_finds_less_memory_preloads_what_fits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    prompts = [PreloadedPrompt("p.toml, line 1", list(range(3, 35))), PreloadedPrompt("p.toml, line 5", [7] * 400)]
-    async with running(tmp_path, preloaded=prompts, max_model_len=512, protected_kv=0.5) as client:
-        assert client.ready is not None and not client.ready.left_out and client.pid is not None
-        for_40_blocks = -(-40 * (8 << 20) // client.ready.num_blocks)
-        client.config = replace(client.config, kv_cache_memory=for_40_blocks)
-        os.kill(client.pid, signal.SIGKILL)
-        while client.restarts == 0 or client.state != "ready":
-            await asyncio.sleep(0.01)
-        (why,) = client.ready.left_out
-        assert "line 5: with this prompt of 400 tokens, 27 blocks must stay, but only 20 of 40 may" in why
-        again = await collect(client.generate(request("again", prompt=[*prompts[0].token_ids, 60])))
-        assert again[0].cached_tokens == 32
+            assert (await until_idle(client)).kv_cache_usage == 0.0
+            for_40_blocks = -(-40 * (8 << 20) // client.ready.num_blocks)
+            client.config = replace(client.config, kv_cache_memory=for_40_blocks)
+            await next_engine(client)
+            (why,) = client.ready.left_out
+            assert "line 5: with this prompt of 400 tokens, 28 blocks must stay, but only 20 of 40 may" in why
+            last = await collect(client.generate(request("last", prompt=[*prompts[0].token_ids, 60])))
+            assert last[0].cached_tokens == 48
+    assert caplog.text.count("2 prompts are preloaded: 448 tokens stay in the cache") == 2
     assert f"1 prompts are not preloaded any more: {why}" in caplog.text
 
 
@@ -344,12 +342,20 @@ async def test_requests_do_not_wait_for_ever_for_an_engine_and_the_server_does(
     assert len(tokens_of(await collect(client.generate(request("after", max_tokens=50))))) == 50
 
 
-async def test_requests_that_raise_or_kill_the_engine_are_ended_and_no_others(
+async def test_requests_that_raise_or_kill_the_engine_are_ended_and_no_others_and_stopping_ends_all(
     tmp_path: Path, expected: Choices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headway.engine.client.ENGINE_MODULE", "tests.engine.faulty_process")
     async with running(tmp_path) as client:
         await check_faults(client, expected)
+        pid = client.pid
+        stream = client.generate(request("long", max_tokens=4000))
+        await anext(stream)
+    with pytest.raises(EngineDead, match="shutting down"):
+        await collect(stream)
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 async def check_faults(client: EngineClient, expected: Choices) -> None:
@@ -373,18 +379,6 @@ async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
         await client.wait_ready()
     assert client.state == "dead"
     await client.stop()
-
-
-async def test_stopping_ends_the_process_and_what_it_was_doing(tmp_path: Path) -> None:
-    async with running(tmp_path) as client:
-        pid = client.pid
-        stream = client.generate(request("long", max_tokens=4000))
-        await anext(stream)
-    with pytest.raises(EngineDead, match="shutting down"):
-        await collect(stream)
-    assert pid is not None
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
 
 
 async def test_stopping_while_loading_is_clean_and_prompt(tmp_path: Path) -> None:

@@ -60,5 +60,8 @@ def test_server_and_engine_killed_in_the_middle(folder: Path, tmp_path: Path) ->
             assert answers[number]["response"]["body"]["choices"][0]["text"] == alone
         assert found.usage is not None and found.usage.output_tokens == 16 * REQUESTS
         eventually(server.is_idle)
+        engine = server.engine_process()
+        server.popen.kill()
+        eventually(lambda: not engine.is_running(), 15)  # it never outlives its server, though nothing is asked of it
     finally:
         server.close()

@@ -349,21 +349,6 @@ def test_embeddings_survive_the_engine(live: Live) -> None:
     eventually(lambda: live.metric("engine_restarts") == restarts + 1 and live.is_idle())
 
 
-def test_terminated_server_finishes_its_stream_and_its_engine(folder: Path) -> None:
-    live = Live(folder)
-    try:
-        eventually(live.is_ready, 90)
-        engine = live.engine_process()
-        stream = live.stream(prompt="x", max_tokens=300, **GREEDY)
-        next(stream)
-        live.popen.terminate()
-        assert list(stream)[-1]["choices"][0]["finish_reason"] == "length"
-        assert live.popen.wait(20) == 0
-        assert not engine.is_running()
-    finally:
-        live.close()
-
-
 def test_engine_that_cannot_start_ends_the_server(folder: Path) -> None:
     """What engines refuse is in tests/engine; this one is refused late."""
     live = Live(folder, "--record-steps", "/no such folder/steps")
@@ -374,7 +359,7 @@ def test_engine_that_cannot_start_ends_the_server(folder: Path) -> None:
     assert "Traceback" not in errors
 
 
-def test_who_waits_too_long_is_ended(folder: Path) -> None:
+def test_who_waits_too_long_is_ended_and_a_terminated_server_finishes_its_stream_and_its_engine(folder: Path) -> None:
     limits = ["--max-num-seqs", "1", "--max-queue-time", "0.6", "--max-num-queued-reqs", "31"]
     server = Live(folder, *limits, "--scheduling-policy", "fcfs")
     try:
@@ -389,5 +374,12 @@ def test_who_waits_too_long_is_ended(folder: Path) -> None:
             ends = [each for each in rest.result() if each["choices"][0]["finish_reason"]]
             assert [end["choices"][0]["finish_reason"] for end in ends] == ["length"] * 30, "who has begun goes on"
         eventually(server.is_idle)
+        engine = server.engine_process()
+        stream = server.stream(prompt="x", max_tokens=300, **GREEDY)
+        next(stream)
+        server.popen.terminate()
+        assert list(stream)[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.popen.wait(20) == 0
+        assert not engine.is_running()
     finally:
         server.close()
