@@ -224,14 +224,6 @@ def test_unseeded_requests_differ(model: Model) -> None:
     assert one != two
 
 
-def test_ledgers_close_and_name_the_phases(model: Model) -> None:
-    llm = build(model, max_num_batched_tokens=7, max_num_seqs=4)
-    for output in llm.generate([{"prompt_token_ids": p} for p in PROMPTS], GREEDY):
-        assert output.timings_ns["decode_compute"] > 0
-        assert output.timings_ns["prefill_compute"] > 0
-        assert all(ns > 0 for ns in output.timings_ns.values())
-
-
 def test_prompt_logprobs_are_computed_in_their_own_request_s_time(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,3 +254,12 @@ def test_what_experts_do_is_counted_whether_a_step_is_recorded_or_not(tmp_path: 
         assert stats.moe_expert_tokens / 8 <= stats.moe_busiest_expert_tokens <= stats.moe_expert_tokens
     assert found[0][:2] == (2, 60) and 6 <= found[0][2] <= 16
     assert found[1:] == [(2, 6, 6)] * 5
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_ledgers_close_and_name_the_phases(device: str, tmp_path: Path) -> None:
+    llm = build(Model(write_config(tmp_path), device, "none", "auto"), max_num_batched_tokens=7, max_num_seqs=4)
+    for output in llm.generate([{"prompt_token_ids": p} for p in PROMPTS], GREEDY):
+        assert output.timings_ns["decode_compute"] > 0
+        assert output.timings_ns["prefill_compute"] > 0
+        assert all(ns > 0 for ns in output.timings_ns.values())
