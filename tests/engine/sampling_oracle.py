@@ -55,24 +55,31 @@ def edited(logits: np.ndarray, sequence: SequenceState) -> np.ndarray:
     return x
 
 
-def kept(logits: np.ndarray, sequence: SequenceState, nudge: float = 0.0) -> tuple[list[int], np.ndarray]:
-    """Ids kept, likeliest first, and their probabilities relative to the likeliest token's.
+def ranked(logits: np.ndarray, sequence: SequenceState) -> tuple[list[int], list[float]]:
+    """Ids, likeliest first, and their probabilities relative to the likeliest token's; of a greedy sequence, that."""
+    x = edited(logits, sequence)
+    order = np.lexsort((np.arange(len(x)), -x)).tolist()
+    if sequence.params.temperature < 1e-5:
+        return order[:1], [1.0]
+    best, temperature = float(x[order[0]]), sequence.params.temperature
+    return order, [math.exp((value - best) / temperature) for value in x[order].tolist()]
+
+
+def kept(
+    order: list[int], weights: list[float], sequence: SequenceState, nudge: float = 0.0
+) -> tuple[list[int], np.ndarray]:
+    """Those that are kept of all that are ranked.
 
     nudge moves top_p and min_p by this share, to find out what rounding may decide.
     """
     params = sequence.params
-    x = edited(logits, sequence)
-    order = sorted(range(len(x)), key=lambda token: (-x[token], token))
-    if params.temperature < 1e-5:
-        return order[:1], np.ones(1)
-    weights = [math.exp((float(x[token]) - float(x[order[0]])) / params.temperature) for token in order]
     count = sum(1 for weight in weights if weight > 0.0 and weight >= min(1.0, params.min_p * (1 + nudge)))
     if params.top_k > 0:
         count = min(count, params.top_k)
     total, mass = sum(weights[:count]), 0.0
-    for place in range(count):
+    for place in range(count if params.top_p < 1.0 else 0):
         mass += weights[place]
-        if params.top_p < 1.0 and mass >= params.top_p * (1 + nudge) * total:
+        if mass >= params.top_p * (1 + nudge) * total:
             count = place + 1
             break
     return order[:count], np.array(weights[:count])
@@ -84,7 +91,7 @@ def uniform_of(sequence: SequenceState) -> float:
 
 def distribution(logits: np.ndarray, sequence: SequenceState) -> np.ndarray:
     """Probability [V] of each token."""
-    ids, weights = kept(logits, sequence)
+    ids, weights = kept(*ranked(logits, sequence), sequence)
     result = np.zeros(len(logits))
     result[ids] = weights / weights.sum()
     return result
@@ -98,9 +105,9 @@ def acceptable(logits: np.ndarray, sequence: SequenceState, slack: float = 1e-5)
     params = sequence.params
     by_rank = 0 < params.top_k < len(logits) or params.top_p < 1.0
     u = uniform_of(sequence)
-    found: set[int] = set()
+    found, all_ranked = set[int](), ranked(logits, sequence)
     for nudge in (-slack, 0.0, slack):
-        ids, weights = kept(logits, sequence, nudge)
+        ids, weights = kept(*all_ranked, sequence, nudge)
         if not by_rank:
             order = np.argsort(ids)
             ids, weights = [ids[i] for i in order], weights[order]

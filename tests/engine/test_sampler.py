@@ -20,7 +20,7 @@ from headway.engine import sampler as sampler_module
 from headway.engine.sampler import BAD_TOKEN, Sampler
 from headway.kernels.cpu import CpuKernels
 from headway.policy.plan import SequenceState
-from tests.engine.sampling_oracle import acceptable, distribution, kept, logits_of, make_sequence
+from tests.engine.sampling_oracle import acceptable, distribution, kept, logits_of, make_sequence, ranked
 
 CPU = torch.device("cpu")
 
@@ -457,4 +457,4 @@ def test_only_kept_tokens_are_drawn(size: int, top_k: int, seed: int) -> None:
     logits = logits_of(8, size, seed, step=1.0)
     sequences = [make_sequence(seed=seed + row, top_k=top_k) for row in range(8)]
     for row, token in enumerate(sample(logits, sequences)):
-        assert token in kept(logits[row].numpy(), sequences[row])[0]
+        assert token in kept(*ranked(logits[row].numpy(), sequences[row]), sequences[row])[0]
