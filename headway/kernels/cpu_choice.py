@@ -25,11 +25,34 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headway.kernels.cpu_arithmetic import HAS_BF16, INT4, INT8, PANEL, TILE_TOKENS, WIDENED, arithmetic_of
+from headway.kernels.cpu_arithmetic import (
+    FLOAT4,
+    GROUPED,
+    GROUPS4,
+    GROUPS8,
+    HAS_BF16,
+    INT4,
+    INT8,
+    PANEL,
+    TILE_TOKENS,
+    WIDE_INT8,
+    WIDENED,
+    arithmetic_of,
+)
 from headway.kernels.cpu_compile import alone, callable_of, code_folder, sources, target
+from headway.kernels.cpu_groups import HEADER_BYTES, group_bytes, multiply_grouped
 from headway.kernels.cpu_ir import VECTOR_BYTES
-from headway.kernels.cpu_matrix import TILE_ROWS, configurations, configure, has_matrix_tiles, release
+from headway.kernels.cpu_matrix import (
+    SPLIT,
+    STEP_WORDS,
+    TILE_ROWS,
+    configurations,
+    configure,
+    has_matrix_tiles,
+    release,
+)
 from headway.kernels.cpu_panels import TOTALS_BYTES, multiply_panel, unpack_panel
+from headway.kernels.cpu_planes import LEAST_GROUP, multiply_planes, words_of_tile
 from headway.kernels.cpu_product import MOST_FROM_NIBBLES, multiply_on_tiles
 from headway.kernels.cpu_simd import BFLOAT16
 from headway.kernels.cpu_team import once_per_kind
@@ -55,7 +78,16 @@ class Way(NamedTuple):
 
 
 Rates = dict[str, dict[int, float]]  # of each way that was timed: by tokens, GFLOP/s of one thread
-_KINDS = {"bfloat16": BFLOAT16, "attention": BFLOAT16, "int8": INT8, "int4": INT4}
+_KINDS = {
+    "bfloat16": BFLOAT16,
+    "attention": BFLOAT16,
+    "int8": INT8,
+    "int4": INT4,
+    "int8-weight-only": WIDE_INT8,
+    "int8-weight-only in groups": GROUPS8,
+    "int4-weight-only": GROUPS4,
+    "float4-weight-only": FLOAT4,
+}
 
 
 def ways_of(product: str, tiles: bool) -> dict[str, Way]:
@@ -241,6 +273,23 @@ def _on_vectors(kind: Any, unpacked_kind: Any) -> Any:
 
 
 @once_per_kind
+def _groups_on_vectors(kind: Any) -> Any:
+    """The same of weights with groups; step_bytes are those of a group."""
+    slices, size = LEAST_GROUP // (arithmetic_of(kind).words * arithmetic_of(kind).inputs), arithmetic_of(kind).inputs
+    groups = _WORDS * size // LEAST_GROUP
+
+    def multiply(tokens, x, x_stride, packed, step_bytes, totals, scales, room, sums, configurations):
+        more = slices, 0, LEAST_GROUP * 4 // size, sums, sums, 0
+        for panel in range(_PANELS):
+            multiply_grouped(
+                kind, tokens, x, x_stride, packed + panel * groups * step_bytes, groups, groups, step_bytes, totals,
+                scales, 0, more,
+            )  # fmt: skip
+
+    return callable_of(multiply)
+
+
+@once_per_kind
 def _on_tiles(kind: Any, unpacked_kind: Any) -> Any:
     """The same on matrix tiles, as products are there."""
 
@@ -257,17 +306,48 @@ def _on_tiles(kind: Any, unpacked_kind: Any) -> Any:
     return callable_of(multiply)
 
 
+@once_per_kind
+def _planes_on_tiles(kind: Any) -> Any:
+    """The same of weights of SPLIT, of whose tokens both planes lie in x."""
+    inputs, in_groups = _WORDS * arithmetic_of(kind).inputs, kind is not WIDE_INT8
+    size, header = (LEAST_GROUP, HEADER_BYTES * PANEL) if in_groups else (inputs, 0)
+
+    def multiply(tokens, x, x_stride, packed, step_bytes, totals, scales, room, sums, configurations):
+        rows = tokens if tokens <= TILE_ROWS else tokens // 2
+        of_group = step_bytes if in_groups else _WORDS * step_bytes
+        configure(configurations + rows * VECTOR_BYTES)
+        for panel in range(_PANELS):
+            multiply_planes(
+                kind, tokens, rows, x, x_stride, inputs, packed + panel * inputs // size * of_group, inputs, size,
+                inputs // size, of_group, header, totals, scales, 0, room, sums, (0, sums, sums, 0),
+            )  # fmt: skip
+        release()
+
+    return callable_of(multiply)
+
+
 def measured(product: str, tiles: bool) -> Rates:
     """GFLOP/s of one thread: the best pass of some rounds in which the ways take turns, as others may be at work."""
     kind, layout = _KINDS[product], arithmetic_of(_KINDS[product])
-    unpacks, step_bytes = kind is INT4, PANEL * layout.lane_bytes // layout.words
-    packed = torch.zeros(_PANELS * _WORDS * step_bytes, dtype=torch.uint8)
+    in_groups, splits = (any(kind is each for each in some) for some in (GROUPED, SPLIT))
+    unpacks, step_bytes, steps = kind is INT4, PANEL * layout.lane_bytes // layout.words, _WORDS
+    if in_groups:
+        step_bytes, steps = group_bytes(kind, LEAST_GROUP), _WORDS * layout.inputs // LEAST_GROUP
+    packed = torch.zeros(_PANELS * steps * step_bytes, dtype=torch.uint8)
     x, totals = torch.zeros(TOKENS[-1], _WORDS), torch.zeros(TOKENS[-1] + 16, PANEL)
     scales, room, sums = torch.zeros(TOKENS[-1], 2), torch.zeros(_WORDS, PANEL), torch.zeros(32, PANEL)
-    more = room.data_ptr() if unpacks else 0, sums.data_ptr() if layout.integer else 0, configurations()
+    more = (
+        room.data_ptr() if unpacks or splits else 0, sums.data_ptr() if layout.integer else 0,
+        configurations(0, words_of_tile(LEAST_GROUP) if in_groups else STEP_WORDS),
+    )  # fmt: skip
 
     def run(way: Way, tokens: int) -> None:
-        of_kind = (_on_tiles if way.least_on_tiles else _on_vectors)(way.kind, INT8 if unpacks else way.kind)
+        if in_groups and not way.least_on_tiles:
+            of_kind = _groups_on_vectors(way.kind)
+        elif splits and way.least_on_tiles:
+            of_kind = _planes_on_tiles(way.kind)
+        else:
+            of_kind = (_on_tiles if way.least_on_tiles else _on_vectors)(way.kind, INT8 if unpacks else way.kind)
         of_kind(
             tokens, x.data_ptr(), _WORDS * 4, packed.data_ptr(), step_bytes, totals.data_ptr(), scales.data_ptr(), *more
         )

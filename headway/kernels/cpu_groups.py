@@ -224,11 +224,11 @@ def _tile(builder: Any, block: _Groups, tokens: int, vector: int) -> None:
         run = builder.lshr(builder.add(block.first, number), block.shift)
         scale_at = builder.add(block.row_scales, builder.mul(run, index(PANEL * 4)))
         minimum_at = builder.add(block.minima, builder.mul(run, block.minima_stride))
-        scales = [_of_rows(builder, at, scale_at, v) for v in vectors]
+        scales = [row_factors(builder, at, scale_at, v) for v in vectors]
         if not layout.integer:
             pairs = zip(totals, sums, scales * tokens, strict=True)
             return [fused(builder, total, of_group, scale) for total, of_group, scale in pairs], 1
-        minima = [_of_rows(builder, builder.add(at, index(PANEL)), minimum_at, v) for v in vectors]
+        minima = [row_factors(builder, builder.add(at, index(PANEL)), minimum_at, v) for v in vectors]
         return _add_integers(builder, block, number, totals, sums, scales, minima), 1
 
     results = loop(builder, block.groups, [read(builder, place, FLOATS) for place in places], group)
@@ -265,21 +265,31 @@ def _add_integers(
     builder: Any, block: _Groups, number: Any, totals: list[Any], sums: list[Any], scales: list[Any], minima: list[Any]
 ) -> list[Any]:
     """Totals and a group's sums of whole numbers, with the scales of tokens and rows, less what the minima make."""
-    results = []
-    for t in range(len(totals) // len(scales)):
+    results: list[Any] = []
+    count = len(scales)
+    for t in range(len(totals) // count):
         of_token = builder.add(block.scales, builder.mul(block.scales_stride, index(t)))
         of_token = builder.add(of_token, builder.mul(number, index(8)))
-        scale = splat(builder, read(builder, of_token, F32), FLOATS)
-        less = splat(builder, read(builder, builder.add(of_token, index(4)), F32), FLOATS)
-        for v in range(len(scales)):
-            which = t * len(scales) + v
-            total = fused(builder, totals[which], less, minima[v])
-            product = builder.fmul(builder.sitofp(sums[which], FLOATS), scale)
-            results.append(fused(builder, total, product, scales[v]))
+        some = slice(t * count, (t + 1) * count)
+        results += add_token(builder, of_token, totals[some], sums[some], scales, minima)
     return results
 
 
-def _of_rows(builder: Any, header: Any, floats: Any, vector: int) -> Any:
+def add_token(
+    builder: Any, of_token: Any, totals: list[Any], sums: list[Any], scales: list[Any], minima: list[Any]
+) -> list[Any]:
+    """The same of one token, whose scale and sum of the group are at of_token."""
+    scale = splat(builder, read(builder, of_token, F32), FLOATS)
+    less = splat(builder, read(builder, builder.add(of_token, index(4)), F32), FLOATS)
+    results = []
+    for v in range(len(scales)):
+        total = fused(builder, totals[v], less, minima[v])
+        product = builder.fmul(builder.sitofp(sums[v], FLOATS), scale)
+        results.append(fused(builder, total, product, scales[v]))
+    return results
+
+
+def row_factors(builder: Any, header: Any, floats: Any, vector: int) -> Any:
     """Bytes of a vector's rows times float32."""
     stored = read(builder, builder.add(header, index(vector * LANES)), _BYTES)
     number = read(builder, builder.add(floats, index(vector * LANES * 4)), FLOATS)

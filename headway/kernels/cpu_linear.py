@@ -37,9 +37,10 @@ from headway.kernels.cpu_groups import (
     pack_groups,
     stacked_panels,
 )
-from headway.kernels.cpu_matrix import ON_TILES, STEP_WORDS, configurations
+from headway.kernels.cpu_matrix import ON_TILES, SPLIT, STEP_WORDS, configurations
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.cpu_packing import PACK, ROWS, pack_job, pack_nibbles, rows_job
+from headway.kernels.cpu_planes import words_of_tile
 from headway.kernels.cpu_product import PRODUCT, product_job
 from headway.kernels.cpu_simd import FLOAT16, KINDS
 from headway.kernels.cpu_team import Team
@@ -64,6 +65,8 @@ _BLOCK_WORDS = 512
 _LEAST_TOKENS = 24
 _ITEMS_PER_THREAD = 4
 _NO_MORE: tuple[int, ...] = (0,) * 7
+# What depends on the ways that a process takes, or on its memory.
+_OF_A_PROCESS = ("_code", "_tiles", "_x_stride")
 
 
 def kind_of(scheme: str, dtype: torch.dtype) -> Any:
@@ -143,8 +146,10 @@ class PackedLinear:
         groups = None if weight.scheme == "int4" else weight.groups  # whose factors lie with its numbers
         self._kind = kind = (_QUANTISED if groups is None else _GROUPED).get(weight.scheme, self._x_kind)
         layout = arithmetic_of(kind)
-        whole_tiles = self._choice.tiles and any(kind is each for each in ON_TILES)
-        step = (max(STEP_WORDS, layout.words) if whole_tiles else layout.words) * layout.inputs
+        self._splits = any(kind is each for each in SPLIT)
+        step = layout.words * layout.inputs
+        if groups is None and self._choice.tiles and any(kind is each for each in ON_TILES):
+            step = max(step, STEP_WORDS * (4 if self._splits else layout.inputs))  # whole tiles
         self._padded = -(-self.in_features // step) * step
         self._step_bytes = PANEL * layout.lane_bytes // layout.words  # a word of the panel's rows, with its scales
         # Inputs that share a scale of the activations, and words of a block.
@@ -153,7 +158,6 @@ class PackedLinear:
         self._block = _BLOCK_INPUTS // layout.inputs if layout.integer else _BLOCK_BYTES // self._step_bytes
         # A token as it is multiplied: four bytes a word, then scale and start of each block of an integer kind.
         self._x_bytes = -(-self._words * 4 // 64) * 64
-        self._x_stride = self._x_bytes + (-(-self._padded // self._inputs) * 8 if layout.integer else 0)
         self._row_bytes = self._words * layout.lane_bytes // layout.words
         if groups is not None:  # a group is what a word is otherwise
             self._words = self.in_features // groups.size
@@ -169,12 +173,17 @@ class PackedLinear:
 
     def _choose(self) -> None:
         """Which way the products take; packed weights are the same for all."""
-        way = self._choice.way(self._kind)
-        self._least_on_tiles = way.least_on_tiles
-        self._code = product_job(self._x_kind, way.kind, way.least_on_tiles > 0)
+        way, layout = self._choice.way(self._kind), arithmetic_of(self._kind)
+        words = words_of_tile(self._inputs) if self._splits else STEP_WORDS
+        on_tiles = way.least_on_tiles > 0 and words > 0
+        self._tiles = configurations(way.least_on_tiles, words) if on_tiles else 0
+        self._x_stride = self._x_bytes + (-(-self._padded // self._inputs) * 8 if layout.integer else 0)
+        if on_tiles and self._splits:  # and two planes; see cpu_planes
+            self._x_stride = -(-self._x_stride // 64) * 64 + 2 * -(-self._padded // 64) * 64
+        self._code = product_job(self._x_kind, way.kind, on_tiles)
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_code", "_least_on_tiles")}
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_A_PROCESS}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -251,9 +260,8 @@ class PackedLinear:
         block, more = self._block, _NO_MORE
         if self._groups is not None:
             more = self._groups.arguments()[1:]
-        elif self._least_on_tiles:
-            more = self._least_on_tiles, configurations(), *_NO_MORE[2:]
-            block = block if arithmetic_of(self._kind).integer else _BLOCK_WORDS
+        elif self._tiles and not arithmetic_of(self._kind).integer:
+            block = _BLOCK_WORDS
         return (
             self._team.threads, self._panels, len(out), self._chunks(len(out)), x.data_ptr(), x.stride(0),
             self.in_features, 0 if self._order is None else self._order.data_ptr(),
@@ -261,7 +269,7 @@ class PackedLinear:
             self._packed.data_ptr(), self._words, block, self._step_bytes,
             self._row_scales.data_ptr(), self._bias.data_ptr(), out.data_ptr(), self.out_features,
             0 if self._gate is None else self._gate.data_ptr(), plan, int(gathers),
-            *more,
+            *more, self._tiles,
         )  # fmt: skip
 
     def _chunks(self, tokens: int) -> int:

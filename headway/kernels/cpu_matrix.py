@@ -3,7 +3,8 @@
 A tile is up to sixteen rows of 64 bytes. Sixteen words of a vector of a panel are one just as they are packed: a row
 of the tile is a word, and its columns are weight rows. Tokens are the rows of another tile, and of the sums.
 
-Whole numbers of eight bits, tokens' signed and weights' not, are summed in int32, exactly. In bfloat16 a tile's even
+Whole numbers of eight bits are summed in int32, exactly: tokens' signed and weights' not, or, where the kind is
+WIDE_INT8, weights' signed and tokens' as multiply_two says. In bfloat16 a tile's even
 and odd inputs are added up apart, each with one rounding a product, then together, then to the sum so far; numbers too
 small for a normal float32 count as zero. So sums differ in their last bits from those of vectors, and a weight that is
 multiplied on tiles is so for any number of tokens. A row of sums depends on its token's row alone.
@@ -19,8 +20,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from headway.kernels.cpu_arithmetic import INT4, INT8, PANEL
-from headway.kernels.cpu_compile import intrinsic, types
+from headway.kernels.cpu_arithmetic import FLOAT4, GROUPS4, GROUPS8, INT4, INT8, PANEL, WIDE_INT8
+from headway.kernels.cpu_compile import compiled, intrinsic, types
 from headway.kernels.cpu_ir import I8, I64, VECTOR_BYTES, declare, index, loop, prefetch
 from headway.kernels.cpu_simd import BFLOAT16, IS_X86, cpu_features
 
@@ -31,12 +32,19 @@ STEP_BYTES = STEP_WORDS * PANEL * 4
 _PANEL_ROW = PANEL * 4
 # What is fetched of a panel ahead of its use: loads of tiles alone do not keep memory busy.
 _AHEAD = 8192
-_MULTIPLY = {"uint16": "llvm.x86.tdpbf16ps", "uint8": "llvm.x86.tdpbsud"}
-ON_TILES = (BFLOAT16, INT8, INT4)  # which is unpacked to INT8
+# By kind, for both groups of tokens of multiply_two.
+_MULTIPLY = {
+    "uint16": ("llvm.x86.tdpbf16ps",) * 2,
+    "uint8": ("llvm.x86.tdpbsud",) * 2,
+    "int8": ("llvm.x86.tdpbssd", "llvm.x86.tdpbusd"),
+}
+SPLIT = (WIDE_INT8, GROUPS4, GROUPS8, FLOAT4)  # whose activations of 16 bits are cut into bytes; see cpu_planes
+ON_TILES = (BFLOAT16, INT8, INT4, *SPLIT)  # INT4 is unpacked to INT8
 # Linux's arch_prctl, which permits this process to use a part of the processor's state, and the part of the tiles.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 # The tiles: four of sums, two of tokens, two of weights.
 _TOKENS, _WEIGHTS = (4, 5), (6, 7)
+_kept: dict[tuple[int, int], np.ndarray] = {}  # configurations, at addresses that code has
 
 
 def _ask_the_system() -> bool:
@@ -56,23 +64,30 @@ def has_matrix_tiles() -> bool:
     return may_use_tiles(cpu_features() if IS_X86 else set())
 
 
-def _configurations() -> np.ndarray:
-    """How the tiles are laid out for 1 to TILE_ROWS tokens, 64 bytes each: palette 1, then columns and rows of each."""
-    table = np.zeros((TILE_ROWS + 1, 64), np.uint8)
-    table[:, 0] = 1
+@lru_cache
+def configurations(least: int = 0, words: int = STEP_WORDS) -> int:
+    """The address of a table of TILE_ROWS + 1 lines of 64 bytes: how tiles are laid out for 1 to TILE_ROWS tokens.
+
+    Each is palette 1, then columns and rows of each tile. The first line, of no token, begins with `least`, an int64.
+
+    Args:
+        least: tokens from which on a product is on tiles.
+        words: of a step, STEP_WORDS or fewer.
+    """
+    table = _kept[least, words] = np.zeros((TILE_ROWS + 1, 64), np.uint8)
+    table[0, :8].view(np.int64)[0] = least
+    table[1:, 0] = 1
     for tokens in range(1, TILE_ROWS + 1):
         for tile in range(8):
-            table[tokens, 16 + 2 * tile] = VECTOR_BYTES
-            table[tokens, 48 + tile] = STEP_WORDS if tile in _WEIGHTS else tokens
-    return table
+            table[tokens, 16 + 2 * tile] = 4 * words if tile in _TOKENS else VECTOR_BYTES
+            table[tokens, 48 + tile] = words if tile in _WEIGHTS else tokens
+    return int(table.ctypes.data)
 
 
-_CONFIGURATIONS = _configurations()
-
-
-def configurations() -> int:
-    """The address of the configurations, 64 bytes each, by the number of tokens that tiles are laid out for."""
-    return int(_CONFIGURATIONS.ctypes.data)
+@compiled()
+def first_of(group, groups, tokens, rows):  # type: ignore[no-untyped-def]
+    """The first token of a group of `rows`: groups overlap where tokens are not a multiple of their size."""
+    return group * (tokens - rows) // max(1, groups - 1)
 
 
 def _emit(builder: Any, name: str, tiles: tuple[int, ...], *operands: Any) -> None:
@@ -129,7 +144,7 @@ def multiply_one(typing: Any, kind: Any, x: Any, x_stride: Any, packed: Any, ste
                     prefetch(builder, builder.add(at, index(_AHEAD + line)))
                 weights = _WEIGHTS[vector % 2]
                 _load(builder, weights, builder.add(at, index(vector * VECTOR_BYTES)), index(_PANEL_ROW))
-                _emit(builder, _MULTIPLY[kind.name], (vector, _TOKENS[0], weights))
+                _emit(builder, _MULTIPLY[kind.name][0], (vector, _TOKENS[0], weights))
             return [], 1
 
         _with_sums(builder, places, fresh, lambda: loop(builder, steps, [], body))
@@ -143,7 +158,10 @@ def multiply_two(
     typing: Any, kind: Any, x: Any, other: Any, x_stride: Any, packed: Any, steps: Any, sums: Any, others: Any,
     fresh: Any,
 ) -> Any:  # fmt: skip
-    """As multiply_one, of the tokens at x and of as many at other, with half a panel; their sums go to `others`."""
+    """As multiply_one, of the tokens at x and of as many at other, with half a panel; their sums go to `others`.
+
+    For WIDE_INT8 those at x are signed bytes, those at other unsigned ones.
+    """
     if kind.name not in _MULTIPLY:
         return None
 
@@ -158,8 +176,8 @@ def multiply_two(
                 for vector, weights in enumerate(_WEIGHTS):
                     if group == 0:
                         _load(builder, weights, builder.add(at, index(vector * VECTOR_BYTES)), index(_PANEL_ROW))
-                    _emit(builder, _MULTIPLY[kind.name], (2 * group + vector, _TOKENS[group], weights))
-            for word in range(STEP_WORDS):
+                    _emit(builder, _MULTIPLY[kind.name][group], (2 * group + vector, _TOKENS[group], weights))
+            for word in range(0 if kind == types.int8 else STEP_WORDS):  # which have been unpacked to a near cache
                 for vector in range(2):
                     ahead = _AHEAD + word * _PANEL_ROW + vector * VECTOR_BYTES
                     prefetch(builder, builder.add(at, index(ahead)))

@@ -16,17 +16,20 @@ import numpy as np
 from headway.kernels.cpu_arithmetic import GROUPED, INT4, INT8, PANEL, TILE_TOKENS, WIDENED, arithmetic_of
 from headway.kernels.cpu_compile import compiled, give_back, take_memory
 from headway.kernels.cpu_expert_plan import item_of, pieces_of, row_of
-from headway.kernels.cpu_groups import PASSES_AHEAD, multiply_grouped
+from headway.kernels.cpu_groups import HEADER_BYTES, PASSES_AHEAD, multiply_grouped
 from headway.kernels.cpu_ir import VECTOR_BYTES
 from headway.kernels.cpu_matrix import (
+    SPLIT,
     STEP_WORDS,
     TILE_ROWS,
     configure,
+    first_of,
     multiply_one,
     multiply_two,
     release,
 )
 from headway.kernels.cpu_panels import TOTALS_BYTES, add_scaled, multiply_panel, unpack_panel
+from headway.kernels.cpu_planes import multiply_planes, plane_bytes, split_token
 from headway.kernels.cpu_rows import REORDER, exp_of_negative
 from headway.kernels.cpu_simd import (
     BFLOAT16,
@@ -37,6 +40,7 @@ from headway.kernels.cpu_simd import (
     nearest,
     pause,
     read_int32,
+    read_int64,
     read_shared,
     store,
     take_ticket,
@@ -138,12 +142,6 @@ def multiply(
 
 
 @compiled()
-def _first_of(group, groups, tokens, rows):
-    """The first token of a group of `rows`: groups overlap where tokens are not a multiple of their size."""
-    return group * (tokens - rows) // max(1, groups - 1)
-
-
-@compiled()
 def _add_block(rows, sums, totals, scales, stride):
     for row in range(rows):
         add_scaled(sums + row * TOTALS_BYTES, totals + row * TOTALS_BYTES, scales + row * stride)
@@ -170,7 +168,7 @@ def multiply_on_tiles(
             unpack_panel(kind, at, steps * STEP_WORDS, unpacked)
             at = unpacked
         for group in range(0, groups - 1, 2):
-            one, two = _first_of(group, groups, tokens, rows), _first_of(group + 1, groups, tokens, rows)
+            one, two = first_of(group, groups, tokens, rows), first_of(group + 1, groups, tokens, rows)
             to = totals + group * of_group
             out = to if sums == 0 else sums
             for half in range(0, TOTALS_BYTES, TOTALS_BYTES // 2):
@@ -239,7 +237,7 @@ def _reorder(x, order, inputs, size, out):
 
 
 @compiled()
-def _make_ready(a, x_kind, x_size, copied, is_integer, integer, largest, offset):
+def _make_ready(a, x_kind, x_size, copied, is_integer, integer, largest, offset, split_kind):
     """The rows of a plan as what panels are multiplied with, by all threads; returns when the last one is there."""
     tokens, x, x_stride, inputs, order = arg(a, 2), arg(a, 4), arg(a, 5), arg(a, 6), arg(a, 7)
     rows, row_bytes, row_stride, width, block_inputs = arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11), arg(a, 12)
@@ -254,6 +252,7 @@ def _make_ready(a, x_kind, x_size, copied, is_integer, integer, largest, offset)
             source = ordered
         if is_integer:
             _prepare_integers(x_kind, integer, largest, offset, source, inputs, width, block_inputs, to, to + row_bytes)
+            split_token(split_kind, to, width, row_stride)
         else:
             _copy_token(x_kind, copied, source, inputs, width, to)
         take_ticket(tickets(a, 1))
@@ -265,23 +264,27 @@ def _make_ready(a, x_kind, x_size, copied, is_integer, integer, largest, offset)
 
 
 @compiled()
-def _on_tiles(
-    a, x_kind, x_size, kind, tile_kind, panel, of_all, first, count, x, x_stride, laid_out, totals, room, sums
-):
-    """A panel with `count` rows from `first` on, by matrix tiles; returns the rows for which these are laid out now."""
+def _on_tiles(a, kind, tile_kind, of_all, count, rows, x, x_stride, totals, room, sums):
+    """The sums of a panel with `count` rows, in groups of `rows`, for which tiles are laid out."""
     words, block, step_bytes = arg(a, 14), arg(a, 15), arg(a, 16)
-    groups = (count + TILE_ROWS - 1) // TILE_ROWS
-    together = (count + groups - 1) // groups
-    if together != laid_out:
-        configure(arg(a, 25) + together * VECTOR_BYTES)
     multiply_on_tiles(
-        kind, tile_kind, count, together, x, x_stride, arg(a, 13) + of_all * words * step_bytes, words, block,
-        step_bytes, totals, x + arg(a, 9), arg(a, 10), room, sums,
+        kind, tile_kind, count, rows, x, x_stride, arg(a, 13) + of_all * words * step_bytes, words, block, step_bytes,
+        totals, x + arg(a, 9), arg(a, 10), room, sums,
     )  # fmt: skip
-    for group in range(groups):
-        row = first + _first_of(group, groups, count, together)
-        _finish(a, x_kind, x_size, together, totals + group * together * TOTALS_BYTES, panel, of_all, row)
-    return together
+
+
+@compiled()
+def _planes_on_tiles(a, kind, header, of_all, count, rows, x, totals, room, sums):
+    """As _on_tiles, of SPLIT; without headers, blocks that share a scale of the activations are the groups."""
+    inputs, size, step_bytes, stride = arg(a, 11), arg(a, 12), arg(a, 16), arg(a, 10)
+    together, group_bytes = (arg(a, 15), step_bytes) if header != 0 else (1, size * PANEL)
+    more = arg(a, 25), arg(a, 26) + of_all * arg(a, 27), arg(a, 28) + of_all * arg(a, 29), arg(a, 30)
+    plane = plane_bytes(inputs)
+    multiply_planes(
+        kind, count, rows, x + stride - 2 * plane, stride, plane,
+        arg(a, 13) + of_all * arg(a, 14) * step_bytes, inputs, size, together, group_bytes, header, totals,
+        x + arg(a, 9), stride, room, sums, more,
+    )  # fmt: skip
 
 
 @compiled()
@@ -309,7 +312,7 @@ def _groups_on_vectors(a, kind, word_bytes, of_all, count, x, x_stride, totals):
     )  # fmt: skip
 
 
-PRODUCT = struct.Struct("31q")
+PRODUCT = struct.Struct("32q")
 
 
 @once_per_kind
@@ -317,10 +320,9 @@ def product_job(x_kind: Any, kind: Any, on_tiles: bool = False) -> int:
     """x [tokens, inputs] of x_kind times packed weights of `kind`, to the same kind as x.
 
     Where they have groups, a word is a group of inputs, a step its bytes, and more arguments say where scales are. On
-    tiles are pieces of as many tokens as an argument says and more: their rows are cut evenly into as few groups as
-    there may be, all of one size, for which tiles are laid out; another argument is the address of cpu_matrix's
-    configurations. A plan says which rows of x go to which expert, whose panels follow each other; with `rows` they are
-    made ready there.
+    tiles are pieces of as many tokens and more as cpu_matrix's configurations say, whose address is the last argument:
+    their rows are cut evenly into as few groups as there may be, all of one size, for which tiles are laid out. A plan
+    says which rows of x go to which expert, whose panels follow each other; with `rows` they are made ready there.
     """
     layout, is_grouped = arithmetic_of(kind), type(kind) in map(type, GROUPED)
     copied = BFLOAT16 if kind is WIDENED or kind is BFLOAT16 else FLOAT32
@@ -331,18 +333,22 @@ def product_job(x_kind: Any, kind: Any, on_tiles: bool = False) -> int:
     word_bytes = 4 // layout.inputs  # of an input that is made ready
     unpacks, unpacked_kind = kind is INT4, INT8 if kind is INT4 else kind
     on_vectors = is_integer or not on_tiles  # sums of floats differ there, so that they never are on both
+    splits = on_tiles and type(kind) in map(type, SPLIT)
+    split_kind, header = (kind if splits else FLOAT32), (HEADER_BYTES * PANEL if is_grouped else 0)
 
     def product(a: int) -> None:
         threads, panels, tokens, block, plan = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 15), arg(a, 22)
         x, x_stride = arg(a, 4), arg(a, 5) * x_size
         if arg(a, 8) != 0:
-            _make_ready(a, x_kind, x_size, copied, is_integer, integer, largest, offset)
+            _make_ready(a, x_kind, x_size, copied, is_integer, integer, largest, offset, split_kind)
             x, x_stride = arg(a, 8), arg(a, 10)
         pieces, most = pieces_of(plan, arg(a, 3), tokens)
         totals = take_memory((most + TILE_ROWS) * TOTALS_BYTES)
         room = take_memory(block * PANEL * 4) if unpacks and (on_tiles or most > MOST_FROM_NIBBLES) else 0
+        if splits:
+            room = take_memory((block * arg(a, 12) if is_grouped else arg(a, 12)) * PANEL)
         sums = take_memory(2 * TILE_ROWS * TOTALS_BYTES) if on_tiles and is_integer else 0
-        least, laid_out = arg(a, 24) if on_tiles else _NEVER, 0
+        least, laid_out = read_int64(arg(a, 31), 0) if on_tiles else _NEVER, 0
         item, end = take_share(tickets(a, 2), panels * pieces, threads)
         while item < panels * pieces:
             for number in range(item, end):
@@ -350,10 +356,18 @@ def product_job(x_kind: Any, kind: Any, on_tiles: bool = False) -> int:
                 at, count = x + first * x_stride, last - first
                 if on_tiles:  # noqa: SIM102  Numba leaves out what a constant alone guards
                     if count >= least:
-                        laid_out = _on_tiles(
-                            a, x_kind, x_size, kind, unpacked_kind, panel, of_all, first, count, at, x_stride,
-                            laid_out, totals, room, sums,
-                        )  # fmt: skip
+                        groups = (count + TILE_ROWS - 1) // TILE_ROWS
+                        rows = (count + groups - 1) // groups
+                        if rows != laid_out:
+                            configure(arg(a, 31) + rows * VECTOR_BYTES)
+                            laid_out = rows
+                        if splits:
+                            _planes_on_tiles(a, kind, header, of_all, count, rows, at, totals, room, sums)
+                        else:
+                            _on_tiles(a, kind, unpacked_kind, of_all, count, rows, at, x_stride, totals, room, sums)
+                        for group in range(groups):
+                            row, to = first + first_of(group, groups, count, rows), totals + group * rows * TOTALS_BYTES
+                            _finish(a, x_kind, x_size, rows, to, panel, of_all, row)
                 if on_vectors:  # noqa: SIM102
                     if count < least:
                         if is_grouped:  # a choice made outside would be another function for Numba in every process

@@ -119,7 +119,7 @@ def test_a_damaged_file_is_measured_again(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"ways": {"int7": "vectors"}}, "'int7'; products are bfloat16, attention, int8, int4"),
+        ({"ways": {"int7": "vectors"}}, "'int7'; products are bfloat16, attention, int8, int4, int8-weight-only, "),
         ({"ways": {"int8": "by hand"}}, "'by hand' for int8; this processor has vectors"),
         ({"ways": ["int8"]}, "has no object `ways`"),
         (["int8"], "has no object `ways`"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from headway.kernels.cpu import CpuKernels
 from headway.kernels.cpu_matrix import has_matrix_tiles, may_use_tiles
 from headway.kernels.weights import QUANTIZATIONS, Weight
-from tests.kernels.on_tiles import check_integers
+from tests.kernels.on_tiles import check_groups, check_integers
 from tests.kernels.steps import random
 from tests.kernels.test_cpu import with_threads
 from tests.kernels.tile_sums import products_of_tiles, sums_of_tiles
@@ -267,9 +267,14 @@ def test_sums_on_tiles_are_in_the_order_that_is_documented(gated: bool) -> None:
 
 
 @needs_tiles
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int8-weight-only"])
 def test_whole_numbers_on_tiles_come_to_what_they_come_to_on_vectors(scheme: str) -> None:
     assert check_integers(scheme)
+
+
+@needs_tiles
+def test_groups_on_tiles_come_to_what_they_come_to_on_vectors() -> None:
+    assert check_groups()
 
 
 @needs_tiles

@@ -34,9 +34,10 @@ def machine_code(intrinsic: object, *kind: types.Type, addresses: int) -> bytes:
     return bytes(processor.emit_object(binding.parse_assembly(str(module))))
 
 
-def dot(sums: int, tokens: int, weights: int, opcode: int) -> bytes:
-    """Of Intel's manual, volume 2: VEX.128.F3.0F38.W0 `opcode` 11:rrr:bbb; sums are reg, tokens r/m, weights vvvv."""
-    return bytes((0xC4, 0xE2, (~weights & 15) << 3 | 0b010, opcode, 0xC0 | sums << 3 | tokens))
+def dot(sums: int, tokens: int, weights: int, opcode: int, prefix: int = 0xF3) -> bytes:
+    """Of Intel's manual, volume 2: VEX.128.`prefix`.0F38.W0 `opcode` 11:rrr:bbb; sums reg, tokens r/m, weights vvvv."""
+    short = {0x66: 0b01, 0xF3: 0b10, 0xF2: 0b11}[prefix]
+    return bytes((0xC4, 0xE2, (~weights & 15) << 3 | short, opcode, 0xC0 | sums << 3 | tokens))
 
 
 @pytest.mark.parametrize(("kind", "opcode"), [(types.uint16, 0x5C), (types.uint8, 0x5E)], ids=["bfloat16", "int8"])
@@ -50,6 +51,13 @@ def test_products_are_encoded_as_the_manual_has_them(kind: types.Type, opcode: i
         assert code.count(dot(sums, tokens, weights, opcode)) == 1
     for tile in range(4):
         assert code.count(bytes((0xC4, 0xE2, 0x7B, 0x49, 0xC0 | tile << 3))) == 1  # tilezero
+
+
+def test_planes_of_bytes_are_told_apart_by_their_signs() -> None:
+    """tdpbssd of high bytes, tdpbusd of low ones, which are unsigned."""
+    code = machine_code(multiply_two, types.int8, addresses=8)
+    for sums, tokens, weights, prefix in ((0, 4, 6, 0xF2), (1, 4, 7, 0xF2), (2, 5, 6, 0x66), (3, 5, 7, 0x66)):
+        assert code.count(dot(sums, tokens, weights, 0x5E, prefix)) == 1
 
 
 def test_tiles_are_laid_out_and_given_up() -> None:

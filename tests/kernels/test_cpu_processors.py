@@ -82,6 +82,8 @@ def test_arm(tmp_path: Path) -> None:
         ("none", "23"),
         pytest.param("int8", "88", marks=pytest.mark.slow),
         pytest.param("int4", "87", marks=pytest.mark.slow),
+        pytest.param("int8-weight-only", "87", marks=pytest.mark.slow),
+        pytest.param("groups", "145", marks=pytest.mark.slow),
     ],
 )
 def test_matrix_tiles(tmp_path: Path, scheme: str, printed: str) -> None:
