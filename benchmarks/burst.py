@@ -54,13 +54,14 @@ def serve() -> None:
     from headway.cli import main
     from headway.engine.client import EngineClient
     from headway.engine.messages import EngineOutputs
+    from headway.server.edge import Connection
     from headway.server.streaming import EventWriter
 
     made: list[int] = []
     written: list[int] = []
     written_cpu: list[int] = []
     first: list[str] = []
-    deliver, write, send_now = EngineClient._deliver, EventWriter._write, EventWriter._send_now
+    deliver, write, write_now = EngineClient._deliver, EventWriter._write, Connection._write_now
 
     def noted_deliver(self: EngineClient, message: EngineOutputs) -> None:
         for output in message.outputs:
@@ -79,13 +80,15 @@ def serve() -> None:
         await write(self, data, more)
         note(data)
 
-    def noted_send_now(self: EventWriter, data: bytes) -> None:
-        send_now(self, data)
-        note(data)
+    def noted_write_now(self: Connection, data: bytes) -> bool:
+        is_written = write_now(self, data)
+        if is_written:
+            note(data)
+        return is_written
 
     EngineClient._deliver = noted_deliver  # type: ignore[method-assign]
     EventWriter._write = noted_write  # type: ignore[method-assign]
-    EventWriter._send_now = noted_send_now  # type: ignore[method-assign]
+    Connection._write_now = noted_write_now  # type: ignore[method-assign]
     try:
         main()
     finally:

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import IO
 
@@ -358,6 +358,38 @@ class EngineClient:
         """Call back with the statistics of every step."""
         self._subscribers.append(callback)
 
+    def submit(self, requests: Sequence[AddRequest], take: Callable[[StreamItem], None]) -> Callable[[], None]:
+        """Hand over requests. `take` gets each output of their choices in the turn of the event loop in which it comes.
+
+        When they cannot go on, it gets the exception, and nothing after it. It must not raise.
+
+        Returns:
+            to be called at the end: forgets the requests, and aborts in the engine what has not finished.
+
+        Raises:
+            EngineDead: the engine is not ready.
+            ValueError: a request's id is in use.
+        """
+        if self.state != "ready":
+            raise EngineDead(self.last_error if self.state != "loading" else "the engine is still loading")
+        entries: list[InFlight] = []
+
+        def leave() -> None:
+            for entry in entries:
+                if self._requests.remove(entry):
+                    self._send(AbortRequest(entry.request.request_id))
+            self._send_due()
+
+        try:
+            for request in requests:
+                request.way_back_ns = self._way_back_ns
+                entries.append(self._requests.add(request, take))
+        except ValueError:
+            leave()
+            raise
+        self._send_due()
+        return leave
+
     async def generate(self, *requests: AddRequest) -> AsyncGenerator[SequenceOutput, None]:
         """Outputs of all choices of the requests as they come, until each has finished.
 
@@ -367,16 +399,10 @@ class EngineClient:
             EngineDead: the engine is not ready; or it died, and the requests can't go on.
             ValueError: a request's id is in use.
         """
-        if self.state != "ready":
-            raise EngineDead(self.last_error if self.state != "loading" else "the engine is still loading")
         stream: asyncio.Queue[StreamItem] = asyncio.Queue()
-        entries: list[InFlight] = []
+        leave = self.submit(requests, stream.put_nowait)
         unfinished = sum(request.params.n for request in requests)
         try:
-            for request in requests:
-                request.way_back_ns = self._way_back_ns
-                entries.append(self._requests.add(request, stream))
-            self._send_due()
             while unfinished:
                 item = await stream.get()
                 if isinstance(item, Exception):
@@ -384,10 +410,7 @@ class EngineClient:
                 unfinished -= item.finish_reason is not None
                 yield item
         finally:
-            for entry in entries:
-                if self._requests.remove(entry):
-                    self._send(AbortRequest(entry.request.request_id))
-            self._send_due()
+            leave()
 
     def abort(self, request_id: str, index: int = -1) -> None:
         """Stop generating for one choice, or for all; their streams get no further output."""

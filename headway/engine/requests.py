@@ -11,7 +11,6 @@ ended when that was the third time.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections import deque
 from collections.abc import Callable
@@ -35,13 +34,13 @@ class InFlight:
 
     Args:
         ledger: what is known of its time, until it was last handed to an engine.
-        stream: gets its outputs; others may share it.
+        take: gets its outputs, or an exception that ends it; others may share it.
     """
 
     request: AddRequest
     ledger: Ledger
     choices: dict[int, Resumed]
-    stream: asyncio.Queue[StreamItem]
+    take: Callable[[StreamItem], None]
     aborted: set[int] = field(default_factory=set)  # choices that the engine was told to drop
     replayed: bool = False
     number: int = _NOT_SENT  # among the requests sent to the engine process that runs
@@ -59,8 +58,8 @@ class InFlight:
         choices = list(self.choices.values())
         return msgspec.structs.replace(self.request, sent_ns=self.ledger.last_ns, resumed=choices)
 
-    def take(self, output: SequenceOutput) -> None:
-        """Note an output of the engine."""
+    def had(self, output: SequenceOutput) -> None:
+        """Note an output of the engine, and hand it on."""
         self.deaths = 0
         choice = self.choices.get(output.index)
         if choice is None:
@@ -71,7 +70,7 @@ class InFlight:
             del self.choices[output.index]
             if output.timings is not None and self.replayed:
                 output.timings.phases_ns = self._known_phases() | output.timings.phases_ns
-        self.stream.put_nowait(output)
+        self.take(output)
 
     def died(self, now: int, alone: bool) -> None:
         """The engine process died. If the request was in it, its time there is not known."""
@@ -93,9 +92,7 @@ class InFlight:
             self.ledger.mark(Phase.ENGINE_RESTART, now)
             timings = SequenceTimings(self._known_phases(), self.ledger.last_ns, 0, 0)
             cached, name = choice.cached_tokens, self.request.request_id
-            self.stream.put_nowait(
-                SequenceOutput(name, index, [], reason, cached_tokens=cached, timings=timings, error=error)
-            )
+            self.take(SequenceOutput(name, index, [], reason, cached_tokens=cached, timings=timings, error=error))
 
     def _known_phases(self) -> dict[str, int]:
         return {str(phase): ns for phase, ns in self.ledger.phases_ns.items()}
@@ -124,8 +121,8 @@ class Requests:
     def __len__(self) -> int:
         return len(self._known)
 
-    def add(self, request: AddRequest, stream: asyncio.Queue[StreamItem]) -> InFlight:
-        """Take a request in. Its outputs go to `stream`; send_due() sends it when it may be sent.
+    def add(self, request: AddRequest, take: Callable[[StreamItem], None]) -> InFlight:
+        """Take a request in. `take` gets its outputs; send_due() sends it when it may be sent.
 
         Raises:
             ValueError: its id is in use.
@@ -136,7 +133,7 @@ class Requests:
         if request.seed is None:
             request.seed = secrets.randbits(63)
         choices = {choice.index: choice for choice in request.choices}
-        entry = InFlight(request, Ledger(request.sent_ns), choices, stream)
+        entry = InFlight(request, Ledger(request.sent_ns), choices, take)
         self._known[name] = self._unreported[name] = entry
         self._unsent.append(entry)
         return entry
@@ -166,7 +163,7 @@ class Requests:
         return False
 
     def send_due(self, send: Callable[[AddRequest], None], now: int) -> None:
-        """Send what may be sent now, in order. When a request can't be sent, its stream gets the exception."""
+        """Send what may be sent now, in order. When a request can't be sent, its `take` gets the exception."""
         while self._unsent and self._suspect is None:
             entry = self._unsent.popleft()
             if self._known.get(entry.request.request_id) is not entry or not entry.choices:
@@ -174,7 +171,7 @@ class Requests:
             try:
                 send(entry.message(now))
             except Exception as error:
-                entry.stream.put_nowait(error)
+                entry.take(error)
                 continue
             self._sent += 1
             entry.number = self._sent
@@ -182,7 +179,7 @@ class Requests:
                 self._suspect = entry
 
     def deliver(self, message: EngineOutputs) -> None:
-        """Give each stream its outputs."""
+        """Hand on the outputs of a step."""
         while self._unreported:  # in the order in which they are sent
             name, first = next(iter(self._unreported.items()))
             if first.number > message.stats.received:
@@ -191,7 +188,7 @@ class Requests:
         for output in message.outputs:
             entry = self._known.get(output.request_id)
             if entry is not None:
-                entry.take(output)
+                entry.had(output)
                 if entry is self._suspect:
                     self._suspect = None
 
@@ -210,9 +207,9 @@ class Requests:
         self._sent = 0
 
     def end_all(self, error: Exception) -> None:
-        """End every stream with `error`."""
+        """End every request with `error`."""
         for entry in self._known.values():
-            entry.stream.put_nowait(error)
+            entry.take(error)
         self._known.clear()
         self._unsent.clear()
         self._unreported.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -62,10 +61,7 @@ async def in_one_piece(
         num_entries: how much there is to write.
         timed: with `timings`.
     """
-    async with aclosing(generation.run()) as pieces:
-        async for _, piece in pieces:
-            if piece.finish_reason is not None:  # many end in one step; the rest of each takes its turn
-                await generation.turn()
+    await generation.run()
     encoded, headers = await generation.render(num_entries(), render), {}
     timings = generation.timings() if timed else None
     if timings is not None:
@@ -96,6 +92,10 @@ class Answer(ABC):
         self.with_token_ids = bool(body.return_token_ids)
         self._timed = body.include_timings
         self._written: dict[int, list[msgspec.Raw]] = {}  # id(prompt) -> its prompt_logprobs
+        self._opened: set[int] = set()  # choices with an event
+        self._begun: set[int] = set()  # and with a piece
+        self._left = len(generation.choices)  # whose end is not pushed
+        self._last: tuple[ServedChoice, bytes] | None = None  # the last chunk, without its timings
         options = body.stream_options
         self._usage_at_end = options is not None and options.include_usage
         self._usage_always = options is not None and options.continuous_usage_stats
@@ -175,28 +175,35 @@ class Answer(ABC):
 
     async def events(self, writer: EventWriter) -> None:
         """Push server-sent events, the last of them [DONE]. Raises what Generation.run() raises."""
-        opened: set[int] = set()
-        begun: set[int] = set()
-        left = len(self.generation.choices)
-        async with aclosing(self.generation.run()) as pieces:
-            async for choice, piece in pieces:
-                if choice.index not in opened:
-                    opened.add(choice.index)
-                    for entry in self.opening(choice):
-                        writer.push(event(encode({**self._chunk(entry), **self.opening_extras()})))
-                left -= piece.finish_reason is not None
-                if self._is_worth_sending(piece):
-                    encoded = encode(self._chunk(self.growth(choice, piece)))
-                    if not left:
-                        encoded = await self._timed_after_sending(encoded, writer)
-                    is_first, is_last = choice.index not in begun, piece.finish_reason is not None
-                    if is_first or is_last:
-                        begun.add(choice.index)
-                        writer.when_sent(partial(self.generation.sent, choice, is_first, is_last))
-                    writer.push(event(encoded))
+        await self.generation.run(partial(self._grow, writer))
+        if self._last is not None:
+            await self._push_timed(writer, *self._last)
         if self._usage_at_end:
             writer.push(event(encode({**self._chunk(None), "usage": self.generation.usage()})))
         writer.push(DONE)
+
+    def _grow(self, writer: EventWriter, choice: ServedChoice, piece: Piece) -> None:
+        """Push the events for one piece; the last one waits for its timings, if it has some."""
+        if choice.index not in self._opened:
+            self._opened.add(choice.index)
+            for entry in self.opening(choice):
+                writer.push(event(encode({**self._chunk(entry), **self.opening_extras()})))
+        if not self._is_worth_sending(piece):
+            return
+        is_last = piece.finish_reason is not None
+        self._left -= is_last
+        encoded = encode(self._chunk(self.growth(choice, piece)))
+        if self._timed and not self._left:
+            self._last = choice, encoded
+        else:
+            self._push(writer, choice, is_last, encoded)
+
+    def _push(self, writer: EventWriter, choice: ServedChoice, is_last: bool, encoded: bytes) -> None:
+        is_first = choice.index not in self._begun
+        if is_first or is_last:
+            self._begun.add(choice.index)
+            writer.when_sent(partial(self.generation.sent, choice, is_first, is_last))
+        writer.push(event(encoded))
 
     def _is_worth_sending(self, piece: Piece) -> bool:
         """False while a token adds no text: it is part of a character, or may become a stop string."""
@@ -210,16 +217,16 @@ class Answer(ABC):
             chunk["usage"] = None
         return chunk
 
-    async def _timed_after_sending(self, encoded: bytes, writer: EventWriter) -> bytes:
-        """The last chunk, with timings. It is made when the client has taken all chunks before it."""
-        timings = self.generation.timings() if self._timed else None
-        if timings is None:
-            return encoded
-        timings.mark(Phase.SEND, clock())
-        if not writer.is_drained:
-            await writer.drained()
-            timings.mark(Phase.SEND_BLOCKED, clock())
-        return with_timings(encoded, timings, clock)
+    async def _push_timed(self, writer: EventWriter, choice: ServedChoice, encoded: bytes) -> None:
+        """The last chunk, with timings. They are made when the client has taken all chunks before it."""
+        timings = self.generation.timings()
+        if timings is not None:
+            timings.mark(Phase.SEND, clock())
+            if not writer.is_drained:
+                await writer.drained()
+                timings.mark(Phase.SEND_BLOCKED, clock())
+            encoded = with_timings(encoded, timings, clock)
+        self._push(writer, choice, True, encoded)
 
     # --- log-probabilities --------------------------------------------------------------------------
 

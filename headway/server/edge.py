@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headway.server.errors import ApiError, internal
 from headway.server.pacing import Pace
-from headway.server.streaming import ABORT_CONNECTION, IS_WRITABLE
+from headway.server.streaming import ABORT_CONNECTION, WRITE_NOW
 from headway.tenant_file import Access, key_digest
 
 ARRIVED = "headway.arrived_ns"
@@ -91,7 +91,7 @@ class Connection(HttpToolsProtocol):
         self._start_reading()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope[ARRIVED] = self._came_ns or time.monotonic_ns()
-        scope[ABORT_CONNECTION], scope[IS_WRITABLE] = self.reset, self._is_writable
+        scope[ABORT_CONNECTION], scope[WRITE_NOW] = self.reset, self._write_now
 
     def on_message_complete(self) -> None:
         self._is_incomplete = False
@@ -136,8 +136,16 @@ class Connection(HttpToolsProtocol):
             same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
-    def _is_writable(self) -> bool:
-        return not self.flow.write_paused
+    def _write_now(self, data: bytes) -> bool:
+        """Send bytes of the body of the answer that has begun, without what is around its `send`.
+
+        False where that would have to wait, and where `cycle` may be that of a later request.
+        """
+        cycle = self.cycle
+        if self.pipeline or self.flow.write_paused or cycle is None or cycle.disconnected or not cycle.chunked_encoding:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def _fileno(self) -> int:
         fileno: int = self.transport.get_extra_info("socket").fileno()

@@ -6,8 +6,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from headway.choices import Piece, TokenizedPrompt
@@ -24,6 +23,7 @@ from headway.server.service import Service
 from headway.server.timings import ChoiceTimings, Stamps
 
 T = TypeVar("T")
+OnPiece = Callable[[ServedChoice, Piece], None]
 clock = time.monotonic_ns
 SETTLE_TIMEOUT_S = 30.0
 
@@ -31,8 +31,8 @@ SETTLE_TIMEOUT_S = 30.0
 class Generation:
     """Every choice of one request, from its prompts to its finish reasons.
 
-    Choice i of prompt p has the index p * n + i. run() must be exhausted or closed: either frees all that it has in the
-    engine.
+    Choice i of prompt p has the index p * n + i. At its end, also when it is cancelled, run() frees all that it has in
+    the engine.
 
     Args:
         place: the request's share of the queue, given back as choices end.
@@ -70,6 +70,10 @@ class Generation:
         self._pooling = pooling
         self._aborted: ApiError | None = None
         self._failed = False
+        self._error: Exception | None = None  # that ended it
+        self._ended, self._settled = asyncio.Event(), asyncio.Event()
+        self._on_piece: OnPiece | None = None
+        self._leave: Callable[[], None] | None = None  # ends what submit() began
         self._requests: list[AddRequest] = []
         self._choice_of: dict[tuple[str, int], ServedChoice] = {}
         self._place = place
@@ -93,6 +97,7 @@ class Generation:
             )
             self._add(request, prompt, number * one.n, stamps, keep)
         self.choices = list(self._choice_of.values())
+        self._unfinished = self._unsettled = len(self.choices)  # for the client, and in the engine
         service.enlist(self)
         try:
             outputs = params if pooling is None else []
@@ -173,43 +178,37 @@ class Generation:
         used = None if failed else self.usage()["total_tokens"]
         charge.settle(used, [choice.num_tokens for choice in ends if choice.num_tokens])
 
-    async def turn(self) -> None:
-        """Wait for room in a turn of the event loop (Pace)."""
-        await self._service.pace.turn()
+    async def run(self, on_piece: OnPiece | None = None) -> None:
+        """Let all choices grow to their ends.
 
-    async def run(self) -> AsyncGenerator[tuple[ServedChoice, Piece], None]:
-        """Each choice's growth as it comes.
+        Args:
+            on_piece: told of each piece in the turn of the event loop in which its tokens came; what it raises, run()
+                raises. None for an answer in one piece: many end in one step, and the rest of each takes its turn.
 
         Raises:
             ApiError: the engine failed, died, or the server is shutting down.
         """
-        outputs = self._engine.generate(*self._requests)
-        unfinished = len(self.choices)
+        self._on_piece = on_piece
         try:
             self._stamp_sent(clock())
-            async for output in outputs:
-                choice = self._choice_of[output.request_id, output.index]
-                piece = self._take(choice, output, clock())
-                if piece is None:
-                    continue
-                if piece.finish_reason is not None:
-                    self.last = choice
-                    unfinished -= 1
-                yield choice, piece
-                if not unfinished:
-                    break
+            self._leave = self._engine.submit(self._requests, self._take)
+            await self._ended.wait()
+            if self._error is not None:
+                raise self._error
+            if on_piece is None:
+                await self._service.pace.turn()
         except EngineDead as error:
             self._failed = True
             for choice in self.choices:
                 choice.finish_reason = choice.finish_reason or "error"
             raise self._aborted or unavailable(str(error), "engine_dead", 5) from None
         finally:
+            self._ended.set()
             self.release()
-            if not unfinished and not all(choice.engine_done for choice in self.choices):
-                self._service.background(self._settle(outputs))
+            if not self._unfinished and not self._settled.is_set():
+                self._service.background(self._settle())
             else:
-                await outputs.aclose()
-                self._record()
+                self._close()
 
     def _stamp_sent(self, now_ns: int) -> None:
         for request in self._requests:
@@ -217,7 +216,32 @@ class Generation:
         for choice in self.choices:
             choice.stamps.sent_ns = now_ns
 
-    def _take(self, choice: ServedChoice, output: SequenceOutput, received_ns: int) -> Piece | None:
+    def _take(self, item: SequenceOutput | Exception) -> None:
+        """Take what comes from the engine: an output, or why there will be none."""
+        try:
+            if isinstance(item, Exception):
+                raise item
+            choice = self._choice_of[item.request_id, item.index]
+            if self._ended.is_set():  # the answer has, the engine has not heard of the stop string
+                if item.finish_reason is not None:
+                    self._settle_one(choice, item, clock())
+                return
+            piece = self._grow(choice, item, clock())
+            if piece is None:
+                return
+            if piece.finish_reason is not None:
+                self.last = choice
+                self._unfinished -= 1
+            if self._on_piece is not None:
+                self._on_piece(choice, piece)
+            if not self._unfinished:
+                self._ended.set()
+        except Exception as error:
+            self._error = self._error or error
+            self._ended.set()
+            self._settled.set()
+
+    def _grow(self, choice: ServedChoice, output: SequenceOutput, received_ns: int) -> Piece | None:
         """What an output adds to its choice; None while nothing can be sent."""
         if choice.finish_reason is None:
             piece = self._accept(choice, output, received_ns)
@@ -275,23 +299,27 @@ class Generation:
         self, choice: ServedChoice, output: SequenceOutput, received_ns: int, detokenized_ns: int | None = None
     ) -> None:
         choice.settle(output)
+        self._unsettled -= 1
+        if not self._unsettled:
+            self._settled.set()
         self._place.ended(received_ns)
         choice.stamps.received_ns = received_ns
         choice.stamps.detokenized_ns = detokenized_ns or received_ns
 
-    async def _settle(self, outputs: AsyncGenerator[SequenceOutput, None]) -> None:
-        """After the answer, take the last outputs of choices that a stop string ended, for the metrics."""
+    async def _settle(self) -> None:
+        """After the answer, wait for the last outputs of choices that a stop string ended, for the metrics."""
         try:
-            async with asyncio.timeout(SETTLE_TIMEOUT_S), aclosing(outputs):
-                async for output in outputs:
-                    if output.finish_reason is not None:
-                        self._settle_one(self._choice_of[output.request_id, output.index], output, clock())
-        except (EngineDead, TimeoutError):
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                await self._settled.wait()
+        except TimeoutError:
             pass
         finally:
-            self._record()
+            self._close()
 
-    def _record(self) -> None:
+    def _close(self) -> None:
+        if self._leave is not None:
+            self._leave()
+        self._leave = self._on_piece = self._error = None  # they know this object, too
         for choice in self.choices:
             self._metrics.on_finish(
                 choice.finish_reason or "abort",

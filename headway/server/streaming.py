@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -18,8 +17,8 @@ from headway.server.settings import ServerSettings
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-# Keys of the connection's functions in a request's scope: one cuts it, one says whether it takes bytes at once.
-ABORT_CONNECTION, IS_WRITABLE = "headway.abort_connection", "headway.is_writable"
+# Keys of the connection's functions in a request's scope: one cuts it, one is EventWriter's `write_now`.
+ABORT_CONNECTION, WRITE_NOW = "headway.abort_connection", "headway.write_now"
 logger = logging.getLogger("headway.server")
 
 
@@ -56,6 +55,11 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _tell_sent(callbacks: list[Callable[[int], None]]) -> None:
+    for callback in callbacks:
+        callback(time.monotonic_ns())
+
+
 class SlowReader(Exception):
     """The client reads more slowly than the bounds allow."""
 
@@ -70,7 +74,7 @@ class EventWriter:
         headers: of the answer; they go out with the first bytes.
         max_buffer: bytes that may wait here, on top of those that the operating system holds.
         timeout_s: seconds that one write may wait.
-        is_writable: whether `send` would not wait now.
+        write_now: sends bytes of the body as `send` does, but at once; False where it would have to wait.
     """
 
     def __init__(
@@ -79,10 +83,10 @@ class EventWriter:
         headers: list[tuple[bytes, bytes]],
         max_buffer: int,
         timeout_s: float,
-        is_writable: Callable[[], bool] = lambda: False,
+        write_now: Callable[[bytes], bool] = lambda data: False,
     ) -> None:
         self._send = send
-        self._is_writable = is_writable
+        self._write_now = write_now
         self._head: Message | None = {"type": "http.response.start", "status": 200, "headers": headers}
         self.has_begun = False
         self._max_buffer = max_buffer
@@ -103,8 +107,9 @@ class EventWriter:
             SlowReader: more than max_buffer bytes wait; what waits is dropped.
         """
         self.has_begun = True
-        if self._head is None and self._drained.is_set() and self._is_writable():
-            return self._send_now(data)
+        if self._head is None and self._drained.is_set() and self._write_now(data):
+            callbacks, self._when_sent = self._when_sent, []
+            return _tell_sent(callbacks)
         self._pending.append(data)
         self._pending_bytes += len(data)
         self._drained.clear()
@@ -114,15 +119,6 @@ class EventWriter:
             if not self.overflow.done():
                 self.overflow.set_result(None)
             raise SlowReader(f"{self._pending_bytes} bytes wait for the client, more than {self._max_buffer}")
-
-    def _send_now(self, data: bytes) -> None:
-        sending = self._send({"type": "http.response.body", "body": data, "more_body": True}).__await__()
-        with contextlib.suppress(StopIteration):
-            next(sending)
-            raise RuntimeError("a writable connection had its sender wait")
-        callbacks, self._when_sent = self._when_sent, []
-        for callback in callbacks:
-            callback(time.monotonic_ns())
 
     def when_sent(self, callback: Callable[[int], None]) -> None:
         """Call back with time.monotonic_ns() when the bytes that are pushed next have been handed to the connection."""
@@ -160,8 +156,7 @@ class EventWriter:
                 self._pending_bytes = 0
                 callbacks, self._when_sent = self._when_sent, []
                 await self._write(data, more=True)
-                for callback in callbacks:
-                    callback(time.monotonic_ns())
+                _tell_sent(callbacks)
             self._drained.set()
             if self._closed:
                 return await self._write(b"", more=False)
@@ -208,8 +203,8 @@ class EventStream(Response):
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         settings = self._settings
-        is_writable = scope.get(IS_WRITABLE, lambda: False)
-        writer = EventWriter(send, self.raw_headers, settings.max_stream_buffer, settings.send_timeout, is_writable)
+        write_now = scope.get(WRITE_NOW, lambda data: False)
+        writer = EventWriter(send, self.raw_headers, settings.max_stream_buffer, settings.send_timeout, write_now)
         producing = asyncio.create_task(self._produce(writer))
         writing = asyncio.create_task(writer.run())
         gone = asyncio.create_task(wait_until_gone(receive))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
@@ -70,8 +69,8 @@ def ask(name: str, max_tokens: int, n: int = 1, sent_ns: int = 0, seed: int | No
     return AddRequest(name, [1, 2], params, [], sent_ns=sent_ns)
 
 
-def drained(entry: InFlight) -> list[StreamItem]:
-    return [entry.stream.get_nowait() for _ in range(entry.stream.qsize())]
+def taken(entry: InFlight) -> list[StreamItem]:
+    return entry.take.__self__  # type: ignore[attr-defined, no-any-return]
 
 
 class World:
@@ -90,7 +89,7 @@ class World:
         self.requests.send_due(self.engine.send, self.now)
 
     def submit(self, request: AddRequest) -> InFlight:
-        entry = self.entries[request.request_id] = self.requests.add(request, asyncio.Queue())
+        entry = self.entries[request.request_id] = self.requests.add(request, [].append)
         self.requests.send_due(self.engine.send, self.now)
         return entry
 
@@ -122,7 +121,7 @@ def check(entry: InFlight, ended_ns: int | None = None) -> str:
     """Every token once and in order, and ledgers that close; how the first choice ended."""
     reasons: dict[int, str] = {}
     tokens: dict[int, list[int]] = {index: [] for index in range(entry.request.params.n)}
-    for output in drained(entry):
+    for output in taken(entry):
         assert isinstance(output, SequenceOutput)
         assert output.index not in reasons
         tokens[output.index] += output.token_ids
@@ -159,7 +158,7 @@ def test_without_replay_all_end() -> None:
     entry = world.submit(ask("a", 5))
     world.step()
     world.die()
-    assert drained(entry)[-1] is GONE
+    assert taken(entry)[-1] is GONE
     assert not world.engine.choices and len(world.requests) == 0
 
 
@@ -203,7 +202,7 @@ def test_choices_that_were_to_be_dropped_end_when_the_engine_dies() -> None:
     world.step()
     assert world.requests.abort("a", 1, world.now)
     world.die()
-    outputs = drained(entry)
+    outputs = taken(entry)
     last = outputs[-1]
     assert isinstance(last, SequenceOutput) and last.timings is not None
     assert (last.index, last.finish_reason) == (1, "abort")
@@ -221,7 +220,7 @@ def test_a_request_that_cannot_be_sent_says_so_and_is_not_counted() -> None:
     bad = ask("bad", 5)
     bad.params.stop = ["no"]
     entry = world.submit(bad)
-    assert isinstance(drained(entry)[0], OverflowError)
+    assert isinstance(taken(entry)[0], OverflowError)
     assert not world.requests.remove(entry)
     world.submit(ask("good", 3))
     world.step()

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable, Sequence
 
 from headway.engine.client import EngineDead
 from headway.engine.messages import (
@@ -24,6 +24,7 @@ from headway.policy.service_class import BUILT_IN, ClassTable
 from headway.text.tokenizer import Tokenizer
 
 Reply = Callable[[AddRequest, int], list[int]]
+Take = Callable[[SequenceOutput | Exception], None]
 
 WIDTH = 8  # of embeddings
 
@@ -126,12 +127,22 @@ class FakeEngine:
     def abort(self, request_id: str, index: int = -1) -> None:
         self._drop |= {key for key in self.running if key[0] == request_id and index in (-1, key[1])}
 
-    async def generate(self, *requests: AddRequest) -> AsyncGenerator[SequenceOutput, None]:
+    def submit(self, requests: Sequence[AddRequest], take: Take) -> Callable[[], None]:
         if self.state != "ready":
             raise EngineDead(self.last_error)
         self.requests += requests
         mine = {(one.request_id, index): _Saying(self, one, index) for one in requests for index in range(one.params.n)}
         self.running |= mine.keys()
+        saying = asyncio.create_task(self._say(mine, take))
+
+        def leave() -> None:
+            saying.cancel()
+            self.running -= mine.keys()
+            self.aborted += [one.request_id for one in requests if any(key[0] == one.request_id for key in mine)]
+
+        return leave
+
+    async def _say(self, mine: dict[tuple[str, int], _Saying], take: Take) -> None:
         try:
             while mine:
                 await self._step(set(mine))
@@ -142,10 +153,9 @@ class FakeEngine:
                     if output.finish_reason is not None:
                         del mine[key]
                         self.running.discard(key)
-                    yield output
-        finally:
-            self.running -= mine.keys()
-            self.aborted += [one.request_id for one in requests if any(key[0] == one.request_id for key in mine)]
+                    take(output)
+        except EngineDead as error:
+            take(error)
 
     async def _step(self, keys: set[tuple[str, int]]) -> None:
         await asyncio.sleep(self.step_s)

@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -17,7 +17,7 @@ import pytest
 
 from headway.engine.messages import AddRequest, SequenceOutput
 from headway.text.tokenizer import Tokenizer
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import FakeEngine, Take
 from tests.server.live_server import MODEL, LiveServer, eventually
 
 StartServer = Callable[..., LiveServer]
@@ -229,11 +229,13 @@ def test_engine_that_dies_ends_whole_answers_with_503(server: LiveServer, engine
 def test_request_that_fails_in_the_engine(
     server: LiveServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, reason: str, stream: bool
 ) -> None:
-    async def failing(request: AddRequest) -> Any:
-        yield SequenceOutput(request.request_id, 0, [50])
-        yield SequenceOutput(request.request_id, 0, [], finish_reason=reason, error="logits were not numbers")
+    def failing(requests: list[AddRequest], take: Take) -> Callable[[], None]:
+        name = requests[0].request_id
+        take(SequenceOutput(name, 0, [50]))
+        take(SequenceOutput(name, 0, [], finish_reason=reason, error="logits were not numbers"))
+        return lambda: None
 
-    monkeypatch.setattr(engine, "generate", failing)
+    monkeypatch.setattr(engine, "submit", failing)
     answer = server.post("/v1/completions", prompt="x", stream=stream)
     if stream:
         assert answer.status_code == 200
@@ -252,11 +254,10 @@ def test_request_that_fails_in_the_engine(
 def test_bug_in_the_server_is_a_500_without_details(
     server: LiveServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(*requests: AddRequest) -> AsyncGenerator[SequenceOutput, None]:
+    def broken(requests: list[AddRequest], take: Take) -> Callable[[], None]:
         raise ZeroDivisionError("secret")
-        yield
 
-    monkeypatch.setattr(engine, "generate", broken)
+    monkeypatch.setattr(engine, "submit", broken)
     answer = server.post("/v1/completions", prompt="x")
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "server_error"

@@ -158,7 +158,7 @@ def test_times_end_when_the_bytes_are_handed_to_the_connection(
         await send(cycle, message)
 
     monkeypatch.setattr(RequestResponseCycle, "send", held_up)
-    monkeypatch.setattr(Connection, "_is_writable", lambda connection: False)
+    monkeypatch.setattr(Connection, "_write_now", lambda connection, data: False)
     assert server.post("/v1/completions", prompt="x", max_tokens=200, stream=stream).status_code == 200
     eventually(lambda: samples(server)["headway:e2e_request_latency_seconds_count"] == 1)
     found = samples(server)
