@@ -24,6 +24,7 @@ from headway.text.tokenizer import Tokenizer
 
 encode = msgspec.json.encode
 ENTRIES_OF_A_TOKEN = 10
+_MARK = "\0"  # stands for a text
 # A thread that writes for milliseconds on end would hold up the event loop by 5 ms at a time (sys.getswitchinterval).
 TOKENS_BETWEEN_PAUSES, PAUSE_S = 128, 2e-5
 
@@ -93,7 +94,7 @@ class Answer(ABC):
         self._timed = body.include_timings
         self._written: dict[int, list[msgspec.Raw]] = {}  # id(prompt) -> its prompt_logprobs
         self._opened: set[int] = set()  # choices with an event
-        self._begun: set[int] = set()  # and with a piece
+        self._begun: dict[int, tuple[bytes, bytes] | None] = {}  # and with a piece, to _around_text()
         self._left = len(generation.choices)  # whose end is not pushed
         self._last: tuple[ServedChoice, bytes] | None = None  # the last chunk, without its timings
         options = body.stream_options
@@ -191,6 +192,9 @@ class Answer(ABC):
         if not self._is_worth_sending(piece):
             return
         is_last = piece.finish_reason is not None
+        around = self._begun.get(choice.index)
+        if around is not None and not is_last:
+            return writer.push(around[0] + encode(piece.text) + around[1])
         self._left -= is_last
         encoded = encode(self._chunk(self.growth(choice, piece)))
         if self._timed and not self._left:
@@ -201,9 +205,18 @@ class Answer(ABC):
     def _push(self, writer: EventWriter, choice: ServedChoice, is_last: bool, encoded: bytes) -> None:
         is_first = choice.index not in self._begun
         if is_first or is_last:
-            self._begun.add(choice.index)
             writer.when_sent(partial(self.generation.sent, choice, is_first, is_last))
         writer.push(event(encoded))
+        if is_first:
+            self._begun[choice.index] = self._around_text(choice)
+
+    def _around_text(self, choice: ServedChoice) -> tuple[bytes, bytes] | None:
+        """What chunks of a choice have before and after the text; None where they differ in more than the text."""
+        if self._usage_always or self.with_token_ids or choice.params.logprobs is not None:
+            return None
+        chunk = event(encode(self._chunk(self.growth(choice, Piece(_MARK, [])))))
+        before, _, after = chunk.rpartition(encode(_MARK))
+        return before, after
 
     def _is_worth_sending(self, piece: Piece) -> bool:
         """False while a token adds no text: it is part of a character, or may become a stop string."""

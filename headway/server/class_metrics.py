@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 
 from headway.engine.client import EngineClient
 from headway.policy.service_class import ClassTable
@@ -16,7 +18,6 @@ OTHER = "other"
 NS = 1e-9
 _HISTOGRAMS = {
     "ttft": ("time_to_first_token_seconds", "Arrival until the first token is sent, by class."),
-    "itl": ("inter_token_latency_seconds", "Time between a choice's outputs, by class."),
     "tpot": ("request_time_per_output_token_seconds", "Mean time per token after the first, by class."),
     "e2e": ("e2e_request_latency_seconds", "Arrival until the last token is sent, by class."),
 }
@@ -57,17 +58,20 @@ class ClassMetrics:
             "yielded", "Choices that yielded to those that could still be in time, by reason.", "reason"
         )
         registry.register(_ClassGauges(prefix, self, engine))
+        self.gaps = Gaps(prefix, self, buckets)
+        registry.register(self.gaps)
 
     def set_classes(self, table: ClassTable) -> None:
         """The names that are labels from now on; all others are OTHER."""
         self.names = tuple(each.name for each in table)
         self._children.clear()
+        self.gaps.forget_classes()
 
     def labels_of(self, service_class: str) -> dict[str, str]:
         return {**self._labels, "service_class": service_class if service_class in self.names else OTHER}
 
     def observe(self, key: str, service_class: str, length_ns: float) -> None:
-        """Of ttft, itl, tpot or e2e."""
+        """Of ttft, tpot or e2e."""
         child = self._children.get((key, service_class))
         if child is None:
             child = self._histograms[key].labels(**self.labels_of(service_class))
@@ -88,6 +92,54 @@ class ClassMetrics:
     def refused(self, service_class: str, reason: str) -> None:
         """A request is not served."""
         self._refused.labels(**self.labels_of(service_class), reason=reason).inc()
+
+
+class Gaps:
+    """Times between a choice's outputs, of all and by class: two histograms that every token adds to, so in one list.
+
+    Args:
+        bounds: of the buckets, in seconds.
+    """
+
+    def __init__(self, prefix: str, metrics: ClassMetrics, bounds: tuple[float, ...]) -> None:
+        self._prefix = prefix
+        self._metrics = metrics
+        self._bounds_ns = [round(bound / NS) for bound in bounds]
+        self._names = [*map(str, bounds), "+Inf"]
+        self._rows: dict[str, list[int]] = {}  # label -> count of each bucket, then the sum in nanoseconds
+        self._row_of: dict[str, list[int]] = {}  # class -> the row of its label
+
+    def forget_classes(self) -> None:
+        """Classes may have other labels from now on."""
+        self._row_of.clear()
+
+    def add(self, service_class: str, gap_ns: int) -> None:
+        row = self._row_of.get(service_class)
+        if row is None:
+            label = self._metrics.labels_of(service_class)["service_class"]
+            row = self._row_of[service_class] = self._rows.setdefault(label, [0] * (len(self._names) + 1))
+        row[bisect_left(self._bounds_ns, gap_ns)] += 1
+        row[-1] += gap_ns
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        labels, name, text = (
+            self._metrics.labels_of(""),
+            "inter_token_latency_seconds",
+            "Time between a choice's outputs",
+        )
+        by_class = HistogramMetricFamily(f"{self._prefix}class_{name}", f"{text}, by class.", labels=[*labels])
+        for label, row in self._rows.items():
+            by_class.add_metric([*(labels | {"service_class": label}).values()], *self._histogram(row))
+        del labels["service_class"]
+        of_all = HistogramMetricFamily(self._prefix + name, f"{text}.", labels=[*labels])
+        nothing = [0] * (len(self._names) + 1)
+        of_all.add_metric(
+            [*labels.values()], *self._histogram([*map(sum, zip(nothing, *self._rows.values(), strict=True))])
+        )
+        return of_all, by_class
+
+    def _histogram(self, row: list[int]) -> tuple[list[tuple[str, float]], float]:
+        return list(zip(self._names, accumulate(row[:-1]), strict=True)), row[-1] * NS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

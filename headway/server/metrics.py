@@ -31,9 +31,9 @@ RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 4.
 LABELS = ("model_name", "engine")
 NS = 1e-9
 _REFUSALS = (403, 429, 503)
-# Steps and gaps that are counted together: during a step of a large model all that counts leaves the processor's
-# caches, and then one takes as long as many.
-_STEPS_TOGETHER, _GAPS_TOGETHER = 16, 64
+# Steps that are counted together: during a step of a large model all that counts leaves the processor's caches, and
+# then one takes as long as many.
+_STEPS_TOGETHER = 16
 # What a request with an objective must not end by.
 _BROKEN = ("late", "timeout", "error")
 
@@ -79,7 +79,6 @@ class Metrics:
         self._memory = MemoryMetrics(self.registry, prefix, self.labels, self.by_class, engine)
         self.by_tenant: TenantMetrics | None = None
         self._steps: list[EngineStats] = []  # not counted yet
-        self._gaps: list[tuple[int, str]] = []
         ProcessCollector(registry=self.registry)
 
     def _gauges(self, engine: Any) -> None:
@@ -175,7 +174,6 @@ class Metrics:
             registry=self.registry,
         )
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival until the first token is sent.")
-        self._itl = self._histogram("inter_token_latency_seconds", "Time between a choice's outputs.")
         self._tpot = self._histogram("request_time_per_output_token_seconds", "Mean time per token after the first.")
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival until the last token is sent.")
         self._tokenize = self._histogram(
@@ -225,11 +223,7 @@ class Metrics:
         """Count what has gathered."""
         for stats in self._steps:
             self._count_step(stats)
-        for gap_ns, service_class in self._gaps:
-            self._itl.observe(gap_ns * NS)
-            self.by_class.observe("itl", service_class, gap_ns)
         self._steps.clear()
-        self._gaps.clear()
 
     def _count_step(self, stats: EngineStats) -> None:
         for name, counter in self._counters.items():
@@ -253,9 +247,7 @@ class Metrics:
 
     def on_output(self, gap_ns: int, service_class: str) -> None:
         """A choice got tokens, `gap_ns` after those before."""
-        self._gaps.append((gap_ns, service_class))
-        if len(self._gaps) == _GAPS_TOGETHER:
-            self.settle()
+        self.by_class.gaps.add(service_class, gap_ns)
 
     def on_first_sent(self, since_arrival_ns: int, service_class: str) -> None:
         """The first token of a choice was handed to the connection."""

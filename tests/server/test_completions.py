@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -179,6 +180,26 @@ def test_tokens_come_several_at_a_time(server: LiveServer, engine: FakeEngine, t
     assert choice["token_ids"] == tokenizer.encode("Once upon")
     assert len(choice["logprobs"]["tokens"]) == len(choice["token_ids"])
     assert answer.json()["usage"]["completion_tokens"] == len(choice["token_ids"])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_chunks_of_a_stream_differ_in_the_text_alone(server: LiveServer, engine: FakeEngine, path: str) -> None:
+    """Byte for byte, whatever is in the text: all that the first chunk with a text says, the others say too."""
+    text = 'a\0"\\ü\n{"text":"\0"}🧿 end'
+    engine.reply = lambda request, index: engine.tokenizer.encode(text)
+    prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    answer = server.post(path, stream=True, n=2, max_tokens=200, **prompt)
+    raw = [event.removeprefix("data: ") for event in answer.text.split("\n\n")][:-2]
+    said, texts = set(), ["", ""]
+    for chunk in raw:
+        (entry,) = json.loads(chunk)["choices"]
+        piece = entry["text"] if "text" in entry else entry["delta"].get("content", "")
+        texts[entry["index"]] += piece
+        if piece and entry["finish_reason"] is None:
+            before, _, after = chunk.rpartition(msgspec.json.encode(piece).decode())
+            said.add((entry["index"], before, after))
+    assert texts == [text] * 2 and len(raw) > 20
+    assert len(said) == 2
 
 
 def test_usage_in_a_stream(server: LiveServer) -> None:

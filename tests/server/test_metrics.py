@@ -8,11 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from headway.engine.messages import EngineStats
+from headway.policy.service_class import BUILT_IN
 from headway.server.edge import Connection
+from headway.server.metrics import SECONDS, Metrics
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually
 from tests.server.test_faults import RawClient
@@ -101,6 +104,29 @@ def test_values_follow_from_requests(start_server: StartServer, engine: FakeEngi
     assert found["headway:stall_seconds_total decode_stall_prefill"] > 0
     assert found["headway:kv_cache_usage_perc"] == 0.25
     assert 0 < found["headway:time_to_first_token_seconds_sum"] <= found["headway:e2e_request_latency_seconds_sum"]
+
+
+def test_gaps_are_counted_as_a_histogram_of_prometheus_counts_them() -> None:
+    """Exactly on a bound and beyond the last one, too; and a class keeps its counts when classes have new names."""
+    metrics = Metrics("headway:", "tiny", engine=None)
+    metrics.by_class.set_classes(BUILT_IN)
+    known = BUILT_IN.default_class.name
+    reference = Histogram("gaps", "", ["service_class"], buckets=SECONDS, registry=None)
+    for number, gap_ns in enumerate([1, 10**6, 10**6 + 1, 5 * 10**8, 10**11, 10**12]):
+        for name, label in ((known, known), (f"unknown {number}", "other")):
+            metrics.on_output(gap_ns, name)
+            reference.labels(label).observe(gap_ns * 1e-9)
+        metrics.by_class.set_classes(BUILT_IN)
+    expected = [(one.name[4:], one.labels, one.value) for one in next(iter(reference.collect())).samples]
+    of_all, by_class = metrics.by_class.gaps.collect()
+    found = [(one.name.partition("seconds")[2], one.labels, one.value) for one in by_class.samples]
+    assert [(name, {k: v for k, v in labels.items() if k not in LABELS}) for name, labels, _ in found] == [
+        (name, labels) for name, labels, _ in expected
+    ]
+    assert [value for *_, value in found] == pytest.approx([value for *_, value in expected])
+    assert [one.value for one in of_all.samples] == pytest.approx(
+        [2 * value for *_, value in expected[: len(found) // 2]]
+    )
 
 
 def test_buckets_resolve_milliseconds_to_minutes(start_server: StartServer) -> None:
