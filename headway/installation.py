@@ -10,7 +10,6 @@ ENGINE_MODULES = (
     "numba",
     "llvmlite",
     "safetensors",
-    "zmq",
     "fastapi",
     "starlette",
     "uvicorn",

@@ -59,7 +59,7 @@ class Room:
 
 
 NO_DEVICE = frozenset({"torch", "numba", "triton"})
-NO_SERVER = frozenset({"fastapi", "starlette", "uvicorn", "zmq"})
+NO_SERVER = frozenset({"fastapi", "starlette", "uvicorn"})
 TEST_ONLY = frozenset({"transformers", "openai", "pytest", "hypothesis"})
 
 ROOMS = {
@@ -289,7 +289,7 @@ def test_who_decides_calls_nothing_outside() -> None:
         ("policy", "from headway.engine.messages import AddRequest"),
         ("policy", "from headway import engine"),
         ("policy", "from ..engine import messages"),
-        ("policy", "def late():\n    import zmq"),
+        ("policy", "def late():\n    import uvicorn"),
         ("cost", "import torch.nn"),
         ("models", "from headway.policy.request import Sequence"),
         ("models", "from headway.cost.timing import Deployment"),

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 _FOR_TESTS = ("pytest", "hypothesis", "httpx", "typer")
-_SERVER = ("zmq", "fastapi", "starlette", "uvicorn", "pydantic", "httptools", "prometheus_client", "jinja2", "uvloop")
+_SERVER = ("fastapi", "starlette", "uvicorn", "pydantic", "httptools", "prometheus_client", "jinja2", "uvloop")
 _FOR_SERVERS = (*_SERVER, "typer", "rich", "matplotlib")
 
 

@@ -1,4 +1,4 @@
-"""The engine process, as `python -m headway.engine ADDRESS`."""
+"""The engine process, as `python -m headway.engine DESCRIPTOR`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def run() -> int:
     load_libraries()
     from headway.engine.process import main
 
-    return main(sys.argv[1])
+    return main(int(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -6,20 +6,20 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
-from typing import IO
+from typing import IO, Any
 
 import msgspec
-import zmq
 
 from headway.engine.config import EngineConfig
+from headway.engine.frames import Frames, framed
 from headway.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -78,6 +78,39 @@ async def _ended(process: subprocess.Popen[bytes]) -> None:
     await ended.wait()
 
 
+class _Link(asyncio.Protocol):
+    """The connection with one engine process.
+
+    Args:
+        take: gets each of its messages; what it returns is why the engine ends, or empty.
+
+    Attributes:
+        failed: done with that; or with the exception of what could not be taken.
+        read: done when all that the engine sent has been read.
+    """
+
+    def __init__(self, take: Callable[[FromEngine], str]) -> None:
+        loop = asyncio.get_running_loop()
+        self._take = take
+        self._frames = Frames()
+        self.failed: asyncio.Future[str] = loop.create_future()
+        self.read: asyncio.Future[None] = loop.create_future()
+
+    def data_received(self, data: bytes) -> None:
+        for frame in self._frames.take(data):
+            if self.failed.done():
+                return
+            try:
+                if reason := self._take(_decoder.decode(frame)):
+                    self.failed.set_result(reason)
+            except Exception as error:
+                self.failed.set_exception(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.read.done():
+            self.read.set_result(None)
+
+
 class EngineClient:
     """One engine process behind an asyncio interface.
 
@@ -107,11 +140,8 @@ class EngineClient:
         self._requests = Requests(replay)
         self._explaining: deque[asyncio.Future[Explanation]] = deque()  # in the order in which they were asked
         self._changed = asyncio.Event()
-        self._context = zmq.Context()
-        self._folder = tempfile.TemporaryDirectory(prefix="headway-")
-        self._socket: zmq.Socket[bytes] | None = None
-        self._unsent: deque[bytes] = deque()  # until the engine has connected
-        self._readable = asyncio.Event()  # there may be a message
+        self._socket: socket.socket | None = None  # our end, until there is a transport
+        self._transport: asyncio.WriteTransport | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -128,9 +158,13 @@ class EngineClient:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         # What the first engine had room for may be too much for one that finds less memory.
         configure = Configure(replace(self.config, preload_what_fits=self.ready is not None))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", ENGINE_MODULE, self._address], stdin=subprocess.PIPE, env=environment
-        )
+        self._close()
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", ENGINE_MODULE, str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, env=environment, pass_fds=[theirs.fileno()]
+            )
         arguments = self._process.stdin, _encoder.encode(configure)
         threading.Thread(target=_write, args=arguments, daemon=True, name="headway-engine-configure").start()
 
@@ -139,6 +173,7 @@ class EngineClient:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             self._process.wait()
+        self._close()
 
     async def start(self) -> None:
         """Start the engine in the background; returns at once."""
@@ -175,18 +210,12 @@ class EngineClient:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        self._close_socket()
-        self._context.destroy(linger=0)
-        self._folder.cleanup()
+        self._close()
 
     @property
     def pid(self) -> int | None:
         """Process id of the engine, None while there is none."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
-
-    @property
-    def _address(self) -> str:
-        return f"ipc://{self._folder.name}/{self.restarts}"
 
     def _enter(self, state: str, error: str = "") -> None:
         if self.state == "stopped":
@@ -237,88 +266,63 @@ class EngineClient:
 
     async def _run_process(self) -> str:
         """As _run_once; an empty string where the engine gave no reason."""
-        self._close_socket()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(self._address)
-        asyncio.get_running_loop().add_reader(self._socket, self._readable.set)
         if self._process is None or self._process.returncode is not None:
             self.launch()
-        process = self._process
-        assert process is not None
-        receiving = asyncio.create_task(self._receive())
+        process, connection = self._process, self._socket
+        assert process is not None and connection is not None
+        link = _Link(self._take)
+        self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=connection)
+        self._socket = None  # it is the transport's from now on
         ending = asyncio.create_task(_ended(process))
+        failed: asyncio.Future[Any] = link.failed
         try:
-            await asyncio.wait({receiving, ending}, return_when=asyncio.FIRST_COMPLETED)
-            # What the engine sent before it died is still worth reading.
-            if not receiving.done():
-                await asyncio.wait({receiving}, timeout=0.2)
-            return receiving.result() if receiving.done() else ""
+            await asyncio.wait({failed, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not failed.done():  # what the engine sent before it died is still worth reading
+                await asyncio.wait({failed, link.read}, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
+            return link.failed.result() if failed.done() else ""
         finally:
-            receiving.cancel()
             if process.returncode is None:
                 process.kill()
             await ending
 
-    async def _receive(self) -> str:
-        assert self._socket is not None
-        while True:
-            message = _decoder.decode(await self._next_frame())
-            if isinstance(message, EngineOutputs):
-                self._deliver(message)
-            elif isinstance(message, Explanation):
-                self._answer_explain(message)
-            elif isinstance(message, Progress):
-                if self._on_progress is not None:
-                    self._tell(self._on_progress, message.stage, message.elapsed_ns)
-            elif isinstance(message, Ready):
-                self.ready = message
-                if preloaded := len(self.config.preloaded) - len(message.left_out):
-                    tokens = message.pinned_blocks * message.block_size
-                    logger.info("%d prompts are preloaded: %d tokens stay in the cache", preloaded, tokens)
-                if message.left_out:
-                    why = "; ".join(message.left_out)
-                    logger.warning("%d prompts are not preloaded any more: %s", len(message.left_out), why)
-                self._enter("ready")
-                self._send_due()
-            elif isinstance(message, Failed):
-                return message.message
+    def _take(self, message: FromEngine) -> str:
+        """Take a message of the engine; why it ends, if that is what it says."""
+        if isinstance(message, EngineOutputs):
+            self._deliver(message)
+        elif isinstance(message, Explanation):
+            self._answer_explain(message)
+        elif isinstance(message, Progress):
+            if self._on_progress is not None:
+                self._tell(self._on_progress, message.stage, message.elapsed_ns)
+        elif isinstance(message, Ready):
+            self._on_ready(message)
+        elif isinstance(message, Failed):
+            return message.message
+        return ""
 
-    async def _next_frame(self) -> bytes:
-        """The next message.
+    def _on_ready(self, message: Ready) -> None:
+        self.ready = message
+        if preloaded := len(self.config.preloaded) - len(message.left_out):
+            tokens = message.pinned_blocks * message.block_size
+            logger.info("%d prompts are preloaded: %d tokens stay in the cache", preloaded, tokens)
+        if message.left_out:
+            why = "; ".join(message.left_out)
+            logger.warning("%d prompts are not preloaded any more: %s", len(message.left_out), why)
+        self._enter("ready")
+        self._send_due()
 
-        ZeroMQ's descriptor tells of what comes after all has been taken, and sending may take that word away: so it is
-        looked for last.
-        """
-        assert self._socket is not None
-        while True:
-            self._flush()
-            with contextlib.suppress(zmq.Again):
-                return self._socket.recv(zmq.NOBLOCK)
-            self._readable.clear()
-            await self._readable.wait()
-
-    def _close_socket(self) -> None:
+    def _close(self) -> None:
+        """Let go of the connection with an engine process, if there is one."""
+        if self._transport is not None:
+            self._transport.abort()
         if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket)
-            self._socket.close(linger=0)
-            self._socket = None
-            self._unsent.clear()
+            self._socket.close()
+        self._transport = self._socket = None
 
     def _send(self, message: ToEngine) -> None:
-        if self._socket is not None:
-            self._unsent.append(_encoder.encode(message))
-            self._flush()
-            self._readable.set()
-
-    def _flush(self) -> None:
-        """Send what waits; with an engine that has connected nothing does, as the buffer is unbounded."""
-        assert self._socket is not None
-        with contextlib.suppress(zmq.Again):
-            while self._unsent:
-                self._socket.send(self._unsent[0], zmq.NOBLOCK)
-                self._unsent.popleft()
+        encoded = _encoder.encode(message)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(framed(encoded))
 
     def set_classes(self, classes: ClassTable, weights: dict[str, float]) -> None:
         """New requests are of these classes, and tenants have these weights, also in engine processes to come."""

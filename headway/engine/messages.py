@@ -1,6 +1,6 @@
 """The protocol between the API process and the engine process.
 
-Messages are msgspec structs in MessagePack, one to a ZeroMQ frame. Times are time.monotonic_ns(), which
+Messages are msgspec structs in MessagePack, one to a frame (engine.frames). Times are time.monotonic_ns(), which
 on Linux is one clock for all processes. The engine answers Configure with Progress messages, then Ready
 or Failed; afterwards each step yields at most one EngineOutputs.
 """

@@ -1,24 +1,27 @@
 """The engine process: the step loop between a socket and a device.
 
-Run as `python -m headway.engine ADDRESS`; it connects to the API process there, reads from its standard input what it
-is to run, and ends when told to, when the parent dies, or when a step fails and no request is to blame.
+Run as `python -m headway.engine DESCRIPTOR`, a socket that the API process holds the other end of. It reads from its
+standard input what it is to run, and ends when told to, when the parent dies, or when a step fails and no request is to
+blame.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import select
 import signal
+import socket
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
-import zmq
 
+from headway.engine.frames import Frames, framed
 from headway.engine.messages import (
     PROTOCOL_VERSION,
     AbortRequest,
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
     from headway.engine.core import EngineCore
 
 IDLE_POLL_MS = 500
+# How long a step may wait for the API process to read what a full socket keeps back.
+SEND_WAIT_MS = 10
+RECEIVED_AT_ONCE = 1 << 18
 _CHECKED = object()
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ToEngine)
@@ -48,36 +54,64 @@ _decoder = msgspec.msgpack.Decoder(ToEngine)
 class Channel:
     """One end of the pair of sockets, in the engine process."""
 
-    def __init__(self, address: str) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.connect(address)
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.set_inheritable(False)
+        self._socket = connection
+        self._frames = Frames()
+        self._received: deque[bytearray] = deque()
+        self._unsent = bytearray()
 
     def send(self, message: FromEngine) -> None:
-        self._socket.send(_encoder.encode(message), copy=True)
+        self._unsent += framed(_encoder.encode(message))
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what waits. What the API process does not take within some milliseconds goes with the next message."""
+        while self._unsent:
+            try:
+                del self._unsent[: self._socket.send(self._unsent)]
+            except BlockingIOError:
+                if not self._wait(select.POLLOUT, SEND_WAIT_MS):
+                    return
+            except OSError:  # it is gone
+                self._unsent.clear()
+
+    def _wait(self, event: int, timeout_ms: int) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        return bool(poll.poll(timeout_ms))
 
     def receive(self, timeout_ms: int) -> Iterator[ToEngine]:
-        """The messages that have come; waits up to timeout_ms for the first."""
-        if timeout_ms and not self._socket.poll(timeout_ms):
-            return
-        with suppress(zmq.Again):
-            while True:
-                yield _decoder.decode(self._socket.recv(zmq.NOBLOCK))
+        """The messages that have come; waits up to timeout_ms for the first. Shutdown when the API process is gone."""
+        self._flush()
+        if timeout_ms and not self._received:
+            self._wait(select.POLLIN | (select.POLLOUT if self._unsent else 0), timeout_ms)
+        while True:
+            while self._received:
+                yield _decoder.decode(self._received.popleft())
+            try:
+                data = self._socket.recv(RECEIVED_AT_ONCE)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                data = b""
+            if not data:
+                yield Shutdown()
+                return
+            self._received += self._frames.take(data)
 
     def close(self) -> None:
         self._socket.close()
-        self._context.term()
 
 
-def main(address: str) -> int:
-    """Serve one API process until it says Shutdown or goes away; returns the exit code."""
+def main(descriptor: int) -> int:
+    """Serve the API process at the other end of this socket until it says Shutdown or goes away; the exit code."""
     parent = os.getppid()
     # Ctrl-C, and a service manager's signals, reach the whole group; the API process decides when this one ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    channel = Channel(address)
+    channel = Channel(socket.socket(fileno=descriptor))
     try:
         configure = sys.stdin.buffer.read()
         if not configure:  # the API process is gone

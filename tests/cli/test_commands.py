@@ -180,7 +180,7 @@ def test_a_command_reads_its_own_modules_only() -> None:
 
 
 def test_help_imports_nothing_that_is_slow_to_import() -> None:
-    slow = {"torch", "numba", "numpy", "matplotlib", "tokenizers", "jinja2", "rich", "uvloop", "httptools", "zmq"}
+    slow = {"torch", "numba", "numpy", "matplotlib", "tokenizers", "jinja2", "rich", "uvloop", "httptools"}
     assert not modules_of(*COMMANDS, "bench profile", "plan levers", "simulate verify") & slow
 
 

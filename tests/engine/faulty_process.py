@@ -43,7 +43,7 @@ def main() -> int:
         return step_loop(channel, core, parent)
 
     process._step_loop = spoilt_loop
-    return process.main(sys.argv[1])
+    return process.main(int(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headway.engine import process
 from headway.engine.config import EngineConfig
+from headway.engine.frames import Frames, framed
 from headway.engine.messages import (
     PROTOCOL_VERSION,
     AddRequest,
@@ -23,21 +29,6 @@ from headway.engine.messages import (
 from headway.policy.intake import INTAKE_NS
 from headway.policy.kv_blocks import CHECKED_AT_ONCE, KVBlocks
 from headway.policy.sampling_params import SamplingParams
-
-
-class Socket:
-    """Frames that have all come already."""
-
-    def __init__(self, messages: list[Any]) -> None:
-        self.frames = [process._encoder.encode(message) for message in messages]
-
-    def recv(self, flags: int) -> bytes:
-        if not self.frames:
-            raise zmq.Again
-        return self.frames.pop(0)
-
-    def poll(self, timeout_ms: int) -> int:
-        return len(self.frames)
 
 
 class Core:
@@ -99,14 +90,52 @@ def test_a_crowd_is_taken_up_a_few_milliseconds_at_a_time(monkeypatch: pytest.Mo
         return now
 
     monkeypatch.setattr("headway.engine.process.time.monotonic_ns", clock)
-    channel = process.Channel.__new__(process.Channel)
-    channel._socket = Socket([*(request(i) for i in range(10_000)), Shutdown()])  # type: ignore[assignment]
+    ours, theirs = socket.socketpair()
+    channel = process.Channel(theirs)
+    crowd = [framed(process._encoder.encode(message)) for message in (*(request(i) for i in range(10_000)), Shutdown())]
+    writing = threading.Thread(target=ours.sendall, args=[b"".join(crowd)])
+    writing.start()
     channel.send = lambda message: None  # type: ignore[method-assign]
     core = Core()
     assert process._step_loop(channel, core, os.getppid()) == 0  # type: ignore[arg-type]
     between = [len(turn) // len("add,") for turn in ",".join([*core.log, ""]).split("step,")]
     assert sum(between) == 10_000
     assert max(between) == INTAKE_NS // 50_000
+
+
+@given(messages=st.lists(st.binary(max_size=20), max_size=8), cuts=st.lists(st.integers(0, 250), max_size=8))
+def test_messages_are_whole_however_their_bytes_come(messages: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(map(framed, messages))
+    ends = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    frames, found = Frames(), []
+    for begin, end in itertools.pairwise(ends):
+        found += frames.take(stream[begin:end])
+    assert found == messages
+
+
+def test_what_the_other_process_does_not_read_waits_and_holds_up_no_step() -> None:
+    ours, theirs = socket.socketpair()
+    channel, words = process.Channel(theirs), "x" * 3_000_000
+    began = time.monotonic()
+    for _ in range(3):
+        channel.send(Failed(words))
+    assert time.monotonic() - began < 10 * process.SEND_WAIT_MS * 1e-3
+    frames, found = Frames(), []
+    ours.settimeout(5)
+    while len(found) < 3:
+        assert list(channel.receive(0)) == []
+        found += frames.take(ours.recv(1 << 20))
+    assert found == [process._encoder.encode(Failed(words))] * 3
+
+
+def test_an_engine_whose_server_is_gone_ends() -> None:
+    ours, theirs = socket.socketpair()
+    channel, core = process.Channel(theirs), Core()
+    ours.sendall(framed(process._encoder.encode(request(1))))
+    ours.close()
+    channel.send(Failed("nobody reads this"))
+    assert process._step_loop(channel, core, os.getppid()) == 0  # type: ignore[arg-type]
+    assert core.log == ["add"]
 
 
 def test_the_pool_is_checked_when_nothing_else_is_to_do_and_a_request_does_not_wait_for_it() -> None:

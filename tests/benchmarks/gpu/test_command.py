@@ -116,7 +116,7 @@ def test_another_gpu_has_another_file(looked: dict, good: Scripted, tmp_path: Pa
 def test_a_part_whose_packages_are_missing_is_left_out_by_name(
     looked: dict, good: Scripted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served = Scripted("served", "serves", 30, 20, needs=("zmq", "fastapi"), ran=tmp_path / "served")
+    served = Scripted("served", "serves", 30, 20, needs=("uvicorn", "fastapi"), ran=tmp_path / "served")
     looked["missing"] = ["fastapi"]
     assert command.main(["--results", str(tmp_path)], [served, good]) == 0
     assert "served: there is no fastapi" in capsys.readouterr().out
@@ -141,7 +141,7 @@ def test_the_budget_is_of_all_parts_together(
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ({"missing": ["msgspec", "zmq"]}, "/usr/bin/python3 has no msgspec: install them for this Python"),
+        ({"missing": ["msgspec", "uvicorn"]}, "/usr/bin/python3 has no msgspec: install them for this Python"),
         ({"missing": ["torch", "triton"], "gpus": []}, "has no torch, triton"),
         ({"torch": {"version": "2.13.0+cpu", "cuda": None}, "gpus": []}, "torch 2.13.0+cpu of /usr/bin/python3 is"),
         ({"gpus": []}, "torch finds no CUDA GPU: run this on a machine with one"),
