@@ -272,7 +272,7 @@ class Generation:
         return None
 
     def _accept(self, choice: ServedChoice, output: SequenceOutput, received_ns: int) -> Piece:
-        failure = self._failure(output)
+        failure = None if output.finish_reason is None else self._failure(output)
         if failure is not None:
             self._failed = True
             self._settle_one(choice, output, received_ns)
@@ -286,9 +286,10 @@ class Generation:
         if output.token_ids or output.vector is not None:
             if stamps.last_token_ns:
                 self._metrics.on_output(received_ns - stamps.last_token_ns, self.terms.service.name)
-            stamps.first_token_ns = stamps.first_token_ns or received_ns
+            else:
+                stamps.first_token_ns = received_ns
+                self._place.had_output(choice.index // choice.params.n, received_ns)
             stamps.last_token_ns = received_ns
-            self._place.had_output(choice.index // choice.params.n, received_ns)
         if output.finish_reason is not None:
             self._settle_one(choice, output, received_ns, detokenized_ns)
         elif piece.finish_reason is not None:
