@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_TOKENS = {"": 1, "k": 1000, "K": 2**10, "m": 10**6, "M": 2**20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,14 @@ def size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def tokens(text: str) -> int:
+    """A number of tokens from 1: 4096, 4k (4,000) or 4K (4,096), as vLLM reads it. Raises ValueError."""
+    match = re.fullmatch(r"([0-9]{1,15})([kKmM]?)", text.strip())
+    if match is None or (number := int(match[1]) * _TOKENS[match[2]]) < 1:
+        raise ValueError(f"{text!r} is not a number of tokens; write a whole number from 1, such as 4096, 4k or 4K")
+    return number
+
+
 def limit(text: str) -> float:
     """A whole number from 1, or infinity for `none`. Raises ValueError."""
     if text.strip().lower() == "none":
@@ -78,6 +87,13 @@ def limit(text: str) -> float:
     if not text.strip().isascii() or not text.strip().isdecimal() or int(text) < 1:
         raise ValueError(f"{text!r} is not a limit; write a whole number from 1, or none for no limit")
     return int(text)
+
+
+def said(texts: list[str]) -> list[str]:
+    """Texts of which none is empty, as a variable that is not set would make it. Raises ValueError."""
+    if not all(text.strip() for text in texts):
+        raise ValueError("a value is empty")
+    return texts
 
 
 def value_of(name: str, hint: Any, flag: Flag, text: str) -> Any:

@@ -87,6 +87,7 @@ def _of_value(error: Any) -> str | None:
     said = _MUST_BE.get(found["type"], "")
     if found["type"] == "value_error":
         said = "choose one of " + found["msg"].partition("is not one of ")[2].rstrip(".").replace("'", "")
+        said += spellings.OF_VALUES.get(parameter.opts[0], "")
     name = parameter.opts[0] if parameter.param_type_name == "option" else parameter.human_readable_name
     return f"{name} is {found['input']!r}; {said.format(**found.get('ctx', {}))}" if said else None
 

@@ -21,9 +21,12 @@ def models(
     url: Annotated[
         str | None, typer.Argument(metavar="URL", help="Address of a server. Default: what is on this machine.")
     ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar=["HEADWAY_API_KEY", "OPENAI_API_KEY"], help="API key of the server.")
+    ] = None,
 ) -> None:
     """List the models that can be served here, or that a server serves."""
-    rows = _on_this_machine() if url is None else _served(url)
+    rows = _on_this_machine() if url is None else _served(url, api_key)
     widest = max((len(name) for name, _ in rows), default=0)
     for name, said in rows:
         print(f"{name.ljust(widest)}  {said}".rstrip())
@@ -31,13 +34,15 @@ def models(
         print("\nAny folder or Hugging Face id of a supported model can be served: headway serve MODEL")
 
 
-def _served(url: str) -> list[tuple[str, str]]:
+def _served(given: str, api_key: str | None) -> list[tuple[str, str]]:
     from headway.chat import ChatError, Conversation, as_url
 
+    if (url := as_url(given)) is None:
+        fail(f"{given!r} is not the address of a server, such as http://localhost:8000")
     try:
-        cards = Conversation(as_url(url) or url, model="any").models()
+        cards = Conversation(url, "any", api_key).models()
     except ChatError as error:
-        fail(str(error))
+        fail(f"{error}{'; give one with --api-key' * str(error).startswith('401')}")
     return [(str(card["id"]), _context(card.get("max_model_len"))) for card in cards]
 
 

@@ -18,12 +18,19 @@ from headway.installation import require_engine
 from headway.quantize.calibration import Calibration
 from headway.quantize.schemes import METHODS, SCHEMES, Recipe
 
+# Keys of flags that a method has no use for.
+_UNUSED = {"rtn": ("calibration", "samples", "sample_tokens", "act_order"), "awq": ("act_order",)}
+
 app = typer.Typer(add_completion=False)
 
 
 @dataclass(slots=True)
 class QuantizeOptions:
-    """What was asked for."""
+    """What was asked for.
+
+    Args:
+        given: keys of the flags that were.
+    """
 
     model: Annotated[str, Flag("Folder of a checkpoint, or a Hugging Face id.", positional=True)]
     output: Annotated[Path, Flag("Folder to write; it must not be there yet.", short="-o", common=True)]
@@ -31,8 +38,11 @@ class QuantizeOptions:
     method: Annotated[
         str, Flag("To the nearest (rtn), or such that a text's results change least.", choices=METHODS, common=True)
     ] = "rtn"
-    group_size: Annotated[int | None, Flag("Inputs that share a scale. Default: 128.", min=8, common=True)] = None
+    group_size: Annotated[
+        int | None, Flag("Inputs that share a scale. Default: 128; 32 of W4A8.", min=8, common=True)
+    ] = None
     act_order: Annotated[bool, Flag("gptq: begin with the largest inputs.", common=True)] = True
+    given: frozenset[str] = frozenset()
 
 
 @app.command(cls=Command)
@@ -43,6 +53,10 @@ def quantize(options: QuantizeOptions, calibration: Calibration) -> None:
     Its format is compressed-tensors. Ctrl-C ends it and leaves nothing behind.
     """
     require_engine()
+    if unused := options.given.intersection(_UNUSED.get(options.method, ())):
+        key = min(unused)
+        users = " or ".join(each for each in METHODS if key not in _UNUSED.get(each, ()))
+        fail(f"--{key.replace('_', '-')} changes nothing with --method {options.method}; it is for {users}")
 
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn

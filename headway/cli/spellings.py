@@ -85,8 +85,20 @@ OPTIONS = {
 NOT_SUPPORTED = {
     "--tensor-parallel-size": "several devices are not supported yet",
     "--pipeline-parallel-size": "several devices are not supported yet",
+    "--enable-lora": "LoRA is not supported yet",
+    "--lora-modules": "LoRA is not supported yet",
+    "--speculative-config": "speculative decoding is not supported yet",
+    "--enable-auto-tool-choice": "tool calls are not supported yet",
+    "--tool-call-parser": "tool calls are not supported yet",
+    "--reasoning-parser": "reasoning stays in the text; leave it out",
+    "--tokenizer": "the tokenizer is that of the model's folder",
+    "--trust-remote-code": "code of a checkpoint is never run; leave it out",
+    "--enforce-eager": "no graphs are captured; leave it out",
+    "--disable-log-requests": "--log-level warning logs no requests",
     "--percentile-metrics": "all latencies are shown; --metric-percentiles chooses their percentiles",
 }
+# What is added where a value is none of the choices.
+OF_VALUES = {"--quantization": "; the format of a quantised checkpoint is found without it"}
 POSITIONAL = ("--model", "--model-path", "--model-id", "-m")
 
 

@@ -27,6 +27,8 @@ def with_kinds(values: ConfigValues, shape: ModelShape) -> ModelShape:
             kind = replace(kind, ffn=wide * kind.ffn, source=_source(values, windows[:own], window))
         kinds.append(replace(kind, layers=layers, window=window))
     width = values.non_negative_int("hidden_size_per_layer_input", 0)
+    if width and values.positive_int("vocab_size_per_layer_input") < shape.vocab:
+        raise values.error("vocab_size_per_layer_input", f"is less than the vocabulary, {shape.vocab}")
     experts = shape.experts
     return replace(
         shape,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from headway.cost.layers import MOST_SINKS, AttentionSinks
-from headway.flags import Flag, size
+from headway.flags import Flag, size, tokens
 from headway.policy.kv_blocks import PROTECTED_SHARE, KVBlocks
 from headway.policy.preload import PreloadedPrompt
 from headway.policy.scheduler import Scheduler
@@ -51,7 +51,7 @@ class ModelOptions:
     quantization: Annotated[
         str,
         _model(
-            "Quantise the weights while loading; CPU only.",
+            "Quantise the weights while loading.",
             short="-q",
             choices=("none", "int8", "int8-weight-only", "int4"),
             common=True,
@@ -69,7 +69,13 @@ class ModelOptions:
     ] = True
     device: Annotated[str, _model("Where the model runs.", choices=("auto", "cpu", "cuda"), common=True)] = "auto"
     max_model_len: Annotated[
-        int | None, _model("Context length: prompt plus output, in tokens. Default: the model's.", min=1, common=True)
+        int | None,
+        _model(
+            "Context length: prompt plus output, in tokens, such as 4096 or 4K. Default: the model's.",
+            parse=tokens,
+            metavar="N",
+            common=True,
+        ),
     ] = None
     kv_cache_memory: Annotated[
         int | None,
@@ -101,7 +107,7 @@ class SchedulingOptions:
     block_size: Annotated[int, _engine("Tokens in a KV block.", min=1)] = 16
     max_num_seqs: Annotated[int, _engine("Maximum number of sequences in a step.", min=1, common=True)] = 256
     max_num_batched_tokens: Annotated[
-        int | None, _engine("Token budget of a step. Default: chosen for the device.", min=1)
+        int | None, _engine("Token budget of a step. Default: chosen for the device.", parse=tokens, metavar="N")
     ] = None
     max_prefill_stall_ms: Annotated[
         float,
@@ -194,9 +200,15 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     preload_what_fits: bool = False
     seed: Annotated[int, _engine("Seed of dummy weights.")] = 0
     gpu_memory_utilization: Annotated[
-        float,
-        _engine("Share of device memory to use when --kv-cache-memory is not set.", min=0.01, max=1.0, common=True),
-    ] = 0.9
+        float | None,
+        _engine(
+            "Share of the memory of the GPU, or of the machine without one, to use when --kv-cache-memory is not set. "
+            "Default: 0.9 of a GPU; on a CPU half of what is free becomes the KV cache.",
+            min=0.01,
+            max=1.0,
+            common=True,
+        ),
+    ] = None
     record_steps: Annotated[
         str | None, _engine("Append each step's plan and timing to this file; no text is recorded.", metavar="FILE")
     ] = None

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from headway.cost.layers import CacheSpec, StateSpec
 from headway.engine.config import EngineConfig
-from headway.engine.host import available_memory
+from headway.engine.host import available_memory, total_memory
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.interface import LayerCache, LayerState
 from headway.models.config import ModelConfig
-from headway.policy.sizing import cpu_pool_bytes, gpu_pool_bytes, sampling_bytes
+from headway.policy.sizing import DEVICE_SHARE, cpu_pool_bytes, sampling_bytes, shared_pool_bytes
 
 # Of each KV cache group the places, each with its layers by number.
 Groups = Sequence[Sequence[tuple[int, ...]]]
@@ -148,9 +148,16 @@ def kv_pool_bytes(
     """Bytes for keys and values: as configured, or measured now, after the weights were loaded.
 
     A full step takes activations and the sampler's memory; policy.sizing says what is left.
+
+    Raises:
+        ValueError: on a CPU, whose memory is only taken as blocks are filled, more was configured than there is.
     """
-    if config.kv_cache_memory is not None:
-        return config.kv_cache_memory
+    if (asked := config.kv_cache_memory) is not None:
+        if device.type == "cpu" and asked > (most := total_memory()):
+            raise ValueError(
+                f"kv_cache_memory is {asked / 2**30:.1f} GiB, but the machine has {most / 2**30:.1f} GiB; lower it"
+            )
+        return asked
     shape = model.shape
     widths = [each.key_dim for each in shape.caches if isinstance(each, CacheSpec)]
     widest = max(2 * max(part.ffn for part in shape.parts), shape.hidden, shape.heads * max(widths))
@@ -160,6 +167,8 @@ def kv_pool_bytes(
         widest = max(widest, shape.state.projected)
     step = batched_tokens * widest * 2 * ACTIVATION_COPIES
     step += sampling_bytes(config.max_num_seqs, shape.vocab, max_model_len)
-    if device.type == "cpu":
+    share = config.gpu_memory_utilization
+    if device.type == "cpu" and share is None:
         return cpu_pool_bytes(available_memory(), step)
-    return gpu_pool_bytes(*torch.cuda.mem_get_info(device), config.gpu_memory_utilization, step)
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (available_memory(), total_memory())
+    return shared_pool_bytes(free, total, share or DEVICE_SHARE, step)

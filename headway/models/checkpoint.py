@@ -123,8 +123,11 @@ def _has_outputs_first(folder: Path, names: Collection[str]) -> bool:
         if name is None:
             return False
         path = folder / str(names[name] if isinstance(names, dict) else SINGLE_FILE)
-        with safe_open(str(path), framework="pt") as file:
-            shapes.append(file.get_slice(name).get_shape())
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                shapes.append(file.get_slice(name).get_shape())
+        except (SafetensorError, OSError):  # Checkpoint says what is wrong with it
+            return False
     (_, above, _), (_, _, width) = shapes
     return bool(above == 2 * width)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from headway.bundled import bundled_folder
@@ -58,15 +59,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_ahead(folder: Path) -> None:
-    """Ask the system for the weights' files, in large reads, long before they are looked into."""
+    """Ask the system for the weights' files, in large reads, long before they are looked into.
+
+    A file that cannot be opened, such as a link to nothing, is left to who reads it.
+    """
     if not hasattr(os, "posix_fadvise"):
         return
     for path in weight_files(folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(descriptor)
+        with suppress(OSError), path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def _download(model_id: str, files: list[str] = HUB_FILES) -> Path:

@@ -59,8 +59,6 @@ def _settings(plan: Plan) -> Iterator[str]:
             replace(now, max_num_batched_tokens=tokens, max_num_seqs=min(now.max_num_seqs, tokens)),
         ),
     ):
-        if plan.deployment.hardware.measured and settings.free_share != now.free_share:
-            continue  # on a CPU this engine takes a share of what is free, whatever the flag says
         work = plan.workload
         changed = capacity(plan.deployment, work.prompt, work.output, settings, work.cached)
         if changed.fits:
@@ -106,10 +104,5 @@ def _warnings(plan: Plan) -> Iterator[str]:
         name, known = plan.quantization, (*ENGINE_QUANTIZATIONS, *ENGINE_CHECKPOINTS)
         if name not in known:
             yield f"This engine has no {name} weights here, only {', '.join(known)}; the plan assumes another engine."
-        if plan.settings.free_share is not None and plan.request.gpu_memory_utilization is not None:
-            yield (
-                "On a CPU, `headway serve` and this plan ignore --gpu-memory-utilization: the "
-                f"cache takes {plan.settings.free_share:.0%} of what is free."
-            )
         if plan.request.kv_cache_dtype not in ENGINE_KV_DTYPES:
             yield f"This engine has no cache in {plan.kv_cache_dtype}, only {', '.join(ENGINE_KV_DTYPES)}."

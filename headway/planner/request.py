@@ -9,7 +9,7 @@ from typing import Annotated
 
 from headway.cost.loading import STORAGE_BYTES_PER_S
 from headway.engine.config import AttentionSinksFlag, AttentionWindowFlag
-from headway.flags import Flag
+from headway.flags import Flag, tokens
 from headway.policy.objectives import checked_objectives, parse_objectives
 
 MOST_SPECULATIVE_TOKENS = 16
@@ -149,7 +149,9 @@ class DeploymentOptions:
         _deployment("Network bandwidth per device in GB/s. Default: the catalogue's, else 12.5."),
     ] = None
     engine: Annotated[str, _engine("Inference engine whose measured efficiency is used.")] = "vllm"
-    max_model_len: Annotated[int | None, _engine("Context length in tokens. Default: the model's.")] = None
+    max_model_len: Annotated[
+        int | None, _engine("Context length in tokens. Default: the model's.", parse=tokens, metavar="N")
+    ] = None
     attention_sinks: AttentionSinksFlag = None
     attention_window: AttentionWindowFlag = None
     gpu_memory_utilization: Annotated[
@@ -209,7 +211,9 @@ class PlanOptions(DeploymentOptions):
         int | None,
         _engine(
             "Token budget of a step. Default: 8192 on GPUs with at least 70 GiB (except A100), else 2048; on a "
-            "calibrated machine that of headway serve."
+            "calibrated machine that of headway serve.",
+            parse=tokens,
+            metavar="N",
         ),
     ] = None
     max_num_seqs: Annotated[

@@ -18,7 +18,7 @@ from headway.cost.timing import Deployment
 from headway.engine.config import DEFAULTS
 from headway.planner.models import DTYPES, Model, find_model
 from headway.planner.request import PlanError, PlanRequest
-from headway.policy.sizing import CPU_SHARE, default_batched_tokens, sampling_bytes
+from headway.policy.sizing import CPU_SHARE, DEVICE_SHARE, default_batched_tokens, sampling_bytes
 
 # Of checkpoints, as this engine keeps them, where its own schemes have the same name or it has no such arithmetic.
 _AS_PACKED = {"int4": "int4-weight-only", "fp8": "fp8-weight-only"}
@@ -272,14 +272,15 @@ def usual_limits(hardware: Hardware, engine: str) -> Limits:
 
 
 def _settings(request: PlanRequest, shape: ModelShape, hardware: Hardware, limits: Limits) -> Settings:
-    """Of memory. This engine keeps everything in int8 where layers differ in size, and on a CPU takes a share.
+    """Of memory. This engine keeps everything in int8 where layers differ in size, and on a CPU takes a share of what
+    is free, unless it is told another one.
 
     Of other engines the sampler is part of the workspace.
     """
-    longest = request.max_model_len or shape.max_positions or shape.vocab
+    longest, share = request.max_model_len or shape.max_positions or shape.vocab, request.gpu_memory_utilization
     return Settings(
-        utilization=request.gpu_memory_utilization or DEFAULTS.gpu_memory_utilization,
-        free_share=CPU_SHARE if hardware.measured and hardware.kind == "cpu" else None,
+        utilization=share or DEVICE_SHARE,
+        free_share=CPU_SHARE if hardware.measured and hardware.kind == "cpu" and share is None else None,
         block_size=request.block_size,
         max_num_batched_tokens=limits.batched_tokens,
         max_num_seqs=limits.sequences,

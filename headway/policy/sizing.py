@@ -17,6 +17,8 @@ SWAP_SPACE = {"cpu": 0.0, "cuda": 4.0}
 # The pool's share of the memory of a CPU that is free once the weights are loaded. The rest is for the page cache, the
 # API process and other programs.
 CPU_SHARE = 0.5
+# Of all memory of a GPU that an engine takes.
+DEVICE_SHARE = 0.9
 LOGIT_BLOCK = 128  # tokens that a row of logits is a multiple of
 PROMPT_LOGPROB_ROWS = 64  # of a prompt's logits that are made at a time
 ENTRIES_AT_A_TIME = 1 << 20  # tokens of sequences that are penalised together, at some 64 bytes each
@@ -54,8 +56,8 @@ def cpu_pool_bytes(available: int, step_bytes: int) -> int:
     return max(0, min(int(available * CPU_SHARE), available - step_bytes))
 
 
-def gpu_pool_bytes(free: int, total: int, utilization: float, step_bytes: int) -> int:
-    """The same on a GPU: a share of its memory, less what is in use and what a full step takes."""
+def shared_pool_bytes(free: int, total: int, utilization: float, step_bytes: int) -> int:
+    """The same of a share of all memory, less what is in use and what a full step takes."""
     return max(0, int(total * utilization) - (total - free) - step_bytes)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -67,7 +68,10 @@ class FolderDraft:
         return self._path / f"{number}.safetensors"
 
     def _write(self) -> None:
-        save_file(self._tensors, self._shard(len(self._shards)), metadata={"format": "pt"})
+        try:
+            save_file(self._tensors, self._shard(len(self._shards)), metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk is no OSError to this library
+            raise OSError(str(error)) from None
         self._shards.append(list(self._tensors))
         self._total += self._bytes
         self._tensors, self._bytes = {}, 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -83,13 +84,13 @@ def _of_validation(detail: ErrorDetails, fields: Iterable[str]) -> ApiError:
     name = _path(detail["loc"])
     kind, message, given = detail["type"], detail["msg"], detail["input"]
     if kind == "extra_forbidden":
-        near = difflib.get_close_matches(name, fields, n=1)
+        near = difflib.get_close_matches(name, fields, n=1, cutoff=0.7)
         return bad_request(f"unknown field {name}" + (f"; did you mean {near[0]}?" if near else ""), name)
     if kind == "missing":
         return bad_request(f"{name} is missing", name)
-    reason = message.removeprefix("Value error, ").removeprefix("Input should be ")
-    reason = reason if reason.startswith("must be") else f"must be {reason}"
-    return bad_request(f"{name} is {_shown(given)}; it {reason}", name)
+    reason = re.sub(r"^(Value error, |Input should |List should |String should )", "", message)
+    reason = reason.removeprefix("must ").partition(" after validation")[0]
+    return bad_request(f"{name} is {_shown(given)}; it must {reason}", name)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -310,6 +310,7 @@ UNSUPPORTED = {
     "include_reasoning": Unsupported("it must be a boolean", lambda value: isinstance(value, bool)),
     "thinking_token_budget": Unsupported("limit the whole answer with max_tokens", lambda value: value == -1),
     "repetition_detection": Unsupported("use repetition_penalty"),
+    "enable_thinking": Unsupported("pass it to the chat template in chat_template_kwargs"),
     "chat_template": Unsupported("start the server with --chat-template"),
     "documents": Unsupported("pass them to the chat template in chat_template_kwargs", lambda value: value == []),
     "prompt_embeds": Unsupported("prompts are texts or token ids"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from headway.class_file import ClassFile, read_class_file
-from headway.flags import Flag, limit, size
+from headway.flags import Flag, limit, said, size
 from headway.preload_file import NamedPrompt, read_preload_file
 from headway.tenant_file import TenantFile, read_tenant_file
 
@@ -38,6 +38,7 @@ class ServerSettings:
         _flag(
             "Model name in the API; may be repeated. Default: MODEL.",
             "--served-model-name",
+            parse=said,
             repeated=True,
             common=True,
         ),
@@ -47,6 +48,7 @@ class ServerSettings:
         _flag(
             "API key that requests must send; may be repeated.",
             "--api-key",
+            parse=said,
             repeated=True,
             envvar=("HEADWAY_API_KEY",),
             common=True,

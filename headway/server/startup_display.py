@@ -93,8 +93,9 @@ class StartupDisplay:
             )
         self._console.print(f"Serving {self._title} at {url}/v1")
         self._console.print("Next, in another terminal:")
-        self._console.print(f"  headway chat {url}" + (" --api-key KEY" if asks_for_key else ""))
-        self._console.print(f"  headway bench --base-url {url} --request-rate 4 --num-prompts 80")
+        key = " --api-key KEY" * asks_for_key
+        self._console.print(f"  headway chat {url}{key}")
+        self._console.print(f"  headway bench --base-url {url}{key} --request-rate 4 --num-prompts 80")
         self._console.print(f"The API is described at {url}/docs; Ctrl-C ends the server (process {os.getpid()}).")
         if can_reload:
             self._console.print(f"`kill -HUP {os.getpid()}` reads the files of classes and tenants again.")

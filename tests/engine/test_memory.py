@@ -56,6 +56,19 @@ def test_half_of_the_memory_is_the_pool_s_where_a_step_fits_into_the_rest(monkey
     assert pool(8 * GIB, monkeypatch) == 4 * GIB
 
 
+def test_a_share_that_is_asked_for_is_one_of_the_whole_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "total_memory", lambda: 16 * GIB)
+    most, less = (pool(8 * GIB, monkeypatch, gpu_memory_utilization=share) for share in (0.9, 0.65))
+    assert 5 * GIB < most < 6.4 * GIB and most - less == int(16 * GIB * 0.9) - int(16 * GIB * 0.65)
+
+
+def test_more_than_the_machine_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "total_memory", lambda: 8 * GIB)
+    assert pool(GIB, monkeypatch, kv_cache_memory=8 * GIB) == 8 * GIB
+    with pytest.raises(ValueError, match=r"kv_cache_memory is 9\.0 GiB, but the machine has 8\.0 GiB; lower it"):
+        pool(8 * GIB, monkeypatch, kv_cache_memory=9 * GIB)
+
+
 def test_a_step_that_needs_more_than_half_makes_the_pool_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     many = sampling_bytes(1024, SHAPE.vocab, SHAPE.max_positions)
     assert GIB < many < 4 * GIB

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from headway.cli import app
 from headway.kernels.reference import ReferenceKernels
-from headway.models.checkpoint import SINGLE_FILE
+from headway.models.checkpoint import INDEX_FILE, SINGLE_FILE
 from headway.models.config import ModelError
 from headway.models.folder import resolve_model
 from headway.models.loading import load_model
@@ -114,6 +114,22 @@ def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(tmp_path: Path
     gguf_files.write(tmp_path / "model.gguf", model, lambda name: "F32")
     with pytest.raises(ModelError, match="131 tokens, but the model has 100"):
         resolve_model(str(tmp_path / "model.gguf"))
+
+
+def test_inputs_of_layers_for_a_part_of_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    """A token behind them would read what lies behind the table."""
+    tiny.save("gemma4", tmp_path, {"vocab_size_per_layer_input": 64})
+    assert "vocab_size_per_layer_input is 64, which is less than the vocabulary, 131" in message_of(tmp_path)
+
+
+def test_a_link_to_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:
+    """As a hub's cache has one where the download was broken off, or the file itself was removed."""
+    tiny.save("llama", tmp_path)
+    (file := tmp_path / SINGLE_FILE).rename(tmp_path / "away")
+    names = load_file(tmp_path / "away")
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(names, file.name)}))
+    file.symlink_to(tmp_path / "gone")
+    assert f"{file}: not found, but {INDEX_FILE} names it; download the missing shard" in message_of(tmp_path)
 
 
 def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:

@@ -46,10 +46,11 @@ def test_flags_go_before_the_engine_s_defaults() -> None:
     assert (plan.limits.batched_tokens, plan.limits.sequences, plan.limits.prefill_stall_s) == (300, 7, 0.005)
 
 
-def test_a_cpu_takes_half_of_what_is_free_whatever_is_asked_of_a_gpu() -> None:
-    plain, asked = (make_plan(PlanRequest(MODEL, "mine", gpu_memory_utilization=share)) for share in (None, 0.3))
-    assert asked.capacity == plain.capacity
-    assert not plain.warnings and "ignore --gpu-memory-utilization" in " ".join(asked.warnings)
+def test_a_cpu_takes_half_of_what_is_free_or_the_share_of_all_that_is_asked_for() -> None:
+    plain, *asked = (make_plan(PlanRequest(MODEL, "mine", gpu_memory_utilization=share)) for share in (None, 0.3, 0.6))
+    memory = plain.deployment.hardware.memory_bytes
+    assert [plan.capacity.usable for plan in asked] == [int(memory * 0.3), int(memory * 0.6)]
+    assert plain.capacity.kv_pool == int((memory - plain.capacity.weights - plain.capacity.workspace) * 0.5)
 
 
 def test_the_sampler_s_memory_counts() -> None:

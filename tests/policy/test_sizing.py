@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headway.policy.sizing import PoolSize, cpu_pool_bytes, default_batched_tokens, gpu_pool_bytes, pool_size
+from headway.policy.sizing import PoolSize, cpu_pool_bytes, default_batched_tokens, pool_size, shared_pool_bytes
 
 GIB, MIB = 2**30, 2**20
 
@@ -25,8 +25,8 @@ def test_the_pool_leaves_room_for_a_step_and_for_others() -> None:
     assert cpu_pool_bytes(8 * GIB, GIB) == 4 * GIB
     assert cpu_pool_bytes(8 * GIB, 6 * GIB) == 2 * GIB
     assert cpu_pool_bytes(8 * GIB, 9 * GIB) == 0
-    assert gpu_pool_bytes(60 * GIB, 80 * GIB, 0.9, 2 * GIB) == 72 * GIB - 20 * GIB - 2 * GIB
-    assert gpu_pool_bytes(10 * GIB, 80 * GIB, 0.5, 0) == 0
+    assert shared_pool_bytes(60 * GIB, 80 * GIB, 0.9, 2 * GIB) == 72 * GIB - 20 * GIB - 2 * GIB
+    assert shared_pool_bytes(10 * GIB, 80 * GIB, 0.5, 0) == 0
 
 
 def test_no_more_blocks_are_made_than_sequences_can_fill() -> None:

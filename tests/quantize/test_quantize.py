@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,21 @@ def test_what_is_interrupted_leaves_nothing(
     assert [file.name for file in tmp_path.iterdir()] == ["plain"]
 
 
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    """A file may not become larger than a few blocks, which its library says as an error of its own."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    tiny.save("llama", tmp_path / "plain")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(ValueError, match=r"--output .*quantised cannot be written: .*File too large"):
+            quantize(tmp_path / "plain", tmp_path / "quantised", Recipe.of("W8A16", "rtn", None), Windows(), print)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [file.name for file in tmp_path.iterdir()] == ["plain"]
+
+
 def of_tokens(got: Tensor, expected: Tensor) -> float:
     """The median over tokens of the relative error: a router may choose another expert for a few."""
     return ((got.double() - expected).norm(dim=1) / expected.norm(dim=1)).median().item()
@@ -178,6 +195,8 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
             ["--group-size", "16", "--method", "gptq", "--calibration", "no.txt", "--sample-tokens", "32"],
             "--calibration no.txt cannot be read: No such file or directory",
         ),
+        (["--calibration", "text.txt"], "--calibration changes nothing with --method rtn; it is for awq or gptq"),
+        (["--method", "awq", "--no-act-order"], "--act-order changes nothing with --method awq; it is for gptq"),
         (["--group-size", "16", "--method", "awq", "--sample-tokens", "65"], "65 is more than the model takes, 64"),
     ],
 )

@@ -242,7 +242,11 @@ def test_bad_tokens_to_detokenize(server: LiveServer) -> None:
     for tokens in ([512], [-1], [2**70]):
         assert server.post("/detokenize", tokens=tokens).json()["error"]["param"] == "tokens"
     assert server.post("/detokenize", tokens="5").json()["error"]["param"] == "tokens"
-    assert server.post("/tokenize", messages=[]).json()["error"]["param"] == "messages"
+    error = server.post("/tokenize", messages=[]).json()["error"]
+    assert (error["param"], error["message"]) == (
+        "messages",
+        "messages is a JSON array; it must have at least 1 item",
+    )
     assert server.post("/tokenize").json()["error"]["param"] == "prompt"
 
 

@@ -111,12 +111,20 @@ def test_refusals_are_one_line(headway: Headway, server: LiveServer) -> None:
     assert code == 0 and error.count("headway: 400") == 2
 
 
+def test_models_of_a_server_with_keys(headway: Headway, start_server: Callable[..., LiveServer]) -> None:
+    server = start_server(api_keys=["sk-one"])
+    assert headway("models", server.url, "--api-key", "sk-one")[0] == 0
+    code, _, error = headway("models", server.url)
+    assert code == 2 and "; give one with --api-key" in error and error.count("\n") == 1
+
+
 def test_models_of_a_server_and_of_this_machine(headway: Headway, server: LiveServer) -> None:
     code, out, _ = headway("models", server.url)
     assert code == 0 and out.split() == ["tiny", "context", "256", "tokens"]
     code, out, _ = headway("models")
     assert code == 0 and out.startswith("headway/story") and "headway serve MODEL" in out
     assert "no server answers" in headway("models", "http://127.0.0.1:9")[2]
+    assert "is not the address of a server" in headway("models", "/a/folder")[2]
 
 
 def test_an_answer_that_is_given_up_is_not_remembered(server: LiveServer, engine: FakeEngine) -> None:

@@ -52,7 +52,9 @@ def brief(result: RunResult, summaries: Sequence[Summary], claims: Claims = verd
 def _asked(settings: dict[str, Any]) -> str:
     model, where = settings.get("model") or "", settings.get("base_url") or ""
     whom = " of ".join(each for each in (plain(str(model), 60), plain(str(where), 60)) if each)
-    what = f"{settings.get('num_prompts', 0):,} requests, {settings.get('arrivals', '')}"
+    clients = settings.get("max_concurrency")
+    what = f"{verdict.count(settings.get('num_prompts', 0), 'request')}, {settings.get('arrivals', '')}"
+    what += f" of {clients}" * (settings.get("arrivals") == "closed loop" and clients is not None)
     return f"{what}; {plain(str(settings.get('workload', '')), 120)}" + (f"; {whom}" if whom else "")
 
 

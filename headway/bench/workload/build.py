@@ -113,7 +113,9 @@ def build_workload(
     writer = _Writer(PromptMaker(source, spec.seed_of_prompts), len(parts), chat, texts)
     requests = writer.requests(schedule, progress)
     return Workload(
-        description=f"mix {mix.name}: {mix.description}" if mix else parts[0].dataset.describe(),
+        description=": ".join(filter(None, (f"mix {mix.name}", mix.description)))
+        if mix
+        else parts[0].dataset.describe(),
         arrivals=_describe_arrivals(spec, parts, schedule),
         requests=requests,
         seed=spec.seed_of_prompts,
