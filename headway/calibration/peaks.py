@@ -115,8 +115,8 @@ class MachinePeaks:
         """Why the peaks may be too low: something else ran meanwhile. None on a quiet machine."""
         if self.others_cores is not None and self.others_cores > BUSY_CORES:
             return (
-                f"other processes used {self.others_cores:.1f} cores while the machine was measured: its peaks may be "
-                "higher than measured"
+                f"other processes used {self.others_cores:.1f} cores while the machine was measured: the measured "
+                "peaks may be too low"
             )
         rates = {"memory reads": self.memory_read} | {f"{d} products": r for d, r in self.gemm_flops_per_s.items()}
         name, worst = max(rates.items(), key=lambda each: each[1].scatter)
@@ -124,7 +124,7 @@ class MachinePeaks:
             return None
         return (
             f"half of the repeats of {name} were {worst.scatter:.0%} or more below the best: other processes use this "
-            f"machine, so its peaks may be higher than measured"
+            f"machine, so the measured peaks may be too low"
         )
 
     def to_json(self) -> bytes:

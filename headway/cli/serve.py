@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
+import signal
+import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -73,11 +75,17 @@ def model_folder(model: str) -> Path:
         fail(str(error))
 
 
+def _end(number: int, frame: object) -> NoReturn:
+    """Leave the blocks that end what was started."""
+    sys.exit(128 + number)
+
+
 def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | None, replay: bool) -> None:
     from headway.engine.client import EngineClient
     from headway.server.listening import StartupError, bind
     from headway.server.startup_display import StartupDisplay
 
+    signal.signal(signal.SIGTERM, _end)  # until the server has a handler of its own
     display = StartupDisplay(settings.served_model_names[0], _BEGAN_NS)
     try:
         listener = bind(settings.host, settings.port)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from headway.engine.config import EngineConfig
 from headway.engine.weight_cache import WeightCache
 from headway.models.config import ModelConfig
-from headway.models.folder import read_ahead
+from headway.models.folder import read_ahead, weight_files
 from headway.models.gguf_config import gguf_files
 from headway.models.tensors import expected_tensors
 
@@ -38,6 +38,7 @@ _PACKED_BYTES = {
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 _POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE, of Linux 5.14; it changes nothing that is written meanwhile
 _PIECE = 32 << 20
+_MOST_GROWTH = 4  # of weights that are packed: a config.json that claims more does not fit the files
 
 
 def start_engine(config: EngineConfig, on_stage: Callable[[str, int], None] | None = None) -> LoadedEngine:
@@ -92,7 +93,9 @@ def _prepare(config: EngineConfig) -> tuple[mmap.mmap | None, WeightCache | None
         if config.load_format != "dummy":
             read_ahead(folder)
         size = packed_bytes(config, ModelConfig.from_folder(folder))
-        if not can_prepare or size < _PIECE:
+        stored = sum(path.stat().st_size for path in weight_files(folder))
+        claims_too_much = config.load_format != "dummy" and size > _MOST_GROWTH * stored
+        if not can_prepare or size < _PIECE or claims_too_much:
             return None, cache
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -30,6 +30,8 @@ def resolve_model(name_or_path: str) -> Path:
         return _folder(path)
     if path.suffix == ".gguf" and path.is_file():
         return folder_of(path)
+    if path.suffix == ".gguf" and not path.exists():
+        raise ModelError(f"{name_or_path}: no such file")
     if (bundled := bundled_folder(name_or_path)) is not None:
         if not bundled.is_dir():
             raise ModelError(f"{name_or_path}: the bundled model is missing from this installation ({bundled})")

@@ -25,6 +25,7 @@ from headway.models.checkpoint import (
 from headway.models.config import ModelConfig, read_json
 from headway.models.decoder import Decoder
 from headway.models.families import OTHER_PARTS
+from headway.models.gguf_config import gguf_files
 from headway.models.loading import open_checkpoint, resolve_dtype
 from headway.models.quantization import NUMBERS_OF_HEADS, ROUTERS, PackedMatrices, read_packed
 from headway.models.tensors import Shapes, expected_tensors
@@ -112,6 +113,8 @@ def _check(folder: Path, config: ModelConfig) -> None:
             f"{folder}: its experts, nearly all of its weights, are MXFP4 already; serve it as it is, and round "
             "its other matrices with --quantization int8-weight-only"
         )
+    if files := gguf_files(folder):
+        raise ModelError(f"{files[0].name}: GGUF files are served as they are; take the checkpoint that it was made of")
     if config.packed is not None:
         raise ModelError(f"{folder}: is quantised already; take the unquantised checkpoint")
     if config.routing is not None and config.routing.by_turns:

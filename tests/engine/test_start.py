@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 from unittest import mock
@@ -124,6 +126,17 @@ def test_taking_memory_leaves_what_is_written(monkeypatch: pytest.MonkeyPatch) -
     mapping[:] = bytes(range(256)) * (1 << 12)
     start._populate(mapping)
     assert mapping[:] == bytes(range(256)) * (1 << 12)
+
+
+def test_no_memory_for_what_only_the_config_claims(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "_PIECE", 1 << 16)
+    shutil.copytree(STORY, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 16 * config["intermediate_size"]}))
+    asked = EngineConfig(str(tmp_path), device="cpu", weight_cache=False)
+    assert start._prepare(asked) == (None, None)
+    asked.load_format = "dummy"  # which has no files to go by
+    assert start._prepare(asked)[0] is not None
 
 
 def test_no_memory_for_a_model_that_is_not_there(tmp_path) -> None:

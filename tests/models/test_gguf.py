@@ -136,6 +136,11 @@ def test_several_files_are_one_model(tmp_path: Path) -> None:
         resolve_model(str(parts[0]))
 
 
+def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
+    with pytest.raises(ModelError, match=r"models/none\.gguf: no such file"):
+        resolve_model("models/none.gguf")
+
+
 def test_a_folder_with_one_model_is_that_model(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     gguf_files.write(path, tiny.build("llama", **WIDE), mixed)

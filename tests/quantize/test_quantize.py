@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from headway.cli import main
 from headway.kernels import kernels_for
 from headway.models.checkpoint import INDEX_FILE, SINGLE_FILE
+from headway.models.folder import resolve_model
 from headway.models.loading import load_model
 from headway.quantize import folder as folders
 from headway.quantize import run
@@ -23,7 +24,7 @@ from headway.quantize.calibration import Calibration
 from headway.quantize.run import Result, quantize
 from headway.quantize.schemes import SCHEMES, Recipe
 from tests.kernels.test_cpu_linear import relative_error
-from tests.models import tiny
+from tests.models import gguf_files, tiny
 from tests.models.paging import whole
 
 pytestmark = pytest.mark.timeout(600)
@@ -226,6 +227,15 @@ def test_what_is_quantised_already_is_refused(tmp_path: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | sizes))
     with pytest.raises(ValueError, match=r"its experts, .* are MXFP4 already; serve it as it is, and round its other"):
         quantize(tmp_path / "gpt_oss", tmp_path / "o", Recipe.of("W8A8", "rtn", None), Windows(), lambda *_: None)
+    gguf_files.write(tmp_path / "model.gguf", tiny.build("llama"), lambda name: "F16")
+    with pytest.raises(ValueError, match=r"model\.gguf: GGUF files are served as they are; take the checkpoint"):
+        quantize(
+            resolve_model(str(tmp_path / "model.gguf")),
+            tmp_path / "o",
+            Recipe.of("W8A8", "rtn", None),
+            Windows(),
+            print,
+        )
     tiny.save("cohere", tmp_path / "cohere")
     with pytest.raises(ValueError, match=r"norms subtract the mean .* is served from unquantised weights alone"):
         quantize(tmp_path / "cohere", tmp_path / "o", Recipe.of("W8A8", "rtn", None), Windows(), lambda *_: None)

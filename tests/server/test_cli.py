@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from rich.console import Console
 
 import headway
 from headway.cli import main
+from headway.engine.client import EngineClient
 from headway.engine.messages import Ready
 from headway.flags import size, tokens
 from headway.server.settings import ServerSettings
@@ -102,6 +104,18 @@ def test_folder_without_a_tokenizer(
 ) -> None:
     assert run(monkeypatch, "serve", str(tmp_path), "--port", "0") == 2
     assert "tokenizer.json is missing" in capsys.readouterr().err
+
+
+def test_a_signal_during_the_start_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(EngineClient, "launch", lambda self: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(EngineClient, "kill", lambda self: ended.append(1))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert run(monkeypatch, "serve", "--port", "0") == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended
 
 
 def test_broken_template_and_generation_config(

@@ -222,7 +222,9 @@ def _failures(result: RunResult, most: float) -> Banner | None:
     share = failed / len(result.records)
     grave = share > most
     title = f"{count(failed, 'request').upper()} FAILED ({number(100 * share)} %)"
-    lines = tuple(f"{kind} × {times:,}, for example: {plain(message, 160)}." for kind, times, message in rows)
+    lines = tuple(
+        f"{kind} × {times:,}, for example: {plain(message, 160).rstrip('.')}." for kind, times, message in rows
+    )
     limit = (f"More than {100 * most:g} % failed: the run is not valid.",) if grave else ()
     return Banner(title, (*lines, *limit), "bad" if grave else "warn")
 

@@ -41,7 +41,7 @@ def test_what_was_asked_is_in_words() -> None:
     run = simulated_run(30)
     run.settings |= {"num_prompts": 1, "arrivals": "closed loop", "max_concurrency": 4}
     assert lines_of(run)["Asked"].startswith("1 request, closed loop of 4;")
-    assert ". More than 1 % failed: the run is not valid." in lines_of(simulated_run(300, failures=60))["Not valid"]
+    assert ". More than 1 % failed: the run is not valid." in lines_of(simulated_run(30, failures=1))["Not valid"]
 
 
 def test_refused_requests_are_named_and_leave_the_run_valid() -> None:
