@@ -19,6 +19,8 @@ from headway.policy.plan import SequenceState
 from headway.policy.sizing import padded_size
 
 GREEDY_BELOW = 1e-5  # temperature; vLLM's limit
+# A top_p beyond this is one: sums of weights in two orders differ by more, and no tokens might have as much together.
+_WHOLE = 1.0 - 1e-9
 
 # How many of the likeliest tokens are looked at before all are. Too few cost a second wait for the device.
 WIDTHS = (64, 128, 2048)
@@ -121,13 +123,14 @@ def _table(
     rows = []
     for row, sequence in enumerate(sequences):
         params, edit = sequence.params, edits.get(row)
+        top_p = params.top_p if params.top_p < _WHOLE else 1.0
         rows.append(
             (
                 1.0 / params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
                 math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
                 params.top_k if params.top_k < vocab_size else 0,
-                params.top_p,
-                math.log((1.0 - params.top_p) / (2 * vocab_size)) if params.top_p < 1.0 else 0.0,
+                top_p,
+                math.log((1.0 - top_p) / (2 * vocab_size)) if top_p < 1.0 else 0.0,
                 streams[row],
                 0,
                 0 if edit is None else edit.ctypes.data,

@@ -100,14 +100,14 @@ def distribution(logits: np.ndarray, sequence: SequenceState) -> np.ndarray:
 def acceptable(logits: np.ndarray, sequence: SequenceState, slack: float = 1e-5) -> set[int]:
     """The token that inverting the cumulative distribution gives, and those that rounding may give instead.
 
-    The kept tokens stand in order of rank when top_k or top_p cuts, and in order of their ids when neither does.
+    The kept tokens stand in order of rank when top_k or top_p cuts, and in order of their ids when neither does, or when
+    rounding may make top_p one.
     """
-    params = sequence.params
-    by_rank = 0 < params.top_k < len(logits) or params.top_p < 1.0
-    u = uniform_of(sequence)
+    params, u = sequence.params, uniform_of(sequence)
     found, all_ranked = set[int](), ranked(logits, sequence)
     for nudge in (-slack, 0.0, slack):
         ids, weights = kept(*all_ranked, sequence, nudge)
+        by_rank = 0 < params.top_k < len(logits) or params.top_p < 1.0 - max(nudge, 0.0)
         if not by_rank:
             order = np.argsort(ids)
             ids, weights = [ids[i] for i in order], weights[order]
