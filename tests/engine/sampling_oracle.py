@@ -100,8 +100,8 @@ def distribution(logits: np.ndarray, sequence: SequenceState) -> np.ndarray:
 def acceptable(logits: np.ndarray, sequence: SequenceState, slack: float = 1e-5) -> set[int]:
     """The token that inverting the cumulative distribution gives, and those that rounding may give instead.
 
-    The kept tokens stand in order of rank when top_k or top_p cuts, and in order of their ids when neither does, or when
-    rounding may make top_p one.
+    The kept tokens stand in order of rank when top_k or top_p cuts, and in order of their ids when neither does; a
+    top_p that rounding may make one does or does not.
     """
     params, u = sequence.params, uniform_of(sequence)
     found, all_ranked = set[int](), ranked(logits, sequence)
