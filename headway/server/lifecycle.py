@@ -32,6 +32,7 @@ from headway.text.tokenizer import Tokenizer
 ACCEPTED_PER_TURN = 8
 # Seconds until a server without free file descriptors tries again.
 ACCEPT_AGAIN_S = 0.5
+DATED_EVERY_S = 1.0
 logger = logging.getLogger("headway.server")
 
 
@@ -71,6 +72,7 @@ class Server(uvicorn.Server):
         self._drain_timeout_s = settings.shutdown_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._ending = asyncio.Event()
         self.failure: str | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -88,6 +90,17 @@ class Server(uvicorn.Server):
             asyncio.get_running_loop().remove_reader(listener)
             listener.close()
         await super().shutdown([])
+
+    async def main_loop(self) -> None:
+        """Wait for the end, and keep the date of answers right to the second. Uvicorn's wakes up ten times a second."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DATED_EVERY_S):
+                    await self._ending.wait()
+
+    def _end(self) -> None:
+        self.should_exit = True
+        self._ending.set()
 
     def _listen(self, listener: socket.socket) -> None:
         if listener.fileno() != -1:
@@ -136,7 +149,7 @@ class Server(uvicorn.Server):
             self._drain_timeout_s,
         )
         await self._service.drain(self._drain_timeout_s)
-        self.should_exit = True
+        self._end()
 
     async def watch_startup(self, on_ready: Callable[[Ready, str], None], url: str) -> None:
         """Report the engine's first start. When it fails, end the server."""
@@ -145,7 +158,7 @@ class Server(uvicorn.Server):
         except EngineDead as error:
             if self._draining is None:
                 self.failure = str(error)
-                self.should_exit = True
+                self._end()
             return
         self._service.metrics.on_ready(ready)
         self._service.full_collections.start()

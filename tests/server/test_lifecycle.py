@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import httpx
 import pytest
 
 import headway
-from tests.server.live_server import eventually
+from tests.server.live_server import LiveServer, eventually
 
 HERE = Path(__file__).parent
 
@@ -232,6 +233,24 @@ def test_settings_reach_the_server(start: StartProcess) -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "priority": 3, "return_token_ids": True}
     answer = httpx.post(f"{process.url}/v1/chat/completions", headers=key, json=chat)
     assert answer.json()["prompt_token_ids"] == [0]
+
+
+def test_a_server_without_requests_sleeps_and_still_knows_the_date(server: LiveServer) -> None:
+    """Each time that it wakes up takes a core from the engine's threads."""
+    ticks, tick = [], server.server.on_tick
+
+    async def noted(counter: int) -> bool:
+        ticks.append(counter)
+        return await tick(counter)
+
+    server.server.on_tick = noted  # type: ignore[method-assign]
+    try:
+        time.sleep(1.5)
+        assert 1 <= len(ticks) <= 2
+        said = parsedate_to_datetime(server.client.get("/health").headers["date"]).timestamp()
+        assert abs(time.time() - said) < 4
+    finally:
+        server.server.on_tick = tick  # type: ignore[method-assign]
 
 
 def test_server_starts_without_torch(model_folder: Path) -> None:
