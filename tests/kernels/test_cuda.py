@@ -11,6 +11,7 @@ from tests.kernels.operations import DTYPES, check_attention
 from tests.kernels.steps import random, step_of
 
 pytest.importorskip("triton")
+import tests.kernels.interpreted  # noqa: F401
 from headway.kernels.cuda import CudaKernels
 from headway.kernels.cuda_attention import count_splits
 

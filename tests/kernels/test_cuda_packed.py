@@ -19,6 +19,7 @@ from tests.kernels.operations import DTYPES
 from tests.kernels.steps import random
 
 pytest.importorskip("triton")
+import tests.kernels.interpreted  # noqa: F401
 from headway.kernels.cuda import CudaKernels
 from headway.kernels.cuda_packed import pack
 

@@ -13,6 +13,7 @@ from tests.kernels.operations import DTYPES
 from tests.kernels.steps import assert_close, on, random, step_of
 
 pytest.importorskip("triton")
+import tests.kernels.interpreted  # noqa: F401
 from headway.kernels.cuda import CudaKernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

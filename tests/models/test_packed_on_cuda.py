@@ -20,6 +20,7 @@ from tests.models.test_gguf import WIDE, mixed, with_weights
 from tests.models.test_grouped_checkpoints import FORMATS, MIXTURES, STEPS
 
 pytest.importorskip("triton")
+import tests.kernels.interpreted  # noqa: F401
 from headway.kernels.cuda import CudaKernels, PackedLinear
 from headway.kernels.cuda_experts import CudaMixture
 
