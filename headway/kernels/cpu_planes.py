@@ -41,7 +41,7 @@ from headway.kernels.cpu_matrix import SPLIT, STEP_WORDS, first_of, multiply_two
 from headway.kernels.cpu_panels import TOTALS_BYTES
 from headway.kernels.cpu_simd import FLOAT32, store
 
-LEAST_GROUP = 32
+LEAST_GROUP = 16
 _WORD_BYTES = PANEL * 4  # of all rows
 _ZERO = np.float32(0)
 # Eight inputs of a token as four-bit weights are unpacked, which saves moving these.

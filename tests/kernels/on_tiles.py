@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import tempfile
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest.mock import patch
@@ -208,8 +209,9 @@ def check_groups() -> int:
             expected, got = (
                 (kernels.gated_linear if gated else kernels.linear)(weight, bias) for kernels in (vectors, tiles)
             )
-            on_tiles = size >= 32 and size != 96  # which fill no whole tiles
+            on_tiles = size != 8 and size != 96  # too few, and no whole tiles
             assert bool(got._tiles) == on_tiles, size  # type: ignore[attr-defined]
+            got = copy(got)  # as a process makes it that reads packed weights
             x = random(2, torch.float32, 300, width)
             x[7] *= 1000.0
             x[9, 3] = float("nan")
