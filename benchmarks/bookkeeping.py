@@ -11,18 +11,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import torch
 
-from headway.cost.shape import ModelShape
 from headway.engine.core import EngineCore
 from headway.engine.messages import AddRequest
 from headway.engine.process import quiet_garbage_collector
 from headway.engine.runner import Runner
 from headway.kernels.cpu import CpuKernels
+from headway.models.config import ModelConfig
 from headway.policy.accounting import StepTimes
 from headway.policy.intake import sequences_of
 from headway.policy.kv_blocks import KVBlocks
@@ -34,6 +33,10 @@ from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.service_class import BUILT_IN
 
 STEP_NS, TOKEN_NS = 8_000_000, 10_000  # of the scheduler's virtual clock
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192,
+}  # fmt: skip
 PARAMS = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.8},
@@ -46,8 +49,7 @@ class InstantModel:
     """Stands in for a decoder: the right shapes and no work."""
 
     def __init__(self, vocab_size: int, most_rows: int) -> None:
-        shape = ModelShape(layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, ffn=8, vocab=vocab_size)
-        self.config = SimpleNamespace(shape=shape, caches=shape.caches, routing=None)
+        self.config = ModelConfig.from_dict({**CONFIG, "vocab_size": vocab_size})
         self._logits = torch.randn(most_rows, vocab_size).to(torch.bfloat16)
 
     def forward(self, token_ids: torch.Tensor, step: Any, caches: Any) -> torch.Tensor:
