@@ -13,6 +13,9 @@ class Headway:
     """See benchmarks.engines.interface.Engine."""
 
     def __init__(self, settings: Settings) -> None:
+        from headway.engine.libraries import begin_import
+
+        begin_import()  # as the engine's process does
         import headway
         from headway.engine.messages import AddRequest
 

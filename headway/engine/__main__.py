@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from headway.engine.libraries import load_libraries
+from headway.engine.libraries import begin_import
 
 
 def run() -> int:
     """Begin to load torch before anything else is imported; see process.main."""
-    load_libraries()
+    begin_import()
     from headway.engine.process import main
 
     return main(int(sys.argv[1]))

@@ -81,8 +81,8 @@ def test_memory_is_taken_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 NEW = """
 import sys
-from headway.engine.libraries import load_libraries
-load_libraries()
+from headway.engine.libraries import begin_import
+begin_import()
 from headway.bundled import STORY
 from headway.engine.config import EngineConfig
 from headway.engine.process import start_engine
@@ -90,6 +90,9 @@ from headway.kernels import cpu_compile
 config = EngineConfig(str(STORY), device="cpu", num_threads=2, kv_cache_memory=1 << 24, enable_prefix_caching=False)
 engine = start_engine(config)
 others = "numba scipy yaml transformers fastapi pydantic rich typer jinja2 tokenizers uvicorn".split()
+assert "activate_meta" not in vars(sys.modules["torch._meta_registrations"]), "what only torch's compiler uses"
+from torch._meta_registrations import activate_meta
+assert "activate_meta" in vars(sys.modules["torch._meta_registrations"])
 print([each for each in others if each in sys.modules])
 from tests.engine.test_start import run_without_code
 run_without_code(engine)
