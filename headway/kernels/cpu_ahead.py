@@ -28,7 +28,8 @@ from headway.kernels.cpu import CACHE_KINDS
 from headway.kernels.cpu_arithmetic import GROUPED, INT4, INT8
 from headway.kernels.cpu_attention import attend_job
 from headway.kernels.cpu_choice import Choice, choice_for
-from headway.kernels.cpu_compile import is_being_compiled, path_of
+from headway.kernels.cpu_code import can_keep, is_being_compiled
+from headway.kernels.cpu_compile import path_of
 from headway.kernels.cpu_linear import kind_of
 from headway.kernels.cpu_packing import pack_job, rows_job
 from headway.kernels.cpu_product import product_job
@@ -84,11 +85,13 @@ def compiling(dtype: torch.dtype, scheme: str, cache_dtype: torch.dtype, say: Ca
             for first in range(min(torch.get_num_threads() - 1, _MOST_HELPERS)):
                 helpers.append(_silent([*command, str(first)], environment))
     caller = threading.get_ident()
+    every = "at every start (set NUMBA_CACHE_DIR to a folder that can be written)"
+    when = "once on this machine" if can_keep() else every
 
     def tell(name: str, path: Path) -> None:
         if threading.get_ident() == caller:
             done = sum(each.exists() for each in missing)
-            say(f"compiling CPU kernels, once on this machine: {name}, {done} of {len(missing)} done")
+            say(f"compiling CPU kernels, {when}: {name}, {done} of {len(missing)} done")
             for (make, kinds), other in reversed([*zip(wanted, paths, strict=True)]):
                 if helpers and is_being_compiled(path) and not other.exists() and not is_being_compiled(other):
                     make(*kinds)  # meanwhile

@@ -39,7 +39,8 @@ from headway.kernels.cpu_arithmetic import (
     WIDENED,
     arithmetic_of,
 )
-from headway.kernels.cpu_compile import alone, callable_of, code_folder, sources, target
+from headway.kernels.cpu_code import alone, code_folders, sources
+from headway.kernels.cpu_compile import callable_of, target
 from headway.kernels.cpu_groups import HEADER_BYTES, group_bytes, multiply_grouped
 from headway.kernels.cpu_ir import VECTOR_BYTES
 from headway.kernels.cpu_matrix import (
@@ -231,7 +232,7 @@ def _kept_at(tiles: bool) -> Path:
             if line.partition(":")[0].strip() in names:
                 about.add(line)
     key = repr((sources(), target(), sorted(about), tiles))
-    return code_folder() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.ways"
+    return code_folders()[-1] / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.ways"
 
 
 def fastest(product: str, tiles: bool, rates: Rates) -> str:

@@ -6,32 +6,27 @@ is first compiled, and a start that finds all of its code on disk does not impor
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import ctypes
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
 import inspect
 import os
-import secrets
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from llvmlite import binding, ir
 
-from headway.files import cache_folder
+from headway.kernels.cpu_code import ENDING, alone, keep, place_of, read, sources
 
-_ENDING = ".native"
 _ENTRY = "headway_entry"
+# Versions of Numba of which the parts that are used below are known, as in pyproject.toml: from the first to before the
+# second.
+NUMBA = "0.66", "0.69"
 # Instructions; to call a function of more costs nothing, and all in one function takes LLVM twice as long.
 _MOST_INLINED = 200
-_BESIDE = Path(__file__).parent / "__pycache__"
-_compiling = threading.RLock()
-_held: set[Path] = set()
 _loaded: list[Any] = []  # the code lives as long as what has linked it
 _named: contextvars.ContextVar[list[Path] | None] = contextvars.ContextVar("named", default=None)
 # Is given the name of a function before it is compiled, or waited for, and where its code will be.
@@ -125,61 +120,6 @@ def target() -> tuple[str, str, str]:
     return binding.get_process_triple(), binding.get_host_cpu_name() if name is None else name, host
 
 
-def code_folder() -> Path:
-    """Where code is kept: NUMBA_CACHE_DIR, beside the sources, or the user's cache where those cannot be written."""
-    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
-        return Path(chosen)
-    writable = os.access(_BESIDE if _BESIDE.exists() else _BESIDE.parent, os.W_OK)
-    return _BESIDE if writable else cache_folder() / "kernels"
-
-
-@contextlib.contextmanager
-def alone(lock: Path) -> Iterator[None]:
-    """Inside, no other process that asks for the same lock file is, nor another thread of this one.
-
-    A lock that cannot be had, as its folder cannot be written or its file system has none, keeps nobody out.
-    """
-    with _compiling, contextlib.ExitStack() as stack:
-        if lock not in _held:
-            with contextlib.suppress(OSError):
-                lock.parent.mkdir(parents=True, exist_ok=True)
-                fcntl.flock(stack.enter_context(lock.open("ab")), fcntl.LOCK_EX)
-            _held.add(lock)
-            stack.callback(_held.discard, lock)
-        yield
-
-
-def is_being_compiled(path: Path) -> bool:
-    """Whether a process is compiling the code that will be here."""
-    with contextlib.suppress(OSError), path.with_suffix(".lock").open("ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-@functools.lru_cache(maxsize=1)
-def sources() -> str:
-    """A digest of all that compiled code comes from. Its name alone makes the code of other sources useless."""
-    folder = Path(__file__).parent
-    sources = b"".join(path.read_bytes() for path in (*sorted(folder.glob("cpu*.py")), folder / "interface.py"))
-    versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite")]
-    return hashlib.sha256(sources + repr(versions).encode()).hexdigest()
-
-
-def drop_stale_code(folder: Path, sources: str) -> None:
-    """Delete the code in a folder that comes of other sources. A folder that cannot be written is left as it is."""
-    stamp = folder / "cpu.sources"
-    with contextlib.suppress(OSError):
-        if stamp.exists() and stamp.read_text() == sources:
-            return
-        with alone(stamp.with_suffix(".lock")):
-            for code in [each for ending in (_ENDING, ".nb[ic]", ".ways") for each in folder.glob(f"cpu*{ending}")]:
-                code.unlink(missing_ok=True)
-            stamp.write_text(sources)
-
-
 def address_of(function: Callable[..., None]) -> int:
     """The address of the machine code of a function of int64s that returns nothing.
 
@@ -191,15 +131,15 @@ def address_of(function: Callable[..., None]) -> int:
     if named is not None:
         named.append(path)
         return 0
-    code = _read(path)
+    code = read(path.name)
     if code is None:
         if listener is not None:
             listener(function.__qualname__.partition(".")[0].removesuffix("_job").lstrip("_"), path)
         with alone(path.with_suffix(".lock")):
-            code = _read(path)
+            code = read(path.name)
             if code is None:
                 code = compile_entry(function)
-                _keep(path, code)
+                keep(path.name, code)
     return _link(code)
 
 
@@ -227,26 +167,7 @@ def _path_of(function: Callable[..., None]) -> Path:
     known = [(name, type(value).__name__, value) for name, value in zip(code.co_freevars, outside, strict=True)]
     digest = hashlib.sha256(repr((sources(), target(), own, known)).encode()).hexdigest()[:16]
     name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__.partition('.<locals>')[0]}"
-    path = code_folder() / f"{name}-{digest}{_ENDING}"
-    installed = _BESIDE / path.name  # by a user who may write there
-    return installed if "NUMBA_CACHE_DIR" not in os.environ and installed.exists() else path
-
-
-def _read(path: Path) -> bytes | None:
-    """An object file and, at its end, its digest; None where there is none, or a damaged one."""
-    with contextlib.suppress(OSError):
-        content = path.read_bytes()
-        if hashlib.sha256(content[:-32]).digest() == content[-32:]:
-            return content[:-32]
-    return None
-
-
-def _keep(path: Path, code: bytes) -> None:
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    with contextlib.suppress(OSError):
-        drop_stale_code(path.parent, sources())
-        draft.write_bytes(code + hashlib.sha256(code).digest())
-        draft.rename(path)
+    return place_of(f"{name}-{digest}{ENDING}")
 
 
 @functools.lru_cache(maxsize=1)
@@ -335,7 +256,27 @@ def compile_entry(function: Callable[..., None], see: Callable[[str], None] = la
 
     Args:
         see: is given LLVM's code.
+
+    Raises:
+        ValueError: this Numba is not one of NUMBA and cannot do it, or does not work with what is installed beside it.
     """
+    version, (first, end) = importlib.metadata.version("numba"), NUMBA
+    least, present, limit = (tuple(map(int, each.split(".")[:2])) for each in (first, version, end))
+    try:
+        if present < least:
+            raise ImportError("it is too old")  # LLVM would end the process
+        return _compile_entry(function, see)
+    except Exception as error:
+        if present < limit and not isinstance(error, ImportError):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"numba {version} cannot compile the CPU kernels ({type(error).__name__}: {reason}); install one that can: "
+            f"pip install 'numba>={first},<{end}'"
+        ) from error
+
+
+def _compile_entry(function: Callable[..., None], see: Callable[[str], None]) -> bytes:
     from numba.core.ccallback import _CFuncCompiler  # type: ignore[attr-defined]
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target

@@ -47,7 +47,7 @@ def run_without_code(engine: LoadedEngine) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("compiled or loaded after the start")
 
-    with mock.patch.object(cpu_compile, "_read", refuse):
+    with mock.patch.object(cpu_compile, "read", refuse):
         for number, (prompt, temperature) in enumerate([(1, 0.0), (16, 0.0), (65, 1.0), (100, 0.0), (130, 1.0)]):
             assert len(run(engine, str(number), prompt, temperature)) == 4
 

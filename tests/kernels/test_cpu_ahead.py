@@ -25,14 +25,14 @@ from headway.engine.config import EngineConfig
 from headway.engine.start import start_engine
 from headway.kernels import cpu_ahead, cpu_compile
 
-asked, read = set(), cpu_compile._read
-cpu_compile._read = lambda path: asked.add(path) or read(path)
+asked, read = set(), cpu_compile.read
+cpu_compile.read = lambda name: asked.add(name) or read(name)
 for scheme in ("none", "int8", "int4"):
     start_engine(EngineConfig(str(STORY), device="cpu", num_threads=2, kv_cache_memory=1 << 24, quantization=scheme))
     wanted = cpu_ahead.jobs(torch.bfloat16, scheme, torch.bfloat16, cpu_ahead.choice_for())
     paths = {cpu_compile.path_of(partial(make.__wrapped__, *kinds)) for make, kinds in wanted}
     assert len(paths) == len(wanted) >= 7
-    print(scheme, [path.name for path in paths - asked])
+    print(scheme, [path.name for path in paths if path.name not in asked])
 """
 
 KILLED = """
@@ -170,12 +170,12 @@ import torch
 from headway.bundled import STORY
 from headway.engine.config import EngineConfig
 from headway.engine.start import start_engine
-from headway.kernels import cpu_compile
+from headway.kernels import cpu_code, cpu_compile
 
 own, compile_entry = [], cpu_compile.compile_entry
 cpu_compile.compile_entry = lambda function: own.append(function.__qualname__) or compile_entry(function)
 start_engine(EngineConfig(str(STORY), device="cpu", num_threads=int(sys.argv[1]), kv_cache_memory=1 << 24))
-print(len(own), len(list(cpu_compile.code_folder().glob("*.native"))))
+print(len(own), len(list(cpu_code.code_folders()[-1].glob("*.native"))))
 """
     counts = []
     for threads in ("1", "2"):

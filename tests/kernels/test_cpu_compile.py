@@ -1,22 +1,25 @@
-"""Compiled code is kept between starts, dropped when a kernel source has changed, and made by one process at a time."""
+"""Code is compiled once, by one process at a time, and does not depend on what else was compiled."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import numba
 import numpy as np
 import pytest
+from numba.core.registry import cpu_target
 
 import headway
 from headway.kernels import cpu_compile
-from headway.kernels.cpu_compile import _keep, _path_of, address_of, alone, compile_entry, compiled, drop_stale_code
+from headway.kernels.cpu_compile import _path_of, address_of, compile_entry, compiled
 from headway.kernels.cpu_simd import add_to, write_integer
 
 # A line of input asks for the code of the function with such numbers; it says how often code was compiled, and the sum.
@@ -69,22 +72,6 @@ def told(folder: Path, *lines: str) -> list[list[str]]:
     return said
 
 
-def test_code_is_dropped_when_a_source_changes_and_kept_when_none_does(tmp_path: Path) -> None:
-    code = tmp_path / "cpu_b.f-0123.native"
-    drop_stale_code(tmp_path, "one")
-    code.write_text("compiled")
-    drop_stale_code(tmp_path, "one")
-    assert code.exists()
-    drop_stale_code(tmp_path, "two")
-    assert not code.exists()
-
-
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    drop_stale_code(tmp_path / "file", "one")
-    _keep(tmp_path / "file" / "cpu_b.f-0123.native", b"code")
-
-
 def test_processes_that_start_together_compile_each_function_once(tmp_path: Path) -> None:
     """Each begins with what the other ends with. A process after them loads all, and does not import Numba."""
     said = told(tmp_path, "1 2", "2 1")
@@ -130,33 +117,6 @@ def test_what_a_function_refers_to_outside_is_part_of_its_name() -> None:
     assert job(np.int8(0)) == job(np.int8(0))
 
 
-def test_code_beside_sources_that_may_not_be_written_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As another user has installed it."""
-
-    def job(address: int) -> None:
-        pass
-
-    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cpu_compile, "_BESIDE", tmp_path / "installed")
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    path = _path_of(job)
-    assert path.parent == tmp_path / "headway" / "kernels"
-    (tmp_path / "installed").mkdir()
-    (tmp_path / "installed" / path.name).touch()
-    assert _path_of(job) == tmp_path / "installed" / path.name
-
-
-def test_a_lock_is_let_go_of_whatever_happens_and_may_be_taken_again_inside(tmp_path: Path) -> None:
-    lock = tmp_path / "new" / "f.lock"
-    for _ in range(2):
-        with pytest.raises(KeyError), alone(lock), alone(lock):
-            raise KeyError
-    (tmp_path / "file").write_text("")
-    with alone(tmp_path / "file" / "f.lock"):
-        pass
-
-
 def test_a_job_uses_no_code_that_another_can_bring() -> None:
     """Neither what its functions were compiled to alone, nor what another job has made of them."""
 
@@ -183,3 +143,30 @@ def test_numba_compiles_for_others_as_before() -> None:
     compile_entry(job, seen.append)
     assert numba.njit(lambda number: max(number, 3))(2) == 3
     assert numba.njit(lambda number: [number, max(number, 3)])(5) == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("0.65.1", "ImportError: it is too old"),
+        ("0.69.0rc1", "AttributeError: 'CPUContext' object has no attribute '_internal_codegen'"),
+        ("1.0.0", "AttributeError: 'CPUContext' object has no attribute '_internal_codegen'"),
+    ],
+)
+def test_an_unknown_numba_that_cannot_is_named_with_those_that_can(
+    version: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(address: int) -> None:
+        pass
+
+    monkeypatch.delattr(cpu_target.target_context, "_internal_codegen")
+    with pytest.raises(AttributeError):  # a known one: it is an error of ours
+        compile_entry(job)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    with pytest.raises(ValueError, match="numba") as caught:
+        compile_entry(job)
+    project = tomllib.loads((Path(headway.__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    (declared,) = (each for each in project["optional-dependencies"]["serve"] if each.startswith("numba"))
+    assert str(caught.value) == (
+        f"numba {version} cannot compile the CPU kernels ({reason}); install one that can: pip install '{declared}'"
+    )
