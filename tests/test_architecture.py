@@ -417,6 +417,15 @@ def test_constraints_pin_every_installed_dependency() -> None:
     assert not missing, f"not in constraints.txt: {sorted(missing)}"
 
 
+def test_pins_are_in_the_declared_ranges() -> None:
+    pins = [Requirement(line) for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if line[:1] != "#"]
+    pinned = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in pins}
+    extras = project()["optional-dependencies"]
+    wanted = [Requirement(text) for text in [*project()["dependencies"], *itertools.chain(*extras.values())]]
+    outside = [str(each) for each in wanted if not each.specifier.contains(pinned[canonicalize_name(each.name)])]
+    assert not outside
+
+
 def closure(wanted: list[Requirement]) -> set[str]:
     """Names of the installed packages that the requirements need, directly or by way of another."""
     names: set[str] = set()
