@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from python_multipart.exceptions import FormParserError
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
@@ -46,8 +45,6 @@ async def read_upload(request: Request, most_bytes: int) -> Upload:
         ).parse()
     except MultiPartException as error:
         raise bad_request(f"the upload is not a valid form: {error.message}") from None
-    except (FormParserError, LookupError) as error:  # of its parts, and of an unknown charset: before Starlette 1.8
-        raise bad_request(f"the upload is not a valid form: {error}") from None
     except ClientDisconnect:
         raise ClientGone from None
     finally:
