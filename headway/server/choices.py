@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from headway.choices import Choice, Piece
 from headway.engine.messages import SequenceOutput, TokenLogprobs
 from headway.server.timings import Stamps
@@ -38,16 +40,21 @@ class ServedChoice(Choice):
 
     Args:
         keep: collect everything, for an answer in one piece.
+        prompt_only: drop the one token that the engine generates.
     """
 
     stamps: Stamps
     keep: bool
+    prompt_only: bool = False
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[ScoredToken] = field(default_factory=list)
 
     def take(self, output: SequenceOutput) -> Piece:
         """accept(), and keep what came."""
+        if self.prompt_only:
+            end = output.finish_reason and "length"
+            output = msgspec.structs.replace(output, token_ids=[], finish_reason=end, stop_token_id=None)
         piece = self.accept(output)
         if self.keep:
             self.texts.append(piece.text)

@@ -41,6 +41,7 @@ class Generation:
         arrived_ns, checked_ns: when the request's first byte came, and when its body was found valid.
         keep: choices keep their whole text, for an answer in one piece.
         pooling: a vector is wanted of each prompt, and no tokens.
+        prompt_only: no tokens are wanted either, of params with max_tokens 1.
         include_timings: hold back the end of a choice until the engine's part of its ledger has come.
     """
 
@@ -59,6 +60,7 @@ class Generation:
         keep: bool = True,
         include_timings: bool = False,
         pooling: PoolingParams | None = None,
+        prompt_only: bool = False,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.prompts = prompts
@@ -68,6 +70,7 @@ class Generation:
         self._metrics = service.metrics
         self._include_timings = include_timings
         self._pooling = pooling
+        self._prompt_only = prompt_only
         self._aborted: ApiError | None = None
         self._failed = False
         self._error: Exception | None = None  # that ended it
@@ -120,6 +123,7 @@ class Generation:
                 eos_token_ids=request.eos_token_ids,
                 stamps=dataclasses.replace(stamps),
                 keep=keep,
+                prompt_only=self._prompt_only,
             )
 
     # --- usage --------------------------------------------------------------------------------------
@@ -174,7 +178,7 @@ class Generation:
     def _settle_charge(self, charge: Charge) -> None:
         """Charge what came of the request, also where its client went away; nothing where the server failed."""
         ends = [choice for choice in self.choices if choice.finish_reason in ("stop", "length")]
-        failed = self._failed or not any(choice.num_tokens or choice.vector is not None for choice in self.choices)
+        failed = self._failed or not any(choice.stamps.first_token_ns for choice in self.choices)
         used = None if failed else self.usage()["total_tokens"]
         charge.settle(used, [choice.num_tokens for choice in ends if choice.num_tokens])
 

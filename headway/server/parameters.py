@@ -73,10 +73,15 @@ def sampling_params(body: CompletionBody | ChatBody, defaults: dict[str, Any], v
 def _of_completion(body: CompletionBody, defaults: dict[str, Any]) -> dict[str, Any]:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request(f"best_of is {body.best_of}; only best_of equal to n is supported", "best_of")
+    if body.max_tokens == 0 and not body.prompt_only:
+        said = "max_tokens is 0; ask for at least 1, or for the prompt alone with echo: true or prompt_logprobs"
+        raise bad_request(said, "max_tokens")
+    if body.prompt_only and body.min_tokens:
+        raise bad_request(f"min_tokens is {body.min_tokens}, more than max_tokens, which is 0", "min_tokens")
     given: dict[str, Any] = {"logprobs": body.logprobs}
     given["max_tokens"] = defaults.get("max_tokens", COMPLETION_MAX_TOKENS)
     if body.max_tokens is not None:
-        given["max_tokens"] = body.max_tokens
+        given["max_tokens"] = 1 if body.prompt_only else body.max_tokens
     elif body.min_tokens is not None:
         given["max_tokens"] = max(given["max_tokens"], body.min_tokens)
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:

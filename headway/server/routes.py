@@ -182,6 +182,7 @@ class Routes:
                 cache_salt=body.cache_salt,
                 keep=not body.stream,
                 include_timings=body.include_timings,
+                prompt_only=isinstance(body, CompletionBody) and body.prompt_only,
             )
         model = body.model or service.settings.served_model_names[0]
         answer: Answer

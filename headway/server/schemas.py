@@ -167,6 +167,11 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool = True
     response_format: ResponseFormat | None = None
 
+    @property
+    def prompt_only(self) -> bool:
+        """Whether nothing is to follow the prompt."""
+        return self.max_tokens == 0 and (bool(self.echo) or self.prompt_logprobs is not None)
+
 
 class Message(Body):
     """A message, as a client wrote it or as an answer contained it, with all the fields of answers."""

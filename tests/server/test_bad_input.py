@@ -202,6 +202,7 @@ def test_prompt_and_output_longer_than_the_context(server: LiveServer, engine: F
         ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"stream": True, "echo": True, "logprobs": 1}, "stream"),
+        ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ],
 )

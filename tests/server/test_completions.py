@@ -162,6 +162,35 @@ def test_prompt_logprobs_by_token_id(server: LiveServer, tokenizer: Tokenizer) -
     assert single["logprobs"]["token_logprobs"] == [None, -0.5]
 
 
+def test_a_prompt_alone(server: LiveServer) -> None:
+    """As evaluation tools ask for its log-probabilities."""
+    asked = {"prompt": "Hello", "echo": True, "return_token_ids": True}
+    longer, alone = (
+        server.post("/v1/completions", **asked, max_tokens=most, logprobs=1, n=2, prompt_logprobs=1).json()
+        for most in (1, 0)
+    )
+    for before, choice in zip(longer["choices"], alone["choices"], strict=True):
+        assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("Hello", [], "length")
+        assert choice["logprobs"] == {name: values[:-1] for name, values in before["logprobs"].items()}
+        assert choice["prompt_logprobs"] == before["prompt_logprobs"]
+    prompt_tokens = longer["usage"]["prompt_tokens"]
+    assert alone["usage"] == longer["usage"] | {"completion_tokens": 0, "total_tokens": prompt_tokens}
+    unseen = server.post("/v1/completions", prompt="Hello", max_tokens=0, prompt_logprobs=1, stop="Once").json()
+    assert (unseen["choices"][0]["text"], unseen["choices"][0]["finish_reason"]) == ("", "length")
+    assert unseen["choices"][0]["prompt_logprobs"] == alone["choices"][0]["prompt_logprobs"]
+    usage = {"stream_options": {"include_usage": True}}
+    *chunks, last, _ = events(server, "/v1/completions", **asked, **usage, max_tokens=0, include_timings=True)
+    assert [c["choices"][0]["text"] for c in chunks] == ["Hello", ""]
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None, "length"]
+    assert last["usage"]["completion_tokens"] == 0
+
+
+def test_an_end_at_once_is_no_end_of_a_prompt_alone(server: LiveServer, engine: FakeEngine) -> None:
+    engine.reply = lambda request, index: []
+    choice = server.post("/v1/completions", prompt="Hello", echo=True, max_tokens=0).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("Hello", "length", None)
+
+
 def test_streamed_echo_token_ids_and_logprobs(server: LiveServer, tokenizer: Tokenizer) -> None:
     chunks = events(server, "/v1/completions", prompt="Hello", max_tokens=4, echo=True, return_token_ids=True)[:-1]
     assert chunks[0]["choices"][0]["prompt_token_ids"] == tokenizer.encode("Hello")

@@ -123,6 +123,11 @@ def test_who_comes_back_when_told_is_let_in(server: LiveServer, monkeypatch: pyt
     assert ask(server, "small", [1, 2, 3], max_tokens=6).status_code == 200
 
 
+def test_a_prompt_alone_is_paid_for(server: LiveServer) -> None:
+    assert ask(server, "acme", [1, 2, 3], max_tokens=0, echo=True).status_code == 200
+    assert tokens(server, "acme").settled == 3
+
+
 def test_a_request_that_fails_is_refunded(server: LiveServer) -> None:
     server.engine.drops = "timeout"
     assert ask(server, "acme").status_code == 503
