@@ -113,7 +113,7 @@ def _in_our_words(error: Any, message: str) -> str:
 
 
 def main() -> NoReturn:
-    """Entry point: bad input is one line on stderr and exit code 2."""
+    """Run the command: bad input is one line on stderr and exit code 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to fail

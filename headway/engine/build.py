@@ -193,6 +193,7 @@ def _pool(
             config.block_size,
             model.shape.attention_sinks,
         ),
+        "--gpu-memory-utilization or --kv-cache-memory" if config.kv_cache_memory is None else "--kv-cache-memory",
     )
 
 

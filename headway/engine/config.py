@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -13,12 +14,14 @@ from headway.flags import Flag, size, tokens
 from headway.policy.kv_blocks import PROTECTED_SHARE, KVBlocks
 from headway.policy.preload import PreloadedPrompt
 from headway.policy.scheduler import Scheduler
-from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.scheduler_config import SchedulerConfig, check_budget
 from headway.policy.service_class import BUILT_IN, ClassTable
 from headway.policy.sizing import SWAP_SPACE, PoolSize, default_batched_tokens
 from headway.policy.swap import NO_SWAP, SwapSpace
 
 _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
+
+MOST_THREADS = 2  # for each processor: more only wait for each other
 
 # Also of plans and simulations.
 AttentionSinksFlag = Annotated[
@@ -191,6 +194,9 @@ class EngineConfig(SchedulingOptions, ModelOptions):
         preloaded: prompts that are computed at the start and stay.
         preload_what_fits: leave out those that do not fit, instead of not starting.
         max_model_len: None takes the model's, lowered to what the KV pool holds.
+
+    Raises:
+        ValueError: a step has fewer tokens than sequences, or there are far more threads than processors.
     """
 
     model: str = ""
@@ -212,6 +218,16 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     record_steps: Annotated[
         str | None, _engine("Append each step's plan and timing to this file; no text is recorded.", metavar="FILE")
     ] = None
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens is not None:
+            check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        processors = len(os.sched_getaffinity(0))
+        if self.num_threads is not None and self.num_threads > MOST_THREADS * processors:
+            raise ValueError(
+                f"num_threads is {self.num_threads}, and this process may use {processors} processors; give at most "
+                f"{MOST_THREADS * processors}, or leave it out for one per physical core"
+            )
 
     def sinks(self, max_positions: int, max_model_len: int) -> AttentionSinks | None:
         """As AttentionSinks.of()."""

@@ -59,11 +59,7 @@ class SchedulerConfig:
             raise ValueError(f"scheduling policy {self.policy!r} is unknown; choose one of {', '.join(ORDERS)}")
         if self.max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {self.max_num_seqs}; it must be at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "
-                f"({self.max_num_seqs}); raise the first or lower the second"
-            )
+        check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ValueError(
                 f"without chunked prefill a whole prompt must fit in a step: raise max_num_batched_tokens "
@@ -73,3 +69,12 @@ class SchedulerConfig:
     def kept_free(self, num_blocks: int) -> int:
         """Blocks of such a pool that the watermark stands for."""
         return max(1, int(self.watermark * num_blocks))
+
+
+def check_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    """Raise ValueError when a step has no token for each sequence."""
+    if max_num_batched_tokens < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens is {max_num_batched_tokens}, less than max_num_seqs ({max_num_seqs}); "
+            "raise the first or lower the second"
+        )

@@ -88,6 +88,7 @@ def pool_size(
     state_bytes: int = 0,
     keep_checkpoints: bool = True,
     groups: tuple[KVCacheGroup, ...] = (),
+    larger: str = "--kv-cache-memory",
 ) -> PoolSize:
     """As many blocks as `pool_bytes` hold, but no more than all sequences of full length need.
 
@@ -101,6 +102,7 @@ def pool_size(
         state_bytes: of a sequence in all recurrent layers; 0 without such layers.
         keep_checkpoints: prefixes are shared.
         groups: KV cache groups. Their pool has a block more, which stays empty.
+        larger: options that make the pool larger.
 
     Raises:
         ValueError: one such sequence does not fit; the message says what to change.
@@ -114,7 +116,7 @@ def pool_size(
         if not seats:
             raise ValueError(
                 f"the state of one sequence takes {state_bytes / 2**20:.0f} MiB, and all of them half of the pool's "
-                f"{pool_bytes / 2**20:.0f} MiB at most; raise --kv-cache-memory"
+                f"{pool_bytes / 2**20:.0f} MiB at most; raise {larger}"
             )
         max_num_seqs = seats
     runs = -(-max_model_len // block_size)
@@ -127,5 +129,5 @@ def pool_size(
         return PoolSize(num_blocks, fits, seats, checkpoints, groups)
     raise ValueError(
         f"one sequence of {max_model_len} tokens needs {blocks_of_one * block_bytes / 2**20:.0f} MiB of KV cache, the "
-        f"pool has {num_blocks * block_bytes / 2**20:.0f} MiB; raise --kv-cache-memory or lower --max-model-len"
+        f"pool has {num_blocks * block_bytes / 2**20:.0f} MiB; raise {larger}, or lower --max-model-len"
     )

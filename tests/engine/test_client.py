@@ -375,7 +375,7 @@ async def check_faults(client: EngineClient, expected: Choices) -> None:
 async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     client = EngineClient(config(tmp_path, kv_cache_memory=1024, max_model_len=2048))
     await client.start()
-    with pytest.raises(EngineDead, match="raise --kv-cache-memory or lower --max-model-len"):
+    with pytest.raises(EngineDead, match="raise --kv-cache-memory, or lower --max-model-len"):
         await client.wait_ready()
     assert client.state == "dead"
     await client.stop()

@@ -142,7 +142,11 @@ def test_bad_prompts_are_refused_and_the_engine_goes_on(llm: LLM, prompt: Any, m
         ({"device": "tpu"}, "device is 'tpu'; it must be auto, cpu or cuda"),
         ({"dtype": "int3"}, "dtype is 'int3'"),
         ({"max_model_len": 100_000}, "max_model_len is 100000; for this model it must be between 2 and 256"),
-        ({"kv_cache_memory": 4096, "max_model_len": 128}, "raise --kv-cache-memory or lower --max-model-len"),
+        ({"kv_cache_memory": 4096, "max_model_len": 128}, "raise --kv-cache-memory, or lower --max-model-len"),
+        (
+            {"kv_cache_memory": None, "gpu_memory_utilization": 0.01, "max_model_len": 128, "device": "cpu"},
+            "raise --gpu-memory-utilization or --kv-cache-memory, or lower --max-model-len",
+        ),
         ({"max_prefill_stall_ms": -5.0}, "max_prefill_stall_ms is -5; it must be 0 or more"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, "less than max_num_seqs"),
         ({"load_format": "gguf"}, "load_format is 'gguf'"),

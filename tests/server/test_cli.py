@@ -42,6 +42,13 @@ def test_module_is_the_same_command() -> None:
     assert ran.stdout == f"headway {headway.__version__}\n"
 
 
+def test_an_interrupt_while_modules_are_imported_ends_it_as_later(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    ran = subprocess.run([sys.executable, "-m", "headway", "serve"], capture_output=True, text=True, env=environment)
+    assert (ran.returncode, ran.stderr) == (130, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -55,6 +62,8 @@ def test_module_is_the_same_command() -> None:
         (["serve", "--kv-cache-dtype", "int2"], "--kv-cache-dtype is 'int2'; choose one of auto, int8"),
         (["serve", "--max-model-len", "0"], "--max-model-len"),
         (["serve", "--max-num-batched-tokens", "4q"], "'4q' is not a number of tokens"),
+        (["serve", "--max-num-batched-tokens", "8"], "--max-num-batched-tokens is 8, less than --max-num-seqs (256)"),
+        (["serve", "--threads", "1000000"], "--threads is 1000000, and this process may use"),
         (["serve", "--quantization", "awq"], "the format of a quantised checkpoint is found without it"),
         (["serve", "--enable-lora"], "LoRA is not supported yet"),
         (["serve", "--api-key", ""], "--api-key: a value is empty"),
