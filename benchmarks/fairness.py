@@ -160,7 +160,7 @@ def table(content: dict[str, Any]) -> str:
         "ttft_p50_ms": "TTFT P50, ms",
         "ttft_p99_ms": "TTFT P99, ms",
         "in_time": "in time, %",
-        "e2e_p99_ms": "E2E P99, ms",
+        "e2e_p99_ms": "E2EL P99, ms",
         "failed": "failed",
         "tokens_per_s": "tokens/s of all",
         "lead": "lead, tokens",

@@ -62,7 +62,7 @@ def verify(flags: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
 
 def table(content: dict[str, Any]) -> str:
     """Markdown: a row for each workload, ratios of predicted to measured; a dash where the sample is too small."""
-    heads = [f"{metric.removesuffix('_ms').upper().replace('E2EL', 'E2E')} {which}" for metric, which in ROWS]
+    heads = [f"{metric.removesuffix('_ms').upper()} {which}" for metric, which in ROWS]
     heads += ["tokens/s", "machine"]
     lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     for name, found in content["workloads"].items():

@@ -21,7 +21,7 @@ from headway.simulator.deployed import Deployed, ServerOptions, deploy
 from headway.simulator.timing import DecodesFirst, OfCachedPrompts
 
 SLOWEST = 0.01  # of the requests are explained, by each metric its own
-METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2E"}
+METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}
 
 
 @dataclass(frozen=True, slots=True)

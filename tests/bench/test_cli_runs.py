@@ -61,7 +61,7 @@ def test_a_run(headway: CommandLine, scripted: ScriptedServer, tmp_path: Path) -
         "TTFT, schedule",
         "TTFT, send",
         "TPOT",
-        "E2E",
+        "E2EL",
         "The client itself",
         "cost per 1M output",
         str(path),

@@ -30,8 +30,8 @@ class Percentile:
 
     @property
     def client_share(self) -> float:
-        """`client_ms` as a share of the value; 0 where there is no value."""
-        return self.client_ms / max(self.value, 1e-6) if self.value is not None else 0.0
+        """How much of the value `client_ms` may be: 1 at most, also of a value of 0; 0 where there is no value."""
+        return min(self.client_ms / max(self.value, 1e-6), 1.0) if self.value is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Summary:
     Args:
         from_schedule, from_send: metric to distribution, latency counted from when a request was due (no
             coordinated omission) and from when it was sent. Keys: ttft_ms, tpot_ms, itl_ms, e2el_ms,
-            normalized_latency_ms (E2E per output token). tpot_ms and itl_ms are the same in both.
+            normalized_latency_ms (E2EL per output token). tpot_ms and itl_ms are the same in both.
         phases_ms: by phase of the server's ledger (where given), plus "queue" and "stall" as sums.
         failures: by kind.
         cancelled: requests that their own clients gave up, as planned; they have not failed.

@@ -58,7 +58,7 @@ STAGES = (
         "scheduling",
         (*QUEUE_PHASES, *STALL, *FAULTS, Phase.SCHEDULE, Phase.KV_TRANSFER),
         "schedule",
-        "fewer, larger steps (speculative decoding), less host work in a step",
+        "less host work in a step, a faster core for the engine process",
     ),
     Stage(
         "prefill",
@@ -72,7 +72,7 @@ STAGES = (
         "decode",
         (Phase.DECODE_COMPUTE,),
         "decode-compute",
-        "fewer bytes of weights (quantisation), several tokens a step (speculative decoding), more bandwidth",
+        "fewer bytes of weights (quantisation), more bandwidth",
     ),
     Stage(
         "sampling",

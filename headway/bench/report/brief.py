@@ -17,7 +17,7 @@ from headway.bench.report.views import part_views, steady_or_whole, tokens_per_s
 from headway.report.parts import Line, Tone
 from headway.report.style import number, plain
 
-LATENCIES = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2el_ms", "E2E"))
+LATENCIES = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2el_ms", "E2EL"))
 SHOWN = (50.0, 90.0, 99.0)
 
 
@@ -160,6 +160,8 @@ def _next(result: RunResult, summaries: Sequence[Summary], claims: Claims) -> st
         return "a lower load or more replicas; --find-max-rate with --goodput finds the highest rate that holds"
     if (found is None or not found.total) and summaries[0].failed > summaries[0].refused:
         return "--verbose shows what failed and how"
+    if (found is None or not found.total) and summaries[0].refused:
+        return "raise the limit that refused requests, or send fewer; --verbose shows which limit"
     if found is None or not found.total:
         objectives = "ttft:500 tpot:100" if summaries[0].tokens.get("output", 0) else "e2el:500"
         return f"add objectives with --goodput {objectives}; --verbose shows all tables, --report FILE.html pictures"

@@ -18,7 +18,7 @@ LABELS = {
     "ttft_ms": "TTFT",
     "tpot_ms": "TPOT",
     "itl_ms": "ITL",
-    "e2el_ms": "E2E",
+    "e2el_ms": "E2EL",
     "request_throughput": "requests/s",
     "output_throughput": "output tokens/s",
     "attainment": "met their objectives",

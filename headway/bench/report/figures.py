@@ -23,8 +23,8 @@ MOST_GROUPS = 8
 
 @style.drawing()
 def latency_cdf(records: Sequence[RequestRecord], whole: Summary | None = None) -> Figure:
-    """Cumulative distributions of TTFT and E2E (from the schedule and from the send), TPOT and ITL; of vectors and
-    scores only of E2E.
+    """Cumulative distributions of TTFT and E2EL (from the schedule and from the send), TPOT and ITL; of vectors and
+    scores only of E2EL.
 
     P50, P90 and P99 are marked on the curves counted from the schedule, as far as `whole`, the summary of these
     records, claims them; without it none is.
@@ -51,7 +51,7 @@ def latency_cdf(records: Sequence[RequestRecord], whole: Summary | None = None) 
 
 @style.drawing()
 def groups_cdf(groups: Mapping[str, Sequence[RequestRecord]]) -> Figure:
-    """TTFT, TPOT and E2E from the schedule, a curve for each group (the first eight): classes, or sides to compare."""
+    """TTFT, TPOT and E2EL from the schedule, a curve for each group (the first eight): classes, or sides to compare."""
     figure, panels = style.new_figure(8.0, 3.2, columns=3, sharey=True)
     of_group = {style.plain(name, 24): Latencies.of(groups[name]) for name in list(groups)[:MOST_GROUPS]}
     views: tuple[tuple[str, Callable[[Latencies], Floats]], ...] = (

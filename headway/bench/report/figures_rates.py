@@ -46,7 +46,7 @@ def load_points(runs: Sequence[Run]) -> list[LoadPoint]:
 
 @style.drawing()
 def latency_against_load(points: Sequence[LoadPoint], load: str = "Request rate (1/s)") -> Figure:
-    """P50, P90 and P99 of TTFT, TPOT and E2E against the load, with their intervals and the objectives; without the
+    """P50, P90 and P99 of TTFT, TPOT and E2EL against the load, with their intervals and the objectives; without the
     latencies that no run has, as of vectors.
     """
     metrics = [each for each in METRICS if any(each[0] in point.summary.from_schedule for point in points)] or METRICS

@@ -37,7 +37,7 @@ def timeline_rows(records: Sequence[RequestRecord]) -> tuple[list[RequestRecord]
 
 
 def slowest(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """The slowest answered requests, by E2E from the schedule, the slowest first."""
+    """The slowest answered requests, by E2EL from the schedule, the slowest first."""
     done = [record for record in samples.sent(records) if record.ok]
     return sorted(done, key=lambda each: each.end_ns - each.scheduled_ns, reverse=True)[:MOST_SLOWEST]
 

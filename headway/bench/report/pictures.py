@@ -52,7 +52,7 @@ def latency_pictures(result: RunResult, whole: Summary) -> list[Picture]:
 
 def tail_pictures(result: RunResult) -> list[Picture]:
     """What the tail is made of: the composition, and the slowest requests one by one."""
-    names = {"e2el": "E2E"} if _of_vectors(result) else NAMES
+    names = {"e2el": "E2EL"} if _of_vectors(result) else NAMES
     slices = {metric: median_and_slowest(result.records, metric) for metric in names}  # type: ignore[arg-type]
     rows = [(f"{name}, {each.name}", each) for metric, name in names.items() for each in slices[metric]]
     return [
@@ -172,7 +172,7 @@ def load_pictures(points: Sequence[LoadPoint], load: str, target: float = 0.99) 
     return [picture for picture in found if of_tokens or picture.name != "throughput-against-latency"]
 
 
-NAMES = {"ttft": "TTFT", "e2el": "E2E"}
+NAMES = {"ttft": "TTFT", "e2el": "E2EL"}
 
 
 def _cdf_caption(whole: Summary) -> str:
@@ -238,7 +238,7 @@ def _slowest_caption(result: RunResult) -> str:
         return "No request was answered."
     due = [(record.scheduled_ns - result.began_ns) / 1e9 for record in rows]
     return (
-        f"The {len(rows)} slowest, by E2E from the schedule; they were due between {number(min(due))} and "
+        f"The {len(rows)} slowest, by E2EL from the schedule; they were due between {number(min(due))} and "
         f"{number(max(due))} s of the run. The parts of a bar are totals per phase; the dot marks the first token."
     )
 

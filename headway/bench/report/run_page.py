@@ -25,10 +25,10 @@ MOST_DETAILED = 3  # runs of a sweep that are shown in full
 
 DEFINITIONS = (
     ("TTFT", "Time to first token: from when a request was due (schedule) or sent (send) to its first token."),
-    ("TPOT", "Time per output token of a request: (E2E - TTFT) / (output tokens - 1)."),
+    ("TPOT", "Time per output token of a request: (E2EL - TTFT) / (output tokens - 1)."),
     ("ITL", "Inter-token latency: the gaps between chunks with tokens, all requests pooled."),
-    ("E2E", "End to end: from when a request was due or sent to its last token."),
-    ("E2E/token", "Normalised latency: E2E divided by the output tokens."),
+    ("E2EL", "End to end: from when a request was due or sent to its last token."),
+    ("E2EL/token", "Normalised latency: E2EL divided by the output tokens."),
     ("schedule", "Latency from when the request was due, including the wait before it was sent."),
     ("send", "Latency without that wait: a server that makes its clients wait looks faster (coordinated omission)."),
     ("tokens", "Counted by the server's usage; if it sends none, chunks are counted, and a note says so."),
@@ -249,7 +249,7 @@ def _subtitle(results: Sequence[RunResult]) -> str:
 def _key_figures(views: Sequence[Summary]) -> tuple[tuple[str, str], ...]:
     view = steady_or_whole(views)
     figures = []
-    for metric, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("e2el_ms", "E2E")):
+    for metric, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("e2el_ms", "E2EL")):
         found = view.from_schedule.get(metric)
         claims = [claim for claim in found.percentiles if claim.value is not None] if found else []
         for claim in [claim for claim in claims if claim.p == 50.0] + claims[-1:][: len(claims) > 1]:

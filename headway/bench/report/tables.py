@@ -43,7 +43,7 @@ VECTOR_RATES = (RATES[0], ("total_token_throughput", "input tokens/s"), *RATES[4
 TOKENS = (("prompt", "prompt tokens"), ("cached", "of them cached"), ("output", "output tokens"))
 
 TOKEN_COLUMNS = (("TTFT P50", "ttft_ms", 50.0), ("TTFT P99", "ttft_ms", 99.0), ("TPOT P99", "tpot_ms", 99.0))
-E2E_COLUMNS = (("E2E P50", "e2el_ms", 50.0), ("E2E P99", "e2el_ms", 99.0))
+E2EL_COLUMNS = (("E2EL P50", "e2el_ms", 50.0), ("E2EL P99", "e2el_ms", 99.0))
 
 
 def overview(summaries: Sequence[Summary]) -> Table:
@@ -191,7 +191,7 @@ def _apart_rows(views: Sequence[Summary]) -> list[Row]:
         ("failed", [_failed_cell(view) for view in views]),
         ("cancelled", [f"{view.cancelled:,}" for view in views]),
     ]
-    for metric, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2el_ms", "E2E")):
+    for metric, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2el_ms", "E2EL")):
         if not any(metric in view.from_schedule for view in views):
             continue
         rows += [(f"{name} P{p:g}, ms", [_claim_cell(view, metric, p) for view in views]) for p in (50.0, 90.0, 99.0)]
@@ -345,7 +345,7 @@ def sweep_table(
     rows = []
     wholes = [summaries[0] for _, summaries in runs]
     of_vectors = any(tokens_per_s(whole)[1] == "input tokens/s" for whole in wholes)
-    shown = E2E_COLUMNS if of_vectors else TOKEN_COLUMNS
+    shown = E2EL_COLUMNS if of_vectors else TOKEN_COLUMNS
     any_failed, any_refused = any(each.failed > each.refused for each in wholes), any(each.refused for each in wholes)
     for at, (result, summaries) in enumerate(runs):
         view = steady_or_whole(summaries)

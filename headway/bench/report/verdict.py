@@ -23,8 +23,8 @@ METRIC_NAMES = {
     "ttft_ms": "TTFT",
     "tpot_ms": "TPOT",
     "itl_ms": "ITL",
-    "e2el_ms": "E2E",
-    "normalized_latency_ms": "E2E/token",
+    "e2el_ms": "E2EL",
+    "normalized_latency_ms": "E2EL/token",
 }
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from headway.bench.measures.client_effect import Delay, is_spoilt, reasons, spoilt
+from headway.bench.measures.numbers import Percentile
 from headway.bench.measures.summary import summarise
 from headway.bench.record import ClientHealth, Failure, FailureKind, RequestRecord, RunResult
 from headway.bench.report import verdict
@@ -81,6 +82,13 @@ def test_the_most_spoilt_figure_comes_first() -> None:
     found = spoilt(summarise(run_with(ClientHealth(loop_lag_ms=late(1.0, 30.0)))).from_schedule)
     shares = [claim.client_share for _, claim in found]
     assert shares == sorted(shares, reverse=True) and found[0][0] == "itl_ms"
+
+
+def test_a_client_can_have_made_all_of_a_figure_and_no_more() -> None:
+    """Tokens that are read together have gaps of 0 between them."""
+    for value, client_ms in ((0.0, 8.0), (2.0, 8.0)):
+        assert Percentile(50.0, value, None, None, client_ms=client_ms).client_share == 1.0
+    assert Percentile(50.0, 0.0, None, None).client_share == 0.0
 
 
 def test_a_load_that_was_not_offered_makes_the_run_not_valid() -> None:

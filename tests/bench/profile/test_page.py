@@ -58,6 +58,7 @@ def test_achieved_and_opportunity_tables():
     assert rows[1][6] == "memory"
     each = result().typical
     found = texts(tables.opportunity_table(each))
+    assert not any("speculative" in text for row in found for text in row), "Headway has none"
     assert [row[0] for row in found[:2]] == ["prefill", "decode"]
     assert found[1][5].startswith("fewer bytes of weights")
     assert len(found) == 8

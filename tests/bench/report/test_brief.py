@@ -55,6 +55,8 @@ def test_refused_requests_are_named_and_leave_the_run_valid() -> None:
     text = " ".join(printed(print_summary, run, summarise_all(run, objectives=OBJECTIVES)).split())
     assert "60 requests refused (20 %): The server kept a limit, for example: HTTP 429: over the limit" in text
     assert "240 of 300 requests answered, 60 refused, in " in text and "requests refused by a limit 60" in text
+    without = {line.label: line.text for line in brief(run, summarise_all(run))}
+    assert without["Next"].startswith("raise the limit that refused requests, or send fewer")
     run.client.reasons.append("the load was not offered")
     assert "Not valid" in lines_of(run)
 

@@ -140,7 +140,7 @@ def test_objectives_are_held_missed_or_undecided(low: float, high: float, word: 
 
 
 def test_objectives_of_classes_carry_their_names() -> None:
-    assert verdict.objectives_in_words({"chat.ttft": 200.0, "e2el": 5000.0}) == "chat TTFT ≤ 200 ms, E2E ≤ 5,000 ms"
+    assert verdict.objectives_in_words({"chat.ttft": 200.0, "e2el": 5000.0}) == "chat TTFT ≤ 200 ms, E2EL ≤ 5,000 ms"
 
 
 def test_a_sweep_names_the_load_up_to_which_objectives_held() -> None:
