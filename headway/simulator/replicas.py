@@ -79,11 +79,12 @@ def _tried(probe: Probe, replicas: int, target: float) -> Trial:
     return trial
 
 
-def replicas_table(found: Replicas, price_per_hour: float | None) -> Table:
+def replicas_table(found: Replicas, price_per_hour: float | None, at_once: bool = False) -> Table:
     """A row for each number of replicas that was tried.
 
     Args:
-        price_per_hour: of one replica.
+        price_per_hour: of one replica; None leaves out what they cost.
+        at_once: all requests came at the start.
     """
     rows = []
     for replicas, trial in sorted(found.trials.items()):
@@ -96,13 +97,16 @@ def replicas_table(found: Replicas, price_per_hour: float | None) -> Table:
                 Cell(f"{trial.share:.2%}", tone),
                 Cell(f"{trial.low:.2%} to {trial.high:.2%}"),
                 Cell(f"{24 * replicas}"),
-                Cell("" if price_per_hour is None else number(24 * replicas * price_per_hour)),
+                *(() if price_per_hour is None else (Cell(number(24 * replicas * price_per_hour)),)),
                 Cell(trial.reason or str(trial.verdict), tone),
             )
         )
-    columns = ("replicas", "seeds", "requests", "met", "95 % interval", "replica-hours a day", "price a day", "")
+    price = () if price_per_hour is None else ("price a day",)
+    columns = ("replicas", "seeds", "requests", "met", "95 % interval", "replica-hours a day", *price, "")
     said = f"{found.target:.1%} of the requests"
     note = f"Smallest number of replicas that meets the objectives for {said}: {found.fewest}."
     if found.fewest is None:
         note = f"No number of replicas was proven to meet the objectives for {said}: {found.reason}."
+    if at_once:
+        note += " All requests came at once; --request-rate gives the load of a day."
     return Table("Replicas", columns, tuple(rows), note=note)

@@ -21,6 +21,7 @@ from headway.bench.reporting import INTERRUPTED, NOT_VALID, Run, check_place, ch
 from headway.bench.runs import Load, Runner, load_of
 from headway.bench.settings import settings_of_load
 from headway.bench.tokens import load_tokenizer
+from headway.bench.workload.arrivals import AllAtOnce
 from headway.bench.workload.build import Workload, build_workload
 from headway.planner.models import names_taken
 from headway.planner.words import letter
@@ -185,7 +186,8 @@ class Simulation(Runner):
             return outcome_of(runs[-1][0], 0.0, self.claims.objectives)
 
         found = fewest_replicas(probe, self.claims.attainment)
-        table = replicas_table(found, self.simulated.claims.price_per_hour)
+        at_once = isinstance(load_of(self.options.workload, self.options.max_concurrency).spec.arrival, AllAtOnce)
+        table = replicas_table(found, self.simulated.claims.price_per_hour, at_once)
         print_table(self.out, table)
         of_fewest = [run for run in runs if run[0].server["replicas"] == found.fewest]
         chosen = (of_fewest or runs)[-1:]
