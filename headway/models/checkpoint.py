@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 import zlib
 from collections.abc import Collection, Iterable, Iterator
@@ -348,6 +349,7 @@ class RandomWeights:
     """
 
     def __init__(self, seed: int, clock: StageClock) -> None:
+        importlib.import_module("torch._prims.rng_prims")  # an engine process puts it off, and a Generator needs it
         generator = torch.Generator().manual_seed(seed)
         self._drawn = torch.randn(DUMMY_POOL, generator=generator) * DUMMY_STD
         self._pools: dict[tuple[torch.dtype, torch.device], Tensor] = {}
