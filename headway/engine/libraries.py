@@ -21,14 +21,14 @@ _LIBRARY = "lib/libtorch.so"  # which needs all others that do not need the inte
 _PUT_OFF = "torch._meta_registrations"
 # The linker loads one library at a time, so those of all others come before torch's, which take it longest.
 _EXTENSIONS = (
-    "msgspec", "numpy", "_asyncio", "_bisect", "_blake2", "_bz2", "_csv", "_ctypes", "_datetime", "_hashlib",
+    "msgspec", "numpy", "asyncio", "_bisect", "_blake2", "_bz2", "_csv", "_ctypes", "_datetime", "_hashlib",
     "_heapq", "_json", "_lzma", "_multiprocessing", "_opcode", "_posixshmem", "_posixsubprocess", "_queue", "_random",
     "_sha512", "_socket", "_ssl", "_struct", "_uuid", "array", "binascii", "cmath", "fcntl", "grp", "mmap", "select",
     "unicodedata", "zlib",
 )  # fmt: skip
 # What torch imports of other packages.
 _OTHERS = (
-    "argparse", "asyncio", "csv", "glob", "gzip", "importlib.metadata", "multiprocessing.connection",
+    "argparse", "csv", "glob", "gzip", "importlib.metadata", "multiprocessing.connection",
     "multiprocessing.spawn", "pickletools", "tarfile", "timeit", "tqdm", "unittest.mock", "urllib.request",
 )  # fmt: skip
 
@@ -48,7 +48,8 @@ def begin_import() -> None:
     """Do what importing torch consists of in the best order, in a process where nobody else uses torch."""
     if "torch" in sys.modules:
         return
-    sys.modules[_PUT_OFF] = _PutOff(_PUT_OFF)
+    if not os.path.exists("/dev/nvidiactl"):  # only the CPU's way was tried without
+        sys.modules[_PUT_OFF] = _PutOff(_PUT_OFF)
     _import(_EXTENSIONS)
     load_libraries()
     _import(_OTHERS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 import zlib
 from collections.abc import Collection, Iterable, Iterator
@@ -11,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -349,9 +349,8 @@ class RandomWeights:
     """
 
     def __init__(self, seed: int, clock: StageClock) -> None:
-        importlib.import_module("torch._prims.rng_prims")  # an engine process puts it off, and a Generator needs it
-        generator = torch.Generator().manual_seed(seed)
-        self._drawn = torch.randn(DUMMY_POOL, generator=generator) * DUMMY_STD
+        drawn = np.random.default_rng(seed).standard_normal(DUMMY_POOL, np.float32)
+        self._drawn = torch.from_numpy(drawn) * DUMMY_STD
         self._pools: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._clock = clock
 
