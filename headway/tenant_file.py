@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.policy.service_class import ClassTable, InvalidEntry
+from headway.policy.service_class import ClassTable, InvalidEntry, entries_of
 from headway.policy.tenants import DEFAULT_TENANT, NO_TENANTS, TenantTable, tenants_of
 from headway.toml_file import HEADER, line_of, parse, read_text
 
@@ -123,18 +123,15 @@ def parse_tenant_file(path: str, text: str) -> TenantFile:
 
 
 def _keys_of(content: Mapping[str, Any], table: TenantTable) -> dict[bytes, Access]:
-    listed = content.get("key", [])
-    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
-        raise InvalidEntry("key must be a list; write [[key]] once for each", "key")
     keys: dict[bytes, Access] = {}
-    for number, given in enumerate(listed):
-        try:
-            digest, access = _key_of(given, table)
-            if digest in keys:
-                raise InvalidEntry("two keys have this sha256; name each once", "sha256")
-        except InvalidEntry as error:
-            raise InvalidEntry(str(error), "key", number, *error.path) from None
+
+    def add(given: Mapping[str, Any]) -> None:
+        digest, access = _key_of(given, table)
+        if digest in keys:
+            raise InvalidEntry("two keys have this sha256; name each once", "sha256")
         keys[digest] = access
+
+    entries_of(content, "key", add)
     return keys
 
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from headway.policy.ledger import Phase, PhaseClock
 from headway.policy.plan import ScheduledSequence, StepPlan, work_of
 from headway.policy.request import Sequence, Status
-from headway.policy.step_time import StepTime, StepWork
+from headway.policy.step_time import StepTimeModel, StepWork
 
 
 class StepTimes(msgspec.Struct, frozen=True, gc=False):
@@ -37,7 +37,7 @@ class Accounting:
         step_time: divides a step among its sequences, and is told how long each step took.
     """
 
-    def __init__(self, step_time: StepTime) -> None:
+    def __init__(self, step_time: StepTimeModel) -> None:
         self.step_time = step_time
         self.queue_reason = Phase.QUEUE_CAPACITY
         self.stall_ns: dict[Phase, int] = {}
@@ -57,35 +57,27 @@ class Accounting:
         sequence.ledger.mark(Phase.TRANSPORT, now)
         self._join_queue(sequence, now)
 
-    def begin_running(self, sequence: Sequence, now: int) -> None:
-        """A waiting sequence was admitted."""
-        self._leave(sequence, now)
-
     def begin_preempted(self, sequence: Sequence, now: int) -> None:
-        self._leave(sequence, now)
+        self.leave(sequence, now)
         if sequence.output_len == 0:
             self._join_queue(sequence, now)
 
-    def finish(self, sequence: Sequence, now: int) -> None:
-        """Close the engine's part of the ledger at `now`."""
-        self._leave(sequence, now)
-
     def _join_queue(self, sequence: Sequence, now: int) -> None:
-        self._queue.run(self.queue_reason, now)
+        self._queue.mark(self.queue_reason, now)
         sequence.clock_marks = self._queue.read()
 
-    def _leave(self, sequence: Sequence, now: int) -> None:
-        """Bring the ledger to `now`, from whichever clock the sequence was on, if any."""
+    def leave(self, sequence: Sequence, now: int) -> None:
+        """A waiting sequence is admitted, or one has ended: bring its ledger to `now`, whichever clock it was on."""
         marks, sequence.clock_marks = sequence.clock_marks, None
         if sequence.status is Status.WAITING:
             if marks is not None:
-                self._queue.run(self.queue_reason, now)
+                self._queue.mark(self.queue_reason, now)
                 self._queue.settle(sequence.ledger, marks)
             elif sequence.preemptions:
                 self._stall(sequence, Phase.DECODE_STALL_PREEMPTED, now)
         elif marks is not None:
             self._on_decode_clock -= 1
-            self._decode.run(Phase.SCHEDULE, now)
+            self._decode.mark(Phase.SCHEDULE, now)
             self._decode.settle(sequence.ledger, marks)
         sequence.ledger.mark(Phase.SCHEDULE, now)
 
@@ -103,13 +95,13 @@ class Accounting:
 
     def queue_stands_at(self, reason: Phase, now: int) -> None:
         """The scheduler stopped admitting for `reason`; the time before was spent on the reason before."""
-        self._queue.run(self.queue_reason, now)
+        self._queue.mark(self.queue_reason, now)
         self.queue_reason = reason
 
     def record_retry(self, running: Iterable[Sequence], began: int, ended: int) -> None:
         """A step failed and was run again in parts in this time, which is lost for everybody in the batch."""
-        self._decode.run(Phase.SCHEDULE, began)
-        self._decode.run(Phase.STEP_RETRY, ended)
+        self._decode.mark(Phase.SCHEDULE, began)
+        self._decode.mark(Phase.STEP_RETRY, ended)
         lost = (ended - began) * self._on_decode_clock
         self.stall_ns[Phase.STEP_RETRY] = self.stall_ns.get(Phase.STEP_RETRY, 0) + lost
         for sequence in running:
@@ -166,11 +158,11 @@ class Accounting:
     def leave_out(self, sequence: Sequence, now: int) -> None:
         """A decoding sequence gets no token in the step that begins."""
         if sequence.clock_marks is not None:
-            self._leave(sequence, now)
+            self.leave(sequence, now)
 
     def _advance_decode_clock(self, work: StepWork, forward: int, times: StepTimes) -> None:
         clock = self._decode
-        clock.run(Phase.SCHEDULE, times.launched_ns)
+        clock.mark(Phase.SCHEDULE, times.launched_ns)
         if work.prefill_tokens and work.decode_tokens:
             prompts = forward  # where they end
             alone = StepWork(decode_tokens=work.decode_tokens, decode_context=work.decode_context)
@@ -180,12 +172,12 @@ class Accounting:
                 prompts = max(compute, int(forward * without_logits))
             self._count_stall(Phase.DECODE_STALL_PREFILL, (prompts - compute) * self._on_decode_clock)
             self._count_stall(Phase.DECODE_STALL_LOGPROBS, (forward - prompts) * self._on_decode_clock)
-            clock.run(Phase.DECODE_COMPUTE, times.launched_ns + compute)
-            clock.run(Phase.DECODE_STALL_PREFILL, times.launched_ns + prompts)
-            clock.run(Phase.DECODE_STALL_LOGPROBS, times.computed_ns)
+            clock.mark(Phase.DECODE_COMPUTE, times.launched_ns + compute)
+            clock.mark(Phase.DECODE_STALL_PREFILL, times.launched_ns + prompts)
+            clock.mark(Phase.DECODE_STALL_LOGPROBS, times.computed_ns)
         else:
-            clock.run(Phase.DECODE_COMPUTE, times.computed_ns)
-        clock.run(Phase.SAMPLING, times.sampled_ns)
+            clock.mark(Phase.DECODE_COMPUTE, times.computed_ns)
+        clock.mark(Phase.SAMPLING, times.sampled_ns)
 
     def _mark_prefill(
         self, sequence: Sequence, item: ScheduledSequence, work: StepWork, forward: int, times: StepTimes

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from headway.policy.plan import StepPlan
 from headway.policy.promises import Outlook
 from headway.policy.request import Sequence
-from headway.policy.step_time import StepTime
+from headway.policy.step_time import StepTimeModel
 
 
 @dataclass(slots=True)
@@ -53,7 +53,9 @@ class Decision:
     predicted_ns: float = 0.0
     took_ns: int = 0
 
-    def note(self, plan: StepPlan, outlook: Outlook, sequences: Mapping[int, Sequence], step_time: StepTime) -> None:
+    def note(
+        self, plan: StepPlan, outlook: Outlook, sequences: Mapping[int, Sequence], step_time: StepTimeModel
+    ) -> None:
         """Note what was put into the plan and why."""
         self.decoding, self.prompt_tokens = plan.work.decode_tokens, plan.work.prefill_tokens
         self.slack_ns, self.left_out = outlook.slack_ns, len(outlook.left_out)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from itertools import chain
 
@@ -118,7 +118,7 @@ class CachedBlocks:
         self.num_protected = self.num_evicted = self.num_cached = 0
         self._used = used
         self.since = array("q", bytes(8 * num_blocks))
-        self._queues: dict[str, Queue] = {}
+        self._queues: defaultdict[str, Queue] = defaultdict(Queue)
         self._protected, self._passed = Queue(), Queue()
         self._is_protected, self._is_passed = bytearray(num_blocks), bytearray(num_blocks)
         self._branches: Counter[int] = Counter()
@@ -157,7 +157,7 @@ class CachedBlocks:
                 self.forget(block)
             if owners[block] != owner:
                 owner = owners[block]
-                add = self._queue_of(owner).add
+                add = self._queues[owner].add
             add(block)
         self._time = time
 
@@ -167,12 +167,6 @@ class CachedBlocks:
         for block in blocks:
             self._is_passed[block] = 1
             self._passed.add(block)
-
-    def _queue_of(self, owner: str) -> Queue:
-        queue = self._queues.get(owner)
-        if queue is None:
-            queue = self._queues[owner] = Queue()
-        return queue
 
     def remove(self, block: int) -> None:
         """A sequence has found the block."""

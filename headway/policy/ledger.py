@@ -81,7 +81,7 @@ class Ledger:
         return self.last_ns - self.began_ns
 
 
-class PhaseClock:
+class PhaseClock(Ledger):
     """Time divided into phases once, for all sequences that spend it in the same way.
 
     Sequences that wait in the queue, or decode in every step, spend the same nanoseconds on the same
@@ -89,17 +89,7 @@ class PhaseClock:
     the difference when it leaves, which costs nothing for the steps between.
     """
 
-    __slots__ = ("now_ns", "phases_ns")
-
-    def __init__(self) -> None:
-        self.now_ns = 0
-        self.phases_ns: dict[Phase, int] = {}
-
-    def run(self, phase: Phase, until_ns: int) -> None:
-        """Everything from the clock's time to `until_ns` was `phase`."""
-        if until_ns > self.now_ns:
-            self.phases_ns[phase] = self.phases_ns.get(phase, 0) + until_ns - self.now_ns
-            self.now_ns = until_ns
+    __slots__ = ()
 
     def read(self) -> dict[Phase, int]:
         return dict(self.phases_ns)

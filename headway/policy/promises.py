@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from headway.policy.fairness import FairSequences
 from headway.policy.request import NEVER, Sequence
-from headway.policy.step_time import StepTime, StepWork
+from headway.policy.step_time import StepTimeModel, StepWork
 
 # A promised prompt is urgent when it would be done only after this share of its time.
 URGENT_SHARE = 0.5
@@ -131,7 +131,7 @@ class Promises:
         is_pressed: one of these needs nearly all of its time.
     """
 
-    def __init__(self, step_time: StepTime, step_tokens: int, known_tokens: Callable[[Sequence], int]) -> None:
+    def __init__(self, step_time: StepTimeModel, step_tokens: int, known_tokens: Callable[[Sequence], int]) -> None:
         self.fair: FairSequences | None = None
         self._step_time = step_time
         self._step_tokens = step_tokens

@@ -7,8 +7,8 @@ of its own past; it reads no clock. Of two servers the one of twice the weight i
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from headway.policy.queue_bound import Queues
 from headway.policy.request import Request
@@ -21,34 +21,32 @@ MOST_OF_MEAN = 1.25
 ALIKE: tuple[float, ...] = ()  # the weights of servers that are alike
 
 
-class Router(Protocol):
+class Router(ABC):
     """Chooses a server."""
 
+    def __init__(self, classes: ClassTable) -> None:
+        self._classes = classes
+
+    @abstractmethod
     def choose(self, request: Request, queues: Sequence[Queues], weights: Sequence[float] = ALIKE) -> int:
         """The number of the server that gets the request, of those whose queues and weights these are."""
 
 
-class RoundRobin:
+class RoundRobin(Router):
     """One after the other, whatever their weights."""
 
-    def __init__(self, classes: ClassTable) -> None:
-        self._next = 0
+    _next = 0
 
     def choose(self, request: Request, queues: Sequence[Queues], weights: Sequence[float] = ALIKE) -> int:
-        """As Router.choose()."""
         chosen = self._next % len(queues)
         self._next = chosen + 1
         return chosen
 
 
-class LeastLoaded:
+class LeastLoaded(Router):
     """Where the fewest choices would be, by weight, and of these where the fewest prompt tokens wait."""
 
-    def __init__(self, classes: ClassTable) -> None:
-        pass
-
     def choose(self, request: Request, queues: Sequence[Queues], weights: Sequence[float] = ALIKE) -> int:
-        """As Router.choose()."""
         loads: list[tuple[float, float]] = [(each.of_all.choices + 1, each.of_all.tokens) for each in queues]
         if weights:
             pairs = zip(loads, weights, strict=True)
@@ -56,18 +54,14 @@ class LeastLoaded:
         return loads.index(min(loads))
 
 
-class PrefixAffinity:
+class PrefixAffinity(Router):
     """Prompts that begin alike go to the same server, whose prefix cache knows them, unless it has too much to do.
 
     Servers are ranked for each beginning by a hash of both (rendezvous hashing, Thaler and Ravishankar, 1998), and the
     first one that is not overloaded gets the request (bounded loads; Mirrokni, Thorup and Zadimoghaddam, 2018).
     """
 
-    def __init__(self, classes: ClassTable) -> None:
-        pass
-
     def choose(self, request: Request, queues: Sequence[Queues], weights: Sequence[float] = ALIKE) -> int:
-        """As Router.choose()."""
         salt = zlib.crc32(request.cache_salt.encode())
         beginning = hash((salt, *request.prompt_token_ids[:PREFIX_TOKENS]))
         weights = weights or [1.0] * len(queues)
@@ -76,17 +70,12 @@ class PrefixAffinity:
         return next((at for at in ranked if queues[at].of_all.choices < most * weights[at]), ranked[0])
 
 
-class ClassAware:
+class ClassAware(Router):
     """Where the fewest prompt tokens wait that would go before it: of its own class and of more urgent ones."""
 
-    def __init__(self, classes: ClassTable) -> None:
-        names = [each.name for each in classes]
-        self._before = {name: names[: rank + 1] for rank, name in enumerate(names)}
-        self._default = classes.default_class.name
-
     def choose(self, request: Request, queues: Sequence[Queues], weights: Sequence[float] = ALIKE) -> int:
-        """As Router.choose()."""
-        before = self._before.get(request.service_class or self._default, list(self._before))
+        names = [each.name for each in self._classes]
+        before = names[: self._classes.rank(request.service_class or self._classes.default_class.name) + 1]
 
         def load(at: int) -> tuple[float, float]:
             of_class, weight = queues[at].of_class, weights[at] if weights else 1.0

@@ -29,8 +29,8 @@ from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.sequences import Sequences
 from headway.policy.slo import SloPolicy
-from headway.policy.step_budget import Budget, BudgetRule, stall_bound
-from headway.policy.step_time import StepTime
+from headway.policy.step_budget import StepBudget
+from headway.policy.step_time import StepTimeModel, StepWork
 from headway.policy.victims import RunningRanks, victims_for
 
 
@@ -39,24 +39,14 @@ class Scheduler(Sequences):
 
     Args:
         step_time: as of Sequences.
-        budget_rule: how much of prompts a step takes; None bounds the stall as `config` says.
 
     Raises:
         ValueError: when the pool cannot hold one sequence of max_model_len.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        blocks: KVBlocks,
-        step_time: StepTime | None = None,
-        budget_rule: BudgetRule | None = None,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, blocks: KVBlocks, step_time: StepTimeModel | None = None) -> None:
         super().__init__(config, blocks, step_time)
-        max_stall_ns = config.max_prefill_stall_ms * 1e6 if config.enable_chunked_prefill else math.inf
-        self._budget_beside = budget_rule or stall_bound(
-            config.max_num_batched_tokens, self.accounting.step_time, max_stall_ns, blocks.block_size
-        )
+        self._max_stall_ns = config.max_prefill_stall_ms * 1e6 if config.enable_chunked_prefill else math.inf
         self._ranks, self._ranks_version = RunningRanks((), {}), -1
         self._evictions: Counter[tuple[str, str]] = Counter()  # until the step before
         self._watermark = config.kept_free(blocks.num_blocks)
@@ -150,6 +140,17 @@ class Scheduler(Sequences):
             self._yield(each, plan, now)
         return slo.outlook(decoding, prompts, urgent, now)
 
+    def _budget_beside(self, decodes: StepWork, slack_ns: float) -> StepBudget:
+        """What a step with these decodes has left for prompts. It may last as long as they have time, or where they
+        have no objective (infinite), prompts may hold them up for max_prefill_stall_ms.
+        """
+        tokens, least = self.config.max_num_batched_tokens - decodes.decode_tokens, self.blocks.block_size
+        step_time = self.accounting.step_time
+        budget = StepBudget(tokens, step_time, self._max_stall_ns, least if math.isinf(slack_ns) else 0)
+        if decodes.decode_tokens:
+            budget.share_with(decodes, slack_ns)
+        return budget
+
     def _leave_out(self, left_out: list[Sequence], decoding: list[Sequence], now: int) -> list[Sequence]:
         """The decoding sequences of this step, less those that are left out."""
         for sequence in left_out:
@@ -215,7 +216,7 @@ class Scheduler(Sequences):
         scheduled = {item.seq_id for item in plan.scheduled}
         return max((s for s in self.running if s.seq_id not in scheduled), key=self.orders.victims)
 
-    def _schedule_prefills(self, plan: StepPlan, budget: Budget, now: int, may_admit: bool) -> None:
+    def _schedule_prefills(self, plan: StepPlan, budget: StepBudget, now: int, may_admit: bool) -> None:
         """Give prompts under way their next chunks; a waiting sequence that comes before one is admitted first."""
         prompts = [sequence for sequence in self.running if not sequence.is_decoding]
         for sequence in prompts if self.fair is None else self.fair.in_turn(prompts):
@@ -226,7 +227,7 @@ class Scheduler(Sequences):
             if sequence.status is Status.RUNNING:
                 self._schedule_chunk(sequence, budget, plan, now)
 
-    def _schedule_chunk(self, sequence: Sequence, budget: Budget, plan: StepPlan, now: int) -> None:
+    def _schedule_chunk(self, sequence: Sequence, budget: StepBudget, plan: StepPlan, now: int) -> None:
         """Give a prompt its next chunk.
 
         There are blocks for it, but where others share what its windows have passed: then these may have to go.
@@ -252,7 +253,7 @@ class Scheduler(Sequences):
         if self.slo is not None:
             self.slo.shares.give_tokens(sequence.service.name, count)
 
-    def _most_of(self, sequence: Sequence, budget: Budget) -> int:
+    def _most_of(self, sequence: Sequence, budget: StepBudget) -> int:
         """Tokens of a prompt that the step may take, as far as there is room."""
         return sequence.num_to_compute if self.slo is None else self.slo.most_tokens(sequence, budget)
 
@@ -357,7 +358,7 @@ class Scheduler(Sequences):
             self._preempt(max(victims or over or self.running, key=self.orders.victims), plan, now)
             growing = [each for each in growing if each[0].status is Status.RUNNING]
 
-    def _admit(self, plan: StepPlan, budget: Budget, now: int, before: Sequence | None = None) -> Phase:
+    def _admit(self, plan: StepPlan, budget: StepBudget, now: int, before: Sequence | None = None) -> Phase:
         """Admit waiting sequences in order, or only those who come `before` another; returns why it stopped."""
         passed: list[Sequence] = []
         is_closed = False  # but for those who fit in their class's share of blocks
@@ -386,7 +387,7 @@ class Scheduler(Sequences):
                 return Phase.QUEUE_BLOCKS
         return Phase.QUEUE_BLOCKS if passed else Phase.QUEUE_POLICY
 
-    def _is_full(self, budget: Budget) -> bool:
+    def _is_full(self, budget: StepBudget) -> bool:
         return len(self.running) >= self.config.max_num_seqs or budget.is_spent
 
     def _candidates(self, most: int | None = None) -> list[Sequence]:

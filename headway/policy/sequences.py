@@ -23,7 +23,7 @@ from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.service_class import ClassTable
 from headway.policy.slo import SloPolicy
-from headway.policy.step_time import StepTime, StepTimeModel
+from headway.policy.step_time import StepTimeModel
 from headway.policy.stopping import finish_reason
 from headway.policy.swap import HostPool
 from headway.policy.waiting import Unserved
@@ -48,7 +48,7 @@ class Sequences:
         ValueError: when the pool cannot hold one sequence of max_model_len.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: KVBlocks, step_time: StepTime | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, blocks: KVBlocks, step_time: StepTimeModel | None = None) -> None:
         if (needed := blocks.most_blocks(config.max_model_len)) > blocks.num_blocks:
             raise ValueError(
                 f"one sequence of max_model_len ({config.max_model_len}) needs {needed} KV blocks, the pool has "
@@ -123,7 +123,7 @@ class Sequences:
             self.finish(sequence, FinishReason.ABORT, now)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: int) -> None:
-        self.accounting.finish(sequence, now)
+        self.accounting.leave(sequence, now)
         if reason is FinishReason.ERROR:
             self.block_manager.withdraw(sequence)
         if self.slo is not None:
@@ -147,7 +147,7 @@ class Sequences:
 
     def _start(self, sequence: Sequence, now: int) -> None:
         """Let a waiting sequence run that has got its blocks."""
-        self.accounting.begin_running(sequence, now)
+        self.accounting.leave(sequence, now)
         self.waiting.remove(sequence)
         sequence.status = Status.RUNNING
         sequence.times_bypassed = 0

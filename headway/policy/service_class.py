@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 MOST_MS = 1e9
 LONGEST_NAME = 64
 WHEN_LATE = ("serve", "refuse")
@@ -29,6 +31,26 @@ class InvalidEntry(ValueError):
     def __init__(self, message: str, *path: str | int) -> None:
         super().__init__(message)
         self.path = path
+
+
+@contextmanager
+def within(*path: str | int) -> Iterator[None]:
+    """Of what is wrong inside, the path goes on from this one."""
+    try:
+        yield
+    except InvalidEntry as error:
+        raise InvalidEntry(str(error), *path, *error.path) from None
+
+
+def entries_of(content: Mapping[str, Any], key: str, make: Callable[[dict[str, Any]], T]) -> list[T]:
+    """What is made of each table of a list in a file. Raises InvalidEntry where it is no list, and as `make`."""
+    listed, found = content.get(key, []), []
+    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+        raise InvalidEntry(f"{key} must be a list; write [[{key}]] once for each", key)
+    for number, entry in enumerate(listed):
+        with within(key, number):
+            found.append(make(entry))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,20 +204,12 @@ def table_of(content: Mapping[str, Any]) -> ClassTable:
     Raises:
         InvalidEntry: a key is unknown, of another type or out of range, or they contradict each other.
     """
-    default, tiers, listed = content.get("default", ""), content.get("service_tiers", {}), content.get("class", [])
+    default, tiers = content.get("default", ""), content.get("service_tiers", {})
     if not isinstance(default, str):
         raise InvalidEntry(f"default is {default!r}; it must be the name of a class", "default")
     if not isinstance(tiers, dict) or not all(isinstance(name, str) for name in tiers.values()):
         raise InvalidEntry("service_tiers must be a table with a class's name for each tier", "service_tiers")
-    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
-        raise InvalidEntry("class must be a list; write [[class]] once for each", "class")
-    classes = []
-    for number, keys in enumerate(listed):
-        try:
-            classes.append(class_of(keys))
-        except InvalidEntry as error:
-            raise InvalidEntry(str(error), "class", number, *error.path) from None
-    return ClassTable(tuple(classes), default, tiers)
+    return ClassTable(tuple(entries_of(content, "class", class_of)), default, tiers)
 
 
 def class_of(keys: Mapping[str, Any]) -> ServiceClass:

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.request import Sequence
 from headway.policy.service_class import ClassTable
-from headway.policy.step_budget import Budget
+from headway.policy.step_budget import StepBudget
 
 _UNBOUNDED = 2**31
 
@@ -66,7 +66,7 @@ class Shares:
             self._prompts = {name for name, count in self.waiting.items() if count}
             self._prompts.update(sequence.service.name for sequence in running if not sequence.is_decoding)
 
-    def tokens_for(self, name: str, budget: Budget) -> int:
+    def tokens_for(self, name: str, budget: StepBudget) -> int:
         """Most prompt tokens that a class may take of what a step has left."""
         if not self._tokens:
             return _UNBOUNDED

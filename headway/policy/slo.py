@@ -25,8 +25,8 @@ from headway.policy.promises import LOOKED_AT, STARVED_SHARE, Outlook, Promises,
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.shares import Shares
-from headway.policy.step_budget import Budget
-from headway.policy.step_time import StepTime, StepWork
+from headway.policy.step_budget import StepBudget
+from headway.policy.step_time import StepTimeModel, StepWork
 from headway.policy.window import Window
 
 WINDOW_LOOKS_AT = 16  # waiting sequences; with more of them an idle engine begins at once
@@ -44,7 +44,7 @@ class SloPolicy:
         self,
         config: SchedulerConfig,
         orders: Orders,
-        step_time: StepTime,
+        step_time: StepTimeModel,
         manager: BlockManager,
         blocks: KVBlocks,
     ) -> None:
@@ -183,7 +183,7 @@ class SloPolicy:
         self._is_crowded = bool(outlook.left_out) or urgent is not None
         return outlook
 
-    def most_tokens(self, sequence: Sequence, budget: Budget) -> int:
+    def most_tokens(self, sequence: Sequence, budget: StepBudget) -> int:
         """Of its prompt in a step that has this left."""
         if not self._config.enable_chunked_prefill:
             return sequence.num_to_compute

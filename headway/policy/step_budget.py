@@ -9,52 +9,12 @@ prompts may make the step longer by `max_stall_ns`, or twice as long where it ta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from headway.policy.step_time import StepTime, StepWork, pairs
+from headway.policy.step_time import StepTimeModel, StepWork, pairs
 
 # Tokens of prompts in a step beside others, until enough steps were measured to know what they cost.
 TOKENS_UNTIL_LEARNT = 32
-
-
-class Budget(Protocol):
-    """What a step has left for prompts."""
-
-    @property
-    def is_spent(self) -> bool:
-        """No prompt gets another token."""
-
-    def fit(self, start: int, wanted: int, with_logits: bool = False) -> int:
-        """How many of `wanted` tokens of a prompt, of which `start` are computed, the step has room for.
-
-        with_logits: each of the tokens costs a row of logits too.
-        """
-
-    def spend(self, start: int, count: int, logit_rows: int = 0) -> None:
-        """`count` tokens of a prompt, of which `start` are computed, are in the step now."""
-
-
-# Makes the budget of a step from the work of those who decode in it, and the nanoseconds that they leave to the step:
-# infinite where they have no objective.
-BudgetRule = Callable[[StepWork, float], Budget]
-
-
-def stall_bound(tokens: int, step_time: StepTime, max_stall_ns: float, least: int) -> BudgetRule:
-    """The rule that a step is as long as those who decode have time, or without an objective that prompts may hold
-    them up for at most `max_stall_ns`; arguments as those of StepBudget.
-    """
-
-    def budget_beside(decodes: StepWork, slack_ns: float = math.inf) -> StepBudget:
-        budget = StepBudget(
-            tokens - decodes.decode_tokens, step_time, max_stall_ns, least if math.isinf(slack_ns) else 0
-        )
-        if decodes.decode_tokens:
-            budget.share_with(decodes, slack_ns)
-        return budget
-
-    return budget_beside
 
 
 @dataclass(slots=True)
@@ -69,7 +29,7 @@ class StepBudget:
     """
 
     tokens: int
-    step_time: StepTime
+    step_time: StepTimeModel
     max_stall_ns: float = math.inf
     least: int = 1
     _stall_ns: float = math.inf  # nanoseconds that may still be added
@@ -89,10 +49,14 @@ class StepBudget:
 
     @property
     def is_spent(self) -> bool:
+        """No prompt gets another token."""
         return self.fit(0, 1) == 0
 
     def fit(self, start: int, wanted: int, with_logits: bool = False) -> int:
-        """As Budget.fit()."""
+        """How many of `wanted` tokens of a prompt, of which `start` are computed, the step has room for.
+
+        with_logits: each of the tokens costs a row of logits too.
+        """
         if math.isinf(self._stall_ns) and not (with_logits and self._shared):
             return min(wanted, self.tokens)
         affordable = self.tokens
@@ -103,7 +67,7 @@ class StepBudget:
         return min(wanted, self.tokens, max(affordable, self.least))
 
     def spend(self, start: int, count: int, logit_rows: int = 0) -> None:
-        """As Budget.spend(); the first prompt of a step waits for later ones."""
+        """`count` tokens of a prompt, of which `start` are computed, are in the step. The first waits for others."""
         self.tokens -= count
         self._stall_ns = max(0.0, self._stall_ns - self.step_time.prefill_ns(count, start, logit_rows > 0))
         self.least = 0

@@ -9,7 +9,6 @@ Identification, 1999, section 11.2). A step makes the model forget only of what 
 from __future__ import annotations
 
 from math import sqrt
-from typing import Protocol
 
 import msgspec
 
@@ -60,43 +59,13 @@ class StepWork(msgspec.Struct, frozen=True, gc=False):
         )
 
 
-class StepTime(Protocol):
-    """How long steps take: what divides a step among its sequences, and bounds the prompts in it."""
-
-    @property
-    def is_trained(self) -> bool:
-        """Enough steps have been measured to predict one."""
-
-    @property
-    def knows_logits(self) -> bool:
-        """The cost of a row of logits has been measured."""
-
-    @property
-    def overrun(self) -> float:
-        """How much longer than predicted a step may take: 99 of 100 measured ones took at most this multiple."""
-
-    @property
-    def error(self) -> float:
-        """Mean difference between a step's measured time and the predicted one, of late, as a share of the latter."""
-
-    def observe(self, work: StepWork, duration_ns: int) -> None:
-        """Learn from one measured step."""
-
-    def predict_ns(self, work: StepWork) -> float:
-        """Expected duration of a step in nanoseconds."""
-
-    def prefill_ns(self, count: int, start: int, with_logits: bool = False) -> float:
-        """What `count` tokens of a prompt, after the first `start`, add to a step, in nanoseconds."""
-
-    def prefill_tokens_within(self, duration_ns: float, start: int, with_logits: bool = False) -> int:
-        """Most tokens of a prompt, after the first `start`, that add no more than `duration_ns` to a step."""
-
-    def share_without(self, work: StepWork, without: StepWork) -> float:
-        """Fraction of a step with `work` that a step with only `without` of it would have taken, 0 to 1."""
-
-
 class StepTimeModel:
-    """The StepTime that is learnt from the steps that were run."""
+    """How long steps take: what divides a step among its sequences, and bounds the prompts in it.
+
+    Attributes:
+        overrun: how much longer than predicted a step may take: 99 of 100 measured ones took at most this multiple.
+        error: mean difference between a step's measured time and the predicted one, of late, as a share of the latter.
+    """
 
     def __init__(self) -> None:
         self._milliseconds = [0.0] * len(_PRIOR_VARIANCE)
@@ -107,6 +76,7 @@ class StepTimeModel:
 
     @property
     def is_trained(self) -> bool:
+        """Enough steps have been measured to predict one."""
         return self.steps_seen >= _MIN_STEPS
 
     @property
@@ -170,7 +140,7 @@ class StepTimeModel:
         return token_ns, 1e6 * max(0.0, pair) / _PREFILL_PAIRS
 
     def prefill_ns(self, count: int, start: int, with_logits: bool = False) -> float:
-        """What `count` tokens of a prompt, after the first `start`, add to a step."""
+        """What `count` tokens of a prompt, after the first `start`, add to a step, in nanoseconds."""
         token, pair = self._prefill_costs(with_logits)
         return count * token + pairs(start, count) * pair
 

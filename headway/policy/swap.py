@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from headway.policy.step_time import StepTime
+from headway.policy.step_time import StepTimeModel
 
 
 class BlockSwap(msgspec.Struct, array_like=True, gc=False):
@@ -78,7 +78,7 @@ class HostPool:
             the host was `full`; and the nanoseconds that were predicted for all of these, `recompute_ns` and `copy_ns`.
     """
 
-    def __init__(self, space: SwapSpace, step_time: StepTime) -> None:
+    def __init__(self, space: SwapSpace, step_time: StepTimeModel) -> None:
         self.space = space
         self.swaps: list[BlockSwap] = []
         self.counts: Counter[str] = Counter()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from headway.policy.service_class import LONGEST_NAME, InvalidEntry
+from headway.policy.service_class import LONGEST_NAME, InvalidEntry, entries_of, within
 
 # Whose the requests are that come with a key of --api-key, or with none where none is needed.
 DEFAULT_TENANT = "default"
@@ -97,21 +97,12 @@ def tenants_of(content: Mapping[str, Any]) -> TenantTable:
     Raises:
         InvalidEntry: a key is unknown, of another type or out of range, or two contradict each other.
     """
-    total, listed = content.get("total", {}), content.get("tenant", [])
+    total = content.get("total", {})
     if not isinstance(total, dict):
         raise InvalidEntry("total must be a table; write [total]", "total")
-    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
-        raise InvalidEntry("tenant must be a list; write [[tenant]] once for each", "tenant")
-    tenants = []
-    for number, keys in enumerate(listed):
-        try:
-            tenants.append(Tenant(**{"name": "", **_checked(keys, Tenant, "a tenant")}))
-        except InvalidEntry as error:
-            raise InvalidEntry(str(error), "tenant", number, *error.path) from None
-    try:
+    tenants = entries_of(content, "tenant", lambda keys: Tenant(**{"name": "", **_checked(keys, Tenant, "a tenant")}))
+    with within("total"):
         limits = Limits(**_checked(total, Limits, "the total"))
-    except InvalidEntry as error:
-        raise InvalidEntry(str(error), "total", *error.path) from None
     return TenantTable(tuple(tenants), limits)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.policy.request import NEVER, Sequence
-from headway.policy.step_time import StepTime, StepWork
+from headway.policy.step_time import StepTimeModel, StepWork
 
 # Of the time until the first token is due that a window may take.
 MOST_OF_TIME_LEFT = 0.25
@@ -19,7 +19,7 @@ class Window:
     n * W, which is greatest at half of fixed - work - n / rate.
     """
 
-    def __init__(self, step_time: StepTime) -> None:
+    def __init__(self, step_time: StepTimeModel) -> None:
         self._step_time = step_time
         self._last_arrival_ns = 0
         self._gap_ns = 0.0  # between requests, of late

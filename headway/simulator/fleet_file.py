@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import Any
 
-from headway.policy.service_class import InvalidEntry
+from headway.policy.service_class import InvalidEntry, entries_of, within
 from headway.simulator.changes import Changes, change
 from headway.simulator.fleet import ROLES, Failure
 from headway.simulator.members import Kind
@@ -69,36 +69,22 @@ def read_fleet_file(path: str) -> FleetFile:
 
 
 def _file_of(path: str, content: Mapping[str, Any]) -> FleetFile:
-    kinds = tuple(_entries(content, "replica", _kind))
+    kinds = tuple(entries_of(content, "replica", _kind))
     if not kinds:
         raise InvalidEntry("there are no replicas; write [[replica]] once for each kind", "replica")
     roles = {kind.role for kind in kinds}
     if roles != {""} and roles != set(ROLES):
         raise InvalidEntry("some replicas have a role; give all of them one, and each role to some", "replica", 0)
     count = sum(kind.count for kind in kinds)
-    failures = _entries(content, "failure", partial(_failure, count))
+    failures = entries_of(content, "failure", partial(_failure, count))
     random = content.get("random_failures", {})
     if not isinstance(random, dict):
         raise InvalidEntry("random_failures must be a table; write [random_failures]", "random_failures")
-    try:
+    with within("random_failures"):
         _check_keys(random, ("every_s", "down_s"), "random_failures")
         every_s = _number(random, "every_s", 1e-3) if random else None
         down_s = _number(random, "down_s", 0.0) if random else 0.0
-    except InvalidEntry as error:
-        raise InvalidEntry(str(error), "random_failures", *error.path) from None
     return FleetFile(kinds, tuple(sorted(failures, key=lambda each: each[1])), every_s, down_s, path)
-
-
-def _entries(content: Mapping[str, Any], key: str, make: Callable[[dict[str, Any]], Any]) -> list[Any]:
-    listed, found = content.get(key, []), []
-    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
-        raise InvalidEntry(f"{key} must be a list; write [[{key}]] once for each", key)
-    for number, entry in enumerate(listed):
-        try:
-            found.append(make(entry))
-        except InvalidEntry as error:
-            raise InvalidEntry(str(error), key, number, *error.path) from None
-    return found
 
 
 def _kind(entry: dict[str, Any]) -> Kind:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from headway.policy.accounting import StepTimes
 from headway.policy.plan import ScheduledSequence, StepPlan, work_of
 from headway.policy.recording import Arrival, End, Item, Step
-from headway.policy.step_time import StepTime, StepWork
+from headway.policy.step_time import StepTimeModel, StepWork
 from headway.simulator.recording import Recording
 
 Floats = npt.NDArray[np.float64]
@@ -77,11 +77,9 @@ class Learnt:
         return cls(between, forward, sampling, spread, np.random.default_rng(seed))
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
-        """As Timing.times()."""
         return self._times(plan.work, len(plan.scheduled), now)
 
     def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
-        """As DecodeTiming.decode_times()."""
         return self._times(work, work.decode_tokens, now)
 
     def _times(self, work: StepWork, count: int, now: int) -> StepTimes:
@@ -108,7 +106,7 @@ class Learnt:
         return sum(step.between_ns + step.forward_ns + step.sampling_ns for step in steps) / said
 
 
-def teach(step_time: StepTime, steps: list[RecordedStep]) -> None:
+def teach(step_time: StepTimeModel, steps: list[RecordedStep]) -> None:
     """Let a scheduler's own model of steps know what it knew in the engine that recorded them."""
     for step in steps:
         step_time.observe(step.work, step.forward_ns)

@@ -16,7 +16,7 @@ _numbers = itertools.count()
 
 @dataclass
 class Exact:
-    """A StepTime of known coefficients, in milliseconds; attention costs nothing."""
+    """A StepTimeModel of known coefficients, in milliseconds; attention costs nothing."""
 
     fixed: float = 10.0
     token: float = 1.0

@@ -27,8 +27,7 @@ from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.service_class import BUILT_IN, ClassTable, ServiceClass
 from headway.policy.sizing import pool_size
-from headway.policy.step_budget import BudgetRule
-from headway.policy.step_time import StepTime, StepWork
+from headway.policy.step_time import StepTimeModel, StepWork
 from headway.policy.swap import NO_SWAP, SwapSpace
 
 VOCAB_SIZE = 1000
@@ -216,8 +215,7 @@ class Simulation:
     classes: ClassTable = BUILT_IN
     swap: SwapSpace = NO_SWAP
     longest_step_ns: int = 10_000
-    step_time: StepTime | None = None
-    budget_rule: BudgetRule | None = None
+    step_time: StepTimeModel | None = None
     limits: QueueLimits = field(default_factory=QueueLimits)
     message_ns: int = 1_000
     rng: random.Random = field(default_factory=lambda: random.Random(0))
@@ -254,7 +252,7 @@ class Simulation:
         self.executor = FakeExecutor(self.block_size, self.num_checkpoints is not None, groups)
 
     def make_scheduler(self, config: SchedulerConfig, blocks: KVBlocks) -> Scheduler:
-        return Scheduler(config, blocks, self.step_time, self.budget_rule)
+        return Scheduler(config, blocks, self.step_time)
 
     def submit_choices(self, prompt: list[int], max_tokens: int, **options: Any) -> list[Sequence]:
         """Take a request in as the server and the engine do; its choices, none where the queue is full."""

@@ -37,10 +37,10 @@ def test_phases_sum_to_the_last_mark(marks: list[tuple[Phase, int]]) -> None:
 
 def test_a_clock_gives_each_ledger_what_passed_since_it_joined() -> None:
     clock, ledger = PhaseClock(), Ledger(40)
-    clock.run(Phase.QUEUE_BLOCKS, 40)
+    clock.mark(Phase.QUEUE_BLOCKS, 40)
     since = clock.read()
-    clock.run(Phase.QUEUE_BLOCKS, 55)
-    clock.run(Phase.QUEUE_CAPACITY, 60)
+    clock.mark(Phase.QUEUE_BLOCKS, 55)
+    clock.mark(Phase.QUEUE_CAPACITY, 60)
     clock.settle(ledger, since)
     assert ledger.phases_ns == {Phase.QUEUE_BLOCKS: 15, Phase.QUEUE_CAPACITY: 5}
     assert ledger.last_ns == 60
@@ -152,7 +152,7 @@ def divided(chunks: list[int], logit_rows: list[int]) -> tuple[Accounting, list[
     plan = StepPlan(scheduled, work=work_of(scheduled))
     whole = linear_time(plan.work)
     accounting.record_step(sequences, plan, [], StepTimes(10, 10 + whole, 10 + whole + 5))
-    accounting.finish(decoder, 10 + whole + 5)
+    accounting.leave(decoder, 10 + whole + 5)
     for sequence in sequences:
         assert sequence.ledger.last_ns == 10 + whole + 5
         check_ledger(sequence)

@@ -18,8 +18,6 @@ from headway.policy.plan import StepPlan
 from headway.policy.request import FinishReason, Status
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.step_budget import StepBudget
-from headway.policy.step_time import StepTimeModel, StepWork
 from headway.policy.swap import SwapSpace
 from tests.policy.simulation import Simulation, check_ledger, random_classes, some_pooling
 
@@ -217,22 +215,6 @@ def test_who_comes_back_with_all_of_it_cached_is_made_known_when_it_decodes() ->
     assert sequence.is_decoding and sim.step_sequences() == [sequence]
     sim.run_until_done()
     assert sequence.output_len == 20
-    sim.check_all_closed()
-
-
-def test_the_budget_rule_is_the_one_that_was_handed_over() -> None:
-    asked: list[StepWork] = []
-
-    def two_tokens(decodes: StepWork, slack_ns: float) -> StepBudget:
-        asked.append(decodes)
-        return StepBudget(2, StepTimeModel())
-
-    sim = Simulation(budget_rule=two_tokens)
-    sim.submit(list(range(7)), 3)
-    assert [sim.step()[0].num_tokens for _ in range(4)] == [2, 2, 2, 1]
-    sim.step()
-    assert [work.decode_tokens for work in asked] == [0, 0, 0, 0, 1]
-    sim.run_until_done()
     sim.check_all_closed()
 
 
