@@ -95,6 +95,5 @@ def _batches(app: FastAPI, service: Service) -> Batches | None:
         return None
     post = InProcess(app, lambda: batch_class(service.classes.table)).post
     batches = Batches(Store(settings.data_dir), post, Gaps(service), settings.served_model_names)
-    metrics = service.metrics
-    metrics.registry.register(BatchMetrics(metrics.prefix, metrics.labels, batches))
+    service.metrics.registry.register(BatchMetrics(service.metrics.families, batches))
     return batches

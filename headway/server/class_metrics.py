@@ -13,6 +13,7 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 
 from headway.engine.client import EngineClient
 from headway.policy.service_class import ClassTable
+from headway.server.families import Families
 
 OTHER = "other"
 NS = 1e-9
@@ -27,21 +28,19 @@ class ClassMetrics:
     """Metrics with the label service_class, beside those that count everybody.
 
     Args:
-        labels: names and values of the labels that all metrics have.
         buckets: of times, in seconds.
     """
 
     def __init__(
         self,
         registry: CollectorRegistry,
-        prefix: str,
-        labels: Mapping[str, str],
+        families: Families,
         buckets: tuple[float, ...],
         engine: EngineClient,
     ) -> None:
-        self._labels = labels
+        self._labels, prefix = families.labels, families.prefix
         self.names: tuple[str, ...] = ()
-        by_class = (*labels, "service_class")
+        by_class = (*self._labels, "service_class")
 
         def counter(name: str, text: str, *further: str) -> Counter:
             return Counter(f"{prefix}class_{name}", text, (*by_class, *further), registry=registry)
@@ -57,7 +56,7 @@ class ClassMetrics:
         self._yielded = counter(
             "yielded", "Choices that yielded to those that could still be in time, by reason.", "reason"
         )
-        registry.register(_ClassGauges(prefix, self, engine))
+        registry.register(_ClassGauges(families, self, engine))
         self.gaps = Gaps(prefix, self, buckets)
         registry.register(self.gaps)
 
@@ -67,8 +66,11 @@ class ClassMetrics:
         self._children.clear()
         self.gaps.forget_classes()
 
+    def label_of(self, service_class: str) -> str:
+        return service_class if service_class in self.names else OTHER
+
     def labels_of(self, service_class: str) -> dict[str, str]:
-        return {**self._labels, "service_class": service_class if service_class in self.names else OTHER}
+        return {**self._labels, "service_class": self.label_of(service_class)}
 
     def observe(self, key: str, service_class: str, length_ns: float) -> None:
         """Of ttft, tpot or e2e."""
@@ -116,17 +118,14 @@ class Gaps:
     def add(self, service_class: str, gap_ns: int) -> None:
         row = self._row_of.get(service_class)
         if row is None:
-            label = self._metrics.labels_of(service_class)["service_class"]
+            label = self._metrics.label_of(service_class)
             row = self._row_of[service_class] = self._rows.setdefault(label, [0] * (len(self._names) + 1))
         row[bisect_left(self._bounds_ns, gap_ns)] += 1
         row[-1] += gap_ns
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
-        labels, name, text = (
-            self._metrics.labels_of(""),
-            "inter_token_latency_seconds",
-            "Time between a choice's outputs",
-        )
+        labels, name = self._metrics.labels_of(""), "inter_token_latency_seconds"
+        text = "Time between a choice's outputs"
         by_class = HistogramMetricFamily(f"{self._prefix}class_{name}", f"{text}, by class.", labels=[*labels])
         for label, row in self._rows.items():
             by_class.add_metric([*(labels | {"service_class": label}).values()], *self._histogram(row))
@@ -146,7 +145,7 @@ class Gaps:
 class _ClassGauges:
     """What the engine last said, read when it is scraped."""
 
-    prefix: str
+    families: Families
     metrics: ClassMetrics
     engine: EngineClient
 
@@ -157,11 +156,7 @@ class _ClassGauges:
         yield self._family("class_requests_waiting", "Choices waiting for the batch, by class.", waiting)
 
     def _family(self, name: str, text: str, counts: Mapping[str, int]) -> GaugeMetricFamily:
-        labels = self.metrics.labels_of("")
-        family = GaugeMetricFamily(self.prefix + name, text, labels=[*labels])
-        totals: Counts[str] = Counts(dict.fromkeys(self.metrics.names, 0))
+        totals = Counts({(each,): 0 for each in self.metrics.names})
         for service_class, count in counts.items():
-            totals[self.metrics.labels_of(service_class)["service_class"]] += count
-        for service_class, count in totals.items():
-            family.add_metric([*(labels | {"service_class": service_class}).values()], count)
-        return family
+            totals[(self.metrics.label_of(service_class),)] += count
+        return self.families.gauge(name, text, totals, "service_class")

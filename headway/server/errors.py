@@ -106,35 +106,27 @@ _ELSEWHERE = {
 }
 
 
-def _allowed(error: HTTPException) -> str:
-    methods = (error.headers or {}).get("Allow", "")
-    return f"; use {methods}" if methods else ""
-
-
-def _of_http_exception(request: Request, error: HTTPException) -> Response:
-    path = f"{request.method} {request.url.path}"
+async def _of_http_exception(request: Request, error: Any) -> Response:
+    path, methods = f"{request.method} {request.url.path}", (error.headers or {}).get("Allow", "")
     hint = next((hint for route, hint in _ELSEWHERE.items() if request.url.path.startswith(route)), "")
-    message = {404: f"there is no {path}{hint}", 405: f"{path} is not allowed{_allowed(error)}"}.get(
-        error.status_code, str(error.detail)
-    )
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    message, code = {
+        404: (f"there is no {path}{hint}", "not_found"),
+        405: (f"{path} is not allowed" + (f"; use {methods}" if methods else ""), "method_not_allowed"),
+    }.get(error.status_code, (str(error.detail), None))
     return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+
+
+async def _of_api_error(request: Request, error: Any) -> Response:
+    answer: Response = error.response()
+    return answer
+
+
+async def _of_client_gone(request: Request, error: Any) -> Response:
+    return Response(status_code=499)
 
 
 def install_handlers(app: FastAPI) -> None:
     """Answer errors that routes raise on purpose with an error object; the edge answers all others."""
-
-    async def of_api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return error.response()
-
-    async def of_http_exception(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return _of_http_exception(request, error)
-
-    async def of_client_gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)
-
-    app.add_exception_handler(ApiError, of_api_error)
-    app.add_exception_handler(HTTPException, of_http_exception)
-    app.add_exception_handler(ClientGone, of_client_gone)
+    app.add_exception_handler(ApiError, _of_api_error)
+    app.add_exception_handler(HTTPException, _of_http_exception)
+    app.add_exception_handler(ClientGone, _of_client_gone)

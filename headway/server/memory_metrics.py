@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
@@ -10,6 +10,7 @@ from prometheus_client.core import GaugeMetricFamily
 from headway.engine.client import EngineClient
 from headway.engine.messages import EngineStats
 from headway.server.class_metrics import ClassMetrics
+from headway.server.families import Families
 
 SEVERAL = "several"  # label of blocks that requests of several classes share
 
@@ -18,22 +19,16 @@ class MemoryMetrics:
     """Counts what the engine says of its pool.
 
     Args:
-        labels: names and values of the labels that all metrics have.
         by_class: knows the names of classes.
     """
 
     def __init__(
-        self,
-        registry: CollectorRegistry,
-        prefix: str,
-        labels: Mapping[str, str],
-        by_class: ClassMetrics,
-        engine: EngineClient,
+        self, registry: CollectorRegistry, families: Families, by_class: ClassMetrics, engine: EngineClient
     ) -> None:
-        self._prefix, self._labels, self._by_class, self._engine = prefix, labels, by_class, engine
+        self._families, self._by_class, self._engine, labels = families, by_class, engine, families.labels
 
         def counter(name: str, text: str, *further: str) -> Counter:
-            return Counter(f"{prefix}{name}", text, (*labels, *further), registry=registry)
+            return Counter(families.prefix + name, text, (*labels, *further), registry=registry)
 
         by = "service_class"
         self._queries = counter("class_prefix_cache_queries", "Prompt tokens looked up in the cache, by class.", by)
@@ -51,9 +46,12 @@ class MemoryMetrics:
         }
         registry.register(self)
 
+    def label_of(self, service_class: str) -> str:
+        """The label of a class; of an empty name it is SEVERAL."""
+        return self._by_class.label_of(service_class) if service_class else SEVERAL
+
     def labels_of(self, service_class: str) -> dict[str, str]:
-        """The labels of a class; an empty name is SEVERAL."""
-        return self._by_class.labels_of(service_class) | ({} if service_class else {"service_class": SEVERAL})
+        return {**self._families.labels, "service_class": self.label_of(service_class)}
 
     def on_step(self, stats: EngineStats) -> None:
         for name, count in stats.queries_of_class.items():
@@ -72,37 +70,18 @@ class MemoryMetrics:
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """What the engine last said, read when it is scraped."""
-        stats = self._engine.stats
+        gauge, stats, ready = self._families.gauge, self._engine.stats, self._engine.ready
         protected, watermark = (0, 0) if stats is None else (stats.protected_blocks, stats.watermark_blocks)
-        yield self._gauge("kv_blocks_protected", "Blocks that are evicted last or never.", protected)
-        ready = self._engine.ready
+        yield gauge("kv_blocks_protected", "Blocks that are evicted last or never.", protected)
         left_out = 0 if ready is None else len(ready.left_out)
-        yield self._gauge("preloaded_prompts_left_out", "Preloaded prompts that did not fit.", left_out)
+        yield gauge("preloaded_prompts_left_out", "Preloaded prompts that did not fit.", left_out)
         if ready is not None:
-            about = {
-                "block_size": ready.block_size,
-                "num_gpu_blocks": ready.num_blocks,
-                "cache_dtype": ready.kv_cache_dtype,
-            }
-            yield self._gauge(
-                "cache_config_info", "The KV cache: tokens of a block, blocks, type of its numbers.", 1, about
-            )
-        yield self._gauge("kv_watermark_blocks", "Blocks that admission keeps free.", watermark)
-        used = GaugeMetricFamily(
-            f"{self._prefix}class_kv_blocks_used", "Blocks in use, by class.", labels=[*self.labels_of("")]
-        )
-        totals: dict[str, int] = dict.fromkeys((*self._by_class.names, SEVERAL), 0)
+            text = "The KV cache: tokens of a block, blocks, type of its numbers."
+            about = str(ready.block_size), str(ready.num_blocks), ready.kv_cache_dtype
+            yield gauge("cache_config_info", text, {about: 1}, "block_size", "num_gpu_blocks", "cache_dtype")
+        yield gauge("kv_watermark_blocks", "Blocks that admission keeps free.", watermark)
+        used = dict.fromkeys(((name,) for name in (*self._by_class.names, SEVERAL)), 0)
         for name, count in ({} if stats is None else stats.blocks_of_class).items():
-            label = self.labels_of(name)["service_class"]
-            totals[label] = totals.get(label, 0) + count
-        for label, count in totals.items():
-            used.add_metric([*(self.labels_of("") | {"service_class": label}).values()], count)
-        yield used
-
-    def _gauge(
-        self, name: str, text: str, value: float, further: Mapping[str, object] | None = None
-    ) -> GaugeMetricFamily:
-        labels = {**self._labels, **{key: str(each) for key, each in (further or {}).items()}}
-        family = GaugeMetricFamily(self._prefix + name, text, labels=[*labels])
-        family.add_metric([*labels.values()], value)
-        return family
+            label = (self.label_of(name),)
+            used[label] = used.get(label, 0) + count
+        yield gauge("class_kv_blocks_used", "Blocks in use, by class.", used, "service_class")

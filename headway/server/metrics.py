@@ -17,6 +17,7 @@ from headway.server.class_metrics import ClassMetrics
 from headway.server.classes import Terms
 from headway.server.encoder import Encoder
 from headway.server.errors import ApiError
+from headway.server.families import Families
 from headway.server.memory_metrics import MemoryMetrics
 from headway.server.quotas import TenantQuotas
 from headway.server.tenant_metrics import TenantMetrics
@@ -47,15 +48,12 @@ prometheus_client.disable_created_metrics()
 class _Sums:
     """Counters that others count, read when they are scraped."""
 
-    prefix: str
-    labels: tuple[str, ...]
+    families: Families
     sums: Mapping[str, tuple[str, Callable[[], int]]]
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         for name, (text, value) in self.sums.items():
-            family = CounterMetricFamily(self.prefix + name, text, labels=LABELS)
-            family.add_metric(self.labels, value())
-            yield family
+            yield self.families.counter(name, text, value())
 
 
 class Metrics:
@@ -74,9 +72,9 @@ class Metrics:
         self._gauges(engine)
         self._step_metrics()
         self._request_metrics()
-        self.labels = dict(zip(LABELS, self._labels, strict=True))
-        self.by_class = ClassMetrics(self.registry, prefix, self.labels, SECONDS, engine)
-        self._memory = MemoryMetrics(self.registry, prefix, self.labels, self.by_class, engine)
+        self.families = Families(prefix, dict(zip(LABELS, self._labels, strict=True)))
+        self.by_class = ClassMetrics(self.registry, self.families, SECONDS, engine)
+        self._memory = MemoryMetrics(self.registry, self.families, self.by_class, engine)
         self.by_tenant: TenantMetrics | None = None
         self._steps: list[EngineStats] = []  # not counted yet
         ProcessCollector(registry=self.registry)
@@ -191,7 +189,7 @@ class Metrics:
 
     def add_tenants(self, quotas: TenantQuotas) -> None:
         """Have metrics of tenants from now on."""
-        self.by_tenant = TenantMetrics(self.registry, self.prefix, self.labels, quotas)
+        self.by_tenant = TenantMetrics(self.registry, self.families, quotas)
 
     def add_encoder(self, encoder: Encoder) -> None:
         """Have metrics of the tokenizer's queue from now on."""
@@ -202,7 +200,7 @@ class Metrics:
             "tokenizer_hits": ("Characters of prompts whose token ids were known.", lambda: encoder.known.hits),
             "tokenizer_calls": ("Calls of the tokenizer in a thread.", lambda: encoder.calls),
         }
-        self.registry.register(_Sums(self.prefix, self._labels, sums))
+        self.registry.register(_Sums(self.families, sums))
 
     # --- what happens -------------------------------------------------------------------------------
 

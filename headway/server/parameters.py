@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from headway.policy.intake import fit_to_class, fit_to_context
@@ -14,26 +15,15 @@ from headway.policy.sampling_params import (
 )
 from headway.policy.service_class import ServiceClass
 from headway.server.errors import bad_request
-from headway.server.schemas import ChatBody, CompletionBody
+from headway.server.schemas import ChatBody, CompletionBody, GenerationBody
 from headway.text.tokenizer import TextError
 
 COMPLETION_MAX_TOKENS = 16
-_SAME_NAME = (
-    "temperature",
-    "top_p",
-    "n",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "ignore_eos",
-    "min_tokens",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "prompt_logprobs",
+# Fields that are as they are in SamplingParams.
+_SAME_NAME = tuple(
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in GenerationBody.model_fields and field.name not in ("stop", "logit_bias")
 )
 
 

@@ -1,9 +1,10 @@
-"""The bodies of answers, as the OpenAPI document describes them."""
+"""The bodies of answers, as the OpenAPI document describes them, and routes with what it says of them."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+from fastapi import FastAPI
 from pydantic import BaseModel
 
 from headway.server.errors import ErrorBody
@@ -237,3 +238,35 @@ _EVENT = {
     "required": ["data"],
 }
 EVENT_STREAM = {"content": {"text/event-stream": {"itemSchema": _EVENT}}}
+
+
+def query(name: str, **schema: Any) -> dict[str, Any]:
+    """A parameter of a route, behind its path."""
+    return {"name": name, "in": "query", "schema": {"type": "string", **schema}}
+
+
+def in_path(name: str) -> dict[str, Any]:
+    """A parameter within the path of a route."""
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+def add_route(
+    app: FastAPI,
+    method: str,
+    path: str,
+    handler: Any,
+    answer: type[BaseModel] | dict[str, Any],
+    failures: dict[int | str, dict[str, Any]],
+    more: dict[str, Any] | None = None,
+    in_schema: bool = True,
+) -> None:
+    """Register a route on the app itself: those of a router would be built at their first request.
+
+    Args:
+        answer: its body, or how OpenAPI describes it.
+        failures: see errors().
+        more: further keys of its description.
+        in_schema: it is described.
+    """
+    told = {200: answer if isinstance(answer, dict) else {"model": answer}, **failures}
+    app.add_api_route(path, handler, methods=[method], responses=told, openapi_extra=more, include_in_schema=in_schema)

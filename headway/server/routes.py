@@ -63,83 +63,30 @@ class Routes:
         self._service = service
 
     def add_to(self, app: FastAPI) -> None:
-        """Register every route on the app itself: those of a router would be built at their first request."""
-        add = app.add_api_route
-        add(
-            "/v1/completions",
-            self.completions,
-            methods=["POST"],
-            responses={200: {"model": responses.Completion, **responses.EVENT_STREAM}, **_GENERATING},
-            openapi_extra=responses.json_body(CompletionBody),
-        )
-        add(
-            "/v1/chat/completions",
-            self.chat_completions,
-            methods=["POST"],
-            responses={200: {"model": responses.ChatCompletion, **responses.EVENT_STREAM}, **_GENERATING},
-            openapi_extra=responses.json_body(ChatBody),
-        )
-        add(
-            "/tokenize",
-            self.tokenize,
-            methods=["POST"],
-            responses={200: {"model": responses.Tokens}, **_WORKING},
-            openapi_extra=responses.json_body(TokenizeText, TokenizeChat),
-        )
-        add(
-            "/detokenize",
-            self.detokenize,
-            methods=["POST"],
-            responses={200: {"model": responses.Text}, **_WORKING},
-            openapi_extra=responses.json_body(DetokenizeBody),
-        )
-        self._add_status(app)
-
-    def _add_status(self, app: FastAPI) -> None:
-        add = app.add_api_route
-        add(
-            "/v1/models",
-            self.models,
-            methods=["GET"],
-            responses={200: {"model": responses.ModelList}, **responses.errors(401)},
-        )
-        name = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        add(
-            "/v1/models/{model_id:path}",
-            self.model,
-            methods=["GET"],
-            responses={200: {"model": responses.ModelCard}, **responses.errors(401, 404)},
-            openapi_extra={"parameters": [name]},
-        )
-        add(
-            "/health",
-            self.health,
-            methods=["GET"],
-            responses={200: {"model": responses.Health}, **responses.errors(503)},
-        )
+        add, of_generation, body = partial(responses.add_route, app), responses.EVENT_STREAM, responses.json_body
+        for path, handler, answer, kind in (
+            ("/v1/completions", self.completions, responses.Completion, CompletionBody),
+            ("/v1/chat/completions", self.chat_completions, responses.ChatCompletion, ChatBody),
+        ):
+            add("POST", path, handler, {"model": answer, **of_generation}, _GENERATING, body(kind))
+        add("POST", "/tokenize", self.tokenize, responses.Tokens, _WORKING, body(TokenizeText, TokenizeChat))
+        add("POST", "/detokenize", self.detokenize, responses.Text, _WORKING, body(DetokenizeBody))
+        add("GET", "/v1/models", self.models, responses.ModelList, responses.errors(401))
+        one = {"parameters": [responses.in_path("model_id")]}
+        add("GET", "/v1/models/{model_id:path}", self.model, responses.ModelCard, responses.errors(401, 404), one)
+        add("GET", "/health", self.health, responses.Health, responses.errors(503))
         for method in ("GET", "POST"):  # as SageMaker asks
-            add("/ping", self.health, methods=[method], include_in_schema=False)
-        add("/", self.root, methods=["GET"], include_in_schema=False)
-        add("/version", self.version, methods=["GET"], responses={200: {"model": responses.Version}})
-        add(
-            "/load",
-            self.load,
-            methods=["GET"],
-            responses={200: {"model": responses.Load}, **responses.errors(401)},
-        )
-        steps = {"type": "integer", "minimum": 1, "maximum": DECISIONS_KEPT, "default": 50}
-        forms = {"type": "string", "enum": ["json", "text"], "default": "json"}
-        query = [{"name": name, "in": "query", "schema": form} for name, form in (("steps", steps), ("format", forms))]
-        plain = {"text/plain": {"schema": {"type": "string"}}}
-        add(
-            "/debug/schedule",
-            self.schedule,
-            methods=["GET"],
-            responses={200: {"model": responses.Schedule, "content": plain}, **responses.errors(400, 401, 503)},
-            openapi_extra={"parameters": query},
-        )
-        metrics = {"content": {"text/plain": {"schema": {"type": "string"}}}}
-        add("/metrics", self.metrics, methods=["GET"], response_class=Response, responses={200: metrics})
+            add(method, "/ping", self.health, {}, {}, in_schema=False)
+        add("GET", "/", self.root, {}, {}, in_schema=False)
+        add("GET", "/version", self.version, responses.Version, {})
+        add("GET", "/load", self.load, responses.Load, responses.errors(401))
+        steps = responses.query("steps", type="integer", minimum=1, maximum=DECISIONS_KEPT, default=50)
+        form = responses.query("format", enum=["json", "text"], default="json")
+        plain = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+        failures = responses.errors(400, 401, 503)
+        told = {"model": responses.Schedule, **plain}
+        add("GET", "/debug/schedule", self.schedule, told, failures, {"parameters": [steps, form]})
+        app.add_api_route("/metrics", self.metrics, methods=["GET"], response_class=Response, responses={200: plain})
 
     # --- text generation ----------------------------------------------------------------------------
 

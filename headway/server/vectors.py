@@ -51,14 +51,8 @@ class VectorRoutes:
         ]
         for paths, handler, model, body in routes:
             for path in paths:
-                app.add_api_route(
-                    path,
-                    handler,
-                    methods=["POST"],
-                    responses={200: {"model": model}, **_ERRORS},
-                    openapi_extra=responses.json_body(body),
-                    include_in_schema=path == paths[0],
-                )
+                asked, is_first = responses.json_body(body), path == paths[0]
+                responses.add_route(app, "POST", path, handler, model, _ERRORS, asked, is_first)
 
     async def embeddings(self, request: Request) -> Response:
         service = self._service

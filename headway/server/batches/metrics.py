@@ -3,49 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from headway.server.batches.objects import OPEN
 from headway.server.batches.worker import Batches
+from headway.server.families import Families
 
 RESULTS = ("completed", "failed", "refused")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchMetrics:
-    """A collector of prometheus_client.
+    """A collector of prometheus_client."""
 
-    Args:
-        labels: names and values of the labels that all metrics have.
-    """
-
-    prefix: str
-    labels: Mapping[str, str]
+    families: Families
     batches: Batches
 
     def collect(self) -> Iterable[Metric]:
-        runs = self.batches.runs.values()
-        running = self.batches.gate.inside
-        waiting = max(0, sum(run.left for run in runs) - running)
+        of, runs, running = self.families, self.batches.runs.values(), self.batches.gate.inside
         statuses = Counter(run.batch.status for run in runs)
-        names, values = [*self.labels], [*self.labels.values()]
-        text = "Batches that are not finished, by status."
-        batches = GaugeMetricFamily(f"{self.prefix}batches", text, labels=[*names, "status"])
-        for status in OPEN:
-            batches.add_metric([*values, status], statuses[status])
-        yield batches
-        for name, text, value in (
-            ("batch_requests_running", "Requests of batches in the server.", running),
-            ("batch_requests_waiting", "Requests of batches in progress that are still to be sent.", waiting),
-        ):
-            gauge = GaugeMetricFamily(self.prefix + name, text, labels=names)
-            gauge.add_metric(values, value)
-            yield gauge
+        by_status = {(status,): statuses[status] for status in OPEN}
+        yield of.gauge("batches", "Batches that are not finished, by status.", by_status, "status")
+        yield of.gauge("batch_requests_running", "Requests of batches in the server.", running)
+        waiting = max(0, sum(run.left for run in runs) - running)
+        text = "Requests of batches in progress that are still to be sent."
+        yield of.gauge("batch_requests_waiting", text, waiting)
+        results = {(result,): self.batches.results[result] for result in RESULTS}
         text = "Requests of batches, by result; refused ones are sent again."
-        answered = CounterMetricFamily(f"{self.prefix}batch_requests", text, labels=[*names, "result"])
-        for result in RESULTS:
-            answered.add_metric([*values, result], self.batches.results[result])
-        yield answered
+        yield of.counter("batch_requests", text, results, "result")
