@@ -53,6 +53,7 @@ class LoadedEngine:
     startup_ns: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     kernels: str = ""  # of several that there are, for people
+    block_bytes: int = 0
 
 
 def build_engine(
@@ -137,7 +138,8 @@ def build_engine(
             left_out = core.preload(config.preloaded, config.preload_what_fits)
     if cache is not None:
         cache.keep(model.weights, kernels.named)
-    return LoadedEngine(core, runner, pool.max_model_len, *sizes, str(device), shown, stages.ns, left_out, chosen)
+    about = core, runner, pool.max_model_len, *sizes, str(device), shown
+    return LoadedEngine(*about, stages.ns, left_out, chosen, block_bytes)
 
 
 class _Stages:

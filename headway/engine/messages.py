@@ -79,6 +79,7 @@ class Ready(_Message):
     checkpoints: int | None = None  # slots for states of prefixes; None for a model without recurrent layers
     generates: bool = True  # the model has an output layer
     kernels: str = ""  # which of several were chosen by measuring, for people
+    block_bytes: int = 0  # of a KV block in all layers
 
 
 class Failed(_Message):

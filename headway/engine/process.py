@@ -153,6 +153,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
             None if checkpoints is None else checkpoints.num_slots,
             engine.runner.generates,
             engine.kernels,
+            engine.block_bytes,
         )
     )
     return _step_loop(channel, engine.core, parent)

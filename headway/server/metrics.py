@@ -19,6 +19,7 @@ from headway.server.encoder import Encoder
 from headway.server.errors import ApiError
 from headway.server.families import Families
 from headway.server.memory_metrics import MemoryMetrics
+from headway.server.process_metrics import EngineProcessMetrics
 from headway.server.quotas import TenantQuotas
 from headway.server.tenant_metrics import TenantMetrics
 from headway.server.timings import Stamps
@@ -62,7 +63,7 @@ class Metrics:
     Args:
         prefix: `headway:`, or `vllm:` for dashboards made for vLLM.
         model_name: the value of the label `model_name`.
-        engine: gives `stats` (EngineStats or None) and `num_waiting` when scraped.
+        engine: gives `stats` (EngineStats or None), `num_waiting` and `pid` when scraped.
     """
 
     def __init__(self, prefix: str, model_name: str, engine: Any) -> None:
@@ -78,6 +79,7 @@ class Metrics:
         self.by_tenant: TenantMetrics | None = None
         self._steps: list[EngineStats] = []  # not counted yet
         ProcessCollector(registry=self.registry)
+        EngineProcessMetrics(self.registry, self.families, lambda: engine.pid)
 
     def _gauges(self, engine: Any) -> None:
         def of_stats(name: str) -> Callable[[], float]:
@@ -181,6 +183,9 @@ class Metrics:
             "request_detokenize_time_seconds", "Time to detokenize a choice's tokens.", FINE_SECONDS
         )
         self._queue = self._histogram("request_queue_time_seconds", "Time waiting for the batch.")
+        self._window = self._histogram(
+            "request_batching_window_seconds", "Time that an idle engine waited for more requests; not of others."
+        )
         self._prefill = self._histogram("request_prefill_time_seconds", "Time in the batch before the first token.")
         self._decode = self._histogram("request_decode_time_seconds", "Time in the batch after the first token.")
         self._inference = self._histogram("request_inference_time_seconds", "Time in the batch.")
@@ -299,6 +304,8 @@ class Metrics:
 
         prefill, decode = total(_PREFILL), total(_DECODE)
         self._queue.observe(total(QUEUE_PHASES))
+        if window := total((Phase.QUEUE_WINDOW,)):
+            self._window.observe(window)
         self._prefill.observe(prefill)
         self._decode.observe(decode)
         self._inference.observe(prefill + decode)

@@ -93,6 +93,7 @@ async def test_results_and_timings_come_back(client: EngineClient) -> None:
     assert sum(s.generation_tokens for s in steps) == 16
     assert all(s.step_ns > 0 for s in steps if s.scheduled_tokens)
     assert client.ready is not None and set(client.ready.startup_ns) >= {"import", "kv_allocation", "warm_up", "layout"}
+    assert client.ready.num_blocks == (8 << 20) // client.ready.block_bytes  # of the memory in config()
 
 
 async def test_leaving_a_stream_frees_its_blocks(client: EngineClient) -> None:

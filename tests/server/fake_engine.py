@@ -56,6 +56,7 @@ class FakeEngine:
         self.state = "loading"
         self.last_error = "the engine is not started"
         self.restarts = 0
+        self.pid: int | None = None
         self.stats: EngineStats | None = None
         self.ready: Ready | None = None
         self.max_model_len = 256
@@ -90,7 +91,7 @@ class FakeEngine:
 
     def finish_loading(self) -> None:
         stages = {"storage_read": 5_000_000, "warm_up": 7_000_000}
-        self.ready = Ready(1, stages, 64, 16, self.max_model_len, "cpu", "float32", 256, 64 * 16)
+        self.ready = Ready(1, stages, 64, 16, self.max_model_len, "cpu", "float32", 256, 64 * 16, block_bytes=1000)
         self.state = "ready"
 
     async def wait_ready(self) -> Ready:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import resource
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,6 +220,29 @@ def test_request_of_a_client_that_left_is_an_abort(start_server: StartServer, en
     assert samples(server)["headway:e2e_request_latency_seconds_count"] == 0
 
 
+def test_only_requests_that_waited_in_a_window_count_in_it(start_server: StartServer) -> None:
+    server = start_server()
+    for phases in ({"queue_window": 4_000_000, "queue_capacity": 1_000_000}, {"queue_capacity": 1_000_000}):
+        server.service.metrics._observe_phases(phases)
+    found = samples(server)
+    assert found["headway:request_batching_window_seconds_sum"] == 0.004
+    assert found["headway:request_batching_window_seconds_count"] == 1
+    assert found["headway:request_queue_time_seconds_sum"] == pytest.approx(0.006)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
+def test_the_engine_process_is_told_apart(start_server: StartServer, engine: FakeEngine) -> None:
+    server = start_server()
+    assert not any(name.startswith("headway:engine_cpu") for name in samples(server))  # there is none yet
+    engine.pid = os.getpid()
+    found, usage = samples(server), resource.getrusage(resource.RUSAGE_SELF)
+    assert found["headway:engine_cpu_seconds_total"] == pytest.approx(usage.ru_utime + usage.ru_stime, abs=0.5)
+    resident = found["process_resident_memory_bytes"]
+    assert found["headway:engine_resident_memory_bytes"] == pytest.approx(resident, rel=0.05)
+    assert found["headway:engine_page_faults_total minor"] == pytest.approx(usage.ru_minflt, rel=0.05)
+    assert found["headway:engine_page_faults_total major"] == pytest.approx(usage.ru_majflt, abs=100)
+
+
 def test_gauges_follow_the_engine(start_server: StartServer, engine: FakeEngine) -> None:
     server = start_server()
     assert samples(server)["headway:num_requests_running"] == 0
@@ -252,6 +278,7 @@ def test_the_pool_is_told_by_class(start_server: StartServer, engine: FakeEngine
     server.service.metrics.on_step(stats)
     engine.stats = stats
     found = samples(server)
+    assert (found["headway:kv_cache_used_bytes"], found["headway:kv_blocks_free"]) == (12_000, 64 - 12)
     assert found["headway:kv_evictions_total age offline"] == 3
     assert found["headway:kv_evictions_total lent offline"] == 1
     assert found["headway:kv_evictions_total age other"] == 2
