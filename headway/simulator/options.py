@@ -22,6 +22,9 @@ CHARACTERS = 4  # per token, without a tokenizer
 _workload, _load = functools.partial(Flag, panel="Workload"), functools.partial(Flag, panel="Load")
 _fleet = functools.partial(Flag, panel="Fleet")
 _other = functools.partial(Flag, panel="What if")
+MaxConcurrency = Annotated[
+    int | None, _load("Without a rate: clients of a closed loop. With a rate: limit of requests in flight.", min=1)
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,7 @@ class SimulateOptions:
         str | None,
         _workload(f"Tokenizer that measures texts. Default: {CHARACTERS} characters per token."),
     ] = None
-    max_concurrency: Annotated[
-        int | None, _load("Without a rate: clients of a closed loop. With a rate: limit of requests in flight.", min=1)
-    ] = None
+    max_concurrency: MaxConcurrency = None
     find_max_rate: Annotated[bool, _load("Find the highest rate that meets --goodput.", "--find-max-rate")] = False
     max_search_seconds: Annotated[float, _load("Seconds after which --find-max-rate starts no further run.", min=1)] = (
         3600.0
@@ -140,19 +141,10 @@ class VerifyOptions:
         str | None,
         Flag("Folder of a checkpoint, or a Hugging Face id; default: the bundled model.", positional=True),
     ] = None
-    max_concurrency: Annotated[
-        int | None,
-        Flag(
-            "Without a rate: clients of a closed loop. With a rate: limit of requests in flight.", panel="Load", min=1
-        ),
-    ] = None
+    max_concurrency: MaxConcurrency = None
     rounds: Annotated[
         int,
-        Flag(
-            "Measured runs. Each lies between two runs to learn from; more rounds make intervals smaller.",
-            panel="Load",
-            min=1,
-        ),
+        _load("Measured runs. Each lies between two runs to learn from; more rounds make intervals smaller.", min=1),
     ] = 1
     ready_timeout_s: Annotated[
         float, Flag("Seconds for the model to load.", "--ready-timeout", panel="Deployment", min=1)

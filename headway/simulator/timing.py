@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,11 +47,9 @@ class Fixed:
     step_ns: int
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
-        """As Timing.times()."""
         return StepTimes(now, now + self.step_ns, now + self.step_ns)
 
     def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
-        """As DecodeTiming.decode_times()."""
         return StepTimes(now, now + self.step_ns, now + self.step_ns)
 
 
@@ -72,11 +71,10 @@ class Predicted:
         self._windows = sorted({window for window in windows if window is not None})
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
-        """As Timing.times(). The host's time comes before the step is launched."""
+        """The host's time comes before the step is launched."""
         return self._times(tuple(self.chunks(plan.scheduled)), now)
 
     def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
-        """As DecodeTiming.decode_times()."""
         if self._windows:
             return self._times(tuple(self._decodes(contexts())), now)
         count = work.decode_tokens
@@ -122,56 +120,49 @@ def _decodes_of(count: int, context: int) -> Chunk:
     return Chunk(1, round(context / count / CONTEXT) * CONTEXT, 1, count)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodesFirst:
+@dataclass(slots=True)
+class _Otherwise(ABC):
+    """Steps take as long as `timing` says of steps with other prompts in them."""
+
+    timing: DecodeTiming
+
+    @abstractmethod
+    def _parts(self, plan: StepPlan) -> list[ScheduledSequence]:
+        """What takes time."""
+
+    def times(self, plan: StepPlan, now: int) -> StepTimes:
+        parts = self._parts(plan)
+        return self.timing.times(replace(plan, scheduled=parts, work=work_of(parts)), now)
+
+    def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
+        return self.timing.decode_times(work, contexts, now)
+
+
+class DecodesFirst(_Otherwise):
     """Nobody waits for another's prompt: a step takes as long as its decodes alone, or as its longest prompt chunk."""
 
-    timing: DecodeTiming
-
-    def times(self, plan: StepPlan, now: int) -> StepTimes:
-        """As Timing.times()."""
+    def _parts(self, plan: StepPlan) -> list[ScheduledSequence]:
         decodes = [item for item in plan.scheduled if item.decoding]
-        alone = decodes or [max(plan.scheduled, key=lambda item: item.num_tokens)]
-        return self.timing.times(replace(plan, scheduled=alone, work=work_of(alone)), now)
-
-    def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
-        """As DecodeTiming.decode_times()."""
-        return self.timing.decode_times(work, contexts, now)
+        return decodes or [max(plan.scheduled, key=lambda item: item.num_tokens)]
 
 
-@dataclass(frozen=True, slots=True)
-class OfCachedPrompts:
+class OfCachedPrompts(_Otherwise):
     """Of each chunk of a prompt only the last token takes time, as if the others were in the prefix cache."""
 
-    timing: DecodeTiming
-
-    def times(self, plan: StepPlan, now: int) -> StepTimes:
-        """As Timing.times()."""
-        items = [item if item.decoding else _last_token(item) for item in plan.scheduled]
-        return self.timing.times(replace(plan, scheduled=items, work=work_of(items)), now)
-
-    def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
-        """As DecodeTiming.decode_times()."""
-        return self.timing.decode_times(work, contexts, now)
+    def _parts(self, plan: StepPlan) -> list[ScheduledSequence]:
+        return [item if item.decoding else _last_token(item) for item in plan.scheduled]
 
 
 @dataclass(slots=True)
-class OfReceivedPrompts:
+class OfReceivedPrompts(_Otherwise):
     """As OfCachedPrompts, of prompts that another server has computed. Those that were preempted are computed here."""
 
-    timing: DecodeTiming
     preempted: set[int] = field(default_factory=set)  # by seq_id
 
-    def times(self, plan: StepPlan, now: int) -> StepTimes:
-        """As Timing.times()."""
+    def _parts(self, plan: StepPlan) -> list[ScheduledSequence]:
         lost = self.preempted
         lost.update(plan.preempted)
-        items = [item if item.decoding or item.seq_id in lost else _last_token(item) for item in plan.scheduled]
-        return self.timing.times(replace(plan, scheduled=items, work=work_of(items)), now)
-
-    def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
-        """As DecodeTiming.decode_times()."""
-        return self.timing.decode_times(work, contexts, now)
+        return [item if item.decoding or item.seq_id in lost else _last_token(item) for item in plan.scheduled]
 
 
 def _last_token(chunk: ScheduledSequence) -> ScheduledSequence:

@@ -1,14 +1,13 @@
 """What would be otherwise: the same workload on a server with other flags, or on one that cannot be had.
 
-`WhatIf` changes flags. A `Counterfactual` takes one cause of slowness away, by a server that cannot be had: what the
+`WhatIf` changes flags. A counterfactual takes one cause of slowness away, by a server that cannot be had: what the
 slowest requests would have been without it says how much of their time is its doing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,18 +17,11 @@ from headway.engine.config import SchedulingOptions
 from headway.report.parts import Cell, Table
 from headway.report.style import number
 from headway.simulator.deployed import Deployed, ServerOptions, deploy
+from headway.simulator.members import Deploy
 from headway.simulator.timing import DecodesFirst, OfCachedPrompts
 
 SLOWEST = 0.01  # of the requests are explained, by each metric its own
 METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}
-
-
-@dataclass(frozen=True, slots=True)
-class Counterfactual:
-    """A server that lacks one cause of slowness."""
-
-    title: str
-    deploy: Callable[[ServerOptions, SchedulingOptions], Deployed]
 
 
 def _never_preempting(server: ServerOptions, scheduling: SchedulingOptions) -> Deployed:
@@ -52,12 +44,13 @@ def _cached(server: ServerOptions, scheduling: SchedulingOptions) -> Deployed:
     return replace(plain, timing=OfCachedPrompts(plain.timing))
 
 
-COUNTERFACTUALS = (
-    Counterfactual("without preemption", _never_preempting),
-    Counterfactual("without others' prompts", _decodes_first),
-    Counterfactual("with every prompt in the prefix cache", _cached),
-    Counterfactual("with twice the KV cache", lambda server, scheduling: deploy(server, scheduling, 2.0)),
-)
+# Servers that lack one cause of slowness each, by their titles.
+COUNTERFACTUALS: dict[str, Deploy] = {
+    "without preemption": _never_preempting,
+    "without others' prompts": _decodes_first,
+    "with every prompt in the prefix cache": _cached,
+    "with twice the KV cache": lambda server, scheduling: deploy(server, scheduling, 2.0),
+}
 
 
 def tail_table(asked: list[RequestRecord], others: dict[str, list[RequestRecord]]) -> Table:

@@ -101,7 +101,7 @@ def test_the_tail_is_explained_by_what_the_same_requests_would_have_been() -> No
     code, said = simulate(*MODEL, *SHORT, *CRAMPED, "--explain-tail", "--no-save-result")
     rows = [line for line in said.splitlines() if line.strip().startswith(("as it was", "with"))]
     assert code == 0 and len(rows) == 1 + len(COUNTERFACTUALS)
-    assert all(each.title in said for each in COUNTERFACTUALS)
+    assert all(title in said for title in COUNTERFACTUALS)
     waits, roomy = (float(row.split()[-3].replace(",", "")) for row in rows[:2])
     assert roomy < 0.1 * waits  # TTFT was mostly waiting for blocks
 
@@ -110,7 +110,7 @@ def test_counterfactual_servers_lack_their_cause_alone() -> None:
     server = ServerOptions(model="llama-3.1-8b", hardware="H100-SXM", max_model_len=2048, kv_cache_memory=10**9)
     scheduling = SchedulingOptions(max_num_seqs=32, scheduling_policy="priority")
     plain = deploy(server, scheduling)
-    made = {each.title: each.deploy(server, scheduling) for each in COUNTERFACTUALS}
+    made = {title: how(server, scheduling) for title, how in COUNTERFACTUALS.items()}
     roomy = made["without preemption"].scheduler
     assert roomy.blocks.num_blocks >= 32 * roomy.blocks.blocks_for(2048) and roomy.orders.displaces == 0
     assert plain.scheduler.orders.displaces > 0
