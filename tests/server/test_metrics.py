@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -241,6 +243,27 @@ def test_the_engine_process_is_told_apart(start_server: StartServer, engine: Fak
     assert found["headway:engine_resident_memory_bytes"] == pytest.approx(resident, rel=0.05)
     assert found["headway:engine_page_faults_total minor"] == pytest.approx(usage.ru_minflt, rel=0.05)
     assert found["headway:engine_page_faults_total major"] == pytest.approx(usage.ru_majflt, abs=100)
+
+
+def test_the_dashboard_shows_metrics_that_exist(start_server: StartServer) -> None:
+    server = start_server()
+    server.post("/v1/completions", prompt="x")
+    text = server.client.get("/metrics").text
+    known = {each.partition("{")[0] for each in text.splitlines() if not each.startswith("#")}
+    # Counters and histograms with further labels have no samples before their first event.
+    known |= {f"{each}{end}" for each in re.findall(r"# TYPE (\S+)", text) for end in ("", "_total", "_bucket")}
+    known |= {
+        "headway:engine_cpu_seconds_total",
+        "headway:engine_resident_memory_bytes",
+        "headway:engine_page_faults_total",
+    }
+    panels = json.loads((Path(__file__).parents[2] / "examples" / "grafana.json").read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels) == 18
+    for panel in panels:
+        for target in panel["targets"]:
+            used = re.findall(r"headway:\w+", target["expr"])
+            assert used and known.issuperset(used), f"{panel['title']}: {set(used) - known}"
+            assert target["expr"].count('model_name=~"$model"') == len(used)
 
 
 def test_gauges_follow_the_engine(start_server: StartServer, engine: FakeEngine) -> None:
