@@ -194,6 +194,8 @@ class Generation:
         """
         self._on_piece = on_piece
         try:
+            if self._aborted is not None:  # while the engine did not know of it yet
+                raise self._aborted
             self._stamp_sent(clock())
             self._leave = self._engine.submit(self._requests, self._take)
             await self._ended.wait()

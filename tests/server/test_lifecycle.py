@@ -20,6 +20,8 @@ import httpx
 import pytest
 
 import headway
+from headway.server.errors import unavailable
+from headway.server.generation import Generation
 from tests.server.live_server import LiveServer, eventually
 
 HERE = Path(__file__).parent
@@ -176,6 +178,23 @@ def test_second_signal_does_not_wait(start: StartProcess) -> None:
     process.popen.terminate()
     assert "shutting_down" in stream.result().text
     assert process.end()[0] == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_on_its_way_to_the_engine_ends_with_the_others(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    enlist = server.service.enlist
+
+    def enlist_at_the_last_moment(generation: Generation) -> None:
+        enlist(generation)
+        generation.abort(unavailable("the server shut down", "shutting_down", 5))
+
+    monkeypatch.setattr(server.service, "enlist", enlist_at_the_last_moment)
+    answer = server.post("/v1/completions", prompt="x", stream=stream)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+    assert server.engine.requests == []
+    eventually(lambda: not server.service.in_flight and not server.service.generations)
 
 
 def test_port_answers_while_the_engine_loads(start: StartProcess) -> None:
