@@ -109,7 +109,10 @@ def _config_as_served(
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
     if quantization not in QUANTIZATIONS:
-        raise ModelError(f"quantization is {quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}")
+        raise ModelError(
+            f"quantization is {quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}; "
+            "the format of a quantised checkpoint is found without it"
+        )
     config = ModelConfig.from_folder(folder)
     if sinks is not None:
         config = config.with_attention_sinks(sinks)

@@ -71,7 +71,10 @@ def test_an_int8_cache_has_room_for_more(tmp_path: Path, dtype: str, element: in
 
 def test_an_unknown_scheme(tmp_path: Path) -> None:
     config = EngineConfig(write_config(tmp_path), quantization="int3", load_format="dummy", device="cpu")
-    message = "quantization is 'int3'; it must be one of none, int8, int8-weight-only, int4"
+    message = (
+        "quantization is 'int3'; it must be one of none, int8, int8-weight-only, int4; "
+        "the format of a quantised checkpoint is found without it"
+    )
     with pytest.raises(ModelError, match=message):
         build_engine(config)
 
