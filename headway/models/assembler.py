@@ -18,7 +18,6 @@ from headway.models.checkpoint import (
 )
 from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import AttentionWeights, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP
-from headway.models.folder import resolve_model as resolve_model
 from headway.models.grouped import expanded, grouped_rows, stacked_groups, with_rows
 from headway.models.latent_attention import LatentWeights
 from headway.models.layer_inputs import LayerEnd, LayerInputs, MLPBesideExperts

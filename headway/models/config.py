@@ -79,8 +79,6 @@ class ModelConfig:
         rms_norm_eps: of norms, those of the residual stream apart (see `residual_eps`).
         rotated: for each layer, whether queries and keys have rotary positions.
         local_rope: of layers with a window, where it is another one.
-    size = 1.0 if shape.kinds else values.positive_number("query_pre_attn_scalar", shape.head_dim)
-    return Multipliers(embedding=shape.hidden**0.5, attention=size**-0.5)
         by_heads: what turns latents into keys and values is a matrix of each head, that of keys the other way round
             (GGUF).
         headless: the checkpoint has no output layer, so nothing can be generated.

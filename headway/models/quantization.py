@@ -165,8 +165,7 @@ def read_packed(values: ConfigValues) -> PackedMatrices | None:
 
 def _awq(section: ConfigValues) -> PackedMatrices:
     _check(section, {"bits": 4})  # where zero_point is false, all zero points are 8 (auto-round)
-    version = section.get("version", "gemm")
-    if str(version).lower() != "gemm":
+    if str(section.get("version", "gemm")).lower() != "gemm":
         raise section.error("version", f"is not supported, only 'gemm' is; {_PLAIN_ONLY}")
     plain = tuple(f"re:.*{re.escape(name)}" for name in _names(section, "modules_to_not_convert"))
     size = _group_size(section)
@@ -174,14 +173,10 @@ def _awq(section: ConfigValues) -> PackedMatrices:
 
 
 def _gptq(section: ConfigValues) -> PackedMatrices:
-    bits = section.get("bits")
-    if bits not in (4, 8):
-        raise section.error("bits", f"is not supported, only 4 and 8 are; {_PLAIN_ONLY}")
+    bits = _one_of(section, "bits", (4, 8))
     if section.get("dynamic"):
         raise section.error("dynamic", f"is not supported; {_PLAIN_ONLY}")
-    layout = section.get("checkpoint_format") or "gptq"
-    if layout not in ("gptq", "gptq_v2"):
-        raise section.error("checkpoint_format", f"is not supported, only gptq and gptq_v2 are; {_PLAIN_ONLY}")
+    layout = _one_of(section, "checkpoint_format", ("gptq", "gptq_v2")) if section.get("checkpoint_format") else "gptq"
     plain = _LEFT_PLAIN[1:] if section.boolean("lm_head") else _LEFT_PLAIN
     size, ordered = _group_size(section), section.boolean("desc_act")
     return PackedMatrices(f"int{bits}-weight-only", plain, layout, size, zero_points=True, ordered=ordered)
@@ -252,11 +247,7 @@ def _in_steps(section: ConfigValues, packed: PackedMatrices) -> bool:
 def _in_groups(weights: ConfigValues, ignored: tuple[str, ...], layout: str) -> PackedMatrices:
     """Whole numbers of which groups or rows share a scale."""
     _check(weights, {"type": "int", "dynamic": False})
-    bits, strategy = weights.get("num_bits"), weights.get("strategy")
-    if bits not in (4, 8):
-        raise weights.error("num_bits", f"is not supported, only 4 and 8 are; {_PLAIN_ONLY}")
-    if strategy not in ("group", "channel"):
-        raise weights.error("strategy", f"is not supported, only group and channel are; {_PLAIN_ONLY}")
+    bits, strategy = _one_of(weights, "num_bits", (4, 8)), _one_of(weights, "strategy", ("group", "channel"))
     if weights.get("actorder") not in (None, False, True, "group", "weight", "static", "dynamic"):
         raise weights.error("actorder", f"is not supported; {_PLAIN_ONLY}")
     return PackedMatrices(
@@ -271,9 +262,7 @@ def _in_groups(weights: ConfigValues, ignored: tuple[str, ...], layout: str) -> 
 
 def _float_quantized(weights: ConfigValues, ignored: tuple[str, ...]) -> PackedMatrices:
     _check(weights, {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False})
-    strategy = weights.get("strategy")
-    if strategy not in ("tensor", "channel", "block"):
-        raise weights.error("strategy", f"is not supported, only tensor, channel and block are; {_PLAIN_ONLY}")
+    strategy = _one_of(weights, "strategy", ("tensor", "channel", "block"))
     rows, columns = _block(weights, "block_structure") if strategy == "block" else (int(strategy == "channel"), None)
     return PackedMatrices("float8-weight-only", ignored, "fp8", columns, block_rows=rows)
 
@@ -300,10 +289,8 @@ def _bitsandbytes(section: ConfigValues) -> PackedMatrices:
     if section.boolean("load_in_8bit"):
         return PackedMatrices("int8-weight-only", layout="llm.int8", scale="SCB")
     _check(section, {"load_in_4bit": True})
-    kind, storage = section.get("bnb_4bit_quant_type"), section.get("bnb_4bit_quant_storage")
-    if kind not in ("nf4", "fp4"):
-        raise section.error("bnb_4bit_quant_type", f"is not supported, only nf4 and fp4 are; {_PLAIN_ONLY}")
-    if storage not in (None, "uint8"):
+    kind = _one_of(section, "bnb_4bit_quant_type", ("nf4", "fp4"))
+    if section.get("bnb_4bit_quant_storage") not in (None, "uint8"):
         raise section.error("bnb_4bit_quant_storage", f"is not supported, only uint8 is; {_PLAIN_ONLY}")
     scheme = "normal4-weight-only" if kind == "nf4" else "float8-weight-only"
     nested = section.boolean("bnb_4bit_use_double_quant")
@@ -353,6 +340,15 @@ def _section(said: Any, source: str, name: str, defaults: Mapping[str, Any] | No
     if not isinstance(said, Mapping):
         raise ModelError(f"{source}: {name} is not a JSON object; correct it")
     return ConfigValues(said, source, defaults or {}, f"{name}.")
+
+
+def _one_of(section: ConfigValues, key: str, known: tuple[Any, ...]) -> Any:
+    value = section.get(key)
+    if value not in known:
+        *others, last = known
+        only = f"{', '.join(map(str, others))} and {last}"
+        raise section.error(key, f"is not supported, only {only} are; {_PLAIN_ONLY}")
+    return value
 
 
 def _check(section: ConfigValues, wanted: Mapping[str, Any]) -> None:

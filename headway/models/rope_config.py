@@ -238,9 +238,7 @@ def _yarn(scaling: ConfigValues, theta: float, dim: int, factor: float, original
 
 def _yarn_attention_factor(scaling: ConfigValues, factor: float) -> float:
     """0.1 * ln(factor) + 1 (YaRN, arXiv:2309.00071, section 3.4); mscale and mscale_all_dim weigh its logarithm."""
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        weights = (scaling.positive_number("mscale"), scaling.positive_number("mscale_all_dim"))
-    else:
+    if not (scaling.get("mscale") and scaling.get("mscale_all_dim")):
         return 0.1 * math.log(factor) + 1.0
-    over, under = (0.1 * weight * math.log(factor) + 1.0 for weight in weights)
+    over, under = (0.1 * scaling.positive_number(key) * math.log(factor) + 1.0 for key in ("mscale", "mscale_all_dim"))
     return over / under

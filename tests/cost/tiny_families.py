@@ -9,31 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    DeepseekV2Config,
     DeepseekV2ForCausalLM,
-    DeepseekV3Config,
     DeepseekV3ForCausalLM,
-    GPTJConfig,
     GPTJForCausalLM,
-    GptOssConfig,
     GptOssForCausalLM,
-    MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
-    Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
-    Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
-    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
-    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
-    "gpt_j": (GPTJConfig, GPTJForCausalLM),
+FAMILIES: dict[str, type[PreTrainedModel]] = {
+    "mixtral": MixtralForCausalLM,
+    "qwen2_moe": Qwen2MoeForCausalLM,
+    "qwen3_moe": Qwen3MoeForCausalLM,
+    "deepseek_v2": DeepseekV2ForCausalLM,
+    "deepseek_v3": DeepseekV3ForCausalLM,
+    "gpt_oss": GptOssForCausalLM,
+    "gpt_j": GPTJForCausalLM,
 }
 
 SIZES = {
@@ -103,8 +96,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def build(case: str) -> PreTrainedModel:
     """A float32 model in eval mode, whose experts run one after the other and whose attention is not fused."""
     family, settings = CASES[case]
-    config_class, model_class = FAMILIES[family]
-    config = config_class(**settings, attn_implementation="eager", experts_implementation="eager")
+    model_class = FAMILIES[family]
+    config = model_class.config_class(**settings, attn_implementation="eager", experts_implementation="eager")
     torch.manual_seed(0)
     model = model_class(config).eval()
     with torch.no_grad():

@@ -118,8 +118,8 @@ def matrices_of(model: Decoder) -> tuple[list[PackedLinear], list[PackedLinear]]
 @functools.cache
 def family(case: str) -> dict[str, Any]:
     name, settings = tiny.CASES[case]
-    config_class, model_class = tiny.FAMILIES[name]
-    described = config_class(**{**tiny.BASE, **settings}).to_dict()
+    model_class = tiny.FAMILIES[name]
+    described = model_class.config_class(**{**tiny.BASE, **settings}).to_dict()
     return {**described, "architectures": [model_class.__name__], "torch_dtype": "bfloat16"}
 
 
