@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import torch
-from torch import Tensor
 
 from headway.kernels.interface import LayerCache
 from headway.policy.swap import BlockSwap, SwapSpace
@@ -55,7 +54,7 @@ class HostBlocks:
         for row, host_block in zip(staged, host_blocks, strict=True):
             row.copy_(self._rows[host_block], non_blocking=True)
         for part, columns in zip(self._parts, staged.split(self._sizes, 1), strict=True):
-            part.index_copy_(0, numbers, _as(part, columns))
+            part.index_copy_(0, numbers, columns.contiguous().view(part.dtype).view(-1, *part.shape[1:]))
 
     @torch.inference_mode()
     def measured(self) -> SwapSpace:
@@ -76,8 +75,3 @@ class HostBlocks:
             self.run([BlockSwap(False, blocks, blocks)])
             times.append(time.monotonic_ns() - began)
         return float(min(times))
-
-
-def _as(part: Tensor, columns: Tensor) -> Tensor:
-    """Bytes of some blocks [n, bytes] as a part of the cache has them."""
-    return columns.contiguous().view(part.dtype).view(-1, *part.shape[1:])

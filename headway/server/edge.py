@@ -132,7 +132,8 @@ class Connection(HttpToolsProtocol):
 
     def reset(self) -> None:
         """Cut the connection, and let the kernel forget what the client has not read."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._fileno())) as same:
+        connection = self.transport.get_extra_info("socket")
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
             same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
@@ -146,10 +147,6 @@ class Connection(HttpToolsProtocol):
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
-
-    def _fileno(self) -> int:
-        fileno: int = self.transport.get_extra_info("socket").fileno()
-        return fileno
 
 
 class Edge:

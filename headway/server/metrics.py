@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -41,6 +41,8 @@ _BROKEN = ("late", "timeout", "error")
 
 _PREFILL = (Phase.PREFILL_COMPUTE, Phase.PREFILL_STALL)
 _DECODE = (Phase.DECODE_COMPUTE, *DECODE_STALLS, Phase.SAMPLING, Phase.SCHEDULE)
+
+M = TypeVar("M", Counter, Gauge)
 
 prometheus_client.disable_created_metrics()
 
@@ -100,18 +102,12 @@ class Metrics:
             of_stats("fairness_bound"),
         )
         self._gauge("engine_restarts", "Restarts of the engine process.", lambda: engine.restarts)
-        self._reloads = Counter(
-            f"{self.prefix}service_class_reloads",
-            "Reloads of the files of classes and tenants, by result.",
-            (*LABELS, "result"),
-            registry=self.registry,
-        )
-        self._startup = Gauge(
-            f"{self.prefix}startup_seconds",
-            "Start-up time by stage.",
-            (*LABELS, "stage"),
-            registry=self.registry,
-        )
+        reloads = "Reloads of the files of classes and tenants, by result."
+        self._reloads = self._by("result", Counter, "service_class_reloads", reloads)
+        self._startup = self._by("stage", Gauge, "startup_seconds", "Start-up time by stage.")
+
+    def _by(self, label: str, kind: type[M], name: str, text: str) -> M:
+        return kind(self.prefix + name, text, (*LABELS, label), registry=self.registry)
 
     def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
         gauge = Gauge(self.prefix + name, text, LABELS, registry=self.registry)
@@ -159,20 +155,11 @@ class Metrics:
             "Measured time of a forward pass / predicted time.",
             RATIOS,
         )
-        self._stall = Counter(
-            f"{self.prefix}stall_seconds",
-            "Time that sequences waited for work of others, by cause.",
-            (*LABELS, "cause"),
-            registry=self.registry,
-        )
+        stalls = "Time that sequences waited for work of others, by cause."
+        self._stall = self._by("cause", Counter, "stall_seconds", stalls)
 
     def _request_metrics(self) -> None:
-        self._success = Counter(
-            f"{self.prefix}request_success",
-            "Choices finished, by reason.",
-            (*LABELS, "finished_reason"),
-            registry=self.registry,
-        )
+        self._success = self._by("finished_reason", Counter, "request_success", "Choices finished, by reason.")
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival until the first token is sent.")
         self._tpot = self._histogram("request_time_per_output_token_seconds", "Mean time per token after the first.")
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival until the last token is sent.")
