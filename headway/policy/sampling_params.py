@@ -130,7 +130,7 @@ class SamplingParams:
         if not isinstance(self.logit_bias, dict | None):
             raise InvalidParameter("logit_bias", f"logit_bias is {_shown(self.logit_bias)}; it must be a dict")
         self.logit_bias = dict(self.logit_bias or {})
-        if self.top_k == -1:
+        if _is_integer(self.top_k) and self.top_k == -1:
             self.top_k = 0
         self._check_integers()
         self._check_reals()

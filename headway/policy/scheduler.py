@@ -234,7 +234,8 @@ class Scheduler(Sequences):
         """
         start, wanted = sequence.num_computed, sequence.num_to_compute
         most = self._most_of(sequence, budget)
-        count = budget.fit(start, most, sequence.logit_rows(start, most) > 0)
+        decodes = sequence.is_decoding  # it goes on, and all before its newest token was in the cache
+        count = budget.fit(start, most, sequence.logit_rows(start, most) > 0, decodes)
         if count == 0 or (count < wanted and not self.config.enable_chunked_prefill):
             return
         if not self.block_manager.extend(sequence, count, plan) and not (
@@ -247,9 +248,9 @@ class Scheduler(Sequences):
         samples = int(count == wanted)
         if sequence.pooling is not None:
             samples, plan.pools = 0, True
-        item = ScheduledSequence(sequence.seq_id, start, chunk, sequence.is_decoding, samples, rows, keeps)
+        item = ScheduledSequence(sequence.seq_id, start, chunk, decodes, samples, rows, keeps)
         plan.scheduled.append(item)
-        budget.spend(start, count, rows)
+        budget.spend(start, count, rows, decodes)
         if self.slo is not None:
             self.slo.shares.give_tokens(sequence.service.name, count)
 

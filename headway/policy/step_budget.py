@@ -52,23 +52,39 @@ class StepBudget:
         """No prompt gets another token."""
         return self.fit(0, 1) == 0
 
-    def fit(self, start: int, wanted: int, with_logits: bool = False) -> int:
+    def fit(self, start: int, wanted: int, with_logits: bool = False, decodes: bool = False) -> int:
         """How many of `wanted` tokens of a prompt, of which `start` are computed, the step has room for.
 
         with_logits: each of the tokens costs a row of logits too.
+        decodes: it is the newest token of a sequence that goes on, with all before it in the cache.
         """
         if math.isinf(self._stall_ns) and not (with_logits and self._shared):
             return min(wanted, self.tokens)
         affordable = self.tokens
-        if not math.isinf(self._stall_ns):
+        if decodes:
+            affordable = int(self._added_ns(_decode(start)) <= self._stall_ns)
+        elif not math.isinf(self._stall_ns):
             affordable = self.step_time.prefill_tokens_within(self._stall_ns, start, with_logits)
         if with_logits and not self.step_time.knows_logits:
             affordable = min(affordable, TOKENS_UNTIL_LEARNT)
         return min(wanted, self.tokens, max(affordable, self.least))
 
-    def spend(self, start: int, count: int, logit_rows: int = 0) -> None:
-        """`count` tokens of a prompt, of which `start` are computed, are in the step. The first waits for others."""
+    def spend(self, start: int, count: int, logit_rows: int = 0, decodes: bool = False) -> None:
+        """`count` tokens of a prompt, or one as of fit(), are in the step. The first sequence waits for the others."""
         self.tokens -= count
-        self._stall_ns = max(0.0, self._stall_ns - self.step_time.prefill_ns(count, start, logit_rows > 0))
+        if decodes:
+            work = _decode(start)
+            added_ns = self._added_ns(work)
+        else:
+            work = StepWork(count, prefill_pairs=pairs(start, count), logit_rows=logit_rows)
+            added_ns = self.step_time.prefill_ns(count, start, logit_rows > 0)
+        self._stall_ns = max(0.0, self._stall_ns - added_ns)
         self.least = 0
-        self.share_with(StepWork(count, prefill_pairs=pairs(start, count), logit_rows=logit_rows))
+        self.share_with(work)
+
+    def _added_ns(self, work: StepWork) -> float:
+        return max(0.0, self.step_time.predict_ns(work) - self.step_time.predict_ns(StepWork()))
+
+
+def _decode(start: int) -> StepWork:
+    return StepWork(decode_tokens=1, decode_context=start + 1)

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headway.policy.decisions import Decision
@@ -393,6 +393,7 @@ def test_without_chunks_a_prompt_does_not_wait_for_the_decodes_beside_it() -> No
 
 
 @settings(max_examples=60)
+@example(31061096, 3.0, 0.1, 8)  # a preempted sequence goes on with one token
 @given(
     st.integers(0, 2**32),
     st.sampled_from([0.1, 1.0, 3.0]),

@@ -13,6 +13,7 @@ from headway.policy.ledger import Phase
 from headway.policy.request import Status
 from headway.policy.step_budget import TOKENS_UNTIL_LEARNT, StepBudget
 from headway.policy.step_time import StepTimeModel, StepWork, pairs
+from tests.policy.exact import MS, Exact
 from tests.policy.simulation import Simulation
 
 FIXED_NS, TOKEN_NS, DECODE_NS, PAIR_NS, ROW_NS = 11e6, 2e6, 1e6, 100.0, 4e6
@@ -55,6 +56,15 @@ def test_prompts_hold_decodes_up_for_no_longer_than_they_may() -> None:
     assert budget.fit(20_000, 500) == 2, "a token far into a prompt reads more keys"
     budget.spend(0, 5)
     assert budget.fit(0, 500) == 0 and budget.is_spent
+
+
+def test_one_that_goes_on_from_the_cache_costs_what_a_decode_costs() -> None:
+    budget = StepBudget(1000, Exact(token=1.0, decode=3.0), max_stall_ns=20 * MS)
+    budget.share_with(StepWork(decode_tokens=1), slack_ns=23 * MS)  # 13 ms alone
+    budget.spend(100, 1, decodes=True)
+    assert budget.fit(0, 500) == 7
+    budget.spend(0, 5)
+    assert budget.fit(0, 1) == 1 and budget.fit(100, 1, decodes=True) == 0
 
 
 def test_where_decodes_take_longer_prompts_may_take_as_long() -> None:
