@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from headway.bench.errors import BenchError
 from headway.bench.measures.compare import compare
 from headway.bench.measures.numbers import Summary
 from headway.bench.measures.summary import summarise_all
@@ -28,10 +29,13 @@ def compare_files(a: Sequence[Path], b: Sequence[Path], report: Path | None = No
     Raises:
         BenchError: a file cannot be read, or the runs cannot be compared.
     """
+    for paths in (a, b):
+        if len({path.resolve() for path in paths}) < len(paths):
+            raise BenchError(f"a file is given twice in {','.join(map(str, paths))}; name each run once")
     sides = [[load_json(path) for path in paths] for paths in (a, b)]
     names = [_name(runs, paths) for runs, paths in zip(sides, (a, b), strict=True)]
     if names[0] == names[1]:
-        names = [str(paths[0]) for paths in (a, b)] if a[0] != b[0] else ["a", "b"]
+        names = [str(a[0]), str(b[0]) if a[0] != b[0] else f"{b[0]} again"]
     comparison = compare(*sides)
     out = Console()
     print_comparison(out, comparison, *names)

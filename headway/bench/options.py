@@ -175,7 +175,7 @@ class Claims:
         _numbers("Percentiles to report.", "--metric-percentiles", parse=percentiles, default="50,90,95,99,99.9"),
     ] = PERCENTILES
     price_per_hour: Annotated[
-        float | None, _numbers("Price of the hardware per hour, to report the cost per token.", min=0)
+        float | None, _numbers("Price of the hardware per hour, to report the cost per token.", min=0, max=1e12)
     ] = None
     attainment: Annotated[
         float,
@@ -256,7 +256,7 @@ class BenchOptions:
     ] = None
     probe_rate: Annotated[
         float | None,
-        _load("Short probe requests per second in addition to the load, reported separately.", min=0.001),
+        _load("Short probe requests per second in addition to the load, reported separately.", min=0.001, max=1e4),
     ] = None
     reuse_prefix_cache: Annotated[
         bool,

@@ -84,17 +84,17 @@ def _only(given: set[str], allowed: set[str], where: str) -> None:
 def _needs(given: set[str], options: BenchOptions) -> None:
     """Refuse flags that say something about another one that was not given."""
     target, output = options.target, options.output
-    for other, there, names in (
-        ("--find-max-rate", options.find_max_rate, ("max_search_seconds", "stall_seconds")),
-        ("--goodput or --mix", options.claims.objectives or options.workload.mix, ("slo_attainment",)),
-        ("--save-result", output.save, ("save_detailed", "csv", "result_dir", "result_filename", "metadata")),
-        ("--save-result or --report", output.save or output.report, ("label",)),
-        ("an https:// address", target.url.startswith("https://"), ("insecure",)),
-        ("an address without --base-url", not target.base_url, ("host", "port")),
+    for when, there, names in (
+        ("with --find-max-rate", options.find_max_rate, ("max_search_seconds", "stall_seconds")),
+        ("with --goodput or --mix", options.claims.objectives or options.workload.mix, ("slo_attainment",)),
+        ("with --save-result", output.save, ("save_detailed", "csv", "result_dir", "result_filename", "metadata")),
+        ("with --save-result or --report", output.save or output.report, ("label",)),
+        ("with an https:// address", target.url.startswith("https://"), ("insecure",)),
+        ("without --base-url", not target.base_url, ("host", "port")),
     ):
         for name in names:
             if name in given and not there:
-                fail(f"--{name.replace('_', '-')} works only with {other}")
+                fail(f"--{name.replace('_', '-')} works only {when}")
     if "request_rate" in given and options.sweep is not None and options.sweep.over == "rate":
         fail("--sweep rate sets the request rates; leave out --request-rate")
 

@@ -242,6 +242,8 @@ def test_comparisons_that_cannot_be(headway: CommandLine, tmp_path: Path) -> Non
     for a, says in ((tmp_path / "none.json", "none.json"), (no_json, "not JSON"), (other, "not a result")):
         assert says in headway("bench", "--compare", a, a, results=False).error()
     assert "--compare" in headway("bench", "--compare", no_json, results=False).error()
+    thrice = ",".join([str(other)] * 3)
+    assert "a file is given twice" in headway("bench", "--compare", thrice, thrice, results=False).error()
     error = headway("bench", "--compare", no_json, no_json, "--num-prompts", 3, results=False).error()
     assert "--num-prompts does not apply to --compare" in error
 

@@ -23,7 +23,7 @@ BAD_ALONE = """
 --header Host=x | leave it out
 --ready-check-timeout-sec -1 | --ready-check-timeout-sec
 --request-timeout 0 | --request-timeout
---request-timeout inf | timeout
+--request-timeout inf | must be a finite number
 --temperature -1 | --temperature
 --temperature nan | --temperature
 --top-k many | --top-k
@@ -67,8 +67,11 @@ BAD_ALONE = """
 --price-per-hour -1 | --price-per-hour
 --max-failed-share 1.5 | --max-failed-share
 --metadata gpu | KEY=VALUE
---base-url http://127.0.0.1:1 --port 8000 | only with an address without --base-url
---base-url http://127.0.0.1:1 --host a | only with an address without --base-url
+--probe-rate inf | --probe-rate
+--price-per-hour inf | --price-per-hour
+--tenant-key a= | the API key is empty
+--base-url http://127.0.0.1:1 --port 8000 | --port works only without --base-url
+--base-url http://127.0.0.1:1 --host a | --host works only without --base-url
 --insecure | only with an https:// address
 --no-save-result --save-detailed | only with --save-result
 --no-save-result --csv | only with --save-result
@@ -87,6 +90,9 @@ BAD_FOR_A_SERVER = """
 --time-scale 2 | --time-scale
 --no-oversample | --no-oversample
 --duration 3 | --num-prompts
+--num-prompts 99999999999 | at most 10,000,000
+--duration 1e9 --request-rate 100 | at most 10,000,000
+--request-rate 1e-300 --num-prompts 2 | raise the rate
 --dataset-name rnadom | random
 --dataset-name azure | --dataset-path
 --dataset-path /tmp | --dataset-path
@@ -115,6 +121,7 @@ BAD_FOR_A_SERVER = """
 --multi-turn-prefix-len 9 | does not apply to --dataset-name random
 --multi-turn-think-s 1 | does not apply to --dataset-name random
 --dataset-name multi_turn --multi-turn-turns few | few
+--dataset-name multi_turn --multi-turn-turns 0 | a mean of 0 is too small
 --dataset-name multi_turn --multi-turn-think-s -1 | -1
 --burstgpt-model a | does not apply to --dataset-name random
 --trace-block-size 9 | does not apply to --dataset-name random

@@ -73,10 +73,11 @@ class Endpoint:
             raise BenchError(f"the endpoint's path is {self.path!r}; it must begin with / and have no blanks")
         for name, seconds in (("timeout", self.timeout_s), ("connect timeout", self.connect_timeout_s)):
             if not 0 < seconds < math.inf:
-                raise BenchError(f"the {name} is {seconds:g} s; it must be a number above 0")
+                raise BenchError(f"the {name} is {seconds:g} s; it must be a finite number above 0")
         for key in (self.api_key, *self.tenant_keys.values()):
             if key is not None and not _is_header_text(key, blanks=False):
-                raise BenchError("the API key has characters that a header cannot carry; give it without blanks")
+                wrong = "has characters that a header cannot carry; give it without blanks" if key else "is empty"
+                raise BenchError(f"the API key {wrong}")
         check_headers(self.headers)
 
     @property

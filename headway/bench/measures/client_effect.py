@@ -110,7 +110,7 @@ def _not_offered(client: ClientHealth, latencies: Latencies) -> str:
         return ""
     return (
         f"the load was not offered: requests were sent up to {late_ms:,.0f} ms late (P99), more than "
-        f"{SPOILT:.0%} of the {span_ms:,.0f} ms in which they were due"
+        f"{100 * SPOILT:.0f} % of the {span_ms:,.0f} ms in which they were due"
     )
 
 
@@ -124,4 +124,4 @@ def _all_spoilt(client: ClientHealth, latencies: Latencies) -> str:
             shares.append(delay.added_ms(metric, "schedule", tokens) / max(float(np.median(known)), 1e-6))
     if not shares or min(shares) <= SPOILT:
         return ""
-    return f"the client may have added {min(shares):.0%} or more to every median latency"
+    return f"the client may have added {100 * min(shares):.0f} % or more to every median latency"

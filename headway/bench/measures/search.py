@@ -206,7 +206,7 @@ class _Search:
                 rate = max(rate / 2, self._floor)
             elif self.above / self.likely.rate <= 1.0 + self._options.tolerance:
                 between = f"{self.likely.rate:.4g} requests/s held and {self.above:.4g} did not"
-                return Stop.PRECISE, f"{between}: closer than {self._options.tolerance:.0%}"
+                return Stop.PRECISE, f"{between}: closer than {100 * self._options.tolerance:.0f} %"
             else:
                 rate = math.sqrt(self.likely.rate * self.above)
 

@@ -149,8 +149,8 @@ def contradictions(trials: Sequence[Trial]) -> list[str]:
     """Where a higher rate did surely better than a lower one: then something else than the rate changed."""
     ordered = sorted((trial for trial in trials if trial.total), key=lambda trial: trial.rate)
     return [
-        f"{lower.share:.2%} met their objectives at {lower.rate:.4g} requests/s, but {higher.share:.2%} at "
-        f"{higher.rate:.4g}: the server or the machine changed between the probes"
+        f"{100 * lower.share:.2f} % met their objectives at {lower.rate:.4g} requests/s, but "
+        f"{100 * higher.share:.2f} % at {higher.rate:.4g}: the server or the machine changed between the probes"
         for i, lower in enumerate(ordered)
         for higher in ordered[i + 1 :]
         if lower.high < higher.low

@@ -163,8 +163,8 @@ def optimisation_opportunities(found: Sequence[Opportunity], each: LengthProfile
     axes.barh(rows, floors, height=0.66, color=style.colour("gray"), label="floor: the least time on this machine")
     axes.barh(rows, wins, left=floors, height=0.66, color=style.colour("orange"), label="largest possible gain")
     for row, o in enumerate(found):
-        share = o.winnable_ms / each.total_ms
-        text = f"{style.number(o.measured_ms)} ms, {style.number(o.winnable_ms)} to win ({share:.0%} of the request)"
+        share = f"{100 * o.winnable_ms / each.total_ms:.0f} % of the request"
+        text = f"{style.number(o.measured_ms)} ms, {style.number(o.winnable_ms)} to win ({share})"
         _beside(axes, o.measured_ms, row, text)
     axes.set_yticks(rows, [BY_KEY[o.stage].label for o in found])
     axes.set_ylim(len(found) - 0.5, -0.5)
@@ -231,7 +231,7 @@ def model_loading(stages: Mapping[str, float], total_s: float) -> Figure:
     rows = range(len(stages))
     axes.barh(rows, list(stages.values()), height=0.66, color=style.colour("blue"))
     for row, seconds in enumerate(stages.values()):
-        share = f" ({seconds / total_s:.0%})" if total_s else ""
+        share = f" ({100 * seconds / total_s:.0f} %)" if total_s else ""
         _beside(axes, seconds, row, f"{style.number(1e3 * seconds)} ms{share}")
     axes.set_yticks(rows, list(stages))
     axes.set_ylim(len(stages) - 0.5, -0.5)

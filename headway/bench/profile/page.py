@@ -69,9 +69,9 @@ def key_figures(result: ProfileResult) -> tuple[tuple[str, str], ...]:
     if "tpot_ms" in each.medians_ms:
         about.insert(1, (f"{number(each.medians_ms['tpot_ms'])} ms", "TPOT"))
     if each.decode:
-        about.append((f"{each.decode.bandwidth_share:.0%}", "of bandwidth in decode"))
+        about.append((f"{100 * each.decode.bandwidth_share:.0f} %", "of bandwidth in decode"))
     if each.prefill:
-        about.append((f"{each.prefill.flops_share:.0%}", f"of FLOP/s in prefill, {of}"))
+        about.append((f"{100 * each.prefill.flops_share:.0f} %", f"of FLOP/s in prefill, {of}"))
     return tuple(about)
 
 

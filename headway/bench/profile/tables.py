@@ -57,7 +57,7 @@ def stage_table(result: ProfileResult) -> Table:
         cells(
             stage.label,
             *(
-                Cell(number(e.stages_ms[stage.key]), detail=f"{e.stages_ms[stage.key] / e.total_ms:.1%}")
+                Cell(number(e.stages_ms[stage.key]), detail=f"{100 * e.stages_ms[stage.key] / e.total_ms:.1f} %")
                 for e in lengths
             ),
         )
@@ -82,7 +82,7 @@ def achieved_table(result: ProfileResult) -> Table:
                 continue
             first = f"{each.prompt_tokens:,}" if name == "prefill" else ""
             sizes = (part.kept_bytes / 1e6, part.flops / 1e9, part.measured_ms, part.floor_ms)
-            shares = (f"{part.bandwidth_share:.1%}", f"{part.flops_share:.1%}")
+            shares = (f"{100 * part.bandwidth_share:.1f} %", f"{100 * part.flops_share:.1f} %")
             rows.append(cells(first, name, *map(number, sizes), part.bound, *shares))
     return Table(
         "Compute, compared with the machine's limits",
@@ -102,7 +102,7 @@ def opportunity_table(each: LengthProfile) -> Table:
             number(o.measured_ms),
             number(o.floor_ms),
             number(o.winnable_ms),
-            f"{o.winnable_ms / each.total_ms:.0%}",
+            f"{100 * o.winnable_ms / each.total_ms:.0f} %",
             BY_KEY[o.stage].advice,
         )
         for o in opportunities(each)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headway.bench.measures.compare import Comparison, Difference, Verdict
+from headway.bench.report.tables import value_in_words
 from headway.report import style
 from headway.report.parts import Banner, Cell, Picture, Section, Table, Tone, cells
 from headway.report.style import number, plain, sentence
@@ -185,7 +186,8 @@ def _in_words(found: Difference) -> str:
 def settings_table(comparison: Comparison) -> Table | None:
     """What was set differently; None where nothing was."""
     rows = tuple(
-        cells(plain(key), plain(values[0], 80), plain(values[1], 80)) for key, values in comparison.settings.items()
+        cells(plain(key), *(plain(value_in_words(value), 80) for value in values))
+        for key, values in comparison.settings.items()
     )
     if not rows:
         return None

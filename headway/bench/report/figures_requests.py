@@ -113,7 +113,8 @@ def composition(slices: Sequence[tuple[str, Slice]]) -> Figure:
         axes.set_ylabel("Requests")
         return figure
     shown = sorted({part for _, each in slices for part in each.parts_ms}, key=PARTS.index)
-    named = worth_a_legend({part: sum(each.parts_ms.get(part, 0.0) for _, each in slices) for part in shown})
+    longest = {part: max(each.parts_ms.get(part, 0.0) for _, each in slices) for part in shown}
+    named = worth_a_legend(longest, max(sum(each.parts_ms.values()) for _, each in slices))
     edges = np.zeros(len(slices))
     for part in shown:
         widths = np.asarray([each.parts_ms.get(part, 0.0) for _, each in slices])
@@ -145,7 +146,10 @@ def _bars(axes: Axes, rows: Sequence[tuple[Lengths, float]], first_rank: int = 0
         for part, length in parts.items():
             bars.setdefault(part, []).append((at, at + length / 1e9, row + 0.06, row + 0.94))
             at += length / 1e9
-    named = worth_a_legend({part: sum(x1 - x0 for x0, x1, _, _ in of_part) for part, of_part in bars.items()})
+    longest = {part: max(x1 - x0 for x0, x1, _, _ in of_part) for part, of_part in bars.items()}
+    drawn = [bar for of_part in bars.values() for bar in of_part]
+    extent = max((x1 for _, x1, _, _ in drawn), default=0.0) - min((x0 for x0, _, _, _ in drawn), default=0.0)
+    named = worth_a_legend(longest, extent)
     for part in PARTS:
         if part in bars:
             draw_bars(axes, bars[part], part.colour, part.label if part in named else None)

@@ -203,7 +203,6 @@ def growth_in_words(median: Slice, slowest: Slice) -> str:
     return f"{min(100 * growth[part] / difference, 100):.0f} % of the difference is “{part.label}”"
 
 
-def worth_a_legend(totals: dict[Part, float]) -> set[Part]:
-    """Parts that can be seen in a picture: at least a five-hundredth of it."""
-    whole = sum(totals.values())
-    return {part for part, total in totals.items() if total >= 0.002 * whole}
+def worth_a_legend(longest: dict[Part, float], extent: float) -> set[Part]:
+    """Parts that can be seen in a picture: their longest bar is at least a five-hundredth of its extent."""
+    return {part for part, length in longest.items() if length >= 0.002 * extent}

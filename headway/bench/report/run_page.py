@@ -127,7 +127,7 @@ def run_sections(result: RunResult, summaries: Sequence[Summary], prefix: str = 
         tables.probe_table(summaries),
         tables.failure_table(result),
     )
-    notes = tuple(f"Note: {sentence(note)}" for note in verdict.other_notes(whole))
+    notes = tuple(sentence(f"note: {note}") for note in verdict.other_notes(whole))
     parts = [
         Section("Numbers", tables=found, paragraphs=notes, anchor="numbers"),
         *(_answered_sections(result, summaries) if whole.completed else _unanswered_sections(result)),

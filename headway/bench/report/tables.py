@@ -20,7 +20,8 @@ from headway.report.style import number, plain
 
 Row = tuple[str, Sequence[str | Cell]]  # its label, and a value for each column
 
-NOTHING = Cell("–", "quiet")
+NO_VALUE = "–"
+NOTHING = Cell(NO_VALUE, "quiet")
 LATENCY_NOTE = (
     "Milliseconds, with the 95 % interval below each percentile. Schedule: counted from when a request was due; send: "
     "from when it was sent. Needs N+: this percentile needs at least N samples; more if requests depend on each other, "
@@ -154,7 +155,7 @@ def percentile_cell(claim: Percentile | None, tone: Tone = "") -> Cell:
         return Cell(f"needs {claim.needs:,}+" if claim.needs else "refused", "quiet")
     low, high = ("?" if bound is None else number(bound) for bound in (claim.low, claim.high))
     if is_spoilt(claim):
-        return Cell(number(claim.value), "bad", f"client ≤ {claim.client_share:.0%}")
+        return Cell(number(claim.value), "bad", f"client ≤ {100 * claim.client_share:.0f} %")
     return Cell(number(claim.value), tone, f"{low}–{high}")
 
 
@@ -321,13 +322,22 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             found += _flat(value, f"{prefix}{name}.")
-        elif isinstance(value, bool):
-            found.append((f"{prefix}{name}", "yes" if value else "no"))
-        elif isinstance(value, int | float):
-            found.append((f"{prefix}{name}", f"{value:,.6g}" if isinstance(value, float) else str(value)))
-        elif value is not None and value != "" and value != []:
-            found.append((f"{prefix}{name}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
+        elif (text := value_in_words(value)) != NO_VALUE:
+            found.append((f"{prefix}{name}", text))
     return found
+
+
+def value_in_words(value: Any) -> str:
+    """A setting for a table: "yes", "1,000.5", "ttft 300, tpot 50"; a dash for None and whatever is empty."""
+    if isinstance(value, Mapping):
+        value = [f"{name} {value_in_words(each)}" for name, each in value.items()]
+    if isinstance(value, list | tuple):
+        value = ", ".join(map(value_in_words, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    return NO_VALUE if value is None or value == "" else str(value)
 
 
 def sweep_table(

@@ -194,7 +194,7 @@ def _spoilt(result: RunResult, summaries: Sequence[Summary]) -> Banner | None:
     if not found or result.client.bound:
         return None
     named = ", ".join(
-        f"{METRIC_NAMES[metric]} P{claim.p:g} by up to {number(claim.client_ms)} ms ({claim.client_share:.0%})"
+        f"{METRIC_NAMES[metric]} P{claim.p:g} by up to {number(claim.client_ms)} ms ({100 * claim.client_share:.0f} %)"
         for metric, claim in found[:MOST_SPOILT_SHOWN]
     )
     more = f", and {len(found) - MOST_SPOILT_SHOWN} more" if len(found) > MOST_SPOILT_SHOWN else ""

@@ -182,7 +182,7 @@ def parse_length(said: str | float | Mapping[str, Any]) -> Distribution:
     """
     distribution = parse_distribution(said)
     if distribution.mean < 1:
-        raise BenchError(f"a length of {distribution.mean:g} tokens is too short; it must be 1 or more")
+        raise BenchError(f"a mean of {distribution.mean:g} is too small; it must be 1 or more")
     return distribution
 
 

@@ -24,6 +24,7 @@ from headway.bench.workload.spec import DEFAULT_NUM_PROMPTS, WorkloadSpec, fitte
 
 # Requests planned for a closed loop that ends with a duration: so many a second for each user, and at most so many.
 MOST_PER_USER_S, MOST_PLANNED = 10, 10_000
+MOST_REQUESTS, LATEST_S = 10_000_000, 1e9  # of a workload; more is a slip of the hand
 # Purposes of random numbers.
 _LENGTHS, _TIMES, _ORDER, _CANCELLATIONS, PROBES = range(5)
 
@@ -99,7 +100,18 @@ def make_schedule(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
     made = _schedule(spec, parts) if parts[0].of_class.load is None else _each_by_itself(spec, parts)
     if not made.conversations:
         raise BenchError(f"no request arrives within --duration {spec.duration_s} s; raise the duration or the rate")
+    if np.any(made.times > LATEST_S):  # false for NaN
+        latest = np.nanmax(made.times)
+        raise BenchError(f"a request comes after {latest:.3g} s, which is above {LATEST_S:g} s; raise the rate")
     return made
+
+
+def _check_number(requests: float) -> None:
+    if requests > MOST_REQUESTS:
+        raise BenchError(
+            f"the workload has {requests:.3g} requests; at most {MOST_REQUESTS:,} can be planned: lower --num-prompts, "
+            "or --duration or the rate"
+        )
 
 
 def _schedule(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
@@ -168,6 +180,7 @@ def _recorded(spec: WorkloadSpec, part: Part) -> Schedule:
 def _within(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Schedule:
     """As many conversations as the arrival process gives a duration."""
     assert spec.arrival is not None
+    _check_number(duration_s * (spec.arrival.mean_rate or 0.0))
     times = spec.arrival.offsets_until(duration_s, _times_rng(spec, parts))
     counts = _apportioned(len(times), [part.of_class.share / part.dataset.mean_turns for part in parts])
     notes: list[str] = []
@@ -181,6 +194,7 @@ def _within(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Sch
 def _numbered(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
     """So many requests, at the times of the arrival process or at none."""
     requests, is_exact = _number_of_requests(spec, parts)
+    _check_number(requests)
     counts = _apportioned(requests, [part.of_class.share for part in parts])
     notes: list[str] = []
     if spec.num_prompts is None and spec.duration_s is not None:

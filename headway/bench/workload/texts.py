@@ -88,15 +88,16 @@ class ShareGPT(TextDataset):
             if request is not None:
                 kept.append((request,))
         if not kept:
-            raise BenchError(f"{self.path}: none of {seen} conversations has a length of {self._bounds()}")
+            raise BenchError(f"{self.path}: none of {seen} conversations has {self._bounds()}")
         if len(kept) < seen:
             self.notes.append(
-                f"{self.path.name}: {seen - len(kept)} of {seen} conversations left out, not of {self._bounds()}"
+                f"{self.path.name}: {seen - len(kept)} of {seen} conversations left out: only those with "
+                f"{self._bounds()} are used"
             )
         return kept
 
     def _bounds(self) -> str:
-        return f"{FEWEST} to {self._most} prompt tokens and {self._longest} in all"
+        return f"{FEWEST} to {self._most} prompt tokens and at most {self._longest} tokens in all"
 
     def _sensible(self, prompt: str, answer: str, output_tokens: int | None) -> SampleRequest | None:
         asked = self.source.count(prompt)

@@ -46,7 +46,7 @@ def test_a_loop_a_little_late_adds_little_and_the_run_is_valid() -> None:
     assert verdict.spoilt_figures([whole]) == ["ITL P99", "ITL P99.9"]
     assert verdict.headline(run, [whole]).startswith("Valid but for ITL P99 and 1 more: ")
     (banner,) = [each for each in verdict.banners(run, [whole]) if each.title == "CLIENT DELAYS"]
-    assert banner.tone == "warn" and "ITL P99 by up to 3.8 ms (48%)" in banner.lines[0]
+    assert banner.tone == "warn" and "ITL P99 by up to 3.8 ms (48 %)" in banner.lines[0]
 
 
 def test_what_is_added_depends_on_the_figure() -> None:

@@ -272,7 +272,7 @@ def test_contradictions_are_warned_of() -> None:
 
     assert contradictions([trial(1, 990), trial(2, 985), trial(3, 500)]) == []
     said = contradictions([trial(4, 990), trial(2, 500)])
-    assert len(said) == 1 and "50.00% met their objectives at 2 requests/s, but 99.00% at 4" in said[0]
+    assert len(said) == 1 and "50.00 % met their objectives at 2 requests/s, but 99.00 % at 4" in said[0]
 
 
 @pytest.mark.parametrize(

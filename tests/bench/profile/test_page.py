@@ -49,7 +49,7 @@ def test_stage_table_sums_to_the_whole():
         *parts, whole = (float(text.replace(",", "")) for text in column)
         assert sum(parts) == pytest.approx(whole, abs=0.6)
     decode = next(row for row in table.rows if row[0].text == "decode")
-    assert (decode[1].text, decode[1].detail) == ("150", "34.9%")
+    assert (decode[1].text, decode[1].detail) == ("150", "34.9 %")
 
 
 def test_achieved_and_opportunity_tables():

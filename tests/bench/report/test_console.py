@@ -19,7 +19,7 @@ from headway.bench.measures.trials import Verdict as RateVerdict
 from headway.bench.options import Claims
 from headway.bench.record import Failure, FailureKind, RunResult
 from headway.bench.report import tables, verdict
-from headway.bench.report.comparison import comparison_banners
+from headway.bench.report.comparison import comparison_banners, settings_table
 from headway.bench.report.console import print_comparison, print_runs, print_search, print_summary
 from headway.bench.report.search import search_banners
 from tests.bench.report.runs import OBJECTIVES, ODD, failed_only, sweep, usual
@@ -251,6 +251,18 @@ def test_a_comparison_tells_real_differences_from_noise() -> None:
     assert "TTFT mean" in words and "noise" in words and "a is a.json, b is b.json." in words
     same = compare(a, simulated_run(150, rate=8, seed=1, seats=12), resamples=300)
     assert comparison_banners(same, "a", "b")[0].title == "No difference is real"
+
+
+def test_settings_that_differ_are_in_words() -> None:
+    a, b = simulated_run(60, seed=1, goodput={"ttft": 300.0, "tpot": 50.0}), simulated_run(60, seed=1)
+    a.settings |= {"ignore_eos": True, "notes": []}
+    b.settings |= {"ignore_eos": False, "goodput": None, "notes": ["two are left out", "one is cut"]}
+    table = settings_table(compare(a, b, resamples=100))
+    assert table is not None
+    rows = {name.text: (of_a.text, of_b.text) for name, of_a, of_b in table.rows}
+    assert rows["goodput"] == ("ttft 300, tpot 50", "–")
+    assert rows["ignore_eos"] == ("yes", "no")
+    assert rows["notes"] == ("–", "two are left out, one is cut")
 
 
 def test_phases_have_shares_that_sum_to_one() -> None:

@@ -14,6 +14,7 @@ from headway.bench.measures.summary import summarise_all
 from headway.bench.record import RunResult
 from headway.bench.report import figures, figures_rates, figures_requests, figures_time, pictures
 from headway.bench.report.figures_rates import load_points
+from headway.bench.report.phases import part_of
 from headway.bench.report.views import load_name, load_of
 from headway.report import style
 from headway.report.parts import Picture
@@ -95,6 +96,16 @@ def test_a_long_run_shows_the_neighbours_of_its_slowest_request() -> None:
     assert rows == sorted(run.records, key=lambda record: record.scheduled_ns)[first : first + len(rows)]
     few, none_before = figures_requests.timeline_rows(run.records[:100])
     assert len(few) == 100 and none_before == 0
+
+
+def test_a_part_that_is_long_in_one_request_has_a_legend() -> None:
+    run = simulated_run(100, rate=24)
+    queued = max(run.records, key=lambda record: record.end_ns - record.scheduled_ns)
+    assert queued.timings is not None
+    queued.timings["phases_ns"]["queue_blocks"] = 20_000_000
+    figure = figures_requests.slowest_requests(run.records)
+    named = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert part_of("queue_blocks").label in named
 
 
 def test_many_requests_do_not_make_a_large_file() -> None:

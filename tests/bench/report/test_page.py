@@ -125,6 +125,13 @@ def test_texts_of_others_are_never_markup(monkeypatch: pytest.MonkeyPatch) -> No
     assert "alert(1)" in page.text  # as text
 
 
+def test_notes_keep_the_names_of_files() -> None:
+    result, views = usual()
+    views[0].notes.append("sharegpt.json: 2 are left out")
+    numbers = next(section for section in run_page.run_sections(result, views) if section.title == "Numbers")
+    assert "Note: sharegpt.json: 2 are left out." in numbers.paragraphs
+
+
 def test_a_run_without_requests_has_a_report() -> None:
     page = check(render(report_page([(empty(), summarise_all(empty()))])))
     assert "NO ANSWER" in page.text and "Not valid" in page.text and "over time" not in page.text

@@ -167,9 +167,10 @@ def test_sharegpt_takes_first_pairs_of_sensible_length(tmp_path: Path, text: Tok
     rows = firsts(dataset, 10)
     assert [row.text for row in rows] == [PROMPT, ANSWER]
     assert rows[0].output_tokens == text.count(ANSWER) and rows[0].input_tokens == text.count(PROMPT)
+    used = "4 to 1024 prompt tokens and at most 2048 tokens in all"
     assert dataset.notes == [
         "s.json: 1 of 6 conversations have no answer; left out",
-        "s.json: 3 of 5 conversations left out, not of 4 to 1024 prompt tokens and 2048 in all",
+        f"s.json: 3 of 5 conversations left out: only those with {used} are used",
     ]
 
 
@@ -217,7 +218,7 @@ def test_custom_prompts_and_their_answers(tmp_path: Path, text: TokenizerSource)
         (
             ShareGPT,
             '[{"conversations": [{"value": "a"}, {"value": "b"}]}]',
-            "none of 1 conversations has a length",
+            "none of 1 conversations has 4 to 1024 prompt tokens",
         ),
         (Custom, '{"prompt": "a"}\n{"question": "b"}\n', "line 2: .*prompt"),
         (Custom, '{"prompt": "a"}\n{"prompt": 5}\n', "line 2: Expected `str`"),

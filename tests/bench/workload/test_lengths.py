@@ -115,7 +115,7 @@ def test_one_line_or_a_table_says_it(said: Any, expected: Distribution) -> None:
         ("uniform:min=9,max=5", "goes from 9 to 5"),
         ("", "is not a number"),
         ("-5", "value of a distribution is -5"),
-        ("0", "a length of 0 tokens is too short"),
+        ("0", "a mean of 0 is too small"),
         (True, "True is not a distribution"),
         ([1], "is not a distribution"),
         ({"mean": 5}, "has no distribution; add distribution = one of fixed"),
@@ -130,7 +130,7 @@ def test_what_is_not_understood_is_named(said: Any, words: str) -> None:
 
 def test_times_may_be_below_one_second() -> None:
     assert parse_distribution("exponential:mean=0.25") == Exponential(0.25)
-    with pytest.raises(BenchError, match=r"0\.25 tokens is too short"):
+    with pytest.raises(BenchError, match=r"a mean of 0\.25 is too small"):
         parse_length("exponential:mean=0.25")
 
 
