@@ -308,7 +308,7 @@ class PlanRequest(PlanOptions):
     def _check_load(self) -> None:
         if self.request_rate is not None:
             _check_range("request_rate", self.request_rate, RATES, "requests a second")
-        loads = [n for n in ("batch_size", "concurrency", "request_rate") if getattr(self, n) is not None]
+        loads = [n for n in ("concurrency", "batch_size", "request_rate") if getattr(self, n) is not None]
         if len(loads) > 1:
             raise PlanError(f"{' and '.join(loads)} are different loads; give only one")
         if (stall := self.max_prefill_stall_ms) is not None:

@@ -130,8 +130,10 @@ def in_words(refusal: Refusal) -> str:
     whose = f" of class {bound.service_class}" if bound.service_class else ""
     if isinstance(bound, TenantBound):
         whose = f" of tenant {bound.tenant}"
-    here = f"{refusal.present}{whose} are here"
-    return f"it has {refusal.asked} {refusal.unit}, {here}, and at most {refusal.limit} may be"
+    asked = f"the request has {refusal.asked} {'prompt tokens' if refusal.unit == 'tokens' else refusal.unit}"
+    if refusal.is_final:
+        return f"{asked}, and at most {refusal.limit}{whose} may be in the server"
+    return f"{asked}, {refusal.present}{whose} are in the server, and at most {refusal.limit} may be"
 
 
 def over_in_words(over: OverLimit) -> str:

@@ -34,6 +34,7 @@ from headway.tenant_file import TenantFile, read_tenant_file
 HEADWAY, VLLM = PROFILES = ("headway", "vllm")
 # vLLM has larger defaults on GPUs with as much memory, but for A100 (vllm-project/vllm, pull requests 17073, 17885).
 _LARGE_GIB = 70
+MOST_HOST_BLOCKS = 100_000_000
 _deployment, _engine = functools.partial(Flag, panel="Deployment"), functools.partial(Flag, panel="Engine")
 _server = functools.partial(Flag, panel="Server")
 _limit = functools.partial(_server, parse=limit, metavar="N|none")
@@ -195,7 +196,13 @@ def _swap(options: ServerOptions, scheduling: SchedulingOptions, device: str, fo
     rate = hardware.bytes_per_s / 2 if device == "cpu" else (hardware.host_bytes_per_s or 0.0) * HOST_LINK_SHARE
     if not rate:
         return NO_SWAP
-    return SwapSpace(scheduling.swap_bytes(device) // block_bytes, block_ns=2e9 * block_bytes / rate)
+    blocks = scheduling.swap_bytes(device) // block_bytes
+    if blocks > MOST_HOST_BLOCKS:
+        raise ValueError(
+            f"--swap-space is {scheduling.swap_space:g} GiB, which is {blocks:.3g} blocks; "
+            f"at most {MOST_HOST_BLOCKS:,} can be simulated"
+        )
+    return SwapSpace(blocks, block_ns=2e9 * block_bytes / rate)
 
 
 def _pool(

@@ -19,6 +19,8 @@ from headway.simulator.deployed import ServerOptions
 from headway.simulator.fleet_file import FleetFile, read_fleet_file
 
 CHARACTERS = 4  # per token, without a tokenizer
+MOST_REPLICAS = 1_000
+SCALE_DOWN_S = 300.0
 _workload, _load = functools.partial(Flag, panel="Workload"), functools.partial(Flag, panel="Load")
 _fleet = functools.partial(Flag, panel="Fleet")
 _other = functools.partial(Flag, panel="What if")
@@ -47,13 +49,13 @@ class SimulateOptions:
     sweep: Annotated[
         Sweep | None, _load("Simulate several loads: rate:1,2,4 (requests/s) or concurrency:1,8,64.", parse=Sweep.parse)
     ] = None
-    replicas: Annotated[int, _fleet("Number of equal servers behind a router.", min=1)] = 1
+    replicas: Annotated[int, _fleet("Number of equal servers behind a router.", min=1, max=MOST_REPLICAS)] = 1
     routing: Annotated[str, _fleet("How the router chooses a server for each request.", choices=tuple(ROUTERS))] = (
         "least-loaded"
     )
-    max_replicas: Annotated[int | None, _fleet("Add replicas on demand, from --replicas up to this number.", min=1)] = (
-        None
-    )
+    max_replicas: Annotated[
+        int | None, _fleet("Add replicas on demand, from --replicas up to this number.", min=1, max=MOST_REPLICAS)
+    ] = None
     scale_at: Annotated[
         int | None,
         _fleet(
@@ -65,9 +67,13 @@ class SimulateOptions:
         _fleet("Seconds until a started or restarted replica takes requests.", "--startup-seconds", min=0),
     ] = 60.0
     scale_down_s: Annotated[
-        float,
-        _fleet("With --max-replicas: stop a replica after this many idle seconds.", "--scale-down-seconds", min=0),
-    ] = 300.0
+        float | None,
+        _fleet(
+            f"With --max-replicas: stop a replica after this many idle seconds. Default: {SCALE_DOWN_S:g}.",
+            "--scale-down-seconds",
+            min=0,
+        ),
+    ] = None
     fleet: Annotated[
         FleetFile | None,
         _fleet(
@@ -115,8 +121,9 @@ class SimulateOptions:
             raise ValueError("--find-replicas searches the number of replicas; leave out --replicas and --max-replicas")
         if self.fleet is not None and (self.replicas > 1 or self.max_replicas is not None or self.find_replicas):
             raise ValueError("--fleet defines the replicas; leave out --replicas, --max-replicas and --find-replicas")
-        if self.scale_at is not None and self.max_replicas is None:
-            raise ValueError("--scale-at needs --max-replicas")
+        for flag, value in (("--scale-at", self.scale_at), ("--scale-down-seconds", self.scale_down_s)):
+            if value is not None and self.max_replicas is None:
+                raise ValueError(f"{flag} needs --max-replicas")
         self.scaling_rule()
         if self.trace_output is not None and any(several):
             raise ValueError("--trace-output needs a single run; leave out --sweep, --find-max-rate and the like")
@@ -126,7 +133,8 @@ class SimulateOptions:
         if self.max_replicas is None:
             return None
         at = self.scale_at or max(1, self.scheduling.max_num_seqs // 2)
-        return ScalingRule(self.replicas, self.max_replicas, at, self.scale_down_s)
+        down_s = SCALE_DOWN_S if self.scale_down_s is None else self.scale_down_s
+        return ScalingRule(self.replicas, self.max_replicas, at, down_s)
 
 
 @dataclass(slots=True)

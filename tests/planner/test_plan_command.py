@@ -150,6 +150,7 @@ llama-3.1-8b --hardware H100-SXM --concurrency 0 | concurrency is 0
 llama-3.1-8b --hardware H100-SXM --request-rate 0 | --request-rate is 0
 llama-3.1-8b --hardware H100-SXM --request-rate nan | --request-rate is nan
 llama-3.1-8b --hardware H100-SXM --batch-size 1 --request-rate 2 | give only one
+llama-3.1-8b --hardware H100-SXM --batch-size 1 --concurrency 2 | --concurrency and --batch-size are different loads
 llama-3.1-8b --hardware H100-SXM --count 0 | count is 0
 llama-3.1-8b --hardware H100-SXM --tensor-parallel-size 3 | use 1, 2, 4, 8
 llama-3.1-8b --hardware H100-SXM --tensor-parallel-size 64 | does not divide both

@@ -81,6 +81,8 @@ def test_a_sweep_is_a_run_at_each_load(tmp_path: Path) -> None:
         ([*MODEL, "--dataset-name", "azure", "--dataset-path", "TRACE"], "line 3"),
         ([*MODEL, "--report", "TRACE/is.html"], "no file can be made there"),
         ([*MODEL, "--sweep", "concurrency:2", "--max-concurrency", "3"], "leave out --max-concurrency"),
+        ([*MODEL, "--swap-space", "1e9"], "--swap-space is 1e+09 GiB"),
+        ([*MODEL, "--scale-down-seconds", "9"], "--scale-down-seconds needs --max-replicas"),
         ([*MODEL, "--mix", "nothing"], "there is no bundled mix 'nothing'"),
     ],
 )
@@ -216,7 +218,7 @@ def test_a_file_of_tenants_is_tried_on_traffic_of_several(tmp_path: Path) -> Non
 
     tenants.write_text(TENANTS.replace("requests_per_minute = 60", ""))
     said = run("short-queue", "--tenants", tenants, "--max-num-queued-reqs", "30")[0]
-    assert "of tenant loud are here, and at most" in " ".join(said.split()), "it may not fill the queue"
+    assert "of tenant loud are in the server, and at most" in " ".join(said.split()), "it may not fill the queue"
     waits = [run(name, *more)[1]["tenant quiet"]["from_schedule"]["ttft_ms"]["maximum"]
              for name, more in (("turns", ("--tenants", tenants)), ("none", ()))]  # fmt: skip
     assert waits[0] < waits[1] / 4, "without turns it waits behind the flood"

@@ -246,7 +246,7 @@ def test_who_is_refused_is_told_why() -> None:
     ran = simulate(made, coming, Fixed(MS), QueueLimits(choices=3, tokens=70))
     why = [(answer.refused, answer.is_final) for answer in ran.answers]
     assert [bool(text) for text, _ in why] == [False, False, True, True, True, True, False]
-    assert why[2] == ("it has 30 tokens, 60 are here, and at most 70 may be", False)
+    assert why[2] == ("the request has 30 prompt tokens, 60 are in the server, and at most 70 may be", False)
     assert not why[3][1] and "101 tokens" in why[4][0] and why[4][1]
     assert why[5][0].startswith("max_tokens is 11 and the prompt has 90 tokens") and why[5][1]
     assert [len(answer.token_ns) for answer in ran.answers] == [5, 5, 0, 0, 0, 0, 5]
