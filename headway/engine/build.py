@@ -6,7 +6,7 @@ import mmap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from headway.kernels import kernels_for
 from headway.kernels.interface import KV_CACHE_DTYPES
 from headway.models.config import ModelConfig
 from headway.models.loading import load_model, resolve_dtype, resolve_model
+from headway.models.quantization import rounds_to
 from headway.policy.intake import sequences_of
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.kv_groups import group_layers, kv_cache_groups, seen_windows
@@ -90,6 +91,7 @@ def build_engine(
         cache_dtype = _cache_dtype(config, model_config, dtype, device)
         kernels = kernels_for(str(device), dtype, memory)
     packed = model_config.packed
+    config = replace(config, quantization=rounds_to(config.quantization, packed))
     with stages.timed("choose_kernels"):
         scheme = config.quantization if packed is None else packed.scheme
         chosen = kernels.choose(dtype, scheme)

@@ -21,6 +21,8 @@ from headway.policy.swap import NO_SWAP, SwapSpace
 
 _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
 
+# What checkpoints call their formats, models.quantization.FORMATS: importing that would delay the start of the server.
+_FORMATS = ("compressed-tensors", "awq", "gptq", "fp8", "mxfp4", "modelopt", "bitsandbytes", "gguf")
 MOST_THREADS = 2  # for each processor: more only wait for each other
 
 # Also of plans and simulations.
@@ -54,9 +56,10 @@ class ModelOptions:
     quantization: Annotated[
         str,
         _model(
-            "Quantise the weights while loading.",
+            "Quantise the weights while loading. The own format of a quantised checkpoint, such as awq, may be named.",
             short="-q",
-            choices=("none", "int8", "int8-weight-only", "int4"),
+            choices=("none", "int8", "int8-weight-only", "int4", *_FORMATS),
+            metavar="none|int8|int8-weight-only|int4",
             common=True,
         ),
     ] = "none"

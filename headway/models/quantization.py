@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.cost.values import ConfigValues, ModelError
@@ -50,6 +50,7 @@ class PackedMatrices:
         ordered: groups are of inputs that a tensor names.
         block_rows: rows that share a scale; 0: all of a matrix.
         scale: what its tensor is called.
+        method: one of FORMATS, as the checkpoint says.
     """
 
     scheme: str
@@ -61,6 +62,7 @@ class PackedMatrices:
     nested: bool = False
     block_rows: int = 1
     scale: str = "weight_scale"
+    method: str = field(default="", compare=False)
 
     @property
     def in_groups(self) -> bool:
@@ -153,14 +155,14 @@ def read_packed(values: ConfigValues) -> PackedMatrices | None:
     section = _section(said, values.source, "quantization_config")
     method = section.get("quant_method")
     if method == "gguf":
-        return PackedMatrices("gguf", ("re:",), "gguf")
+        return PackedMatrices("gguf", ("re:",), "gguf", method="gguf")
     if method == "torchao":
         raise section.error(
             "quant_method", f"is not supported; {_PLAIN_ONLY}, and --quantization rounds it at the start"
         )
     if method not in _METHODS:
         raise section.error("quant_method", f"is not supported, only {', '.join(_METHODS)} are; {_PLAIN_ONLY}")
-    return _METHODS[method](section)
+    return replace(_METHODS[method](section), method=method)
 
 
 def _awq(section: ConfigValues) -> PackedMatrices:
@@ -306,6 +308,22 @@ _METHODS = {
     "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "fp8": _fp8, "mxfp4": _mxfp4,
     "modelopt": _modelopt, "bitsandbytes": _bitsandbytes,
 }  # fmt: skip
+FORMATS = (*_METHODS, "gguf")
+
+
+def rounds_to(quantization: str, packed: PackedMatrices | None) -> str:
+    """What --quantization rounds plain matrices to: itself, or nothing where it names the checkpoint's own format.
+
+    Raises:
+        ModelError: it names another format.
+    """
+    if quantization not in FORMATS:
+        return quantization
+    method = packed.method if packed is not None else ""
+    if method != quantization:
+        found = f"in the format {method}" if method else "not quantised"
+        raise ModelError(f"quantization is {quantization}, but the checkpoint is {found}; leave it out")
+    return "none"
 
 
 def _group_size(section: ConfigValues) -> int | None:

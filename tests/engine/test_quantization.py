@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headway import LLM, SamplingParams
 from headway.bundled import STORY
 from headway.cost.values import ModelError
 from headway.engine.build import EngineError, build_engine
 from headway.engine.config import EngineConfig
+from headway.flags import flags_of
+from headway.kernels.weights import QUANTIZATIONS
+from headway.models.quantization import FORMATS
 from tests.engine.models import TINY_LATENT, write_config
+from tests.models.test_packed_checkpoints import W8A16, save
 
 TEXT = (
     "The old house stood at the end of the lane, and nobody had lived in it for many years. In the evening the "
@@ -77,6 +82,25 @@ def test_an_unknown_scheme(tmp_path: Path) -> None:
     )
     with pytest.raises(ModelError, match=message):
         build_engine(config)
+
+
+def test_a_checkpoint_s_own_format_may_be_named(tmp_path: Path) -> None:
+    """As with vLLM; any other format is refused."""
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    save(saved, W8A16)
+    options: dict[str, Any] = {"device": "cpu", "kv_cache_memory": 2**20, "weight_cache": False}
+    named = build_engine(EngineConfig(str(saved), quantization="compressed-tensors", **options))
+    unnamed = build_engine(EngineConfig(str(saved), **options))
+    for mine, other in zip(named.runner.model.weights.layers, unnamed.runner.model.weights.layers, strict=True):
+        assert torch.equal(mine.mixer.o.rows(torch.arange(4)), other.mixer.o.rows(torch.arange(4)))
+    with pytest.raises(ModelError, match="quantization is awq, but the checkpoint is in the format compressed-tensors"):
+        build_engine(EngineConfig(str(saved), quantization="awq", **options))
+    plain = EngineConfig(write_config(tmp_path), quantization="awq", load_format="dummy", device="cpu")
+    with pytest.raises(ModelError, match="quantization is awq, but the checkpoint is not quantised; leave it out"):
+        build_engine(plain)
+    flags = {field.name: flag for field, _, flag in flags_of(EngineConfig)}
+    assert flags["quantization"] is not None and flags["quantization"].choices == (*QUANTIZATIONS, *FORMATS)
 
 
 def test_an_unknown_cache(tmp_path: Path) -> None:

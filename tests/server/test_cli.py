@@ -64,7 +64,7 @@ def test_an_interrupt_while_modules_are_imported_ends_it_as_later(tmp_path: Path
         (["serve", "--max-num-batched-tokens", "4q"], "'4q' is not a number of tokens"),
         (["serve", "--max-num-batched-tokens", "8"], "--max-num-batched-tokens is 8, less than --max-num-seqs (256)"),
         (["serve", "--threads", "1000000"], "--threads is 1000000, and this process may use"),
-        (["serve", "--quantization", "awq"], "the format of a quantised checkpoint is found without it"),
+        (["serve", "--quantization", "awq_marlin"], "the format of a quantised checkpoint is found without it"),
         (["serve", "--enable-lora"], "LoRA is not supported yet"),
         (["serve", "--api-key", ""], "--api-key: a value is empty"),
         (["serve", "--served-model-name", "a", "--served-model-name", " "], "--served-model-name: a value is empty"),

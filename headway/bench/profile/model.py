@@ -12,7 +12,7 @@ from headway.cost.precision import INT8, Format, Precision
 from headway.cost.shape import ModelShape
 from headway.models.config import ModelConfig, ModelError
 from headway.models.folder import resolve_model
-from headway.models.quantization import EMBEDDING, scheme_of
+from headway.models.quantization import EMBEDDING, rounds_to, scheme_of
 
 _FORMATS = {"int8": INT8, "int8-weight-only": INT8, "int4": Format("int4", 4, "int8", group=32, scale_bits=8)}
 
@@ -87,6 +87,7 @@ def find_model(
     try:
         folder = resolve_model(name or NAME)
         config = ModelConfig.from_folder(folder)
+        quantization = rounds_to(quantization, config.packed)
     except ModelError as error:
         raise BenchError(str(error)) from None
     runs_in = (config.dtype or "float32") if dtype == "auto" else dtype
