@@ -283,6 +283,10 @@ def test_the_cache_is_described_as_routers_look_for_it(start_server: StartServer
 
 def test_the_pool_is_told_by_class(start_server: StartServer, engine: FakeEngine) -> None:
     server = start_server()
+    assert engine.ready is not None
+    engine.ready.pinned_blocks = 3
+    found = samples(server)  # before the first step
+    assert (found["headway:kv_cache_used_bytes"], found["headway:kv_blocks_free"]) == (3_000, 61)
     stats = EngineStats(
         1,
         0,
