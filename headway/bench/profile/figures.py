@@ -71,7 +71,10 @@ def latency_by_length(result: ProfileResult) -> Figure:
     _median_with_range(ttft, measured, "ttft_ms")
     _median_with_range(tpot, measured, "tpot_ms")
     model, peaks = result.model, result.peaks
-    grid = np.unique(np.geomspace(max(1, min(tokens)), max(tokens), 40).round().astype(int)).tolist()
+    shortest, longest = max(1, min(tokens)), max(tokens)
+    if shortest == longest:  # a line needs room
+        shortest, longest = max(1, shortest // 2), longest + (longest + 1) // 2
+    grid = np.unique(np.geomspace(shortest, longest, 40).round().astype(int)).tolist()
     prompts = [prefill_work(model, n) for n in grid]
     floors = [floor_ms(model, peaks, work.flops, work.kept_bytes) for work in prompts]
     # The context in the middle of the answer stands for all of its steps.
@@ -97,7 +100,10 @@ def _median_with_range(axes: Axes, lengths: Sequence[LengthProfile], metric: str
     low = [each.latencies[metric].minimum for each in having]
     high = [each.latencies[metric].maximum for each in having]
     blue = style.colour("blue")
-    axes.fill_between(tokens, low, high, color=blue, alpha=0.18, lw=0, label="least to most")
+    if len(tokens) == 1:
+        axes.vlines(tokens, low, high, color=blue, alpha=0.35, lw=5, label="least to most")
+    else:
+        axes.fill_between(tokens, low, high, color=blue, alpha=0.18, lw=0, label="least to most")
     axes.plot(tokens, [each.medians_ms[metric] for each in having], color=blue, marker="o", ms=4, label="median")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from headway.bench.profile import figures, tables
 from headway.bench.profile.result import ProfileResult, opportunities
 from headway.bench.profile.stages import BY_KEY
@@ -17,7 +19,7 @@ def page_of(result: ProfileResult) -> Page:
         title=f"Profile of {model.name}",
         subtitle=(
             f"One request at a time on {startup.device} ({result.peaks.name}), {model.kept_in}, "
-            f"Headway {result.server_version}, {result.began_at}"
+            f"Headway {result.server_version}, {datetime.fromisoformat(result.began_at):%Y-%m-%d %H:%M}"
         ),
         verdict=banners(result),
         key_figures=key_figures(result),

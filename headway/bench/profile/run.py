@@ -40,6 +40,7 @@ from headway.bench.profile.options import ProfileOptions, check_options, fitting
 from headway.bench.profile.page import banners, page_of
 from headway.bench.profile.result import ProfileResult, profile_length
 from headway.bench.record import FailureKind, RequestRecord
+from headway.bench.report.verdict import count
 from headway.bench.request import PlannedRequest
 from headway.bench.results import write_json
 from headway.bench.workload.prompts import PromptMaker
@@ -171,7 +172,9 @@ async def _send(
     warm_ups, requests = await asyncio.to_thread(
         plan_requests, model.folder, lengths, options.repeats, options.output_len, options.seed
     )
-    task = _stage(progress, f"{len(lengths)} prompt lengths, {options.repeats} requests each", len(requests))
+    task = _stage(
+        progress, f"{count(len(lengths), 'prompt length')}, {count(options.repeats, 'request')} each", len(requests)
+    )
     every, numbers = max(1, len(requests) // LINES_IN_A_LOG), itertools.count(1)
 
     def done() -> None:

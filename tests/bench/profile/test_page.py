@@ -100,6 +100,17 @@ def test_latency_figure_has_medians_and_the_roofline():
     assert ttft.get_xlabel() == "Prompt (tokens)" and "ms" in tpot.get_ylabel()
 
 
+def test_latency_figure_of_one_length_shows_its_range_and_the_roofline():
+    one = result()
+    one = dataclasses.replace(one, lengths=one.lengths[:1])
+    for axes in figures.latency_by_length(one).axes:
+        _, floor = axes.lines
+        assert floor.get_xdata()[0] < 64 < floor.get_xdata()[-1]
+        (least_to_most,) = axes.collections
+        (segment,) = least_to_most.get_segments()
+        assert segment[0][0] == segment[1][0] == 64
+
+
 def test_memory_figure_stacks_weights_activations_and_cache():
     needs, room = figures.memory_requirements(result()).axes
     assert [label.get_text() for label in needs.get_xticklabels()] == ["128", "256", "512", "1K", "2K", "4K"]
