@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CONNECT_S = 600.0  # without a byte, until a server counts as gone: a long prompt takes its time
+NOT_UTF8 = "the text is not UTF-8; convert it first, for example with iconv"
+SHORTEST_S = 1e-3  # between the first and the last token: below it they came at once, and there is no rate
 
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d+(/.*)?")
@@ -34,6 +36,7 @@ class Timings:
 
     Args:
         tokens: by the server's usage, else the number of pieces.
+        stream_s: from the first token to the last; a Headway server says it, as several tokens may come at once here.
         phases_ms: of Headway's ledger, where the server gives one.
     """
 
@@ -41,14 +44,16 @@ class Timings:
     whole_s: float = 0.0
     tokens: int = 0
     phases_ms: dict[str, float] = field(default_factory=dict)
+    stream_s: float | None = None
 
     def words(self) -> str:
         """One line."""
         if not self.tokens:
             return "no token came"
-        said = f"{self.tokens} tokens, the first after {1e3 * self.first_s:,.0f} ms"
-        if self.tokens > 1 and self.whole_s > self.first_s:
-            rate = (self.tokens - 1) / (self.whole_s - self.first_s)
+        said = f"{self.tokens} token{'s' * (self.tokens != 1)}, the first after {1e3 * self.first_s:,.0f} ms"
+        stream_s = self.whole_s - self.first_s if self.stream_s is None else self.stream_s
+        if self.tokens > 1 and stream_s >= SHORTEST_S:
+            rate = (self.tokens - 1) / stream_s
             said += f", then {rate:,.1f} tokens/s ({1e3 / rate:,.1f} ms each)"
         slowest = sorted(self.phases_ms.items(), key=lambda phase: -phase[1])[:3]
         shares = ", ".join(f"{name.replace('_', ' ')} {ms:,.0f} ms" for name, ms in slowest if ms >= 0.5)
@@ -109,6 +114,7 @@ class Conversation:
         timings = self.timings
         if ledger := event.get("timings"):
             timings.phases_ms = {name: ns / 1e6 for name, ns in ledger["phases_ns"].items()}
+            timings.stream_s = (ledger["e2e_ns"] - ledger["ttft_ns"]) / 1e9
         choices = event.get("choices") or []
         piece = str(choices[0].get("delta", {}).get("content") or "") if choices else ""
         if piece:
@@ -122,7 +128,10 @@ class Conversation:
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        data = None if body is None else json.dumps(body).encode()
+        try:
+            data = None if body is None else json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ChatError(NOT_UTF8) from None
         try:
             return urllib.request.urlopen(
                 urllib.request.Request(self._base + path, data, headers), timeout=CONNECT_S if data else 10.0

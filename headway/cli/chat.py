@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from headway.chat import ChatError, Conversation, as_url
+from headway.chat import NOT_UTF8, ChatError, Conversation, as_url
 from headway.cli.commands import fail, with_flags
 from headway.cli.help import Command
 
@@ -94,7 +94,10 @@ def _address(target: str | None) -> Iterator[str]:
 
 def _talk(conversation: Conversation, message: str | None) -> int:
     if message is None and not sys.stdin.isatty():
-        message = sys.stdin.read()
+        try:
+            message = sys.stdin.read()
+        except UnicodeDecodeError:
+            raise ChatError(NOT_UTF8) from None
     if message is not None:
         if not message.strip():
             fail("the message is empty; pipe a message, or give one with --message")

@@ -70,6 +70,8 @@ def test_what_is_piped_in_is_one_message(headway: Headway, server: LiveServer, e
     assert code == 0 and out == TEXT + "\n" and len(engine.requests) == 1
     assert "the message is empty" in headway("chat", server.url, piped=" \n")[2]
     assert "the message is empty" in headway("chat", server.url, "--message", " ")[2]
+    for bad in ({"piped": "a\udcff"}, {"typed": "b\udcff\n"}):
+        assert "the text is not UTF-8" in headway("chat", server.url, **bad)[2]
 
 
 def test_a_conversation_remembers_what_was_said(headway: Headway, server: LiveServer, engine: FakeEngine) -> None:
@@ -143,6 +145,10 @@ def test_timings_in_words() -> None:
         "prefill compute 40 ms"
     )
     assert Timings().words() == "no token came"
+    assert Timings(0.05, 0.05, 1).words() == "1 token, the first after 50 ms"
+    # All were read at once: only the server knows how fast they came.
+    assert Timings(0.05, 0.0501, 101).words() == "101 tokens, the first after 50 ms"
+    assert "100.0 tokens/s" in Timings(0.05, 0.0501, 101, stream_s=1.0).words()
 
 
 def test_the_log_tells_of_ten_seconds_of_work_and_is_silent_without(engine: FakeEngine) -> None:
