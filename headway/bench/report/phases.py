@@ -35,6 +35,7 @@ WAIT = Part("wait", "until the first token", "queue-capacity", "unknown")
 STREAM = Part("stream", "first to last token", "decode-compute", "unknown")
 CLOSE = Part("close", "last token to end", "network", "unknown")
 FAILED = Part("failed", "failed", "ink", "unknown")
+CANCELLED = Part("cancelled", "cancelled by its client", "muted", "unknown")
 SERVER_REST = Part("server_rest", "other phases, up to the first token", "server-rest", "other")
 
 BEFORE_FIRST_TOKEN = (
@@ -64,7 +65,7 @@ AFTER = (
     Part("send_blocked", "client did not read", "send-blocked", "other", ("send_blocked",)),
 )
 # In the order in which they are drawn: the chain's, where it has one.
-PARTS = (CLIENT, CONNECT, *BEFORE_FIRST_TOKEN, *AFTER, SERVER_REST, NETWORK, WAIT, STREAM, CLOSE, FAILED)
+PARTS = (CLIENT, CONNECT, *BEFORE_FIRST_TOKEN, *AFTER, SERVER_REST, NETWORK, WAIT, STREAM, CLOSE, FAILED, CANCELLED)
 
 GROUP_WORDS: dict[Group, str] = {
     "compute": "computing",
@@ -95,7 +96,7 @@ def lengths(record: RequestRecord) -> Lengths:
         return {}
     known = measured.phases_of(record)
     if not record.ok:
-        parts = {CLIENT: _late(record), FAILED: record.end_ns - record.sent_ns}
+        parts = {CLIENT: _late(record), CANCELLED if record.cancelled else FAILED: record.end_ns - record.sent_ns}
     elif known is None:
         parts = _from_outside(record) | {
             STREAM: record.last_token_ns - record.first_token_ns,

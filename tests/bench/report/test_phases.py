@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 
 import pytest
 
 from headway.bench.record import Failure, FailureKind, RequestRecord
 from headway.bench.report.phases import (
+    CANCELLED,
     CLIENT,
     FAILED,
     NETWORK,
@@ -55,6 +57,8 @@ def test_without_a_ledger_only_what_is_seen_from_outside_is_told_apart() -> None
 def test_a_failed_request_is_one_part_and_one_never_sent_none() -> None:
     failed = RequestRecord(0, scheduled_ns=10, sent_ns=30, end_ns=130, failure=Failure(FailureKind.CUT, "cut"))
     assert lengths(failed) == {CLIENT: 20, FAILED: 100}
+    given_up = dataclasses.replace(failed, failure=Failure(FailureKind.CANCELLED, "as planned"))
+    assert lengths(given_up) == {CLIENT: 20, CANCELLED: 100}
     never = RequestRecord(1, scheduled_ns=10, end_ns=130, failure=Failure(FailureKind.ABANDONED, "not sent"))
     assert lengths(never) == {}
 
