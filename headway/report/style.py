@@ -179,6 +179,14 @@ def legend(axes: Axes, **placing: Any) -> None:
         axes.legend(handles, labels, **placing)
 
 
+def band(axes: Axes, x: Sequence[float], low: Sequence[float], high: Sequence[float], hue: str, **more: Any) -> None:
+    """The ranges of points as an area; that of a single point as a bar, because an area needs two."""
+    if len(x) == 1:
+        axes.vlines(x, low, high, color=hue, alpha=0.35, lw=5, **more)
+    else:
+        axes.fill_between(x, low, high, color=hue, alpha=0.16, lw=0, **more)
+
+
 def legend_outside(figure: Figure, panels: Sequence[Axes], columns: int, above: bool = False) -> None:
     """A legend below or above the panels: whatever is labelled in any of them, once."""
     found: dict[str, Artist] = {}

@@ -94,8 +94,8 @@ def replicas_table(found: Replicas, price_per_hour: float | None, at_once: bool 
                 Cell(f"{replicas}"),
                 Cell(f"{len(trial.probes)}"),
                 Cell(f"{trial.total:,}"),
-                Cell(f"{trial.share:.2%}", tone),
-                Cell(f"{trial.low:.2%} to {trial.high:.2%}"),
+                Cell(f"{100 * trial.share:.2f} %", tone),
+                Cell(f"{100 * trial.low:.2f} to {100 * trial.high:.2f} %"),
                 Cell(f"{24 * replicas}"),
                 *(() if price_per_hour is None else (Cell(number(24 * replicas * price_per_hour)),)),
                 Cell(trial.reason or str(trial.verdict), tone),
@@ -103,7 +103,7 @@ def replicas_table(found: Replicas, price_per_hour: float | None, at_once: bool 
         )
     price = () if price_per_hour is None else ("price a day",)
     columns = ("replicas", "seeds", "requests", "met", "95 % interval", "replica-hours a day", *price, "")
-    said = f"{found.target:.1%} of the requests"
+    said = f"{100 * found.target:g} % of the requests"
     note = f"Smallest number of replicas that meets the objectives for {said}: {found.fewest}."
     if found.fewest is None:
         note = f"No number of replicas was proven to meet the objectives for {said}: {found.reason}."

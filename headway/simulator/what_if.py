@@ -70,7 +70,7 @@ def tail_table(asked: list[RequestRecord], others: dict[str, list[RequestRecord]
         rows.append(_row(title, same, slowest))
     counts = ", ".join(f"{len(each)} by {METRICS[metric]}" for metric, each in slowest.items())
     return Table(
-        f"The slowest {SLOWEST:.0%} of the requests, here and on other servers",
+        f"The slowest {100 * SLOWEST:g} % of the requests, here and on other servers",
         ("", *(f"{name}, ms" for name in METRICS.values())),
         tuple(rows),
         note=f"Means of the slowest requests by each metric: {counts}. The reduction is the effect of that cause.",

@@ -214,7 +214,7 @@ def test_the_command_says_how_many_replicas_are_enough() -> None:
     load = ["--random-input-len", "2000", "--random-output-len", "4", "--num-prompts", "150", "--request-rate", "60"]
     search = ["--find-replicas", "--goodput", "ttft:150", "--slo-attainment", "0.7", "--price-per-hour", "2"]
     code, printed = command(*MODEL, *load, *search, "--no-save-result")
-    assert code == 0 and "Smallest number of replicas that meets the objectives for 70.0% of the requests: " in printed
+    assert code == 0 and "Smallest number of replicas that meets the objectives for 70 % of the requests: " in printed
     fewest = int(printed.split("of the requests: ")[1].split(".")[0])
     assert 2 <= fewest <= 8 and f"{48 * fewest}" in printed and "at once" not in printed
     lenient = ["--find-replicas", "--goodput", "ttft:600000", "--slo-attainment", "0.7"]

@@ -100,10 +100,7 @@ def _median_with_range(axes: Axes, lengths: Sequence[LengthProfile], metric: str
     low = [each.latencies[metric].minimum for each in having]
     high = [each.latencies[metric].maximum for each in having]
     blue = style.colour("blue")
-    if len(tokens) == 1:
-        axes.vlines(tokens, low, high, color=blue, alpha=0.35, lw=5, label="least to most")
-    else:
-        axes.fill_between(tokens, low, high, color=blue, alpha=0.18, lw=0, label="least to most")
+    style.band(axes, tokens, low, high, blue, label="least to most")
     axes.plot(tokens, [each.medians_ms[metric] for each in having], color=blue, marker="o", ms=4, label="median")
 
 

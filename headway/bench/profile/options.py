@@ -41,7 +41,7 @@ class ProfileOptions(ModelOptions):
         ),
     ] = None
     output_len: Annotated[int, Flag("Tokens of each answer.", min=2)] = 32
-    repeats: Annotated[int, Flag("Requests of each prompt length.", min=1)] = 10
+    repeats: Annotated[int, Flag("Requests of each prompt length.", min=1, max=100_000)] = 10
     percentiles: Annotated[
         tuple[float, ...],
         Flag("Percentiles to report.", "--metric-percentiles", parse=percentiles, default="50,90,95,99"),

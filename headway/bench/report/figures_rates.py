@@ -82,7 +82,7 @@ def _percentile_lines(axes: Axes, points: Sequence[LoadPoint], metric: str) -> l
         low = [value if claim.low is None else claim.low for value, (_, claim) in zip(values, known, strict=True)]
         high = [value if claim.high is None else claim.high for value, (_, claim) in zip(values, known, strict=True)]
         hue = style.series_colour(place)
-        axes.fill_between(loads, low, high, color=hue, alpha=0.15, lw=0)
+        style.band(axes, loads, low, high, hue)
         axes.plot(loads, values, marker="os^"[place], ms=4, color=hue, ls=style.series_line(place), label=f"P{p:g}")
         drawn += values
     return drawn

@@ -155,6 +155,13 @@ def test_runs_are_points_by_rising_load() -> None:
         check_axes(figure)
 
 
+def test_an_interval_at_a_single_load_can_be_seen() -> None:
+    figure = figures_rates.latency_against_load(load_points([usual()]))
+    ranges = [found for axes in figure.axes for found in axes.collections]
+    assert ranges and all(len(each.get_segments()) == 1 for each in ranges)
+    assert any(segment[0][1] < segment[1][1] for each in ranges for segment in each.get_segments())
+
+
 def test_the_load_of_closed_and_of_unpaced_runs() -> None:
     run = simulated_run(20)
     run.settings |= {"request_rate": None, "max_concurrency": 8}
