@@ -119,7 +119,8 @@ def _added(claims: Sequence[Percentile]) -> str:
 
 def _cached(settings: dict[str, Any], cached: int, prompt: int) -> str:
     share = f"{100 * cached / prompt:.3g} %" if prompt else f"{cached:,} tokens"
-    whose = "from this run's own prompts" if settings.get("cache_salt") else "perhaps from earlier runs"
+    alone = settings.get("cache_salt") or "base_url" not in settings  # a simulated server is new
+    whose = "from this run's own prompts" if alone else "perhaps from earlier runs"
     return f"{share} of the prompt tokens came from the prefix cache, {whose}"
 
 

@@ -121,3 +121,5 @@ def test_hits_of_the_prefix_cache_are_the_runs_own_where_it_had_a_salt() -> None
     assert "perhaps from earlier runs" in lines_of(run)["Cached"]
     run.settings["cache_salt"] = "a1b2"
     assert "from this run's own prompts" in lines_of(run)["Cached"]
+    del run.settings["cache_salt"], run.settings["base_url"]  # as of a simulation
+    assert "from this run's own prompts" in lines_of(run)["Cached"]
