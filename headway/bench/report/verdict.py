@@ -9,6 +9,7 @@ from typing import Literal
 
 from headway.bench.measures.client_effect import spoilt
 from headway.bench.measures.numbers import Attainment, Summary
+from headway.bench.measures.slo import FAILED
 from headway.bench.options import Claims
 from headway.bench.record import FailureKind, RunResult
 from headway.bench.report.views import Run, load_of, steady_or_whole, tokens_per_s
@@ -252,15 +253,16 @@ def _objectives(view: Summary, target: float) -> Banner | None:
         "missed": f"Objectives missed ({view.name})",
         "undecided": f"Objectives: too few requests to decide ({view.name})",
     }[decision]
-    missed = ", ".join(
-        f"{METRIC_NAMES.get(key + '_ms', key)} by {times:,}" for key, times in found.missed_by.items() if times
-    )
+    by = {key: times for key, times in found.missed_by.items() if times}
+    unanswered = by.pop(FAILED, 0)
+    missed = ", ".join(f"{METRIC_NAMES.get(key + '_ms', key)} by {times:,}" for key, times in by.items())
+    why = f"; missed: {missed}" * bool(missed) + f"; not answered: {unanswered:,}" * bool(unanswered)
     line = (
         f"{100 * found.share:.4g} % of {count(found.total, 'request')} met {objectives_in_words(found.objectives)} "
         f"(95 % interval {100 * found.low:.4g} to {100 * found.high:.4g} %, target {100 * target:g} %)"
     )
     tone: dict[str, Literal["good", "bad", "warn"]] = {"held": "good", "missed": "bad", "undecided": "warn"}
-    return Banner(plain(words, 90), (line + (f"; missed: {missed}." if missed else "."),), tone[decision])
+    return Banner(plain(words, 90), (f"{line}{why}.",), tone[decision])
 
 
 def _steady(summaries: Sequence[Summary]) -> Banner | None:

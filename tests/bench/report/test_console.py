@@ -131,12 +131,14 @@ def test_what_the_send_hides_is_pointed_out() -> None:
     ("low", "high", "word"), [(0.992, 1.0, "held"), (0.9, 0.97, "missed"), (0.97, 0.995, "undecided")]
 )
 def test_objectives_are_held_missed_or_undecided(low: float, high: float, word: str) -> None:
-    found = Attainment(OBJECTIVES, 98, 100, low, high, 1.0, 1.0, {"ttft": 2})
+    found = Attainment(OBJECTIVES, 98, 100, low, high, 1.0, 1.0, {"ttft": 2, "failed": 3})
     assert verdict.outcome(found, 0.99) == word
     whole = dataclasses.replace(summarise_all(simulated_run(10))[0], attainment=found)
     (banner,) = [each for each in verdict.banners(simulated_run(10), [whole]) if "bjectives" in each.title]
     assert banner.tone == {"held": "good", "missed": "bad", "undecided": "warn"}[word]
-    assert "TTFT ≤ 200 ms, TPOT ≤ 30 ms" in banner.lines[0] and "TTFT by 2" in banner.lines[0]
+    assert "TTFT ≤ 200 ms, TPOT ≤ 30 ms" in banner.lines[0] and banner.lines[0].endswith(
+        "missed: TTFT by 2; not answered: 3."
+    )
 
 
 def test_objectives_of_classes_carry_their_names() -> None:
