@@ -119,7 +119,7 @@ def _added(claims: Sequence[Percentile]) -> str:
 
 def _cached(settings: dict[str, Any], cached: int, prompt: int) -> str:
     share = f"{100 * cached / prompt:.3g} %" if prompt else f"{cached:,} tokens"
-    alone = settings.get("cache_salt") or "base_url" not in settings  # a simulated server is new
+    alone = settings.get("cache_salt") or settings.get("backend") == "simulate"  # each on a new server
     whose = "from this run's own prompts" if alone else "perhaps from earlier runs"
     return f"{share} of the prompt tokens came from the prefix cache, {whose}"
 
@@ -149,6 +149,8 @@ def _next(result: RunResult, summaries: Sequence[Summary], claims: Claims) -> st
     target = claims.attainment
     found = steady_or_whole(summaries).attainment
     if not any(record.ok for record in result.records):
+        if summaries[0].cancelled and not summaries[0].failed:
+            return "let some clients wait: a lower --cancel-share, or a longer --cancel-after-s"
         log = "" if result.settings.get("backend") == "simulate" else "; see also the server's log"
         return f"--verbose shows what failed and how{log}"
     if result.client.bound:

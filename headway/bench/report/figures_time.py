@@ -142,6 +142,7 @@ def server_over_time(gauges: Mapping[str, Sequence[float | None]]) -> Figure:
         axes.set_ylim(bottom=0)
         style.legend(axes, loc="upper left", ncols=2, bbox_to_anchor=(0, 1.25), borderaxespad=0)
     panels[1].set_xlabel("Time in the run (s)")
+    panels[1].set_xlim(left=0)
     return figure
 
 

@@ -177,8 +177,11 @@ def _nothing(result: RunResult) -> Banner | None:
         return None
     if not result.records:
         return Banner("NO ANSWER", ("There are no latencies, because no request was made.",))
+    requests = count(len(result.records), "request")
+    if all(record.cancelled for record in result.records):
+        return Banner("NO ANSWER", (f"Each of {requests} was cancelled by its client.",))
     reasons = [f"{kind}, {plain(message, 160)}" for kind, _, message in failures_by_kind(result)[:1]]
-    line = ": ".join([f"none of {count(len(result.records), 'request')} succeeded", *reasons])
+    line = ": ".join([f"none of {requests} succeeded", *reasons])
     return Banner("NO ANSWER", (sentence(line),))
 
 

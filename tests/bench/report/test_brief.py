@@ -77,6 +77,11 @@ def test_what_is_wrong_is_said_with_what_helps() -> None:
     found = lines_of(run)
     assert "The load was not offered." in found["Not valid"] and "another machine" in found["Next"]
     assert "server's log" in lines_of(failed_only())["Next"]
+    given_up = failed_only()
+    for record in given_up.records:
+        record.failure = Failure(FailureKind.CANCELLED, "as planned")
+    found = lines_of(given_up)
+    assert "cancelled by its client" in found["Not valid"] and "--cancel-after-s" in found["Next"]
     assert lines_of(simulated_run(300, failures=60))["Next"] == "--verbose shows what failed and how"
 
 
@@ -121,5 +126,6 @@ def test_hits_of_the_prefix_cache_are_the_runs_own_where_it_had_a_salt() -> None
     assert "perhaps from earlier runs" in lines_of(run)["Cached"]
     run.settings["cache_salt"] = "a1b2"
     assert "from this run's own prompts" in lines_of(run)["Cached"]
-    del run.settings["cache_salt"], run.settings["base_url"]  # as of a simulation
+    del run.settings["cache_salt"]
+    run.settings["backend"] = "simulate"
     assert "from this run's own prompts" in lines_of(run)["Cached"]

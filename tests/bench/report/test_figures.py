@@ -129,6 +129,7 @@ def test_a_server_s_gauges_are_shown_as_far_as_it_has_them() -> None:
     above, below = picture.figure.axes
     assert {line.get_label() for line in above.get_lines()} == {"running", "waiting"}
     assert [line.get_label() for line in below.get_lines()] == ["KV cache"]
+    assert below.get_xlim()[0] == 0
     check_axes(picture.figure)
     picture.figure.set_layout_engine("none")
     assert not re.search(r"\b(nan|NaN|inf)\b", style.to_svg(picture.figure, picture.name))
