@@ -287,7 +287,13 @@ def print_verification(console: Console, found: Verification) -> None:
     console.print(f"Output tokens per second: {measured} measured, {predicted} predicted.")
     changed = ", ".join(f"{each:.2f}" for each in found.slower)
     console.print(f"Step times of the measured runs, by those of the runs around them for the same work: {changed}.")
-    console.print(f"{'Holds' if found.holds else 'Does not hold'}: medians within {100 * EQUIVALENT:g} %.")
+    within = f"within {100 * EQUIVALENT:g} %"
+    console.print(f"Holds: medians {within}." if found.holds else f"Not shown: that all medians are {within}.")
+    few = [
+        f"{METRICS[each.metric]} P50" for each in found.differences if each.statistic == "median" and each.ratio is None
+    ]
+    if few:
+        console.print(f"Too few requests for {', '.join(few)}; raise --num-prompts.")
     if not found.holds and any(abs(each - 1) > DRIFT for each in found.slower):
         console.print("The machine's speed changed between runs. Stop other programs, or take more --rounds.")
 

@@ -105,7 +105,19 @@ def test_a_machine_that_was_slower_meanwhile_is_told_from_a_wrong_simulator() ->
     assert found.slower == pytest.approx([2], rel=0.1)
     assert found.by_own_steps["tpot_ms"]["median"] == pytest.approx(1, abs=0.05)
     said = shown(found)
-    assert "different" in said and "Does not hold" in said and "speed changed between runs" in said
+    assert (
+        "different" in said
+        and "Not shown: that all medians are within 10 %." in said
+        and "speed changed between runs" in said
+    )
+
+
+def test_medians_that_too_few_requests_have_are_named() -> None:
+    recording, runs = run_recorded([1, 1, 1], request_ms=4)
+    found = verify([Round.of(recording, *runs)])
+    few = replace(found, differences=tuple(replace(each, ratio=None) for each in found.differences))
+    assert "Too few requests for TTFT P50, TPOT P50, ITL P50, E2EL P50; raise" in shown(few)
+    assert "Too few" not in shown(found)
 
 
 def shown(found: Verification) -> str:
