@@ -19,23 +19,20 @@ def draw(values: dict[str, Measured], path: Path) -> None:
         values: of Rounds: by load, contestant and measure.
     """
     keys = [key for measured in values.values() for key in next(iter(measured.values()))]
-    colours = {key: style.series_colour(place) for place, key in enumerate(dict.fromkeys(filter(_is_class, keys)))}
+    colours = {
+        key: style.SERIES[place % len(style.SERIES)] for place, key in enumerate(dict.fromkeys(filter(_is_class, keys)))
+    }
     heights = [0.4 + 0.2 * len(measured) for measured in values.values()]
     with style.drawing():
         figure, panels = style.new_figure(8.0, 0.8 + sum(heights), rows=len(values), height_ratios=heights)
         for axes, (load, measured) in zip(panels, values.items(), strict=True):
-            places = list(range(len(measured)))
-            left = [0.0] * len(measured)
-            for key, colour in colours.items():
-                widths = [statistics.median(each.get(key, [0.0])) for each in measured.values()]
-                axes.barh(places, widths, left=left, height=0.7, color=colour, label=key.removeprefix(PREFIX))
-                left = [start + width for start, width in zip(left, widths, strict=True)]
-            for place, each in zip(places, measured.values(), strict=True):
+            medians = {key: [statistics.median(each.get(key, [0.0])) for each in measured.values()] for key in colours}
+            parts = ((key.removeprefix(PREFIX), colours[key], lengths) for key, lengths in medians.items())
+            style.stacked_bars(axes, parts, 0.7)
+            for place, each in enumerate(measured.values()):
                 low, high = min(each["goodput"]), max(each["goodput"])
                 axes.plot([low, high], [place, place], color=style.colour("ink"), lw=1, marker="|", ms=4)
-            axes.set_yticks(places, list(measured))
-            axes.set_ylim(len(measured) - 0.5, -0.5)
-            axes.grid(visible=False, axis="y")
+            style.name_rows(axes, list(measured))
             axes.set_title(load)
         panels[-1].set_xlabel("Requests/s that met the objectives of their class")
         style.legend_outside(figure, panels, 4)

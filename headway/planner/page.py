@@ -31,29 +31,23 @@ def write_plan(folder: Path, plan: Plan) -> list[Path]:
 
 def page_of(plan: Plan) -> Page:
     """The short answer, then what it is made of."""
+    assumptions = tuple((f"{place}.", text) for place, text in enumerate(plan.assumptions, 1))
+    sections = (
+        _short_answer(plan),
+        _serving(plan),
+        _times(plan),
+        _memory(plan),
+        _money(plan),
+        Section("Loading the model", tables=(tables.loading_table(plan),), anchor="loading"),
+        Section("Assumptions", terms=assumptions, anchor="assumptions"),
+        Section("Formulas", tables=(_formulas(plan),), anchor="formulas", folded=True),
+    )
     return Page(
         title=f"Plan of {plan.model} on {plan.hardware_key}",
         subtitle=headline(plan),
         verdict=_banners(plan),
         key_figures=key_figures(plan),
-        sections=tuple(
-            section
-            for section in (
-                _short_answer(plan),
-                _serving(plan),
-                _times(plan),
-                _memory(plan),
-                _money(plan),
-                Section("Loading the model", tables=(tables.loading_table(plan),), anchor="loading"),
-                Section(
-                    "Assumptions",
-                    terms=tuple((f"{place}.", text) for place, text in enumerate(plan.assumptions, 1)),
-                    anchor="assumptions",
-                ),
-                Section("Formulas", tables=(_formulas(plan),), anchor="formulas", folded=True),
-            )
-            if section is not None
-        ),
+        sections=tuple(section for section in sections if section is not None),
         footer="Made by headway plan. All figures are predictions; the bars contain four in five measurements.",
     )
 
@@ -96,19 +90,11 @@ def _serving(plan: Plan) -> Section | None:
     if plan.output_tokens_per_s is None:
         return None
     what = {"batch": "the batch", "concurrency": "the number of clients", "rate": "the rate of requests"}[plan.load]
-    return Section(
-        "Throughput and latency",
-        tables=(tables.serving_table(plan),),
-        pictures=(
-            Picture(
-                "throughput-latency",
-                "Throughput against latency",
-                f"Each point is this plan with another value of {what}, shown beside it.",
-                pictures.latency(plan, pictures.sweep(plan)),
-            ),
-        ),
-        anchor="serving",
-    )
+    caption = f"Each point is this plan with another value of {what}, shown beside it."
+    figure = pictures.latency(plan, pictures.sweep(plan))
+    drawn = Picture("throughput-latency", "Throughput against latency", caption, figure)
+    found = (tables.serving_table(plan),)
+    return Section("Throughput and latency", tables=found, pictures=(drawn,), anchor="serving")
 
 
 def _times(plan: Plan) -> Section:
@@ -135,20 +121,12 @@ def _times(plan: Plan) -> Section:
 
 
 def _memory(plan: Plan) -> Section:
-    return Section(
-        "Memory",
-        tables=(tables.memory_table(plan),),
-        pictures=(
-            Picture(
-                "memory-by-context",
-                "Memory of a device by context",
-                "Weights, activations and workspace at the bottom, above them the cache of this number of sequences. "
-                "Dots: the usable memory is full.",
-                pictures.memory(plan),
-            ),
-        ),
-        anchor="memory",
+    caption = (
+        "Weights, activations and workspace at the bottom, above them the cache of this number of sequences. Dots: the "
+        "usable memory is full."
     )
+    drawn = Picture("memory-by-context", "Memory of a device by context", caption, pictures.memory(plan))
+    return Section("Memory", tables=(tables.memory_table(plan),), pictures=(drawn,), anchor="memory")
 
 
 def _money(plan: Plan) -> Section | None:
@@ -159,9 +137,5 @@ def _money(plan: Plan) -> Section | None:
 
 def _formulas(plan: Plan) -> Table:
     rows = [cells(f.name, f.rule, f.numbers and f"= {f.numbers}", result(f), f.source) for f in formulas(plan)]
-    return Table(
-        "Each figure with the numbers put in",
-        ("", "formula", "numbers", "result", "source"),
-        tuple(rows),
-        left=frozenset({1, 2, 3, 4}),
-    )
+    columns = ("", "formula", "numbers", "result", "source")
+    return Table("Each figure with the numbers put in", columns, tuple(rows), left=frozenset({1, 2, 3, 4}))

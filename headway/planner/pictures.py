@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -48,9 +49,9 @@ def roofline(plan: Plan) -> Figure:
 
     A point's area is its share of the time of its step.
     """
-    figure, (axes,) = style.new_figure(8.0, 4.6)
     roofs = _roofs(plan)
     unit, name = (1e12, "TFLOP/s") if max(roof.flops_per_s for roof in roofs.values()) >= 1e12 else (1e9, "GFLOP/s")
+    figure, (axes,) = style.new_figure(8.0, 4.6, x="Arithmetic intensity (FLOP per byte)", y=f"{name} of a device")
     marks = [
         Marks(label, marker, colour, _points(getattr(plan, key), unit))
         for key, (label, marker, colour) in PHASES.items()
@@ -68,8 +69,6 @@ def roofline(plan: Plan) -> Figure:
     roof_at = [Spot("", float(x), main.attainable(float(x)) / unit) for x in np.geomspace(*across, 200)]
     names = [kind.spots for kind in marks]
     name_spots(axes, names, [kind.colour for kind in marks], avoid=roof_at, size=(7.1, 3.5))
-    axes.set_xlabel("Arithmetic intensity (FLOP per byte)")
-    axes.set_ylabel(f"{name} of a device")
     style.legend_outside(figure, [axes], 2)
     return figure
 
@@ -116,7 +115,8 @@ def _points(step: PlannedStep, unit: float) -> list[Spot]:
 @style.drawing()
 def memory(plan: Plan) -> Figure:
     """What the fullest device holds by the context of its sequences, for one, some and all of the plan's."""
-    figure, (axes,) = style.new_figure(8.0, 4.2)
+    x, y = "Context of each sequence (tokens)", "Memory of a device (GB)"
+    figure, (axes,) = style.new_figure(8.0, 4.2, x=x, y=y)
     held = plan.capacity
     contexts = _contexts(plan)
     base = held.weights + held.activations + held.workspace
@@ -158,8 +158,6 @@ def memory(plan: Plan) -> Figure:
     axes.set_xlim(contexts[0], contexts[-1])
     style.log_axis(axes, "x")
     axes.annotate(f"this plan: {asked:,}", (asked, 0), (4, 5), textcoords="offset points", fontsize=8)
-    axes.set_xlabel("Context of each sequence (tokens)")
-    axes.set_ylabel("Memory of a device (GB)")
     style.legend_outside(figure, [axes], 2)
     return figure
 
@@ -188,15 +186,11 @@ def longest_context(plan: Plan, batch: int) -> int:
 
     At most LONGEST: with sliding windows alone, a context has no end.
     """
-    block = plan.request.block_size
-    fits, fails = 0, LONGEST // block + 1
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        if kv_of_device(plan, batch, middle * block) <= plan.capacity.kv_pool:
-            fits = middle
-        else:
-            fails = middle
-    return fits * block
+    block, pool = plan.request.block_size, plan.capacity.kv_pool
+    fits = (
+        bisect.bisect_right(range(LONGEST // block + 1), pool, key=lambda n: kv_of_device(plan, batch, n * block)) - 1
+    )
+    return max(0, fits) * block
 
 
 def _batches(plan: Plan) -> list[int]:
@@ -243,10 +237,9 @@ def under(plan: Plan, value: float) -> Plan:
 @style.drawing()
 def latency(plan: Plan, plans: Sequence[Plan]) -> Figure:
     """Throughput against TPOT and TTFT over the load, with the plan, its error bars and its objectives."""
-    figure, panels = style.new_figure(8.0, 4.0, columns=2, sharey=True)
-    panels[0].set_ylabel("Output tokens/s")
+    x, y = ("TPOT (ms)", "TTFT (ms)"), ("Output tokens/s", "")
+    figure, panels = style.new_figure(8.0, 4.0, columns=2, x=x, y=y, sharey=True)
     for axes, key in zip(panels, ("tpot", "ttft"), strict=True):
-        axes.set_xlabel(f"{key.upper()} (ms)")
         shown = [(each, at) for each in plans if (at := _at(each, key)) is not None]
         if not shown:
             style.nothing_to_show(axes, "the model does not fit" if not plan.fits else f"there is no {key.upper()}")
@@ -365,9 +358,7 @@ def _stacked(axes: Axes, step: PlannedStep) -> None:
                 )
         edges += widths
     for row, value in enumerate((whole, step.floor_s)):
-        axes.annotate(seconds(value), (edges[row], row), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.set_yticks([0, 1], ["predicted", "physics"])
-    axes.set_ylim(1.5, -0.5)
+        style.beside(axes, edges[row], row, seconds(value))
+    style.name_rows(axes, ["predicted", "physics"])
     axes.set_xlim(0, max(edges) * 1.12)
     axes.set_xlabel(f"Time ({unit})")
-    axes.grid(axis="y", visible=False)

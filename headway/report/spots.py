@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,14 +64,23 @@ def name_spots(
         avoid: places of a line that names should not cover.
         size: of the axes, about, in inches.
     """
-    scale = _Scale(axes, size)
-    taken = [_around(scale.place(spot), spot.radius) for group in groups for spot in group]
-    taken += [_around(scale.place(spot), 0.01) for spot in avoid]
+    limits = axes.get_xlim(), axes.get_ylim()
+
+    def place(spot: Spot) -> tuple[float, float]:
+        """In inches."""
+        x, y = (
+            length * math.log(value / low) / math.log(high / low)
+            for value, (low, high), length in zip((spot.x, spot.y), limits, size, strict=True)
+        )
+        return x, y
+
+    taken = [_around(place(spot), spot.radius) for group in groups for spot in group]
+    taken += [_around(place(spot), 0.01) for spot in avoid]
     whole = _Box(0.0, 0.0, *size)
     for group, colour in zip(groups, colours, strict=True):
-        for cluster in _clusters(group, scale):
+        for cluster in _clusters(group, place):
             text = _name(cluster)
-            x, y = scale.place(cluster[0])
+            x, y = place(cluster[0])
             choices = list(_choices(x, y, len(text) * LETTER, cluster[0].radius))
             box = min(choices, key=lambda choice: _badness(choice, taken, whole))
             taken.append(box)
@@ -85,26 +94,11 @@ def name_spots(
             )
 
 
-class _Scale:
-    """From values to inches."""
-
-    def __init__(self, axes: Axes, size: tuple[float, float]) -> None:
-        self._limits = (axes.get_xlim(), axes.get_ylim())
-        self._size = size
-
-    def place(self, spot: Spot) -> tuple[float, float]:
-        along = [
-            length * math.log(value / low) / math.log(high / low)
-            for value, (low, high), length in zip((spot.x, spot.y), self._limits, self._size, strict=True)
-        ]
-        return along[0], along[1]
-
-
-def _clusters(group: Sequence[Spot], scale: _Scale) -> list[list[Spot]]:
+def _clusters(group: Sequence[Spot], place: Callable[[Spot], tuple[float, float]]) -> list[list[Spot]]:
     """Each spot with the first one that it is near to."""
     found: list[list[Spot]] = []
     for spot in group:
-        near = [each for each in found if math.dist(scale.place(each[0]), scale.place(spot)) < NEAR]
+        near = [each for each in found if math.dist(place(each[0]), place(spot)) < NEAR]
         if near:
             near[0].append(spot)
         else:

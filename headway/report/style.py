@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
@@ -150,7 +150,13 @@ def _settings() -> Any:
 
 
 def new_figure(
-    width: float = 8.0, height: float = 3.6, rows: int = 1, columns: int = 1, **subplots: Any
+    width: float = 8.0,
+    height: float = 3.6,
+    rows: int = 1,
+    columns: int = 1,
+    x: str | Sequence[str] = "",
+    y: str | Sequence[str] = "",
+    **subplots: Any,
 ) -> tuple[Figure, list[Axes]]:
     """A figure and its axes, row by row.
 
@@ -158,6 +164,7 @@ def new_figure(
 
     Args:
         width, height: inches; the page shows 8 inches as the full width of its column.
+        x, y: labels of the axes, the same for all panels or one for each.
         subplots: for Figure.subplots: sharex, width_ratios, ...
     """
     from matplotlib.figure import Figure
@@ -166,9 +173,10 @@ def new_figure(
     with drawing():
         figure = Figure(figsize=(width, height), layout="constrained")
         panels = [axes for row in figure.subplots(rows, columns, squeeze=False, **subplots) for axes in row]
-        for axes in panels:
-            for axis in (axes.xaxis, axes.yaxis):
+        for place, axes in enumerate(panels):
+            for axis, label in ((axes.xaxis, x), (axes.yaxis, y)):
                 axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+                axis.set_label_text(label if isinstance(label, str) else label[place])
         return figure, panels
 
 
@@ -239,6 +247,34 @@ def sentence(words: str) -> str:
     return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".")
 
 
+def stacked_bars(
+    axes: Axes, parts: Iterable[tuple[str | None, str, Sequence[float]]], height: float = 0.66
+) -> list[float]:
+    """Horizontal bars, each from where the one before it ends: the label, colour and lengths by row of each part.
+
+    Returns:
+        Where each row ends.
+    """
+    ends: list[float] = []
+    for label, hue, lengths in parts:
+        ends = ends or [0.0] * len(lengths)
+        axes.barh(range(len(lengths)), lengths, left=ends, height=height, color=colour(hue), label=label)
+        ends = [end + float(length) for end, length in zip(ends, lengths, strict=True)]
+    return ends
+
+
+def name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Of horizontal bars, the first on top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+
+
+def beside(axes: Axes, x: float, row: int, text: str) -> None:
+    """A text at the end of a horizontal bar."""
+    axes.annotate(text, (x, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
+
+
 def nothing_to_show(axes: Axes, why: str) -> None:
     """An empty picture that says why it is empty; its axes keep their labels."""
     axes.text(0.5, 0.5, plain(why, 90), transform=axes.transAxes, ha="center", va="center", color=colour("muted"))
@@ -297,18 +333,10 @@ def to_svg(figure: Figure, name: str = "figure", title: str = "") -> str:
     text = _ID.sub(rf"\g<1>{name}-\g<2>", text)
     text = _UNTURNED.sub("", _FONT_SHORTHAND.sub(r"font-size: \1", _FONT_FAMILY.sub("", text)))
     text = _DRAWN.sub(lambda match: _TOO_FINE.sub(r"\1", match[0]), text)
-    text = _COLOUR.sub(_variable, text)
-    head = f'<svg class="hw-figure" role="img" viewBox="\\1"><title>{_for_template(escape(title))}</title>'
-    return _BLANKS.sub("\n", _HEAD.sub(head, text, count=1)).strip()
-
-
-def _variable(match: re.Match[str]) -> str:
-    return f"{match[1]}: {_VARIABLES.get(match[2], match[2])}"
-
-
-def _for_template(text: str) -> str:
-    """Text as part of a replacement of re.sub, in which a backslash has a meaning."""
-    return text.replace("\\", "\\\\")
+    text = _COLOUR.sub(lambda match: f"{match[1]}: {_VARIABLES.get(match[2], match[2])}", text)
+    head = '<svg class="hw-figure" role="img" viewBox="{}"><title>{}</title>'
+    text = _HEAD.sub(lambda match: head.format(match[1], escape(title)), text, count=1)
+    return _BLANKS.sub("\n", text).strip()
 
 
 @contextmanager

@@ -27,30 +27,21 @@ NOTHING_MEASURED = "no request came back with the server's timings"
 @style.drawing()
 def stage_breakdown(lengths: Sequence[LengthProfile]) -> Figure:
     """Stacked bars for each prompt length: milliseconds on the left, shares on the right."""
-    figure, (times, shares) = style.new_figure(8.0, 1.9 + 0.42 * max(3, len(lengths)), columns=2, sharey=True)
-    times.set_xlabel("Time of a request (ms)")
-    shares.set_xlabel("Share of it (%)")
-    times.set_ylabel("Prompt (tokens)")
+    height, labels = 1.9 + 0.42 * max(3, len(lengths)), ("Time of a request (ms)", "Share of it (%)")
+    figure, (times, shares) = style.new_figure(8.0, height, columns=2, x=labels, y=("Prompt (tokens)", ""), sharey=True)
     if not lengths:
         style.nothing_to_show(times, NOTHING_MEASURED)
         return figure
-    rows = np.arange(len(lengths))
-    totals = np.array([each.total_ms for each in lengths])
-    edges = np.zeros(len(lengths))
-    for stage in STAGES:
-        widths = np.array([each.stages_ms[stage.key] for each in lengths])
-        colour = style.colour(stage.colour)
-        times.barh(rows, widths, left=edges, height=0.66, color=colour, label=stage.label)
-        shares.barh(rows, 100 * widths / totals, left=100 * edges / totals, height=0.66, color=colour)
-        edges += widths
+    parts = [(stage, [each.stages_ms[stage.key] for each in lengths]) for stage in STAGES]
+    totals = [each.total_ms for each in lengths]
+    style.stacked_bars(times, ((stage.label, stage.colour, part) for stage, part in parts))
+    of_all = [(stage, 100 * np.array(part) / totals) for stage, part in parts]
+    style.stacked_bars(shares, ((None, stage.colour, part.tolist()) for stage, part in of_all))
     for row, whole in enumerate(totals):
-        _beside(times, float(whole), row, style.number(float(whole)))
-    times.set_yticks(rows, [f"{each.prompt_tokens:,}" for each in lengths])
-    times.set_ylim(len(lengths) - 0.5, -0.5)
-    times.set_xlim(0, float(totals.max()) * 1.15)
-    shares.set_xlim(0, 100)
-    for axes in (times, shares):
-        axes.grid(axis="y", visible=False)
+        style.beside(times, whole, row, style.number(whole))
+    for axes, most in ((times, max(totals) * 1.15), (shares, 100)):
+        style.name_rows(axes, [f"{each.prompt_tokens:,}" for each in lengths])
+        axes.set_xlim(0, most)
     style.legend_outside(figure, [times], 4)
     return figure
 
@@ -58,10 +49,8 @@ def stage_breakdown(lengths: Sequence[LengthProfile]) -> Figure:
 @style.drawing()
 def latency_by_length(result: ProfileResult) -> Figure:
     """TTFT and TPOT against the prompt's length, with what the roofline would allow."""
-    figure, (ttft, tpot) = style.new_figure(8.0, 3.6, columns=2)
-    for axes, name in ((ttft, "Time to first token (ms)"), (tpot, "Time per output token (ms)")):
-        axes.set_xlabel("Prompt (tokens)")
-        axes.set_ylabel(name)
+    names = ("Time to first token (ms)", "Time per output token (ms)")
+    figure, (ttft, tpot) = style.new_figure(8.0, 3.6, columns=2, x="Prompt (tokens)", y=names)
     measured = [each for each in result.lengths if each.completed]
     if not measured:
         style.nothing_to_show(ttft, "no request was answered")
@@ -155,24 +144,21 @@ def _context_lengths(result: ProfileResult) -> list[int]:
 @style.drawing()
 def optimisation_opportunities(found: Sequence[Opportunity], each: LengthProfile | None) -> Figure:
     """Stages by their largest possible gain, above their floor."""
-    figure, (axes,) = style.new_figure(8.0, 1.2 + 0.36 * max(3, len(found)))
-    axes.set_xlabel("Time of a request (ms)")
+    figure, (axes,) = style.new_figure(8.0, 1.2 + 0.36 * max(3, len(found)), x="Time of a request (ms)")
     if each is None or not found:
         style.nothing_to_show(axes, NOTHING_MEASURED)
         return figure
     floors = [min(o.floor_ms, o.measured_ms) for o in found]
     wins = [o.winnable_ms for o in found]
-    rows = range(len(found))
-    axes.barh(rows, floors, height=0.66, color=style.colour("gray"), label="floor: the least time on this machine")
-    axes.barh(rows, wins, left=floors, height=0.66, color=style.colour("orange"), label="largest possible gain")
+    style.stacked_bars(
+        axes, [("floor: the least time on this machine", "gray", floors), ("largest possible gain", "orange", wins)]
+    )
     for row, o in enumerate(found):
         share = f"{100 * o.winnable_ms / each.total_ms:.0f} % of the request"
         text = f"{style.number(o.measured_ms)} ms, {style.number(o.winnable_ms)} to win ({share})"
-        _beside(axes, o.measured_ms, row, text)
-    axes.set_yticks(rows, [BY_KEY[o.stage].label for o in found])
-    axes.set_ylim(len(found) - 0.5, -0.5)
+        style.beside(axes, o.measured_ms, row, text)
+    style.name_rows(axes, [BY_KEY[o.stage].label for o in found])
     axes.set_xlim(0, max(o.measured_ms for o in found) * 1.55)
-    axes.grid(axis="y", visible=False)
     style.legend_outside(figure, [axes], 2)
     return figure
 
@@ -180,9 +166,8 @@ def optimisation_opportunities(found: Sequence[Opportunity], each: LengthProfile
 @style.drawing()
 def roofline(result: ProfileResult) -> Figure:
     """FLOP/s against FLOPs per byte: the machine's two limits, and where prefill and decode are."""
-    figure, (axes,) = style.new_figure(8.0, 4.0)
-    axes.set_xlabel("Arithmetic intensity (FLOP per byte of weights and cache)")
-    axes.set_ylabel("GFLOP/s")
+    intensity = "Arithmetic intensity (FLOP per byte of weights and cache)"
+    figure, (axes,) = style.new_figure(8.0, 4.0, x=intensity, y="GFLOP/s")
     marks = [
         Marks("prefill", "o", "prefill-compute", _spots({e.prompt_tokens: e.prefill for e in result.measured})),
         Marks("decode", "s", "orange", _spots({e.prompt_tokens: e.decode for e in result.measured})),
@@ -226,26 +211,17 @@ def _roofs(result: ProfileResult, points: Sequence[Achieved]) -> dict[str, Roofl
 @style.drawing()
 def model_loading(stages: Mapping[str, float], total_s: float) -> Figure:
     """The stages of the start, in their order."""
-    figure, (axes,) = style.new_figure(8.0, 1.1 + 0.32 * max(3, len(stages)))
-    axes.set_xlabel("Seconds")
+    figure, (axes,) = style.new_figure(8.0, 1.1 + 0.32 * max(3, len(stages)), x="Seconds")
     if not stages:
         style.nothing_to_show(axes, "the server reported nothing about its start")
         return figure
-    rows = range(len(stages))
-    axes.barh(rows, list(stages.values()), height=0.66, color=style.colour("blue"))
+    style.stacked_bars(axes, [(None, "blue", list(stages.values()))])
     for row, seconds in enumerate(stages.values()):
         share = f" ({100 * seconds / total_s:.0f} %)" if total_s else ""
-        _beside(axes, seconds, row, f"{style.number(1e3 * seconds)} ms{share}")
-    axes.set_yticks(rows, list(stages))
-    axes.set_ylim(len(stages) - 0.5, -0.5)
+        style.beside(axes, seconds, row, f"{style.number(1e3 * seconds)} ms{share}")
+    style.name_rows(axes, list(stages))
     axes.set_xlim(0, max(stages.values()) * 1.25 or 1.0)
-    axes.grid(axis="y", visible=False)
     return figure
-
-
-def _beside(axes: Axes, x: float, row: int, text: str) -> None:
-    """A text at the end of a horizontal bar."""
-    axes.annotate(text, (x, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
 
 
 def _short(tokens: int) -> str:

@@ -8,8 +8,8 @@ from headway.bench.profile import figures, tables
 from headway.bench.profile.result import ProfileResult, opportunities
 from headway.bench.profile.stages import BY_KEY
 from headway.bench.report.verdict import count
-from headway.report.parts import Banner, Page, Picture, Section
-from headway.report.style import number
+from headway.report.parts import Banner, Page, Picture, Section, Table
+from headway.report.style import number, sentence
 
 
 def page_of(result: ProfileResult) -> Page:
@@ -45,15 +45,12 @@ def banners(result: ProfileResult) -> tuple[Banner, ...]:
         total = sum(sum(each.failures.values()) for each in result.lengths)
         found.append(Banner(f"{count(total, 'request')} failed", (f"Kinds: {', '.join(sorted(failed))}.",)))
     if result.interrupted:
-        found.append(
-            Banner(
-                "Interrupted", ("Stopped before all requests were done; the figures are of those that were.",), "warn"
-            )
-        )
+        line = "Stopped before all requests were done; the figures are of those that were."
+        found.append(Banner("Interrupted", (line,), "warn"))
     if result.peaks.busy:
-        found.append(Banner("Busy machine", (f"{result.peaks.busy[:1].upper()}{result.peaks.busy[1:]}.",), "warn"))
+        found.append(Banner("Busy machine", (sentence(result.peaks.busy),), "warn"))
     if result.notes:
-        found.append(Banner("Beware", tuple(f"{note[:1].upper()}{note[1:]}." for note in result.notes), "warn"))
+        found.append(Banner("Beware", tuple(map(sentence, result.notes)), "warn"))
     return tuple(found)
 
 
@@ -82,40 +79,18 @@ def _latency(result: ProfileResult) -> Section:
         "Latency without load: no other request runs, so there is no queueing. The dashed line is the roofline of this "
         "machine: the least time for the prompt, or for a token."
     )
-    return Section(
-        "Latency by prompt length",
-        (text,),
-        tables=(tables.latency_table(result),),
-        pictures=(
-            Picture(
-                "latency-by-length",
-                "TTFT and TPOT",
-                "Medians over prompt length, from the fastest to the slowest request, and the roofline.",
-                figures.latency_by_length(result),
-            ),
-        ),
-        anchor="latency",
-    )
+    caption = "Medians over prompt length, from the fastest to the slowest request, and the roofline."
+    drawn = Picture("latency-by-length", "TTFT and TPOT", caption, figures.latency_by_length(result))
+    return _section("Latency by prompt length", "latency", (text,), tables.latency_table(result), drawn)
 
 
 def _stages(result: ProfileResult) -> Section:
     text = (
         "From the send to the end of the response, divided into stages by the server's ledger and the client's clock."
     )
-    return Section(
-        "Where the time of a request goes",
-        (text,),
-        tables=(tables.stage_table(result),),
-        pictures=(
-            Picture(
-                "stage-breakdown",
-                "Stages by prompt length",
-                "Milliseconds on the left, shares of the request on the right.",
-                figures.stage_breakdown(result.measured),
-            ),
-        ),
-        anchor="stages",
-    )
+    caption = "Milliseconds on the left, shares of the request on the right."
+    drawn = Picture("stage-breakdown", "Stages by prompt length", caption, figures.stage_breakdown(result.measured))
+    return _section("Where the time of a request goes", "stages", (text,), tables.stage_table(result), drawn)
 
 
 def _opportunities(result: ProfileResult) -> Section:
@@ -130,20 +105,11 @@ def _opportunities(result: ProfileResult) -> Section:
             f"ms."
         )
         says = (text,)
-    return Section(
-        "Optimisation opportunities",
-        says,
-        tables=tuple(tables.opportunity_table(length) for length in ([each] if each else [])),
-        pictures=(
-            Picture(
-                "optimisation-opportunities",
-                "Largest possible gain",
-                "Grey: the least time of the stage on this machine. Orange: what better software could save.",
-                figures.optimisation_opportunities(found, each),
-            ),
-        ),
-        anchor="opportunities",
-    )
+    caption = "Grey: the least time of the stage on this machine. Orange: what better software could save."
+    figure = figures.optimisation_opportunities(found, each)
+    drawn = Picture("optimisation-opportunities", "Largest possible gain", caption, figure)
+    table = tables.opportunity_table(each) if each else None
+    return _section("Optimisation opportunities", "opportunities", says, table, drawn)
 
 
 def _achieved(result: ProfileResult) -> Section:
@@ -153,20 +119,9 @@ def _achieved(result: ProfileResult) -> Section:
         "because they may stay in caches. If the weights of a small model stay in caches too, the peak is that of the "
         "caches."
     )
-    return Section(
-        "Achieved bandwidth and FLOP/s",
-        (text,),
-        tables=(tables.achieved_table(result),),
-        pictures=(
-            Picture(
-                "roofline",
-                "Roofline",
-                "Lines: the machine's limits. Points: measurements, prompts with their length.",
-                figures.roofline(result),
-            ),
-        ),
-        anchor="roofline",
-    )
+    caption = "Lines: the machine's limits. Points: measurements, prompts with their length."
+    drawn = Picture("roofline", "Roofline", caption, figures.roofline(result))
+    return _section("Achieved bandwidth and FLOP/s", "roofline", (text,), tables.achieved_table(result), drawn)
 
 
 def _memory(result: ProfileResult) -> Section:
@@ -182,47 +137,26 @@ def _memory(result: ProfileResult) -> Section:
         f"{result.pool_bytes / 1e6:,.0f} MB, on a machine with {peaks.memory_bytes / 1e9:,.1f} GB "
         "(set by --kv-cache-memory and --max-model-len)."
     )
-    return Section(
-        "Memory requirements",
-        (
-            text,
-            more,
-        ),
-        pictures=(
-            Picture(
-                "memory-requirements",
-                "Memory by context length",
-                "Left: memory of one sequence whose prompt is computed in one step. Right: number of sequences that "
-                "the cache holds.",
-                figures.memory_requirements(result),
-            ),
-        ),
-        anchor="memory",
+    caption = (
+        "Left: memory of one sequence whose prompt is computed in one step. Right: number of sequences that the cache "
+        "holds."
     )
+    drawn = Picture("memory-requirements", "Memory by context length", caption, figures.memory_requirements(result))
+    return _section("Memory requirements", "memory", (text, more), None, drawn)
 
 
 def _loading(result: ProfileResult) -> Section:
-    return Section(
-        "Model loading",
-        ("Measured once, at the start. Weights that were read before come from the page cache, not from storage.",),
-        tables=(tables.loading_table(result),),
-        pictures=(
-            Picture(
-                "model-loading",
-                "Stages of the start",
-                "The engine's stages, one after the other.",
-                figures.model_loading(tables.loading_stages(result), result.startup.seconds),
-            ),
-        ),
-        anchor="loading",
-    )
+    text = "Measured once, at the start. Weights that were read before come from the page cache, not from storage."
+    figure = figures.model_loading(tables.loading_stages(result), result.startup.seconds)
+    drawn = Picture("model-loading", "Stages of the start", "The engine's stages, one after the other.", figure)
+    return _section("Model loading", "loading", (text,), tables.loading_table(result), drawn)
 
 
 def _machine(result: ProfileResult) -> Section:
-    return Section(
-        "The machine's peaks",
-        ("Measured just before, by python -m headway.calibration; the best repeat counts.",),
-        tables=(tables.machine_table(result),),
-        anchor="machine",
-        folded=True,
-    )
+    text = "Measured just before, by python -m headway.calibration; the best repeat counts."
+    found = (tables.machine_table(result),)
+    return Section("The machine's peaks", (text,), tables=found, anchor="machine", folded=True)
+
+
+def _section(title: str, anchor: str, says: tuple[str, ...], table: Table | None, drawn: Picture) -> Section:
+    return Section(title, says, tables=(table,) if table else (), pictures=(drawn,), anchor=anchor)

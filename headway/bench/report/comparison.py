@@ -13,6 +13,7 @@ from headway.report.parts import Banner, Cell, Picture, Section, Table, Tone, ce
 from headway.report.style import number, plain, sentence
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LABELS = {
@@ -104,9 +105,8 @@ def _p_value(found: Difference) -> str:
 def ratios(comparison: Comparison) -> Figure:
     """b / a of every statistic with its interval; 1 is no difference."""
     shown = [each for each in comparison.differences if each.ratio is not None and each.ratio > 0]
-    figure, (axes,) = style.new_figure(8.0, 1.3 + 0.26 * max(len(shown), 3))
-    axes.set_xlabel("b / a (1: no difference)")
-    axes.set_ylabel("Statistic")
+    height = 1.3 + 0.26 * max(len(shown), 3)
+    figure, (axes,) = style.new_figure(8.0, height, x="b / a (1: no difference)", y="Statistic")
     if not shown:
         style.nothing_to_show(axes, "no statistic can be compared: too few samples")
         return figure
@@ -127,10 +127,7 @@ def ratios(comparison: Comparison) -> Figure:
     return figure
 
 
-def _points(axes: object, chosen: Sequence[tuple[int, Difference]], colour: str, label: str) -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
+def _points(axes: Axes, chosen: Sequence[tuple[int, Difference]], colour: str, label: str) -> None:
     if not chosen:
         return
     ratios_ = [each.ratio or 1.0 for _, each in chosen]
@@ -143,7 +140,6 @@ def _points(axes: object, chosen: Sequence[tuple[int, Difference]], colour: str,
         fmt="D" if colour == "red" else "o",
         ms=4.5,
         color=style.colour(colour),
-        ecolor=style.colour(colour),
         elinewidth=1.4,
         capsize=2.5,
         label=label,

@@ -25,23 +25,18 @@ class LoadPoint:
     Args:
         load: what was varied: requests/s, or requests in flight of a closed loop.
         summary: the view that is shown: the steady state where there is one, else the whole run.
-        label: what to call the run beside its point.
         client_bound: its numbers are the client's, not the server's.
     """
 
     load: float
     summary: Summary
-    label: str = ""
     client_bound: bool = False
 
 
 def load_points(runs: Sequence[Run]) -> list[LoadPoint]:
     """A point for each run, by rising load."""
     loads = sorted(((load_of(run[0]), *run) for run in runs), key=lambda each: each[0])
-    return [
-        LoadPoint(load, steady_or_whole(views), style.number(load), result.client.bound)
-        for load, result, views in loads
-    ]
+    return [LoadPoint(load, steady_or_whole(views), result.client.bound) for load, result, views in loads]
 
 
 @style.drawing()
@@ -50,10 +45,9 @@ def latency_against_load(points: Sequence[LoadPoint], load: str = "Request rate 
     latencies that no run has, as of vectors.
     """
     metrics = [each for each in METRICS if any(each[0] in point.summary.from_schedule for point in points)] or METRICS
-    figure, panels = style.new_figure(8.0, 3.3, columns=len(metrics))
-    for axes, (metric, label) in zip(panels, metrics, strict=True):
-        axes.set_xlabel(load)
-        axes.set_ylabel(label)
+    names = [name for _, name in metrics]
+    figure, panels = style.new_figure(8.0, 3.3, columns=len(metrics), x=load, y=names)
+    for axes, (metric, _) in zip(panels, metrics, strict=True):
         highest = _percentile_lines(axes, points, metric)
         if not highest:
             style.nothing_to_show(axes, "no percentile has enough samples")
@@ -94,13 +88,15 @@ def throughput_against_latency(points: Sequence[LoadPoint]) -> Figure:
 
     Runs that no other beats in both are joined by a line (the Pareto front).
     """
-    figure, (ttft, user) = style.new_figure(8.0, 3.5, columns=2)
-    ttft.set_xlabel("P90 time to first token (ms); left is better")
-    user.set_xlabel("Tokens/s of the median request (1/TPOT); right is better")
+    figure, (ttft, user) = style.new_figure(
+        8.0,
+        3.5,
+        columns=2,
+        x=("P90 time to first token (ms); left is better", "Tokens/s of the median request (1/TPOT); right is better"),
+        y="Output tokens/s of the server",
+    )
     _trade(ttft, points, lambda summary: _value(summary, "ttft_ms", 90.0), smaller_is_better=True)
-    _trade(user, points, lambda summary: _per_user(summary), smaller_is_better=False)
-    for axes in (ttft, user):
-        axes.set_ylabel("Output tokens/s of the server")
+    _trade(user, points, _per_user, smaller_is_better=False)
     return figure
 
 
@@ -128,7 +124,7 @@ def _trade(
             )
     for x, y, point in known:
         axes.annotate(
-            style.plain(point.label, 16), (x, y), xytext=(5, -9), textcoords="offset points", fontsize=7.5,
+            style.number(point.load), (x, y), xytext=(5, -9), textcoords="offset points", fontsize=7.5,
             color=style.colour("muted"),
         )  # fmt: skip
     if style.wants_log([x for x, _, _ in known], 12):
@@ -142,11 +138,8 @@ def _trade(
 @style.drawing()
 def goodput_against_load(points: Sequence[LoadPoint], load: str = "Request rate (1/s)", target: float = 0.99) -> Figure:
     """Throughput and goodput against the load, and the share of requests that met their objectives."""
-    figure, (rates, share) = style.new_figure(8.0, 3.3, columns=2)
-    rates.set_xlabel(load)
-    rates.set_ylabel("Requests (1/s)")
-    share.set_xlabel(load)
-    share.set_ylabel("Requests that met their objectives (%)")
+    names = ("Requests (1/s)", "Requests that met their objectives (%)")
+    figure, (rates, share) = style.new_figure(8.0, 3.3, columns=2, x=load, y=names)
     if not points:
         for axes in (rates, share):
             style.nothing_to_show(axes, "no runs")

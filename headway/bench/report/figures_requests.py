@@ -49,9 +49,8 @@ def timeline(records: Sequence[RequestRecord], began_ns: int) -> Figure:
     A bar's parts are totals in the order of the chain; a dot marks when the first token really came.
     """
     rows, first_rank = timeline_rows(records)
-    figure, (axes,) = style.new_figure(8.0, 2.4 + 0.02 * len(rows))
-    axes.set_xlabel("Time in the run (s)")
-    axes.set_ylabel("Request, in order of arrival")
+    height = 2.4 + 0.02 * len(rows)
+    figure, (axes,) = style.new_figure(8.0, height, x="Time in the run (s)", y="Request, in order of arrival")
     if not rows:
         style.nothing_to_show(axes, "no request was sent")
         return figure
@@ -78,9 +77,8 @@ def timeline(records: Sequence[RequestRecord], began_ns: int) -> Figure:
 def slowest_requests(records: Sequence[RequestRecord]) -> Figure:
     """The slowest requests side by side, each from when it was due."""
     rows = slowest(records)
-    figure, (axes,) = style.new_figure(8.0, 1.9 + 0.1 * max(len(rows), 8))
-    axes.set_xlabel("Time since the request was due (s)")
-    axes.set_ylabel("Request (its number)")
+    height = 1.9 + 0.1 * max(len(rows), 8)
+    figure, (axes,) = style.new_figure(8.0, height, x="Time since the request was due (s)", y="Request (its number)")
     if not rows:
         style.nothing_to_show(axes, "no request was answered")
         return figure
@@ -106,8 +104,7 @@ def slowest_requests(records: Sequence[RequestRecord]) -> Figure:
 @style.drawing()
 def composition(slices: Sequence[tuple[str, Slice]]) -> Figure:
     """Stacked bars of where time went: (label, slice) each, from top to bottom."""
-    figure, (axes,) = style.new_figure(8.0, 1.5 + 0.42 * max(len(slices), 2))
-    axes.set_xlabel("Mean time of a request (ms)")
+    figure, (axes,) = style.new_figure(8.0, 1.5 + 0.42 * max(len(slices), 2), x="Mean time of a request (ms)")
     if not slices:
         style.nothing_to_show(axes, "too few requests to compare the median with the slowest")
         axes.set_ylabel("Requests")
@@ -115,26 +112,15 @@ def composition(slices: Sequence[tuple[str, Slice]]) -> Figure:
     shown = sorted({part for _, each in slices for part in each.parts_ms}, key=PARTS.index)
     longest = {part: max(each.parts_ms.get(part, 0.0) for _, each in slices) for part in shown}
     named = worth_a_legend(longest, max(sum(each.parts_ms.values()) for _, each in slices))
-    edges = np.zeros(len(slices))
-    for part in shown:
-        widths = np.asarray([each.parts_ms.get(part, 0.0) for _, each in slices])
-        label = part.label if part in named else None
-        axes.barh(range(len(slices)), widths, left=edges, height=0.62, color=style.colour(part.colour), label=label)
-        edges += widths
-    for row, edge in enumerate(edges):
-        axes.annotate(
-            f"{style.number(float(edge))} ms",
-            (float(edge), row),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-            color=style.colour("ink"),
-        )
-    axes.set_yticks(range(len(slices)), [label for label, _ in slices])
-    axes.set_ylim(len(slices) - 0.5, -0.5)
-    axes.set_xlim(0, float(edges.max()) * 1.12 or 1.0)
-    axes.grid(axis="y", visible=False)
+    parts = (
+        (part.label if part in named else None, part.colour, [each.parts_ms.get(part, 0.0) for _, each in slices])
+        for part in shown
+    )
+    ends = style.stacked_bars(axes, parts, 0.62)
+    for row, end in enumerate(ends):
+        style.beside(axes, end, row, f"{style.number(end)} ms")
+    style.name_rows(axes, [label for label, _ in slices])
+    axes.set_xlim(0, max(ends) * 1.12 or 1.0)
     style.legend_outside(figure, [axes], 3)
     return figure
 

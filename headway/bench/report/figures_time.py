@@ -30,9 +30,7 @@ ENOUGH_FOR_P90 = 10
 @style.drawing()
 def itl_over_time(records: Sequence[RequestRecord], began_ns: int, steady: Window | None = None) -> Figure:
     """Every gap between tokens over time, with the median and P99 of each bin; the steady state is shaded."""
-    figure, (axes,) = style.new_figure(8.0, 3.2)
-    axes.set_xlabel("Time in the run (s)")
-    axes.set_ylabel("Time between tokens (ms)")
+    figure, (axes,) = style.new_figure(8.0, 3.2, x="Time in the run (s)", y="Time between tokens (ms)")
     times, lengths = samples.gaps(records, began_ns)
     _cloud(axes, times, lengths, "no request has two chunks of tokens")
     _rolling_lines(axes, times, lengths)
@@ -55,11 +53,9 @@ def latency_over_time(records: Sequence[RequestRecord], began_ns: int, steady: W
 
     Of vectors and scores it is the end-to-end latency.
     """
-    figure, (axes,) = style.new_figure(8.0, 3.2)
-    axes.set_xlabel("Time at which the request was due (s)")
     latencies = Latencies.of(records)
     values, name = first_latency(latencies)
-    axes.set_ylabel(name)
+    figure, (axes,) = style.new_figure(8.0, 3.2, x="Time at which the request was due (s)", y=name)
     due = np.asarray([(record.scheduled_ns - began_ns) / 1e9 for record in latencies.records])
     _cloud(axes, due, values, "no request was answered")
     _rolling_lines(axes, due, values)
@@ -86,11 +82,8 @@ def load_over_time(
     """Three panels over one time axis: requests due and answered per second, in flight, output tokens per second; input
     tokens where all answers are vectors or scores.
     """
-    figure, (rate, flight, tokens) = style.new_figure(8.0, 5.4, rows=3, sharex=True)
-    rate.set_ylabel("Requests (1/s)")
-    flight.set_ylabel("Requests in flight")
-    tokens.set_ylabel("Output tokens (1/s)")
-    tokens.set_xlabel("Time in the run (s)")
+    x, y = ("", "", "Time in the run (s)"), ("Requests (1/s)", "Requests in flight", "Output tokens (1/s)")
+    figure, (rate, flight, tokens) = style.new_figure(8.0, 5.4, rows=3, x=x, y=y, sharex=True)
     known = samples.sent(records)
     if not known:
         for axes in (rate, flight, tokens):
@@ -128,20 +121,19 @@ def server_over_time(gauges: Mapping[str, Sequence[float | None]]) -> Figure:
     Args:
         gauges: the `gauges_over_time` of `server_metrics`.
     """
-    figure, panels = style.new_figure(8.0, 3.8, rows=2, sharex=True)
+    x, y = ("", "Time in the run (s)"), ("Requests in flight", "Share (%)")
+    figure, panels = style.new_figure(8.0, 3.8, rows=2, x=x, y=y, sharex=True)
     times = np.asarray(gauges["t_s"], dtype=float)
-    for axes, label, scale, shown in (
-        (panels[0], "Requests in flight", 1.0, {"running": "running", "waiting": "waiting"}),
-        (panels[1], "Share (%)", 100.0, {"kv_cache_usage": "KV cache", "utilisation": "busy with steps"}),
+    for axes, scale, shown in (
+        (panels[0], 1.0, {"running": "running", "waiting": "waiting"}),
+        (panels[1], 100.0, {"kv_cache_usage": "KV cache", "utilisation": "busy with steps"}),
     ):
-        axes.set_ylabel(label)
         for number, (gauge, name) in enumerate((gauge, name) for gauge, name in shown.items() if gauge in gauges):
             values = scale * np.asarray(gauges[gauge], dtype=float)  # one that was not read is NaN, and a gap
             colour, line = style.series_colour(number), style.series_line(number)
             axes.plot(*_thin_steps(times, values), drawstyle="steps-post", color=colour, ls=line, lw=1.3, label=name)
         axes.set_ylim(bottom=0)
         style.legend(axes, loc="upper left", ncols=2, bbox_to_anchor=(0, 1.25), borderaxespad=0)
-    panels[1].set_xlabel("Time in the run (s)")
     panels[1].set_xlim(left=0)
     return figure
 

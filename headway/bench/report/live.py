@@ -101,11 +101,7 @@ class LiveView(LoadListener):
     def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._live = Live(
-                console=self._console,
-                auto_refresh=False,
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
+                console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
             )
             self._live.start()
         self._line_due_ns = time.monotonic_ns() + round(LINE_S * 1e9)

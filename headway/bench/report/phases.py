@@ -118,11 +118,7 @@ def _late(record: RequestRecord) -> int:
 def _from_outside(record: RequestRecord) -> Lengths:
     """Of an answered request, what can be seen up to the first token without the server's word."""
     connect = max(record.connected_ns - record.sent_ns, 0)
-    return {
-        CLIENT: _late(record),
-        CONNECT: connect,
-        WAIT: record.first_token_ns - record.sent_ns - connect,
-    }
+    return {CLIENT: _late(record), CONNECT: connect, WAIT: record.first_token_ns - record.sent_ns - connect}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,14 +30,8 @@ from headway.report.style import number, plain, sentence
 
 def latency_pictures(result: RunResult, whole: Summary) -> list[Picture]:
     """How latencies are distributed; a second picture where there are classes."""
-    found = [
-        Picture(
-            "latency-cdf",
-            "How latencies are distributed",
-            _cdf_caption(whole),
-            figures.latency_cdf(result.records, whole),
-        )
-    ]
+    figure = figures.latency_cdf(result.records, whole)
+    found = [Picture("latency-cdf", "How latencies are distributed", _cdf_caption(whole), figure)]
     names = samples.class_names(result.records)
     if len(names) > 1:
         shown = names[: figures.MOST_GROUPS]
@@ -55,19 +49,10 @@ def tail_pictures(result: RunResult) -> list[Picture]:
     names = {"e2el": "E2EL"} if _of_vectors(result) else NAMES
     slices = {metric: median_and_slowest(result.records, metric) for metric in names}  # type: ignore[arg-type]
     rows = [(f"{name}, {each.name}", each) for metric, name in names.items() for each in slices[metric]]
+    made_of, slowest = figures_requests.composition(rows), figures_requests.slowest_requests(result.records)
     return [
-        Picture(
-            "tail-composition",
-            "What the tail is made of",
-            _composition_caption(slices),
-            figures_requests.composition(rows),
-        ),
-        Picture(
-            "slowest-requests",
-            "The slowest requests",
-            _slowest_caption(result),
-            figures_requests.slowest_requests(result.records),
-        ),
+        Picture("tail-composition", "What the tail is made of", _composition_caption(slices), made_of),
+        Picture("slowest-requests", "The slowest requests", _slowest_caption(result), slowest),
         timeline_picture(result),
     ]
 
@@ -82,26 +67,16 @@ def time_pictures(result: RunResult, summaries: Sequence[Summary]) -> list[Pictu
     """The run over its time."""
     records, began = result.records, result.began_ns
     steady = next((view.window for view in main_views(summaries)[1:]), None)
+    caption, figure = _latency_caption(result), figures_time.latency_over_time(records, began, steady)
     if _of_vectors(result):
-        figure = figures_time.latency_over_time(records, began, steady)
-        over_time = Picture("latency-over-time", "Latency over time", _latency_caption(result), figure)
-        return [over_time, load_picture(result, steady), *server_pictures(result)]
-    return [
-        Picture(
-            "ttft-over-time",
-            "First tokens over time",
-            _latency_caption(result),
-            figures_time.latency_over_time(records, began, steady),
-        ),
-        Picture(
-            "itl-over-time",
-            "Gaps between tokens over time",
-            _itl_caption(result, summaries[0]),
-            figures_time.itl_over_time(records, began, steady),
-        ),
-        load_picture(result, steady),
-        *server_pictures(result),
-    ]
+        found = [Picture("latency-over-time", "Latency over time", caption, figure)]
+    else:
+        gaps = figures_time.itl_over_time(records, began, steady)
+        found = [
+            Picture("ttft-over-time", "First tokens over time", caption, figure),
+            Picture("itl-over-time", "Gaps between tokens over time", _itl_caption(result, summaries[0]), gaps),
+        ]
+    return [*found, load_picture(result, steady), *server_pictures(result)]
 
 
 def _of_vectors(result: RunResult) -> bool:
@@ -148,28 +123,14 @@ def client_picture(result: RunResult) -> Picture:
 
 def load_pictures(points: Sequence[LoadPoint], load: str, target: float = 0.99) -> list[Picture]:
     """Several runs against their load."""
-    found = [
-        Picture(
-            "latency-against-load",
-            "Latency against load",
-            "Percentiles from the schedule with their 95 % intervals; percentiles with too few requests are left out.",
-            figures_rates.latency_against_load(points, load),
-        ),
-        Picture(
-            "throughput-against-latency",
-            "Throughput against latency",
-            _front_caption(points),
-            figures_rates.throughput_against_latency(points),
-        ),
-        Picture(
-            "goodput-against-load",
-            "Goodput against load",
-            _goodput_caption(points, target),
-            figures_rates.goodput_against_load(points, load, target),
-        ),
-    ]
-    of_tokens = any(point.summary.tokens.get("output", 0) for point in points)
-    return [picture for picture in found if of_tokens or picture.name != "throughput-against-latency"]
+    caption = "Percentiles from the schedule with their 95 % intervals; percentiles with too few requests are left out."
+    latency = figures_rates.latency_against_load(points, load)
+    found = [Picture("latency-against-load", "Latency against load", caption, latency)]
+    if any(point.summary.tokens.get("output", 0) for point in points):
+        caption, trade = _front_caption(points), figures_rates.throughput_against_latency(points)
+        found.append(Picture("throughput-against-latency", "Throughput against latency", caption, trade))
+    caption, goodput = _goodput_caption(points, target), figures_rates.goodput_against_load(points, load, target)
+    return [*found, Picture("goodput-against-load", "Goodput against load", caption, goodput)]
 
 
 NAMES = {"ttft": "TTFT", "e2el": "E2EL"}
@@ -316,7 +277,7 @@ def _front_caption(points: Sequence[LoadPoint]) -> str:
         return "There are no runs."
     tokens = number(best.summary.rates.get("output_throughput", 0.0))
     return (
-        f"The most output was {tokens} tokens/s, at a load of {plain(best.label, 24)}. A line joins the runs that no "
+        f"The most output was {tokens} tokens/s, at a load of {number(best.load)}. A line joins the runs that no "
         f"other run beats in both."
     )
 

@@ -53,18 +53,15 @@ def comparison_page(comparison: Comparison, sides: Mapping[str, tuple[RunResult,
 
     Args:
         sides: by what it is called, one run of each side, a first, with what `summarise_all` makes of it.
-
-    Raises:
-        ValueError: there are not two sides.
     """
-    if len(sides) != 2:
-        raise ValueError(f"{len(sides)} sides: a comparison has two")
     a, b = sides
     first = comparison_section(comparison, a, b)
     both = pictures.sides_picture({name: result.records for name, (result, _) in sides.items()})
     sections = [replace(first, banners=(), pictures=(*first.pictures, both))]
     for name, (result, summaries) in sides.items():
-        sections.append(Section(plain(name, 60), banners=verdict.banners(result, summaries), anchor=_anchor(sections)))
+        sections.append(
+            Section(plain(name, 60), banners=verdict.banners(result, summaries), anchor=f"part-{len(sections)}")
+        )
         sections += run_sections(result, summaries, prefix=plain(name, 60))
     results = [result for result, _ in sides.values()]
     return Page(
@@ -76,20 +73,12 @@ def comparison_page(comparison: Comparison, sides: Mapping[str, tuple[RunResult,
     )
 
 
-def _anchor(before: Sequence[Section]) -> str:
-    return f"part-{len(before)}"
-
-
 def _footer() -> str:
     return f"Written by headway {headway.__version__} on {datetime.now():%Y-%m-%d %H:%M}."
 
 
 def report_page(
-    runs: Sequence[Run],
-    *,
-    extra: Sequence[Section] = (),
-    title: str | None = None,
-    claims: Claims = verdict.USUAL,
+    runs: Sequence[Run], *, extra: Sequence[Section] = (), title: str | None = None, claims: Claims = verdict.USUAL
 ) -> Page:
     """The report of one run, or of several runs of one workload.
 
@@ -133,7 +122,7 @@ def run_sections(result: RunResult, summaries: Sequence[Summary], prefix: str = 
         *(_answered_sections(result, summaries) if whole.completed else _unanswered_sections(result)),
         *_client_sections(result),
     ]
-    return [_prefixed(section, prefix) for section in parts] if prefix else parts
+    return [replace(each, title=f"{prefix}: {each.title}", anchor="") for each in parts] if prefix else parts
 
 
 def _client_sections(result: RunResult) -> list[Section]:
@@ -161,10 +150,6 @@ def _unanswered_sections(result: RunResult) -> list[Section]:
         return []
     found = (pictures.timeline_picture(result), pictures.load_picture(result, None))
     return [Section("Over time", pictures=found, anchor="over-time")]
-
-
-def _prefixed(section: Section, prefix: str) -> Section:
-    return replace(section, title=f"{prefix}: {section.title}", anchor="")
 
 
 def _present(*found: Table | None) -> tuple[Table, ...]:

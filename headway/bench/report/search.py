@@ -140,9 +140,8 @@ def _row(trial: Trial) -> tuple[Cell, ...]:
 @style.drawing()
 def attainment_of_rates(found: SearchResult, target: float = 0.99) -> Figure:
     """Attainment at each rate tried, with its interval; the limit is in the shaded range."""
-    figure, (axes,) = style.new_figure(8.0, 3.4)
-    axes.set_xlabel("Request rate (1/s)")
-    axes.set_ylabel("Requests that met their objectives (%)")
+    share = "Requests that met their objectives (%)"
+    figure, (axes,) = style.new_figure(8.0, 3.4, x="Request rate (1/s)", y=share)
     tried = [trial for trial in found.trials if trial.total]
     if not tried:
         style.nothing_to_show(axes, "no rate was measured")
@@ -164,7 +163,6 @@ def attainment_of_rates(found: SearchResult, target: float = 0.99) -> Figure:
                 fmt=mark,
                 ms=5,
                 color=style.colour(colour),
-                ecolor=style.colour(colour),
                 elinewidth=1.2,
                 capsize=2.5,
                 label=label,

@@ -64,9 +64,7 @@ def overview(summaries: Sequence[Summary]) -> Table:
         rows.append((label, [f"{view.tokens.get(key, 0):,}" for view in views]))
     rows += _goodput_rows(views) + _cost_rows(views)
     return Table(
-        "Run",
-        ("", *(plain(view.name) for view in views)),
-        tuple(cells(label, *values) for label, values in rows),
+        "Run", ("", *(plain(view.name) for view in views)), tuple(cells(label, *values) for label, values in rows)
     )
 
 
@@ -341,11 +339,7 @@ def value_in_words(value: Any) -> str:
 
 
 def sweep_table(
-    runs: Sequence[Run],
-    load: str,
-    claims: Claims,
-    intervals: bool = True,
-    names: Sequence[str] | None = None,
+    runs: Sequence[Run], load: str, claims: Claims, intervals: bool = True, names: Sequence[str] | None = None
 ) -> Table:
     """A row for each run of a sweep or search, in the order given; a narrow one without intervals.
 

@@ -168,8 +168,7 @@ def objectives_in_words(objectives: dict[str, float]) -> str:
 
 def _main_views(summaries: Sequence[Summary]) -> list[Summary]:
     """The steady state where there is one, else the whole run, and the classes."""
-    steady = [view for view in summaries if view.name == "steady state"]
-    return (steady or list(summaries[:1])) + [view for view in summaries if view.name.startswith("class ")]
+    return [steady_or_whole(summaries), *(view for view in summaries if view.name.startswith("class "))]
 
 
 def _nothing(result: RunResult) -> Banner | None:
