@@ -33,12 +33,6 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     logit_rows: int = 1
     sequences: int = 1
 
-    def __post_init__(self) -> None:
-        if self.tokens < 1 or self.context < 0 or not 0 <= self.logit_rows <= self.tokens or self.sequences < 1:
-            raise ValueError(
-                f"{self} is no part of a step: tokens >= 1, context >= 0, 0 <= logit_rows <= tokens, sequences >= 1"
-            )
-
 
 def append_alike(chunks: list[Chunk], chunk: Chunk) -> None:
     """Append one sequence's chunk; where it is like the last, that counts one sequence more."""

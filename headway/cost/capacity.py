@@ -64,12 +64,6 @@ class Capacity:
         return self.shortfall == 0
 
 
-def _at_least_one(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be at least 1")
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Of an engine, as far as memory goes.
@@ -83,9 +77,6 @@ class Settings:
         max_num_seqs: sequences in a step; here only the size of its logits, and no limit on `max_batch`.
         rolling: layers with a sliding window keep no more than the window; otherwise they keep everything.
         sampler_bytes: beside the activations of a step.
-
-    Raises:
-        ValueError: a size is below 1, or a share is not above 0 and at most 1.
     """
 
     utilization: float = 0.9
@@ -95,17 +86,6 @@ class Settings:
     max_num_seqs: int = 256
     rolling: bool = True
     sampler_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        for share in ("utilization", "free_share"):
-            value = getattr(self, share)
-            if value is not None and not 0.0 < value <= 1.0:
-                raise ValueError(f"{share} is {value}; it must be above 0 and at most 1")
-        _at_least_one(
-            block_size=self.block_size,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_seqs=self.max_num_seqs,
-        )
 
 
 USUAL = Settings()
@@ -118,13 +98,7 @@ def capacity(deployment: Deployment, prompt: int, output: int, settings: Setting
         cached: tokens of each prompt that are in the prefix cache already: the same ones for all requests, held once.
             Whole blocks of them are; what the last block only fills in part each sequence holds for itself. Where
             windows make it cheaper not to share, nothing is.
-
-    Raises:
-        ValueError: a length is below 1, or fewer tokens than none or more than the prompt's are cached.
     """
-    _at_least_one(prompt=prompt, output=output)
-    if not 0 <= cached <= prompt:
-        raise ValueError(f"cached is {cached}; it must be between 0 and the prompt's {prompt}")
     d = deployment
     rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
     weights = device_weight_bytes(d.shape, d.precision, d.parallelism)
@@ -165,9 +139,6 @@ def sequence_bytes(deployment: Deployment, tokens: int, block_size: int = 16, ro
 
     Args:
         rolling: as in `Settings`.
-
-    Raises:
-        ValueError: a negative number of tokens, or a block of none.
     """
     return max(_held(deployment, stage, tokens, block_size, rolling) for stage in _stages(deployment))
 
@@ -192,9 +163,6 @@ def remedies(
     They are the widest quantization that does, a cache in fp8, the fewest devices that share each layer (or, where no
     such number does, stages of as many as can share one), and the longest request that fits as it is. Each says how
     many sequences would then fit at once.
-
-    Raises:
-        ValueError: as `capacity`.
     """
 
     def at(changed: Deployment) -> Capacity:

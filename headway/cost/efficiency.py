@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from headway.cost.curve import on_curve
 
@@ -86,25 +87,18 @@ class Efficiency:
     @classmethod
     def ideal(cls) -> Efficiency:
         """A program that reaches every limit of the data sheet and wastes no time: what physics allows."""
-        return cls(
-            matmul_flops={"other": 1.0},
-            matmul_bytes=1.0,
-            widen_ops={},
-            expert_flops=1.0,
-            expert_bytes=1.0,
-            attention_flops=1.0,
-            kv_bytes=1.0,
-            element_bytes=1.0,
-            link=1.0,
-            sharpness=math.inf,
-            kernel_s=0.0,
-            step_s=0.0,
-            sequence_s=0.0,
-            launch_s=0.0,
-            token_s=0.0,
-            request_s=0.0,
-            output_s=0.0,
+        wasted: dict[str, Any] = {each.name: 0.0 for each in fields(cls) if each.name.endswith("_s")}
+        shares = (
+            "matmul_bytes",
+            "expert_flops",
+            "expert_bytes",
+            "attention_flops",
+            "kv_bytes",
+            "element_bytes",
+            "link",
         )
+        reached = wasted | dict.fromkeys(shares, 1.0)
+        return cls(matmul_flops={"other": 1.0}, widen_ops={}, sharpness=math.inf, **reached)
 
     def matmul(self, format_: str) -> float:
         """Share of the rate of products in this format."""

@@ -74,6 +74,8 @@ class ExpertKeys:
     other: str | None = None
 
 
+_BIASED = Family(qkv_bias="attention_bias", o_bias="attention_bias")
+_AS_QUERIES: dict[str, Any] = {"num_key_value_heads": None}  # as many heads of keys as of queries, unless it is said
 _DEEPSEEK_EXPERTS = ExpertKeys(
     "n_routed_experts",
     "num_experts_per_tok",
@@ -94,40 +96,17 @@ _QWEN_EXPERTS = ExpertKeys(
     other="num_local_experts",
 )
 _MIXTRAL_EXPERTS = ExpertKeys("num_local_experts", "num_experts_per_tok", "intermediate_size")
-_ERNIE_DEFAULTS = {"num_key_value_heads": None, "tie_word_embeddings": True}
+_ERNIE_DEFAULTS = _AS_QUERIES | {"tie_word_embeddings": True}
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-_GEMMA = Family(
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
-    windows="types",
-    layer_norms=4,
-    refused=("use_bidirectional_attention",),
-)
+_GEMMA = replace(_BIASED, windows="types", layer_norms=4, refused=("use_bidirectional_attention",))
 _GEMMA_DEFAULTS: dict[str, Any] = {"head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True}
-_OLMO = Family(
-    qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="whole", defaults={"num_key_value_heads": None}
+_OLMO = replace(_BIASED, qk_norm="whole", defaults=_AS_QUERIES)
+_COHERE = replace(
+    _BIASED, layer_norms=1, refused=("use_qk_norm",), defaults=_AS_QUERIES | {"tie_word_embeddings": True}
 )
-_COHERE = Family(
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
-    layer_norms=1,
-    refused=("use_qk_norm",),
-    defaults={"num_key_value_heads": None, "tie_word_embeddings": True},
-)
-_HUNYUAN = Family(
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
-    qk_norm=True,
-    refused=("use_cla",),
-    defaults={"num_key_value_heads": None},
-)
+_HUNYUAN = replace(_BIASED, qk_norm=True, refused=("use_cla",), defaults=_AS_QUERIES)
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        defaults={"num_key_value_heads": None},
-    ),
+    "LlamaForCausalLM": replace(_BIASED, mlp_bias="mlp_bias", defaults=_AS_QUERIES),
     "MistralForCausalLM": Family(windows="all", defaults={"sliding_window": 4096}),
     "Ministral3ForCausalLM": Family(windows="all", defaults={"head_dim": 128}),
     "MixtralForCausalLM": Family(windows="all", experts=_MIXTRAL_EXPERTS),
@@ -138,28 +117,11 @@ FAMILIES: dict[str, Family] = {
         refused=("use_sliding_window",),
         defaults={"qkv_bias": True},
     ),
-    "Qwen3ForCausalLM": Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=True,
-        windows="layers",
-        defaults={**_QWEN_WINDOWS, "head_dim": 128},
+    "Qwen3ForCausalLM": replace(_BIASED, qk_norm=True, windows="layers", defaults={**_QWEN_WINDOWS, "head_dim": 128}),
+    "Qwen3MoeForCausalLM": replace(
+        _BIASED, qk_norm=True, windows="switched", experts=_QWEN_EXPERTS, defaults=_QWEN_WINDOWS
     ),
-    "Qwen3MoeForCausalLM": Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=True,
-        windows="switched",
-        experts=_QWEN_EXPERTS,
-        defaults=_QWEN_WINDOWS,
-    ),
-    "Qwen3VLMoeForCausalLM": Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=True,
-        experts=_QWEN_EXPERTS,
-        defaults={"head_dim": 128},
-    ),
+    "Qwen3VLMoeForCausalLM": replace(_BIASED, qk_norm=True, experts=_QWEN_EXPERTS, defaults={"head_dim": 128}),
     "CohereForCausalLM": _COHERE,
     "Cohere2ForCausalLM": replace(
         _COHERE, windows="types", defaults={**_COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4}
@@ -170,19 +132,16 @@ FAMILIES: dict[str, Family] = {
         experts=ExpertKeys(
             "num_experts", "moe_topk", "intermediate_size", shared="num_shared_expert", other="num_local_experts"
         ),
-        defaults={"num_key_value_heads": None, "num_shared_expert": 1},
+        defaults=_AS_QUERIES | {"num_shared_expert": 1},
     ),
-    "OlmoeForCausalLM": Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+    "OlmoeForCausalLM": replace(
+        _BIASED,
         qk_norm="whole",
         experts=ExpertKeys("num_experts", "num_experts_per_tok", "intermediate_size"),
         refused=("clip_qkv",),
     ),
     "MiniMaxM2ForCausalLM": Family(
-        qk_norm="whole",
-        experts=replace(_MIXTRAL_EXPERTS, router_bias=True),
-        defaults={"head_dim": 128},
+        qk_norm="whole", experts=replace(_MIXTRAL_EXPERTS, router_bias=True), defaults={"head_dim": 128}
     ),
     "Ernie4_5ForCausalLM": Family(
         qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", defaults=_ERNIE_DEFAULTS | {"head_dim": 128}
@@ -208,23 +167,11 @@ FAMILIES: dict[str, Family] = {
         mlp_bias="mlp_bias",
         defaults={"attention_bias": True, "head_dim": 128},
     ),
-    "GraniteMoeForCausalLM": Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        experts=_MIXTRAL_EXPERTS,
-        defaults={"num_key_value_heads": None},
-    ),
-    "GraniteMoeHybridForCausalLM": Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        ffn="shared_intermediate_size",
-        defaults={"num_key_value_heads": None},
-    ),
-    "GraniteForCausalLM": Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "GraniteMoeForCausalLM": replace(_BIASED, experts=_MIXTRAL_EXPERTS, defaults=_AS_QUERIES),
+    "GraniteMoeHybridForCausalLM": replace(_BIASED, ffn="shared_intermediate_size", defaults=_AS_QUERIES),
+    "GraniteForCausalLM": replace(_BIASED, mlp_bias="mlp_bias"),
     "Phi3ForCausalLM": Family(windows="all"),
-    "SmolLM3ForCausalLM": Family(
-        qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias", refused=("use_sliding_window",)
-    ),
+    "SmolLM3ForCausalLM": replace(_BIASED, mlp_bias="mlp_bias", refused=("use_sliding_window",)),
     "DeepseekV2ForCausalLM": replace(_DEEPSEEK, experts=replace(_DEEPSEEK_EXPERTS, router_bias=False)),
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "Glm4MoeForCausalLM": Family(
@@ -234,13 +181,10 @@ FAMILIES: dict[str, Family] = {
         defaults={"head_dim": 128, "first_k_dense_replace": 1},
     ),
     "Glm4MoeLiteForCausalLM": replace(
-        _DEEPSEEK,
-        experts=replace(_DEEPSEEK_EXPERTS, types="mlp_layer_types"),
-        defaults={"first_k_dense_replace": 1},
+        _DEEPSEEK, experts=replace(_DEEPSEEK_EXPERTS, types="mlp_layer_types"), defaults={"first_k_dense_replace": 1}
     ),
-    "GptOssForCausalLM": Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+    "GptOssForCausalLM": replace(
+        _BIASED,
         windows="types",
         sinks=True,
         experts=ExpertKeys(
@@ -290,9 +234,8 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias", layer_norms=4, defaults={"attention_bias": True, "head_dim": 128}
     ),
 }
-_DELTA_NET = Family(
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
+_DELTA_NET = replace(
+    _BIASED,
     qk_norm=True,
     recurrent="linear_attention",
     output_gate=True,

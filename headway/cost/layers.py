@@ -128,10 +128,6 @@ class StateSpec:
     value_dim: int = 0
     bias: bool = False
 
-    def __post_init__(self) -> None:
-        if self.heads % max(1, self.key_heads):
-            raise ShapeError(f"{self.heads} heads of values are no multiple of {self.key_heads} heads of keys")
-
     @property
     def elements(self) -> int:
         return self.channels * (self.width - 1) + self.heads * self.key_dim * self.value_dim
@@ -183,31 +179,18 @@ class Latent:
     value_dim: int
     always_absorbed: bool = False
 
-    def query_parameters(self, hidden: int, heads: int) -> int:
-        """Weights between the hidden state and all queries."""
-        rows = heads * (self.nope_dim + self.rope_dim)
-        return hidden * rows if self.q_rank is None else self.q_rank * (hidden + rows)
-
-    def compress_parameters(self, hidden: int) -> int:
-        """Weights that make what is cached."""
-        return hidden * (self.kv_rank + self.rope_dim)
-
-    def expand_parameters(self, heads: int) -> int:
-        """Weights that make keys and values of what is cached."""
-        return self.kv_rank * heads * (self.nope_dim + self.value_dim)
-
     @property
     def norm_parameters(self) -> int:
         return (self.q_rank or 0) + self.kv_rank
 
     def projections(self, layers: int, hidden: int, heads: int) -> list[Matrix]:
-        """The matrices of the first two counts above."""
+        """The matrices that make all queries, and what is cached, of the hidden state."""
         rows, cached = heads * (self.nope_dim + self.rope_dim), self.kv_rank + self.rope_dim
         matrices = [(layers, (self.q_rank or rows) + cached, hidden)]
         return matrices if self.q_rank is None else [*matrices, (layers, rows, self.q_rank)]
 
     def of_heads(self, layers: int, heads: int) -> list[Matrix]:
-        """Those of the third: of the keys and of the values of each head."""
+        """Those that make the keys and the values of each head of what is cached."""
         return [(layers * heads, self.kv_rank, self.nope_dim), (layers * heads, self.value_dim, self.kv_rank)]
 
 
@@ -239,13 +222,6 @@ class Experts:
     router_bias: bool = False
     held: int | None = None
     senders: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("count", "per_token", "width", "layers"):
-            if getattr(self, name) < 1:
-                raise ShapeError(f"{name} of the experts is {getattr(self, name)}; it must be at least 1")
-        if self.per_token > self.count:
-            raise ShapeError(f"each token takes {self.per_token} experts, but there are {self.count}")
 
     @property
     def here(self) -> int:

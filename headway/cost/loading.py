@@ -42,21 +42,9 @@ class Loading:
 
 
 def loading(
-    checkpoint_bytes: int,
-    device_bytes: int,
-    hardware: Hardware,
-    storage_bytes_per_s: float = STORAGE_BYTES_PER_S,
+    checkpoint_bytes: int, device_bytes: int, hardware: Hardware, storage_bytes_per_s: float = STORAGE_BYTES_PER_S
 ) -> Loading:
-    """Of a checkpoint, of which each device gets `device_bytes`.
-
-    Raises:
-        ValueError: the rate is not above 0, or a size below 0.
-    """
-    if storage_bytes_per_s <= 0 or checkpoint_bytes < 0 or device_bytes < 0:
-        raise ValueError(
-            f"storage is {storage_bytes_per_s} bytes/s for {checkpoint_bytes} and {device_bytes} bytes; the first must "
-            "be above 0, the others not below"
-        )
+    """Of a checkpoint, of which each device gets `device_bytes`."""
     host = hardware.host_bytes_per_s
     return Loading(
         storage_s=checkpoint_bytes / storage_bytes_per_s,

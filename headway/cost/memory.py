@@ -37,14 +37,7 @@ def kv_cache_bytes(
     Args:
         rolling: layers with a sliding window keep no more than the window (document 002), to the block, and in KV cache
             groups of one size (policy.kv_groups); otherwise they keep everything.
-
-    Raises:
-        ValueError: a negative number of tokens or sequences, or a block of no tokens.
     """
-    if tokens < 0 or sequences < 0 or block_size < 1:
-        raise ValueError(
-            f"tokens is {tokens}, sequences {sequences}, block_size {block_size}; they can't be less than 0, 0, 1"
-        )
     if rolling and any(shape.cache_windows):
         groups = group_windows(shape.cache_windows)
         blocks = sum(decode_blocks(window, tokens, block_size, shape.attention_sinks) for window in groups)

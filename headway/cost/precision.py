@@ -30,10 +30,6 @@ class Format:
     rows: int = 1
     inputs: int = 1
 
-    def __post_init__(self) -> None:
-        if self.bits < 1 or self.group < 0 or self.scale_bits < 0:
-            raise ValueError(f"{self} has a width below 1 bit, or a negative group")
-
     def bytes_of(self, elements: int) -> int:
         """Bytes of so many elements with their scales, rounded up to a whole byte."""
         groups = -(-elements // self.group) if self.group else 0
@@ -63,15 +59,7 @@ FP16 = Format("fp16", 16, "fp16")
 FP8 = Format("fp8", 8, "fp8")
 INT8 = Format("int8", 8, "int8")
 
-_DTYPES = {
-    "float32": FP32,
-    "fp32": FP32,
-    "bfloat16": BF16,
-    "bf16": BF16,
-    "float16": FP16,
-    "fp16": FP16,
-    "half": FP16,
-}
+_DTYPES = {"float32": FP32, "fp32": FP32, "bfloat16": BF16, "bf16": BF16, "float16": FP16, "fp16": FP16, "half": FP16}
 
 # Weights of each scheme, by the name that `--quantization` takes; `compute` None multiplies in the activations' dtype,
 # after widening the weights. Groups and scales are those of the usual checkpoints: AWQ and GPTQ with 128 weights to a

@@ -31,14 +31,6 @@ class RequestShape:
     cached: int = 0
     spread: float = 0.0
 
-    def __post_init__(self) -> None:
-        if self.prompt < 1 or self.output < 1:
-            raise ValueError(f"prompt_tokens is {self.prompt} and output_tokens {self.output}; both must be at least 1")
-        if not 0 <= self.cached < self.prompt:
-            raise ValueError(f"cached tokens are {self.cached}; they must be fewer than the prompt's {self.prompt}")
-        if not 0.0 <= self.spread <= 1.0:
-            raise ValueError(f"spread is {self.spread}; it must be between 0 and 1")
-
     @property
     def mean_context(self) -> int:
         """Tokens before a decode step halfway through an answer."""
@@ -70,13 +62,6 @@ class Limits:
     prefill_stall_s: float = math.inf
     least_tokens: int = 16
     ahead: bool = False
-
-    def __post_init__(self) -> None:
-        if self.batched_tokens < 1 or self.sequences < 1 or not self.prefill_stall_s >= 0 or self.least_tokens < 1:
-            raise ValueError(
-                f"max_num_batched_tokens is {self.batched_tokens}, max_num_seqs {self.sequences} and least_tokens "
-                f"{self.least_tokens}; they must be at least 1, and prefill_stall_s, {self.prefill_stall_s}, at least 0"
-            )
 
 
 USUAL = Limits()

@@ -10,14 +10,10 @@ from headway.cost.work import Work
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A machine's two limits: FLOPs and bytes in a second. Raises ValueError unless both are above 0."""
+    """A machine's two limits: FLOPs and bytes in a second."""
 
     flops_per_s: float
     bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        if not (self.flops_per_s > 0 and self.bytes_per_s > 0):
-            raise ValueError(f"{self} has a limit that is not above 0")
 
     @property
     def ridge(self) -> float:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headway.cost.attention import Chunk, append_alike, attended_pairs
@@ -177,10 +177,7 @@ class _Replica:
 
     def _next_s(self) -> float:
         """When the next request comes, or is sent."""
-        return min(
-            self._coming[0][0] if self._coming else math.inf,
-            self.sends[0] if self.sends else math.inf,
-        )
+        return min(self._coming[0][0] if self._coming else math.inf, self.sends[0] if self.sends else math.inf)
 
     def _admit(self, until: float) -> None:
         while self.sends and self.sends[0] <= self.now:
@@ -328,15 +325,7 @@ def closed_loop(
     """`concurrency` clients, each of which sends its next request when the last is answered.
 
     All begin at once. So many `rounds` of requests are taken, of which the first `skip` are not counted.
-
-    Raises:
-        ValueError: concurrency is below 1, or no round is counted.
     """
-    if concurrency < 1 or not 0 <= skip < rounds:
-        raise ValueError(
-            f"concurrency is {concurrency}, with {rounds} rounds of which {skip} are skipped; give at least 1, and "
-            "fewer to skip than rounds"
-        )
     engine = _Replica(deployment, workload, limits)
     for _ in range(concurrency):
         engine.arrive(0.0)
@@ -356,12 +345,7 @@ def benchmark(
 
     Args:
         ramp_s: some let clients begin one after the other, over so long, and do not count what ends in that time.
-
-    Raises:
-        ValueError: there is no client, or no prompt.
     """
-    if min(concurrency, prompts) < 1:
-        raise ValueError(f"concurrency is {concurrency}, prompts are {prompts}; both must be at least 1")
     engine = _Replica(deployment, workload, limits)
     engine.sends.extend(ramp_s * number / concurrency for number in range(min(concurrency, prompts)))
     engine.run(prompts, again=max(0, prompts - concurrency))
@@ -369,26 +353,16 @@ def benchmark(
 
 
 def burst(deployment: Deployment, workload: RequestShape, requests: int, limits: Limits = USUAL) -> Served:
-    """All requests at once, and no more after them. Raises ValueError when there are none."""
-    if requests < 1:
-        raise ValueError(f"requests is {requests}; it must be at least 1")
+    """All requests at once, and no more after them."""
     return open_loop(deployment, workload, [0.0] * requests, limits)
 
 
 def open_loop(
-    deployment: Deployment, workload: RequestShape, arrivals: Iterable[float], limits: Limits = USUAL, skip: int = 0
+    deployment: Deployment, workload: RequestShape, arrivals: Sequence[float], limits: Limits = USUAL, skip: int = 0
 ) -> Served:
-    """Requests sent at these times, in seconds, ascending; the first `skip` are not counted.
-
-    Raises:
-        ValueError: no request is left to count.
-    """
+    """Requests sent at these times, in seconds, ascending; the first `skip` are not counted."""
     engine = _Replica(deployment, workload, limits)
-    count = 0
     for sent in arrivals:
         engine.arrive(sent)
-        count += 1
-    if not 0 <= skip < count:
-        raise ValueError(f"{count} requests of which {skip} are skipped leave none to count; at least 1 is needed")
-    engine.run(count)
+    engine.run(len(arrivals))
     return engine.served(skip)

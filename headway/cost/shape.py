@@ -84,20 +84,8 @@ class ModelShape:
     layer_scalars: bool = False
 
     def __post_init__(self) -> None:
-        sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise ShapeError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.heads % self.kv_heads:
-            raise ShapeError(f"heads is {self.heads}, which is not a multiple of kv_heads, {self.kv_heads}")
         if not self.sliding_windows:
             object.__setattr__(self, "sliding_windows", (None,) * self.attention_layers)
-        if len(self.sliding_windows) != self.attention_layers:
-            raise ShapeError(
-                f"sliding_windows has {len(self.sliding_windows)} entries for {self.attention_layers} layers"
-            )
-        if self.experts is not None and self.experts.layers > self.layers:
-            raise ShapeError(f"{self.experts.layers} layers have experts, but there are {self.layers} layers")
 
     @property
     def attention_layers(self) -> int:
@@ -347,8 +335,8 @@ class ModelShape:
     def _attention_parameters(self) -> int:
         output = self.attended * self.hidden + self.hidden * self.o_bias + self.heads * self.sinks
         if (latent := self.latent) is not None:
-            queries = latent.query_parameters(self.hidden, self.heads)
-            return queries + latent.compress_parameters(self.hidden) + latent.expand_parameters(self.heads) + output
+            matrices = [*latent.projections(1, self.hidden, self.heads), *latent.of_heads(1, self.heads)]
+            return sum(map(math.prod, matrices)) + output
         return self.qkv_rows * (self.hidden + self.qkv_bias) + output
 
     def _norm_parameters(self) -> int:

@@ -13,14 +13,7 @@ def expected_tokens(tokens: int, acceptance: float) -> float:
 
     The first that is refused ends it and is replaced, and when none is, one more comes free (Leviathan et al., equation
     1, which takes acceptances as independent).
-
-    Raises:
-        ValueError: k is below 0, or a outside 0 to 1.
     """
-    if tokens < 0 or not 0.0 <= acceptance <= 1.0:
-        raise ValueError(
-            f"{tokens} speculative tokens with an acceptance of {acceptance}; they must be at least 0, and 0 to 1"
-        )
     return sum(acceptance**i for i in range(tokens + 1))
 
 
@@ -53,8 +46,6 @@ def break_even(deployment: Deployment, draft: Deployment | None, batch: int, con
     What a step takes does not depend on the acceptance, so it is where the expected tokens are as many as plain steps
     would have given in the time of a cycle.
     """
-    if tokens < 1:
-        raise ValueError(f"{tokens} speculative tokens have no break-even; give at least 1")
     plain = deployment.step([Chunk(1, context, 1, batch)]).seconds
     needed = cycle_s(deployment, draft, batch, context, tokens) / plain
     if needed > tokens + 1:

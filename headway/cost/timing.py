@@ -327,18 +327,8 @@ class Deployment:
         far = max(0, group - link.max_devices) / max(1, group - 1)  # of a device's neighbours
         beyond = machines(spread.devices, link) > 1
         parts = {
-            "all_reduce": (
-                calls,
-                reduced * (inside - 1) / inside,
-                reduced / inside * (nodes - 1) / nodes,
-                nodes > 1,
-            ),
-            "all_to_all": (
-                sent.all_to_alls,
-                sent.all_to_all_bytes * (1 - far),
-                sent.all_to_all_bytes * far,
-                far > 0,
-            ),
+            "all_reduce": (calls, reduced * (inside - 1) / inside, reduced / inside * (nodes - 1) / nodes, nodes > 1),
+            "all_to_all": (sent.all_to_alls, sent.all_to_all_bytes * (1 - far), sent.all_to_all_bytes * far, far > 0),
             "pipeline": (sent.hops, sent.hop_bytes * (not beyond), sent.hop_bytes * beyond, beyond),
         }
         found = []

@@ -7,6 +7,7 @@ bytes and no FLOPs: every machine is bound by bytes in them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
@@ -263,12 +264,11 @@ class _Counter:
         s = self.shape
         if s.latent is None:
             return self._linear(s.attention_layers, self.tokens, s.hidden, s.qkv_rows, s.qkv_bias)
-        weights = s.latent.query_parameters(s.hidden, s.heads) + s.latent.compress_parameters(s.hidden)
         matrices = s.latent.projections(s.layers, s.hidden, s.heads)
         between = 2 * (s.latent.q_rank or 0)
         elements = self.tokens * (s.hidden + between + s.qkv_rows)
         return Work(
-            2 * s.layers * self.tokens * weights,
+            2 * self.tokens * sum(map(math.prod, matrices)),
             self.precision.linear.bytes_of_matrices(matrices),
             self.precision.activations.bytes_of(s.layers * elements),
         )

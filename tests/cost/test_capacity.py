@@ -331,31 +331,3 @@ def test_nothing_helps_a_device_alone_that_is_far_too_small():
     machine = replace(MACHINE, link=None)
     assert remedies(deployment(hardware=machine), 100, 10, Settings(**SMALL_STEP)) == ()
     assert remedies(deployment(hardware=replace(machine, link=LINK)), 100, 10, Settings(**SMALL_STEP)) == ()
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"utilization": 0.0}, "utilization is 0.0; it must be above 0 and at most 1"),
-        ({"utilization": 1.01}, "utilization is 1.01"),
-        ({"utilization": float("nan")}, "utilization is nan"),
-        ({"prompt": 0}, "prompt is 0; it must be at least 1"),
-        ({"output": -3}, "output is -3; it must be at least 1"),
-        ({"block_size": 0}, "block_size is 0"),
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
-        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
-    ],
-)
-@pytest.mark.parametrize("asked", [capacity, remedies])
-def test_bad_sizes_are_refused(asked, changes, said):
-    lengths = {name: changes.get(name, 10) for name in ("prompt", "output")}
-    settings = {name: value for name, value in changes.items() if name not in lengths}
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}[^\n]*$"):
-        asked(deployment(), **lengths, settings=Settings(**settings))
-
-
-def test_more_than_the_prompt_cannot_be_cached():
-    with pytest.raises(ValueError, match="cached is 11; it must be between 0 and the prompt's 10"):
-        capacity(deployment(), 10, 10, cached=11)
-    with pytest.raises(ValueError, match="tokens is -1"):
-        sequence_bytes(deployment(), -1)

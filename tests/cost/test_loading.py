@@ -68,17 +68,3 @@ def test_overlap_saves_at_most_all_but_the_longest_stage(storage, deserialize, t
 def test_time_is_proportional_to_the_size(checkpoint, device, times):
     once, often = loading(checkpoint, device, JOINED), loading(times * checkpoint, times * device, JOINED)
     assert [getattr(often, name) for name in STAGES] == pytest.approx([times * getattr(once, name) for name in STAGES])
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "device", "rate", "says"),
-    [
-        (10, 20, 0.0, "storage is 0.0 bytes/s for 10 and 20 bytes"),
-        (10, 20, -1.0, "storage is -1.0 bytes/s for 10 and 20 bytes"),
-        (-10, 20, 1.0, "storage is 1.0 bytes/s for -10 and 20 bytes"),
-        (10, -20, 1.0, "storage is 1.0 bytes/s for 10 and -20 bytes"),
-    ],
-)
-def test_impossible_numbers_are_refused_in_one_line(checkpoint, device, rate, says):
-    with pytest.raises(ValueError, match=f"^{says}; the first must be above 0, the others not below$"):
-        loading(checkpoint, device, MACHINE, rate)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from headway.cost.config import read_shape
 from headway.cost.memory import activation_bytes, kv_cache_bytes
 from headway.cost.precision import FP32, INT8, Precision
@@ -19,8 +17,6 @@ def test_blocks_round_up():
     assert kv_cache_bytes(QWEN_7B, 16, block_size=16, sequences=3) == 48 * 57_344
     assert kv_cache_bytes(QWEN_7B, 0, block_size=16) == 0
     assert kv_cache_bytes(QWEN_7B, 10, Precision(kv=INT8)) == 10 * 57_344 // 2
-    with pytest.raises(ValueError, match="block_size 0"):
-        kv_cache_bytes(QWEN_7B, 1, block_size=0)
 
 
 def test_activations_grow_with_the_step_and_with_the_logits():
@@ -36,10 +32,3 @@ def test_each_operation_has_its_own_bound():
     assert machine.seconds(parts) == 10.0 + 5.0
     assert machine.seconds(parts, activations=False) == 10.0 + 3.0
     assert machine.attainable(3.0) == 6.0 and machine.attainable(50.0) == 10.0
-
-
-def test_a_machine_without_a_limit_is_refused():
-    with pytest.raises(ValueError, match="not above 0"):
-        Roofline(flops_per_s=0.0, bytes_per_s=1.0)
-    with pytest.raises(ValueError, match="not above 0"):
-        Roofline(flops_per_s=float("nan"), bytes_per_s=1.0)

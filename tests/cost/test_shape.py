@@ -10,8 +10,7 @@ import torch
 from transformers import GptOssConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from headway.cost.config import read_shape
-from headway.cost.layers import CacheSpec, ShapeError, StateSpec
-from headway.cost.shape import ModelShape
+from headway.cost.layers import CacheSpec, StateSpec
 from headway.cost.values import ModelError
 from headway.kernels.reference import ReferenceKernels
 from headway.models.config import ModelConfig
@@ -184,13 +183,6 @@ def test_a_bad_config_is_refused_in_one_line(change, said):
     with pytest.raises(ModelError) as error:
         read_shape({**published.LLAMA_3_1_8B, **change}, "models/x/config.json")
     assert said in str(error.value) and "models/x/config.json" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_shape_made_by_hand_is_checked():
-    with pytest.raises(ShapeError, match="heads is 6, which is not a multiple of kv_heads, 4"):
-        ModelShape(layers=1, hidden=8, heads=6, kv_heads=4, head_dim=2, ffn=8, vocab=8)
-    with pytest.raises(ShapeError, match="layers is 0"):
-        ModelShape(layers=0, hidden=8, heads=4, kv_heads=4, head_dim=2, ffn=8, vocab=8)
 
 
 FAMILY_PARTS = {

@@ -118,14 +118,3 @@ def test_it_pays_less_the_larger_the_batch():
     evens = [break_even(TARGET, DRAFT, batch, 1, 4) for batch in (1, 8, 16, 24)]
     assert all(small <= large for small, large in itertools.pairwise(evens)) and evens[0] < evens[-1] < 1
     assert break_even(TARGET, DRAFT, 2000, 1, 4) is None
-
-
-@pytest.mark.parametrize(("k", "acceptance"), [(-1, 0.5), (4, -0.1), (4, 1.1), (4, float("nan"))])
-def test_impossible_numbers_are_refused_in_one_line(k, acceptance):
-    with pytest.raises(ValueError, match=f"^{k} speculative tokens with an acceptance of {acceptance}; .* 0 to 1$"):
-        expected_tokens(k, acceptance)
-
-
-def test_no_break_even_without_any_proposed():
-    with pytest.raises(ValueError, match=r"^0 speculative tokens have no break-even; give at least 1$"):
-        break_even(TARGET, DRAFT, 1, CONTEXT, 0)

@@ -208,17 +208,9 @@ def test_work_adds_up_and_knows_its_intensity():
     assert step_work(read_shape(published.LLAMA_3_1_8B), []) == {}
 
 
-@pytest.mark.parametrize("bad", [{"tokens": 0}, {"tokens": 1, "context": -1}, {"tokens": 1, "logit_rows": 2}])
-def test_an_impossible_chunk_is_refused(bad):
-    with pytest.raises(ValueError, match="is no part of a step"):
-        Chunk(**bad)
-
-
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(ValueError, match="dtype is 'int3'; it must be float32, bfloat16 or float16"):
         Precision.of("int3")
-    with pytest.raises(ValueError, match="below 1 bit"):
-        Format("none", 0, "bf16")
 
 
 # Which operation a module of Hugging Face's models is, by the end of its name.
