@@ -185,18 +185,10 @@ class _Saved(msgspec.Struct):
 
 
 def _read_headway(values: Any) -> RunResult:
-    saved = msgspec.convert(values, _Saved)
-    return RunResult(
-        settings=saved.settings,
-        records=from_columns(saved.requests, saved.began_ns),
-        began_ns=saved.began_ns,
-        ended_ns=saved.ended_ns,
-        client=saved.client,
-        interrupted=saved.interrupted,
-        server=saved.server,
-        energy_joules=saved.energy_joules,
-        probes=[] if saved.probes is None else from_columns(saved.probes, saved.began_ns),
-    )
+    saved = msgspec.structs.asdict(msgspec.convert(values, _Saved))
+    began_ns, requests, probes = saved["began_ns"], saved.pop("requests"), saved.pop("probes")
+    records = from_columns(requests, began_ns)
+    return RunResult(records=records, probes=from_columns(probes, began_ns) if probes else [], **saved)
 
 
 def _whole_characters(value: Any) -> Any:

@@ -113,23 +113,10 @@ class Session:
             about = self.server.about | {"on_this_machine": surroundings.is_here}
         if outcome.gave_up is not None:
             raise BenchError(f"{endpoint.base_url}: {outcome.gave_up}")
-        return _result(outcome, settings, about | ({"metrics": metrics} if metrics else {}), joules)
-
-
-def _result(
-    outcome: LoadOutcome, settings: dict[str, Any], server: dict[str, Any], energy_joules: float | None
-) -> RunResult:
-    return RunResult(
-        settings={**settings, **_what_happened(outcome)},
-        records=outcome.records,
-        began_ns=outcome.began_ns,
-        ended_ns=outcome.ended_ns,
-        client=outcome.client,
-        interrupted=outcome.interrupted,
-        server=server,
-        energy_joules=energy_joules,
-        probes=outcome.probes,
-    )
+        outcome.settings = {**settings, **_what_happened(outcome)}
+        outcome.server = about | ({"metrics": metrics} if metrics else {})
+        outcome.energy_joules = joules
+        return outcome
 
 
 def _what_happened(outcome: LoadOutcome) -> dict[str, Any]:

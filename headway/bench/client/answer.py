@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from headway.bench.client.connection import Receiver
 from headway.bench.client.failures import RequestFailed, error_text, failure_of_status, one_line
 from headway.bench.client.sse import EventParser, MalformedEvents
 from headway.bench.record import Failure, FailureKind, RequestRecord
@@ -31,16 +32,16 @@ MAX_TOKENS = 2**31 - 1  # of a request; what is more is no count
 _NOT_STREAMS = (b"application/json", b"text/html")
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
 
 class _TokenDetails(msgspec.Struct):
-    cached_tokens: _Count | None = None
+    cached_tokens: TokenCount | None = None
 
 
 class Usage(msgspec.Struct):
-    prompt_tokens: _Count | None = None
-    completion_tokens: _Count | None = None
+    prompt_tokens: TokenCount | None = None
+    completion_tokens: TokenCount | None = None
     prompt_tokens_details: _TokenDetails | None = None
 
 
@@ -99,7 +100,7 @@ class Chunk(msgspec.Struct):
 _decode = msgspec.json.Decoder(Chunk).decode
 
 
-class StreamedAnswer:
+class StreamedAnswer(Receiver):
     """Receives one response. After its end, check() says whether it was an answer.
 
     Args:
@@ -108,30 +109,20 @@ class StreamedAnswer:
     """
 
     def __init__(self, record: RequestRecord, *, keep_text: bool = False, keep_timings: bool = False) -> None:
-        self._record = record
+        super().__init__(record)
         self._texts: list[str] | None = [] if keep_text else None
         self._keep_timings = keep_timings
         self._parser = EventParser()
-        self._status = 0
-        self._headers: dict[bytes, bytes] = {}
         self._is_stream = False
         self._other_body = b""  # of a response that is no stream
         self._counted = 0
         self._continuous: bool | None = None
         self._finish_ns = 0
-        self.is_satisfied = False  # [DONE] came
 
     # --- as it comes --------------------------------------------------------------------------------
 
-    def connected(self, now_ns: int) -> None:
-        self._record.connected_ns = now_ns
-
-    def resent(self) -> None:
-        self._record.resent += 1
-
     def headers(self, status: int, headers: dict[bytes, bytes], now_ns: int) -> None:
-        self._status, self._headers = status, headers
-        self._record.headers_ns = now_ns
+        super().headers(status, headers, now_ns)
         media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         self._is_stream = 200 <= status < 300 and media_type not in _NOT_STREAMS
 
@@ -150,7 +141,7 @@ class StreamedAnswer:
         for name, data in events:
             if data == b"[DONE]":
                 self.is_satisfied = True
-                self._record.end_ns = now_ns
+                self.record.end_ns = now_ns
                 return
             try:
                 chunk = _decode(data)
@@ -165,7 +156,7 @@ class StreamedAnswer:
             self._take(chunk, now_ns)
 
     def _take(self, chunk: Chunk, now_ns: int) -> None:
-        record, usage = self._record, chunk.usage
+        record, usage = self.record, chunk.usage
         if usage is not None:
             self._take_usage(usage)
         if self._keep_timings and isinstance(chunk.timings, dict):
@@ -193,7 +184,7 @@ class StreamedAnswer:
             self._texts.append(choice.content)
 
     def _take_usage(self, usage: Usage) -> None:
-        record = self._record
+        record = self.record
         record.output_tokens = usage.completion_tokens
         record.prompt_tokens = usage.prompt_tokens
         if usage.prompt_tokens_details is not None:
@@ -203,16 +194,16 @@ class StreamedAnswer:
 
     def settle(self) -> None:
         """Put into the record what is only known at the end; also of an answer that failed in the middle."""
-        self._record.tokens_per_chunk_known = bool(self._continuous)
+        self.record.tokens_per_chunk_known = bool(self._continuous)
         if self._texts is not None:
-            self._record.text = "".join(self._texts)
+            self.record.text = "".join(self._texts)
 
     def failure(self, now_ns: int) -> Failure | None:
         """Of a response that came to its end at `now_ns`; None when it was an answer."""
-        record = self._record
+        record = self.record
         record.end_ns = record.end_ns or now_ns
-        if not 200 <= self._status < 300:
-            return failure_of_status(self._status, self._headers, self._other_body)
+        if not 200 <= self.status < 300:
+            return failure_of_status(self.status, self.response_headers, self._other_body)
         if not self._is_stream:
             return self._failure_of_other_body()
         try:
@@ -232,13 +223,13 @@ class StreamedAnswer:
         return None
 
     def _failure_of_other_body(self) -> Failure:
-        kind = self._headers.get(b"content-type", b"").decode("latin-1")
+        kind = self.response_headers.get(b"content-type", b"").decode("latin-1")
         try:
             said = error_text(msgspec.json.decode(self._other_body))
         except (ValueError, RecursionError):
             said = ""
         if said:
-            return Failure(FailureKind.STREAM_ERROR, one_line(said), self._status)
+            return Failure(FailureKind.STREAM_ERROR, one_line(said), self.status)
         shown = self._other_body[:80].decode(errors="replace")
         message = f"{kind or 'no content-type'} instead of a stream of events: {shown!r}"
-        return Failure(FailureKind.MALFORMED, one_line(message), self._status)
+        return Failure(FailureKind.MALFORMED, one_line(message), self.status)

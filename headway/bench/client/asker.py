@@ -11,11 +11,12 @@ from typing import Any, Self
 
 import msgspec
 
+from headway.bench.client.connection import Receiver
 from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.failures import RequestFailed, failure_of_status
 from headway.bench.client.http_client import HttpClient
 from headway.bench.errors import BenchError
-from headway.bench.record import Failure, FailureKind
+from headway.bench.record import Failure, FailureKind, RequestRecord
 
 ASK_TIMEOUT_S = 120.0
 LOOK_TIMEOUT_S = 10.0
@@ -24,31 +25,19 @@ _NOT_READY_STATUSES = frozenset({502, 503, 504})
 _NOT_READY_KINDS = frozenset({FailureKind.CONNECT, FailureKind.CUT})
 
 
-class Reply:
-    """A response in one piece; a Receiver."""
-
-    is_satisfied = False
+class Reply(Receiver):
+    """A response in one piece, whose times do not matter."""
 
     def __init__(self) -> None:
-        self.status = 0
-        self.headers_by_name: dict[bytes, bytes] = {}
+        super().__init__(RequestRecord(0))
         self.bytes = b""
-
-    def connected(self, now_ns: int) -> None:
-        """When does not matter here."""
-
-    def resent(self) -> None:
-        """How often does not matter here."""
-
-    def headers(self, status: int, headers: dict[bytes, bytes], now_ns: int) -> None:
-        self.status, self.headers_by_name = status, headers
 
     def body(self, data: bytes, now_ns: int) -> None:
         self.bytes += data
 
     @property
     def failure(self) -> Failure | None:
-        return None if self.status == 200 else failure_of_status(self.status, self.headers_by_name, self.bytes)
+        return None if self.status == 200 else failure_of_status(self.status, self.response_headers, self.bytes)
 
     @property
     def content(self) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import httptools
 
 from headway.bench.client.failures import RequestFailed
-from headway.bench.record import FailureKind
+from headway.bench.record import FailureKind, RequestRecord
 
 MAX_HEADER_BYTES = 256 * 1024
 LINGER_S = 0.05  # for the end of a response of which all that was wanted has come
@@ -24,24 +24,35 @@ READ_BYTES = 64 * 1024
 _now = time.monotonic_ns
 
 
-class Receiver(Protocol):
-    """What takes a response in. Times are time.monotonic_ns(). It may raise RequestFailed."""
+class Receiver(ABC):
+    """What takes a response in, into a record. Times are time.monotonic_ns(). It may raise RequestFailed.
+
+    Attributes:
+        is_satisfied: what it wants has come: how the response ends does not matter any more.
+    """
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.record = record
+        self.status = 0
+        self.response_headers: dict[bytes, bytes] = {}
+        self.is_satisfied = False
 
     def connected(self, now_ns: int) -> None:
         """The connection stands; not called for one that was kept open."""
+        self.record.connected_ns = now_ns
 
     def resent(self) -> None:
         """A kept connection lost the request before any byte of the response; it is sent again on a new one."""
+        self.record.resent += 1
 
     def headers(self, status: int, headers: dict[bytes, bytes], now_ns: int) -> None:
         """The status line and all headers, with lower-case names."""
+        self.status, self.response_headers = status, headers
+        self.record.headers_ns = now_ns
 
+    @abstractmethod
     def body(self, data: bytes, now_ns: int) -> None:
         """The next bytes of the body."""
-
-    @property
-    def is_satisfied(self) -> bool:
-        """What it wants has come: how the response ends does not matter any more."""
 
 
 class Connection(asyncio.BufferedProtocol):

@@ -67,8 +67,6 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         parse_base_url(self.base_url)
-        if self.api not in ROUTES:
-            raise BenchError(f"the API is {self.api!r}; it must be one of {', '.join(ROUTES)}")
         if self.path is not None and not (self.path.startswith("/") and _is_header_text(self.path, blanks=False)):
             raise BenchError(f"the endpoint's path is {self.path!r}; it must begin with / and have no blanks")
         for name, seconds in (("timeout", self.timeout_s), ("connect timeout", self.connect_timeout_s)):

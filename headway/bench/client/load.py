@@ -15,13 +15,13 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from headway.bench.client.conversations import Conversations
 from headway.bench.client.dispatch import Dispatch, LoadListener, LoadMode, LoadStage, Sender
 from headway.bench.client.watch import LoopWatch, OpenSockets
 from headway.bench.errors import BenchError
-from headway.bench.record import ClientHealth, Failure, RequestRecord
+from headway.bench.interrupts import Interrupted, unless_stopped
+from headway.bench.record import Failure, RequestRecord, RunResult
 from headway.bench.request import PlannedRequest
 
 __all__ = ["LoadListener", "LoadMode", "LoadOutcome", "LoadStage", "Sender", "run_load"]
@@ -30,15 +30,14 @@ WARM_UPS_AT_ONCE = 8
 
 
 @dataclass(slots=True)
-class LoadOutcome:
-    """What came of a run.
+class LoadOutcome(RunResult):
+    """What came of a run; who sent it fills in the settings and what is known of the server.
+
+    Of records there is one for each request that was due. One that was due and never sent has sent_ns == 0 and is
+    ABANDONED: the turn before it failed, or it still had no place when the run ended. The client's start lags count
+    from when a request was due, or got its place, to when it was sent.
 
     Args:
-        records: by index, one for each request that was due. One that was due and never sent has sent_ns == 0 and is
-            ABANDONED: the turn before it failed, or it still had no place when the run ended.
-        began_ns, ended_ns: from the schedule's time 0 to the end of the last request.
-        client: how it kept up; its start lags count from when a request was due, or got its place, to when it was sent.
-        interrupted: by the stop event, with requests left.
         never_due: requests whose time had not come when the run ended; they have no records.
         waited_for_place: requests of an open loop with a max_concurrency that were due and had to wait: as far as they
             did, the load was not that of the schedule. Their latency from the schedule holds the wait.
@@ -46,21 +45,14 @@ class LoadOutcome:
         abandoned_in_flight: requests cancelled because the run was stopped or its drain limit reached.
         warm_up_failures: of those warm-ups that failed.
         gave_up: why nothing was measured: all warm-ups failed. None otherwise.
-        probes: of the requests of a probe stream that were due.
     """
 
-    records: list[RequestRecord]
-    began_ns: int
-    ended_ns: int
-    client: ClientHealth
-    interrupted: bool = False
     never_due: int = 0
     waited_for_place: int = 0
     longest_wait_ms: float = 0.0
     abandoned_in_flight: int = 0
     warm_up_failures: list[Failure] = field(default_factory=list)
     gave_up: str | None = None
-    probes: list[RequestRecord] = field(default_factory=list)
 
 
 async def run_load(
@@ -102,11 +94,11 @@ async def run_load(
         sockets: gives the file descriptors of the client's busy sockets, to look for unread bytes.
 
     Raises:
-        BenchError: an argument or the workload makes no sense.
+        BenchError: the drain time is not finite.
     """
     listener, stop, users = listener or LoadListener(), stop or asyncio.Event(), users or {}
-    limits = {"duration": duration_s, "drain time": drain_s, "grace time": grace_s}
-    _check(requests, mode, max_concurrency, users, limits)
+    if drain_s is not None and not 0 <= drain_s < math.inf:
+        raise BenchError(f"the drain time is {drain_s} s; it must be 0 s or more, and finite")
     conversations = Conversations(requests)
     dispatch = Dispatch(client, conversations, mode, max_concurrency, duration_s, as_messages, listener, users)
     stream, watch = ProbeStream(client, probes or iter(())), LoopWatch(sockets)
@@ -130,6 +122,7 @@ def _outcome(dispatch: Dispatch, watch: LoopWatch, requests: int) -> LoadOutcome
     """Of what was dispatched, out of so many requests."""
     records = sorted(dispatch.records, key=lambda record: record.index)
     return LoadOutcome(
+        settings={},
         records=records,
         began_ns=dispatch.began_ns,
         ended_ns=max([dispatch.began_ns, *(record.end_ns for record in records)]),
@@ -140,29 +133,6 @@ def _outcome(dispatch: Dispatch, watch: LoopWatch, requests: int) -> LoadOutcome
         longest_wait_ms=dispatch.longest_wait_ns / 1e6,
         abandoned_in_flight=dispatch.abandoned_in_flight,
     )
-
-
-def _check(
-    requests: Sequence[PlannedRequest],
-    mode: LoadMode,
-    max_concurrency: int | None,
-    users: Mapping[str, int],
-    times: dict[str, float | None],
-) -> None:
-    if max_concurrency is None and mode is LoadMode.CLOSED:
-        raise BenchError("a closed loop needs --max-concurrency: its number of users")
-    if max_concurrency is not None and max_concurrency < 1:
-        raise BenchError(f"--max-concurrency is {max_concurrency}; it must be at least 1")
-    for name, seconds in times.items():
-        if seconds is not None and not (0 <= seconds < math.inf):
-            raise BenchError(f"the {name} is {seconds} s; it must be 0 s or more, and finite")
-    for request in requests:
-        due_s = request.arrival_s
-        in_loop = mode is LoadMode.CLOSED or request.class_name in users
-        if not in_loop and request.follows is None and due_s is None:
-            raise BenchError(f"request {request.index} has no arrival time; in an open loop every first turn needs one")
-        if due_s is not None and not (0 <= due_s < math.inf):
-            raise BenchError(f"request {request.index} arrives at {due_s} s; it must be 0 s or more, and finite")
 
 
 async def _warm_up(
@@ -183,16 +153,10 @@ async def _warm_up(
     async def send_all() -> list[Failure | None]:
         return await asyncio.gather(*map(send, warm_ups))
 
-    everyone = asyncio.create_task(send_all())
-    stopped = asyncio.create_task(stop.wait())
-    waits: list[asyncio.Task[Any]] = [everyone, stopped]
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        return [failure for failure in everyone.result() if failure is not None] if everyone.done() else []
-    finally:
-        stopped.cancel()
-        everyone.cancel()
-        await asyncio.wait(waits)
+        return [failure for failure in await unless_stopped(stop, send_all()) if failure is not None]
+    except Interrupted:
+        return []
 
 
 @contextlib.contextmanager

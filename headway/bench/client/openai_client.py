@@ -70,9 +70,6 @@ class OpenAIClient:
 
         Args:
             prompt: in place of the plan's, as for a later turn of a conversation.
-
-        Raises:
-            BenchError: the prompt does not fit the API, as token ids in a chat; nothing was sent.
         """
         endpoint = self.endpoint
         body = self._bodies.body(planned, prompt)

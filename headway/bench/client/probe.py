@@ -174,7 +174,7 @@ async def _kind(asker: Asker, cards: list[dict[str, Any]]) -> str:
     if owner in _VERSION_AT:
         return owner
     props = await asker.look("GET", "/props")
-    if props.headers_by_name.get(b"server") == b"llama.cpp" or "default_generation_settings" in props.content:
+    if props.response_headers.get(b"server") == b"llama.cpp" or "default_generation_settings" in props.content:
         return "llamacpp"
     metrics = (await asker.look("GET", "/metrics")).bytes
     return next((kind for kind in _VERSION_AT if f"\n# TYPE {kind}:".encode() in b"\n" + metrics), "unknown")
@@ -259,7 +259,7 @@ def read_answer(reply: Reply, endpoint: Endpoint, prompt: Prompt) -> tuple[Reque
     """The record of an answer that has come as one piece, and why it is none."""
     record = RequestRecord(0)
     answer = receiver(endpoint, record, prompt)
-    answer.headers(reply.status, reply.headers_by_name, 1)
+    answer.headers(reply.status, reply.response_headers, 1)
     try:
         answer.body(reply.bytes, 1)
         failure = answer.failure(1)

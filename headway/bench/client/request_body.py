@@ -7,48 +7,25 @@ from typing import Any
 import msgspec
 
 from headway.bench.client.endpoint import Endpoint
-from headway.bench.errors import BenchError
-from headway.bench.request import PlannedRequest, Prompt
+from headway.bench.request import Message, PlannedRequest, Prompt
 
 _encoder = msgspec.json.Encoder()
 
 
 def as_text(prompt: Prompt) -> str | tuple[int, ...]:
-    """`prompt` of /v1/completions.
-
-    Raises:
-        BenchError: it holds nothing.
-    """
-    if prompt.text is not None:
-        return prompt.text
-    if prompt.token_ids is not None:
-        return prompt.token_ids
+    """`prompt` of /v1/completions."""
     if prompt.messages is not None:
         return "\n".join(message["content"] for message in prompt.messages)
-    raise BenchError("a request of the workload has no prompt: give it a text, token ids or messages")
+    return prompt.token_ids or prompt.text or ""
 
 
-def as_messages(prompt: Prompt) -> list[dict[str, str]]:
-    """`messages` of /v1/chat/completions.
-
-    Raises:
-        BenchError: it is token ids, or nothing.
-    """
-    if prompt.messages is not None:
-        return list(prompt.messages)
-    if prompt.text is not None:
-        return [{"role": "user", "content": prompt.text}]
-    if prompt.token_ids is not None:
-        raise BenchError("a request of the workload is token ids, which a chat cannot carry; use /v1/completions")
-    raise BenchError("a request of the workload has no prompt: give it a text, token ids or messages")
+def as_messages(prompt: Prompt) -> tuple[Message, ...]:
+    """`messages` of /v1/chat/completions; of a prompt that is text or messages."""
+    return prompt.messages if prompt.messages is not None else ({"role": "user", "content": prompt.text or ""},)
 
 
 def as_texts(prompt: Prompt) -> list[str | tuple[int, ...]]:
-    """`input` of /v1/embeddings as a list; query and documents of a ranking or of scores.
-
-    Raises:
-        BenchError: it holds nothing.
-    """
+    """`input` of /v1/embeddings as a list; query and documents of a ranking or of scores."""
     return list(prompt.several) if prompt.several is not None else [as_text(prompt)]
 
 
@@ -79,7 +56,7 @@ class BodyBuilder:
         self._fields = {**fields, **endpoint.extra_body}
 
     def fields(self, prompt: Prompt, max_tokens: int, extra_body: dict[str, Any]) -> dict[str, Any]:
-        """The body's fields. Raises BenchError when the prompt does not fit the API."""
+        """The body's fields."""
         if self._api == "chat":
             asked: dict[str, Any] = {"messages": as_messages(prompt), self._max_tokens_field: max_tokens}
         elif self._api == "completions":
@@ -97,7 +74,7 @@ class BodyBuilder:
         return {"query": query, "documents": documents}
 
     def body(self, planned: PlannedRequest, prompt: Prompt | None = None) -> bytes:
-        """JSON. `prompt` takes the place of the plan's. Raises BenchError when it does not fit the API."""
+        """JSON. `prompt` takes the place of the plan's."""
         return _encoder.encode(
             self.fields(planned.prompt if prompt is None else prompt, planned.output_tokens, planned.extra_body)
         )

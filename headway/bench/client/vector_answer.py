@@ -6,20 +6,19 @@ checked is that there are as many vectors or scores as were asked for, and that 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
-from headway.bench.client.answer import MAX_ERROR_BYTES, MAX_TOKENS
+from headway.bench.client.answer import MAX_ERROR_BYTES, TokenCount
+from headway.bench.client.connection import Receiver
 from headway.bench.client.failures import error_text, failure_of_status, one_line
 from headway.bench.record import Failure, FailureKind, RequestRecord
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
-
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: _Count | None = None
-    total_tokens: _Count | None = None
+    prompt_tokens: TokenCount | None = None
+    total_tokens: TokenCount | None = None
 
 
 class _Entry(msgspec.Struct):
@@ -48,7 +47,7 @@ class _Answer(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Answer).decode
 
 
-class VectorAnswer:
+class VectorAnswer(Receiver):
     """Receives one response. After its end, failure() says whether it was an answer.
 
     Args:
@@ -56,26 +55,12 @@ class VectorAnswer:
         keep_timings: keep Headway's `timings` object.
     """
 
-    is_satisfied = False
-
     def __init__(self, record: RequestRecord, wanted: int, *, keep_timings: bool = False) -> None:
-        self._record = record
+        super().__init__(record)
         self._wanted = wanted
         self._keep_timings = keep_timings
-        self._status = 0
-        self._headers: dict[bytes, bytes] = {}
         self._pieces: list[bytes] = []
         self._last_ns = 0
-
-    def connected(self, now_ns: int) -> None:
-        self._record.connected_ns = now_ns
-
-    def resent(self) -> None:
-        self._record.resent += 1
-
-    def headers(self, status: int, headers: dict[bytes, bytes], now_ns: int) -> None:
-        self._status, self._headers = status, headers
-        self._record.headers_ns = now_ns
 
     def body(self, data: bytes, now_ns: int) -> None:
         self._last_ns = now_ns
@@ -86,17 +71,17 @@ class VectorAnswer:
 
     def failure(self, now_ns: int) -> Failure | None:
         """Of a response that came to its end; None when it was an answer."""
-        record, body = self._record, b"".join(self._pieces)
+        record, body = self.record, b"".join(self._pieces)
         record.end_ns = self._last_ns or now_ns
-        if not 200 <= self._status < 300:
-            return failure_of_status(self._status, self._headers, body[:MAX_ERROR_BYTES])
+        if not 200 <= self.status < 300:
+            return failure_of_status(self.status, self.response_headers, body[:MAX_ERROR_BYTES])
         try:
             answer = _decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             shown = body[:80].decode(errors="replace")
             return self._malformed(f"not an answer with vectors or scores: {error} in {shown!r}")
         if answer.error is not None:
-            return Failure(FailureKind.STREAM_ERROR, one_line(error_text({"error": answer.error})), self._status)
+            return Failure(FailureKind.STREAM_ERROR, one_line(error_text({"error": answer.error})), self.status)
         entries = answer.results if answer.data is None else answer.data
         if entries is None:
             return self._malformed(f"neither data nor results in {body[:80].decode(errors='replace')!r}")
@@ -107,7 +92,7 @@ class VectorAnswer:
         return None
 
     def _take(self, answer: _Answer) -> None:
-        record, usage = self._record, answer.usage
+        record, usage = self.record, answer.usage
         if usage is not None:
             record.prompt_tokens = usage.total_tokens if usage.prompt_tokens is None else usage.prompt_tokens
         record.output_tokens = 0
@@ -117,4 +102,4 @@ class VectorAnswer:
             record.timings = answer.timings
 
     def _malformed(self, message: str) -> Failure:
-        return Failure(FailureKind.MALFORMED, one_line(message), self._status)
+        return Failure(FailureKind.MALFORMED, one_line(message), self.status)
