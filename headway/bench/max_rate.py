@@ -46,9 +46,7 @@ async def search(bench: Runner) -> int:
         prober.probe,
         start,
         SearchOptions(
-            target=claims.attainment,
-            max_seconds=bench.options.max_search_seconds,
-            stall_s=bench.options.stall_s,
+            target=claims.attainment, max_seconds=bench.options.max_search_seconds, stall_s=bench.options.stall_s
         ),
         on_trial=prober.say,
     )

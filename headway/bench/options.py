@@ -178,8 +178,7 @@ class Claims:
         float | None, _numbers("Price of the hardware per hour, to report the cost per token.", min=0, max=1e12)
     ] = None
     attainment: Annotated[
-        float,
-        _numbers("Share of requests that must meet --goodput.", "--slo-attainment", min=0.5, max=0.9999),
+        float, _numbers("Share of requests that must meet --goodput.", "--slo-attainment", min=0.5, max=0.9999)
     ] = 0.99
     max_failed_share: Annotated[
         float, _numbers("Share of failed requests above which a run is not valid.", min=0, max=1)
@@ -260,14 +259,10 @@ class BenchOptions:
     ] = None
     reuse_prefix_cache: Annotated[
         bool,
-        _load(
-            "Allow prefix cache hits from earlier runs. Default: each run has its own salt.",
-            "--reuse-prefix-cache",
-        ),
+        _load("Allow prefix cache hits from earlier runs. Default: each run has its own salt.", "--reuse-prefix-cache"),
     ] = False
     random_batch_size: Annotated[
-        int,
-        _load("Texts of a request for embeddings, or documents of one for rankings and scores.", min=1, max=2048),
+        int, _load("Texts of a request for embeddings, or documents of one for rankings and scores.", min=1, max=2048)
     ] = 1
     num_warmups: Annotated[int, _load("Warm-up requests, which are not measured.", min=0)] = 3
     drain_timeout_s: Annotated[

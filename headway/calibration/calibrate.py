@@ -21,20 +21,12 @@ import torch
 
 from headway import __version__
 from headway.calibration import machine
-from headway.calibration.cases import (
-    FORMATS,
-    Case,
-    Pool,
-    attention_case,
-    element_case,
-    linear_cases,
-    stream_case,
-)
+from headway.calibration.cases import FORMATS, Case, Pool, attention_case, element_case, linear_cases, stream_case
 from headway.calibration.describe import hardware_of
 from headway.calibration.efforts import EFFORTS, Effort
 from headway.calibration.fit import errors, fit, residuals
 from headway.calibration.host import HostBench, tiny_shape
-from headway.calibration.measure import DTYPES, CalibrationError, device_kind, measure
+from headway.calibration.measure import DTYPES, device_kind, measure
 from headway.calibration.peaks import BUSY_CORES, MachinePeaks
 from headway.calibration.samples import Kind, Sample, Timings
 from headway.calibration.stopwatch import stopwatch_of
@@ -72,8 +64,6 @@ def calibrate(
     if name is not None:
         check_name(name)
     kind = device_kind(device)
-    if (kind, effort) not in EFFORTS:
-        raise CalibrationError(f"effort is {effort!r}; it must be quick, default or full")
     amount = amount or EFFORTS[kind, effort]
     began, others = time.perf_counter(), machine.others_cpu_seconds()
     peaks = _peaks(kind, threads, effort, amount.peaks_share, on_progress)
@@ -91,7 +81,12 @@ def calibrate(
         efficiency=efficiency,
         threads=peaks.threads,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=_versions(),
+        versions={
+            "headway": __version__,
+            "torch": str(torch.__version__),
+            "numba": numba.__version__,
+            "python": platform.python_version(),
+        },
         rounds=amount.rounds,
         seconds=seconds,
         peaks=peaks,
@@ -176,15 +171,6 @@ def _no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "headway": __version__,
-        "torch": str(torch.__version__),
-        "numba": numba.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def _busy(peaks: MachinePeaks, samples: Sequence[Sample]) -> str | None:

@@ -36,14 +36,8 @@ def fit(hardware: Hardware, samples: Sequence[Sample], kernel_call_s: float, sha
     Args:
         kernel_call_s: of a kernel with nothing to do; taken off the pieces, as steps have gaps of their own.
         shape: of the model whose steps were timed, by its layers.
-
-    Raises:
-        ValueError: a kind of sample is missing.
     """
     found: dict[Kind, list[Sample]] = {kind: [each for each in samples if each.piece.kind is kind] for kind in Kind}
-    missing = [str(kind) for kind, each in found.items() if not each]
-    if missing:
-        raise ValueError(f"nothing was measured of {', '.join(missing)}; measure all of a step")
     elements = _elements(hardware, found[Kind.ELEMENTS])
     base = replace(
         Efficiency.ideal(),
@@ -77,11 +71,7 @@ def predicted(hardware: Hardware, efficiency: Efficiency, piece: Piece, kernel_c
 
 
 def errors(
-    hardware: Hardware,
-    efficiency: Efficiency,
-    samples: Sequence[Sample],
-    kernel_call_s: float,
-    shape: Shapes,
+    hardware: Hardware, efficiency: Efficiency, samples: Sequence[Sample], kernel_call_s: float, shape: Shapes
 ) -> dict[str, float]:
     """By kind of sample: the median of |predicted / measured - 1|."""
     found: dict[str, list[float]] = {}

@@ -82,13 +82,7 @@ class MachinePeaks:
         return on_curve([(rate.size, rate.best) for rate in self.read_bytes_per_s], working_set)
 
     def roofline(self, dtype: str, working_set: int | None = None) -> Roofline:
-        """The machine's limits for a dtype; without a working set, memory beyond all caches.
-
-        Raises:
-            ValueError: the dtype was not measured.
-        """
-        if dtype not in self.gemm_flops_per_s:
-            raise ValueError(f"{dtype} was not measured; measured are {', '.join(self.gemm_flops_per_s)}")
+        """The machine's limits for a dtype that was measured; without a working set, memory beyond all caches."""
         read = self.memory_read.best if working_set is None else self.bandwidth(working_set)
         return Roofline(self.gemm_flops_per_s[dtype].best, read)
 

@@ -30,8 +30,7 @@ class BatchOptions:
     """What was asked for."""
 
     source: Annotated[
-        Path,
-        _flag("File with one request per line, as for OpenAI's batches.", positional=True, metavar="INPUT"),
+        Path, _flag("File with one request per line, as for OpenAI's batches.", positional=True, metavar="INPUT")
     ]
     output: Annotated[Path, _flag("File for the answers, in the order of the requests.", short="-o", common=True)]
     model: Annotated[

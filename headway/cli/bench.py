@@ -25,11 +25,7 @@ class BenchGroup(Group):
 
 
 app = typer.Typer(
-    name="bench",
-    cls=BenchGroup,
-    invoke_without_command=True,
-    subcommand_metavar="[COMMAND]",
-    add_completion=False,
+    name="bench", cls=BenchGroup, invoke_without_command=True, subcommand_metavar="[COMMAND]", add_completion=False
 )
 
 

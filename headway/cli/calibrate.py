@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,43 +144,19 @@ def _shown() -> Iterator[Callable[[float, str], None]]:
 def _run(arguments: list[str], on_progress: Callable[[float, str], None]) -> bytes:
     """What a child prints.
 
-    It is not in this process's group: Ctrl-C reaches it only by way of us, and it never outlives us.
-
     Raises:
         ValueError: it could not measure; its last words.
     """
-    from headway.bench.profile.local_server import child_options
+    from headway.bench.profile.machine import run_calibration
 
-    command = [sys.executable, "-m", "headway.calibration", *arguments]
-    last = "it said nothing"
-    # A file for what it prints at its end: a pipe that nobody empties yet would hold it up.
-    with (
-        tempfile.TemporaryFile() as printed,
-        subprocess.Popen(
-            command,
-            stdout=printed,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            **child_options(),
-        ) as process,
-    ):
-        assert process.stderr is not None
-        try:
-            for line in process.stderr:
-                last = line.strip() or last
-                if found := _PROGRESS.fullmatch(line.strip()):
-                    on_progress(float(found[1]), found[2])
-            code = process.wait()
-        finally:
-            process.kill()
-            process.wait()
-        if code != 0:
-            raise ValueError(
-                last.removeprefix("headway: ") if code == 2 else f"measuring ended with code {code}: {last}"
-            )
-        printed.seek(0)
-        return printed.read()
+    def on_line(line: str) -> None:
+        if found := _PROGRESS.fullmatch(line):
+            on_progress(float(found[1]), found[2])
+
+    code, last, printed = asyncio.run(run_calibration(arguments, on_line))
+    if code != 0:
+        raise ValueError(last.removeprefix("headway: ") if code == 2 else f"measuring ended with code {code}: {last}")
+    return printed
 
 
 def print_machine(console: Console, machine: CalibratedMachine) -> None:

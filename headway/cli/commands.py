@@ -237,6 +237,5 @@ _Config = Annotated[
     ),
 ]
 _HelpAll = Annotated[
-    bool,
-    typer.Option("--help-all", callback=show_all, is_eager=True, help="Show all options, by groups, and exit."),
+    bool, typer.Option("--help-all", callback=show_all, is_eager=True, help="Show all options, by groups, and exit.")
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -65,7 +66,8 @@ List = Annotated[
     bool,
     typer.Option("--list", callback=_list_all, is_eager=True, help="List the known models and hardware, and exit."),
 ]
-Json = Annotated[bool, typer.Option("--json", rich_help_panel="Output", help="Print JSON and nothing else.")]
+_output = functools.partial(typer.Option, rich_help_panel="Output")
+Json = Annotated[bool, _output("--json", help="Print JSON and nothing else.")]
 
 
 @app.command("model", cls=Command, hidden=True)
@@ -75,24 +77,10 @@ def plan(
     speculation: SpeculationFlags,
     as_json: Json = False,
     list_all: List = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", rich_help_panel="Output", help="Print all tables and assumptions.")
-    ] = False,
-    explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain",
-            rich_help_panel="Output",
-            help="Print each formula with its numbers and its source.",
-        ),
-    ] = False,
+    verbose: Annotated[bool, _output("--verbose", help="Print all tables and assumptions.")] = False,
+    explain: Annotated[bool, _output("--explain", help="Print each formula with its numbers and its source.")] = False,
     plot: Annotated[
-        Path | None,
-        typer.Option(
-            rich_help_panel="Output",
-            metavar="DIR",
-            help="Also write plan.html and its figures to this folder.",
-        ),
+        Path | None, _output(metavar="DIR", help="Also write plan.html and its figures to this folder.")
     ] = None,
 ) -> None:
     """Predict memory, TTFT, TPOT, throughput and cost of a model on given hardware, and what limits them.

@@ -36,13 +36,9 @@ def serve(
         str | None, typer.Argument(help="Folder of a checkpoint, or a Hugging Face id; default: the bundled model.")
     ] = None,
     chat_template: Annotated[
-        str | None,
-        _of_server(help="Chat template: a file or the template itself. Default: the model's."),
+        str | None, _of_server(help="Chat template: a file or the template itself. Default: the model's.")
     ] = None,
-    replay: Annotated[
-        bool,
-        _of_server(help="Continue requests on the next engine process if one dies."),
-    ] = True,
+    replay: Annotated[bool, _of_server(help="Continue requests on the next engine process if one dies.")] = True,
 ) -> None:
     """Serve a model over the OpenAI API."""
     require_engine()

@@ -99,7 +99,7 @@ def _of_batch(lanes: Lanes, sequences: int) -> Outcome:
     """
     d, workload, replicas = lanes.deployment, lanes.workload, lanes.replicas
     group = per_lane(sequences, lanes.count // replicas)
-    batch = of_stage(d, group)
+    batch = per_lane(group, d.parallelism.pipeline)
     batches, stages = min(group, d.parallelism.pipeline), d.parallelism.pipeline
     prompts = [d.step(step) for step in prompt_steps(workload, lanes.limits.batched_tokens, batch)]
     prompts_s = sum(round_s(d, step, batches) for step in prompts) + (batches - 1) * d.pace(prompts[0])
@@ -110,11 +110,6 @@ def _of_batch(lanes: Lanes, sequences: int) -> Outcome:
     busy_s = batches * (sum(step.seconds for step in prompts) + (workload.output - 1) * decode.seconds)
     bubble = max(0.0, 1.0 - busy_s / (stages * (prompts_s + (workload.output - 1) * tpot))) if stages > 1 else 0.0
     return Outcome(ttft, tpot, ttlt, replicas * sequences / ttlt, group, prompts_s / ttlt, bubble=bubble)
-
-
-def of_stage(deployment: Deployment, sequences: float) -> int:
-    """Of the largest of the batches that the stages of a pipeline have of so many sequences."""
-    return per_lane(sequences, deployment.parallelism.pipeline)
 
 
 def round_s(deployment: Deployment, step: TimeBreakdown, batches: int) -> float:

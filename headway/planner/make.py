@@ -11,7 +11,7 @@ from headway.cost.layers import ShapeError
 from headway.cost.loading import loading
 from headway.cost.memory import kv_cache_bytes, weight_bytes
 from headway.cost.parallel import Parallelism, check
-from headway.cost.requests import Limits, RequestShape
+from headway.cost.requests import RequestShape
 from headway.cost.timing import Deployment
 from headway.planner import estimates
 from headway.planner.assumptions import assumptions
@@ -43,7 +43,9 @@ def make_plan(request: PlanRequest, brief: bool = False) -> Plan:
     workload = RequestShape(prompt, answer, cached, request.output_spread)
     held = capacity(deployment, prompt, answer, found.settings, cached=cached)
     count = found.replicas * deployment.parallelism.data
-    lanes = Lanes(deployment, workload, found.replicas, count, _lane_limits(found, held))
+    # Memory may hold fewer sequences than the engine would run.
+    limits = replace(found.limits, sequences=min(found.limits.sequences, max(1, held.max_batch)))
+    lanes = Lanes(deployment, workload, found.replicas, count, limits)
     load, value = _load(request)
     fits = held.fits and not (load == "batch" and value > held.max_batch * deployment.parallelism.data)
     plan = _plan(request, found, held, lanes, lanes.under(load, value) if fits else None, brief)
@@ -139,11 +141,6 @@ def _load(request: PlanRequest) -> tuple[str, float]:
     if request.request_rate is not None:
         return "rate", request.request_rate
     return "batch", request.batch_size or 1
-
-
-def _lane_limits(found: Resolved, held: Capacity) -> Limits:
-    """Memory may hold fewer sequences than the engine would run."""
-    return replace(found.limits, sequences=min(found.limits.sequences, max(1, held.max_batch)))
 
 
 def _lane_batch(lanes: Lanes, load: str, value: float, outcome: Outcome | None) -> int:

@@ -27,16 +27,7 @@ def problem(plan: Plan) -> str | None:
 
 def _too_large(plan: Plan) -> str:
     held, work = plan.capacity, plan.workload
-    helps = (
-        *_settings(plan),
-        *remedies(
-            plan.deployment,
-            work.prompt,
-            work.output,
-            plan.settings,
-            work.cached,
-        ),
-    )
+    helps = (*_settings(plan), *remedies(plan.deployment, work.prompt, work.output, plan.settings, work.cached))
     return (
         f"{plan.model} does not fit: each device has {gigabytes(held.usable)} of usable memory; weights need "
         f"{gigabytes(held.weights)}, activations and workspace {gigabytes(held.activations + held.workspace)}, and "
@@ -49,10 +40,7 @@ def _settings(plan: Plan) -> Iterator[str]:
     """Settings of the engine that are worse for memory than the usual ones, where these would do."""
     now, tokens = plan.settings, min(TOKENS, plan.limits.batched_tokens)
     for flag, settings in (
-        (
-            f"--gpu-memory-utilization {SHARE:g}",
-            replace(now, utilization=max(SHARE, now.utilization), free_share=None),
-        ),
+        (f"--gpu-memory-utilization {SHARE:g}", replace(now, utilization=max(SHARE, now.utilization), free_share=None)),
         (f"--block-size {BLOCK}", replace(now, block_size=min(BLOCK, now.block_size))),
         (
             f"--max-num-batched-tokens {TOKENS}",

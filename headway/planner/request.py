@@ -145,8 +145,7 @@ class DeploymentOptions:
         str, _deployment("Type of the KV cache: auto, bf16, fp16, fp32, fp8 or int8.", common=True)
     ] = "auto"
     network_gb_per_s: Annotated[
-        float | None,
-        _deployment("Network bandwidth per device in GB/s. Default: the catalogue's, else 12.5."),
+        float | None, _deployment("Network bandwidth per device in GB/s. Default: the catalogue's, else 12.5.")
     ] = None
     engine: Annotated[str, _engine("Inference engine whose measured efficiency is used.")] = "vllm"
     max_model_len: Annotated[
@@ -195,10 +194,7 @@ class PlanOptions(DeploymentOptions):
     cached_tokens: Annotated[
         int, _load("Tokens of each prompt already in the prefix cache, the same for all prompts.")
     ] = 0
-    output_spread: Annotated[
-        float,
-        _load("Spread of output lengths around --output-tokens: 0 (all equal) to 1."),
-    ] = 0.1
+    output_spread: Annotated[float, _load("Spread of output lengths around --output-tokens: 0 (all equal) to 1.")] = 0.1
     batch_size: Annotated[int | None, _load("Sequences of one batch on each replica. Default: 1.", common=True)] = None
     concurrency: Annotated[
         int | None,

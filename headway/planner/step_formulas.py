@@ -283,25 +283,13 @@ def _flops(plan: Plan, name: str, step: PlannedStep) -> Iterator[Formula]:
     layers = [op for op in LINEAR if op in work and op is not Operation.HEAD]
     attention = work[Operation.SCORES].flops + work[Operation.VALUES].flops
     linear = sum(work[op].flops for op in layers)
+    rule = added([op.replace("_", " ") for op in layers]) + ", 2 × tokens × elements each; of experts the k of a token"
+    numbers, section = added([plain(work[op].flops) for op in layers]), "Mixture of Experts"
     if shape.experts is None and shape.latent is None:
-        yield Formula(
-            f"FLOPs of the {name}: products with weights",
-            "2 × tokens × elements of the layers' matrices",
-            f"2 * {plain(new)} * {plain(shape.matrices()['linear'])}",
-            linear,
-            "FLOP",
-            "document 001, chapter 8: 2 × N × P; document 002, Linear Layers",
-        )
-    else:
-        yield Formula(
-            f"FLOPs of the {name}: products with weights",
-            added([op.replace("_", " ") for op in layers])
-            + ", 2 × tokens × elements each; of experts the k of a token",
-            added([plain(work[op].flops) for op in layers]),
-            linear,
-            "FLOP",
-            "document 001, chapter 8: 2 × N × P; document 002, Mixture of Experts",
-        )
+        rule, section = "2 × tokens × elements of the layers' matrices", "Linear Layers"
+        numbers = f"2 * {plain(new)} * {plain(shape.matrices()['linear'])}"
+    source = f"document 001, chapter 8: 2 × N × P; document 002, {section}"
+    yield Formula(f"FLOPs of the {name}: products with weights", rule, numbers, linear, "FLOP", source)
     if shape.latent is None and not shape.kinds and set(shape.sliding_windows) == {None} and plan.deployment.flash:
         yield _attention(plan, name, new, attention)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 
 from headway.cost.attention import Chunk, append_alike
@@ -118,8 +119,5 @@ def _smallest(holds: Callable[[int], bool]) -> int | None:
         batch *= 2
         if batch > MOST_SEQUENCES:
             return None
-    low = batch // 2  # it does not hold here, or this is 0
-    while batch - low > 1:
-        middle = (low + batch) // 2
-        low, batch = (low, middle) if holds(middle) else (middle, batch)
-    return batch
+    untried = range(batch // 2 + 1, batch)  # it does not hold at half of the batch
+    return untried.start + bisect.bisect_left(untried, True, key=holds)

@@ -50,11 +50,7 @@ class Result:
 
 
 def quantize(
-    folder: Path,
-    output: Path,
-    recipe: Recipe,
-    calibration: Calibration,
-    on_progress: Callable[[float, str], None],
+    folder: Path, output: Path, recipe: Recipe, calibration: Calibration, on_progress: Callable[[float, str], None]
 ) -> Result:
     """Write a quantised checkpoint of the one in `folder`.
 

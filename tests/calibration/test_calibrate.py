@@ -79,7 +79,6 @@ def test_a_calibration_from_end_to_end(small_peaks: None) -> None:
     [
         ({"name": "../x"}, StoreError, "name is '../x'"),
         ({"device": "tpu"}, CalibrationError, "device is 'tpu'"),
-        ({"device": "cpu", "effort": "huge"}, CalibrationError, "effort is 'huge'; it must be quick, default or full"),
         ({"device": "cpu", "threads": 0}, CalibrationError, "threads is 0"),
     ],
 )

@@ -123,13 +123,6 @@ def test_the_first_format_counts_for_all_that_were_not_measured() -> None:
     assert found.linear_factor(16, "bf16") == found.linear_factor(16, "fp32") == pytest.approx(0.6, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_a_missing_kind_is_named(kind: Kind) -> None:
-    rest = tuple(each for each in timed_pieces() if each.piece.kind is not kind)
-    with pytest.raises(ValueError, match=f"nothing was measured of {kind}; measure all of a step"):
-        fitted(rest)
-
-
 @settings(max_examples=100)
 @given(st.integers(0, 10**6), st.integers(1, 4))
 def test_least_squares_is_that_of_scipy(seed: int, width: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Callable
@@ -42,16 +43,14 @@ def anytime_interval(missed: np.ndarray, confidence: float = 0.95) -> tuple[floa
 @functools.cache
 def least_blocks(target: float, confidence: float = 0.95) -> int:
     """How many blocks must be met, without a miss, before a share of more than `target` is certain."""
-    low, high = 0, 1
-    while anytime_interval(np.zeros(high), confidence)[0] <= target:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if anytime_interval(np.zeros(middle), confidence)[0] <= target:
-            low = middle
-        else:
-            high = middle
-    return high
+
+    def certain(blocks: int) -> float:
+        return anytime_interval(np.zeros(blocks), confidence)[0]
+
+    enough = 1
+    while certain(enough) <= target:
+        enough *= 2
+    return bisect.bisect_right(range(enough), target, key=certain)
 
 
 def _log_stake(gains: np.ndarray, counts: np.ndarray, largest_loss: float) -> float:

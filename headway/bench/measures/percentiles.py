@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headway.bench.errors import BenchError
 from headway.bench.measures.dependence import effective_count
 from headway.bench.measures.numbers import Distribution, Percentile
 from headway.bench.measures.probability import beta_quantile, binomial_ranks
@@ -30,12 +29,8 @@ def distribution(
         groups: shape (n,), for each value the request it belongs to, rising in arrival order; None when every value
             is a request of its own.
         confidence: of each interval, two-sided.
-
-    Raises:
-        BenchError: a percentile or the confidence is out of range, or a value is not finite.
     """
     values = np.asarray(values, dtype=float)
-    _check(values, percentiles, groups, confidence)
     if not len(values):
         nothing = tuple(_refused(p, samples_needed(p, confidence)) for p in percentiles)
         return Distribution(0, 0.0, math.nan, math.nan, math.nan, math.nan, nothing)
@@ -53,26 +48,6 @@ def distribution(
             for p, point in zip(percentiles, points[1:], strict=True)
         ),
     )
-
-
-def _check(values: np.ndarray, percentiles: Sequence[float], groups: np.ndarray | None, confidence: float) -> None:
-    _check_confidence(confidence)
-    for p in percentiles:
-        _check_percentile(p)
-    if values.ndim != 1 or (groups is not None and np.shape(groups) != values.shape):
-        raise BenchError(f"values must be one row with a group for each, not of shape {values.shape}")
-    if not np.isfinite(values).all():
-        raise BenchError(f"{np.sum(~np.isfinite(values))} of {len(values)} values are not finite: leave them out")
-
-
-def _check_percentile(p: float) -> None:
-    if not 0.0 < p < 100.0:
-        raise BenchError(f"percentile {p:g} is out of range: it must lie between 0 and 100, both excluded")
-
-
-def _check_confidence(confidence: float) -> None:
-    if not 0.5 <= confidence < 1.0:
-        raise BenchError(f"confidence {confidence:g} is out of range: it must be at least 0.5 and below 1")
 
 
 def _percentile(
@@ -122,10 +97,6 @@ def samples_needed(p: float, confidence: float = 0.95, tau: float = 1.0) -> int:
     when p^n <= (1 - confidence) / 2; the lower one likewise when (1 - p)^n is. Dependence makes it tau times as many.
     P50 needs 6, P90 36, P99 368 and P99.9 3688 at 95 %.
     """
-    _check_percentile(p)
-    _check_confidence(confidence)
-    if not tau >= 1.0:
-        raise BenchError(f"tau {tau:g} is out of range: values cannot be worth more than independent ones (1)")
     share = max(p, 100.0 - p) / 100.0
     independent = math.ceil(math.log(0.5 * (1.0 - confidence)) / math.log(share))
     return math.ceil(independent * tau - 1e-9)
@@ -139,16 +110,8 @@ def proportion_interval(
     Args:
         n_eff: how many independent requests the `total` are worth (Korn & Graubard 1998 put it in the same way);
             None takes them all.
-
-    Raises:
-        BenchError: met outside 0 .. total, or n_eff outside 0 .. total.
     """
-    _check_confidence(confidence)
-    if not 0 <= met <= total:
-        raise BenchError(f"{met:g} of {total:g} requests is no share: the first must lie between 0 and the second")
     size = total if n_eff is None else n_eff
-    if not 0 <= size <= total:
-        raise BenchError(f"an effective count of {size:g} is out of range: it must lie between 0 and {total:g}")
     if size == 0:
         return 0.0, 1.0
     hits = met / total * size

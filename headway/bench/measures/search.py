@@ -122,10 +122,10 @@ async def find_max_rate(
         clock: seconds.
 
     Raises:
-        BenchError: an option is out of range.
+        BenchError: the target or the length of stalls is out of range.
     """
     options = options or SearchOptions()
-    _check(start_rate, options)
+    _check(options)
     search = _Search(probe, options, start_rate, on_trial, clock)
     try:
         stop, reason = await search.run()
@@ -242,7 +242,8 @@ class _Search:
         while True:
             trial.verdict = Verdict.UNDECIDED
             fewest = blocks * trial.block
-            most = options.max_samples or self._longest_proof(trial.rate, blocks)
+            block = max(FEWEST_IN_BLOCK, trial.rate * options.stall_s)
+            most = options.max_samples or math.ceil(_LONGEST_PROOF * blocks * block)
             if trial.low > options.target and trial.is_steady:
                 trial.verdict = Verdict.HELD
             elif fewest > most:
@@ -256,9 +257,6 @@ class _Search:
                     continue
             self._tell(trial)
             return trial.verdict is Verdict.HELD
-
-    def _longest_proof(self, rate: float, blocks: int) -> int:
-        return math.ceil(_LONGEST_PROOF * blocks * max(FEWEST_IN_BLOCK, rate * self._options.stall_s))
 
     # --- one probe ----------------------------------------------------------------------------------
 
@@ -296,25 +294,8 @@ class _Search:
             raise _Stopped(Stop.TIME, f"the time limit of {self._options.max_seconds:g} s was reached")
 
 
-def _check(start_rate: float, options: SearchOptions) -> None:
-    if not (math.isfinite(start_rate) and start_rate > 0):
-        raise BenchError(f"the search cannot start at {start_rate:g} requests/s; give a rate above 0")
+def _check(options: SearchOptions) -> None:
     if not 0 < options.target < 1:
         raise BenchError(f"an attainment of {options.target:g} cannot be proven; give a share between 0 and 1")
-    if not 0.5 <= options.confidence < 1:
-        raise BenchError(f"confidence {options.confidence:g} is out of range; it must be at least 0.5 and below 1")
-    if not options.tolerance > 0:
-        raise BenchError(f"a tolerance of {options.tolerance:g} is never reached; give a share above 0, such as 0.05")
-    if options.max_probes < 1 or options.max_seconds <= 0:
-        raise BenchError("the search has no budget; allow at least one probe and some time")
     if not 0 <= options.stall_s < math.inf:
         raise BenchError(f"--stall-seconds is {options.stall_s:g}; give 0 or more")
-    least = FEWEST_IN_BLOCK * least_blocks(options.target, options.confidence)
-    if options.max_samples is not None and options.max_samples < least:
-        raise BenchError(
-            f"{options.max_samples} samples at a rate cannot prove an attainment of {options.target:.4g}; allow at "
-            f"least {least}"
-        )
-    low, high = options.min_rate, options.max_rate
-    if (low is not None and not 0 < low <= start_rate) or (high is not None and not start_rate <= high):
-        raise BenchError(f"the search starts at {start_rate:g} requests/s, which must be between its limits")

@@ -93,6 +93,7 @@ def summarise(
     failures = Counter(str(record.failure_kind) for record in records if record.failed)
     tokens = _tokens(latencies.records)
     price = price_per_hour if part is None else None
+    joules = None if windowed or part is not None else result.energy_joules  # known of the whole run only
     return Summary(
         name=name,
         window=window,
@@ -111,7 +112,7 @@ def summarise(
         ),
         cost_per_million_output_tokens=cost_per_million_tokens(price, rates["output_throughput"]),
         cost_per_million_tokens=cost_per_million_tokens(price, rates["total_token_throughput"]),
-        tokens_per_joule=_tokens_per_joule(result, tokens["output"], whole=not windowed and part is None),
+        tokens_per_joule=tokens["output"] / joules if joules else None,
         notes=_notes(result, records, latencies),
     )
 
@@ -162,11 +163,6 @@ def _tokens(completed: Sequence[RequestRecord]) -> dict[str, int]:
         "cached": sum(record.cached_tokens or 0 for record in completed),
         "chunks": sum(len(record.chunk_ns) for record in completed),
     }
-
-
-def _tokens_per_joule(result: RunResult, output_tokens: int, whole: bool) -> float | None:
-    """Energy is known of the whole run only."""
-    return output_tokens / result.energy_joules if whole and result.energy_joules else None
 
 
 def _notes(result: RunResult, records: Sequence[RequestRecord], latencies: Latencies) -> list[str]:

@@ -70,12 +70,7 @@ def concurrency(records: Sequence[RequestRecord], began_ns: int, ended_ns: int) 
 
 
 def _rates(
-    requests: int,
-    prompt: float,
-    output: float,
-    records: Sequence[RequestRecord],
-    began_ns: int,
-    ended_ns: int,
+    requests: int, prompt: float, output: float, records: Sequence[RequestRecord], began_ns: int, ended_ns: int
 ) -> dict[str, float]:
     seconds = (ended_ns - began_ns) / SECOND_NS
     most, mean = concurrency(records, began_ns, ended_ns)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -36,25 +36,36 @@ async def measure_peaks(
     Raises:
         BenchError: it failed.
     """
-    command = [sys.executable, "-m", "headway.calibration", "--device", device, "--dtype", dtype]
-    command += ["--threads", str(threads)] if threads is not None else []
+    arguments = ["--device", device, "--dtype", dtype, *(["--threads", str(threads)] if threads is not None else [])]
+    code, last, text = await run_calibration(arguments, on_line)
+    if code != 0:
+        raise BenchError(f"measuring the machine failed with code {code}: {last.removeprefix('headway: ')}")
+    return MachinePeaks.from_json(text)
+
+
+async def run_calibration(arguments: Sequence[str], on_line: Callable[[str], None]) -> tuple[int, str, bytes]:
+    """Run `python -m headway.calibration` in a process of its own, which never outlives us.
+
+    Args:
+        on_line: hears each line of its progress.
+
+    Returns:
+        Its exit code, its last words, and what it printed.
+    """
+    command = [sys.executable, "-m", "headway.calibration", *arguments]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **child_options()
     )
     assert process.stdout is not None and process.stderr is not None
-    last = "nothing"
+    last = "it said nothing"
     try:
         answer = asyncio.create_task(process.stdout.read())
         async for raw in process.stderr:
             last = raw.decode(errors="replace").strip() or last
             on_line(last)
-        code = await process.wait()
-        text = await answer
+        return await process.wait(), last, await answer
     finally:
         with contextlib.suppress(ProcessLookupError):
             if process.returncode is None:
                 process.kill()
         await process.wait()
-    if code != 0:
-        raise BenchError(f"measuring the machine failed with code {code}: {last.removeprefix('headway: ')}")
-    return MachinePeaks.from_json(text)

@@ -30,8 +30,7 @@ class ProfileOptions(ModelOptions):
     """
 
     model: Annotated[
-        str | None,
-        Flag("Folder of a checkpoint, or a Hugging Face id; default: the bundled model.", positional=True),
+        str | None, Flag("Folder of a checkpoint, or a Hugging Face id; default: the bundled model.", positional=True)
     ] = None
     prompt_lens: Annotated[
         tuple[int, ...] | None,

@@ -24,8 +24,7 @@ class ArrivalFlags:
     """What the command line says of when requests are sent."""
 
     request_rate: Annotated[
-        float | None,
-        _load("Requests per second, or inf for all at once. Poisson arrivals by default.", common=True),
+        float | None, _load("Requests per second, or inf for all at once. Poisson arrivals by default.", common=True)
     ] = None
     arrival: Annotated[
         str | None, _load("Arrival process. Default: chosen from the other flags.", choices=ARRIVALS)
@@ -34,8 +33,7 @@ class ArrivalFlags:
     on_seconds: Annotated[float | None, _load("Seconds of a burst, for on-off arrivals.")] = None
     off_seconds: Annotated[float | None, _load("Seconds between two bursts.")] = None
     ramp_up_strategy: Annotated[
-        str | None,
-        _load("How a ramp goes from its first rate to its last.", choices=("linear", "exponential")),
+        str | None, _load("How a ramp goes from its first rate to its last.", choices=("linear", "exponential"))
     ] = None
     ramp_up_start_rps: Annotated[float | None, _load("Requests per second at the start of a ramp.")] = None
     ramp_up_end_rps: Annotated[float | None, _load("Requests per second at the end of a ramp.")] = None

@@ -74,8 +74,7 @@ class DatasetOptions:
     sharegpt_output_len: Annotated[int | None, _workload("Output tokens. Default: those of the file's answer.")] = None
     custom_output_len: Annotated[int | None, _workload("Output tokens. Default: from each row, else 256.")] = None
     multi_turn_turns: Annotated[
-        Distribution,
-        _workload("Turns of a conversation.", parse=parse_length, default="uniform:min=2,max=8"),
+        Distribution, _workload("Turns of a conversation.", parse=parse_length, default="uniform:min=2,max=8")
     ] = DEFAULT_TURNS
     multi_turn_prefix_len: Annotated[int, _workload("Tokens of a system prompt that all conversations share.")] = 0
     multi_turn_think_s: Annotated[

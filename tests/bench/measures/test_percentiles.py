@@ -9,7 +9,6 @@ import pytest
 import scipy.special
 import scipy.stats
 
-from headway.bench.errors import BenchError
 from headway.bench.measures.anytime import anytime_interval
 from headway.bench.measures.dependence import autocorrelation_time, block_length, design_effect, effective_count
 from headway.bench.measures.percentiles import distribution, proportion_interval, samples_needed
@@ -207,21 +206,6 @@ def test_degenerate_samples() -> None:
     assert distribution(np.array([1.0]), [50.0]).percentiles[0].needs == 6
 
 
-@pytest.mark.parametrize(
-    ("values", "percentiles", "options", "said"),
-    [
-        ([1.0, math.nan], [50.0], {}, "not finite"),
-        ([1.0], [0.0], {}, "percentile 0 "),
-        ([1.0], [100.0], {}, "percentile 100 "),
-        ([1.0], [50.0], {"confidence": 1.0}, "confidence 1 "),
-        ([1.0, 2.0], [50.0], {"groups": np.zeros(1, int)}, "group for each"),
-    ],
-)
-def test_bad_input(values: list[float], percentiles: list[float], options: dict[str, object], said: str) -> None:
-    with pytest.raises(BenchError, match=said):
-        distribution(np.array(values), percentiles, **options)  # type: ignore[arg-type]
-
-
 def test_proportion_interval_is_clopper_pearsons() -> None:
     for met, total in ((0, 10), (10, 10), (99, 100), (37, 1000)):
         theirs = scipy.stats.binomtest(met, total).proportion_ci(0.95, method="exact")
@@ -230,10 +214,6 @@ def test_proportion_interval_is_clopper_pearsons() -> None:
     assert wide[0] < narrow[0] and narrow[1] < wide[1]
     assert wide == pytest.approx(proportion_interval(18, 20))
     assert proportion_interval(0, 0) == (0.0, 1.0)
-    with pytest.raises(BenchError, match="11 of 10"):
-        proportion_interval(11, 10)
-    with pytest.raises(BenchError, match="effective count of 200"):
-        proportion_interval(9, 100, n_eff=200)
 
 
 def test_anytime_interval_holds_at_every_look() -> None:
