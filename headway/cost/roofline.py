@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-
-from headway.cost.work import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +24,3 @@ class Roofline:
     def least_seconds(self, flops: float, moved_bytes: float) -> float:
         """The time of so much work at least: arithmetic and memory traffic overlap, and the longer one decides."""
         return max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
-
-    def seconds(self, parts: Iterable[Work], activations: bool = True) -> float:
-        """The time of operations that run one after the other, each bound by arithmetic or by bytes.
-
-        Args:
-            activations: count their traffic. Without, only weights and cache come from memory, as when a small
-                step's activations stay in the processor's caches.
-        """
-        return sum(self.least_seconds(part.flops, part.bytes if activations else part.kept_bytes) for part in parts)

@@ -64,7 +64,6 @@ class Served:
 
 @dataclass(slots=True)
 class _Waiting:
-    arrived: float
     sent: float
     left: int
     done: int
@@ -183,9 +182,9 @@ class _Replica:
         while self.sends and self.sends[0] <= self.now:
             self.arrive(self.sends.popleft())
         while self._coming and self._coming[0][0] <= until:
-            arrived, sent = heapq.heappop(self._coming)
+            _, sent = heapq.heappop(self._coming)
             cached = self._workload.cached
-            waiting = _Waiting(arrived, sent, self._workload.prompt - cached, cached)
+            waiting = _Waiting(sent, self._workload.prompt - cached, cached)
             min(self._lanes, key=len).waiting.append(waiting)
 
     def _step(self) -> int:

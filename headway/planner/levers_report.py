@@ -71,25 +71,15 @@ def lever_table(found: Levers) -> Table:
     """By gain, the plan as it is first."""
     rows = [_lever_row(found, f"{place}", lever.change.name, lever) for place, lever in enumerate(found.ranked, 1)]
     served = " tokens/s: that can be served at most." if found.base.load == "rate" else ""
-    return Table(
-        "One change at a time",
-        COLUMNS,
-        (_as_it_is(found), *rows),
-        left=frozenset({1}),
-        note=f"Gain: of {MEANS[found.objective]}; above 1 is better.{served} Below: the flags and assumptions of each.",
-    )
+    note = f"Gain: of {MEANS[found.objective]}; above 1 is better.{served} Below: the flags and assumptions of each."
+    return Table("One change at a time", COLUMNS, (_as_it_is(found), *rows), left=frozenset({1}), note=note)
 
 
 def chain_table(found: Levers) -> Table:
     """Levers on top of each other."""
     rows = [_lever_row(found, "", f"+ {lever.change.name}", lever) for lever in found.chain]
-    return Table(
-        "The best combination",
-        COLUMNS,
-        (_as_it_is(found), *rows),
-        left=frozenset({1}),
-        note="Each is added to those before it, as long as the next one gains 3 % or more.",
-    )
+    note = "Each is added to those before it, as long as the next one gains 3 % or more."
+    return Table("The best combination", COLUMNS, (_as_it_is(found), *rows), left=frozenset({1}), note=note)
 
 
 def _as_it_is(found: Levers) -> tuple[Cell, ...]:

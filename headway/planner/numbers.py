@@ -52,7 +52,7 @@ class Numbers:
 def numbers_of(plan: Plan) -> Numbers:
     """Of a plan. What can be served at most under a rate of arrivals does not count speculation."""
     faster = shortened(plan)
-    tokens, cost = _scaled(plan.output_tokens_per_s, 1 / faster.answer), plan.cost_per_million_output_tokens
+    tokens, cost = _scaled(plan.output_tokens_per_s, 1 / faster.answer), plan.costs.per_million_output_tokens
     if plan.load == "rate":
         tokens = plan.saturation_rate * plan.workload.output if plan.capacity.fits else None
     elif cost is not None:

@@ -210,11 +210,3 @@ class Plan:
     def fits(self) -> bool:
         """The load does: every sequence of a batch, at least one sequence of a concurrency or a rate."""
         return self.capacity.fits and (self.load != "batch" or self.batch <= self.max_batch)
-
-    @property
-    def cost_per_million_output_tokens(self) -> float | None:
-        return self.costs.per_million_output_tokens
-
-    @property
-    def tokens_per_s_per_watt(self) -> float | None:
-        return self.costs.tokens_per_s_per_watt

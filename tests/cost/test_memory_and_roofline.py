@@ -6,7 +6,6 @@ from headway.cost.config import read_shape
 from headway.cost.memory import activation_bytes, kv_cache_bytes
 from headway.cost.precision import FP32, INT8, Precision
 from headway.cost.roofline import Roofline
-from headway.cost.work import Work
 from tests.cost import published
 
 QWEN_7B = read_shape(published.QWEN2_5_7B)
@@ -28,7 +27,4 @@ def test_activations_grow_with_the_step_and_with_the_logits():
 
 def test_each_operation_has_its_own_bound():
     machine = Roofline(flops_per_s=10.0, bytes_per_s=2.0)
-    parts = [Work(flops=100, weight_bytes=4), Work(flops=1, kv_read_bytes=6, activation_bytes=4)]
-    assert machine.seconds(parts) == 10.0 + 5.0
-    assert machine.seconds(parts, activations=False) == 10.0 + 3.0
     assert machine.attainable(3.0) == 6.0 and machine.attainable(50.0) == 10.0

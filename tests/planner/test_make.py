@@ -243,7 +243,7 @@ def test_costs() -> None:
     plan = planned(batch_size=32, price_per_hour=2.0, count=2, tensor_parallel_size=2)
     assert plan.price_per_hour == 4.0 and plan.output_tokens_per_s is not None
     tokens_per_s = plan.output_tokens_per_s.value
-    assert plan.cost_per_million_output_tokens == pytest.approx(cost_per_million(4.0, tokens_per_s))
+    assert plan.costs.per_million_output_tokens == pytest.approx(cost_per_million(4.0, tokens_per_s))
     # Divided among prompts and answers the hour costs as much as whole.
     assert plan.costs.split_input is not None and plan.costs.split_output is not None
     requests_per_hour = tokens_per_s / 256 * 3600
@@ -251,7 +251,7 @@ def test_costs() -> None:
     assert hour == pytest.approx(4.0)
     watts = plan.deployment.hardware.tdp_w
     if watts is not None:
-        assert plan.tokens_per_s_per_watt == pytest.approx(tokens_per_s / (2 * watts))
+        assert plan.costs.tokens_per_s_per_watt == pytest.approx(tokens_per_s / (2 * watts))
 
 
 def test_objectives_are_held_against_the_estimates() -> None:

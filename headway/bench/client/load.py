@@ -81,7 +81,7 @@ async def run_load(
         mode: see LoadMode.
         max_concurrency: most requests under way; in mode CLOSED the number of users, and needed.
         users: in mode OPEN, of classes that are closed loops of their own.
-        probes: requests without end, each with an arrival_s; see ProbeStream.
+        probes: requests without end, each with an arrival_s; see `probing`.
         warm_ups: sent first, a few at a time, and not recorded. Where all of them fail, the run is not begun.
         duration_s: what is due later is not sent; what is under way then is awaited.
         drain_s: when nothing is left to send, and for so long no request was sent or has ended, the run ends and the
@@ -101,18 +101,19 @@ async def run_load(
         raise BenchError(f"the drain time is {drain_s} s; it must be 0 s or more, and finite")
     conversations = Conversations(requests)
     dispatch = Dispatch(client, conversations, mode, max_concurrency, duration_s, as_messages, listener, users)
-    stream, watch = ProbeStream(client, probes or iter(())), LoopWatch(sockets)
+    probed: list[RequestRecord] = []
+    watch = LoopWatch(sockets)
     failures = await _warm_up(client, warm_ups, max_concurrency or WARM_UPS_AT_ONCE, stop, listener)
     gives_up = 0 < len(failures) == len(warm_ups)
     if not gives_up:
         if before_load is not None:
             await before_load()
         with collector_off(), watch:
-            async with stream.beside(grace_s):
+            async with probing(client, probes or iter(()), grace_s) as probed:
                 await dispatch.go(stop, drain_s, grace_s)
     listener.stage(LoadStage.DONE)
     outcome = _outcome(dispatch, watch, len(requests))
-    outcome.warm_up_failures, outcome.probes = failures, stream.records
+    outcome.warm_up_failures, outcome.probes = failures, probed
     if gives_up:
         outcome.gave_up = f"all {len(failures)} warm-up requests failed, the first: {failures[0].message}"
     return outcome
@@ -180,61 +181,48 @@ def collector_off() -> Iterator[None]:
             gc.enable()
 
 
-class ProbeStream:
-    """Sends requests at their times, whatever becomes of those before them, for as long as something else goes on.
+@contextlib.asynccontextmanager
+async def probing(
+    client: Sender, requests: Iterator[PlannedRequest], grace_s: float
+) -> AsyncIterator[list[RequestRecord]]:
+    """Inside, requests are sent at their times, whatever becomes of those before them; time 0 is now.
+
+    At the end nothing more is sent; what is under way has `grace_s` left.
 
     Args:
         requests: in order of their arrival_s, which all have; there may be no end of them.
 
-    Attributes:
-        records: of those that were due.
+    Yields:
+        Records of those that were due.
+
+    Raises:
+        Whatever is raised in the client.
     """
+    records: list[RequestRecord] = []
+    sent: list[asyncio.Task[None]] = []
 
-    def __init__(self, client: Sender, requests: Iterator[PlannedRequest]) -> None:
-        self.records: list[RequestRecord] = []
-        self._client = client
-        self._requests = requests
-        self._under_way: set[asyncio.Task[None]] = set()
-        self._error: BaseException | None = None
+    async def send(planned: PlannedRequest, due_ns: int) -> None:
+        record = RequestRecord.of(planned, due_ns)
+        records.append(record)
+        await client.send(planned, record)
 
-    @contextlib.asynccontextmanager
-    async def beside(self, grace_s: float) -> AsyncIterator[None]:
-        """Time 0 is now. At the end of the block nothing more is sent; what is under way has `grace_s` left.
-
-        Raises:
-            Whatever is raised in the client.
-        """
-        sending = asyncio.create_task(self._send_on_time(time.monotonic_ns()))
-        sending.add_done_callback(self._done)
-        try:
-            yield
-            sending.cancel()
-            if self._under_way:
-                await asyncio.wait(self._under_way, timeout=grace_s)
-        finally:
-            left = {sending, *self._under_way}
-            for task in left:
-                task.cancel()
-            await asyncio.wait(left)
-        await asyncio.sleep(0)  # their callbacks
-        if self._error is not None:
-            raise self._error
-
-    async def _send_on_time(self, began_ns: int) -> None:
-        for planned in self._requests:
+    async def send_on_time(began_ns: int) -> None:
+        for planned in requests:
             due_ns = began_ns + round((planned.arrival_s or 0.0) * 1e9)
             while (left_ns := due_ns - time.monotonic_ns()) > 0:  # a loop may wake up a moment too early
                 await asyncio.sleep(left_ns / 1e9)
-            task = asyncio.create_task(self._send(planned, due_ns))
-            self._under_way.add(task)
-            task.add_done_callback(self._done)
+            sent.append(asyncio.create_task(send(planned, due_ns)))
 
-    async def _send(self, planned: PlannedRequest, due_ns: int) -> None:
-        record = RequestRecord.of(planned, due_ns)
-        self.records.append(record)
-        await self._client.send(planned, record)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._under_way.discard(task)
-        if not task.cancelled():
-            self._error = self._error or task.exception()
+    sending = asyncio.create_task(send_on_time(time.monotonic_ns()))
+    try:
+        yield records
+        sending.cancel()
+        if sent:
+            await asyncio.wait(sent, timeout=grace_s)
+    finally:
+        for task in (sending, *sent):
+            task.cancel()
+        ended = await asyncio.gather(sending, *sent, return_exceptions=True)
+    for each in ended:
+        if isinstance(each, Exception):
+            raise each

@@ -44,7 +44,8 @@ class OpenAIClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
+        self.http.close()
+        await asyncio.sleep(0)  # lets the event loop see the connections' ends
 
     def _head_of(self, planned: PlannedRequest) -> bytes:
         endpoint = self.endpoint
@@ -55,11 +56,6 @@ class OpenAIClient:
     def close(self) -> None:
         """Close all connections; requests under way end as CUT."""
         self.http.close()
-
-    async def aclose(self) -> None:
-        """The same, and let the event loop see the connections' ends."""
-        self.http.close()
-        await asyncio.sleep(0)
 
     async def send(self, planned: PlannedRequest, record: RequestRecord, prompt: Prompt | None = None) -> None:
         """Send one request and fill its record from `sent_ns` on; return when it has ended, in whatever way.

@@ -91,10 +91,6 @@ class Trial:
         return 2 * self.unsteady < len(self.probes)
 
     @property
-    def valid(self) -> bool:
-        return all(probe.valid for probe in self.probes)
-
-    @property
     def client(self) -> str:
         """Why its misses may be the client's: where it did not hold, the server may still hold that rate."""
         return next((probe.client for probe in self.probes if probe.client), "")

@@ -118,11 +118,6 @@ class LiveView(LoadListener):
         else:
             self._console.print(self.line(), highlight=False, soft_wrap=True)
 
-    def say(self, what: str) -> None:
-        """Before the load begins: what is being done ("looking at the server")."""
-        self._stage = plain(what, 60)
-        self.refresh()
-
     def stage(self, stage: LoadStage) -> None:
         self._stage = STAGES[stage]
         if self._timer is None and stage is not LoadStage.DONE:
