@@ -73,7 +73,7 @@ from headway.kernels.cpu_team import arg, job, once_per_kind, take_rows
 from headway.kernels.weights import NF4, Groups
 
 HEADER_BYTES = 2  # of a row and group
-# With more passes over a block than this, its products take longer than fetching the next one when it is due.
+# The first passes over a block, which fetch the next one into a near cache.
 PASSES_AHEAD = 8
 _ZERO = np.float32(0)
 # FLOAT8's numbers are multiplied as float16 of the same bits, whose exponents begin 8 lower; E2M1 is twice FLOAT4's.
@@ -301,7 +301,6 @@ def multiply_grouped(kind, tokens, x, x_stride, packed, groups, block, group_byt
     """A panel with the tokens, `block` groups at a time, which stay in a near cache; `more` as product_job has it."""
     slices, shift, group_x_bytes, row_scales, minima, minima_stride = more
     passes = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
-    ahead = block * group_bytes if 1 < passes <= PASSES_AHEAD else 0
     for i in range(tokens * PANEL):
         store(totals, i, _ZERO, FLOAT32)
     for first in range(0, groups, block):
@@ -309,6 +308,7 @@ def multiply_grouped(kind, tokens, x, x_stride, packed, groups, block, group_byt
         for index_ in range(passes):
             token = index_ * tokens // passes
             together = (index_ + 1) * tokens // passes - token
+            ahead = block * group_bytes if passes > 1 and index_ < PASSES_AHEAD else 0
             multiply_groups(
                 kind, together, inputs + token * x_stride, x_stride, at, count, totals + token * PANEL * 4,
                 scales + token * stride + first * 8, stride, ahead, group_bytes, slices, first, shift, row_scales,

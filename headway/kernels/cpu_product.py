@@ -113,7 +113,8 @@ def _tiles(kind, tokens, x, x_stride, packed, words, totals, scales, stride, ahe
         token = index * tokens // passes
         count = (index + 1) * tokens // passes - token
         to, scale = totals + token * TOTALS_BYTES, scales + token * stride
-        multiply_panel(kind, count, x + token * x_stride, x_stride, packed, words, to, scale, stride, ahead)
+        fetches = ahead if index < PASSES_AHEAD else 0
+        multiply_panel(kind, count, x + token * x_stride, x_stride, packed, words, to, scale, stride, fetches)
 
 
 @compiled()
@@ -124,8 +125,7 @@ def multiply(
 
     Where `unpacked` is not 0, each block is put there first, as what its weights are multiplied as.
     """
-    passes = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
-    fetches = 1 < passes <= PASSES_AHEAD
+    fetches = tokens > TILE_TOKENS
     for i in range(tokens * PANEL):
         store(totals, i, _ZERO, FLOAT32)
     for number in range((words + block - 1) // block):
