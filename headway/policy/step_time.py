@@ -4,15 +4,19 @@ The time of a step is taken to be linear in what it does: a fixed part (reading 
 of decoding sequences, the query-key pairs and the context that attention reads, and the rows of logits that
 prompt_logprobs wants. The coefficients follow the machine by recursive least squares with forgetting (Ljung, System
 Identification, 1999, section 11.2). A step makes the model forget only of what the step had.
+
+They follow within hundreds of steps. A machine that others use too changes within a few, so predictions are multiplied
+with its pace: the median, over the last steps, of the measured time to what the coefficients say.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from math import sqrt
 
 import msgspec
 
-_FORGETTING = 0.998
+_FORGETTING = 0.995
 _GROWTH = _FORGETTING**-0.5  # growth of the standard deviations of coefficients, in a step
 # Attention's parts are known to be small beside their tokens', from which few steps tell them apart.
 _PRIOR_VARIANCE = (1e3, 1e3, 1e3, 30.0, 30.0, 1e3)
@@ -22,6 +26,7 @@ _MAX_VARIANCE = 1e6
 _PREFILL_TOKENS, _DECODE_TOKENS, _PREFILL_PAIRS, _DECODE_CONTEXT = 256.0, 16.0, 65536.0, 8192.0
 _LOGIT_ROWS = 64.0
 _UNBOUNDED = 2**31
+_STEPS_OF_PACE = 7
 _QUANTILE_GAIN, _ERROR_GAIN, _MOST_OVERRUN = 0.02, 0.02, 3.0
 
 
@@ -72,6 +77,7 @@ class StepTimeModel:
         self._covariance = _prior()
         self.steps_seen = 0
         self.overrun, self.error = 1.0, 0.0
+        self._pace, self._ratios = 1.0, deque[float](maxlen=_STEPS_OF_PACE)
         self._steps_with_logits = 0
 
     @property
@@ -99,8 +105,11 @@ class StepTimeModel:
         scale = 1.0 + sum([x[i] * px[i] for i in present])
         predicted = sum([self._milliseconds[i] * x[i] for i in present])
         error = duration_ns / 1e6 - predicted
-        if self.is_trained and predicted > 0.0:
-            self._judge(duration_ns / 1e6 / predicted)
+        if self.is_trained and predicted > 0.0 and duration_ns > 0:
+            ratio = duration_ns / 1e6 / predicted
+            self._judge(ratio / self._pace)
+            self._ratios.append(ratio)
+            self._pace = sorted(self._ratios)[len(self._ratios) // 2]
         for i in size:
             self._milliseconds[i] += px[i] / scale * error
             row, own = p[i], px[i]
@@ -129,15 +138,16 @@ class StepTimeModel:
             + context * (work.decode_context / _DECODE_CONTEXT)
             + row * (work.logit_rows / _LOGIT_ROWS)
         )
-        return 1e6 * max(0.0, milliseconds)
+        return 1e6 * self._pace * max(0.0, milliseconds)
 
     def _prefill_costs(self, with_logits: bool) -> tuple[float, float]:
         """Nanoseconds of a prompt's token, with its row of logits or without, and of a query-key pair."""
         _, token, _, pair, _, row = self._milliseconds
-        token_ns = 1e6 * max(0.0, token) / _PREFILL_TOKENS
+        nanoseconds = 1e6 * self._pace
+        token_ns = nanoseconds * max(0.0, token) / _PREFILL_TOKENS
         if with_logits:
-            token_ns += 1e6 * max(0.0, row) / _LOGIT_ROWS
-        return token_ns, 1e6 * max(0.0, pair) / _PREFILL_PAIRS
+            token_ns += nanoseconds * max(0.0, row) / _LOGIT_ROWS
+        return token_ns, nanoseconds * max(0.0, pair) / _PREFILL_PAIRS
 
     def prefill_ns(self, count: int, start: int, with_logits: bool = False) -> float:
         """What `count` tokens of a prompt, after the first `start`, add to a step, in nanoseconds."""

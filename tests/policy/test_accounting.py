@@ -95,6 +95,23 @@ def test_the_step_time_model_follows_a_machine_that_slows_down() -> None:
     assert model.predict_ns(work) == pytest.approx(2 * linear_time(work), rel=0.1)
 
 
+def test_predictions_follow_a_change_of_pace_within_a_few_steps_and_no_single_step() -> None:
+    rng, model = random.Random(3), deepcopy(LEARNT)
+    work = StepWork(64, 8, 4_000, 1_600)
+    alone = linear_time(work)
+    for factor in (1.0, 0.4, 3.0):
+        for _ in range(4):
+            some = random_work(rng)
+            model.observe(some, int(factor * linear_time(some)))
+        assert model.predict_ns(work) == pytest.approx(factor * alone, rel=0.15)
+        added = model.prefill_ns(64, 0)
+        assert model.prefill_tokens_within(added, 0) in (63, 64)
+        assert added == pytest.approx(factor * (alone - linear_time(StepWork(0, 8, 0, 1_600))), rel=0.25)
+        model.observe(work, int(3 * factor * alone))
+        assert model.predict_ns(work) == pytest.approx(factor * alone, rel=0.15)
+        model = deepcopy(LEARNT)
+
+
 def test_the_step_time_model_survives_steps_that_are_all_alike() -> None:
     model = StepTimeModel()
     for _ in range(20_000):
