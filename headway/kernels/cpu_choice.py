@@ -366,5 +366,6 @@ def measured(product: str, tiles: bool) -> Rates:
             seconds[name][tokens], began = min(seconds[name][tokens], ended - began), ended
     flops = 2e-9 * PANEL * _PANELS * _WORDS * layout.inputs
     return {
-        name: {tokens: round(flops * tokens / taken, 1) for tokens, taken in of.items()} for name, of in seconds.items()
+        name: {tokens: float(f"{flops * tokens / taken:.4g}") for tokens, taken in of.items()}
+        for name, of in seconds.items()
     }

@@ -1,13 +1,11 @@
-"""Products as on a processor with matrix tiles, whose instructions are taken over by plain code, anywhere.
+"""Products on matrix tiles, on any x86: tile_machine carries out their instructions where the processor has none.
 
-    python -m tests.kernels.on_tiles none|int8|int4|int8-weight-only|groups
+    python -m tests.kernels.on_tiles none|int8|int4|int8-weight-only|groups|engine
 
-A process of its own: the instructions are exchanged before the jobs that use them are made. Where the tokens' and the
-weights' tiles lie in memory, and in which order they are multiplied, is the kernels' own. It prints how many products
-came out as the instruction's order of sums has them, bit for bit.
+NUMBA_CPU_FEATURES names them beside the processor's own. It prints how many products came out as the instructions'
+order of sums has them, bit for bit; for an engine, how many answers.
 """
 
-# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import json
@@ -19,127 +17,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-import numpy as np
+import pytest
 import torch
-from numba import types
-from numba.extending import overload
 
-from headway.kernels import cpu_matrix
-from headway.kernels.cpu_compile import compiled
-from headway.kernels.cpu_matrix import STEP_BYTES, STEP_WORDS
-from headway.kernels.cpu_panels import TOTALS_BYTES
-from headway.kernels.cpu_simd import BFLOAT16, FLOAT32, load, read_byte, read_int32, read_int64, store, write_integer
+from headway.kernels import cpu_choice
 from headway.kernels.weights import Weight
+from tests.kernels import tile_machine
 
 if TYPE_CHECKING:
     from headway.kernels.cpu import CpuKernels
-
-_STATE = np.zeros(1, np.int64)  # the address of the configuration; of one thread
-_STATE_AT = int(_STATE.ctypes.data)
-_ZERO, _UNSIGNED = np.float32(0), np.uint64(0)
-
-
-@compiled()
-def configure(address):
-    write_integer(_STATE_AT, 0, address, 64)
-
-
-@compiled()
-def _words():
-    """Of a step, by the rows of the weights' tiles, which are the words of the tokens'."""
-    at = read_int64(_STATE_AT, 0)
-    return read_byte(at, 54) if 4 * read_byte(at, 54) == read_byte(at, 24) else 0
-
-
-@compiled()
-def release():
-    write_integer(_STATE_AT, 0, 0, 64)
-
-
-def _sum_so_far(kind, sums, lane, fresh):
-    """Sums in their type, which numpy scalars are told apart by."""
-
-
-def _dot(kind, row, at):
-    """What a step adds to a sum."""
-
-
-def _write(kind, sums, lane, total):
-    """The sum's bits."""
-
-
-def _of_others(kind):
-    """The kind by which the other tokens of multiply_two are multiplied: unsigned bytes beside the signed ones."""
-
-
-@overload(_sum_so_far)
-def _(kind, sums, lane, fresh):
-    if kind != types.uint16:
-        return lambda kind, sums, lane, fresh: 0 if fresh else read_int32(sums, lane)
-    return lambda kind, sums, lane, fresh: _ZERO if fresh else load(sums, lane, FLOAT32)
-
-
-@overload(_dot)
-def _(kind, row, at):
-    if kind == types.uint16:
-        return lambda kind, row, at: _part(row, at, 0) + _part(row, at, 1)
-    signed_tokens, signed_weights = kind != types.uint64, kind != types.uint8
-
-    def integers(kind, row, at):
-        total = 0
-        for byte in range(4 * _words()):
-            token = read_byte(row, byte)
-            weight = read_byte(at, byte // 4 * (TOTALS_BYTES // 4) * 4 + byte % 4)
-            token -= 256 if signed_tokens and token >= 128 else 0
-            weight -= 256 if signed_weights and weight >= 128 else 0
-            total += token * weight
-        return total
-
-    return integers
-
-
-@overload(_write)
-def _(kind, sums, lane, total):
-    if kind != types.uint16:
-        return lambda kind, sums, lane, total: write_integer(sums, lane, total, 32)
-    return lambda kind, sums, lane, total: store(sums, lane, total, FLOAT32)
-
-
-@overload(_of_others)
-def _(kind):
-    return (lambda kind: _UNSIGNED) if kind == types.int8 else (lambda kind: kind)
-
-
-@compiled()
-def _part(x, lane, half):
-    total = _ZERO
-    for word in range(STEP_WORDS):
-        product = np.float64(load(x, 2 * word + half, BFLOAT16)) * load(lane, word * TOTALS_BYTES // 2 + half, BFLOAT16)
-        total = np.float32(total + product)
-    return total
-
-
-@compiled()
-def _multiply(kind, x, x_stride, packed, steps, sums, fresh, lanes):
-    tokens = read_byte(read_int64(_STATE_AT, 0), 48)
-    for token in range(tokens):
-        for lane in range(lanes):
-            total = _sum_so_far(kind, sums + token * TOTALS_BYTES, lane, fresh)
-            for step in range(steps):
-                row, at = x + token * x_stride + step * 64, packed + step * STEP_BYTES + lane * 4
-                total += _dot(kind, row, at)
-            _write(kind, sums + token * TOTALS_BYTES, lane, total)
-
-
-@compiled()
-def multiply_one(kind, x, x_stride, packed, steps, sums, fresh):
-    _multiply(kind, x, x_stride, packed, steps, sums, fresh, 64)
-
-
-@compiled()
-def multiply_two(kind, x, other, x_stride, packed, steps, sums, others, fresh):
-    _multiply(kind, x, x_stride, packed, steps, sums, fresh, 32)
-    _multiply(_of_others(kind), other, x_stride, packed, steps, others, fresh, 32)
 
 
 def kernels_with(ways: dict[str, str]) -> CpuKernels:
@@ -297,24 +183,65 @@ def check_floats() -> int:
     return checked
 
 
+def answers(tiles: bool, quantization: str) -> list[list[tuple[int, float]]]:
+    """The tokens of some prompts with their log-probabilities, together and then each alone, in chunks."""
+    from headway import LLM, SamplingParams
+
+    with patch.object(cpu_choice, "has_matrix_tiles", return_value=tiles):
+        llm = LLM(
+            "headway/story",
+            quantization=quantization,
+            num_threads=2,
+            max_num_batched_tokens=24,
+            max_num_seqs=8,
+            weight_cache=False,
+        )
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0, ignore_eos=True)
+    prompts = ["Once upon a time there was a fox who " + "ran and " * count for count in (0, 1, 5, 12, 30)]
+    outputs = llm.generate(prompts, params) + [llm.generate(prompt, params)[0] for prompt in prompts]
+    given = [
+        [(token, of_token.logprob) for token, of_token in zip(choice.token_ids, choice.logprobs or (), strict=True)]
+        for choice in (output.outputs[0] for output in outputs)
+    ]
+    assert given[: len(prompts)] == given[len(prompts) :], quantization
+    return given
+
+
+def check_engine() -> int:
+    """Whole models: with weights of whole numbers what comes out on vectors, bit for bit, with floats nearly so."""
+    same = 0
+    for quantization in ("none", "int8", "int4"):
+        before = tile_machine.instructions()
+        on_vectors = answers(False, quantization)
+        assert tile_machine.instructions() == before
+        on_tiles = answers(True, quantization)
+        assert tile_machine.instructions() > before
+        for expected, got in zip(on_vectors, on_tiles, strict=True):
+            if quantization == "none":
+                assert expected[0][1] == pytest.approx(got[0][1], abs=0.05)
+            else:
+                assert expected == got, quantization
+            same += 1
+    return same
+
+
 def main() -> None:
-    for emulation in (configure, release, multiply_one, multiply_two):
-        setattr(cpu_matrix, emulation.__name__, emulation)
-    torch.set_num_threads(1)
+    tile_machine.install()
+    torch.set_num_threads(2)
     os.environ["HEADWAY_CPU_KERNELS"] = "default"
     scheme = sys.argv[1]
     timed = {
-        "none": (),
         "int8": ("int8", "bfloat16"),
         "int4": ("int4",),
         "int8-weight-only": ("int8-weight-only",),
         "groups": ("int4-weight-only", "int8-weight-only in groups", "float4-weight-only"),
-    }[scheme]
-    if scheme == "groups":
-        checked = check_groups()
+    }.get(scheme, ())
+    if scheme in ("groups", "engine"):
+        checked = check_groups() if scheme == "groups" else check_engine()
     else:
         checked = (check_floats() if scheme == "none" else check_integers(scheme)) + check_experts(scheme)
-    print(checked + sum(map(check_choice, timed)))
+    checked += sum(map(check_choice, timed))
+    print(checked, "on tiles" if tile_machine.instructions() else "")
 
 
 if __name__ == "__main__":

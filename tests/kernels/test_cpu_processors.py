@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(600)
 
 AVX2 = "+avx2,+fma,+f16c"
 AVX512 = f"{AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl"
+TILES = "+amx-tile,+amx-bf16,+amx-int8"
 HERE = {name for name, present in binding.get_host_cpu_features().items() if present}
 
 
@@ -84,11 +85,15 @@ def test_arm(tmp_path: Path) -> None:
         pytest.param("int4", "87", marks=pytest.mark.slow),
         pytest.param("int8-weight-only", "87", marks=pytest.mark.slow),
         pytest.param("groups", "145", marks=pytest.mark.slow),
+        pytest.param("engine", "30", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.skipif(not IS_X86, reason="x86 alone")
 def test_matrix_tiles(tmp_path: Path, scheme: str, printed: str) -> None:
-    """Products laid out for tiles, with plain code in place of their instructions."""
-    assert run("tests.kernels.on_tiles", scheme, NUMBA_CACHE_DIR=str(tmp_path), NUMBA_OPT="1") == printed
+    """The machine code for them, whose instructions are carried out by tile_machine where the processor has none."""
+    features = f"{binding.get_host_cpu_features().flatten()},{TILES}"
+    got = run("tests.kernels.on_tiles", scheme, NUMBA_CACHE_DIR=str(tmp_path), NUMBA_CPU_FEATURES=features)
+    assert got == f"{printed} on tiles"
 
 
 def test_code_for_two_processors_is_kept_apart() -> None:
