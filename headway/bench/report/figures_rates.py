@@ -92,7 +92,7 @@ def throughput_against_latency(points: Sequence[LoadPoint]) -> Figure:
         8.0,
         3.5,
         columns=2,
-        x=("P90 time to first token (ms); left is better", "Tokens/s of the median request (1/TPOT); right is better"),
+        x=("P90 time to first token (ms); left is better", "Tokens/s of the median request; right is better"),
         y="Output tokens/s of the server",
     )
     _trade(ttft, points, lambda summary: _value(summary, "ttft_ms", 90.0), smaller_is_better=True)
@@ -122,9 +122,10 @@ def _trade(
             axes.plot(
                 *zip(*chosen, strict=True), mark, ms=5, color=style.colour("red" if bound else "blue"), label=label
             )
+    beside = (5, -9) if smaller_is_better else (5, 4)  # off the front, which rises or falls
     for x, y, point in known:
         axes.annotate(
-            style.number(point.load), (x, y), xytext=(5, -9), textcoords="offset points", fontsize=7.5,
+            style.number(point.load), (x, y), xytext=beside, textcoords="offset points", fontsize=7.5,
             color=style.colour("muted"),
         )  # fmt: skip
     if style.wants_log([x for x, _, _ in known], 12):

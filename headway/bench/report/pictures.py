@@ -277,8 +277,8 @@ def _front_caption(points: Sequence[LoadPoint]) -> str:
         return "There are no runs."
     tokens = number(best.summary.rates.get("output_throughput", 0.0))
     return (
-        f"The most output was {tokens} tokens/s, at a load of {number(best.load)}. A line joins the runs that no "
-        f"other run beats in both."
+        f"The most output was {tokens} tokens/s, at a load of {number(best.load)}. The speed of a request is "
+        "1 / TPOT. A line joins the runs that no other run beats in both."
     )
 
 

@@ -65,6 +65,18 @@ def test_axes_of_a_usual_run_are_labelled() -> None:
         check_axes(picture.figure)
 
 
+def test_no_name_of_an_axis_is_wider_than_the_picture() -> None:
+    """With room to spare: a page has another font, whose letters may be wider."""
+    points = load_points(list(zip(*sweep(), strict=True)))
+    for picture in [*all_pictures(usual()[0]), *pictures.load_pictures(points, "Request rate (1/s)")]:
+        figure = picture.figure
+        with style.drawing():
+            figure.draw_without_rendering()
+            boxes = {axes.get_xlabel(): axes.xaxis.label.get_window_extent() for axes in figure.axes}
+        for name, box in boxes.items():
+            assert box.x0 >= 0 and box.x1 + 0.05 * box.width <= figure.bbox.width, name
+
+
 def test_names_of_pictures_are_fit_for_files() -> None:
     names = [picture.name for picture in all_pictures(simulated_run(2))]
     assert len(set(names)) == len(names) and all(re.fullmatch("[a-z0-9-]+", name) for name in names)
