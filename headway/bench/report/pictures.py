@@ -22,7 +22,6 @@ from headway.bench.report.phases import (
     median_and_slowest,
     most_in_words,
 )
-from headway.bench.report.verdict import outcome
 from headway.bench.report.views import main_views
 from headway.report.parts import Picture
 from headway.report.style import number, plain, sentence
@@ -129,7 +128,7 @@ def load_pictures(points: Sequence[LoadPoint], load: str, target: float = 0.99) 
     if any(point.summary.tokens.get("output", 0) for point in points):
         caption, trade = _front_caption(points), figures_rates.throughput_against_latency(points)
         found.append(Picture("throughput-against-latency", "Throughput against latency", caption, trade))
-    caption, goodput = _goodput_caption(points, target), figures_rates.goodput_against_load(points, load, target)
+    caption, goodput = _goodput_caption(points), figures_rates.goodput_against_load(points, load, target)
     return [*found, Picture("goodput-against-load", "Goodput against load", caption, goodput)]
 
 
@@ -282,14 +281,12 @@ def _front_caption(points: Sequence[LoadPoint]) -> str:
     )
 
 
-def _goodput_caption(points: Sequence[LoadPoint], target: float) -> str:
+def _goodput_caption(points: Sequence[LoadPoint]) -> str:
     judged = [(point, point.summary.attainment) for point in points if point.summary.attainment is not None]
     if not judged:
         return "No objectives were given (--goodput), so there is no goodput."
-    held = [point for point, found in judged if outcome(found, target) == "held"]
     best, found = max(judged, key=lambda each: each[1].requests_per_s)
-    highest = f"up to a load of {number(max(point.load for point in held))}" if held else "in no run"
     return (
         f"Goodput is highest at a load of {number(best.load)}: {number(found.requests_per_s)} requests/s that "
-        f"met their objectives. With 95 % confidence, {100 * target:g} % of the requests met them {highest}."
+        "met their objectives."
     )
