@@ -90,8 +90,8 @@ BAD_FOR_A_SERVER = """
 --time-scale 2 | --time-scale
 --no-oversample | --no-oversample
 --duration 3 | --num-prompts
---num-prompts 99999999999 | at most 10,000,000
---duration 1e9 --request-rate 100 | at most 10,000,000
+--num-prompts 99999999999 | at most 100,000,000
+--duration 1e9 --request-rate 100 | at most 100,000,000
 --request-rate 1e-300 --num-prompts 2 | raise the rate
 --dataset-name rnadom | random
 --dataset-name azure | --dataset-path
