@@ -107,14 +107,14 @@ def _prepare_integers(source_kind, integer, largest, offset, x, inputs, width, b
 
 @compiled()
 def _tiles(kind, tokens, x, x_stride, packed, words, totals, scales, stride, ahead):
-    """A block of a panel with the tokens, as many at a time as a tile has."""
+    """A block of a panel with the tokens, as many at a time as a tile has; the next is `ahead` bytes on, 0 for none."""
     passes = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
     for index in range(passes):
         token = index * tokens // passes
         count = (index + 1) * tokens // passes - token
         to, scale = totals + token * TOTALS_BYTES, scales + token * stride
-        fetches = ahead if index < PASSES_AHEAD else 0
-        multiply_panel(kind, count, x + token * x_stride, x_stride, packed, words, to, scale, stride, fetches)
+        fetched = ahead if index < PASSES_AHEAD else 0
+        multiply_panel(kind, count, x + token * x_stride, x_stride, packed, words, to, scale, stride, fetched)
 
 
 @compiled()
