@@ -3,6 +3,7 @@
 #   make install                           into .venv; then: source .venv/bin/activate
 #   make serve  ARGS="MODEL --port 8000"   serve a model; without arguments, the bundled one
 #   make test   ARGS="-k scheduler"        the tests, on all cores; `make test-slow`: those that take minutes
+#   make step-trace                        the files and functions that a request enters, with their lines
 #   make lint                              ruff and mypy; `make format` mends what ruff can mend
 #   make gpu   [PYTHON=python3]            what a GPU shows, and what fails there; with PYTHON, by that Python's packages
 #   make bench-offline ARGS="--rounds 3"   speed without a server, beside other engines (see benchmarks/README.md)
@@ -18,7 +19,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-slow lint format constraints gpu clean
+.PHONY: help install serve test test-slow lint format constraints gpu step-trace clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -84,6 +85,10 @@ else
 gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 endif
+
+# What a reader opens to follow a request.
+step-trace: $(VENV)/.installed-serve
+	@$(BIN)/python -m benchmarks.step_trace
 
 bench-%: $(VENV)/.installed-serve
 	$(BIN)/python -m benchmarks.$* $(ARGS)
